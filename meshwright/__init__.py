@@ -1,0 +1,1 @@
+"""meshwright is the front door: one function and one command for each thing a user asks."""

@@ -1,0 +1,1 @@
+"""planner decides: documents, costs, solver, prediction. It never imports torch."""

@@ -1,0 +1,37 @@
+"""Every error this project raises on purpose.
+
+    MeshwrightError
+    ├── DocumentError     a document or argument does not say what it must; carries file and path
+    ├── NoPlanFits        the search ended without a plan; carries the closest miss
+    └── LaunchError       the plan is fine, this machine or this run is not
+
+Anything else that escapes is a bug in Meshwright, and the command line says so.
+"""
+
+from __future__ import annotations
+
+
+class MeshwrightError(Exception):
+    """Root of the errors a user can act on."""
+
+
+class DocumentError(MeshwrightError):
+    """A document is wrong at `path` (`stages[1].layers[3].recompute`), in `file` if it has one."""
+
+    def __init__(self, path: str, message: str, *, file: str | None = None) -> None:
+        self.path = path
+        self.message = message
+        self.file = file
+        super().__init__(": ".join(part for part in (file, path, message) if part))
+
+    def in_file(self, file: str) -> DocumentError:
+        """Return the same error, told of the file it came from."""
+        return DocumentError(self.path, self.message, file=file)
+
+
+class NoPlanFits(MeshwrightError):
+    """No plan in the space fits in memory; the message names the closest miss."""
+
+
+class LaunchError(MeshwrightError):
+    """The plan is valid, but this machine or this run cannot carry it out."""

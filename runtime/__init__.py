@@ -1,0 +1,1 @@
+"""runtime acts: it executes a Plan with torch.distributed."""
