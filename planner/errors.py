@@ -29,7 +29,7 @@ class DocumentError(MeshwrightError):
         return DocumentError(self.path, self.message, file=file)
 
 
-class NoPlanFits(MeshwrightError):
+class NoPlanFits(MeshwrightError):  # noqa: N818 - reads as the sentence that it is
     """No plan in the space fits in memory; the message names the closest miss."""
 
 

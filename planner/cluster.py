@@ -1,0 +1,133 @@
+"""ClusterSpec: the machine, as its vendor quotes it.
+
+Rates count one direction and one device.  Figures quoted here are never measured ones: those stand
+in a Profile.  Fractions of a quoted rate that kernels or collectives reach say where they are from.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from planner.document import Document, Part
+from planner.units import Amount, Count, Fraction, Positive, Rate, Text
+
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+Collective = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast"
+]
+Provenance = Literal["measured", "interpolated", "fitted", "quoted"]
+
+
+class DeviceCurve(Part):
+    """What kernels reach on a device: seconds = launch_s + FLOPs/(f P) + bytes/(g W).
+
+    P is the peak of the precision, W the memory bandwidth; f and g are the fractions here.
+    """
+
+    launch_s: Amount
+    matmul: Fraction
+    attention_forward: Fraction
+    attention_backward: Fraction
+    memory: Fraction
+    spread: Amount
+    """Relative error of this description where it was fitted, else a guess at it (0.1: 10 %)."""
+    provenance: Provenance
+    source: Text
+
+
+class Accelerator(Part):
+    """One device."""
+
+    name: Text
+    kind: Literal["cuda", "rocm", "gaudi", "cpu"] = "cuda"
+    memory_bytes: Positive
+    """What a program can use, as the driver shows it; less than the label says."""
+    peak_flops: dict[Precision, Rate]
+    """Dense, fp32 accumulation."""
+    memory_bytes_per_s: Rate
+    curve: DeviceCurve
+    tdp_w: Amount | None = None
+    sources: dict[str, Text] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.peak_flops:
+            raise ValueError("peak_flops is empty; give at least fp32")
+        return self
+
+
+class LinkTier(Part):
+    """One level of the interconnect, as one device sees it.
+
+    `bytes_per_s` counts one direction while every peer sends too.  Vendors print both directions
+    together: an NVLink 4 sheet says 900 GB/s, which is 450e9 here.
+    """
+
+    name: Text
+    devices: Positive
+    """How many devices reach each other over this tier or a faster one."""
+    latency_s: Amount
+    bytes_per_s: Rate
+    fractions: dict[Collective, Amount] = Field(default_factory=dict)
+    """Bus bandwidth of each collective over `bytes_per_s`; sums in the switch can pass 1."""
+    provenance: Provenance = "quoted"
+    source: Text | None = None
+
+
+class DeviceGroup(Part):
+    """Nodes that are alike."""
+
+    name: Text
+    accelerator: Accelerator
+    nodes: Positive
+    devices_per_node: Positive
+    host_memory_bytes: Count | None = None
+    """Of one node."""
+    host_link_bytes_per_s: Rate | None = None
+    """Of one device, one direction."""
+
+    @property
+    def devices(self) -> int:
+        """Devices in the group."""
+        return self.nodes * self.devices_per_node
+
+
+class Price(Part):
+    """A dated rent for the whole cluster."""
+
+    usd_per_device_hour: Amount
+    commitment: Literal["on_demand", "reserved", "spot", "owned"]
+    date: Text
+    source: Text
+
+
+class ClusterSpec(Document):
+    """Device groups joined by link tiers, fastest first."""
+
+    kind_of_document: ClassVar[str] = "cluster"
+
+    name: Text
+    groups: tuple[DeviceGroup, ...]
+    tiers: tuple[LinkTier, ...]
+    price: Price | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.groups:
+            raise ValueError("groups is empty; a cluster needs at least one device group")
+        extents = [tier.devices for tier in self.tiers]
+        if extents != sorted(extents):
+            raise ValueError(f"tiers reach {extents} devices; order them fastest first, widening")
+        if self.devices > 1 and (not extents or extents[-1] < self.devices):
+            raise ValueError(
+                f"tiers reach {extents[-1] if extents else 0} devices, the groups have "
+                f"{self.devices}; add the tier that joins them"
+            )
+        return self
+
+    @property
+    def devices(self) -> int:
+        """Devices in all groups."""
+        return sum(group.devices for group in self.groups)

@@ -1,0 +1,274 @@
+"""Documents: YAML or JSON text to frozen, validated values, and back.
+
+Reading is safe: plain YAML 1.2 scalars only, no tags, no aliases, bounded size and depth.  Whatever
+is wrong becomes one DocumentError with the path inside the file, the value seen and the way out.
+Writing is atomic: a file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from planner.errors import DocumentError
+
+MAX_BYTES = 64 * 2**20
+MAX_DEPTH = 40
+
+D = TypeVar("D", bound="Document")
+
+
+class Part(BaseModel):
+    """A frozen piece of a document; unknown keys are errors that name the nearest known key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data:
+                if key not in cls.model_fields:
+                    near = difflib.get_close_matches(str(key), list(cls.model_fields), n=1)
+                    known = f"did you mean '{near[0]}'?" if near else _known(cls)
+                    raise PydanticCustomError(
+                        "unknown_key",
+                        "unknown key; {known}",
+                        {"known": known, "key": str(key)[:80]},
+                    )
+        return data
+
+
+class Document(Part):
+    """A part that is a whole file; `format` says which version of the types it follows."""
+
+    kind_of_document: ClassVar[str]
+    format: Literal[1] = 1
+
+    @property
+    def digest(self) -> str:
+        """Short content hash, equal for equal documents: `sha256:` and 16 hex digits."""
+        text = json.dumps(self.model_dump(mode="json", exclude_none=True), sort_keys=True)
+        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @classmethod
+    def parse(cls, text: str, *, file: str | None = None) -> Self:
+        """Read the document from YAML or JSON text."""
+        try:
+            return cls.of(plain(text))
+        except DocumentError as error:
+            raise (error.in_file(file) if file else error) from error.__cause__
+
+    @classmethod
+    def of(cls, data: object) -> Self:
+        """Validate plain data (dicts, lists, scalars)."""
+        if not isinstance(data, dict):
+            raise DocumentError(
+                "", f"holds {_shown(data)}; a {cls.kind_of_document} is a mapping of keys to values"
+            )
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise _first_error(error) from error
+        except RecursionError as error:
+            raise DocumentError("", "is nested too deeply") from error
+
+    def dump(self) -> str:
+        """Return the document as YAML."""
+        data = self.model_dump(mode="json", exclude_none=True)
+        return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
+
+
+def read(cls: type[D], path: str | os.PathLike[str]) -> D:
+    """Read a document of type `cls` from a file."""
+    return cls.parse(read_text(path), file=str(path))
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return a file's text; one clear error if it is missing, binary or too large."""
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise DocumentError("", f"has more than {MAX_BYTES >> 20} MiB", file=str(path))
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DocumentError("", "is not UTF-8 text", file=str(path)) from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise DocumentError("", f"cannot be read: {reason}", file=str(path)) from error
+
+
+def write(document: Document, path: str | os.PathLike[str]) -> None:
+    """Write a document to a file, whole or not at all."""
+    write_text(document.dump(), path)
+
+
+def write_text(text: str, path: str | os.PathLike[str]) -> None:
+    """Write text to a file, whole or not at all."""
+    file = Path(path)
+    temporary = ""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(file)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise DocumentError("", f"cannot be written: {error.strerror}", file=str(path)) from error
+
+
+def plain(text: str) -> object:
+    """Return YAML or JSON text as dicts, lists and scalars, refusing whatever could do harm."""
+    if len(text) > MAX_BYTES:
+        raise DocumentError("", f"has more than {MAX_BYTES >> 20} MiB")
+    try:
+        _refuse_harm(text)
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise DocumentError(place, f"is not YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise DocumentError("", f"is not YAML: {error}") from error
+    except (RecursionError, ValueError, OverflowError) as error:
+        raise DocumentError("", f"is not YAML that can be read: {error}") from error
+
+
+def schema(cls: type[Document]) -> dict[str, Any]:
+    """Return the JSON Schema of a document type, for editors."""
+    result = cls.model_json_schema()
+    result["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    return result
+
+
+def path_text(location: tuple[int | str, ...]) -> str:
+    """Return a place in a document as a person writes it.
+
+    >>> path_text(("stages", 1, "layers", 3, "recompute"))
+    'stages[1].layers[3].recompute'
+    """
+    text = ""
+    for step in location:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
+    return text
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Return a way out for an unknown name: the nearest known one, or a few of them."""
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    if near:
+        return "did you mean " + " or ".join(f"'{n}'" for n in near) + "?"
+    return "known: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Safe YAML with the scalars of YAML 1.2: no dates, no sexagesimals, `yes` is a word."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {_shown(key)} is not a word", key_node.start_mark
+                )
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key '{key}' stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what _Loader reads back; quotes all that YAML 1.1 or 1.2 would not read as text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_SCALARS = (
+    ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("tag:yaml.org,2002:int", r"^[-+]?[0-9]+$", list("-+0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF))$",
+        list("-+0123456789."),
+    ),
+)
+for _tag, _pattern, _first in _SCALARS:
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+    _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+# YAML 1.1 reads 010 as eight; a document's 010 is ten.
+_Loader.add_constructor(
+    "tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node))
+)
+_Loader.add_constructor(
+    "tag:yaml.org,2002:float",
+    lambda loader, node: float(loader.construct_scalar(node).lower().replace(".inf", "inf")),
+)
+
+
+def _refuse_harm(text: str) -> None:
+    """Refuse aliases (they can multiply without bound), tags and bottomless nesting."""
+    depth = 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        mark = event.start_mark
+        assert mark is not None
+        place = f"line {mark.line + 1}, column {mark.column + 1}"
+        if isinstance(event, yaml.AliasEvent):
+            raise DocumentError(place, "has a YAML alias (*); write the value out instead")
+        tag = getattr(event, "tag", None)
+        if tag not in (None, "!"):
+            raise DocumentError(place, f"has the YAML tag {tag}; documents hold plain data")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise DocumentError(place, f"is nested more than {MAX_DEPTH} deep")
+
+
+def _known(cls: type[BaseModel]) -> str:
+    return "known keys: " + ", ".join(cls.model_fields)
+
+
+def _first_error(error: ValidationError) -> DocumentError:
+    """Turn pydantic's first finding into ours; the rest is counted."""
+    findings = error.errors(include_url=False)
+    first = findings[0]
+    location = tuple(first["loc"])
+    context = first.get("ctx", {})
+    if first["type"] == "unknown_key":
+        message = first["msg"]
+        location = (*location, str(context.get("key", "")))
+    elif first["type"] == "missing":
+        message = "is missing; give it a value"
+    elif first["type"] in ("value_error", "assertion_error"):
+        message = str(context.get("error", first["msg"]))
+    else:
+        message = f"is {_shown(first['input'])}; {first['msg'][:1].lower()}{first['msg'][1:]}"
+    if len(findings) > 1:
+        message += f" (and {len(findings) - 1} more)"
+    return DocumentError(path_text(location), message)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,207 @@
+"""ModelGraph: what is to be trained, as layers that a plan can place.
+
+A graph is a chain of layers unless `edges` says otherwise.  Layers that repeat are written once.
+Figures of a transformer stand in `architecture`, under the names of its public configuration.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cached_property
+from typing import ClassVar, Literal, Self
+
+import networkx
+from pydantic import model_validator
+
+from planner.document import Document, Part
+from planner.units import Amount, Count, Flag, Positive, Text
+
+
+class Experts(Part):
+    """The mixture-of-experts part of a model's blocks."""
+
+    count: Positive
+    per_token: Positive
+    ffn_size: Positive
+    shared: Count = 0
+    shared_ffn_size: Count = 0
+    """Width of all shared experts together; 0 means `shared` x `ffn_size`."""
+    dense_layers: Count = 0
+    """How many leading blocks have a plain MLP (of `Architecture.ffn_size`) instead."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.per_token > self.count:
+            raise ValueError(f"per_token is {self.per_token}, more than the {self.count} experts")
+        return self
+
+
+class LatentAttention(Part):
+    """Multi-head latent attention (DeepSeek-V2): low-rank queries, keys and values."""
+
+    q_rank: Count
+    """0 means that queries are projected directly."""
+    kv_rank: Positive
+    rope_head_dim: Positive
+    nope_head_dim: Positive
+    value_head_dim: Positive
+
+
+class Patches(Part):
+    """The image side of a vision transformer."""
+
+    image_size: Positive
+    patch_size: Positive
+    channels: Positive = 3
+
+
+class Architecture(Part):
+    """Configuration figures of a transformer; `family` fixes what the figures leave open."""
+
+    family: Text
+    hidden_size: Positive
+    layers: Positive
+    heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    ffn_size: Positive
+    vocab_size: Count
+    gated_mlp: Flag
+    norm: Literal["rms", "layer"] = "rms"
+    positions: Literal["rotary", "learned", "alibi", "none"] = "rotary"
+    max_positions: Positive = 131072
+    tied_embeddings: Flag = False
+    qkv_bias: Flag = False
+    output_bias: Flag = False
+    mlp_bias: Flag = False
+    qk_norm: Flag = False
+    post_norms: Flag = False
+    """Norms after attention and MLP too, as Gemma-2 has."""
+    sliding_window: Count = 0
+    """Tokens that a local layer attends to; 0 means all."""
+    sliding_every: Positive = 1
+    """Every n-th block is global, the others are local; 1 with a window means all are local."""
+    causal: Flag = True
+    token_types: Count = 0
+    embedding_size: Count = 0
+    """Width of the token embedding where it differs from hidden_size (OPT-350M); 0: the same."""
+    classes: Count = 0
+    """Outputs of a classification head; 0 means a language-model head over the vocabulary."""
+    head_transform: Flag = False
+    """A dense layer, activation and norm before the output projection, as BERT has."""
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    patches: Patches | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads is {self.kv_heads}, which does not divide the {self.heads} heads"
+            )
+        return self
+
+    @property
+    def attention(self) -> Literal["mha", "gqa", "mqa", "mla"]:
+        """How keys and values are shared between heads."""
+        if self.latent is not None:
+            return "mla"
+        if self.kv_heads == self.heads:
+            return "mha"
+        return "mqa" if self.kv_heads == 1 else "gqa"
+
+
+class LayerTrace(Part):
+    """What one sample costs in a layer that has no arithmetic of ours, as traced in fp32."""
+
+    forward_flops: Amount
+    stored_bytes: Count
+    """Saved for backward, parameters not counted."""
+    transient_bytes: Count
+    output_bytes: Count
+
+
+class Layer(Part):
+    """One layer, or `repeat` layers in a row that are alike."""
+
+    name: Text
+    kind: Text
+    """Layers of one kind cost the same: embedding, block, moe_block, local_block, head, ..."""
+    repeat: Positive = 1
+    parameters: Count
+    """Of one such layer; a weight tied to another layer's counts there, not here."""
+    trace: LayerTrace | None = None
+
+
+class Edge(Part):
+    """Data that flows from one layer to another, where the graph is not a chain."""
+
+    source: Text
+    target: Text
+
+
+class ModelGraph(Document):
+    """Layers, what they cost, and how data flows between them."""
+
+    kind_of_document: ClassVar[str] = "model"
+
+    name: Text
+    source: Text | None = None
+    """How the runtime finds the modules: a catalogue name, a folder, or `file.py:factory`."""
+    architecture: Architecture | None = None
+    layers: tuple[Layer, ...]
+    edges: tuple[Edge, ...] = ()
+    """Empty means a chain in the order of `layers`."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.layers:
+            raise ValueError("layers is empty; a model needs at least one layer")
+        names = [name for name, _ in self.chain]
+        if len(set(names)) < len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise ValueError(f"layers: '{twice}' stands twice; every layer needs its own name")
+        for index, edge in enumerate(self.edges):
+            for end in (edge.source, edge.target):
+                if end not in names:
+                    raise ValueError(f"edges[{index}]: there is no layer '{end}'")
+        if self.edges and not networkx.is_directed_acyclic_graph(self.graph):
+            cycle = " -> ".join(edge[0] for edge in networkx.find_cycle(self.graph))
+            raise ValueError(f"edges form a cycle ({cycle}); a model's layers need an order")
+        return self
+
+    @cached_property
+    def chain(self) -> tuple[tuple[str, Layer], ...]:
+        """Every single layer in order, with its own name: `block.0`, `block.1`, ...
+
+        A name that stands for several layers gets an index that counts over all its runs.
+        """
+        totals: dict[str, int] = {}
+        for layer in self.layers:
+            totals[layer.name] = totals.get(layer.name, 0) + layer.repeat
+        seen: dict[str, int] = {}
+        result = []
+        for layer in self.layers:
+            for _ in range(layer.repeat):
+                index = seen.get(layer.name, 0)
+                seen[layer.name] = index + 1
+                name = layer.name if totals[layer.name] == 1 else f"{layer.name}.{index}"
+                result.append((name, layer))
+        return tuple(result)
+
+    @property
+    def graph(self) -> networkx.DiGraph:
+        """The layers as a directed graph of their names."""
+        graph = networkx.DiGraph()
+        names = [name for name, _ in self.chain]
+        graph.add_nodes_from(names)
+        if self.edges:
+            graph.add_edges_from((edge.source, edge.target) for edge in self.edges)
+        else:
+            graph.add_edges_from(itertools.pairwise(names))
+        return graph
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, tied weights once."""
+        return sum(layer.parameters * layer.repeat for layer in self.layers)

@@ -1,0 +1,241 @@
+"""Plan: everything the runtime needs to train, nothing that it can work out, and no times.
+
+A Layout is one point of the search space without cuts and per-layer strategies; a Plan is a Layout
+with its stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from planner.cluster import Precision
+from planner.document import Document, Part
+from planner.errors import DocumentError
+from planner.model import ModelGraph
+from planner.profile import Recompute
+from planner.units import Amount, Count, Positive, Rate, Text
+
+Backend = Literal["native"]
+ScheduleName = Literal["gpipe", "1f1b"]
+Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
+INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is asked for: the work of one step."""
+
+    seq_len: int
+    global_batch: int
+    precision: Precision = "bf16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One configuration: degrees, ZeRO level, schedule and micro-batch.
+
+    `micro_batches` is the number per data-parallel rank and step.
+    """
+
+    pipeline: int = 1
+    data_replicate: int = 1
+    data_shard: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+    zero: int = 0
+    schedule: ScheduleName = "1f1b"
+    micro_batch: int = 1
+    micro_batches: int = 1
+    order: tuple[Axis, ...] = INSIDE_OUT
+
+    @property
+    def data(self) -> int:
+        """Data-parallel degree: samples are divided by it."""
+        return self.data_replicate * self.data_shard
+
+    @property
+    def devices(self) -> int:
+        """Ranks of the whole job."""
+        return self.pipeline * self.data * self.context * self.tensor
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Tensor parallelism here always divides the sequence between its blocks too."""
+        return self.tensor > 1
+
+    def text(self) -> str:
+        """Return the layout as people write it.
+
+        >>> Layout(tensor=8, pipeline=4, data_shard=2, zero=1, micro_batches=16).text()
+        'tp=8 pp=4 dp=2 zero=1 1f1b micro_batch=1x16'
+        """
+        parts = [f"tp={self.tensor}", f"pp={self.pipeline}", f"dp={self.data}"]
+        if self.context > 1:
+            parts.append(f"cp={self.context}")
+        if self.expert > 1:
+            parts.append(f"ep={self.expert}")
+        parts.append(f"zero={self.zero}")
+        if self.pipeline > 1:
+            parts.append(self.schedule)
+        return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
+
+
+class Mesh(Part):
+    """Parallel degrees, and which axis lies innermost (on the fastest links)."""
+
+    tensor: Positive = 1
+    context: Positive = 1
+    data_shard: Positive = 1
+    data_replicate: Positive = 1
+    pipeline: Positive = 1
+    expert: Positive = 1
+    """Divides data_shard x context x tensor; it takes no ranks of its own."""
+    order: tuple[Axis, ...] = INSIDE_OUT
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if sorted(self.order) != sorted(INSIDE_OUT):
+            raise ValueError(f"order is {list(self.order)}; name each of {list(INSIDE_OUT)} once")
+        return self
+
+    @property
+    def devices(self) -> int:
+        """Ranks that the mesh has."""
+        return self.tensor * self.context * self.data_shard * self.data_replicate * self.pipeline
+
+
+class PlacedLayer(Part):
+    """One layer of a stage and how its activations are treated."""
+
+    layer: Text
+    recompute: Recompute = "none"
+
+
+class Stage(Part):
+    """Layers that one pipeline rank holds, in order."""
+
+    layers: tuple[PlacedLayer, ...]
+
+
+class PlannedModel(Part):
+    """Which model the plan is for."""
+
+    name: Text
+    source: Text
+    """A catalogue name, a Hugging Face folder or config.json, or `file.py:factory`."""
+    digest: Text
+
+
+class Training(Part):
+    """The optimizer's settings; they cost no time, but the run needs them."""
+
+    optimizer: Literal["adamw"] = "adamw"
+    learning_rate: Rate = 3e-4
+    warmup_steps: Count = 0
+    beta1: Amount = 0.9
+    beta2: Amount = 0.95
+    epsilon: Rate = 1e-8
+    weight_decay: Amount = 0.1
+    clip_norm: Amount = 1.0
+    """0 means no clipping."""
+    seed: Count = 0
+
+
+class Plan(Document):
+    """A way to train one model on one cluster, ready to launch."""
+
+    kind_of_document: ClassVar[str] = "plan"
+
+    model: PlannedModel
+    cluster: Text
+    backend: Backend = "native"
+    seq_len: Positive
+    global_batch: Positive
+    precision: Precision
+    mesh: Mesh
+    zero: Literal[0, 1, 2, 3]
+    schedule: ScheduleName
+    micro_batch: Positive
+    micro_batches: Positive
+    """Per data-parallel rank and step: global_batch = micro_batch x micro_batches x data."""
+    training: Training = Training()
+    timeout_s: Rate = 600.0
+    """A collective that waits longer ends the run."""
+    stages: tuple[Stage, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        mesh = self.mesh
+        if len(self.stages) != mesh.pipeline:
+            raise ValueError(
+                f"stages: there are {len(self.stages)}, and mesh.pipeline is {mesh.pipeline}; "
+                "every pipeline rank needs its stage"
+            )
+        data = mesh.data_shard * mesh.data_replicate
+        if self.global_batch != self.micro_batch * self.micro_batches * data:
+            raise ValueError(
+                f"global_batch: is {self.global_batch}, but micro_batch {self.micro_batch} x "
+                f"micro_batches {self.micro_batches} x data {data} is "
+                f"{self.micro_batch * self.micro_batches * data}"
+            )
+        if self.zero == 0 and mesh.data_shard > 1:
+            raise ValueError("zero: is 0, which shards nothing; use mesh.data_replicate")
+        placed: dict[str, int] = {}
+        for index, stage in enumerate(self.stages):
+            if not stage.layers:
+                raise ValueError(f"stages[{index}].layers: is empty; every stage needs a layer")
+            for item in stage.layers:
+                if item.layer in placed:
+                    raise ValueError(
+                        f"stages[{index}].layers: layer '{item.layer}' is also in "
+                        f"stages[{placed[item.layer]}]; a layer belongs to exactly one stage"
+                    )
+                placed[item.layer] = index
+        return self
+
+    @property
+    def layout(self) -> Layout:
+        """The plan without its stages."""
+        mesh = self.mesh
+        return Layout(
+            pipeline=mesh.pipeline,
+            data_replicate=mesh.data_replicate,
+            data_shard=mesh.data_shard,
+            context=mesh.context,
+            expert=mesh.expert,
+            tensor=mesh.tensor,
+            zero=self.zero,
+            schedule=self.schedule,
+            micro_batch=self.micro_batch,
+            micro_batches=self.micro_batches,
+            order=mesh.order,
+        )
+
+    @property
+    def job(self) -> Job:
+        """The work of one step."""
+        return Job(seq_len=self.seq_len, global_batch=self.global_batch, precision=self.precision)
+
+    def check_model(self, model: ModelGraph) -> None:
+        """Refuse a plan that was made for another model, or that loses or reorders layers."""
+        if self.model.digest != model.digest:
+            raise DocumentError(
+                "model.digest",
+                f"is {self.model.digest}, but {model.name} has {model.digest}; "
+                "this plan was made for another model: plan again",
+            )
+        expected = [name for name, _ in model.chain]
+        placed = [item.layer for stage in self.stages for item in stage.layers]
+        for position, (have, want) in enumerate(zip(placed, expected, strict=False)):
+            if have != want:
+                raise DocumentError(
+                    "stages", f"layer {position} is '{have}'; the model's order has '{want}' there"
+                )
+        if len(placed) != len(expected):
+            raise DocumentError(
+                "stages", f"place {len(placed)} layers; the model has {len(expected)}"
+            )

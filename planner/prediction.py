@@ -1,0 +1,77 @@
+"""Prediction: what a plan should do and why; Certificate: why nothing else is faster."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from planner.document import Document, Part
+from planner.units import Amount, Count, Flag, Positive, Text
+
+
+class StagePrediction(Part):
+    """One pipeline stage, as each of its ranks sees it."""
+
+    forward_s: Amount
+    """Of one micro-batch."""
+    backward_s: Amount
+    peak_memory_bytes: Amount
+    memory_capacity_bytes: Amount
+    memory_parts: dict[Text, Amount]
+    """Bytes by cause; they add up to peak_memory_bytes."""
+
+
+class Assumption(Part):
+    """A figure that was not measured on this machine for this model, and where it came from."""
+
+    what: Text
+    provenance: Text
+    source: Text
+
+
+class Prediction(Document):
+    """Step time by cause, memory per stage by cause, and what was assumed."""
+
+    kind_of_document: ClassVar[str] = "prediction"
+
+    plan_digest: Text | None = None
+    layout: Text
+    step_time_s: Amount
+    step_time_low_s: Amount
+    step_time_high_s: Amount
+    step_parts: dict[Text, Amount]
+    """Seconds of the critical stage by cause; they add up to step_time_s."""
+    tokens_per_s: Amount
+    mfu: Amount
+    fits: Flag
+    stages: tuple[StagePrediction, ...]
+    assumptions: tuple[Assumption, ...] = ()
+
+
+class Loser(Part):
+    """A configuration that was close, and the reason it lost."""
+
+    layout: Text
+    objective_s: Amount | None = None
+    """Its optimum where it was solved."""
+    lower_bound_s: Amount | None = None
+    reason: Text
+
+
+class Certificate(Document):
+    """Proof that no configuration of the space is faster, in the model that `model` names."""
+
+    kind_of_document: ClassVar[str] = "certificate"
+
+    statement: Text
+    model: Text
+    """The closed-form step time in which the proof holds."""
+    solver: Text
+    optimal: Flag
+    objective_s: Amount
+    lower_bound_s: Amount
+    gap: Amount
+    """(objective - lower bound) / objective."""
+    configurations: Positive
+    counts: dict[Text, Count]
+    """How many configurations fell to which argument; they add up to `configurations`."""
+    runners_up: tuple[Loser, ...] = ()

@@ -1,0 +1,60 @@
+"""Units: the validated number types of the documents, and how figures are shown to people.
+
+Documents hold SI units only (seconds, bytes, bytes per second, FLOP per second); GiB, ms and
+TFLOP/s exist here, in rendering.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+Count = Annotated[int, Field(ge=0, strict=True)]
+Positive = Annotated[int, Field(ge=1, strict=True)]
+Amount = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1, strict=True, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(min_length=1, max_length=4096, strict=True)]
+
+GIB = 2**30
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration in the unit that a person would use.
+
+    >>> seconds_text(0.00042), seconds_text(0.42), seconds_text(42.0), seconds_text(7300.0)
+    ('420 µs', '420 ms', '42.0 s', '2.0 h')
+    """
+    if seconds >= 3600:
+        return f"{seconds / 3600:.1f} h"
+    if seconds >= 1:
+        return f"{seconds:.3g} s" if seconds < 10 else f"{seconds:.1f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def bytes_text(size_bytes: float) -> str:
+    """Return a size in binary units, as memory is sold to programs.
+
+    >>> bytes_text(80 * 2**30), bytes_text(3 * 2**20), bytes_text(500)
+    ('80.0 GiB', '3.0 MiB', '500 B')
+    """
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(size_bytes) >= unit:
+            return f"{size_bytes / unit:.1f} {name}"
+    return f"{size_bytes:.0f} B"
+
+
+def count_text(count: float) -> str:
+    """Return a count with the suffix that papers use.
+
+    >>> count_text(8.03e9), count_text(124e6), count_text(512)
+    ('8.03B', '124M', '512')
+    """
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}"
+    return f"{count:.0f}"
