@@ -1,0 +1,388 @@
+"""Training data: text on disk to batches of tokens, the same batches under every plan.
+
+A corpus is prepared once: its documents are tokenised, one after the other, into one file of tokens
+that training maps into memory.  The stream of training is epoch after epoch of all documents, each
+epoch in its own seeded order; sample i is the tokens [i L, i L + L] of that stream, L = seq_len, so
+each token is predicted once per epoch, and a sample depends on nothing but corpus, seed and i.
+
+What is done with the tokens, and on how many ranks, is not known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.errors import DocumentError, LaunchError
+
+END_OF_BYTES = 256
+"""The token after each document when bytes are the tokens."""
+PIECE_BYTES = 2**20
+"""Longer files become several documents: memory stays small, and one file can be shuffled."""
+NO_TEXT = ("__pycache__", "site-packages")
+"""Folders that hold caches and other people's programs rather than the text of a corpus."""
+_FORMAT = 1
+
+
+class Tokenizer(Protocol):
+    """What turns text into numbers."""
+
+    name: str
+    end: int
+    dtype: np.dtype[Any]
+
+    def tokens(self, text: bytes) -> NDArray[Any]:
+        """Return the tokens of valid UTF-8 text."""
+        ...
+
+
+class Bytes:
+    """Each byte is a token; 256 ends a document."""
+
+    name = "bytes"
+    end = END_OF_BYTES
+    dtype: np.dtype[Any] = np.dtype(np.uint16)
+
+    def tokens(self, text: bytes) -> NDArray[Any]:
+        """Return the text's bytes."""
+        return np.frombuffer(text, np.uint8).astype(self.dtype)
+
+
+class Pretrained:
+    """The tokenizer in a Hugging Face folder: `tokenizer.json` and its end-of-text token."""
+
+    def __init__(self, folder: Path) -> None:
+        import tokenizers  # noqa: PLC0415 - comes with transformers, which planning does not need
+
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise DocumentError(
+                "tokenizer", "has no tokenizer.json; save a fast tokenizer there", file=str(folder)
+            )
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for a broken file
+            raise DocumentError("", f"is no tokenizer: {error}", file=str(file)) from error
+        self.end = self._end(folder)
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.dtype = np.dtype(np.uint16 if size <= 2**16 else np.uint32)
+        self.name = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+    def tokens(self, text: bytes) -> NDArray[Any]:
+        """Return the text's tokens, without the marks a tokenizer may put around a text."""
+        encoding = self._tokenizer.encode(text.decode(), add_special_tokens=False)
+        return np.array(encoding.ids, self.dtype)
+
+    def _end(self, folder: Path) -> int:
+        """Return the token that ends a text, by the names that configurations have for it."""
+        file = folder / "tokenizer_config.json"
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except OSError:
+            settings = {}
+        except ValueError as error:
+            raise DocumentError("", f"is not JSON: {error}", file=str(file)) from error
+        for key in ("eos_token", "sep_token"):
+            named = settings.get(key) if isinstance(settings, dict) else None
+            content = named.get("content") if isinstance(named, dict) else named
+            token = self._tokenizer.token_to_id(content) if isinstance(content, str) else None
+            if token is not None:
+                return int(token)
+        raise DocumentError(
+            "eos_token", "names no token of the tokenizer; say what ends a text", file=str(file)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """The text files of a corpus, in order, before anything is read."""
+
+    source: Path
+    paths: tuple[Path, ...]
+    single: bool
+    """The user named this one file, so it must be text."""
+
+
+def standard_library() -> Path:
+    """Return the folder of Python's own sources: text that every machine with Python has."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def files(source: Path, *, suffixes: Sequence[str] = ()) -> Files:
+    """Return the files of a corpus, sorted by their path; an empty corpus is an error.
+
+    Hidden files and folders are left out, and so are the folders of NO_TEXT.
+    """
+    if source.is_file():
+        return Files(source=source, paths=(source,), single=True)
+    if not source.exists():
+        raise DocumentError(
+            "", "does not exist; give a text file or a folder of them", file=str(source)
+        )
+    if not source.is_dir():
+        raise DocumentError("", "is neither a file nor a folder", file=str(source))
+    found = [path for path in _walk(source) if not suffixes or path.suffix in suffixes]
+    if not found:
+        kind = f"files that end in {', '.join(suffixes)}" if suffixes else "files"
+        raise DocumentError("", f"has no {kind} to train on", file=str(source))
+    return Files(source=source, paths=tuple(found), single=False)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise DocumentError("", f"cannot be read: {error.strerror}", file=error.filename)
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in NO_TEXT)
+        for name in sorted(names):
+            path = Path(parent, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A prepared corpus: `tokens.bin`, `starts.npy` and `corpus.json` in one folder."""
+
+    folder: Path
+    source: str
+    tokenizer: str
+    documents: int
+    tokens: int
+    """Of one epoch, ends of documents included."""
+    vocabulary: int
+    """One more than the largest token that occurs."""
+    skipped: int
+    """Files of the folder that are not UTF-8 text."""
+    dtype: str
+    digest: str
+    """Of the tokens and of where documents start."""
+
+    @classmethod
+    def open(cls, folder: Path) -> Corpus:
+        """Read what `prepare` wrote."""
+        file = folder / "corpus.json"
+        try:
+            return cls(folder=folder, **json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise LaunchError(f"{file}: is no prepared corpus ({error}); delete {folder}") from None
+
+    @cached_property
+    def stream(self) -> NDArray[Any]:
+        """All tokens of one epoch in the order of the files, mapped from disk  [token]."""
+        return np.memmap(self.folder / "tokens.bin", dtype=self.dtype, mode="r")
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Where each document starts in `stream`, and its end  [document + 1]."""
+        starts: NDArray[np.int64] = np.load(self.folder / "starts.npy")
+        return starts
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse a model whose embedding has no row for some token."""
+        if vocab_size < self.vocabulary:
+            raise DocumentError(
+                "vocab_size",
+                f"is {vocab_size}, but tokens by {self.tokenizer} reach {self.vocabulary - 1}; the "
+                f"model needs a vocabulary of {self.vocabulary} or more, or another tokenizer",
+            )
+
+
+def cache_folder() -> Path:
+    """Return where prepared corpora are kept: $MESHWRIGHT_CACHE, else the user's cache folder."""
+    named = os.environ.get("MESHWRIGHT_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
+
+
+def prepare(corpus: Files, *, tokenizer: Path | None = None, cache: Path | None = None) -> Corpus:
+    """Tokenise a corpus into the cache, or find it there if no file has changed since.
+
+    `tokenizer` is a Hugging Face folder; without one, bytes are tokens.  Only one piece of one
+    document is in memory at a time.
+    """
+    chosen: Tokenizer = Bytes() if tokenizer is None else Pretrained(tokenizer)
+    parent = (cache_folder() if cache is None else cache) / "corpora"
+    folder = parent / _key(corpus, chosen.name)
+    if folder.is_dir():
+        return Corpus.open(folder)
+    temporary = None
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=parent, prefix=".new."))
+        _tokenise(corpus, chosen, temporary)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            # Another launch prepared the same corpus meanwhile; its tokens are the same.
+            if not folder.is_dir():
+                raise
+    except OSError as error:
+        raise LaunchError(
+            f"{error.filename or parent}: the corpus cannot be prepared: {error.strerror}; "
+            "MESHWRIGHT_CACHE names another folder for it"
+        ) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return Corpus.open(folder)
+
+
+def _key(corpus: Files, tokenizer: str) -> str:
+    """Return a name for these files as they are now, read this way."""
+    listing = []
+    for path in corpus.paths:
+        stat = path.stat()
+        listing.append((str(path.relative_to(corpus.source)), stat.st_size, stat.st_mtime_ns))
+    what = [_FORMAT, PIECE_BYTES, str(corpus.source.resolve()), tokenizer, listing]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]
+
+
+def _tokenise(corpus: Files, tokenizer: Tokenizer, folder: Path) -> None:
+    starts = array("q", [0])
+    largest, skipped = tokenizer.end, 0
+    digest = hashlib.sha256()
+    with (folder / "tokens.bin").open("wb") as out:
+        for path in corpus.paths:
+            begin, lengths = out.tell(), array("q")
+            file_digest = hashlib.sha256()
+            try:
+                for piece in pieces(path):
+                    tokens = tokenizer.tokens(piece)
+                    tokens = np.append(tokens, np.array(tokenizer.end, tokenizer.dtype))
+                    largest = max(largest, int(tokens.max()))
+                    lengths.append(len(tokens))
+                    file_digest.update(tokens.tobytes())
+                    out.write(tokens.tobytes())
+            except UnicodeDecodeError as error:
+                if corpus.single:
+                    raise DocumentError("", "is not UTF-8 text", file=str(path)) from error
+                out.seek(begin)
+                out.truncate()
+                skipped += 1
+                continue
+            for length in lengths:
+                starts.append(starts[-1] + length)
+            digest.update(file_digest.digest() + lengths.tobytes())
+    if len(starts) == 1:
+        raise DocumentError(
+            "", f"has no text to train on ({skipped} files are not UTF-8)", file=str(corpus.source)
+        )
+    np.save(folder / "starts.npy", np.array(starts, np.int64))
+    about = {
+        "source": str(corpus.source),
+        "tokenizer": tokenizer.name,
+        "documents": len(starts) - 1,
+        "tokens": starts[-1],
+        "vocabulary": largest + 1,
+        "skipped": skipped,
+        "dtype": tokenizer.dtype.name,
+        "digest": "sha256:" + digest.hexdigest()[:16],
+    }
+    (folder / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def pieces(path: Path) -> Iterator[bytes]:
+    """Yield a text file in pieces of at most PIECE_BYTES, cut after a line where there is one.
+
+    Raises UnicodeDecodeError where the file is not UTF-8 text; a zero byte is not text either.
+    """
+    with path.open("rb") as file:
+        rest = b""
+        while block := file.read(PIECE_BYTES - len(rest)):
+            rest += block
+            if len(rest) < PIECE_BYTES:
+                continue
+            cut = rest.rfind(b"\n") + 1 or _last_character(rest)
+            yield _text(rest[:cut])
+            rest = rest[cut:]
+        if rest:
+            yield _text(rest)
+
+
+def _last_character(text: bytes) -> int:
+    """Return where the last, perhaps unfinished, UTF-8 character of a text starts."""
+    start = len(text) - 1
+    while start > max(0, len(text) - 4) and text[start] & 0b1100_0000 == 0b1000_0000:
+        start -= 1
+    return start
+
+
+def _text(piece: bytes) -> bytes:
+    piece.decode()
+    zero = piece.find(b"\0")
+    if zero >= 0:
+        raise UnicodeDecodeError("utf-8", piece, zero, zero + 1, "zero byte")
+    return piece
+
+
+class Samples:
+    """The samples of a corpus, by their index in the endless stream."""
+
+    def __init__(self, corpus: Corpus, *, seq_len: int, seed: int) -> None:
+        self.corpus = corpus
+        self.seq_len = seq_len
+        self.seed = seed
+        self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def batch(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return samples first, first + 1, ...  [count, seq_len + 1]."""
+        result = np.empty((count, self.seq_len + 1), np.int64)
+        for row in range(count):
+            self._read((first + row) * self.seq_len, result[row])
+        return result
+
+    def epoch(self, sample: int) -> int:
+        """Return how many epochs are complete before a sample."""
+        return sample * self.seq_len // self.corpus.tokens
+
+    def _read(self, position: int, out: NDArray[np.int64]) -> None:
+        """Fill `out` with the stream's tokens from `position` on."""
+        done = 0
+        while done < len(out):
+            epoch, offset = divmod(position + done, self.corpus.tokens)
+            order, ends = self._order(epoch)
+            place = int(np.searchsorted(ends, offset, side="right"))
+            left = int(ends[place]) - offset
+            begin = int(self.corpus.starts[order[place] + 1]) - left
+            count = min(len(out) - done, left)
+            out[done : done + count] = self.corpus.stream[begin : begin + count]
+            done += count
+
+    def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return an epoch's documents in their order, and where each ends in the epoch.
+
+        Sorted by keys from Philox, whose raw stream numpy promises not to change.
+        """
+        if epoch not in self._epochs:
+            keys = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
+            order = np.argsort(keys.random_raw(self.corpus.documents), kind="stable")
+            ends = np.cumsum(np.diff(self.corpus.starts)[order])
+            for old in [e for e in self._epochs if e < epoch - 1]:
+                del self._epochs[old]
+            self._epochs[epoch] = (order, ends)
+        return self._epochs[epoch]
+
+
+def data_slice(first: int, *, global_batch: int, rank: int, degree: int) -> range:
+    """Return the samples of one data rank in the global batch that starts at sample `first`.
+
+    >>> [data_slice(80, global_batch=8, rank=r, degree=2) for r in range(2)]
+    [range(80, 84), range(84, 88)]
+    """
+    share = global_batch // degree
+    return range(first + rank * share, first + (rank + 1) * share)
