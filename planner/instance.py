@@ -1,0 +1,260 @@
+"""The partition problem as numbers: layers with options, stages with room, and what a split costs.
+
+A chain of layers is cut into as many contiguous stages as there are devices in the pipeline, and
+each layer takes one of its options (keep activations, recompute some, offload, ...).  With
+t_s the seconds stage s spends on one micro-batch,
+
+    t_s   = time_scale_s · Σ_{l in s} (forward + backward) + exposed_s + cut_s at both ends
+    mem_s = fixed_s + Σ_{l in s} (resident + in_flight_s · stored) + max_{l in s} transient
+    T     = steady · max_s t_s + Σ_s (fill · t_s - credit_s) + max_s Σ_{l in s} sync
+
+T is minimised subject to mem_s <= capacity_s.  1F1B on m micro-batches has steady = m - 1,
+fill = 1 and in_flight_s = min(m, P - s); GPipe has in_flight_s = m and the same T, which is its
+own time exactly when one stage is the slowest both forward and backward, and above it otherwise.
+
+Nothing here searches: `planner.inner` and `planner.ilp` return a `Solution` of an `Instance`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+# Sums of bytes taken in two orders differ in the last bits; no machine has room to this precision.
+ROUNDING = 1e-12
+
+
+def _refuse(condition: bool, what: str) -> None:
+    if condition:
+        raise ValueError(what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to run one layer; `backward_s` includes recomputation and stalls.
+
+    `stored_bytes` is held once per micro-batch in flight, `transient_bytes` only while the layer
+    runs (a stage pays the largest of its layers), `resident_bytes` always.  `sync_s` is charged
+    once per step.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    stored_bytes: float = 0.0
+    transient_bytes: float = 0.0
+    resident_bytes: float = 0.0
+    sync_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for value in (
+            self.forward_s,
+            self.backward_s,
+            self.stored_bytes,
+            self.transient_bytes,
+            self.resident_bytes,
+            self.sync_s,
+        ):
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"option {self.name!r} has {value}; use a finite number >= 0")
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of one micro-batch, forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The room and the pace of one pipeline stage.
+
+    `in_flight` counts the micro-batches whose stored bytes are alive at once; interleaved
+    schedules have fractions.  `time_scale` multiplies seconds: 2.0 is a device half as fast.
+    """
+
+    capacity_bytes: float
+    in_flight: float = 1.0
+    time_scale: float = 1.0
+    exposed_s: float = 0.0
+    fixed_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        _refuse(not self.in_flight > 0, f"in_flight is {self.in_flight}; it must exceed 0")
+        _refuse(not self.time_scale > 0, f"time_scale is {self.time_scale}; it must exceed 0")
+        _refuse(not self.exposed_s >= 0, f"exposed_s is {self.exposed_s}; it must not be < 0")
+        _refuse(not self.fixed_bytes >= 0, f"fixed_bytes is {self.fixed_bytes}; not < 0")
+
+    @property
+    def free_bytes(self) -> float:
+        """Bytes left for layers."""
+        return self.capacity_bytes - self.fixed_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """A partition problem.  `layers[l]` is the index in `kinds` of the l-th layer of the chain.
+
+    `credits_s[kind]` are seconds per layer that a zero-bubble schedule takes back from the fill
+    (scaled like the layer's own time); `cut_s[j]` is charged to both stages that meet before
+    layer j (the entries of the two ends of the chain are not read).  Empty means none.
+    """
+
+    layers: tuple[int, ...]
+    kinds: tuple[tuple[Option, ...], ...]
+    stages: tuple[Stage, ...]
+    steady: float
+    fill: float = 1.0
+    credits_s: tuple[float, ...] = ()
+    cut_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _refuse(not self.layers, "an instance needs at least one layer")
+        _refuse(not self.stages, "an instance needs at least one stage")
+        _refuse(not all(self.kinds), "each kind of layer needs at least one option")
+        _refuse(
+            not 0 <= min(self.layers) <= max(self.layers) < len(self.kinds),
+            f"layers name kinds {min(self.layers)}..{max(self.layers)} of {len(self.kinds)}",
+        )
+        _refuse(not self.steady >= 0 or not self.fill >= 0, "steady and fill must not be < 0")
+        _refuse(
+            len(self.credits_s) not in (0, len(self.kinds)), "one credit per kind, or none at all"
+        )
+        _refuse(
+            len(self.cut_s) not in (0, len(self.layers) + 1),
+            f"{len(self.layers)} layers have {len(self.layers) + 1} cut positions",
+        )
+        _refuse(any(cut < 0 for cut in self.cut_s), "cut_s must not be negative")
+
+    def options_of(self, layer: int) -> tuple[Option, ...]:
+        """Return the options of the `layer`-th layer of the chain."""
+        return self.kinds[self.layers[layer]]
+
+    def credit_s(self, layer: int) -> float:
+        """Seconds that the `layer`-th layer takes back from the fill."""
+        return self.credits_s[self.layers[layer]] if self.credits_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A split of an instance: stage s holds layers `cuts[s]` .. `cuts[s + 1] - 1`.
+
+    `options[l]` indexes the options of layer l.  No split of the instance takes less than
+    `lower_bound_s`; `optimal` says that this one takes no more.
+    """
+
+    cuts: tuple[int, ...]
+    options: tuple[int, ...]
+    stage_s: tuple[float, ...]
+    stage_bytes: tuple[float, ...]
+    stage_sync_s: tuple[float, ...]
+    objective_s: float
+    lower_bound_s: float
+    tolerance: float = field(default=1e-9, repr=False)
+
+    @property
+    def gap(self) -> float:
+        """Share of the objective that is not yet proven necessary."""
+        if self.objective_s == 0:
+            return 0.0
+        return max(0.0, 1.0 - self.lower_bound_s / self.objective_s)
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the bound meets the objective, up to rounding."""
+        return self.gap <= self.tolerance
+
+    def sizes(self) -> tuple[int, ...]:
+        """Count of layers per stage."""
+        return tuple(b - a for a, b in pairwise(self.cuts))
+
+
+@dataclass(frozen=True, slots=True)
+class Infeasible:
+    """No split fits; `reason` says in words what binds."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fathomed:
+    """Every split takes at least `lower_bound_s`, which is no better than the cutoff asked for."""
+
+    lower_bound_s: float
+
+
+def stage_bytes(instance: Instance, stage: Stage, held: range, options: Sequence[int]) -> float:
+    """Bytes of `stage` holding the layers `held`; `options[layer]` for the whole chain."""
+    chosen = [instance.options_of(layer)[options[layer]] for layer in held]
+    return (
+        stage.fixed_bytes
+        + sum(o.resident_bytes + stage.in_flight * o.stored_bytes for o in chosen)
+        + max((o.transient_bytes for o in chosen), default=0.0)
+    )
+
+
+def priced(
+    instance: Instance,
+    cuts: Sequence[int],
+    options: Sequence[int],
+    *,
+    lower_bound_s: float = 0.0,
+) -> Solution:
+    """Evaluate one split from the raw numbers of the instance, by the formulas of this module."""
+    count = len(instance.layers)
+    seconds: list[float] = []
+    used: list[float] = []
+    sync: list[float] = []
+    fill_s = 0.0
+    for s, stage in enumerate(instance.stages):
+        held = range(cuts[s], cuts[s + 1])
+        chosen = [instance.options_of(layer)[options[layer]] for layer in held]
+        stage_s = stage.time_scale * sum(o.time_s for o in chosen) + stage.exposed_s
+        if instance.cut_s:
+            stage_s += sum(instance.cut_s[j] for j in (cuts[s], cuts[s + 1]) if 0 < j < count)
+        seconds.append(stage_s)
+        used.append(stage_bytes(instance, stage, held, options))
+        sync.append(sum(o.sync_s for o in chosen))
+        credit_s = stage.time_scale * sum(instance.credit_s(layer) for layer in held)
+        fill_s += instance.fill * stage_s - credit_s
+    return Solution(
+        cuts=tuple(cuts),
+        options=tuple(options),
+        stage_s=tuple(seconds),
+        stage_bytes=tuple(used),
+        stage_sync_s=tuple(sync),
+        objective_s=instance.steady * max(seconds) + fill_s + max(sync),
+        lower_bound_s=lower_bound_s,
+    )
+
+
+def fits(instance: Instance, solution: Solution) -> bool:
+    """Whether each stage has at least one layer and stays within its capacity."""
+    return all(size > 0 for size in solution.sizes()) and all(
+        used <= stage.capacity_bytes + ROUNDING * abs(stage.capacity_bytes)
+        for used, stage in zip(solution.stage_bytes, instance.stages, strict=True)
+    )
+
+
+def leanest_bytes(instance: Instance, stage: Stage, held: range) -> float:
+    """Fewest bytes in which `stage` can hold the layers `held`, whatever the seconds.
+
+    For every level that the largest transient may have, the leanest option below that level.
+    """
+    tables = [instance.options_of(layer) for layer in held]
+    levels = sorted({o.transient_bytes for table in tables for o in table})
+    floor = max(min(o.transient_bytes for o in table) for table in tables)
+    return min(
+        level
+        + sum(
+            min(
+                o.resident_bytes + stage.in_flight * o.stored_bytes
+                for o in table
+                if o.transient_bytes <= level
+            )
+            for table in tables
+        )
+        for level in levels
+        if level >= floor
+    )
