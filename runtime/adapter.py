@@ -1,0 +1,128 @@
+"""Adapter: a model as a chain of layers, each from one tensor to one tensor.
+
+The engine sees every model alike: it asks an adapter for the layers of its stage one by one, runs
+them in a Chain and hands the last output to the adapter's loss.  Layers carry the names of
+ModelGraph.chain, and a parameter's name is its layer's name and its path in the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from planner.errors import LaunchError
+from planner.model import ModelGraph
+
+TensorStyle = Literal["gather", "columns", "rows", "vocabulary", "logits"]
+"""How tensor parallelism treats a module of a layer; runtime/tensor.py says what each does."""
+
+EMBEDDING = "embedding"
+HEAD = "head"
+
+
+class Adapter(Protocol):
+    """What the engine asks of a model family."""
+
+    model: ModelGraph
+    width: int
+    """Size of the activations' last dim between layers."""
+    tied_names: frozenset[str]
+    """Parameters that are one weight with another layer's, both ends named."""
+
+    def layer(self, name: str) -> nn.Module:
+        """Return one layer; parameters on the meta device are filled by the engine."""
+
+    def fill(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Give a whole parameter (full shape) its initial values in place."""
+
+    def tensor_plan(self, layer: str) -> Mapping[str, TensorStyle]:
+        """Return the style of each module of a layer, by its path in the layer."""
+
+    def published_name(self, name: str) -> str:
+        """Return a parameter's name in checkpoints; a tied copy has the name of its original."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss over the samples of one micro-batch."""
+
+    def tie(self, layers: Mapping[str, nn.Module]) -> None:
+        """Share the weights that are tied, if both ends are among these layers."""
+
+
+class Chain(nn.Module):
+    """Layers run one after another; each stands under its own name (`block.0` nests)."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.names = tuple(layers)
+        for name, layer in layers.items():
+            self.place(name, layer)
+
+    def place(self, name: str, layer: nn.Module) -> None:
+        """Put a layer under its name, in place of what stood there."""
+        parent: nn.Module = self
+        *path, last = name.split(".")
+        for step in path:
+            if step not in parent._modules:
+                parent.add_module(step, nn.Module())
+            parent = parent.get_submodule(step)
+        parent.add_module(last, layer)
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers by name, in order."""
+        return {name: self.get_submodule(name) for name in self.names}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run all layers on one micro-batch."""
+        for name in self.names:
+            x = self.get_submodule(name)(x)
+        return x
+
+
+class Head(nn.Module):
+    """Final norm and output projection: hidden states in, logits out."""
+
+    def __init__(self, norm: nn.Module, output: nn.Linear) -> None:
+        super().__init__()
+        self.norm = norm
+        self.output = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [sample, position, vocabulary]."""
+        return self.output(self.norm(x))
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy, in fp32, of targets [sample, position]."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def parameter_names(layer_name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (full name, owning module, attribute) of every parameter of a layer."""
+    for path, module in layer.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                yield ".".join(p for p in (layer_name, path, attribute) if p), module, attribute
+
+
+def adapter_of(
+    model: ModelGraph,
+    *,
+    source: str,
+    seq_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path | None = None,
+) -> Adapter:
+    """Return the adapter for a model: our reference, a Hugging Face family or a user's chain."""
+    family = model.architecture.family if model.architecture else ""
+    if family == "reference":
+        from runtime.reference import Reference  # noqa: PLC0415
+
+        return Reference(model, seq_len=seq_len, dtype=dtype, device=device)
+    raise LaunchError(f"no adapter runs the family '{family}'; known: reference")

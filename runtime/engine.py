@@ -1,0 +1,254 @@
+"""Engine: executes a Plan on one rank.
+
+It asks an adapter for its stage's layers, makes them parallel, and repeats: forwards and backwards
+of all micro-batches in the plan's order, gradients summed and clipped, one optimizer step.
+Whatever the plan, the losses and weights are those of one process, to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from planner import schedule
+from planner.errors import LaunchError
+from planner.model import ModelGraph
+from planner.plan import Plan
+from runtime.adapter import adapter_of
+from runtime.initialize import Weights
+from runtime.mesh import place_of
+from runtime.optimizer import Optimizer
+from runtime.parallelize import activation_type, parallel_stage
+from runtime.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step reports, equal on every rank."""
+
+    loss: float
+    """Mean over all tokens of the global batch, before the step."""
+    grad_norm: float
+    """Of the whole model, before clipping."""
+
+
+class Engine:
+    """One rank of a plan: modules, schedule and optimizer.
+
+    Built by all ranks of an initialised process group together, or by one process without a group.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: ModelGraph,
+        *,
+        device: torch.device,
+        weights: Path | None = None,
+    ) -> None:
+        """`weights` is a local folder of safetensors files; None starts from random weights."""
+        plan.check_model(model)
+        obstacle = supported(plan, model)
+        if obstacle:
+            raise LaunchError(obstacle)
+        _set_precision(plan, device)
+        self.plan = plan
+        self.device = device
+        self._place = place_of(plan, device)
+        self._adapter = adapter_of(
+            model,
+            source=plan.model.source,
+            seq_len=plan.seq_len,
+            dtype=activation_type(plan),
+            device=device,
+            folder=weights,
+        )
+        self._stage = parallel_stage(
+            plan,
+            self._adapter,
+            self._place,
+            device=device,
+            weights=Weights(weights) if weights else None,
+        )
+        self._optimizer = Optimizer(
+            self._stage.chain,
+            self._adapter,
+            plan.training,
+            self._place,
+            summed=self._stage.summed,
+        )
+        self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the global batch this rank feeds; ranks of one slice get equal tokens."""
+        return self._place.data_rank
+
+    @property
+    def data_degree(self) -> int:
+        """Into how many slices the global batch is cut."""
+        return self._place.data_degree
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return self._place.stage
+
+    @property
+    def is_first(self) -> bool:
+        """This rank reads the tokens."""
+        return self._place.is_first
+
+    @property
+    def is_last(self) -> bool:
+        """This rank computes the loss."""
+        return self._place.is_last
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """The plan's layers of this rank, in order.  Each runs once per micro-batch."""
+        return self._stage.chain.layers
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done so far; part of `state`, so a loaded engine continues to count."""
+        return int(self._optimizer.steps)
+
+    def step(self, tokens: Tensor) -> StepResult:
+        """Train on tokens [sample of this data rank, position], seq_len + 1 positions long.
+
+        There are micro_batch x micro_batches samples.  All tensor and pipeline ranks of a data rank
+        pass the same tokens.
+        """
+        samples = self.plan.micro_batch * self.plan.micro_batches
+        expected = (samples, self.plan.seq_len + 1)
+        if tuple(tokens.shape) != expected:
+            raise LaunchError(f"a step takes tokens of shape {expected}, not {tuple(tokens.shape)}")
+        tokens = tokens.to(self.device, non_blocking=True)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        with self._loss_context():
+            loss = (
+                self._all_micro_batches(inputs, targets)
+                if self._pipeline is None
+                else self._through_pipeline(self._pipeline, inputs, targets)
+            )
+        # Every data rank and each of its tensor ranks holds the mean over its own samples.
+        holders = self.data_degree * self.plan.mesh.tensor
+        loss, norm = self._optimizer.step(loss / holders).tolist()
+        return StepResult(loss, norm)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything a checkpoint needs: flat, by parameter name, sharing live memory.
+
+        Keys: model.<name>, optim.<name>.exp_avg / exp_avg_sq / step, train.step.  Divided
+        parameters are DTensors; torch.distributed.checkpoint loads them in place under any plan.
+        """
+        return self._optimizer.state()
+
+    def _all_micro_batches(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward without a pipeline; return the mean loss."""
+        count = self.plan.micro_batches
+        total = torch.zeros((), device=self.device)
+        pairs = zip(inputs.chunk(count), targets.chunk(count), strict=True)
+        for index, (batch, target) in enumerate(pairs):
+            self._before_micro_batch(last=index == count - 1)
+            loss = self._micro_batch_loss(self._stage.chain(batch), target)
+            loss.backward()
+            total += _plain(loss)
+        return total
+
+    def _before_micro_batch(self, *, last: bool) -> None:
+        """Say what data parallelism does in this backward.
+
+        ZeRO-0 and 1 reduce once per step, 2 and 3 with every micro-batch; only ZeRO-3 gathers
+        parameters again for the next one.
+        """
+        if self._stage.wrapped:
+            chain = self._stage.chain
+            sharded = self.plan.mesh.data_shard > 1
+            chain.set_is_last_backward(last)
+            chain.set_requires_gradient_sync(last or (sharded and self.plan.zero >= 2))
+            chain.set_reshard_after_backward(last or (sharded and self.plan.zero == 3))
+
+    def _through_pipeline(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> Tensor:
+        losses = pipeline.run(inputs, targets)
+        if not losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack([_plain(loss) for loss in losses]).sum()
+
+    def _micro_batch_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self._adapter.loss(output, target) / self.plan.micro_batches
+
+    def _loss_context(self) -> contextlib.AbstractContextManager[object]:
+        return loss_parallel() if self.plan.mesh.tensor > 1 else contextlib.nullcontext()
+
+    def _new_pipeline(self) -> Pipeline:
+        plan, place = self.plan, self._place
+        tokens = torch.empty(plan.micro_batch, plan.seq_len, dtype=torch.int64, device="meta")
+        hidden = torch.empty(
+            (plan.micro_batch, plan.seq_len // plan.mesh.tensor, self._adapter.width),
+            dtype=activation_type(plan),
+            device="meta",
+            requires_grad=True,
+        )
+        return Pipeline(
+            self._stage.chain,
+            schedule.orders(
+                plan.schedule, stages=plan.mesh.pipeline, micro_batches=plan.micro_batches
+            ),
+            stage=place.stage,
+            micro_batches=plan.micro_batches,
+            group=place.axis("pipeline").get_group(),
+            device=self.device,
+            inputs=tokens if place.is_first else hidden,
+            outputs=hidden,
+            loss=self._micro_batch_loss,
+        )
+
+
+def supported(plan: Plan, model: ModelGraph) -> str | None:
+    """Return why this plan cannot be executed for this model, or None if it can."""
+    return next(_obstacles(plan, model), None)
+
+
+def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
+    mesh, architecture = plan.mesh, model.architecture
+    if plan.precision not in ("fp32", "tf32", "bf16"):
+        yield f"precision: {plan.precision} cannot be trained here; use bf16, tf32 or fp32"
+    if mesh.context > 1:
+        yield f"mesh.context: is {mesh.context}; context parallelism cannot be executed; use 1"
+    if mesh.expert > 1:
+        yield f"mesh.expert: is {mesh.expert}; expert parallelism cannot be executed; use 1"
+    if model.edges:
+        yield "the model's graph is not a chain; only chains of layers can be executed"
+    if mesh.tensor > 1:
+        if architecture is None:
+            yield "mesh.tensor: a user's own modules cannot be divided by tensor parallelism; use 1"
+            return
+        figures = {
+            "seq_len": plan.seq_len,
+            "heads": architecture.heads,
+            "kv_heads": architecture.kv_heads,
+            "ffn_size": architecture.ffn_size,
+            "vocab_size": architecture.vocab_size,
+        }
+        for name, figure in figures.items():
+            if figure % mesh.tensor:
+                yield f"mesh.tensor: {mesh.tensor} does not divide {name} {figure}"
+
+
+def _set_precision(plan: Plan, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
+
+
+def _plain(loss: Tensor) -> Tensor:
+    loss = loss.detach()
+    return loss.to_local() if isinstance(loss, DTensor) else loss

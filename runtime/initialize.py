@@ -1,0 +1,137 @@
+"""First values of parameters: the same whatever the plan, or read from published weights.
+
+Each parameter has a random generator of its own, seeded by the run's seed and the parameter's
+name.  A rank makes one whole tensor at a time and keeps its part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from planner.errors import LaunchError
+from runtime.adapter import Adapter, parameter_names
+
+
+class Weights:
+    """Tensors of a local folder of safetensors files, read by name and by slice."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open  # noqa: PLC0415 - only where weights are read
+
+        self.folder = folder
+        self._open = safe_open
+        self._file: dict[str, Path] = {}
+        index = folder / "model.safetensors.index.json"
+        try:
+            if index.exists():
+                for name, file in json.loads(index.read_text())["weight_map"].items():
+                    self._file[name] = folder / file
+            else:
+                for path in sorted(folder.glob("*.safetensors")):
+                    with safe_open(path, framework="pt") as opened:
+                        self._file.update(dict.fromkeys(opened.keys(), path))
+        except (OSError, ValueError, KeyError) as error:
+            raise LaunchError(f"{folder}: the weights cannot be read: {error}") from error
+        if not self._file:
+            raise LaunchError(f"{folder}: has no *.safetensors file")
+
+    def read(self, name: str, shape: torch.Size, shard: tuple[int, int, int] | None) -> Tensor:
+        """Return a tensor in fp32, or its part `shard` = (dim, index, parts)."""
+        # Some published models leave out the outermost module's name.
+        known = next((n for n in (name, name.partition(".")[2]) if n in self._file), None)
+        if known is None:
+            raise LaunchError(f"{self.folder}: has no tensor '{name}'")
+        with self._open(self._file[known], framework="pt") as opened:
+            whole = opened.get_slice(known)
+            if tuple(whole.get_shape()) != tuple(shape):
+                raise LaunchError(
+                    f"{self.folder}: '{known}' has shape {whole.get_shape()}, "
+                    f"and the model needs {list(shape)}"
+                )
+            if shard is None:
+                return whole[...].float()
+            dim, index, parts = shard
+            length = shape[dim] // parts
+            cut = slice(index * length, (index + 1) * length)
+            return whole[(slice(None),) * dim + (cut,)].float()
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the generator seed of one parameter.
+
+    >>> seed_of(0, "head.norm.weight") == seed_of(0, "head.norm.weight")
+    True
+    >>> seed_of(0, "head.norm.weight") == seed_of(1, "head.norm.weight")
+    False
+    """
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@torch.no_grad()
+def materialize(
+    layer_name: str,
+    layer: nn.Module,
+    adapter: Adapter,
+    *,
+    seed: int,
+    device: torch.device,
+    weights: Weights | None,
+    done: dict[int, nn.Parameter],
+) -> None:
+    """Put a layer's parameters on the device with their first values.
+
+    `done` carries what was made in other layers of the stage, so that tied weights stay tied.
+    """
+    for name, module, attribute in parameter_names(layer_name, layer):
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        if id(parameter) not in done:
+            made = _made(name, parameter, adapter, seed=seed, device=device, weights=weights)
+            done[id(parameter)] = done[id(made)] = made
+        module._parameters[attribute] = done[id(parameter)]
+
+
+def _made(
+    name: str,
+    parameter: nn.Parameter,
+    adapter: Adapter,
+    *,
+    seed: int,
+    device: torch.device,
+    weights: Weights | None,
+) -> nn.Parameter:
+    if not parameter.is_meta:  # a user's own module, with values of its own
+        return nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+    published = adapter.published_name(name)
+    shard = _shard(parameter)
+    if weights is not None:
+        local = weights.read(published, parameter.shape, shard).to(device)
+    else:
+        local = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        generator = torch.Generator(device).manual_seed(seed_of(seed, published))
+        adapter.fill(name, local, generator)
+        if shard is not None:
+            dim, index, parts = shard
+            local = local.chunk(parts, dim)[index].clone()
+    if isinstance(parameter, DTensor):
+        local = DTensor.from_local(
+            local, parameter.device_mesh, parameter.placements, run_check=False
+        )
+    return nn.Parameter(local)
+
+
+def _shard(parameter: Tensor) -> tuple[int, int, int] | None:
+    """Return (dim, index, parts) of a parameter divided over the tensor axis."""
+    if not isinstance(parameter, DTensor):
+        return None
+    (placement,) = parameter.placements
+    if not isinstance(placement, Shard):
+        return None
+    return placement.dim, parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()

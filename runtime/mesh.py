@@ -1,0 +1,139 @@
+"""Mesh: this rank's place among the plan's parallel axes, and the process groups along them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from planner.errors import LaunchError
+from planner.plan import Axis, Plan
+from planner.plan import Mesh as Degrees
+
+# Groups cost sockets and memory for as long as the process lives, so equal meshes share them.
+_made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this rank stands.  `mesh` is None for a process that runs alone without a group."""
+
+    degrees: Degrees
+    mesh: DeviceMesh | None
+
+    def along(self, axis: Axis) -> int:
+        """Return this rank's coordinate on an axis."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
+
+    def axis(self, axis: Axis) -> DeviceMesh:
+        """Return the one-dimensional mesh along an axis."""
+        assert self.mesh is not None
+        return self.mesh[axis]
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the global batch this rank feeds."""
+        return self.along("data_replicate") * self.degrees.data_shard + self.along("data_shard")
+
+    @property
+    def data_degree(self) -> int:
+        """Into how many slices the global batch is cut."""
+        return self.degrees.data_replicate * self.degrees.data_shard
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return self.along("pipeline")
+
+    @property
+    def is_first(self) -> bool:
+        """This rank holds the first stage."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """This rank holds the last stage."""
+        return self.stage == self.degrees.pipeline - 1
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """The axes that ZeRO divides over: data_shard, or (data_replicate, data_shard)."""
+        assert self.mesh is not None
+        if self.degrees.data_shard == 1:
+            return self.mesh["data_replicate"]
+        if self.degrees.data_replicate == 1:
+            return self.mesh["data_shard"]
+        return _kept(
+            ("hybrid", self.degrees),
+            lambda: _hybrid(self.mesh),  # type: ignore[arg-type]
+        )
+
+    def ends(self) -> dist.ProcessGroup | None:
+        """Return the group of the first and last stage of this rank's pipeline, if it is in one."""
+        assert self.mesh is not None
+        pairs = _kept(("ends", self.degrees), lambda: _end_groups(self.mesh))  # type: ignore[arg-type]
+        return pairs.get(dist.get_rank())
+
+
+def place_of(plan: Plan, device: torch.device) -> Place:
+    """Return this rank's place in the plan's mesh; every rank of the job calls it together."""
+    degrees = plan.mesh
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != degrees.devices:
+        raise LaunchError(
+            f"the plan is for {degrees.devices} ranks, and {world} are running; "
+            f"start it with {degrees.devices} processes or plan again"
+        )
+    if not dist.is_initialized():
+        if plan.precision != "bf16":
+            return Place(degrees=degrees, mesh=None)
+        # Mixed precision is FSDP's, which wants a group even for one rank.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    outermost_first = tuple(reversed(degrees.order))
+    sizes = tuple(getattr(degrees, axis) for axis in outermost_first)
+    mesh = _kept(
+        (device.type, outermost_first, sizes),
+        lambda: init_device_mesh(device.type, sizes, mesh_dim_names=outermost_first),
+    )
+    return Place(degrees=degrees, mesh=mesh)
+
+
+def _kept(key: Any, make: Any) -> Any:
+    made = _made.setdefault(dist.group.WORLD, {})
+    if key not in made:
+        made[key] = make()
+    return made[key]
+
+
+def _hybrid(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the (data_replicate, data_shard) mesh, whichever of them lies further out."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    if names.index("data_replicate") < names.index("data_shard"):
+        return mesh["data_replicate", "data_shard"]
+    ranks = mesh["data_shard", "data_replicate"].mesh.t().contiguous()
+    groups = [mesh.get_group("data_replicate"), mesh.get_group("data_shard")]
+    return DeviceMesh.from_group(
+        groups, mesh.device_type, ranks, mesh_dim_names=("data_replicate", "data_shard")
+    )
+
+
+def _end_groups(mesh: DeviceMesh) -> dict[int, dist.ProcessGroup]:
+    """Make a two-rank group of the first and last stage of every pipeline.
+
+    >>> import math  # ranks [0..7] as 4 stages x 2 pipelines pair up as (0, 6), (1, 7)
+    """
+    assert mesh.mesh_dim_names is not None
+    stages = mesh.mesh.movedim(mesh.mesh_dim_names.index("pipeline"), 0)
+    stages = stages.reshape(stages.shape[0], math.prod(stages.shape[1:]))
+    groups = {}
+    for first, last in zip(stages[0].tolist(), stages[-1].tolist(), strict=True):
+        group = dist.new_group([first, last])
+        groups[first] = groups[last] = group
+    return groups

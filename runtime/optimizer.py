@@ -1,0 +1,210 @@
+"""AdamW over what this rank holds: gradients made whole, measured, clipped and applied.
+
+The optimizer works on the plain local parts of DTensors, so it neither dispatches per DTensor nor
+minds that parameters lie on different meshes; `state` puts the parts together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from planner.plan import Training
+from runtime.adapter import Adapter, Chain
+from runtime.mesh import Place
+from runtime.recompute import PREFIX
+
+_NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One parameter of this rank.  `local` is its local part, sharing the parameter's memory."""
+
+    name: str
+    parameter: nn.Parameter
+    local: nn.Parameter
+    copies: int
+    """How many ranks hold these same values."""
+    partial: bool
+    """The gradient must be summed over the tensor axis."""
+    tied: bool
+    """The other end of the pipeline holds a copy, and the two gradients must be summed."""
+
+
+def learning_rate(training: Training, step: int) -> float:
+    """Return the rate of a step (0 is the first): a linear warm-up, then constant.
+
+    >>> [learning_rate(Training(learning_rate=0.1, warmup_steps=2), step) for step in range(4)]
+    [0.05, 0.1, 0.1, 0.1]
+    """
+    return training.learning_rate * min(1.0, (step + 1) / max(1, training.warmup_steps))
+
+
+class Optimizer:
+    """AdamW of one rank.  Weight decay acts on matrices, not on norms and biases."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        adapter: Adapter,
+        training: Training,
+        place: Place,
+        *,
+        summed: frozenset[str],
+    ) -> None:
+        self.training = training
+        self.place = place
+        self.slots = _slots(chain, adapter, place, summed)
+        self.steps = torch.zeros((), dtype=torch.int64)
+        self._ends = place.ends() if place.degrees.pipeline > 1 else None
+        used = [slot for slot in self.slots if slot.local.numel()]
+        self._adamw = torch.optim.AdamW(
+            [
+                {
+                    "params": [slot.local for slot in used if slot.parameter.ndim > 1],
+                    "weight_decay": training.weight_decay,
+                },
+                {
+                    "params": [slot.local for slot in used if slot.parameter.ndim <= 1],
+                    "weight_decay": 0.0,
+                },
+            ],
+            lr=training.learning_rate,
+            betas=(training.beta1, training.beta2),
+            eps=training.epsilon,
+            fused=True,
+        )
+        for slot in self.slots:  # now rather than at the first step, so that a checkpoint can load
+            self._adamw.state[slot.local] = {
+                "step": torch.zeros((), dtype=torch.float32, device=slot.local.device),
+                "exp_avg": torch.zeros_like(slot.local, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(slot.local, requires_grad=False),
+            }
+
+    @torch.no_grad()
+    def step(self, loss: Tensor) -> Tensor:
+        """Apply the gradients; return [sum of `loss` over all ranks, gradient norm] on the device.
+
+        The two share one all-reduce, the only collective here of a job without tensor axis or ties.
+        """
+        slots = [slot for slot in self.slots if slot.parameter.grad is not None]
+        grads = [_local_grad(slot.parameter) for slot in slots]
+        self._sum_partial(slots, grads)
+        self._sum_tied(slots, grads)
+        report = torch.stack((loss.float(), _squared_norm(slots, grads, like=loss)))
+        if self.place.mesh is not None:
+            dist.all_reduce(report)
+        norm = report[1].sqrt()
+        if self.training.clip_norm > 0 and grads:
+            shrink = (self.training.clip_norm / (norm + _NORM_EPSILON)).clamp(max=1.0)
+            torch._foreach_mul_(grads, shrink)
+        rate = learning_rate(self.training, int(self.steps))
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        for slot, grad in zip(slots, grads, strict=True):
+            slot.local.grad = grad
+        self._adamw.step()
+        self.steps += 1
+        for slot in slots:
+            slot.parameter.grad = slot.local.grad = None
+        return torch.stack((report[0], norm))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return parameters and optimizer state by published name, sharing the live memory.
+
+        Parts of a divided parameter are DTensors, so any other plan can load them.
+        """
+        result: dict[str, Tensor] = {"train.step": self.steps}
+        for slot in self.slots:
+            result[f"model.{slot.name}"] = slot.parameter.detach()
+            for key, value in self._adamw.state[slot.local].items():
+                result[f"optim.{slot.name}.{key}"] = (
+                    value if key == "step" else _like(slot.parameter, value)
+                )
+        return result
+
+    def _sum_partial(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+        partial = [grad for slot, grad in zip(slots, grads, strict=True) if slot.partial]
+        if partial:
+            flat = torch.cat([grad.flatten() for grad in partial])
+            dist.all_reduce(flat, group=self.place.axis("tensor").get_group())
+            parts = flat.split([grad.numel() for grad in partial])
+            for grad, part in zip(partial, parts, strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def _sum_tied(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+        for slot, grad in zip(slots, grads, strict=True):
+            if slot.tied and grad.numel():
+                dist.all_reduce(grad, group=self._ends)
+
+
+def _slots(
+    chain: Chain, adapter: Adapter, place: Place, summed: frozenset[str]
+) -> tuple[Slot, ...]:
+    world = 1 if place.mesh is None else place.degrees.devices // place.degrees.pipeline
+    slots = []
+    for raw_name, parameter in chain.named_parameters():
+        name = raw_name.replace(PREFIX, "")
+        if not parameter.requires_grad:
+            continue
+        local = parameter.detach()
+        copies = world
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local().detach()
+            for dim, placement in enumerate(parameter.placements):
+                if not isinstance(placement, Replicate):
+                    copies //= parameter.device_mesh.size(dim)
+        tied = place.degrees.pipeline > 1 and name in adapter.tied_names
+        slots.append(
+            Slot(
+                name=adapter.published_name(name),
+                parameter=parameter,
+                local=nn.Parameter(local),
+                copies=2 * copies if tied else copies,
+                partial=name in summed,
+                tied=tied,
+            )
+        )
+    return tuple(slots)
+
+
+def _local_grad(parameter: nn.Parameter) -> Tensor:
+    grad = parameter.grad
+    assert grad is not None
+    if isinstance(grad, DTensor):
+        assert isinstance(parameter, DTensor)
+        assert grad.placements == parameter.placements, (grad.placements, parameter.placements)
+        return grad.to_local()
+    return grad
+
+
+def _squared_norm(slots: Sequence[Slot], grads: Sequence[Tensor], *, like: Tensor) -> Tensor:
+    """Return this rank's share of the squared norm: shares of all ranks add up to the whole."""
+    by_copies: dict[int, list[Tensor]] = {}
+    for slot, grad in zip(slots, grads, strict=True):
+        by_copies.setdefault(slot.copies, []).append(grad)
+    total = torch.zeros((), dtype=torch.float32, device=like.device)
+    for copies, group in by_copies.items():
+        norms = torch.stack(torch._foreach_norm(group))
+        total += norms.square().sum() / copies
+    return total
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a local part as the same kind of tensor as its parameter."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,96 @@
+"""A stage's layers made parallel: tensor, then recompute, then data; filled layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from planner.plan import Plan
+from runtime import recompute, tensor
+from runtime.adapter import Adapter, Chain
+from runtime.initialize import Weights, materialize
+from runtime.mesh import Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelStage:
+    """The modules of one rank.  `summed` are parameters whose gradients are partial over tensor."""
+
+    chain: Chain
+    summed: frozenset[str]
+    wrapped: bool
+    """Data parallelism or mixed precision is at work (the chain is an FSDPModule)."""
+
+
+def activation_type(plan: Plan) -> torch.dtype:
+    """Return the type in which layers compute and pass activations on."""
+    return torch.bfloat16 if plan.precision == "bf16" else torch.float32
+
+
+def parallel_stage(
+    plan: Plan, adapter: Adapter, place: Place, *, device: torch.device, weights: Weights | None
+) -> ParallelStage:
+    """Build this rank's stage."""
+    placed = plan.stages[place.stage].layers
+    layers = {item.layer: adapter.layer(item.layer) for item in placed}
+    summed = set()
+    if plan.mesh.tensor > 1:
+        for name, layer in layers.items():
+            partial = tensor.divide(layer, adapter.tensor_plan(name), place.axis("tensor"))
+            summed |= {f"{name}.{parameter}" for parameter in partial}
+    adapter.tie(layers)  # after tensor parallelism, which makes new parameters
+    shared = _shared(layers)
+    wraps = place.mesh is not None and (place.data_degree > 1 or plan.precision == "bf16")
+    chain = Chain(layers)
+    done: dict[int, nn.Parameter] = {}
+    for item in placed:
+        layer = layers[item.layer]
+        materialize(
+            item.layer,
+            layer,
+            adapter,
+            seed=plan.training.seed,
+            device=device,
+            weights=weights,
+            done=done,
+        )
+        for buffer_name, buffer in list(layer.named_buffers()):
+            _set_buffer(layer, buffer_name, buffer.to(device))
+        layer = recompute.wrapped(layer, item.recompute)
+        chain.place(item.layer, layer)
+        if wraps and item.layer not in shared:
+            _over_data(layer, plan, place, root=False)
+    if wraps:
+        _over_data(chain, plan, place, root=True)
+    return ParallelStage(chain=chain, summed=frozenset(summed), wrapped=wraps)
+
+
+def _shared(layers: dict[str, nn.Module]) -> set[str]:
+    """Return the layers that share a parameter; data parallelism must hold those in one group."""
+    users: dict[int, list[str]] = {}
+    for name, layer in layers.items():
+        for parameter in layer.parameters():
+            users.setdefault(id(parameter), []).append(name)
+    return {name for names in users.values() if len(names) > 1 for name in names}
+
+
+def _over_data(module: nn.Module, plan: Plan, place: Place, *, root: bool) -> None:
+    policy = MixedPrecisionPolicy()
+    if plan.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = place.data_mesh
+    if plan.mesh.data_shard == 1:
+        replicate(module, mesh=mesh, mp_policy=policy)
+    else:
+        # The root's own parameters are needed again at once; None lets FSDP keep them.
+        reshard = (None if root else True) if plan.zero == 3 else False
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+
+def _set_buffer(layer: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    layer.get_submodule(path)._buffers[attribute] = value

@@ -1,0 +1,114 @@
+"""One rank's part of a pipeline, run by torch from our own action lists.
+
+The only file that knows torch's private names.  torch's runtime adds the sends and receives to a
+compute-only list by itself; which computation comes when is planner.schedule's decision alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import _make_tensor_from_meta
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+from planner.schedule import Order
+
+
+class Pipeline:
+    """A stage and the schedule that drives it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        orders: tuple[Order, ...],
+        *,
+        stage: int,
+        micro_batches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        inputs: Tensor,
+        outputs: Tensor,
+        loss: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        """`inputs` and `outputs` are meta tensors of one micro-batch, so no rank asks for shapes.
+
+        `loss` must already be divided by the number of micro-batches.
+        """
+        self._stage = _Stage(
+            module,
+            stage,
+            len(orders),
+            device,
+            input_args=inputs,
+            output_args=outputs,
+            group=group,
+        )
+        self._schedule = _PipelineScheduleRuntime(
+            [self._stage], micro_batches, loss_fn=loss, scale_grads=False
+        )
+        self._schedule._prepare_schedule_with_comms(
+            {
+                rank: [_Action.from_str(str(action)) for action in order]
+                for rank, order in enumerate(orders)
+            }
+        )
+
+    def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        """Run one step on all micro-batches; return their losses on the last stage."""
+        losses: list[Tensor] = []
+        self._schedule.step(
+            *((tokens,) if self._stage.is_first else ()),
+            target=targets if self._stage.is_last else None,
+            losses=losses if self._stage.is_last else None,
+            return_outputs=False,
+        )
+        return losses
+
+
+class _Stage(PipelineStage):
+    """A stage whose receive buffers live from the receive to the backward of a micro-batch.
+
+    torch allocates buffers for every micro-batch of the step at once and keeps them for good; with
+    many micro-batches that is more memory than the activations in flight.
+    """
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        template = self.args_recv_info[0]
+        for micro_batch in range(num_microbatches):
+            self.args_recv_info[micro_batch] = tuple(_without_buffer(info) for info in template)
+
+    def _create_grad_recv_info(self, act_send_info: dict) -> tuple:
+        return tuple(
+            _without_buffer(info) for info in super()._create_grad_recv_info(act_send_info)
+        )
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_last:
+            self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: object, **kwargs: object) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        received = (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id])
+        for info in received:
+            info.buffer = None
+
+    def _allocate(self, received: tuple) -> None:
+        for info in received:
+            if not info.is_root_arg:
+                info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
+
+
+def _without_buffer(info: object) -> object:
+    return type(info)(
+        info.input_name, info.source, None, info.tensor_meta, is_root_arg=info.is_root_arg
+    )

@@ -1,0 +1,209 @@
+"""A decoder transformer of our own: RMSNorm, rotary positions, grouped queries, SwiGLU.
+
+Every figure comes from planner.model.Architecture.  It is the model of the tests and of the demo,
+and plain enough to read in a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from planner.errors import LaunchError
+from planner.model import Architecture, ModelGraph
+from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
+
+ROTARY_BASE = 10000.0
+NORM_EPSILON = 1e-5
+WEIGHT_STD = 0.02
+
+
+class Embedding(nn.Module):
+    """Token numbers [sample, position] to vectors [sample, position, hidden]."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(architecture.vocab_size, architecture.hidden_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look the tokens up."""
+        return self.tokens(tokens)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; fewer key/value heads than query heads."""
+
+    def __init__(self, architecture: Architecture, rotary: tuple[Tensor, Tensor]) -> None:
+        super().__init__()
+        a = architecture
+        self.head_dim = a.head_dim
+        self.rotary = rotary
+        self.query = nn.Linear(a.hidden_size, a.heads * a.head_dim, bias=a.qkv_bias)
+        self.key = nn.Linear(a.hidden_size, a.kv_heads * a.head_dim, bias=a.qkv_bias)
+        self.value = nn.Linear(a.hidden_size, a.kv_heads * a.head_dim, bias=a.qkv_bias)
+        self.output = nn.Linear(a.heads * a.head_dim, a.hidden_size, bias=a.output_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix positions; the number of heads follows from the projections' local width."""
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            rotated(query, self.rotary),
+            rotated(key, self.rotary),
+            value,
+            is_causal=True,
+            enable_gqa=True,
+        )
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class GatedMlp(nn.Module):
+    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) up(x))."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        a = architecture
+        self.gate = nn.Linear(a.hidden_size, a.ffn_size, bias=a.mlp_bias)
+        self.up = nn.Linear(a.hidden_size, a.ffn_size, bias=a.mlp_bias)
+        self.down = nn.Linear(a.ffn_size, a.hidden_size, bias=a.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position by itself."""
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, architecture: Architecture, rotary: tuple[Tensor, Tensor]) -> None:
+        super().__init__()
+        self.attention_norm = norm(architecture)
+        self.attention = Attention(architecture, rotary)
+        self.mlp_norm = norm(architecture)
+        self.mlp = GatedMlp(architecture)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the residual stream after this block."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def norm(architecture: Architecture) -> nn.RMSNorm:
+    """Return one norm over the hidden dim."""
+    return nn.RMSNorm(architecture.hidden_size, eps=NORM_EPSILON)
+
+
+def rotary_tables(
+    head_dim: int, seq_len: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [position, head_dim] (Su et al., 2021), halves side by side."""
+    frequency = ROTARY_BASE ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequency)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate pairs (i, i + head_dim/2) of x [sample, head, position, head_dim] by position."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Reference:
+    """Adapter of the reference transformer."""
+
+    def __init__(
+        self, model: ModelGraph, *, seq_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        assert model.architecture is not None
+        self.model = model
+        self.architecture = model.architecture
+        self.width = model.architecture.hidden_size
+        self.tied_names = frozenset(
+            ("embedding.tokens.weight", "head.output.weight")
+            if model.architecture.tied_embeddings
+            else ()
+        )
+        lack = unsupported(model.architecture)
+        if lack:
+            raise LaunchError(f"the reference transformer has no {lack}")
+        self.rotary = rotary_tables(self.architecture.head_dim, seq_len, dtype, device)
+
+    def layer(self, name: str) -> nn.Module:
+        """Return a layer on the meta device."""
+        a = self.architecture
+        with torch.device("meta"):
+            if name == EMBEDDING:
+                return Embedding(a)
+            if name == HEAD:
+                return Head(norm(a), nn.Linear(a.hidden_size, a.vocab_size, bias=False))
+            return Block(a, self.rotary)
+
+    def tie(self, layers: Mapping[str, nn.Module]) -> None:
+        """Let the output projection be the token embedding, where both are here."""
+        if self.tied_names and EMBEDDING in layers and HEAD in layers:
+            layers[HEAD].output.weight = layers[EMBEDDING].tokens.weight
+
+    def fill(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Normal weights, norms of one, biases of zero."""
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, WEIGHT_STD, generator=generator)
+
+    def tensor_plan(self, layer: str) -> Mapping[str, TensorStyle]:
+        """Divide heads and MLP columns; the vocabulary at both ends."""
+        if layer == EMBEDDING:
+            return {"tokens": "vocabulary"}
+        if layer == HEAD:
+            return {"output": "logits"}
+        return {
+            "attention": "gather",
+            "attention.query": "columns",
+            "attention.key": "columns",
+            "attention.value": "columns",
+            "attention.output": "rows",
+            "mlp": "gather",
+            "mlp.gate": "columns",
+            "mlp.up": "columns",
+            "mlp.down": "rows",
+        }
+
+    def published_name(self, name: str) -> str:
+        """Our names are the published ones; a tied projection is the embedding."""
+        if self.tied_names and name == "head.output.weight":
+            return "embedding.tokens.weight"
+        return name
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Next-token cross-entropy."""
+        return next_token_loss(output, targets)
+
+
+def unsupported(architecture: Architecture) -> str | None:
+    """Name the first thing that these figures ask for and the reference does not have."""
+    a = architecture
+    lacks = {
+        "layer norm": a.norm != "rms",
+        "plain MLP": not a.gated_mlp,
+        "positions other than rotary": a.positions != "rotary",
+        "query/key norms": a.qk_norm,
+        "post-norms": a.post_norms,
+        "sliding window": a.sliding_window > 0,
+        "bidirectional attention": not a.causal,
+        "experts": a.experts is not None,
+        "latent attention": a.latent is not None,
+        "image patches": a.patches is not None,
+        "classification head": a.classes > 0 or a.head_transform,
+        "separate embedding width": a.embedding_size not in (0, a.hidden_size),
+        "token types": a.token_types > 0,
+    }
+    return next((name for name, lacking in lacks.items() if lacking), None)

@@ -1,0 +1,215 @@
+"""Tensor parallelism with sequence parallelism, inside one layer.
+
+Parameters become DTensors on the tensor axis, so that storage, checkpoints and data parallelism
+know their shape; computation runs on plain local tensors, which costs no DTensor dispatch.
+
+Between modules each rank holds its part of the positions.  Styles of a module (Megatron-LM's,
+Korthikanti et al., 2022):
+    gather      its input is collected along the positions
+    columns     a Linear that makes its own part of the output features
+    rows        a Linear that reads its own part of the input features; partial outputs are summed
+                and scattered along the positions
+    vocabulary  an Embedding that holds its own rows; outputs are summed and scattered
+    logits      gather, then columns; the output is a DTensor divided along the vocabulary
+Every other parameter is replicated.  It sees only this rank's positions or heads, so its gradient
+must be summed over the tensor axis: `divide` returns which those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn import functional
+
+from planner.errors import LaunchError
+from runtime.adapter import TensorStyle
+
+POSITIONS = 1  # activations are [sample, position, feature]
+SHARDS: dict[TensorStyle, dict[str, int]] = {
+    "columns": {"weight": 0, "bias": 0},
+    "rows": {"weight": 1},
+    "vocabulary": {"weight": 0},
+    "logits": {"weight": 0, "bias": 0},
+}
+"""Which dim of which parameter a style divides."""
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along the positions; backward is a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    """Reduce-scatter along the positions; backward is an all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad, ctx.group), None
+
+
+def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Collect x [sample, position / ranks, feature] along the positions."""
+    return _Gather.apply(x, group)
+
+
+def scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum x [sample, position, feature] over ranks and keep this rank's positions."""
+    return _Scatter.apply(x, group)
+
+
+# The functional collectives, since selective recompute must see them as operators with results.
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ops = torch.ops._c10d_functional
+    parts = x.transpose(0, POSITIONS).contiguous()
+    whole = ops.wait_tensor(ops.all_gather_into_tensor(parts, group.size(), group.group_name))
+    return whole.transpose(0, POSITIONS).contiguous()
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ops = torch.ops._c10d_functional
+    whole = x.transpose(0, POSITIONS).contiguous()
+    part = ops.reduce_scatter_tensor(whole, "sum", group.size(), group.group_name)
+    return ops.wait_tensor(part).transpose(0, POSITIONS).contiguous()
+
+
+def divide(layer: nn.Module, plan: Mapping[str, TensorStyle], mesh: DeviceMesh) -> set[str]:
+    """Divide a layer over the tensor axis; return the parameters whose gradients need a sum.
+
+    Parameters may be on the meta device.  One that two modules share stays shared.
+    """
+    done: dict[int, nn.Parameter] = {}
+    for path, style in plan.items():
+        module = layer.get_submodule(path)
+        for attribute, dim in SHARDS.get(style, {}).items():
+            _distribute(module, attribute, Shard(dim), mesh, done)
+        _run_in_style(module, style, mesh.get_group())
+    replicated = set()
+    for path, module in layer.named_modules():
+        whole = [
+            attribute
+            for attribute, parameter in module._parameters.items()
+            if parameter is not None and not isinstance(parameter, DTensor)
+        ]
+        for attribute in whole:
+            _distribute(module, attribute, Replicate(), mesh, done)
+            replicated.add(f"{path}.{attribute}" if path else attribute)
+        if whole and plan.get(path) != "rows":  # `rows` adds its bias by itself
+            module.forward = _on_local_parts(module, module.forward)
+    return replicated
+
+
+def _distribute(
+    module: nn.Module,
+    attribute: str,
+    placement: Placement,
+    mesh: DeviceMesh,
+    done: dict[int, nn.Parameter],
+) -> None:
+    """Replace a parameter by a DTensor that holds this rank's part of it, not yet filled."""
+    parameter = module._parameters.get(attribute)
+    if parameter is None:
+        return
+    if id(parameter) not in done:
+        shape = list(parameter.shape)
+        if isinstance(placement, Shard):
+            if shape[placement.dim] % mesh.size():
+                raise LaunchError(
+                    f"tensor={mesh.size()} does not divide {type(module).__name__}.{attribute} "
+                    f"{tuple(parameter.shape)} along dim {placement.dim}"
+                )
+            shape[placement.dim] //= mesh.size()
+        local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+        done[id(parameter)] = nn.Parameter(
+            DTensor.from_local(local, mesh, [placement], run_check=False)
+        )
+        done[id(done[id(parameter)])] = done[id(parameter)]
+    module._parameters[attribute] = done[id(parameter)]
+
+
+def _local(parameter: Tensor | None) -> Tensor | None:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _on_local_parts(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward during which the module's parameters read as their local parts.
+
+    An entry in the instance's __dict__ hides the parameter of the same name.
+    """
+
+    def on_local_parts(*args: Any, **kwargs: Any) -> Any:
+        local = {name: _local(parameter) for name, parameter in module._parameters.items()}
+        module.__dict__.update(local)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for name in local:
+                del module.__dict__[name]
+
+    return on_local_parts
+
+
+def _run_in_style(module: nn.Module, style: TensorStyle, group: dist.ProcessGroup) -> None:
+    if style == "gather":
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: _gathered(args, kwargs, group), with_kwargs=True
+        )
+    elif style == "columns":
+        module.forward = _on_local_parts(module, module.forward)
+    elif style == "rows":
+        module.forward = lambda x: _rows(module, x, group)
+    elif style == "vocabulary":
+        module.forward = lambda tokens: _vocabulary(module, tokens, group)
+    else:
+        project = _on_local_parts(module, module.forward)
+        module.forward = lambda x: DTensor.from_local(
+            project(gather(x, group)), _mesh_of(module), [Shard(-1)], run_check=False
+        )
+
+
+def _gathered(
+    args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (gather(args[0], group), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"], group)}
+
+
+def _rows(module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    weight, bias = _local(module._parameters["weight"]), _local(module._parameters.get("bias"))
+    assert weight is not None
+    part = scatter(functional.linear(x, weight), group)
+    return part if bias is None else part + bias
+
+
+def _vocabulary(module: nn.Module, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
+    weight = _local(module._parameters["weight"])
+    assert weight is not None
+    index = tokens - group.rank() * weight.shape[0]
+    elsewhere = (index < 0) | (index >= weight.shape[0])
+    found = functional.embedding(index.masked_fill(elsewhere, 0), weight)
+    return scatter(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
+
+
+def _mesh_of(module: nn.Module) -> DeviceMesh:
+    weight = module._parameters["weight"]
+    assert isinstance(weight, DTensor)
+    return weight.device_mesh

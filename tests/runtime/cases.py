@@ -1,0 +1,109 @@
+"""Tiny models and plans of the runtime's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from planner.model import Architecture, Layer, ModelGraph
+from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
+
+SEQ_LEN = 16
+GLOBAL_BATCH = 8
+
+
+def architecture(family: str = "reference", **changes: Any) -> Architecture:
+    figures: dict[str, Any] = {
+        "family": family,
+        "hidden_size": 32,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 4 if family == "gpt2" else 2,
+        "head_dim": 8,
+        "ffn_size": 48,
+        "vocab_size": 64,
+        "gated_mlp": family != "gpt2",
+        "norm": "layer" if family == "gpt2" else "rms",
+        "positions": "learned" if family == "gpt2" else "rotary",
+        "max_positions": 64,
+        "tied_embeddings": family == "gpt2",
+        "qkv_bias": family in ("gpt2", "qwen2"),
+        "output_bias": family == "gpt2",
+        "mlp_bias": family == "gpt2",
+        "qk_norm": family == "qwen3",
+    }
+    return Architecture(**{**figures, **changes})
+
+
+def transformer(family: str = "reference", **changes: Any) -> ModelGraph:
+    figures = architecture(family, **changes)
+    return ModelGraph(
+        name=f"tiny-{family}",
+        architecture=figures,
+        layers=(
+            Layer(name="embedding", kind="embedding", parameters=0),
+            Layer(name="block", kind="block", repeat=figures.layers, parameters=0),
+            Layer(name="head", kind="head", parameters=0),
+        ),
+    )
+
+
+def plan(
+    model: ModelGraph,
+    *,
+    cuts: Sequence[int] | None = None,
+    zero: int = 0,
+    schedule: str = "1f1b",
+    micro_batch: int = 1,
+    recompute: str = "none",
+    precision: str = "fp32",
+    seed: int = 0,
+    clip_norm: float = 1.0,
+    source: str | None = None,
+    **mesh: Any,
+) -> Plan:
+    """Return a plan of the standard job.  `cuts` are each stage's numbers of layers."""
+    degrees = Mesh(**mesh)
+    names = [name for name, _ in model.chain]
+    if cuts is None:
+        size = -(-len(names) // degrees.pipeline)
+        cuts = [len(names[i : i + size]) for i in range(0, len(names), size)]
+    stages, start = [], 0
+    for count in cuts:
+        layers = names[start : start + count]
+        start += count
+        stages.append(
+            Stage(layers=tuple(PlacedLayer(layer=n, recompute=recompute) for n in layers))
+        )
+    data = degrees.data_shard * degrees.data_replicate
+    return Plan(
+        model=PlannedModel(
+            name=model.name, source=source or model.source or model.name, digest=model.digest
+        ),
+        cluster="test",
+        seq_len=SEQ_LEN,
+        global_batch=GLOBAL_BATCH,
+        precision=precision,
+        mesh=degrees,
+        zero=zero,
+        schedule=schedule,
+        micro_batch=micro_batch,
+        micro_batches=GLOBAL_BATCH // data // micro_batch,
+        training=Training(
+            learning_rate=3e-3,
+            warmup_steps=2,
+            epsilon=1e-6,
+            weight_decay=0.1,
+            clip_norm=clip_norm,
+            seed=seed,
+        ),
+        stages=tuple(stages),
+    )
+
+
+def global_tokens(step: int, vocabulary: int = 64) -> torch.Tensor:
+    """Return the whole batch of a step, [sample, position]."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(vocabulary, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)

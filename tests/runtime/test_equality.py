@@ -1,0 +1,160 @@
+"""Any plan trains to the same losses and weights as the same model in one process."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from planner.model import ModelGraph
+from planner.plan import Plan
+from runtime.engine import Engine
+from tests.runtime import cases
+from tests.runtime.ranks import on_ranks
+
+STEPS = 5
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run left: losses and norms [step], weights by name."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, np.ndarray]
+
+
+def train(plan: Plan, model: ModelGraph, steps: int = STEPS) -> Run:
+    """Train this rank's part and return the weights it holds, whole."""
+    engine = Engine(plan, model, device=torch.device("cpu"))
+    losses, norms = [], []
+    for step in range(steps):
+        batch = cases.global_tokens(step).chunk(engine.data_degree)[engine.data_rank]
+        result = engine.step(batch)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    weights = {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).numpy().copy()
+        for name, value in engine.state().items()
+        if name.startswith("model.")
+    }
+    return Run(losses, norms, weights)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a model and how it is laid out."""
+
+    name: str
+    layout: dict[str, Any]
+    family: str = "reference"
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def graph(self) -> ModelGraph:
+        return cases.transformer(self.family, **self.model)
+
+    def plan(self) -> Plan:
+        return cases.plan(self.graph(), **self.layout)
+
+
+def case(
+    name: str, family: str = "reference", model: dict[str, Any] | None = None, **layout: Any
+) -> Case:
+    return Case(name, layout, family, model or {})
+
+
+TIED = {"tied_embeddings": True}
+
+TWO = (
+    case("data", data_replicate=2),
+    case("data, micro-batch 4", data_replicate=2, micro_batch=4),
+    case("zero 1", data_shard=2, zero=1),
+    case("zero 2", data_shard=2, zero=2),
+    case("zero 3", data_shard=2, zero=3),
+    case("zero 3, recompute full", data_shard=2, zero=3, recompute="full"),
+    case("zero 3, recompute selective", data_shard=2, zero=3, recompute="selective"),
+    case("zero 3, tied", model=TIED, data_shard=2, zero=3),
+    case("tensor", tensor=2),
+    case("tensor, micro-batch 2", tensor=2, micro_batch=2),
+    case("tensor, recompute full", tensor=2, recompute="full"),
+    case("tensor, recompute selective", tensor=2, recompute="selective"),
+    case("tensor, tied", model=TIED, tensor=2),
+    case("pipeline gpipe", pipeline=2, schedule="gpipe"),
+    case("pipeline 1f1b", pipeline=2),
+    case("pipeline 1f1b, uneven", pipeline=2, cuts=[1, 5]),
+    case("pipeline 1f1b, recompute full", pipeline=2, recompute="full"),
+    case("pipeline 1f1b, recompute selective", pipeline=2, recompute="selective"),
+    case("pipeline 1f1b, tied", model=TIED, pipeline=2),
+    case("pipeline 1f1b, micro-batch 4", pipeline=2, micro_batch=4),
+)
+
+
+@functools.cache
+def alone(family: str, model: tuple[tuple[str, Any], ...]) -> Run:
+    graph = cases.transformer(family, **dict(model))
+    return train(cases.plan(graph), graph)
+
+
+def all_in_sequence(rows: tuple[Case, ...]) -> list[tuple[Run, float]]:
+    results = []
+    for row in rows:
+        start = time.perf_counter()
+        try:
+            run = train(row.plan(), row.graph())
+        except Exception as error:
+            error.add_note(f"in the case '{row.name}'")
+            raise
+        gc.collect()
+        results.append((run, time.perf_counter() - start))
+    return results
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0))
+
+
+def errors(runs: list[Run], expected: Run) -> dict[str, float]:
+    """Return the largest relative error of losses, norms and weights over all ranks."""
+    weights: dict[str, np.ndarray] = {}
+    for run in runs:
+        weights.update(run.weights)
+    assert set(weights) == set(expected.weights)
+    return {
+        "loss": max(relative(np.array(r.losses), np.array(expected.losses)) for r in runs),
+        "norm": max(relative(np.array(r.norms), np.array(expected.norms)) for r in runs),
+        "weights": max(
+            relative(value, expected.weights[name])
+            for run in runs
+            for name, value in run.weights.items()
+        ),
+    }
+
+
+def check(rows: tuple[Case, ...], world: int) -> None:
+    per_rank = on_ranks(world, all_in_sequence, rows)
+    bad = []
+    for index, row in enumerate(rows):
+        found = errors(
+            [results[index][0] for results in per_rank],
+            alone(row.family, tuple(sorted(row.model.items()))),
+        )
+        line = f"{world} ranks, {row.family}, {row.name}: " + ", ".join(
+            f"{name} {value:.1e}" for name, value in found.items()
+        )
+        print(line, f"{per_rank[0][index][1]:.2f} s")
+        if not max(found.values()) < TOLERANCE:
+            bad.append(line)
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.ranks
+def test_two_ranks_train_like_one_process() -> None:
+    check(TWO, 2)
