@@ -1,0 +1,212 @@
+"""Bytes of tensors that are alive at once on this rank: what a plan's peak memory is held against.
+
+On CUDA the caching allocator counts; this module only asks it.  On CPU no allocator does, and the
+resident set of the process keeps freed memory, so every operator's results are watched: a storage
+counts from the operator that made it until nothing refers to it any more.  Counted are tensors, not
+what a kernel or a collective library allocates inside itself.
+
+Two things bypass operators and are followed separately: FSDP2 frees and refills the storage of a
+gathered parameter in place (`UntypedStorage.resize_`), and tensors from before the watch do not
+count unless they are named in `existing`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+
+class LiveMemory:
+    """Watches live tensor bytes while its `with` block runs, backward passes included.
+
+    >>> kept = torch.empty(256)
+    >>> with LiveMemory(existing=[kept]) as live:
+    ...     passing = torch.empty(512) + 1
+    ...     del passing
+    >>> live.current_bytes, live.peak_bytes
+    (1024, 5120)
+    """
+
+    def __init__(
+        self, existing: Iterable[torch.Tensor] = (), *, device: torch.device | str = "cpu"
+    ) -> None:
+        self._device = torch.device(device)
+        self._on_cuda = self._device.type == "cuda"
+        self._count = _StorageCount()
+        self._watch: _Watch | None = None
+        self._watching = False
+        if not self._on_cuda:
+            for tensor in existing:
+                self.add(tensor)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that was made outside the `with` block; each storage counts once."""
+        for plain in _plain_tensors(tensor):
+            self._count.see(plain)
+
+    def __enter__(self) -> Self:
+        """Begin to watch; the peak starts at what is alive now."""
+        self.reset_peak()
+        self._watching = True
+        if not self._on_cuda:
+            self._watch = _Watch(self._count)
+            self._watch.__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        """Stop to watch; figures stay readable, and what dies later is still taken off."""
+        self._count.peak_bytes = self.peak_bytes
+        self._watching = False
+        if self._watch is not None:
+            self._watch.__exit__(*failure)
+            self._watch = None
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes alive now."""
+        if self._on_cuda:
+            return torch.cuda.memory_allocated(self._device)
+        return self._count.current_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once since the watch began or since `reset_peak`."""
+        if self._on_cuda and self._watching:
+            return torch.cuda.max_memory_allocated(self._device)
+        return self._count.peak_bytes
+
+    def reset_peak(self) -> None:
+        """Let the peak begin again at what is alive now."""
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._count.peak_bytes = self._count.current_bytes
+
+
+class _StorageCount:
+    """Sizes of the storages that are alive, each once, and their highest sum."""
+
+    def __init__(self) -> None:
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._alive
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage, or its new size if it is counted already."""
+        self.resize(tensor.untyped_storage())
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        key, size_bytes = storage._cdata, storage.nbytes()
+        known = self._alive.get(key)
+        if known is None:
+            # torch keeps one Python object per storage for as long as the storage itself lives, so
+            # the callback means that the memory is gone, not that Python looked away.
+            reference = weakref.ref(storage, lambda _: self._forget(key))
+            self._alive[key] = (reference, size_bytes)
+            self.current_bytes += size_bytes
+        elif known[1] != size_bytes:
+            self._alive[key] = (known[0], size_bytes)
+            self.current_bytes += size_bytes - known[1]
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+
+    def _forget(self, key: int) -> None:
+        _, size_bytes = self._alive.pop(key)
+        self.current_bytes -= size_bytes
+
+
+class _Watch(TorchDispatchMode):
+    """Shows every operator's results to a count.
+
+    The mode also acts in backward: autograd hands the thread state of the call on to its own
+    threads.  Wrapper tensors (DTensor) are left to their own dispatch, whose operators on local
+    tensors come by here again.
+    """
+
+    def __init__(self, count: _StorageCount) -> None:
+        super().__init__()
+        self._count = count
+        self._restore: Callable[[], None] | None = None
+
+    def __enter__(self) -> Self:
+        self._restore = _follow_resizes(self._count)
+        return super().__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        if self._restore is not None:
+            self._restore()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, torch.Tensor) and _wraps(kind) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        given: set[int] | None = None
+        for tensor in _tensors_in(result):
+            storage = _storage(tensor)
+            if storage is None:
+                continue
+            if not self._count.knows(storage):
+                if given is None:
+                    given = {s._cdata for t in _tensors_in((args, kwargs)) if (s := _storage(t))}
+                if storage._cdata in given:  # a view of a tensor from before the watch
+                    continue
+            self._count.resize(storage)
+        return result
+
+
+def _follow_resizes(count: _StorageCount) -> Callable[[], None]:
+    """Count storages that are resized in place; return what undoes it."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        if storage.device.type != "meta":
+            count.resize(storage)
+        return result
+
+    def restore() -> None:
+        torch.UntypedStorage.resize_ = original
+
+    torch.UntypedStorage.resize_ = resize_
+    return restore
+
+
+def _wraps(kind: type) -> bool:
+    """Whether tensors of this class hold other tensors, as DTensor does."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory of their own inside a tensor: a DTensor's local one."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _tensors_in(getattr(tensor, name))
+    elif _storage(tensor) is not None:
+        yield tensor
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts of an operator's arguments or results."""
+    if isinstance(value, torch.Tensor):
+        yield from _plain_tensors(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return where the tensor's bytes are; None if it has none (sparse, meta)."""
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:
+        return None
+    return None if storage.device.type == "meta" else storage

@@ -1,0 +1,240 @@
+"""Live bytes are checked against allocations done by hand, and against torch's saved tensors."""
+
+import gc
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from runtime.live_memory import LiveMemory
+
+MIB = 2**20
+
+
+def mib(count: int) -> torch.Tensor:
+    return torch.zeros(count * MIB, dtype=torch.uint8)
+
+
+def test_the_peak_is_the_most_that_was_alive_at_once() -> None:
+    with LiveMemory() as live:
+        first = mib(3).clone()
+        passing = mib(5)
+        del passing
+        second = mib(1)
+
+    assert live.peak_bytes == (3 + 5) * MIB
+    assert live.current_bytes == (3 + 1) * MIB
+    assert first.numel() + second.numel() == live.current_bytes
+
+
+def test_clone_counts_its_source_until_that_dies() -> None:
+    with LiveMemory() as live:
+        copy = mib(3).clone()
+
+    assert live.peak_bytes == 6 * MIB
+    assert live.current_bytes == copy.numel()
+
+
+def test_views_and_in_place_operators_take_no_memory() -> None:
+    with LiveMemory() as live:
+        base = mib(4)
+        rows = base.view(4, -1)
+        rows[1].add_(1)
+        parts = rows.t().split(1, dim=1)
+
+    assert live.peak_bytes == 4 * MIB
+    assert len(parts) == 4
+
+
+def test_a_view_keeps_its_storage_alive() -> None:
+    with LiveMemory() as live:
+        base = mib(4)
+        view = base[:10]
+        del base
+
+    assert live.current_bytes == 4 * MIB
+    del view
+    assert live.current_bytes == 0
+
+
+def test_tensors_from_before_count_only_when_named() -> None:
+    named, unnamed = mib(2), mib(7)
+
+    with LiveMemory(existing=[named, named.view(2, -1)]) as live:
+        unnamed.view(7, -1).add_(1)
+        named.add_(1)
+
+    assert live.peak_bytes == live.current_bytes == 2 * MIB
+    del named
+    assert live.current_bytes == 0
+
+
+def test_backward_is_watched() -> None:
+    x = torch.ones(MIB, requires_grad=True)  # 4 MiB, as is each result of the same shape
+
+    with LiveMemory(existing=[x]) as live:
+        y = (x * 2).exp()
+        after_forward = live.current_bytes
+        total = y.sum()
+        live.reset_peak()
+        total.backward()
+
+    assert after_forward == 2 * 4 * MIB  # x and y; the product is not saved
+    # x, y, the gradient of the product and the product's gradient with respect to x; two scalars
+    assert live.peak_bytes == 4 * 4 * MIB + 8
+    del total, y
+    assert live.current_bytes == 2 * 4 * MIB
+
+
+def test_what_forward_leaves_is_what_autograd_saved() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 32))
+    x = torch.randn(128, 64)
+    outside = {p.untyped_storage()._cdata for p in [*model.parameters(), x]}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in outside:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with LiveMemory() as live, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model(x)
+
+    assert live.current_bytes == sum(saved.values()) + out.untyped_storage().nbytes()
+
+
+def test_recomputing_holds_less_and_repeats_the_forward() -> None:
+    block = nn.Sequential(nn.Linear(64, 512, bias=False), nn.Sigmoid(), nn.Linear(512, 64))
+    x = torch.randn(256, 64, requires_grad=True)
+    inner = 256 * 512 * 4
+
+    def stored_and_peak(run: Callable[[torch.Tensor], torch.Tensor]) -> tuple[int, int]:
+        block.zero_grad()
+        gc.collect()
+        with LiveMemory() as live:
+            out = run(x)
+            stored = live.current_bytes - out.untyped_storage().nbytes()
+            out.sum().backward()
+        return stored, live.peak_bytes
+
+    plain, plain_peak = stored_and_peak(block)
+    checkpointed, peak = stored_and_peak(
+        lambda t: torch.utils.checkpoint.checkpoint(block, t, use_reentrant=False)
+    )
+
+    assert plain == inner  # of the sigmoid; the product before it is not saved
+    assert checkpointed < 64 * 1024  # at most a random number generator's state
+    assert peak > inner
+    assert plain_peak > inner
+
+
+def test_a_resized_storage_counts_its_new_size() -> None:
+    with LiveMemory() as live:
+        gathered = mib(4)
+        gathered.untyped_storage().resize_(0)
+        freed = live.current_bytes
+        gathered.untyped_storage().resize_(6 * MIB)
+
+    assert freed == 0
+    assert live.current_bytes == live.peak_bytes == 6 * MIB
+
+
+def test_watching_leaves_torch_as_it_was() -> None:
+    before = torch.UntypedStorage.resize_
+
+    with LiveMemory():
+        pass
+
+    assert torch.UntypedStorage.resize_ is before
+
+
+def test_reset_peak_begins_at_what_is_alive() -> None:
+    with LiveMemory() as live:
+        kept = mib(2)
+        mib(9)
+        live.reset_peak()
+
+    assert live.peak_bytes == kept.numel()
+
+
+# --- several ranks ---------------------------------------------------------------------------
+
+
+def on_two_ranks(work: Callable[[int], None], folder: Path) -> None:
+    """Run `work(rank)` in two processes joined over gloo; an assertion there fails here."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.start_processes(_rank, (work, port), nprocs=2, start_method="fork")
+
+
+def _rank(rank: int, work: Callable[[int], None], port: int) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    work(rank)
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks
+def test_a_distributed_tensor_counts_its_local_part(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = dist.init_device_mesh("cpu", (2,))
+        whole = torch.ones(512, 512)  # 1 MiB
+        half = distribute_tensor(whole, mesh, [Shard(0)])
+        with LiveMemory(existing=[half]) as live:
+            assert live.current_bytes == half.to_local().untyped_storage().nbytes()
+            start = live.current_bytes
+            double = half * 2
+            assert live.current_bytes == start + MIB // 2
+            live.reset_peak()
+            full = double.full_tensor()
+            assert live.current_bytes == start + MIB // 2 + MIB
+            assert full.shape == (512, 512)
+            # Gathering columns needs the rows as they arrive, beside the whole put together.
+            columns = distribute_tensor(whole, mesh, [Shard(1)])
+            before = live.current_bytes
+            live.reset_peak()
+            columns.full_tensor()
+            assert live.peak_bytes >= before + 2 * MIB
+
+    on_two_ranks(work, tmp_path)
+
+
+@pytest.mark.ranks
+def test_gathered_parameters_of_fsdp_come_and_go(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        side, layers = 256, 4
+        unit = side * side * 4
+        model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(layers)))
+        mesh = dist.init_device_mesh("cpu", (2,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh)
+        x = torch.randn(4, side)
+        model(x).sum().backward()
+        model.zero_grad()
+        with LiveMemory(existing=model.parameters()) as live:
+            shards = live.current_bytes
+            assert shards == layers * unit // 2
+            out = model(x)
+            forward_peak, after_forward = live.peak_bytes, live.current_bytes
+            assert after_forward < shards + unit // 2  # activations are 4 KiB each
+            # a gathered unit or two at once (prefetch), each with its gather's buffer
+            assert shards + unit <= forward_peak < shards + 4 * unit + unit // 2
+            out.sum().backward()
+            del out
+            assert 2 * shards <= live.current_bytes < 2 * shards + unit // 2  # and gradients
+
+    on_two_ranks(work, tmp_path)
