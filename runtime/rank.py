@@ -1,0 +1,86 @@
+"""One rank's process: `python -m runtime.rank orders.yaml`, with RANK and WORLD_SIZE around it.
+
+It dies with its launcher, says in a file why it stopped, and leaves the rest to runtime.train.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.run import Orders
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out the orders in the file that the command line names."""
+    die_with_launcher()
+    faulthandler.enable()
+    # What follows imports torch, which takes seconds in which the launcher may already be gone.
+    from planner.document import read  # noqa: PLC0415
+    from runtime import run  # noqa: PLC0415
+
+    (file,) = sys.argv[1:] if arguments is None else arguments
+    orders = read(run.Orders, file)
+    rank = int(os.environ["RANK"])
+    output = Path(orders.output)
+    try:
+        _train(orders, rank)
+    except BaseException as error:
+        traceback.print_exc()
+        run.write_json(
+            run.Failure(
+                rank=rank,
+                kind=type(error).__name__,
+                message=str(error),
+                at_unix_s=time.time(),
+            ),
+            run.failure_file(output, rank),
+        )
+        return 1
+    return 0
+
+
+def _train(orders: Orders, rank: int) -> None:
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from planner.document import read  # noqa: PLC0415
+    from planner.plan import Plan  # noqa: PLC0415
+    from runtime import run, train  # noqa: PLC0415
+
+    output = Path(orders.output)
+    plan = read(Plan, run.plan_file(output))
+    world_size = int(os.environ["WORLD_SIZE"])
+    train.join(orders, rank=rank, world_size=world_size, timeout_s=plan.timeout_s)
+    record = train.train(orders, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]))
+    run.write_json(record, run.record_file(output, rank))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def die_with_launcher() -> None:
+    """Ask the kernel to kill this process when the launcher dies, however it dies."""
+    launcher = os.environ.get("MESHWRIGHT_LAUNCHER")
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of communication libraries may wait for peers that are gone; nothing is left to do.
+    os._exit(status)

@@ -1,0 +1,174 @@
+"""RunReport: what a run did and measured, and how that compares with its prediction."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from planner.document import Document, Part
+from planner.plan import Plan
+from planner.prediction import Prediction
+from planner.units import Amount, Count, Positive, Text
+from runtime.run import Device, Orders, RankRecord, StepRecord
+
+WARM_UP_STEPS = 2
+"""Allocations, connections and first kernels make the first step slow and disturb the second."""
+
+
+class StageMeasurement(Part):
+    """One pipeline stage: the most that any of its ranks held."""
+
+    peak_memory_bytes: Count | None = None
+    memory_source: Text
+
+
+class RunReport(Document):
+    """What a run did and measured; times are per step, the slowest rank's clock."""
+
+    kind_of_document: ClassVar[str] = "run's report"
+
+    model: Text
+    plan_digest: Text
+    layout: Text
+    device: Device
+    ranks: Positive
+    first_step: Positive
+    steps: Count
+    """Done in this run."""
+    stopped: Literal["steps", "max_seconds"]
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    step_s: tuple[Amount, ...]
+    """Every step of the run  [step]."""
+    timed_steps: Count
+    """How many steps the median is of: without warm-up and steps slowed by a measurement."""
+    step_time_s: Amount | None = None
+    """The median; none where the run was too short to have one."""
+    step_time_spread: Amount | None = None
+    """Interquartile range over median."""
+    tokens_per_s: Amount | None = None
+    stages: tuple[StageMeasurement, ...]
+    wall_s: Amount
+    """From the launch to the end of the last rank."""
+    output: Text
+    metrics: Text
+    logs: Text
+    checkpoint: Text | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One quantity, predicted and measured, in the SI unit that `unit` names."""
+
+    quantity: str
+    unit: Literal["s", "tokens/s", "bytes"]
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Return (predicted - measured) / measured: negative where the prediction was too low."""
+        return (self.predicted - self.measured) / self.measured
+
+
+def comparison(report: RunReport, prediction: Prediction) -> list[Comparison]:
+    """Return what was both predicted and measured: step time, tokens per second, stage peaks."""
+    rows = []
+    if report.step_time_s and report.tokens_per_s:
+        rows.append(
+            Comparison(
+                quantity="step time",
+                unit="s",
+                predicted=prediction.step_time_s,
+                measured=report.step_time_s,
+            )
+        )
+        rows.append(
+            Comparison(
+                quantity="throughput",
+                unit="tokens/s",
+                predicted=prediction.tokens_per_s,
+                measured=report.tokens_per_s,
+            )
+        )
+    for index, (predicted, measured) in enumerate(
+        zip(prediction.stages, report.stages, strict=True)
+    ):
+        if measured.peak_memory_bytes:
+            rows.append(
+                Comparison(
+                    quantity=f"stage {index} peak memory",
+                    unit="bytes",
+                    predicted=predicted.peak_memory_bytes,
+                    measured=measured.peak_memory_bytes,
+                )
+            )
+    return rows
+
+
+def summarise(
+    plan: Plan,
+    orders: Orders,
+    *,
+    ranks: Sequence[RankRecord],
+    steps: Sequence[StepRecord],
+    wall_s: float,
+    files: tuple[str, str],
+) -> RunReport:
+    """Put the ranks' records together; `files` are where metrics and logs lie."""
+    first = ranks[0].first_step
+    slowest_s = [max(times) for times in zip(*(rank.step_s for rank in ranks), strict=True)]
+    untimed = {step for rank in ranks for step in rank.untimed_steps}
+    timed_s = [
+        seconds
+        for step, seconds in enumerate(slowest_s, start=first)
+        if step >= first + WARM_UP_STEPS and step not in untimed
+    ]
+    median = statistics.median(timed_s) if timed_s else None
+    done = [record for record in steps if record.step >= first]
+    return RunReport(
+        model=plan.model.name,
+        plan_digest=plan.digest,
+        layout=plan.layout.text(),
+        device=orders.device,
+        ranks=len(ranks),
+        first_step=first,
+        steps=len(slowest_s),
+        stopped=ranks[0].stopped,
+        losses=tuple(record.loss for record in done),
+        grad_norms=tuple(record.grad_norm for record in done),
+        step_s=tuple(slowest_s),
+        timed_steps=len(timed_s),
+        step_time_s=median,
+        step_time_spread=spread(timed_s),
+        tokens_per_s=plan.global_batch * plan.seq_len / median if median else None,
+        stages=tuple(_stage(index, ranks) for index in range(plan.mesh.pipeline)),
+        wall_s=wall_s,
+        output=orders.output,
+        metrics=files[0],
+        logs=files[1],
+        checkpoint=ranks[0].checkpoint,
+    )
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Return the interquartile range over the median; None for fewer than two values.
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    0.6666666666666666
+    """
+    if len(values) < 2:
+        return None
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def _stage(index: int, ranks: Sequence[RankRecord]) -> StageMeasurement:
+    own = [rank for rank in ranks if rank.stage == index]
+    peaks = [rank.peak_memory_bytes for rank in own if rank.peak_memory_bytes is not None]
+    return StageMeasurement(
+        peak_memory_bytes=max(peaks, default=None),
+        memory_source=own[0].memory_source if own else "no rank",
+    )

@@ -1,0 +1,174 @@
+"""A run on disk: what its ranks are told, and what they write while they work.
+
+    OUTPUT/
+    ├── orders.yaml  plan.yaml  model.yaml   written before the ranks start
+    ├── metrics.jsonl                        one line per step, by rank 0
+    ├── logs/rank-00000.log                  all that a rank prints
+    ├── ranks/rank-00000.json                what a rank measured, written when it is done
+    ├── ranks/rank-00000.failure.json        why a rank stopped before that
+    └── report.json                          the whole run, by the launcher
+
+Nothing here imports torch: the launcher reads and writes the same files as the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from planner.document import Document, Part, read_text, write_text
+from planner.errors import DocumentError
+from planner.units import Amount, Count, Positive, Rate, Text
+
+Device = Literal["cuda", "cpu"]
+
+
+class Orders(Document):
+    """What every rank of a run is told beside its rank."""
+
+    kind_of_document: ClassVar[str] = "run's orders"
+
+    run: Text
+    """Stands in the environment of each rank, so that nobody's processes are mistaken for ours."""
+    output: Text
+    corpus: Text
+    """The folder of a prepared corpus."""
+    device: Device
+    steps: Positive
+    """The step to end after, counted from the start of training, not of this run."""
+    started_unix_s: Amount
+    max_seconds: Rate | None = None
+    """Seconds after `started_unix_s` at which no further step begins."""
+    checkpoint: Text | None = None
+    checkpoint_every: Positive | None = None
+    """Steps; without it only the last step is saved."""
+    resume: Text | None = None
+    """The one checkpoint to go on from."""
+    weights: Text | None = None
+
+
+class StepRecord(Part):
+    """One line of metrics.jsonl."""
+
+    step: Positive
+    loss: float
+    grad_norm: float
+    step_s: Amount
+    tokens_per_s: Amount
+    epoch: Count
+    peak_memory_bytes: Count | None = None
+    """Of rank 0 so far, where the device counts it."""
+
+
+class RankRecord(Document):
+    """What one rank measured."""
+
+    kind_of_document: ClassVar[str] = "rank's record"
+
+    rank: Count
+    stage: Count
+    first_step: Positive
+    step_s: tuple[Amount, ...]
+    """By this rank's own clock, from reading the batch to the end of the update  [step]."""
+    untimed_steps: tuple[int, ...] = ()
+    """Steps that something other than training slowed down."""
+    peak_memory_bytes: Count | None = None
+    memory_source: Text = "not measured"
+    stopped: Literal["steps", "max_seconds"] = "steps"
+    checkpoint: Text | None = None
+    """The last one that this run completed."""
+
+
+class Failure(Part):
+    """Why a rank stopped; `kind` is the name of the exception's class."""
+
+    rank: Count
+    kind: Text
+    message: str
+    at_unix_s: Amount
+
+
+def orders_file(output: Path) -> Path:
+    """Return where a run's orders stand."""
+    return output / "orders.yaml"
+
+
+def plan_file(output: Path) -> Path:
+    """Return where a run's copy of its plan stands."""
+    return output / "plan.yaml"
+
+
+def model_file(output: Path) -> Path:
+    """Return where the graph of the run's model stands."""
+    return output / "model.yaml"
+
+
+def metrics_file(output: Path) -> Path:
+    """Return where rank 0 writes a line for each step."""
+    return output / "metrics.jsonl"
+
+
+def log_file(output: Path, rank: int) -> Path:
+    """Return where a rank's standard output and error go."""
+    return output / "logs" / f"rank-{rank:05}.log"
+
+
+def record_file(output: Path, rank: int) -> Path:
+    """Return where a rank writes what it measured."""
+    return output / "ranks" / f"rank-{rank:05}.json"
+
+
+def failure_file(output: Path, rank: int) -> Path:
+    """Return where a rank writes why it stopped."""
+    return output / "ranks" / f"rank-{rank:05}.failure.json"
+
+
+def write_json(part: Part, path: Path) -> None:
+    """Write a part as JSON, whole or not at all."""
+    write_text(json.dumps(part.model_dump(mode="json", exclude_none=True)) + "\n", path)
+
+
+def read_failures(output: Path, ranks: int) -> list[Failure]:
+    """Return why ranks stopped, the earliest first."""
+    found = []
+    for rank in range(ranks):
+        try:
+            found.append(Failure.model_validate_json(read_text(failure_file(output, rank))))
+        except (DocumentError, ValueError):
+            continue
+    return sorted(found, key=lambda failure: failure.at_unix_s)
+
+
+def append_record(record: StepRecord, path: Path) -> None:
+    """Add a step's line, in one write so that a reader never sees half of it."""
+    line = json.dumps(record.model_dump(mode="json", exclude_none=True)) + "\n"
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(handle, line.encode())
+    finally:
+        os.close(handle)
+
+
+def read_records(path: Path) -> Iterator[StepRecord]:
+    """Yield the steps of a metrics file; a line that was cut off ends it."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield StepRecord.model_validate_json(line)
+        except ValueError:
+            return
+
+
+def forget_steps_after(step: int, path: Path) -> None:
+    """Drop the lines of steps that a resumed run will do again."""
+    kept = [record for record in read_records(path) if record.step <= step]
+    write_text(
+        "".join(
+            json.dumps(record.model_dump(mode="json", exclude_none=True)) + "\n" for record in kept
+        ),
+        path,
+    )

@@ -1,0 +1,178 @@
+"""Ranks as child processes: started together, watched, and ended together.
+
+The first rank that ends badly ends all.  A rank never outlives the launcher: it asks the kernel to
+be killed with its parent, and the launcher kills what still runs whenever it leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from runtime.run import Failure
+
+POLL_S = 0.05
+SETTLE_S = 0.5
+"""After a bad end, wait this long for others: the first to be seen need not be the first to end."""
+GRACE_S = 5.0
+"""From SIGTERM to SIGKILL."""
+
+_OF_PEERS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+_PEER_IS_GONE = ("closed by peer", "Connection reset", "Broken pipe", "Connection refused")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a rank ended: an exit code, or minus the signal that killed it."""
+
+    rank: int
+    code: int
+
+    @property
+    def signal(self) -> str | None:
+        """The name of the signal that killed the rank.
+
+        >>> Exit(rank=0, code=-9).signal
+        'SIGKILL'
+        """
+        return signal.Signals(-self.code).name if self.code < 0 else None
+
+
+class Ranks:
+    """The running ranks of one launch; leaving the `with` block ends whatever still runs."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        *,
+        logs: Sequence[Path],
+        rank_0_inherits: Sequence[int] = (),
+    ) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._exits: dict[int, Exit] = {}
+        try:
+            for rank, (environment, log) in enumerate(zip(environments, logs, strict=True)):
+                with log.open("wb") as out:
+                    self._processes.append(
+                        subprocess.Popen(
+                            command,
+                            env=dict(environment),
+                            stdin=subprocess.DEVNULL,
+                            stdout=out,
+                            stderr=subprocess.STDOUT,
+                            pass_fds=rank_0_inherits if rank == 0 else (),
+                            # Ctrl-C in the terminal reaches the launcher alone, which ends us.
+                            start_new_session=True,
+                        )
+                    )
+        except BaseException:
+            self.end(grace_s=0.0)
+            raise
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end(grace_s=GRACE_S)
+
+    def wait(self, *, meanwhile: Callable[[], None]) -> list[Exit]:
+        """Wait until all ranks ended well, or return those that ended badly, as they were seen."""
+        while self._look() and not self._bad():
+            meanwhile()
+            time.sleep(POLL_S)
+        if self._bad():
+            deadline = time.monotonic() + SETTLE_S
+            while self._look() and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        meanwhile()
+        return self._bad()
+
+    def end(self, *, grace_s: float) -> None:
+        """End what still runs: ask first, kill after the grace."""
+        try:
+            self._tell(signal.SIGTERM)
+            deadline = time.monotonic() + grace_s
+            while self._look() and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        finally:
+            # Reached also when a second Ctrl-C cuts the grace short.
+            self._tell(signal.SIGKILL)
+            for process in self._processes:
+                process.wait()
+
+    def _look(self) -> bool:
+        """Note who ended; say whether somebody still runs."""
+        for rank, process in enumerate(self._processes):
+            if rank not in self._exits and (code := process.poll()) is not None:
+                self._exits[rank] = Exit(rank=rank, code=code)
+        return len(self._exits) < len(self._processes)
+
+    def _bad(self) -> list[Exit]:
+        return [seen for seen in self._exits.values() if seen.code != 0]
+
+    def _tell(self, number: signal.Signals) -> None:
+        """Send a signal to each rank that runs, and to the processes that it started."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+
+def first_cause(exits: Sequence[Exit], failures: Sequence[Failure]) -> tuple[Exit, Failure | None]:
+    """Return the end that caused the others, with what that rank said of it.
+
+    A rank that was killed says nothing and its peers complain of lost connections, so a signal
+    comes before words, and other words before complaints about peers.
+    """
+    said = {failure.rank: failure for failure in failures}
+    for ended in exits:
+        if ended.code < 0 and ended.rank not in said:
+            return ended, None
+    spoke = [failure for failure in failures if any(e.rank == failure.rank for e in exits)]
+    for failure in sorted(spoke, key=lambda f: (blames_a_peer(f), f.at_unix_s)):
+        return next(e for e in exits if e.rank == failure.rank), failure
+    return exits[0], None
+
+
+def blames_a_peer(failure: Failure) -> bool:
+    """Say whether a failure is the echo of another rank's end."""
+    return failure.kind in _OF_PEERS or any(sign in failure.message for sign in _PEER_IS_GONE)
+
+
+def free_socket() -> tuple[int, int]:
+    """Return a listening socket on this machine as its descriptor, and its port.
+
+    Rank 0 inherits the socket itself, so that nobody can take the port before it listens.
+    """
+    import socket  # noqa: PLC0415 - its module's name would hide behind this function's result
+
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.bind(("127.0.0.1", 0))
+    listening.listen(1024)
+    port = listening.getsockname()[1]
+    return listening.detach(), port
+
+
+def last_lines(log: Path, count: int = 12) -> str:
+    """Return the end of a log, each line indented."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 16384))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [line for line in text.splitlines() if line.strip()][-count:]
+    return "".join(f"\n    {line[:300]}" for line in lines)

@@ -1,0 +1,285 @@
+"""The training loop of one rank: batches in, steps, metrics and checkpoints out.
+
+The engine knows how a step is computed; the loop knows what is fed to it, when it ends, and what is
+written down.  Every rank runs the same loop and comes to the same decisions.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.document import read
+from planner.errors import LaunchError
+from planner.model import ModelGraph
+from planner.plan import Plan
+from runtime import checkpoint, run
+from runtime.checkpoint import Progress
+from runtime.data import Corpus, Samples, data_slice
+from runtime.live_memory import LiveMemory
+from runtime.run import Orders, RankRecord, StepRecord
+
+MEMORY_STEP = 2
+"""Which step of a run is watched for its peak memory: the first with the optimizer's state."""
+
+
+class Result(Protocol):
+    """What a step says, the same on every rank."""
+
+    loss: float
+    grad_norm: float
+
+
+class Steps(Protocol):
+    """What the loop needs of an engine."""
+
+    data_rank: int
+    data_degree: int
+    stage: int
+
+    def step(self, tokens: Tensor) -> Result:
+        """Train on this data rank's samples  [sample, seq_len + 1]."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all that must be saved, by name, to be read or filled in place."""
+        ...
+
+
+def train(orders: Orders, *, rank: int, local_rank: int) -> RankRecord:
+    """Carry out a run's orders as one of its ranks; the process group is joined already."""
+    from runtime.engine import Engine  # noqa: PLC0415 - tests of the loop bring their own
+
+    output = Path(orders.output)
+    plan = read(Plan, run.plan_file(output))
+    model = read(ModelGraph, run.model_file(output))
+    corpus = Corpus.open(Path(orders.corpus))
+    device = torch.device("cuda", local_rank) if orders.device == "cuda" else torch.device("cpu")
+    weights = Path(orders.weights) if orders.weights else None
+    engine = Engine(plan, model, device=device, weights=weights)
+    loop = Loop(engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank)
+    if orders.resume:
+        loop.resume(Path(orders.resume))
+    return loop.run()
+
+
+def join(orders: Orders, *, rank: int, world_size: int, timeout_s: float) -> None:
+    """Join the process group: over the launcher's socket, or as torchrun's environment says."""
+    timeout = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if orders.device == "cuda" else "gloo"
+    if orders.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    listening = os.environ.get("MESHWRIGHT_STORE_FD")
+    if listening is None:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=int(listening) if rank == 0 else None,
+    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+class Loop:
+    """Training from one step to the next, on one rank."""
+
+    def __init__(
+        self,
+        engine: Steps,
+        *,
+        plan: Plan,
+        model: ModelGraph,
+        corpus: Corpus,
+        orders: Orders,
+        rank: int,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self.engine = engine
+        self.plan = plan
+        self.model = model
+        self.corpus = corpus
+        self.orders = orders
+        self.rank = rank
+        self.samples = Samples(corpus, seq_len=plan.seq_len, seed=plan.training.seed)
+        self.steps_done = 0
+        self.next_sample = 0
+        self.saved: Path | None = None
+        self._now_s = now_s
+
+    def resume(self, saved: Path) -> None:
+        """Go on where a checkpoint ends."""
+        progress = checkpoint.progress(saved)
+        progress.check(plan=self.plan, model=self.model, corpus=self.corpus, folder=saved)
+        checkpoint.load(saved, self.engine.state())
+        self.steps_done = progress.step
+        self.next_sample = progress.sample
+        self.saved = saved
+
+    def run(self) -> RankRecord:
+        """Train until the steps or the seconds are used up; return what was measured."""
+        first = self.steps_done + 1
+        watched = min(first + MEMORY_STEP - 1, self.orders.steps)
+        metrics = run.metrics_file(Path(self.orders.output))
+        step_s: list[float] = []
+        peak = _Peak(self.orders.device)
+        stopped: Literal["steps", "max_seconds"] = "steps"
+        while self.steps_done < self.orders.steps:
+            step = self.steps_done + 1
+            begin = time.perf_counter()
+            result = self._watched_step(peak) if step == watched else self._step()
+            step_s.append(time.perf_counter() - begin)
+            self._refuse_nonsense(result)
+            self.steps_done = step
+            self.next_sample += self.plan.global_batch
+            if self.rank == 0:
+                run.append_record(self._record(result, step_s[-1], peak.so_far_bytes()), metrics)
+            out_of_time = self._out_of_time()
+            every = self.orders.checkpoint_every
+            if out_of_time or step == self.orders.steps or (every and step % every == 0):
+                self._save(result.loss)
+            if out_of_time:
+                stopped = "max_seconds"
+                break
+        return RankRecord(
+            rank=self.rank,
+            stage=self.engine.stage,
+            first_step=first,
+            step_s=tuple(step_s),
+            untimed_steps=(watched,) if peak.slows else (),
+            peak_memory_bytes=peak.so_far_bytes(),
+            memory_source=peak.source,
+            stopped=stopped,
+            checkpoint=str(self.saved) if self.saved else None,
+        )
+
+    def _step(self) -> Result:
+        own = data_slice(
+            self.next_sample,
+            global_batch=self.plan.global_batch,
+            rank=self.engine.data_rank,
+            degree=self.engine.data_degree,
+        )
+        tokens = torch.from_numpy(self.samples.batch(own.start, len(own)))
+        # A step's random numbers depend on nothing before it, so none need to be saved.
+        torch.manual_seed(
+            step_seed(
+                self.plan.training.seed,
+                step=self.steps_done + 1,
+                stage=self.engine.stage,
+                data_rank=self.engine.data_rank,
+            )
+        )
+        result = self.engine.step(tokens)
+        if self.orders.device == "cuda":
+            torch.cuda.synchronize()
+        return result
+
+    def _watched_step(self, peak: _Peak) -> Result:
+        return peak.of(self._step, held=self.engine.state().values())
+
+    def _refuse_nonsense(self, result: Result) -> None:
+        """Stop on a loss or gradient that is not a number; nothing was saved since it went bad."""
+        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+            return
+        last = f"the last good checkpoint is {self.saved}" if self.saved else "nothing was saved"
+        raise LaunchError(
+            f"step {self.steps_done + 1} gave loss {result.loss:g} and gradient norm "
+            f"{result.grad_norm:g}; {last}. Lower the learning rate "
+            f"({self.plan.training.learning_rate:g}) or look at the data from sample "
+            f"{self.next_sample} on"
+        )
+
+    def _record(self, result: Result, step_s: float, peak_bytes: int | None) -> StepRecord:
+        return StepRecord(
+            step=self.steps_done,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            step_s=step_s,
+            tokens_per_s=self.plan.global_batch * self.plan.seq_len / step_s,
+            epoch=self.samples.epoch(self.next_sample),
+            peak_memory_bytes=peak_bytes,
+        )
+
+    def _out_of_time(self) -> bool:
+        """Say whether the seconds are used up, by the clock of rank 0 for all."""
+        if self.orders.max_seconds is None:
+            return False
+        used_s = self._now_s() - self.orders.started_unix_s
+        over = torch.tensor([used_s >= self.orders.max_seconds])
+        dist.broadcast(over, src=0)
+        return bool(over)
+
+    def _save(self, loss: float) -> None:
+        if self.orders.checkpoint is None:
+            return
+        self.saved = checkpoint.save(
+            Path(self.orders.checkpoint),
+            self.engine.state(),
+            Progress(
+                step=self.steps_done,
+                sample=self.next_sample,
+                epoch=self.samples.epoch(self.next_sample),
+                seq_len=self.plan.seq_len,
+                seed=self.plan.training.seed,
+                model=self.model.name,
+                model_digest=self.model.digest,
+                plan_digest=self.plan.digest,
+                corpus=self.corpus.source,
+                corpus_digest=self.corpus.digest,
+                loss=loss,
+            ),
+            run=self.orders.run,
+        )
+
+
+class _Peak:
+    """The most memory that training holds at once on this rank.
+
+    CUDA counts by itself, and does so from the watched step on.  Elsewhere live tensors are counted
+    in the watched step, which is slower for it.
+    """
+
+    def __init__(self, device: run.Device) -> None:
+        self.slows = device == "cpu"
+        self.source = "live tensors of one step" if self.slows else "CUDA allocator"
+        self._bytes: int | None = None
+        self._counting = False
+
+    def of(self, step: Callable[[], Result], *, held: Iterable[Tensor]) -> Result:
+        """Take the step and watch it; `held` are weights and optimizer state."""
+        if not self.slows:
+            torch.cuda.reset_peak_memory_stats()
+            self._counting = True
+            return step()
+        with LiveMemory(existing=held) as live:
+            result = step()
+        self._bytes = live.peak_bytes
+        return result
+
+    def so_far_bytes(self) -> int | None:
+        """Return the peak, or None before the watched step."""
+        return torch.cuda.max_memory_allocated() if self._counting else self._bytes
+
+
+def step_seed(seed: int, *, step: int, stage: int, data_rank: int) -> int:
+    """Return the seed of a rank's random numbers in one step.
+
+    Ranks that share a stage's work on the same samples draw the same numbers.
+    """
+    sequence = np.random.SeedSequence([seed, step, stage, data_rank])
+    return int(sequence.generate_state(1, np.uint64)[0])

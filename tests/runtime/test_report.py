@@ -1,0 +1,115 @@
+"""A report's figures are worked out by hand for a run of two stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.prediction import Prediction, StagePrediction
+from runtime.report import RunReport, comparison, summarise
+from runtime.run import Orders, RankRecord, StepRecord
+
+PLAN = Plan(
+    model=PlannedModel(name="toy", source="toy", digest="sha256:0"),
+    cluster="local",
+    seq_len=10,
+    global_batch=4,
+    precision="fp32",
+    mesh=Mesh(pipeline=2),
+    zero=0,
+    schedule="1f1b",
+    micro_batch=2,
+    micro_batches=2,
+    stages=(Stage(layers=(PlacedLayer(layer="a"),)), Stage(layers=(PlacedLayer(layer="b"),))),
+)
+ORDERS = Orders(run="r", output="out", corpus="corpus", device="cpu", steps=16, started_unix_s=0.0)
+
+
+def rank(number: int, step_s: list[float], peak: int, untimed: tuple[int, ...] = ()) -> RankRecord:
+    return RankRecord(
+        rank=number,
+        stage=number,
+        first_step=11,
+        step_s=tuple(step_s),
+        untimed_steps=untimed,
+        peak_memory_bytes=peak,
+        memory_source="live tensors of one step",
+    )
+
+
+def report(*ranks: RankRecord) -> RunReport:
+    steps = [
+        StepRecord(step=step, loss=float(step), grad_norm=1.0, step_s=1.0, tokens_per_s=1, epoch=0)
+        for step in range(9, 17)
+    ]
+    return summarise(PLAN, ORDERS, ranks=ranks, steps=steps, wall_s=20.0, files=("metrics", "logs"))
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank_once_warm() -> None:
+    run = report(
+        rank(0, [9.0, 9.0, 1.0, 5.0, 2.0, 3.0], 700),
+        rank(1, [9.0, 9.0, 2.0, 5.0, 1.0, 4.0], 900, untimed=(14,)),
+    )
+
+    assert run.step_s == (9.0, 9.0, 2.0, 5.0, 2.0, 4.0)
+    assert (run.timed_steps, run.step_time_s) == (3, 2.0)
+    assert run.step_time_spread == pytest.approx((3.0 - 2.0) / 2.0)
+    assert run.tokens_per_s == pytest.approx(4 * 10 / 2.0)
+    assert [stage.peak_memory_bytes for stage in run.stages] == [700, 900]
+
+
+def test_only_this_runs_losses_are_reported() -> None:
+    run = report(rank(0, [1.0] * 6, 1), rank(1, [1.0] * 6, 1))
+
+    assert run.losses == (11.0, 12.0, 13.0, 14.0, 15.0, 16.0)
+
+
+def test_a_run_too_short_to_be_timed_says_nothing_of_time() -> None:
+    run = report(rank(0, [1.0, 1.0], 700), rank(1, [1.0, 1.0], 900))
+
+    assert (run.timed_steps, run.step_time_s, run.tokens_per_s) == (0, None, None)
+    assert [row.quantity for row in comparison(run, prediction())] == [
+        "stage 0 peak memory",
+        "stage 1 peak memory",
+    ]
+
+
+def test_errors_are_relative_to_what_was_measured() -> None:
+    run = report(rank(0, [1.0, 1.0, 2.0], 1000), rank(1, [1.0, 1.0, 1.0], 500))
+
+    rows = {row.quantity: row for row in comparison(run, prediction())}
+
+    assert rows["step time"].error == pytest.approx(0.5)
+    assert rows["throughput"].error == pytest.approx(-1 / 3)
+    assert rows["stage 0 peak memory"].error == pytest.approx(0.1)
+    assert rows["stage 1 peak memory"].error == pytest.approx(-0.2)
+
+
+def test_a_report_survives_its_file() -> None:
+    run = report(rank(0, [1.0, 1.0, 2.0, 3.0], 1000), rank(1, [1.0, 1.0, 1.0, 1.0], 500))
+
+    assert RunReport.parse(run.dump()) == run
+
+
+def prediction() -> Prediction:
+    stages = [
+        StagePrediction(
+            forward_s=1.0,
+            backward_s=1.0,
+            peak_memory_bytes=peak,
+            memory_capacity_bytes=1e9,
+            memory_parts={"all": peak},
+        )
+        for peak in (1100.0, 400.0)
+    ]
+    return Prediction(
+        layout="x",
+        step_time_s=3.0,
+        step_time_low_s=3.0,
+        step_time_high_s=3.0,
+        step_parts={"all": 3.0},
+        tokens_per_s=4 * 10 / 3.0,
+        mfu=0.1,
+        fits=True,
+        stages=tuple(stages),
+    )

@@ -1,0 +1,248 @@
+"""The loop is run in one process on an engine of a few lines whose every step can be told apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from planner.errors import LaunchError  # noqa: E402
+from planner.model import Layer, ModelGraph  # noqa: E402
+from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
+from runtime import checkpoint, run  # noqa: E402
+from runtime.data import Corpus, files, prepare  # noqa: E402
+from runtime.run import Orders  # noqa: E402
+from runtime.train import Loop, step_seed  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    """Join a process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+MODEL = ModelGraph(name="toy", layers=(Layer(name="a", kind="block", parameters=3),))
+
+
+@dataclass
+class Result:
+    loss: float
+    grad_norm: float
+
+
+class Averaging:
+    """Keeps a running mean of the tokens; the loss depends on it, on them and on luck."""
+
+    stage = 0
+
+    def __init__(self, *, data_rank: int = 0, data_degree: int = 1) -> None:
+        self.data_rank = data_rank
+        self.data_degree = data_degree
+        self.mean = torch.zeros(1, dtype=torch.float64)
+        self.seen: list[torch.Tensor] = []
+
+    def step(self, tokens: torch.Tensor) -> Result:
+        self.seen.append(tokens)
+        self.mean.mul_(0.9).add_(0.1 * tokens.double().mean() + torch.rand(1).double())
+        return Result(loss=float(self.mean), grad_norm=1.0)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"model.mean": self.mean}
+
+
+class FailsAt(Averaging):
+    """Gives a loss or gradient norm that is no number at one step."""
+
+    def __init__(self, step: int, result: Result) -> None:
+        super().__init__()
+        self.fails = (step, result)
+
+    def step(self, tokens: torch.Tensor) -> Result:
+        good = super().step(tokens)
+        return self.fails[1] if len(self.seen) == self.fails[0] else good
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(f"text number {number} " * (number + 1))
+    return prepare(files(folder), cache=tmp_path / "cache")
+
+
+def plan(data: int = 1) -> Plan:
+    return Plan(
+        model=PlannedModel(name="toy", source="toy", digest=MODEL.digest),
+        cluster="local",
+        seq_len=10,
+        global_batch=8,
+        precision="fp32",
+        mesh=Mesh(data_replicate=data),
+        zero=0,
+        schedule="1f1b",
+        micro_batch=8 // data,
+        micro_batches=1,
+        training=Training(seed=5),
+        stages=(Stage(layers=(PlacedLayer(layer="a"),)),),
+    )
+
+
+def loop(engine: Averaging, corpus: Corpus, output: Path, steps: int, **orders: object) -> Loop:
+    output.mkdir(exist_ok=True)
+    told = Orders.of(
+        {
+            "run": "r",
+            "output": str(output),
+            "corpus": str(corpus.folder),
+            "device": "cpu",
+            "steps": steps,
+            "started_unix_s": 1000.0,
+            **orders,
+        }
+    )
+    return Loop(
+        engine,
+        plan=plan(engine.data_degree),
+        model=MODEL,
+        corpus=corpus,
+        orders=told,
+        rank=engine.data_rank,
+        now_s=lambda: 1000.0 + 10.0 * len(engine.seen),
+    )
+
+
+def losses(output: Path) -> list[float]:
+    return [record.loss for record in run.read_records(run.metrics_file(output))]
+
+
+@pytest.mark.parametrize("data", [2, 4, 8])
+def test_data_ranks_together_see_what_one_rank_sees(
+    corpus: Corpus, tmp_path: Path, data: int
+) -> None:
+    alone = Averaging()
+    loop(alone, corpus, tmp_path / "alone", 5).run()
+
+    ranks = [Averaging(data_rank=rank, data_degree=data) for rank in range(data)]
+    for engine in ranks:
+        loop(engine, corpus, tmp_path / "many", 5).run()
+
+    for step in range(5):
+        together = torch.cat([engine.seen[step] for engine in ranks])
+        assert torch.equal(together, alone.seen[step])
+    assert alone.seen[0].shape == (8, 11)
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(corpus: Corpus, tmp_path: Path) -> None:
+    loop(Averaging(), corpus, tmp_path / "whole", 10).run()
+    saved = str(tmp_path / "saved")
+    loop(Averaging(), corpus, tmp_path / "parts", 6, checkpoint=saved, checkpoint_every=4).run()
+
+    again = loop(Averaging(), corpus, tmp_path / "parts", 10, checkpoint=saved)
+    again.resume(tmp_path / "saved" / "step-000006")
+    record = again.run()
+
+    assert record.first_step == 7
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_checkpoints_come_every_so_often_and_at_the_end(corpus: Corpus, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+
+    record = loop(
+        Averaging(), corpus, tmp_path / "out", 5, checkpoint=str(saved), checkpoint_every=2
+    ).run()
+
+    assert [path.name for path in checkpoint.complete(saved)] == ["step-000004", "step-000005"]
+    assert record.checkpoint == str(saved / "step-000005")
+    kept = checkpoint.progress(saved / "step-000005")
+    assert (kept.step, kept.sample, kept.epoch) == (5, 40, 40 * 10 // corpus.tokens)
+
+
+@pytest.mark.parametrize(
+    "result", [Result(float("nan"), 1.0), Result(float("inf"), 1.0), Result(1.0, float("nan"))]
+)
+def test_nonsense_ends_the_run_and_names_the_last_good_checkpoint(
+    corpus: Corpus, tmp_path: Path, result: Result
+) -> None:
+    saved = tmp_path / "saved"
+
+    with pytest.raises(LaunchError) as error:
+        loop(
+            FailsAt(4, result),
+            corpus,
+            tmp_path / "out",
+            9,
+            checkpoint=str(saved),
+            checkpoint_every=2,
+        ).run()
+
+    assert f"step 4 gave loss {result.loss:g} and gradient norm {result.grad_norm:g}" in str(
+        error.value
+    )
+    assert f"the last good checkpoint is {saved}/step-000002" in str(error.value)
+    assert "from sample 24 on" in str(error.value)
+    assert [path.name for path in checkpoint.complete(saved)] == ["step-000002"]
+    assert len(losses(tmp_path / "out")) == 3
+
+
+def test_nonsense_without_checkpoints_says_so(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="nothing was saved"):
+        loop(FailsAt(1, Result(float("nan"), 1.0)), corpus, tmp_path / "out", 9).run()
+
+
+def test_no_step_begins_when_the_seconds_are_over(corpus: Corpus, tmp_path: Path) -> None:
+    engine = Averaging()
+
+    record = loop(
+        engine, corpus, tmp_path / "out", 99, max_seconds=25.0, checkpoint=str(tmp_path / "saved")
+    ).run()
+
+    assert (len(engine.seen), record.stopped) == (3, "max_seconds")
+    assert record.checkpoint == str(tmp_path / "saved" / "step-000003")
+
+
+def test_each_step_leaves_one_line(corpus: Corpus, tmp_path: Path) -> None:
+    record = loop(Averaging(), corpus, tmp_path / "out", 3).run()
+
+    lines = run.metrics_file(tmp_path / "out").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    for line, seconds in zip(lines, record.step_s, strict=True):
+        values = json.loads(line)
+        assert values["step_s"] == seconds
+        assert values["tokens_per_s"] == pytest.approx(8 * 10 / seconds)
+
+
+def test_the_step_that_is_watched_for_memory_is_not_timed(corpus: Corpus, tmp_path: Path) -> None:
+    record = loop(Averaging(), corpus, tmp_path / "out", 4).run()
+
+    assert record.untimed_steps == (2,)
+    assert record.peak_memory_bytes is not None
+
+
+def test_a_run_of_one_step_is_watched_too(corpus: Corpus, tmp_path: Path) -> None:
+    record = loop(Averaging(), corpus, tmp_path / "out", 1).run()
+
+    assert record.untimed_steps == (1,)
+
+
+def test_ranks_that_share_samples_share_luck_and_others_do_not() -> None:
+    seeds = {
+        step_seed(seed, step=step, stage=stage, data_rank=rank)
+        for seed in range(2)
+        for step in range(3)
+        for stage in range(3)
+        for rank in range(3)
+    }
+
+    assert len(seeds) == 2 * 3 * 3 * 3
+    assert step_seed(1, step=2, stage=0, data_rank=1) == step_seed(1, step=2, stage=0, data_rank=1)
