@@ -21,9 +21,11 @@ Provenance = Literal["measured", "interpolated", "fitted", "quoted"]
 
 
 class DeviceCurve(Part):
-    """What kernels reach on a device: seconds = launch_s + FLOPs/(f P) + bytes/(g W).
+    """What kernels reach: seconds = launch_s + max(FLOPs / (f P), bytes / (g W)).
 
-    P is the peak of the precision, W the memory bandwidth; f and g are the fractions here.
+    P is the peak of the precision, W the memory bandwidth; f and g are the fractions here.  The
+    larger term counts, since a kernel reads memory while it computes.  The fractions of attention
+    count causal FLOPs, half of all pairs of tokens.
     """
 
     launch_s: Amount
@@ -69,7 +71,10 @@ class LinkTier(Part):
     devices: Positive
     """How many devices reach each other over this tier or a faster one."""
     latency_s: Amount
+    """Of one round of a ring: an all-reduce of n devices has 2 (n - 1), others n - 1."""
     bytes_per_s: Rate
+    peer_bytes_per_s: Rate | None = None
+    """To one peer, on a mesh without a switch; `bytes_per_s` then needs all peers at once."""
     fractions: dict[Collective, Amount] = Field(default_factory=dict)
     """Bus bandwidth of each collective over `bytes_per_s`; sums in the switch can pass 1."""
     provenance: Provenance = "quoted"

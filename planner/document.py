@@ -170,7 +170,9 @@ def path_text(location: tuple[int | str, ...]) -> str:
 
 def nearest(name: str, known: list[str]) -> str:
     """Return a way out for an unknown name: the nearest known one, or a few of them."""
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    word = name.strip().lower()
+    begun = [k for k in known if word and k.lower().startswith(word)]
+    near = begun[:3] or difflib.get_close_matches(word, known, n=3, cutoff=0.5)
     if near:
         return "did you mean " + " or ".join(f"'{n}'" for n in near) + "?"
     return "known: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")

@@ -68,6 +68,8 @@ class Architecture(Part):
     vocab_size: Count
     gated_mlp: Flag
     norm: Literal["rms", "layer"] = "rms"
+    pre_norm: Flag = True
+    """Norms before attention and MLP and one before the head; else behind them and none there."""
     positions: Literal["rotary", "learned", "alibi", "none"] = "rotary"
     max_positions: Positive = 131072
     tied_embeddings: Flag = False

@@ -1,0 +1,237 @@
+"""The catalogue: accelerators, node types, models and rents that have a name.
+
+The figures stand in the YAML files beside this one, each with its source; this module only reads
+them.  Every function returns the same values each time and reads its file once.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import resources
+from typing import Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import Field, model_validator
+
+from planner.cluster import Accelerator, DeviceCurve, LinkTier, Precision
+from planner.document import Document, Part, nearest, plain
+from planner.errors import DocumentError
+from planner.units import Amount, Count, Positive, Rate, Text
+
+D = TypeVar("D", bound=Document)
+
+
+class AcceleratorEntry(Part):
+    """An accelerator and the node it usually sits in."""
+
+    aliases: tuple[Text, ...] = ()
+    driver_names: tuple[Text, ...] = ()
+    """What `nvidia-smi` calls it."""
+    vendor: Text
+    kind: Literal["cuda", "rocm", "gaudi", "cpu"] = "cuda"
+    memory_bytes: Positive
+    peak_flops: dict[Precision, Rate]
+    memory_bytes_per_s: Rate
+    tdp_w: Amount | None = None
+    curve: DeviceCurve
+    devices_per_node: Positive = 8
+    tiers: tuple[LinkTier, ...] = ()
+    """Within a node."""
+    bridge: LinkTier | None = None
+    """A bridge between pairs of cards that a node may have and usually has not."""
+    host_link_bytes_per_s: Rate | None = None
+    network_bytes_per_s: Rate | None = None
+    """Between nodes, of one device, as its usual node has it."""
+    note: Text | None = None
+    sources: dict[str, Text] = Field(default_factory=dict)
+
+    def accelerator(self, name: str) -> Accelerator:
+        """Return the device alone, its sources written out."""
+        return Accelerator(
+            name=name,
+            kind=self.kind,
+            memory_bytes=self.memory_bytes,
+            peak_flops=self.peak_flops,
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            curve=self.curve,
+            tdp_w=self.tdp_w,
+            sources=self.sources,
+        )
+
+
+class NodeEntry(Part):
+    """A node type: a server or a cloud instance."""
+
+    aliases: tuple[Text, ...] = ()
+    accelerator: Text
+    devices_per_node: Positive
+    host_memory_bytes: Count | None = None
+    network: LinkTier | None = None
+    """`devices` is not used: the cluster knows how many there are."""
+    note: Text | None = None
+    sources: dict[str, Text] = Field(default_factory=dict)
+
+
+class ModelEntry(Part):
+    """A model: the figures of its Hugging Face configuration."""
+
+    aliases: tuple[Text, ...] = ()
+    parameters: Amount | None = None
+    """As published, rounded as there."""
+    source: Text
+    config: dict[str, Any]
+
+
+class Rent(Part):
+    """What a provider asked for an instance on a date; never a quote for today."""
+
+    provider: Text
+    instance: Text
+    accelerator: Text
+    devices: Positive
+    region: Text
+    on_demand_usd_per_device_hour: Amount | None = None
+    spot_usd_per_device_hour: Amount | None = None
+    """The lowest seen; a lower bound, not an offer."""
+    date: Text
+    source: Text
+    confidence: Literal["high", "medium", "low"]
+    note: Text | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        on_demand, spot = self.on_demand_usd_per_device_hour, self.spot_usd_per_device_hour
+        if on_demand is None and spot is None:
+            raise ValueError("has no price; give on_demand or spot")
+        if on_demand is not None and spot is not None and spot > on_demand:
+            raise ValueError(f"spot {spot} is above on-demand {on_demand}; a column has slipped")
+        return self
+
+
+class _Accelerators(Document):
+    kind_of_document: ClassVar[str] = "list of accelerators"
+    accelerators: dict[str, AcceleratorEntry]
+
+
+class _Nodes(Document):
+    kind_of_document: ClassVar[str] = "list of node types"
+    nodes: dict[str, NodeEntry]
+
+
+class _Models(Document):
+    kind_of_document: ClassVar[str] = "list of models"
+    models: dict[str, ModelEntry]
+
+
+class _Rents(Document):
+    kind_of_document: ClassVar[str] = "list of rents"
+    rents: tuple[Rent, ...]
+
+
+class _Sources(Document):
+    kind_of_document: ClassVar[str] = "list of sources"
+    sources: dict[str, Text]
+
+
+@cache
+def accelerators() -> dict[str, AcceleratorEntry]:
+    """Return every accelerator by name."""
+    return _with_sources(_Accelerators, "accelerators.yaml").accelerators
+
+
+@cache
+def nodes() -> dict[str, NodeEntry]:
+    """Return every node type by name."""
+    return _with_sources(_Nodes, "nodes.yaml").nodes
+
+
+@cache
+def models() -> dict[str, ModelEntry]:
+    """Return every model by name."""
+    return _Models.parse(_text("models.yaml"), file="models.yaml").models
+
+
+@cache
+def rents() -> tuple[Rent, ...]:
+    """Return all dated rents."""
+    return _with_sources(_Rents, "prices.yaml").rents
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Return what the capital words in sources stand for."""
+    return _Sources.parse(_text("sources.yaml"), file="sources.yaml").sources
+
+
+def model_config(name: str) -> dict[str, Any]:
+    """Return the Hugging Face configuration of a model of the catalogue.
+
+    >>> model_config("gpt2")["n_layer"]
+    12
+    """
+    return dict(models()[model_name(name)].config)
+
+
+def accelerator_name(text: str) -> str:
+    """Return the name that a name or alias stands for; DocumentError with the nearest if none."""
+    return _found(text, accelerators(), what="accelerator")
+
+
+def node_name(text: str) -> str:
+    """Return the name that a node type's name or alias stands for."""
+    return _found(text, nodes(), what="node type")
+
+
+def model_name(text: str) -> str:
+    """Return the name that a model's name or alias stands for.
+
+    >>> model_name("meta-llama/Llama-3.1-8B")
+    'llama-3.1-8b'
+    """
+    return _found(text, models(), what="model")
+
+
+def source_text(text: str) -> str:
+    """Return a source with its capital words written out.
+
+    >>> source_text("LEV")
+    'stanford-crfm/levanter @9263f81 (2025-09-26), src/levanter/utils/flop_utils.py'
+    """
+    known = sources()
+    return re.sub(
+        r"[A-Z][A-Z0-9_]+", lambda word: source_text(known.get(word[0], "")) or word[0], text
+    )
+
+
+def _found(text: str, entries: dict[str, Any], *, what: str) -> str:
+    names = {name.lower(): name for name in entries}
+    for name, entry in entries.items():
+        names |= {alias.lower(): name for alias in entry.aliases}
+    found = names.get(text.lower())
+    if found is None:
+        raise DocumentError("", f"there is no {what} '{text:.60}'; {nearest(text, list(names))}")
+    return found
+
+
+def _with_sources(cls: type[D], file: str) -> D:
+    data = _written_out(plain(_text(file)), inside="")
+    try:
+        return cls.of(data)
+    except DocumentError as error:
+        raise error.in_file(file) from error
+
+
+def _written_out(data: object, *, inside: str) -> object:
+    """Write out the capital words of every `source`, and of every value in `sources`."""
+    if isinstance(data, dict):
+        return {
+            key: _written_out(value, inside="source" if inside == "sources" else key)
+            for key, value in data.items()
+        }
+    if isinstance(data, list):
+        return [_written_out(item, inside=inside) for item in data]
+    return source_text(data) if isinstance(data, str) and inside == "source" else data
+
+
+def _text(file: str) -> str:
+    return resources.files(__package__).joinpath(file).read_text(encoding="utf-8")

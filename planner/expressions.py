@@ -1,0 +1,334 @@
+"""What a user writes for MODEL and CLUSTER, turned into documents.
+
+MODEL is a name of the catalogue, a Hugging Face `config.json` or a folder that has one, or a model
+document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a node type
+(`p5.48xlarge`, `4xp5.48xlarge`), `local`, `local:4`, or a cluster document.  A user's own modules
+(`file.py:factory`) are recognised here and built elsewhere, with torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from planner import local
+from planner.architecture import architecture_of, graph_of
+from planner.catalog import (
+    AcceleratorEntry,
+    NodeEntry,
+    accelerator_name,
+    accelerators,
+    model_config,
+    model_name,
+    node_name,
+    nodes,
+    rents,
+)
+from planner.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
+from planner.document import nearest, plain, read, read_text
+from planner.errors import DocumentError
+from planner.model import ModelGraph
+
+MOST_DEVICES = 1_000_000
+NETWORK_LATENCY_S = 4.0e-6
+NETWORK_FRACTION = 0.79
+NODE_NETWORK_BYTES_PER_S = 12.5e9
+CLUSTER_FORMS = "write DEVICESxACCELERATOR, NODESxDEVICESxACCELERATOR, NODE-TYPE, NODESxNODE-TYPE"
+
+
+def is_factory(text: str) -> bool:
+    """Tell whether MODEL names a function in a Python file.
+
+    >>> is_factory("models/mine.py:build"), is_factory("gpt2"), is_factory("C:/x/config.json")
+    (True, False, False)
+    """
+    return re.fullmatch(r".+\.py:[^\W\d]\w*", text) is not None
+
+
+def resolve_model(text: str) -> ModelGraph:
+    """Return the model that MODEL names.
+
+    >>> resolve_model("llama-3.1-8b").parameters
+    8030261248
+    """
+    if is_factory(text):
+        raise DocumentError(
+            "", f"'{text}' is a Python function; it needs torch, which plans are made without"
+        )
+    if _is_path(text):
+        return _model_at(Path(text).expanduser(), text)
+    try:
+        name = model_name(text)
+    except DocumentError as error:
+        raise DocumentError(
+            "", f"{error.message} Or give a config.json, a folder that has one, or file.py:factory."
+        ) from error
+    return graph_of(architecture_of(model_config(name), name=name), name=name, source=name)
+
+
+def resolve_cluster(text: str) -> ClusterSpec:
+    """Return the cluster that CLUSTER names.
+
+    >>> cluster = resolve_cluster("16x8xh100-sxm-80gb")
+    >>> cluster.devices, [(tier.name, tier.devices) for tier in cluster.tiers]
+    (128, [('nvlink', 8), ('network', 128)])
+    """
+    if text == "local" or text.startswith("local:"):
+        return local.cluster(_ranks(text))
+    if _is_path(text):
+        return read(ClusterSpec, Path(text).expanduser())
+    counts, name = _counts(text)
+    if len(counts) <= 1 and _is_node_type(name):
+        return _of_node_type(node_name(name), nodes_in=counts[0] if counts else 1)
+    try:
+        accelerator = accelerator_name(name)
+    except DocumentError as error:
+        known = [*accelerators(), *nodes()]
+        raise DocumentError(
+            "",
+            f"there is no accelerator or node type '{name:.60}'; {nearest(name, known)} "
+            f"For CLUSTER, {CLUSTER_FORMS}, local or a cluster.yaml.",
+        ) from error
+    return _of_accelerator(accelerator, counts, text)
+
+
+def cluster_of(
+    accelerator: str,
+    *,
+    nodes: int = 1,
+    devices_per_node: int = 8,
+    intra_link: str | None = None,
+    network_bytes_per_s: float | None = None,
+    host_memory_bytes: int | None = None,
+) -> ClusterSpec:
+    """Return a cluster of one accelerator whose node differs from the usual one.
+
+    `intra_link` names the link inside a node where a choice exists: `nvlink` gives cards their
+    bridge, `pcie` takes it away.  `network_bytes_per_s` counts one device and one direction.
+
+    >>> cluster_of("rtx-3090", devices_per_node=2, intra_link="nvlink").tiers[0].name
+    'nvlink'
+    """
+    name = accelerator_name(accelerator)
+    entry = accelerators()[name]
+    tiers = entry.tiers
+    if intra_link == "nvlink" and entry.bridge and all(t.name != "nvlink" for t in tiers):
+        tiers = (entry.bridge, *tiers)
+    elif intra_link == "pcie":
+        tiers = tuple(tier for tier in tiers if tier.name == "pcie") or tiers
+    return _cluster(
+        f"{nodes}x{devices_per_node}x{name}",
+        name,
+        entry,
+        tiers,
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        host_memory_bytes=host_memory_bytes,
+        network=_network(entry, devices_per_node, network_bytes_per_s),
+    )
+
+
+def _of_accelerator(name: str, counts: Sequence[int], text: str) -> ClusterSpec:
+    entry = accelerators()[name]
+    most = entry.devices_per_node
+    if not counts:
+        in_all, per_node = 1, 1
+    elif len(counts) == 1 and counts[0] > most:
+        in_all, per_node = divmod(counts[0], most)[0], most
+        if counts[0] % most:
+            raise DocumentError(
+                "",
+                f"'{text}' asks for {counts[0]} devices, and a node holds {most} {name}; write "
+                f"nodes x devices, as {counts[0] // most}x{most}x{name}",
+            )
+    else:
+        in_all, per_node = (1, counts[0]) if len(counts) == 1 else (counts[0], counts[1])
+    if per_node > most:
+        raise DocumentError(
+            "",
+            f"'{text}' puts {per_node} devices in a node; a node holds {most} {name}, others need "
+            "a cluster.yaml",
+        )
+    usual = next(
+        (n for n in nodes().values() if n.accelerator == name and n.devices_per_node == most), None
+    )
+    whole = usual if per_node == most else None
+    return _cluster(
+        f"{in_all}x{per_node}x{name}" if in_all > 1 else f"{per_node}x{name}",
+        name,
+        entry,
+        entry.tiers,
+        nodes=in_all,
+        devices_per_node=per_node,
+        host_memory_bytes=whole.host_memory_bytes if whole else None,
+        network=_network(entry, per_node, None),
+    )
+
+
+def _of_node_type(name: str, *, nodes_in: int) -> ClusterSpec:
+    node = nodes()[name]
+    entry = accelerators()[node.accelerator]
+    return _cluster(
+        f"{nodes_in}x{name}" if nodes_in > 1 else name,
+        node.accelerator,
+        entry,
+        entry.tiers,
+        nodes=nodes_in,
+        devices_per_node=node.devices_per_node,
+        host_memory_bytes=node.host_memory_bytes,
+        network=node.network or _network(entry, node.devices_per_node, None),
+        price=_price(name, node),
+    )
+
+
+def _cluster(
+    name: str,
+    accelerator: str,
+    entry: AcceleratorEntry,
+    within: Sequence[LinkTier],
+    *,
+    nodes: int,
+    devices_per_node: int,
+    host_memory_bytes: int | None,
+    network: LinkTier,
+    price: Price | None = None,
+) -> ClusterSpec:
+    devices = nodes * devices_per_node
+    tiers = _clipped(within, devices_per_node)
+    if devices_per_node > 1 and (not tiers or tiers[-1].devices < devices_per_node):
+        reach = tiers[-1].devices if tiers else 1
+        raise DocumentError(
+            "",
+            f"links inside a node reach {reach} {accelerator}, and the node has "
+            f"{devices_per_node}; describe it in a cluster.yaml",
+        )
+    if nodes > 1:
+        tiers = (*tiers, network.model_copy(update={"devices": devices}))
+    return ClusterSpec(
+        name=name,
+        groups=(
+            DeviceGroup(
+                name=accelerator,
+                accelerator=entry.accelerator(accelerator),
+                nodes=nodes,
+                devices_per_node=devices_per_node,
+                host_memory_bytes=host_memory_bytes,
+                host_link_bytes_per_s=entry.host_link_bytes_per_s,
+            ),
+        ),
+        tiers=tiers,
+        price=price,
+    )
+
+
+def _clipped(tiers: Sequence[LinkTier], devices: int) -> tuple[LinkTier, ...]:
+    """Keep the tiers that so many devices use, none wider than they are."""
+    if devices == 1:
+        return ()
+    kept: list[LinkTier] = []
+    for tier in tiers:
+        if not kept or kept[-1].devices < min(tier.devices, devices):
+            kept.append(tier.model_copy(update={"devices": min(tier.devices, devices)}))
+    return tuple(kept)
+
+
+def _network(entry: AcceleratorEntry, devices_per_node: int, rate: float | None) -> LinkTier:
+    """Return the tier between nodes where the node type does not say."""
+    source = "given"
+    if rate is None and entry.network_bytes_per_s is not None:
+        rate, source = entry.network_bytes_per_s, entry.sources.get("network_bytes_per_s", "usual")
+    elif rate is None:
+        rate = NODE_NETWORK_BYTES_PER_S / devices_per_node
+        source = "default, 100 Gb/s for each node, shared by its devices"
+    return LinkTier(
+        name="network",
+        devices=1,
+        latency_s=NETWORK_LATENCY_S,
+        bytes_per_s=rate,
+        fractions=dict.fromkeys(
+            ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast"),
+            NETWORK_FRACTION,
+        ),
+        source=f"{source}; latency of a ring step and share of line rate are defaults",
+    )
+
+
+def _price(name: str, node: NodeEntry) -> Price | None:
+    """Return the on-demand rent of a node type where the catalogue has one."""
+    for rent in rents():
+        if rent.instance in (name, *node.aliases) and rent.on_demand_usd_per_device_hour:
+            return Price(
+                usd_per_device_hour=rent.on_demand_usd_per_device_hour,
+                commitment="on_demand",
+                date=rent.date,
+                source=rent.source,
+            )
+    return None
+
+
+def _counts(text: str) -> tuple[list[int], str]:
+    """Split `16x8xname` into its counts and the name.
+
+    >>> _counts("16x8xh100"), _counts("h100")
+    (([16, 8], 'h100'), ([], 'h100'))
+    """
+    match = re.fullmatch(r"((?:\d+x){0,2})([a-zA-Z][\w.\-]*)", text)
+    if match is None:
+        raise DocumentError("", f"'{text:.60}' names no cluster; {CLUSTER_FORMS}, as 2x8xh100")
+    counts = [int(count[:12]) for count in match[1].split("x")[:-1]]
+    devices = 1
+    for count in counts:
+        devices *= count
+    if not 1 <= devices <= MOST_DEVICES:
+        raise DocumentError(
+            "", f"'{text:.60}' asks for {devices} devices; a cluster has 1 to {MOST_DEVICES:,}"
+        )
+    return counts, match[2]
+
+
+def _ranks(text: str) -> int | None:
+    if text == "local":
+        return None
+    count = text.removeprefix("local:")
+    if not re.fullmatch(r"[1-9]\d{0,3}", count):
+        raise DocumentError(
+            "", f"'{text:.60}' names no cluster; write local:N with N ranks, 1 or more"
+        )
+    return int(count)
+
+
+def _is_node_type(name: str) -> bool:
+    try:
+        node_name(name)
+    except DocumentError:
+        return False
+    return True
+
+
+def _is_path(text: str) -> bool:
+    """Tell a path from a name: by its look, or because it is there."""
+    if text.endswith((".json", ".yaml", ".yml")) or text.startswith((".", "/", "~")):
+        return True
+    try:
+        return text.strip() != "" and Path(text).exists()
+    except (OSError, ValueError):  # too long, or a null byte: no path
+        return False
+
+
+def _model_at(path: Path, text: str) -> ModelGraph:
+    """Read a model document, a config.json, or the config.json in a folder."""
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise DocumentError("", "has no config.json", file=text)
+    data = plain(read_text(path))
+    try:
+        if isinstance(data, dict) and "layers" in data and "model_type" not in data:
+            return ModelGraph.of(data)
+        if not isinstance(data, dict):
+            raise DocumentError("", "holds no mapping; a model's config.json is one")
+        name = str(data.get("_name_or_path") or path.resolve().parent.name or "model")
+        return graph_of(architecture_of(data, name=name), name=name, source=text)
+    except DocumentError as error:
+        raise error.in_file(str(path)) from error

@@ -1,0 +1,312 @@
+"""This machine as a cluster: its NVIDIA devices, or its processor cores as ranks.
+
+Devices are looked up in the catalogue by the name that their driver gives.  Cores are measured for
+a moment in a process of its own, where numpy can be held to one thread: a matrix product, a copy,
+and a loopback socket, which is what ranks on one host talk over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from planner.catalog import AcceleratorEntry, accelerators
+from planner.cluster import Accelerator, ClusterSpec, DeviceCurve, DeviceGroup, LinkTier
+from planner.errors import DocumentError, LaunchError
+
+MIB = 2**20
+MOST_CORES = 8
+"""Processor ranks that are taken unless a number is asked for."""
+ATTENTION_FRACTION = 0.5
+"""Of the measured matrix product; attention on a processor is not measured here."""
+SPREAD = 0.3
+"""A tenth of a second on a machine that does other things too."""
+MEASURE = """
+import json, socket, threading, time
+import numpy
+
+def best(seconds, work):
+    fastest, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end or fastest == float("inf"):
+        begin = time.perf_counter()
+        work()
+        fastest = min(fastest, time.perf_counter() - begin)
+    return fastest
+
+side, size = 384, 32 * 2**20
+left, right = (numpy.ones((side, side), numpy.float32) for _ in range(2))
+product = numpy.empty_like(left)
+matmul_s = best(0.08, lambda: numpy.matmul(left, right, out=product))
+source, target = numpy.ones(size, numpy.uint8), numpy.zeros(size, numpy.uint8)
+copy_s = best(0.08, lambda: numpy.copyto(target, source))
+
+server = socket.create_server(("127.0.0.1", 0))
+here = socket.create_connection(server.getsockname())
+there, _ = server.accept()
+for end in (here, there):
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+message = 4 * 2**20
+
+def echo():
+    buffer = bytearray(message)
+    while (count := there.recv_into(buffer, 1)) and buffer[0] == 0:
+        there.sendall(buffer[:count])
+    while count:
+        left = message - count
+        while left and (count := there.recv_into(buffer, left)):
+            left -= count
+        if left == 0:
+            there.sendall(b"x")
+            count = there.recv_into(buffer, 1)
+
+threading.Thread(target=echo, daemon=True).start()
+def ping():
+    here.sendall(bytes(1))
+    here.recv(1)
+body = bytes([1]) * message
+def stream():
+    here.sendall(body)
+    here.recv(1)
+round_trip_s = best(0.03, ping)
+stream_s = best(0.06, stream)
+print(json.dumps({
+    "flops": 2 * side**3 / matmul_s,
+    "bytes_per_s": 2 * size / copy_s,
+    "link_latency_s": round_trip_s / 2,
+    "link_bytes_per_s": message / stream_s,
+}))
+"""
+
+
+class Device(NamedTuple):
+    """One line of `nvidia-smi`."""
+
+    name: str
+    memory_bytes: int
+
+
+class Core(NamedTuple):
+    """What one thread of this machine reached; bytes are read and written together."""
+
+    flops: float
+    bytes_per_s: float
+    link_latency_s: float
+    link_bytes_per_s: float
+
+
+def cluster(ranks: int | None = None) -> ClusterSpec:
+    """Return this machine as a cluster of `ranks` devices: all there are, or up to 8 cores."""
+    devices = nvidia_devices()
+    if devices:
+        if ranks is not None and ranks > len(devices):
+            raise DocumentError(
+                "", f"local:{ranks} asks for {ranks} devices; nvidia-smi shows {len(devices)} here"
+            )
+        return of_devices(devices[:ranks])
+    cores = len(os.sched_getaffinity(0))
+    return of_cores(
+        measured_core(),
+        cores=cores,
+        ranks=ranks or min(cores, MOST_CORES),
+        memory_bytes=available_bytes(),
+    )
+
+
+def of_cores(core: Core, *, cores: int, ranks: int, memory_bytes: int) -> ClusterSpec:
+    """Return `ranks` equal shares of a processor with `cores` cores.
+
+    Ranks share the memory, and the cores too where there are more ranks than cores.
+    """
+    share = min(1.0, cores / ranks)
+    source = "one thread of this machine, a tenth of a second: numpy product and copy"
+    curve = DeviceCurve(
+        launch_s=2e-6,
+        matmul=1.0,
+        attention_forward=ATTENTION_FRACTION,
+        attention_backward=ATTENTION_FRACTION,
+        memory=1.0,
+        spread=SPREAD,
+        provenance="measured",
+        source=f"{source}; attention is a default",
+    )
+    accelerator = Accelerator(
+        name="cpu",
+        kind="cpu",
+        memory_bytes=memory_bytes // ranks,
+        peak_flops={"fp32": core.flops * share},
+        memory_bytes_per_s=core.bytes_per_s * share,
+        curve=curve,
+        sources={
+            "memory_bytes": "memory that this machine has free, divided by the ranks",
+            "peak_flops": source,
+            "memory_bytes_per_s": source,
+        },
+    )
+    tier = LinkTier(
+        name="memory",
+        devices=ranks,
+        latency_s=core.link_latency_s,
+        bytes_per_s=core.link_bytes_per_s * share,
+        provenance="measured",
+        source="loopback socket between two threads of this machine, a tenth of a second",
+    )
+    return ClusterSpec(
+        name=f"local:{ranks}",
+        groups=(
+            DeviceGroup(
+                name="cpu",
+                accelerator=accelerator,
+                nodes=1,
+                devices_per_node=ranks,
+                host_memory_bytes=memory_bytes,
+            ),
+        ),
+        tiers=(tier,) if ranks > 1 else (),
+    )
+
+
+@cache
+def measured_core() -> Core:
+    """Measure what one thread reaches (about half a second, once per process)."""
+    one_thread = dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
+        "1",
+    )
+    command = [sys.executable, "-c", MEASURE]
+    try:
+        result = subprocess.run(
+            command, env=os.environ | one_thread, capture_output=True, timeout=60, check=True
+        )
+        return Core(**json.loads(result.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise LaunchError(f"this machine could not be measured: {error}") from error
+
+
+def available_bytes() -> int:
+    """Return the memory that this process may still take: of the machine, or of its cgroup."""
+    meminfo = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines()
+    )
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            left = int(Path(limit).read_text("ascii")) - int(Path(used).read_text("ascii"))
+        except (OSError, ValueError):  # no such cgroup, or `max`: no limit
+            continue
+        if left > 0:
+            available = min(available, left)
+    return available
+
+
+def nvidia_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
+    """Return the devices that `nvidia-smi` shows and CUDA_VISIBLE_DEVICES lets through."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ()
+    query = [command, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return visible(listed(result.stdout), environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def listed(text: str) -> tuple[Device, ...]:
+    """Read the lines of `nvidia-smi --query-gpu=name,memory.total` (in MiB).
+
+    >>> listed("NVIDIA H100 80GB HBM3, 81559")
+    (Device(name='NVIDIA H100 80GB HBM3', memory_bytes=85520809984),)
+    """
+    devices = []
+    for line in text.splitlines():
+        name, _, memory = line.rpartition(",")
+        if name and memory.strip().isdigit():
+            devices.append(Device(name.strip(), int(memory) * MIB))
+    return tuple(devices)
+
+
+def visible(devices: Sequence[Device], chosen: str | None) -> tuple[Device, ...]:
+    """Return the devices that a value of CUDA_VISIBLE_DEVICES names by index.
+
+    As in CUDA, the first entry that is no device ends the list; identifiers (GPU-...) are counted.
+    """
+    if chosen is None:
+        return tuple(devices)
+    result = []
+    for position, entry in enumerate(part.strip() for part in chosen.split(",")):
+        if entry.startswith("GPU-") and position < len(devices):
+            result.append(devices[position])
+        elif entry.isdigit() and int(entry) < len(devices):
+            result.append(devices[int(entry)])
+        else:
+            break
+    return tuple(result)
+
+
+def of_devices(devices: Sequence[Device]) -> ClusterSpec:
+    """Return NVIDIA devices of one host as a cluster, a group for each run of equal ones."""
+    groups: list[DeviceGroup] = []
+    entries: list[AcceleratorEntry] = []
+    for device, run in groupby(devices):
+        count = len(list(run))
+        name, entry, known = _entry_of(device)
+        entries.append(entry)
+        accelerator = entry.accelerator(name if known else device.name)
+        if not known:
+            source = f"figures of {name}, the nearest in memory: {device.name} is not catalogued"
+            curve = entry.curve.model_copy(
+                update={"provenance": "quoted", "spread": 1.0, "source": source}
+            )
+            accelerator = accelerator.model_copy(
+                update={"curve": curve, "tdp_w": None, "sources": {"peak_flops": source}}
+            )
+        groups.append(
+            DeviceGroup(
+                name=f"{accelerator.name}-{len(groups)}" if groups else accelerator.name,
+                accelerator=accelerator.model_copy(update={"memory_bytes": device.memory_bytes}),
+                nodes=1,
+                devices_per_node=count,
+                host_memory_bytes=available_bytes(),
+                host_link_bytes_per_s=entry.host_link_bytes_per_s,
+            )
+        )
+    return ClusterSpec(
+        name=f"local:{len(devices)}",
+        groups=tuple(groups),
+        tiers=_tiers(entries, len(devices)),
+    )
+
+
+def _tiers(entries: Sequence[AcceleratorEntry], devices: int) -> tuple[LinkTier, ...]:
+    """Return the link that joins all devices of the host: the slowest kind among them."""
+    if devices == 1:
+        return ()
+    widest = [entry.tiers[-1] for entry in entries if entry.tiers]
+    if not widest:
+        widest = [accelerators()["rtx-4090"].tiers[-1]]
+    slowest = min(widest, key=lambda tier: tier.bytes_per_s)
+    return (slowest.model_copy(update={"devices": devices}),)
+
+
+def _entry_of(device: Device) -> tuple[str, AcceleratorEntry, bool]:
+    """Return the catalogue's name and entry for a device, and whether it is that device."""
+    entries = [(name, e) for name, e in accelerators().items() if e.vendor == "NVIDIA"]
+    for name, entry in entries:
+        if device.name in entry.driver_names:
+            return name, entry, True
+    name, entry = min(entries, key=lambda item: abs(item[1].memory_bytes - device.memory_bytes))
+    return name, entry, False
