@@ -142,8 +142,7 @@ def every_layer_its_own(layers: int, depth: int, m: int, ways: int) -> Instance:
             rng.uniform(0.001, 0.02),
             rng.uniform(0.1e9, 1.6e9),
             rng.uniform(0.1e9, 2e9),
-            0.003,
-            ways,
+            ways=ways,
         )
         for _ in range(layers)
     ]

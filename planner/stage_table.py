@@ -26,7 +26,7 @@ Booleans = NDArray[np.bool_]
 _MULTIPLIERS = 24
 _TRANSIENT_BINS = 4
 # Up to so many knapsacks are solved outright; more of them are dearer than bounds and a few solves.
-_OUTRIGHT = 1200
+_OUTRIGHT = 100
 
 
 class StageTable:
