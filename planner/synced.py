@@ -11,10 +11,12 @@ in all three, and drops those that no completion can bring below the incumbent:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from planner.frontier import Runs, fastest_choice
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -114,31 +116,49 @@ class _Dual:
 
 
 def _dual(groups: Sequence[Choices], budget_bytes: float, limit_s: float) -> _Dual | None:
-    """Best bound over a grid of multipliers; the grid's own choices supply the incumbent."""
+    """Best bound over a grid of multipliers, and an incumbent; None if nothing can fit.
+
+    The incumbent is the fastest choice within the bytes alone once sync is priced high enough for
+    it to keep the limit.
+    """
+    least_load = sum(float(g.load_bytes.min()) * g.count for g in groups)
+    least_sync = sum(float(g.sync_s.min()) * g.count for g in groups)
+    if least_load > budget_bytes * (1 + _SAME) or least_sync > limit_s * (1 + _SAME):
+        return None
     per_byte = _slopes([(g.load_bytes, g.time_s) for g in groups])
     per_sync = _slopes([(g.sync_s, g.time_s) for g in groups])
-    shape = (len(per_byte), len(per_sync))
-    total, time, load, sync = (np.zeros(shape) for _ in range(4))
+    total = np.zeros((len(per_byte), len(per_sync)))
     for group in groups:
         charged = (
             group.time_s
             + per_byte[:, None, None] * group.load_bytes
             + per_sync[None, :, None] * group.sync_s
         )
-        pick = charged.argmin(axis=2)
         total += group.count * charged.min(axis=2)
-        time += group.count * group.time_s[pick]
-        load += group.count * group.load_bytes[pick]
-        sync += group.count * group.sync_s[pick]
-    if (sum(float(g.load_bytes.min()) * g.count for g in groups) > budget_bytes * (1 + _SAME)) or (
-        sum(float(g.sync_s.min()) * g.count for g in groups) > limit_s * (1 + _SAME)
-    ):
-        return None
     bound = total - per_byte[:, None] * budget_bytes - per_sync * limit_s
-    at = np.unravel_index(int(bound.argmax()), shape)
-    fits = (load <= budget_bytes) & (sync <= limit_s)
-    incumbent_s = float(time[fits].min()) if fits.any() else np.inf
-    return _Dual(float(bound[at]), float(per_byte[at[0]]), float(per_sync[at[1]]), incumbent_s)
+    i, j = np.unravel_index(int(bound.argmax()), bound.shape)
+    best = _Dual(float(bound[i, j]), float(per_byte[i]), float(per_sync[j]), np.inf)
+    for price in per_sync[j:].tolist():
+        incumbent_s = _fastest_at_price(groups, price, budget_bytes, limit_s)
+        if incumbent_s < np.inf:
+            return replace(best, incumbent_s=incumbent_s)
+    return best
+
+
+def _fastest_at_price(
+    groups: Sequence[Choices], price: float, budget_bytes: float, limit_s: float
+) -> float:
+    """Seconds of the choice least in t + price · g within the bytes; inf if it breaks the limit."""
+    runs = [(Runs(g.load_bytes, g.time_s + price * g.sync_s), g.count) for g in groups]
+    found = fastest_choice(runs, budget_bytes)
+    if found is None:
+        return np.inf
+    time_s = sync_s = 0.0
+    for group, (run, count), point in zip(groups, runs, found[1], strict=True):
+        taken = run.options(count, point)
+        time_s += float(group.time_s[taken].sum())
+        sync_s += float(group.sync_s[taken].sum())
+    return time_s if sync_s <= limit_s else np.inf
 
 
 def _slopes(tables: list[tuple[Floats, Floats]]) -> Floats:
