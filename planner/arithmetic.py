@@ -1,0 +1,174 @@
+"""What one layer of a model is, as a table of operators, and what a model counts.
+
+Symbols: b micro-batch, s sequence, h hidden, a heads, k key-value heads, d head dim, f FFN,
+V vocabulary, E experts, t tensor degree, c context degree, e bytes per element.
+
+The rules are those of eager PyTorch modules as `transformers` writes them, with tensor and sequence
+parallelism as in `runtime.tensor`: a linear layer keeps its gathered input, an RMS norm works in
+fp32 out of separate kernels, softmax and loss are in fp32.  With them, a GPT block (LayerNorm,
+GELU, f = 4h, t = 1, bf16) keeps 34 s b h bytes less the 4 s b h of dropout masks and inputs that
+training without dropout lacks; tests/planner/test_arithmetic.py has that count by hand against
+Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198.
+"""
+
+from __future__ import annotations
+
+from planner.attention import attention, attention_width, window
+from planner.ends import embedding, embedding_width, head
+from planner.feed_forward import experts, mlp
+from planner.model import Architecture, Layer, ModelGraph
+from planner.operator_table import FP32, Operator, Setting, Table
+from planner.operators import norm
+
+
+def table(model: ModelGraph, layer: Layer, setting: Setting) -> Table:
+    """Return the operators of a layer; a traced layer becomes one operator."""
+    architecture = model.architecture
+    if architecture is None or layer.trace is not None:
+        return traced(layer, setting)
+    if layer.kind == "embedding":
+        return embedding(architecture, setting)
+    if layer.kind == "head":
+        return head(architecture, setting)
+    return _block(architecture, layer.kind, setting)
+
+
+def step_flops(model: ModelGraph, *, seq_len: int, global_batch: int) -> float:
+    """FLOPs of one step by the convention of model FLOPs utilisation.
+
+        6 N + 12 L a d s      per token
+
+    N are the parameters that multiply a token (all but the input embedding and the experts that it
+    is not sent to), the second term is attention without discount for the causal mask, forward and
+    backward; recomputation does not count.  Source: Chowdhery et al., 2022 (PaLM), appendix B.
+    A sliding window replaces s.  Traced layers count three times their forward FLOPs.
+    """
+    architecture = model.architecture
+    if architecture is None:
+        forward = sum(
+            layer.repeat * (layer.trace.forward_flops if layer.trace else 0.0)
+            for layer in model.layers
+        )
+        return 3.0 * forward * global_batch
+    tokens = float(seq_len * global_batch)
+    flops = 0.0
+    for layer in model.layers:
+        if layer.kind == "embedding":
+            continue
+        flops += layer.repeat * 6.0 * _active_parameters(architecture, layer) * tokens
+        if layer.kind == "head":
+            if architecture.tied_embeddings and architecture.vocab_size:
+                flops += 6.0 * architecture.vocab_size * embedding_width(architecture) * tokens
+            continue
+        span = window(architecture, layer.kind, seq_len)
+        flops += layer.repeat * 12.0 * attention_width(architecture) * span * tokens
+    return flops
+
+
+def local_parameters(
+    model: ModelGraph, layer: Layer, *, tensor: int = 1, expert: int = 1
+) -> tuple[float, float]:
+    """Return a layer's parameters on a rank: those of every rank's kind, and routed experts'.
+
+    Matrices divide by the tensor degree; norms, routers and biases of row-wise matrices stay whole.
+    Routed experts divide by the expert degree, or by the tensor degree where that is 1.
+    """
+    architecture = model.architecture
+    if architecture is None or layer.trace is not None:
+        return float(layer.parameters), 0.0
+    routed = _routed_parameters(architecture) if layer.kind == "moe_block" else 0
+    whole = _undivided_parameters(architecture, layer.kind)
+    dense = (layer.parameters - routed - whole) / tensor + whole
+    return dense, routed / (expert if expert > 1 else tensor)
+
+
+def _block(a: Architecture, kind: str, setting: Setting) -> Table:
+    """Attention, then MLP or experts, each beside the residual stream."""
+    stream = setting.stream_tokens * a.hidden_size * setting.element_bytes
+    operators: list[Operator] = []
+    residual = "x"
+    for part in ("attention", "mlp"):
+        tensor = residual
+        if a.pre_norm:
+            operators.append(norm(a, setting, tensor, f"{part}_norm", width=a.hidden_size))
+            tensor = f"{part}_norm"
+        if part == "attention":
+            operators += attention(a, kind, setting, tensor)
+        elif kind == "moe_block" and a.experts is not None:
+            operators += experts(a, setting, tensor)
+        else:
+            operators += mlp(a, setting, tensor, f"{part}", ffn_size=a.ffn_size)
+        tensor = f"{part}_out"
+        if a.post_norms:
+            operators.append(norm(a, setting, tensor, f"{part}_post_norm", width=a.hidden_size))
+            tensor = f"{part}_post_norm"
+        operators.append(
+            Operator(
+                name=f"{part}_residual",
+                kind="memory",
+                inputs=(residual, tensor),
+                outputs={f"{part}_sum": stream},
+                moved_bytes=3 * stream,
+                backward_moved_bytes=3 * stream,
+            )
+        )
+        residual = f"{part}_sum"
+        if not a.pre_norm:
+            operators.append(norm(a, setting, residual, f"{part}_norm", width=a.hidden_size))
+            residual = f"{part}_norm"
+    return Table(kind=kind, operators=tuple(operators), input_bytes=stream, output=residual)
+
+
+def traced(layer: Layer, setting: Setting) -> Table:
+    """One operator of a layer that was traced in fp32; times its samples, in the job's type."""
+    trace = layer.trace
+    samples = float(setting.micro_batch)
+    scale = samples * setting.element_bytes / FP32
+    stored = trace.stored_bytes * scale if trace else 0.0
+    output = trace.output_bytes * scale if trace else 0.0
+    transient = trace.transient_bytes * scale if trace else 0.0
+    operator = Operator(
+        name=layer.name,
+        kind="matmul",
+        inputs=("x",),
+        outputs={"kept": stored, "out": output},
+        saved=("kept",),
+        flops=trace.forward_flops * samples if trace else 0.0,
+        moved_bytes=2 * (stored + output),
+        backward_moved_bytes=4 * (stored + output),
+        workspace_bytes=transient,
+    )
+    return Table(kind=layer.kind, operators=(operator,), input_bytes=output, output="out")
+
+
+def _active_parameters(a: Architecture, layer: Layer) -> float:
+    """Parameters of a layer that one token is multiplied with."""
+    if layer.kind != "moe_block" or a.experts is None:
+        return float(layer.parameters)
+    routed = _routed_parameters(a)
+    return layer.parameters - routed * (1.0 - a.experts.per_token / a.experts.count)
+
+
+def _routed_parameters(a: Architecture) -> int:
+    if a.experts is None:
+        return 0
+    return a.experts.count * (3 if a.gated_mlp else 2) * a.hidden_size * a.experts.ffn_size
+
+
+def _undivided_parameters(a: Architecture, kind: str) -> int:
+    """Parameters that every tensor-parallel rank holds whole."""
+    norm = a.hidden_size * (2 if a.norm == "layer" else 1)
+    if kind == "embedding":
+        learned = a.max_positions * a.hidden_size if a.positions == "learned" else 0
+        return learned + (a.token_types * a.hidden_size + norm if a.token_types else 0)
+    if kind == "head":
+        return norm + (a.hidden_size**2 + a.hidden_size + norm if a.head_transform else 0)
+    count = (4 if a.post_norms else 2) * norm
+    count += a.hidden_size * (a.output_bias + a.mlp_bias)
+    count += 2 * a.head_dim if a.qk_norm else 0
+    if a.latent is not None:
+        count += a.latent.q_rank * (a.hidden_size + 1)
+        count += (a.hidden_size + 1) * a.latent.kv_rank + a.hidden_size * a.latent.rope_head_dim
+    if kind == "moe_block" and a.experts is not None:
+        count += a.hidden_size * a.experts.count
+    return count

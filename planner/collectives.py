@@ -1,0 +1,228 @@
+"""Seconds taken by collectives on one or several link tiers, by the alpha-beta model.
+
+A group of ranks is described by its levels: how many of its members reach each other over each
+tier, fastest first.  Sizes follow nccl-tests: all_reduce and send_recv the buffer, all_gather the
+gathered output, reduce_scatter the input, all_to_all one rank's whole buffer.  Where a level has
+measured points, its seconds are interpolated from them; no operation is derived from another one.
+
+Symbols: n ranks, S bytes, α = latency_s, W = bytes_per_s x fraction reached by the operation.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.cluster import Collective, LinkTier
+from planner.plan import Axis, Layout
+from planner.profile import CollectiveCurve
+
+DEFAULT_FRACTION: dict[Collective, float] = {
+    "all_reduce": 0.75,
+    "all_gather": 0.75,
+    "reduce_scatter": 0.75,
+    "all_to_all": 0.7,
+    "send_recv": 0.85,
+    "broadcast": 0.75,
+}
+"""Bus bandwidth over the quoted rate where a tier does not say: the middle of what nccl-tests reach
+over NVLink (0.66-0.79 without in-switch sums) and over InfiniBand or EFA (0.65-0.87)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """`members` of a group that reach each other over a tier, one from each faster subgroup."""
+
+    tier: LinkTier
+    members: int
+
+
+Levels = tuple[Level, ...]
+Curves = Mapping[tuple[str, Collective], tuple[CollectiveCurve, ...]]
+
+
+def curves_by_name(curves: Sequence[CollectiveCurve]) -> Curves:
+    """Return measured curves by tier and operation, fewest ranks first."""
+    result: dict[tuple[str, Collective], tuple[CollectiveCurve, ...]] = {}
+    for curve in sorted(curves, key=lambda c: c.ranks):
+        key = (curve.tier, curve.operation)
+        result[key] = (*result.get(key, ()), curve)
+    return result
+
+
+def group_levels(tiers: Sequence[LinkTier], layout: Layout, axes: Sequence[Axis]) -> Levels:
+    """Return the levels of the groups along some axes of a layout's mesh.
+
+    Ranks are numbered with `layout.order` innermost first.  A tier that reaches D devices holds
+    whole groups if D is a multiple of the ranks they span; else it holds as many members as fit
+    without straddling its border, and the next tier joins the parts.
+    """
+    degrees: dict[Axis, int] = {
+        "tensor": layout.tensor,
+        "context": layout.context,
+        "data_shard": layout.data_shard,
+        "data_replicate": layout.data_replicate,
+        "pipeline": layout.pipeline,
+    }
+    steps = []
+    stride = 1
+    for axis in layout.order:
+        if axis in axes and degrees[axis] > 1:
+            steps.append((degrees[axis], stride))
+        stride *= degrees[axis]
+    return levels(tiers, steps, devices=stride)
+
+
+def levels(tiers: Sequence[LinkTier], steps: Sequence[tuple[int, int]], *, devices: int) -> Levels:
+    """Return the levels of groups given as (ranks, stride) of each axis, innermost first.
+
+    `devices` is how many the whole job has.
+
+    >>> nvlink = LinkTier(name="nvlink", devices=8, latency_s=0.0, bytes_per_s=450e9)
+    >>> fabric = LinkTier(name="fabric", devices=64, latency_s=0.0, bytes_per_s=50e9)
+    >>> [level.members for level in levels((nvlink, fabric), [(16, 2)], devices=64)]
+    [4, 4]
+    """
+    total = math.prod(ranks for ranks, _ in steps)
+    result, joined = [], 1
+    for tier in tiers:
+        inside = total
+        if tier.devices < devices:
+            inside = math.prod(_inside(tier.devices, ranks, stride) for ranks, stride in steps)
+        if inside > joined:
+            result.append(Level(tier, inside // joined))
+            joined = inside
+        if joined >= total:
+            break
+    if joined < total and tiers:
+        result.append(Level(tiers[-1], -(-total // joined)))
+    return tuple(result)
+
+
+def _inside(devices: int, ranks: int, stride: int) -> int:
+    """How many of `ranks` members, `stride` apart, every group has within `devices` neighbours."""
+    if devices % (ranks * stride) == 0:
+        return ranks
+    fitting = range(1, min(devices // stride, ranks) + 1)
+    return max((d for d in fitting if ranks % d == 0 and devices % (d * stride) == 0), default=1)
+
+
+def ranks_of(group: Levels) -> int:
+    """Return how many ranks a group has."""
+    return math.prod(level.members for level in group)
+
+
+def collective_s(
+    operation: Collective, size_bytes: float, group: Levels, curves: Curves | None = None
+) -> float:
+    """Seconds of a collective over all levels of a group.
+
+    Between subgroups only one part in (ranks inside) of the buffer moves through each device, and
+    chunks flow through all levels at once: the slowest level's seconds, plus the others' latency.
+
+    >>> nvlink = LinkTier(name="nvlink", devices=8, latency_s=0.0, bytes_per_s=450e9,
+    ...     fractions={"all_reduce": 1.0})
+    >>> f"{1e3 * collective_s('all_reduce', 1e9, (Level(nvlink, 8),)):.2f} ms"
+    '3.89 ms'
+    """
+    if not group or size_bytes <= 0:
+        return 0.0
+    total = ranks_of(group)
+    seconds, latencies, inner = [], [], 1
+    for level in group:
+        latency_s, whole_s = _level_s(
+            operation, size_bytes, level, inner=inner, total=total, curves=curves or {}
+        )
+        latencies.append(latency_s)
+        seconds.append(whole_s)
+        inner *= level.members
+    slowest = max(range(len(seconds)), key=lambda i: seconds[i])
+    return seconds[slowest] + sum(latencies) - latencies[slowest]
+
+
+def _level_s(
+    operation: Collective,
+    size_bytes: float,
+    level: Level,
+    *,
+    inner: int,
+    total: int,
+    curves: Curves,
+) -> tuple[float, float]:
+    """Return latency alone and whole seconds of one level; `inner` ranks are joined already."""
+    tier, n = level.tier, level.members
+    share = size_bytes / inner
+    if operation == "all_to_all":
+        # Of its buffer a rank sends the part for ranks beyond its subgroup but within this level.
+        share = size_bytes * inner * n / total
+    elif operation in ("send_recv", "broadcast"):
+        share = size_bytes
+    measured = curves.get((tier.name, operation))
+    if measured:
+        curve = nearest_ranks(measured, n)
+        scale = _ring_factor(operation, n) / _ring_factor(operation, curve.ranks)
+        return curve.points[0].seconds, interpolated_s(curve, share * max(scale, 1e-9))
+    rate = tier.bytes_per_s * tier.fractions.get(operation, DEFAULT_FRACTION[operation])
+    return _model_s(operation, share, n, latency_s=tier.latency_s, rate=rate)
+
+
+def _model_s(
+    operation: Collective, size_bytes: float, n: int, *, latency_s: float, rate: float
+) -> tuple[float, float]:
+    """Return latency alone and whole seconds by the alpha-beta model.
+
+        all_reduce        min(2 (n-1) α, 4 ⌈log2 n⌉ α) + 2 (n-1)/n S / W      ring, or two trees
+        all_gather        (n-1) α + (n-1)/n S / W                             ring
+        reduce_scatter    (n-1) α + (n-1)/n S / W                             ring
+        all_to_all        α + (n-1)/n S / W                                   all pairs at once
+        send_recv         α + S / W
+        broadcast         ⌈log2 n⌉ α + S / W                                  tree
+
+    Sources: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009) 117-124; Sanders, Speck,
+    Träff, Parallel Comput. 35 (2009) 581-594 for the two trees; nccl-tests, doc/PERFORMANCE.md for
+    the bus bandwidth that W is.
+    """
+    doublings = max(1, math.ceil(math.log2(n))) if n > 1 else 0
+    rounds = {
+        "all_reduce": min(2 * (n - 1), 4 * doublings),
+        "all_gather": n - 1,
+        "reduce_scatter": n - 1,
+        "all_to_all": 1,
+        "send_recv": 1,
+        "broadcast": doublings,
+    }[operation]
+    waited = rounds * latency_s
+    return waited, waited + _ring_factor(operation, n) * size_bytes / rate
+
+
+def _ring_factor(operation: Collective, n: int) -> float:
+    """Bytes through the busiest link over the size: nccl-tests' factor between the bandwidths."""
+    if operation in ("send_recv", "broadcast"):
+        return 1.0
+    return (2.0 if operation == "all_reduce" else 1.0) * (n - 1) / n
+
+
+def nearest_ranks(curves: Sequence[CollectiveCurve], ranks: int) -> CollectiveCurve:
+    """Return the curve measured with the number of ranks nearest in ratio."""
+    return min(curves, key=lambda c: (abs(math.log(c.ranks / max(ranks, 1))), c.ranks))
+
+
+def interpolated_s(curve: CollectiveCurve, size_bytes: float) -> float:
+    """Seconds at a size, straight between measured points in the logarithms of both.
+
+    Below the smallest size the smallest's seconds hold (latency); above the largest, its bandwidth.
+    """
+    points = curve.points
+    if size_bytes <= points[0].size_bytes:
+        return points[0].seconds
+    last = points[-1]
+    if size_bytes >= last.size_bytes:
+        return last.seconds * size_bytes / last.size_bytes
+    right = bisect_left([point.size_bytes for point in points], size_bytes)
+    low, high = points[right - 1], points[right]
+    if min(low.seconds, high.seconds) <= 0:
+        return max(low.seconds, high.seconds)
+    share = math.log(size_bytes / low.size_bytes) / math.log(high.size_bytes / low.size_bytes)
+    return float(low.seconds * (high.seconds / low.seconds) ** share)

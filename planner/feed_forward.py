@@ -1,0 +1,230 @@
+"""Operators of the feed-forward part of a block: plain or gated MLP, routed and shared experts."""
+
+from __future__ import annotations
+
+from planner.model import Architecture
+from planner.operator_table import FP32, Operator, Setting
+from planner.operators import exchange, gathered, matmul, row_wise
+
+ROUTING_SKEW = 1.1
+"""Busiest expert rank over the mean, for experts on several ranks.  Measured MoE kernels on H100
+take 0.9-1.7 times the balanced seconds at 8 ranks under skewed routing (aiconfigurator data)."""
+
+
+def mlp(
+    a: Architecture, setting: Setting, source: str, name: str, *, ffn_size: float
+) -> list[Operator]:
+    """Up projection (with a gate), activation, down projection."""
+    e, tokens = setting.element_bytes, setting.tokens
+    full = tokens * a.hidden_size * e
+    operators, whole = gathered(setting, source, f"{name}_gather", full)
+    operators += _feed_forward(
+        a, setting, whole, name, tokens=tokens, width=ffn_size / setting.tensor
+    )
+    operators += row_wise(
+        setting,
+        f"{name}_product",
+        f"{name}_out",
+        flops=2 * tokens * a.hidden_size * ffn_size / setting.tensor,
+        in_bytes=tokens * ffn_size / setting.tensor * e,
+        out_bytes=full,
+        weight_bytes=ffn_size / setting.tensor * a.hidden_size * e,
+    )
+    return operators
+
+
+def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
+    """Router, dispatch, routed experts, combination, and experts that all tokens share.
+
+    With experts on several ranks, each rank sends its own tokens; otherwise experts are divided
+    like a dense MLP.
+    """
+    experts = a.experts
+    assert experts is not None
+    e = setting.element_bytes
+    spread = setting.expert > 1
+    divided = 1 if spread else setting.tensor
+    tokens = setting.stream_tokens if spread else setting.tokens
+    full = tokens * a.hidden_size * e
+    operators: list[Operator] = []
+    whole = source
+    if not spread:
+        operators, whole = gathered(setting, source, "mlp_gather", full)
+    scores = tokens * experts.count * FP32
+    sent = experts.per_token * full
+    operators += [
+        matmul(
+            "router",
+            (whole,),
+            {"router": tokens * experts.count * e},
+            flops=2 * tokens * a.hidden_size * experts.count,
+            moved_bytes=full + a.hidden_size * experts.count * e,
+        ),
+        Operator(
+            name="routing",
+            kind="memory",
+            inputs=("router",),
+            outputs={"scores": scores, "weights": tokens * experts.per_token * FP32},
+            saved=("scores", "weights"),
+            moved_bytes=4 * scores,
+            backward_moved_bytes=4 * scores,
+            kernels=6,
+        ),
+        Operator(
+            name="dispatch",
+            kind="memory",
+            inputs=(whole,),
+            outputs={"dispatched": sent},
+            moved_bytes=2 * sent,
+            backward_moved_bytes=2 * sent,
+            kernels=4,
+        ),
+    ]
+    arrived, skew = "dispatched", 1.0
+    if spread:
+        skew = ROUTING_SKEW
+        operators.append(exchange("dispatched", "arrived", sent * skew))
+        arrived = "arrived"
+    count = tokens * experts.per_token * skew
+    width = experts.ffn_size / divided
+    local_experts = experts.count / setting.expert
+    operators += _feed_forward(
+        a, setting, arrived, "expert", tokens=count, width=width, weights=local_experts
+    )
+    operators.append(
+        matmul(
+            "expert_down",
+            ("expert_product",),
+            {"expert_down": sent * skew},
+            flops=2 * count * width * a.hidden_size,
+            moved_bytes=(count * (width + a.hidden_size) + local_experts * width * a.hidden_size)
+            * e,
+        )
+    )
+    returned = "expert_down"
+    if spread:
+        operators.append(exchange("expert_down", "returned", sent * skew))
+        returned = "returned"
+    routed = "mlp_out" if divided == 1 else "mlp_out_partial"
+    shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
+    combined = "routed_out" if shared else routed
+    operators.append(
+        Operator(
+            name="combine",
+            kind="memory",
+            inputs=(returned, "weights"),
+            outputs={combined: full},
+            saved=(returned, "weights"),
+            moved_bytes=2 * sent + full,
+            backward_moved_bytes=3 * sent + full,
+            kernels=3,
+        )
+    )
+    if shared:
+        operators += _feed_forward(
+            a, setting, whole, "shared", tokens=tokens, width=shared / divided
+        )
+        operators.append(
+            matmul(
+                "shared_out",
+                ("shared_product",),
+                {"shared_out": full},
+                flops=2 * tokens * a.hidden_size * shared / divided,
+                moved_bytes=(
+                    tokens * (a.hidden_size + shared / divided) + a.hidden_size * shared / divided
+                )
+                * e,
+            )
+        )
+        operators.append(
+            Operator(
+                name="shared_sum",
+                kind="memory",
+                inputs=("routed_out", "shared_out"),
+                outputs={routed: full},
+                moved_bytes=3 * full,
+                backward_moved_bytes=3 * full,
+            )
+        )
+    if divided > 1:
+        operators.append(
+            Operator(
+                name="mlp_out_scatter",
+                kind="reduce_scatter",
+                inputs=("mlp_out_partial",),
+                outputs={"mlp_out": full / divided},
+                moved_bytes=full,
+            )
+        )
+    return operators
+
+
+def _feed_forward(
+    a: Architecture,
+    setting: Setting,
+    source: str,
+    name: str,
+    *,
+    tokens: float,
+    width: float,
+    weights: float = 1.0,
+) -> list[Operator]:
+    """Up projection and activation; `weights` matrices are read where experts share a rank."""
+    e = setting.element_bytes
+    size = tokens * width * e
+    if not a.gated_mlp:
+        up = matmul(
+            f"{name}_up",
+            (source,),
+            {f"{name}_up": size},
+            flops=2 * tokens * a.hidden_size * width,
+            moved_bytes=(tokens * (a.hidden_size + width) + weights * a.hidden_size * width) * e,
+        )
+        return [up, _activation(a, name, size)]
+    gate = matmul(
+        f"{name}_gate_up",
+        (source,),
+        {f"{name}_gate": size, f"{name}_up": size},
+        flops=4 * tokens * a.hidden_size * width,
+        moved_bytes=2 * (tokens * (a.hidden_size + width) + weights * a.hidden_size * width) * e,
+        kernels=2,
+    )
+    activation = Operator(
+        name=f"{name}_activation",
+        kind="memory",
+        inputs=(f"{name}_gate", f"{name}_up"),
+        outputs={f"{name}_gated": size, f"{name}_product": size},
+        saved=(f"{name}_gate", f"{name}_up", f"{name}_gated"),
+        moved_bytes=5 * size,
+        backward_moved_bytes=8 * size,
+        kernels=2,
+    )
+    return [gate, activation]
+
+
+def _activation(a: Architecture, name: str, size: float) -> Operator:
+    """GELU or ReLU of an ungated MLP, keeping its input.
+
+    GPT-2's tanh approximation is written out in `transformers` and keeps four tensors of its own.
+    """
+    if a.family == "gpt2":
+        inner = {f"{name}_{part}": size for part in ("half", "tanh", "one_plus_tanh")}
+        return Operator(
+            name=f"{name}_activation",
+            kind="memory",
+            inputs=(f"{name}_up",),
+            outputs={**inner, f"{name}_product": size},
+            saved=(f"{name}_up", *inner),
+            moved_bytes=17 * size,
+            backward_moved_bytes=30 * size,
+            kernels=8,
+        )
+    return Operator(
+        name=f"{name}_activation",
+        kind="memory",
+        inputs=(f"{name}_up",),
+        outputs={f"{name}_product": size},
+        saved=(f"{name}_up",),
+        moved_bytes=2 * size,
+        backward_moved_bytes=3 * size,
+    )

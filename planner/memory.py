@@ -1,0 +1,135 @@
+"""Bytes that a layer's parameters, gradients and optimizer state take on one rank.
+
+The rules are those of the native runtime: FSDP2 units of one layer each, AdamW in fp32, and with
+bf16 a MixedPrecisionPolicy that computes in bf16 and reduces gradients in fp32.  Activations stand
+in `planner.arithmetic`, what a rank holds beside layers in `planner.costs`.
+
+Symbols: N parameters of the layer on the rank after tensor parallelism, d shard degree, e bytes of
+a parameter in computation (2 for bf16, 4 for fp32).  Master parameters take 4 bytes each, AdamW's
+two moments 8, gradients 4; FSDP2 adds a working copy of e N wherever it wraps a layer.
+
+                       parameters      gradients       optimizer
+    no data axis, fp32 4 N             4 N             8 N
+    ZeRO-0 (replicate) 4 N + e N       4 N             8 N
+    ZeRO-1             4 N/d + e N     4 N  (1)        8 N/d
+    ZeRO-2             4 N/d + e N     4 N/d  (2)      8 N/d
+    ZeRO-3             4 N/d  (3)      4 N/d  (2)      8 N/d
+
+(1) Gradients are reduced once, after the last micro-batch; with a single one they are 4 N/d.
+(2) Under a pipeline torch reduces once per step too, so 4 N.
+(3) Under a pipeline a stage's parameters stay gathered from its first backward on: + e N.
+
+While a unit works it needs in forward, ZeRO-3 only, 3 e N (its copy, the gathered buffer it came
+from, the next unit's buffer), and in backward its fresh gradients e N, the reduction's input 4 N,
+and for ZeRO-3 again copy and next buffer.  The optimizer is fused and needs no temporaries.
+
+Sources: torch 2.13, distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py);
+Rajbhandari et al., 2020 (ZeRO) for the stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.cluster import Precision
+
+MASTER = 4
+"""Bytes of a master parameter, of a gradient, and of each moment: fp32."""
+MOMENTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """How the states of a layer are divided, and when its gradients are reduced."""
+
+    precision: Precision
+    zero: int
+    shard: int
+    """Ranks that divide the states."""
+    data: int
+    """Ranks that hold gradients of the same parameters, the shard degree included."""
+    pipelined: bool
+    accumulated: bool
+    """A step has several micro-batches."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of a parameter in computation."""
+        return 2 if self.precision in ("bf16", "fp16", "fp8") else 4
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether FSDP2 holds the layer: for data parallelism, or for mixed precision."""
+        return self.data > 1 or self.working_bytes != MASTER
+
+    @property
+    def sharded(self) -> bool:
+        """Whether states are divided at all."""
+        return self.zero > 0 and self.shard > 1
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether parameters are freed between a layer's forward and backward."""
+        return self.sharded and self.zero == 3
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether gradients are reduced in every micro-batch's backward."""
+        return self.sharded and self.zero >= 2 and not self.pipelined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Bytes of one layer on one rank."""
+
+    parameters_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    forward_transient_bytes: float
+    backward_transient_bytes: float
+
+    @property
+    def resident_bytes(self) -> float:
+        """What stays for the whole step."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    def __add__(self, other: States) -> States:
+        """Both together, as one unit."""
+        return States(
+            parameters_bytes=self.parameters_bytes + other.parameters_bytes,
+            gradients_bytes=self.gradients_bytes + other.gradients_bytes,
+            optimizer_bytes=self.optimizer_bytes + other.optimizer_bytes,
+            forward_transient_bytes=self.forward_transient_bytes + other.forward_transient_bytes,
+            backward_transient_bytes=self.backward_transient_bytes + other.backward_transient_bytes,
+        )
+
+
+def states(parameters: float, sharing: Sharing) -> States:
+    """Return what a layer with this many parameters on the rank holds; the table is above.
+
+    >>> eight = Sharing(precision="bf16", zero=3, shard=8, data=8, pipelined=False,
+    ...     accumulated=True)
+    >>> states(8e9, eight).resident_bytes / 8e9 * 8
+    16.0
+    """
+    n, e, d = parameters, sharing.working_bytes, sharing.shard if sharing.sharded else 1
+    fresh = e * n if sharing.accumulated or sharing.wrapped else 0.0
+    if not sharing.wrapped:
+        return States(
+            parameters_bytes=MASTER * n,
+            gradients_bytes=MASTER * n,
+            optimizer_bytes=MOMENTS * MASTER * n,
+            forward_transient_bytes=0.0,
+            backward_transient_bytes=fresh,
+        )
+    copy = 0.0 if sharing.gathers_again and not sharing.pipelined else e * n
+    once = sharing.pipelined or sharing.accumulated
+    whole_gradients = not sharing.sharded or (once and not sharing.reduces_each_micro_batch)
+    gathered = e * n if sharing.gathers_again else 0.0
+    return States(
+        parameters_bytes=MASTER * n / d + copy,
+        gradients_bytes=MASTER * n / (1 if whole_gradients else d),
+        optimizer_bytes=MOMENTS * MASTER * n / d,
+        forward_transient_bytes=(2 if copy else 3) * gathered,
+        backward_transient_bytes=fresh + MASTER * n + (1 if copy else 2) * gathered,
+    )

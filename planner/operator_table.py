@@ -1,0 +1,228 @@
+"""Operators of a layer on one rank, and the tensors between them.
+
+A table lists operators in forward order with their FLOPs, the bytes they move through memory or
+over links, the tensors they make and the tensors that their backward needs.  Shapes are local: one
+rank, one micro-batch, after tensor, context and expert parallelism.  What is stored under a
+recompute choice, and what a layer needs beyond that while it runs, is read off the table by
+following every tensor from its birth to its last use.
+
+Which operators a transformer has is in `planner.arithmetic`; seconds are in `planner.compute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from planner.cluster import Collective, Precision
+from planner.profile import Recompute
+
+OperatorKind = Literal[
+    "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
+]
+GroupAxis = Literal["tensor", "context", "expert"]
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
+    {"matmul", "attention", "reduce_scatter", "all_to_all"}
+)
+"""Whose outputs selective recompute keeps; all others run a second time in backward."""
+
+BACKWARD_OF: dict[str, Collective] = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+}
+"""The collective that each communication operator's backward is."""
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a layer is divided, and what one micro-batch is."""
+
+    micro_batch: int
+    seq_len: int
+    precision: Precision = "bf16"
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one activation."""
+        return 4 if self.precision in ("fp32", "tf32") else 2
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch inside the tensor-parallel regions of a rank."""
+        return self.micro_batch * self.seq_len / self.context
+
+    @property
+    def stream_tokens(self) -> float:
+        """Tokens of the residual stream on a rank: sequence parallelism divides them further."""
+        return self.tokens / self.tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One step of a layer's forward pass on one rank.
+
+    For communication `moved_bytes` is the size in the sense of nccl-tests: gathered output,
+    scattered input, reduced buffer.
+    """
+
+    name: str
+    kind: OperatorKind
+    inputs: tuple[str, ...]
+    outputs: dict[str, float]
+    """Bytes of every tensor made."""
+    saved: tuple[str, ...] = ()
+    """Tensors that its backward needs."""
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    backward_moved_bytes: float = 0.0
+    kernels: int = 1
+    workspace_bytes: float = 0.0
+    """Live only inside the operator, beside its outputs."""
+    copied_bytes: float = 0.0
+    """Memory traffic of a communication that must reorder its buffers, one direction."""
+    axis: GroupAxis = "tensor"
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the operator moves bytes over links."""
+        return self.kind in BACKWARD_OF
+
+
+@dataclass(frozen=True)
+class Table:
+    """The operators of one layer in forward order, and the tensors between them."""
+
+    kind: str
+    operators: tuple[Operator, ...]
+    input_bytes: float
+    """Of the activation that enters; the tensor is called `x`."""
+    output: str
+    outside: int = 0
+    """How many trailing operators are not the layer's own and never recomputed: the loss."""
+
+    @cached_property
+    def sizes(self) -> dict[str, float]:
+        """Bytes of every tensor by name."""
+        result = {"x": self.input_bytes}
+        for operator in self.operators:
+            result |= operator.outputs
+        return result
+
+    @property
+    def output_bytes(self) -> float:
+        """Bytes that leave the layer."""
+        return self.sizes[self.output]
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of one forward pass."""
+        return sum(operator.flops for operator in self.operators)
+
+    def recomputed(self, recompute: Recompute) -> Iterator[Operator]:
+        """Yield the operators that run a second time in backward.
+
+        Recomputation stops when the last tensor that backward needs is there again.
+        """
+        if recompute == "none":
+            return
+        needed = _saved(self._inside)
+        made = [i for i, op in enumerate(self._inside) if not needed.isdisjoint(op.outputs)]
+        for operator in self._inside[: max(made, default=-1) + 1]:
+            if recompute == "full" or operator.kind not in KEPT_BY_SELECTIVE:
+                yield operator
+
+    def stored(self, recompute: Recompute) -> dict[str, float]:
+        """Return name and bytes of the tensors kept from forward to backward."""
+        if recompute == "none":
+            names = _saved(self.operators)
+        else:
+            names = {"x"} | (_saved(self._outside) - _outputs(self._inside))
+            if recompute == "selective":
+                names |= _outputs(op for op in self._inside if op.kind in KEPT_BY_SELECTIVE)
+        return {name: self.sizes[name] for name in names}
+
+    def stored_bytes(self, recompute: Recompute) -> float:
+        """Bytes kept from forward to backward by one micro-batch in flight."""
+        return sum(self.stored(recompute).values())
+
+    def forward_transient_bytes(self, recompute: Recompute) -> float:
+        """Peak inside forward above what is stored at its end, beyond the layer's output."""
+        stored = self.stored(recompute)
+        last_use = {n: i for i, op in enumerate(self.operators) for n in op.inputs}
+        alive = {"x": self.input_bytes}
+        peak = 0.0
+        for index, operator in enumerate(self.operators):
+            alive |= operator.outputs
+            peak = max(peak, sum(alive.values()) + operator.workspace_bytes)
+            for name in list(alive):
+                gone = last_use.get(name, -1) <= index and name != self.output
+                if gone and name not in stored and name != "x":
+                    del alive[name]
+        beyond = sum(size for name, size in stored.items() if name != self.output)
+        held_input = 0.0 if "x" in stored else self.input_bytes
+        return max(0.0, peak - beyond - self.output_bytes - held_input)
+
+    def backward_transient_bytes(self, recompute: Recompute) -> float:
+        """Peak inside backward above what was stored at its begin; weight gradients not counted."""
+        return self._backward_peak_bytes + self.recomputed_bytes(recompute)
+
+    def recomputed_bytes(self, recompute: Recompute) -> float:
+        """Bytes that recomputation brings back before a layer's backward starts."""
+        if recompute == "none":
+            return 0.0
+        again = sum(self.sizes[name] for name in _saved(self.operators) | {"x"})
+        return max(0.0, again - self.stored_bytes(recompute))
+
+    @property
+    def _inside(self) -> tuple[Operator, ...]:
+        return self.operators[: len(self.operators) - self.outside]
+
+    @property
+    def _outside(self) -> tuple[Operator, ...]:
+        return self.operators[len(self.operators) - self.outside :]
+
+    @cached_property
+    def _backward_peak_bytes(self) -> float:
+        """Gradients alive beyond the saved tensors that backward frees on its way."""
+        first_save: dict[str, int] = {}
+        for index, operator in enumerate(self.operators):
+            for name in operator.saved:
+                first_save.setdefault(name, index)
+        gradients = {self.output: self.output_bytes}
+        freed = peak = 0.0
+        for index in range(len(self.operators) - 1, -1, -1):
+            operator = self.operators[index]
+            if not any(name in gradients for name in operator.outputs):
+                continue
+            fresh = sum(self.sizes[name] for name in operator.inputs)
+            held = sum(gradients.values())
+            peak = max(peak, held + fresh + operator.workspace_bytes - freed)
+            for name in operator.inputs:
+                gradients[name] = self.sizes[name]
+            for name in operator.outputs:
+                gradients.pop(name, None)
+            freed += sum(
+                size
+                for name, size in self.sizes.items()
+                if name in operator.saved and first_save[name] == index
+            )
+        return peak
+
+
+def _saved(operators: Iterable[Operator]) -> set[str]:
+    return {name for operator in operators for name in operator.saved}
+
+
+def _outputs(operators: Iterable[Operator]) -> set[str]:
+    return {name for operator in operators for name in operator.outputs}

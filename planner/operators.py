@@ -1,0 +1,151 @@
+"""Operators that several parts of a transformer share: norms, products, collectives around them."""
+
+from __future__ import annotations
+
+from planner.model import Architecture
+from planner.operator_table import FP32, Operator, Setting
+
+
+def norm(
+    a: Architecture,
+    setting: Setting,
+    source: str,
+    name: str,
+    *,
+    width: float,
+    tokens: float | None = None,
+) -> Operator:
+    """A norm over `width` features of the residual stream (or of `tokens` tokens).
+
+    LayerNorm is one kernel that keeps its input.  RMSNorm is written out in fp32: upcast, square,
+    mean, scale, downcast, weight; it keeps the fp32 copy and the scaled activations.
+    """
+    count = (setting.stream_tokens if tokens is None else tokens) * width
+    size = count * setting.element_bytes
+    if a.norm == "layer":
+        return Operator(
+            name=name,
+            kind="memory",
+            inputs=(source,),
+            outputs={name: size},
+            saved=(source,),
+            moved_bytes=2 * size,
+            backward_moved_bytes=3 * size,
+        )
+    scaled = f"{name}_scaled"
+    if setting.element_bytes == FP32:
+        return Operator(
+            name=name,
+            kind="memory",
+            inputs=(source,),
+            outputs={scaled: size, name: size},
+            saved=(source, scaled),
+            moved_bytes=7 * size,
+            backward_moved_bytes=14 * size,
+            kernels=6,
+            workspace_bytes=size,
+        )
+    wide = f"{name}_fp32"
+    return Operator(
+        name=name,
+        kind="memory",
+        inputs=(source,),
+        outputs={wide: count * FP32, scaled: size, name: size},
+        saved=(wide, scaled),
+        moved_bytes=count * 38,
+        backward_moved_bytes=count * 60,
+        kernels=8,
+        workspace_bytes=count * FP32,
+    )
+
+
+def matmul(
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: dict[str, float],
+    *,
+    flops: float,
+    moved_bytes: float,
+    kernels: int = 1,
+) -> Operator:
+    """A matrix product, which keeps its inputs and whose backward is two products of its size."""
+    return Operator(
+        name=name,
+        kind="matmul",
+        inputs=inputs,
+        outputs=outputs,
+        saved=inputs,
+        flops=flops,
+        moved_bytes=moved_bytes,
+        backward_moved_bytes=2 * moved_bytes,
+        kernels=kernels,
+    )
+
+
+def gathered(setting: Setting, source: str, name: str, size: float) -> tuple[list[Operator], str]:
+    """Gather the sequence before a tensor-parallel region; nothing to do on one rank."""
+    if setting.tensor == 1:
+        return [], source
+    gather = Operator(
+        name=name,
+        kind="all_gather",
+        inputs=(source,),
+        outputs={name: size},
+        moved_bytes=size,
+        copied_bytes=_reordered(setting, size),
+    )
+    return [gather], name
+
+
+def row_wise(
+    setting: Setting,
+    source: str,
+    name: str,
+    *,
+    flops: float,
+    in_bytes: float,
+    out_bytes: float,
+    weight_bytes: float,
+) -> list[Operator]:
+    """Multiply by a row-wise divided matrix and scatter the sums over the sequence."""
+    partial = name if setting.tensor == 1 else f"{name}_partial"
+    result = [
+        matmul(
+            partial,
+            (source,),
+            {partial: out_bytes},
+            flops=flops,
+            moved_bytes=in_bytes + weight_bytes + out_bytes,
+        )
+    ]
+    if setting.tensor > 1:
+        result.append(
+            Operator(
+                name=f"{name}_scatter",
+                kind="reduce_scatter",
+                inputs=(partial,),
+                outputs={name: out_bytes / setting.tensor},
+                moved_bytes=out_bytes,
+                copied_bytes=_reordered(setting, out_bytes),
+            )
+        )
+    return result
+
+
+def exchange(source: str, name: str, size: float) -> Operator:
+    """All-to-all between the ranks that hold different experts."""
+    return Operator(
+        name=name,
+        kind="all_to_all",
+        inputs=(source,),
+        outputs={name: size},
+        moved_bytes=size,
+        axis="expert",
+    )
+
+
+def _reordered(setting: Setting, size: float) -> float:
+    """Traffic of bringing positions to the front and back, needed only for several samples."""
+    if setting.micro_batch == 1:
+        return 0.0
+    return 2 * size * (1 + 1 / setting.tensor)

@@ -1,0 +1,196 @@
+"""Costs of layouts: laws that any plan obeys, counts from the runtime, and the search's needs."""
+
+import time
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.costs import CostTables, LayoutCosts, StrategyCost, layout_costs, refusal
+from planner.expressions import resolve_cluster, resolve_model
+from planner.model import ModelGraph
+from planner.plan import Job, Layout
+
+JOB = Job(seq_len=4096, global_batch=64)
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelGraph:
+    return resolve_model("llama-3.1-8b")
+
+
+@pytest.fixture(scope="module")
+def node() -> ClusterSpec:
+    return resolve_cluster("8xh100-sxm-80gb")
+
+
+@pytest.fixture(scope="module")
+def tables(llama: ModelGraph, node: ClusterSpec) -> CostTables:
+    return CostTables(llama, node, JOB)
+
+
+def block(costs: LayoutCosts, recompute: str = "none") -> StrategyCost:
+    return next(cost for cost in costs.kinds["block"] if cost.recompute == recompute)
+
+
+def test_every_kind_has_its_three_choices_in_order(tables: CostTables) -> None:
+    costs = tables.of(Layout(data_shard=8, zero=3, micro_batches=8))
+
+    assert list(costs.kinds) == ["embedding", "block", "head"]
+    for choices in costs.kinds.values():
+        assert [choice.recompute for choice in choices] == ["none", "selective", "full"]
+
+
+def test_recomputing_a_block_trades_seconds_for_bytes(tables: CostTables) -> None:
+    none, selective, full = tables.of(Layout(data_shard=8, zero=3)).kinds["block"]
+
+    assert none.stored_bytes > selective.stored_bytes > full.stored_bytes
+    assert none.backward_s < selective.backward_s < full.backward_s
+    assert none.forward_s == selective.forward_s == full.forward_s
+    assert none.sync_s == selective.sync_s == full.sync_s
+
+
+def test_resident_bytes_of_the_whole_model_are_16_per_parameter_over_the_shards(
+    tables: CostTables, llama: ModelGraph
+) -> None:
+    costs = tables.of(Layout(data_shard=8, zero=3, micro_batches=8))
+
+    held = sum(layer.repeat * costs.kinds[layer.kind][0].resident_bytes for layer in llama.layers)
+
+    assert held == pytest.approx(16 * llama.parameters / 8)
+
+
+def test_tensor_parallelism_divides_matrices_and_keeps_norms(
+    tables: CostTables, llama: ModelGraph
+) -> None:
+    whole = block(tables.of(Layout(data_replicate=8))).resident_bytes
+    halved = block(tables.of(Layout(tensor=2, data_replicate=4))).resident_bytes
+
+    norms = 2 * 4096
+    parameters = next(layer.parameters for layer in llama.layers if layer.kind == "block")
+    assert halved / whole == pytest.approx(((parameters - norms) / 2 + norms) / parameters)
+
+
+def test_a_pipeline_of_a_tied_model_holds_the_embedding_at_both_ends(node: ClusterSpec) -> None:
+    gpt2 = resolve_model("gpt2")
+    tables = CostTables(gpt2, node, Job(seq_len=1024, global_batch=64))
+
+    alone = tables.of(Layout(data_replicate=8)).kinds["head"][0].resident_bytes
+    piped = tables.of(Layout(data_replicate=4, pipeline=2)).kinds["head"][0].resident_bytes
+
+    assert piped - alone == pytest.approx(18 * 50257 * 768)
+
+
+def test_sharding_levels_move_communication_between_step_and_micro_batch(
+    tables: CostTables,
+) -> None:
+    def of(zero: int) -> StrategyCost:
+        return block(tables.of(Layout(data_shard=8, zero=zero, micro_batches=8)))
+
+    assert of(1).forward_s == of(2).forward_s < of(3).forward_s
+    assert of(1).backward_s < of(2).backward_s < of(3).backward_s
+    assert of(1).sync_s > of(2).sync_s > of(3).sync_s
+
+
+def test_the_schedule_changes_neither_layers_nor_boundaries(tables: CostTables) -> None:
+    one = tables.of(Layout(pipeline=4, data_shard=2, zero=1, micro_batches=8, schedule="1f1b"))
+    other = tables.of(Layout(pipeline=4, data_shard=2, zero=1, micro_batches=8, schedule="gpipe"))
+
+    assert one.kinds == other.kinds
+    assert one.boundary_s == other.boundary_s > 0
+    assert one.fixed_bytes < other.fixed_bytes
+
+
+def test_there_is_no_boundary_without_a_pipeline(tables: CostTables) -> None:
+    costs = tables.of(Layout(data_shard=8, zero=3))
+
+    assert costs.boundary_s == 0
+    assert costs.fixed_bytes == costs.context_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data_shard=8, zero=3),
+        Layout(data_replicate=8),
+        Layout(tensor=8, micro_batch=8),
+        Layout(tensor=2, pipeline=2, data_shard=2, zero=1, micro_batches=16),
+    ],
+    ids=Layout.text,
+)
+def test_faster_links_are_never_slower(
+    llama: ModelGraph, node: ClusterSpec, layout: Layout
+) -> None:
+    faster = node.model_copy(
+        update={
+            "tiers": tuple(
+                tier.model_copy(update={"bytes_per_s": 2 * tier.bytes_per_s}) for tier in node.tiers
+            )
+        }
+    )
+
+    slow = layout_costs(llama, node, JOB, layout)
+    fast = layout_costs(llama, faster, JOB, layout)
+
+    assert fast.boundary_s <= slow.boundary_s
+    for kind, choices in slow.kinds.items():
+        for before, after in zip(choices, fast.kinds[kind], strict=True):
+            assert after.forward_s <= before.forward_s
+            assert after.backward_s <= before.backward_s
+            assert after.sync_s <= before.sync_s
+            assert after.stored_bytes == before.stored_bytes
+
+
+def test_tensor_parallelism_across_nodes_is_slower_than_inside_one(llama: ModelGraph) -> None:
+    tables = CostTables(llama, resolve_cluster("2x8xh100-sxm-80gb"), JOB)
+    outside = ("pipeline", "data_shard", "data_replicate", "context", "tensor")
+
+    near = block(tables.of(Layout(tensor=2, data_shard=8, zero=1)))
+    far = block(tables.of(Layout(tensor=2, data_shard=8, zero=1, order=outside)))
+
+    assert far.forward_s > near.forward_s
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (Layout(context=2), "context"),
+        (Layout(expert=2), "expert"),
+        (Layout(tensor=3), "does not divide"),
+        (Layout(tensor=16), "it needs 16 devices"),
+        (Layout(data_replicate=2, zero=2), "data_shard"),
+    ],
+)
+def test_what_the_runtime_cannot_run_is_refused_with_the_reason(
+    llama: ModelGraph, node: ClusterSpec, layout: Layout, reason: str
+) -> None:
+    assert reason in (refusal(llama, node, JOB, layout) or "")
+
+
+def test_what_the_runtime_can_run_is_not_refused(llama: ModelGraph, node: ClusterSpec) -> None:
+    layout = Layout(tensor=2, pipeline=2, data_shard=2, zero=1, micro_batches=16)
+
+    assert refusal(llama, node, JOB, layout) is None
+
+
+def test_half_precision_with_scaling_is_refused(llama: ModelGraph, node: ClusterSpec) -> None:
+    job = Job(seq_len=4096, global_batch=64, precision="fp16")
+
+    assert "fp16" in (refusal(llama, node, job, Layout()) or "")
+
+
+def test_a_layout_seen_before_costs_microseconds(tables: CostTables) -> None:
+    layouts = [
+        Layout(pipeline=pipeline, data_shard=8 // pipeline, zero=zero, micro_batches=pipeline * 8)
+        for pipeline in (1, 2, 4)
+        for zero in (1, 2, 3)
+    ]
+    for layout in layouts:
+        tables.of(layout)
+
+    started = time.process_time()
+    for _ in range(100):
+        for layout in layouts:
+            tables.of(layout)
+    each_s = (time.process_time() - started) / (100 * len(layouts))
+
+    assert each_s < 50e-6
