@@ -65,14 +65,27 @@ def predict(
     plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profile | None = None
 ) -> Prediction:
     """Return what a plan should do."""
+    tables = CostTables(model, cluster, plan.job, profile)
+    prediction = placement_prediction(tables, plan.layout, placements_of(plan, model))
+    return prediction.model_copy(update={"plan_digest": plan.digest})
+
+
+def plan_timeline(
+    plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profile | None = None
+) -> Timeline:
+    """Return when each stage of a plan does which action."""
+    costs = CostTables(model, cluster, plan.job, profile).of(plan.layout)
+    placements = placements_of(plan, model)
+    return _run(costs, plan.layout, [stage_seconds(costs, stage) for stage in placements])
+
+
+def placements_of(plan: Plan, model: ModelGraph) -> list[Placement]:
+    """Return the layer kinds of each stage; DocumentError if the plan is for another model."""
     plan.check_model(model)
     kinds = {name: layer.kind for name, layer in model.chain}
-    placements = [
+    return [
         tuple((kinds[item.layer], item.recompute) for item in stage.layers) for stage in plan.stages
     ]
-    tables = CostTables(model, cluster, plan.job, profile)
-    prediction = placement_prediction(tables, plan.layout, placements)
-    return prediction.model_copy(update={"plan_digest": plan.digest})
 
 
 def layout_prediction(
@@ -108,14 +121,8 @@ def placement_prediction(
     model, cluster, job = tables.model, tables.cluster, tables.job
     costs = tables.of(layout)
     stages = [stage_seconds(costs, placement) for placement in placements]
-    order = orders(layout.schedule, stages=layout.pipeline, micro_batches=layout.micro_batches)
-    run = timeline(
-        order,
-        forward_s=[stage.whole_forward_s for stage in stages],
-        backward_s=[stage.whole_backward_s for stage in stages],
-        transfer_s=costs.transfer_s,
-    )
-    alive = [peak_alive(actions)[stage] for stage, actions in enumerate(order)]
+    run = _run(costs, layout, stages)
+    alive = [peak_alive(actions)[stage] for stage, actions in enumerate(run.orders)]
     accelerator = cluster.groups[0].accelerator
     capacity = float(accelerator.memory_bytes)
     memory = [
@@ -268,6 +275,16 @@ def _filled(seconds: Sequence[float], stages: int, limit: float) -> tuple[int, .
             total += seconds[at]
         cuts.append(at)
     return None if at > 0 else tuple(reversed(cuts))
+
+
+def _run(costs: LayoutCosts, layout: Layout, stages: Sequence[StageSeconds]) -> Timeline:
+    """Simulate the schedule of a layout on stages of these seconds."""
+    return timeline(
+        orders(layout.schedule, stages=layout.pipeline, micro_batches=layout.micro_batches),
+        forward_s=[stage.whole_forward_s for stage in stages],
+        backward_s=[stage.whole_backward_s for stage in stages],
+        transfer_s=costs.transfer_s,
+    )
 
 
 def _parts(costs: LayoutCosts, kind: str, recompute: Recompute) -> StrategyParts:

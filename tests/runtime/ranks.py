@@ -67,7 +67,7 @@ def _results(pipes: list[multiprocessing.connection.Connection], deadline: float
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank(  # noqa: PLR0917 - called by position, by multiprocessing
+def _rank(
     rank: int,
     world: int,
     store: Path,

@@ -1,0 +1,363 @@
+"""The command line: translate arguments, call one function, show the answer.
+
+Results go to stdout, talk and progress bars to stderr; `--json` prints one JSON object and nothing
+else.  Exit 0 done, 1 the user must act, 2 wrong usage; a traceback is our bug.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from meshwright import commands
+from planner.errors import MeshwrightError
+from planner.instance import Infeasible, Solution
+from planner.report.text import answer_text, prediction_lines
+from planner.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from planner.search import Progress as Report
+    from runtime.report import Comparison
+
+app = typer.Typer(
+    help="Finds the fastest way to train your model on your machines that fits in memory, "
+    "proves it, and runs it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+talk = Console(stderr=True, highlight=False)
+
+
+class Precision(StrEnum):
+    """Number formats of the arithmetic."""
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+class Solver(StrEnum):
+    """How the partition problem of each layout is solved."""
+
+    EXACT = "exact"
+    ILP = "ilp"
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(help="A catalogue name, a config.json or its folder, file.py:factory"),
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster", help="8xh100-sxm-80gb, 16x8xh100-sxm-80gb, 4xp5.48xlarge, local, cluster.yaml"
+    ),
+]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sample")]
+GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Samples per step")]
+PrecisionOption = Annotated[Precision | None, typer.Option("--precision")]
+ProfileOption = Annotated[
+    str | None, typer.Option("--profile", help="Measurements made by 'meshwright profile'")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
+
+
+@app.command()
+def plan(
+    model: ModelArgument,
+    cluster: ClusterOption,
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
+    precision: PrecisionOption = None,
+    profile: ProfileOption = None,
+    fix: Annotated[
+        list[str] | None, typer.Option("--fix", help="Pin a choice: tp=8, zero=3, recompute=full")
+    ] = None,
+    solver: Annotated[Solver, typer.Option("--solver")] = Solver.EXACT,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="Write the plan here")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Find the fastest plan that fits, and prove it."""
+    with _bar("searching layouts", quiet=json) as progress:
+        answer = commands.plan(
+            model,
+            cluster,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            precision=precision.value if precision else None,
+            profile=profile,
+            fix=fix or (),
+            solver=solver.value,
+            output=output,
+            progress=progress,
+        )
+    if json:
+        print(commands.as_json(commands.answer_json(answer)))
+        return
+    out.print(answer_text(answer.plan, answer.prediction, answer.certificate))
+    out.print(f"searched in {answer.search_s:.2f} s of CPU")
+    if output:
+        out.print(f"plan written to {output}; run it with: meshwright launch {output}")
+
+
+@app.command()
+def predict(
+    model: Annotated[str, typer.Argument(help="A model as for 'plan', or a plan.yaml")],
+    cluster: Annotated[str | None, typer.Option("--cluster")] = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="tp=8,pp=4,dp=2,micro_batch=1,recompute=full")
+    ] = None,
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
+    precision: PrecisionOption = None,
+    profile: ProfileOption = None,
+    json: Json = False,
+) -> None:
+    """Say what a plan, or a layout of a model, will take in time and memory."""
+    prediction = commands.predict(
+        model,
+        cluster,
+        layout=layout,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision.value if precision else None,
+        profile=profile,
+    )
+    if json:
+        print(commands.as_json(prediction.model_dump(mode="json", exclude_none=True)))
+        return
+    out.print(prediction.layout)
+    for line in prediction_lines(prediction):
+        out.print(line)
+
+
+@app.command()
+def solve(
+    problem: Annotated[str, typer.Argument(help="A partition problem: docs/schemas/problem.json")],
+    solver: Annotated[Solver, typer.Option("--solver")] = Solver.EXACT,
+    json: Json = False,
+) -> None:
+    """Solve a bare partition problem exactly, for comparison with other solvers."""
+    result = commands.solve(problem, solver=solver.value)
+    if json:
+        print(commands.as_json(commands.solution_json(result)))
+    elif isinstance(result, Solution):
+        proof = "optimal" if result.optimal else f"gap {100 * result.gap:.2g} %"
+        out.print(f"{seconds_text(result.objective_s)} ({proof})")
+        table = Table("stage", "layers", "seconds", "bytes")
+        for stage in range(len(result.stage_s)):
+            table.add_row(
+                str(stage),
+                f"{result.cuts[stage]}-{result.cuts[stage + 1] - 1}",
+                f"{result.stage_s[stage]:.6g}",
+                bytes_text(result.stage_bytes[stage]),
+            )
+        out.print(table)
+    elif isinstance(result, Infeasible):
+        raise MeshwrightError(f"{problem}: no split fits: {result.reason}")
+    if isinstance(result, Infeasible):
+        raise typer.Exit(1)
+
+
+@app.command()
+def launch(
+    plan: Annotated[str, typer.Argument(help="A plan.yaml")],
+    data: Annotated[
+        str | None, typer.Option("--data", help="A text file or folder; default: Python's sources")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="A local tokenizer folder; default: bytes")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps from the start of training")] = 20,
+    on: Annotated[str, typer.Option("--on")] = "local",
+    checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="Save here")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option("--checkpoint-every")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint")
+    ] = False,
+    max_seconds: Annotated[float | None, typer.Option("--max-seconds")] = None,
+    weights: Annotated[
+        str | None, typer.Option("--weights", help="A Hugging Face folder of safetensors")
+    ] = None,
+    profile: ProfileOption = None,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only")] = False,
+    json: Json = False,
+) -> None:
+    """Train by a plan on this machine, and compare with the prediction."""
+    run = commands.launch(
+        plan,
+        data=data,
+        tokenizer=tokenizer,
+        steps=steps,
+        on=on,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        max_seconds=max_seconds,
+        weights=weights,
+        profile=profile,
+        output=output,
+        dry_run=dry_run,
+        quiet=json,
+    )
+    if run is None:
+        return
+    if json:
+        print(commands.as_json(commands.run_json(run)))
+        return
+    losses = run.report.losses
+    if losses:
+        out.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
+    out.print(comparison_table(run.rows))
+    out.print(f"metrics {run.report.metrics}, logs {run.report.logs}")
+    if run.report.checkpoint:
+        out.print(f"checkpoint {run.report.checkpoint}")
+
+
+def comparison_table(rows: Sequence[Comparison]) -> Table:
+    """Return predicted beside measured."""
+    table = Table("", "predicted", "measured", "error")
+    for row in rows:
+        table.add_row(*commands.comparison_cells(row))
+    return table
+
+
+@app.command()
+def profile(
+    model: ModelArgument,
+    cluster: ClusterOption = "local",
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
+    precision: PrecisionOption = None,
+    output: Annotated[str, typer.Option("-o", "--output")] = "profile.yaml",
+    json: Json = False,
+) -> None:
+    """Measure a model's layers and this machine's links, for plans that hold here."""
+    measured = commands.profile(
+        model,
+        cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision.value if precision else None,
+        output=output,
+        quiet=json,
+    )
+    if json:
+        print(commands.as_json(measured.model_dump(mode="json", exclude_none=True)))
+        return
+    out.print(f"{measured.model} on {measured.birth.device}, {measured.birth.ranks} ranks")
+    table = Table("kind", "tp", "micro-batch", "recompute", "forward", "backward", "stored")
+    for row in measured.layers:
+        table.add_row(
+            row.kind,
+            str(row.tensor),
+            str(row.micro_batch),
+            row.recompute,
+            seconds_text(row.forward_s),
+            seconds_text(row.backward_s),
+            bytes_text(row.stored_bytes),
+        )
+    out.print(table)
+    out.print(f"profile written to {output}; plan with: --profile {output}")
+
+
+@app.command()
+def show(
+    plan: Annotated[str, typer.Argument(help="A plan.yaml")],
+    cluster: Annotated[str | None, typer.Option("--cluster")] = None,
+    profile: ProfileOption = None,
+    html: Annotated[str | None, typer.Option("--html", help="Write a page here")] = None,
+    trace: Annotated[str | None, typer.Option("--trace", help="Write a Chrome trace here")] = None,
+    json: Json = False,
+) -> None:
+    """Show a plan with its prediction: text, HTML page, pipeline timeline."""
+    shown = commands.show(plan, cluster=cluster, profile=profile, html=html, trace=trace)
+    if json:
+        dump = shown.prediction.model_dump(mode="json", exclude_none=True)
+        print(commands.as_json({"prediction": dump, "html": html, "trace": trace}))
+        return
+    out.print(answer_text(shown.plan, shown.prediction))
+    for path in (shown.html, shown.trace):
+        if path:
+            out.print(f"written: {path}")
+
+
+class Shelf(StrEnum):
+    """The lists of the catalogue."""
+
+    ACCELERATORS = "accelerators"
+    NODES = "nodes"
+    MODELS = "models"
+    PRICES = "prices"
+
+
+@app.command()
+def catalog(
+    shelf: Annotated[Shelf, typer.Argument(help="Which list")] = Shelf.MODELS,
+    json: Json = False,
+) -> None:
+    """List what can be named: accelerators, node types, models, dated prices."""
+    rows = commands.catalog(shelf.value)
+    if json:
+        print(commands.as_json(rows))
+        return
+    table = Table(*rows[0]) if rows else Table()
+    for row in rows:
+        table.add_row(*("" if cell is None else str(cell) for cell in row.values()))
+    out.print(table)
+
+
+@contextmanager
+def _bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
+    """Show a progress bar on stderr while a search runs, if a person is looking."""
+    if quiet or not talk.is_terminal:
+        yield None
+        return
+    columns = (TextColumn(what), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    with Progress(*columns, TimeElapsedColumn(), console=talk, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; 0 means done, 1 the user must act, 2 wrong usage."""
+    try:
+        app(args=arguments, standalone_mode=True)
+    except MeshwrightError as error:
+        print(f"meshwright: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("meshwright: interrupted", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 1
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

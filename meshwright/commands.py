@@ -1,0 +1,466 @@
+"""Every command as one Python function, with the arguments of the command line.
+
+Functions here read documents, call one function of the package that knows, and return its answer.
+torch is imported only inside the calls that need it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner import catalog as shelves
+from planner import document
+from planner.cluster import ClusterSpec, Precision
+from planner.costs import refusal
+from planner.errors import DocumentError, LaunchError
+from planner.expressions import is_factory, resolve_cluster, resolve_model
+from planner.inner import solve as solve_exactly
+from planner.instance import Fathomed, Infeasible, Solution
+from planner.model import ModelGraph
+from planner.plan import Job, Plan
+from planner.predict import layout_prediction, plan_timeline
+from planner.predict import predict as predict_plan
+from planner.prediction import Certificate, Prediction
+from planner.profile import Profile
+from planner.report.html import page as report_page
+from planner.report.trace import trace_json
+from planner.search import Answer, Progress, search
+from planner.space import pinned_layout, read_pins
+from planner.units import bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    from runtime.report import Comparison, RunReport
+
+TOKENS_PER_STEP = 2**20
+"""Tokens of a default global batch on accelerators; on CPUs it is 8 samples a rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A finished training run beside its prediction."""
+
+    plan: Plan
+    report: RunReport
+    prediction: Prediction
+    rows: list[Comparison]
+
+
+def model_of(text: str) -> ModelGraph:
+    """Return the model that a catalogue name, a configuration or `file.py:factory` names."""
+    if is_factory(text):
+        try:
+            from runtime.factory import graph_of_factory  # noqa: PLC0415 - needs torch
+        except ImportError as error:
+            raise LaunchError(
+                f"{text}: reading a Python factory needs torch; "
+                "install it with: pip install 'meshwright[torch]'"
+            ) from error
+        graph: ModelGraph = graph_of_factory(text)
+        return graph
+    return resolve_model(text)
+
+
+def job_of(
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+) -> Job:
+    """Return the work of one step, with defaults that suit the model and the devices."""
+    for name, value in (("seq-len", seq_len), ("global-batch", global_batch)):
+        if value is not None and value < 1:
+            raise DocumentError(name, f"is {value}; it is a whole number from 1")
+    on_cpu = cluster.groups[0].accelerator.kind == "cpu"
+    limit = model.architecture.max_positions if model.architecture else 512
+    if seq_len is None:
+        seq_len = min(limit, 256 if on_cpu else 4096)
+    if global_batch is None:
+        samples = 8 * cluster.devices if on_cpu else max(1, TOKENS_PER_STEP // seq_len)
+        global_batch = -(-samples // cluster.devices) * cluster.devices
+    return Job(
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision or ("fp32" if on_cpu else "bf16"),
+    )
+
+
+def plan(
+    model: str,
+    cluster: str,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+    fix: Sequence[str] = (),
+    solver: str = "exact",
+    output: str | None = None,
+    progress: Progress | None = None,
+) -> Answer:
+    """Find the fastest plan that fits, and prove it."""
+    graph, machine = model_of(model), resolve_cluster(cluster)
+    measured = _profile_for(graph, profile)
+    job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    answer = search(
+        graph,
+        machine,
+        job,
+        cluster_name=cluster,
+        profile=measured,
+        pins=read_pins(fix),
+        solver=solver,
+        progress=progress,
+    )
+    if output is not None:
+        document.write(answer.plan, output)
+    return answer
+
+
+def predict(
+    model_or_plan: str,
+    cluster: str | None = None,
+    *,
+    layout: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+) -> Prediction:
+    """Say what a plan, or a layout of a model, will take in time and memory."""
+    if _is_plan(model_or_plan):
+        wanted = document.read(Plan, model_or_plan)
+        if layout is not None:
+            raise DocumentError("layout", "a plan has its layout already; give a model instead")
+        graph = plan_model(wanted, model_or_plan)
+        machine = resolve_cluster(cluster or wanted.cluster)
+        _check_devices(wanted, machine)
+        return predict_plan(wanted, graph, machine, _profile_for(graph, profile))
+    if cluster is None:
+        raise DocumentError("cluster", "is missing; say on which machine, as in --cluster local")
+    graph, machine = model_of(model_or_plan), resolve_cluster(cluster)
+    job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    pins = read_pins([layout] if layout else [])
+    wanted_layout = pinned_layout(machine, job, pins)
+    reason = refusal(graph, machine, job, wanted_layout)
+    if reason is not None:
+        raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
+    return layout_prediction(
+        graph,
+        machine,
+        job,
+        wanted_layout,
+        recompute=pins.recompute or "none",
+        profile=_profile_for(graph, profile),
+    )
+
+
+def launch(
+    plan_path: str,
+    *,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    steps: int = 20,
+    checkpoint: str | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
+    output: str | None = None,
+    on: str = "local",
+    dry_run: bool = False,
+    max_seconds: float | None = None,
+    weights: str | None = None,
+    profile: str | None = None,
+    quiet: bool = False,
+) -> Run | None:
+    """Train by a plan on this machine; return what was predicted and what was measured."""
+    from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
+    from runtime.report import comparison  # noqa: PLC0415
+
+    wanted = document.read(Plan, plan_path)
+    graph = plan_model(wanted, plan_path)
+    report = start(
+        plan_path,
+        model=graph,
+        data=data,
+        tokenizer=tokenizer,
+        steps=steps,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        output=output,
+        on=on,
+        dry_run=dry_run,
+        max_seconds=max_seconds,
+        weights=weights,
+        quiet=quiet,
+    )
+    if report is None:
+        return None
+    machine = resolve_cluster(wanted.cluster)
+    prediction = predict_plan(wanted, graph, machine, _profile_for(graph, profile))
+    return Run(
+        plan=wanted, report=report, prediction=prediction, rows=comparison(report, prediction)
+    )
+
+
+def profile(
+    model: str,
+    cluster: str = "local",
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    output: str | None = None,
+    quiet: bool = False,
+) -> Profile:
+    """Measure a model's layers and this machine's links."""
+    from profiler.profile import profile as measure  # noqa: PLC0415 - starts ranks
+
+    graph, machine = model_of(model), resolve_cluster(cluster)
+    job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    measured: Profile = measure(model, cluster, job, quiet=quiet)
+    if output is not None:
+        document.write(measured, output)
+    return measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A plan beside its prediction, and where the pictures were written."""
+
+    plan: Plan
+    prediction: Prediction
+    html: str | None
+    trace: str | None
+
+
+def show(
+    plan_path: str,
+    *,
+    cluster: str | None = None,
+    profile: str | None = None,
+    html: str | None = None,
+    trace: str | None = None,
+    certificate: Certificate | None = None,
+    rows: Sequence[Comparison] = (),
+) -> Shown:
+    """Show what a plan says and should do; as a page (`html`) or a Chrome trace (`trace`) too."""
+    wanted = document.read(Plan, plan_path)
+    graph = plan_model(wanted, plan_path)
+    machine = resolve_cluster(cluster or wanted.cluster)
+    measured = _profile_for(graph, profile)
+    prediction = predict_plan(wanted, graph, machine, measured)
+    if html is not None:
+        page = report_page(
+            wanted,
+            prediction,
+            timeline=plan_timeline(wanted, graph, machine, measured),
+            certificate=certificate,
+            measured=[comparison_cells(row) for row in rows],
+        )
+        document.write_text(page, html)
+    if trace is not None:
+        document.write_text(trace_json(plan_timeline(wanted, graph, machine, measured)), trace)
+    return Shown(plan=wanted, prediction=prediction, html=html, trace=trace)
+
+
+def comparison_cells(row: Comparison) -> tuple[str, str, str, str]:
+    """Return what, predicted, measured and error as people read them."""
+    shown: dict[str, Callable[[float], str]] = {
+        "s": seconds_text,
+        "bytes": bytes_text,
+        "tokens/s": lambda rate: f"{rate:,.0f} tokens/s",
+    }
+    text = shown[row.unit]
+    return row.quantity, text(row.predicted), text(row.measured), f"{100 * row.error:+.1f} %"
+
+
+def solve(problem: str, *, solver: str = "exact") -> Solution | Infeasible | Fathomed:
+    """Solve a bare partition problem (see docs/schemas/problem.json)."""
+    from planner.problem import Problem  # noqa: PLC0415
+
+    instance = document.read(Problem, problem).instance()
+    if solver == "exact":
+        return solve_exactly(instance)
+    if solver == "ilp":
+        from planner.ilp import solve as solve_program  # noqa: PLC0415 - loads HiGHS
+
+        result: Solution | Infeasible | Fathomed = solve_program(instance)
+        return result
+    raise DocumentError("solver", f"is '{solver}'; the solvers are exact and ilp")
+
+
+def catalog(shelf: str) -> list[dict[str, str | float | None]]:
+    """Return one list of the catalogue as rows."""
+    if shelf == "accelerators":
+        return [
+            {
+                "name": name,
+                "memory": bytes_text(entry.memory_bytes),
+                "bf16 TFLOP/s": entry.peak_flops.get("bf16", 0) / 1e12 or None,
+                "memory GB/s": entry.memory_bytes_per_s / 1e9,
+                "TDP W": entry.tdp_w,
+                "matmul reaches": f"{100 * entry.curve.matmul:.0f} %",
+                "provenance": entry.curve.provenance,
+            }
+            for name, entry in shelves.accelerators().items()
+        ]
+    if shelf == "nodes":
+        return [
+            {
+                "name": name,
+                "devices": entry.devices_per_node,
+                "accelerator": entry.accelerator,
+                "network GB/s per device": (
+                    entry.network.bytes_per_s / 1e9 if entry.network else None
+                ),
+            }
+            for name, entry in shelves.nodes().items()
+        ]
+    if shelf == "models":
+        graphs = [(name, resolve_model(name)) for name in shelves.models()]
+        return [
+            {
+                "name": name,
+                "parameters": count_text(graph.parameters),
+                "layers": graph.architecture.layers if graph.architecture else None,
+                "hidden": graph.architecture.hidden_size if graph.architecture else None,
+                "attention": graph.architecture.attention if graph.architecture else None,
+            }
+            for name, graph in graphs
+        ]
+    if shelf == "prices":
+        return [
+            {
+                "accelerator": rent.accelerator,
+                "provider": rent.provider,
+                "instance": rent.instance,
+                "on demand $/h": rent.on_demand_usd_per_device_hour,
+                "spot from $/h": rent.spot_usd_per_device_hour,
+                "date": rent.date,
+            }
+            for rent in shelves.rents()
+        ]
+    raise DocumentError("catalog", f"'{shelf}': ask for accelerators, nodes, models or prices")
+
+
+def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
+    """Return the model of a plan, and refuse one that is not the model the plan was made for."""
+    try:
+        graph = model_of(_source_of(wanted, plan_path))
+        wanted.check_model(graph)
+    except DocumentError as error:
+        raise (error if error.file else error.in_file(plan_path or "plan")) from error
+    return graph
+
+
+def _source_of(wanted: Plan, plan_path: str | None) -> str:
+    """A relative file in a plan is looked for where we stand, then beside the plan."""
+    source = wanted.model.source
+    file, colon, factory = source.partition(":")
+    if plan_path is not None and not Path(file).exists():
+        beside = Path(plan_path).parent / file
+        if beside.exists():
+            return f"{beside}{colon}{factory}"
+    return source
+
+
+def _profile_for(graph: ModelGraph, path: str | None) -> Profile | None:
+    if path is None:
+        return None
+    measured = document.read(Profile, path)
+    if measured.model_digest != graph.digest:
+        raise DocumentError(
+            "model_digest",
+            f"is {measured.model_digest}, but {graph.name} has {graph.digest}; "
+            "this profile was measured on another model: measure again",
+            file=path,
+        )
+    return measured
+
+
+def _check_devices(wanted: Plan, machine: ClusterSpec) -> None:
+    if wanted.mesh.devices > machine.devices:
+        raise DocumentError(
+            "mesh",
+            f"takes {wanted.mesh.devices} ranks, and {machine.name} has {machine.devices} devices; "
+            "plan again for this cluster",
+        )
+
+
+def _is_plan(text: str) -> bool:
+    """Whether a path holds a plan rather than a model."""
+    if not text.endswith((".yaml", ".yml", ".json")) or not Path(text).is_file():
+        return False
+    try:
+        data = document.plain(document.read_text(text))
+    except DocumentError as error:
+        raise error.in_file(text) from error
+    return isinstance(data, dict) and "stages" in data
+
+
+def answer_json(answer: Answer) -> dict[str, Any]:
+    """Return what `plan --json` prints."""
+    prediction = answer.prediction
+    return {
+        "plan": answer.plan.model_dump(mode="json", exclude_none=True),
+        "layout": prediction.layout,
+        "step_time_s": prediction.step_time_s,
+        "step_time_low_s": prediction.step_time_low_s,
+        "step_time_high_s": prediction.step_time_high_s,
+        "tokens_per_s": prediction.tokens_per_s,
+        "mfu": prediction.mfu,
+        "fits": prediction.fits,
+        "peak_memory_bytes": [
+            {"total": stage.peak_memory_bytes, "parts": stage.memory_parts}
+            for stage in prediction.stages
+        ],
+        "certificate": answer.certificate.model_dump(mode="json", exclude_none=True),
+        "search_s": answer.search_s,
+    }
+
+
+def solution_json(result: Solution | Infeasible | Fathomed) -> dict[str, Any]:
+    """Return what `solve --json` prints."""
+    if isinstance(result, Solution):
+        return {
+            "feasible": True,
+            "objective_s": result.objective_s,
+            "lower_bound_s": result.lower_bound_s,
+            "optimal": result.optimal,
+            "cuts": list(result.cuts),
+            "options": list(result.options),
+            "stage_s": list(result.stage_s),
+            "stage_bytes": list(result.stage_bytes),
+        }
+    if isinstance(result, Infeasible):
+        return {"feasible": False, "reason": result.reason}
+    return {"feasible": None, "lower_bound_s": result.lower_bound_s}
+
+
+def run_json(run: Run) -> dict[str, Any]:
+    """Return what `launch --json` prints."""
+    return {
+        "report": run.report.model_dump(mode="json", exclude_none=True),
+        "prediction": run.prediction.model_dump(mode="json", exclude_none=True),
+        "comparison": [
+            {
+                "quantity": row.quantity,
+                "unit": row.unit,
+                "predicted": row.predicted,
+                "measured": row.measured,
+                "error": row.error,
+            }
+            for row in run.rows
+        ],
+    }
+
+
+def as_json(data: object) -> str:
+    """Return one JSON object as text."""
+    return json.dumps(data, indent=2)

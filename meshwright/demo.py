@@ -1,0 +1,87 @@
+"""`make demo`: profile this machine, plan, train on real text, compare with the prediction.
+
+Everything that the commands print a user of the tool would see; everything they write lies in
+`demo/`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from meshwright import commands
+from meshwright.cli import comparison_table
+from planner import document
+from planner.errors import MeshwrightError
+from planner.report.text import answer_text, prediction_lines
+from planner.units import seconds_text
+
+MODEL, CLUSTER = "demo-4m", "local:2"
+SEQ_LEN, GLOBAL_BATCH, STEPS = 128, 16, 30
+FOLDER = Path("demo")
+
+out = Console(highlight=False)
+
+
+def main() -> int:
+    """Run the demonstration; 0 means that it trained and compared."""
+    started = time.monotonic()
+    try:
+        _demonstrate()
+    except MeshwrightError as error:
+        print(f"meshwright: {error}", file=sys.stderr)
+        return 1
+    out.print(f"\nall of it took {seconds_text(time.monotonic() - started)}")
+    return 0
+
+
+def _demonstrate() -> None:
+    profile, plan = str(FOLDER / "profile.yaml"), str(FOLDER / "plan.yaml")
+
+    out.rule("1. profile: what this machine does with this model")
+    measured = commands.profile(
+        MODEL, CLUSTER, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, output=profile
+    )
+    out.print(
+        f"{len(measured.layers)} layer settings and {len(measured.collectives)} collective curves "
+        f"on {measured.birth.device} -> {profile}"
+    )
+
+    out.rule("2. plan: the fastest way, with proof")
+    answer = commands.plan(
+        MODEL, CLUSTER, profile=profile, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, output=plan
+    )
+    document.write(answer.certificate, FOLDER / "certificate.yaml")
+    document.write(answer.prediction, FOLDER / "prediction.yaml")
+    out.print(answer_text(answer.plan, answer.prediction))
+    out.print(f"[bold]{answer.certificate.statement}[/bold]")
+    out.print(f"-> {plan}")
+
+    out.rule("3. launch: train by the plan on Python's own sources")
+    run = commands.launch(
+        plan, steps=STEPS, profile=profile, output=str(FOLDER / "run"), checkpoint=None
+    )
+    assert run is not None
+    losses = run.report.losses
+    shown = [losses[i] for i in range(0, len(losses), max(1, len(losses) // 6))]
+    out.print("loss " + " -> ".join(f"{loss:.3f}" for loss in [*shown, losses[-1]]))
+
+    out.rule("4. prediction beside measurement")
+    out.print(comparison_table(run.rows))
+    for line in prediction_lines(run.prediction)[:2]:
+        out.print(line)
+    page = commands.show(
+        plan,
+        profile=profile,
+        html=str(FOLDER / "report.html"),
+        certificate=answer.certificate,
+        rows=run.rows,
+    )
+    out.print(f"report {page.html}, plan {plan}, profile {profile}, metrics {run.report.metrics}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

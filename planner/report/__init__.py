@@ -1,0 +1,1 @@
+"""Reports: plans and predictions as text, HTML and traces."""

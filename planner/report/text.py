@@ -1,0 +1,131 @@
+"""Plans, predictions and certificates as text for a terminal (rich renderables)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.plan import PlacedLayer, Plan
+from planner.prediction import Certificate, Prediction
+from planner.units import bytes_text, seconds_text
+
+
+def answer_text(
+    plan: Plan, prediction: Prediction, certificate: Certificate | None = None
+) -> RenderableType:
+    """Return everything a person asks of a plan: layout, stages, time, memory, proof."""
+    rows: list[RenderableType] = [plan_table(plan, prediction), *prediction_lines(prediction)]
+    if certificate is not None:
+        rows += ["", *certificate_lines(certificate)]
+    return Group(*rows)
+
+
+def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
+    """Return one row per stage: layers, recompute, seconds, memory."""
+    table = Table(title=f"{plan.model.name} on {plan.cluster}: {plan.layout.text()}")
+    table.title_justify = "left"
+    for name in ("stage", "layers", "recompute"):
+        table.add_column(name)
+    if prediction is not None:
+        for name in ("forward", "backward", "peak memory", "of"):
+            table.add_column(name, justify="right")
+    for index, stage in enumerate(plan.stages):
+        row = [str(index), layers_text(stage.layers), recompute_text(stage.layers)]
+        if prediction is not None:
+            cost = prediction.stages[index]
+            row += [
+                seconds_text(cost.forward_s),
+                seconds_text(cost.backward_s),
+                bytes_text(cost.peak_memory_bytes),
+                bytes_text(cost.memory_capacity_bytes),
+            ]
+        table.add_row(*row)
+    return table
+
+
+def prediction_lines(prediction: Prediction) -> list[RenderableType]:
+    """Return step time with its range and causes, memory by cause, and what was assumed."""
+    mfu = f", MFU {100 * prediction.mfu:.1f} %" if prediction.mfu else ""
+    lines: list[RenderableType] = [
+        f"step {seconds_text(prediction.step_time_s)} "
+        f"({seconds_text(prediction.step_time_low_s)} to "
+        f"{seconds_text(prediction.step_time_high_s)}), "
+        f"{prediction.tokens_per_s:,.0f} tokens/s{mfu}",
+        "time:   " + _shares(prediction.step_parts, seconds_text),
+    ]
+    fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)
+    where = f"memory: stage {prediction.stages.index(fullest)}: "
+    lines.append(where + _shares(fullest.memory_parts, bytes_text))
+    if not prediction.fits:
+        lines.append(Text("does not fit in memory", style="bold red"))
+    lines += [
+        Text(f"assumed ({item.provenance}): {item.what} [{item.source}]", style="dim")
+        for item in prediction.assumptions
+    ]
+    return lines
+
+
+def certificate_lines(certificate: Certificate) -> list[RenderableType]:
+    """Return the proof in a sentence, the counts behind it, and the closest losers."""
+    counts = ", ".join(f"{name} {count}" for name, count in certificate.counts.items() if count)
+    lines: list[RenderableType] = [
+        Text(certificate.statement, style="bold"),
+        f"proof:  {counts}",
+        f"        in the model {certificate.model}",
+    ]
+    for loser in certificate.runners_up:
+        if loser.objective_s is not None:
+            figure = seconds_text(loser.objective_s)
+        else:
+            figure = f">= {seconds_text(loser.lower_bound_s or 0.0)}"
+        lines.append(f"        {loser.layout}: {figure} ({loser.reason})")
+    return lines
+
+
+def layers_text(layers: Sequence[PlacedLayer]) -> str:
+    """Return layer names with runs shortened.
+
+    >>> names = ["embedding", "block.0", "block.1", "block.2"]
+    >>> layers_text([PlacedLayer(layer=name) for name in names])
+    'embedding, block.0-2'
+    """
+    return ", ".join(_runs(item.layer for item in layers))
+
+
+def recompute_text(layers: Sequence[PlacedLayer]) -> str:
+    """Return how many layers take which recompute choice.
+
+    >>> recompute_text([PlacedLayer(layer="a"), PlacedLayer(layer="b", recompute="full")])
+    'none 1, full 1'
+    """
+    choices = [item.recompute for item in layers]
+    if len(set(choices)) == 1:
+        return choices[0]
+    names = ("none", "selective", "full")
+    return ", ".join(f"{name} {choices.count(name)}" for name in names if name in choices)
+
+
+def _runs(names: Iterable[str]) -> list[str]:
+    runs: list[tuple[str, int | None, int | None]] = []
+    for name in names:
+        stem, dot, number = name.rpartition(".")
+        index = int(number) if dot and number.isdecimal() else None
+        if index is not None and runs and runs[-1][0] == stem and runs[-1][2] == index - 1:
+            runs[-1] = (stem, runs[-1][1], index)
+        else:
+            runs.append((stem, index, index) if index is not None else (name, None, None))
+    return [
+        stem if first is None else f"{stem}.{first}" if first == last else f"{stem}.{first}-{last}"
+        for stem, first, last in runs
+    ]
+
+
+def _shares(parts: dict[str, float], shown: object) -> str:
+    """Return the parts of a sum, largest first, those under 0.5 % left out."""
+    assert callable(shown)
+    total = sum(parts.values()) or 1.0
+    ranked = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {shown(size)}" for name, size in ranked if size >= 0.005 * total)

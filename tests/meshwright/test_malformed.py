@@ -1,0 +1,209 @@
+"""Wrong input of any kind gives one clear message with the place and the way out, and exit 1."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright import cli
+
+MODEL = {
+    "format": 1,
+    "name": "toy",
+    "source": "toy.py:factory",
+    "layers": [
+        {"name": "embedding", "kind": "embedding", "parameters": 1000},
+        {"name": "block", "kind": "block", "repeat": 2, "parameters": 5000},
+        {"name": "head", "kind": "head", "parameters": 1000},
+    ],
+}
+CLUSTER = {
+    "format": 1,
+    "name": "two",
+    "groups": [
+        {
+            "name": "cpus",
+            "nodes": 1,
+            "devices_per_node": 2,
+            "accelerator": {
+                "name": "cpu",
+                "kind": "cpu",
+                "memory_bytes": 2**30,
+                "peak_flops": {"fp32": 5e10},
+                "memory_bytes_per_s": 1e10,
+                "curve": {
+                    "launch_s": 1e-5,
+                    "matmul": 0.8,
+                    "attention_forward": 0.3,
+                    "attention_backward": 0.3,
+                    "memory": 0.7,
+                    "spread": 0.3,
+                    "provenance": "quoted",
+                    "source": "a test",
+                },
+            },
+        }
+    ],
+    "tiers": [{"name": "memory", "devices": 2, "latency_s": 1e-4, "bytes_per_s": 1e9}],
+}
+PLAN = {
+    "format": 1,
+    "model": {"name": "demo-4m", "source": "demo-4m", "digest": "sha256:0123456789abcdef"},
+    "cluster": "local:2",
+    "seq_len": 128,
+    "global_batch": 8,
+    "precision": "fp32",
+    "mesh": {"pipeline": 2},
+    "zero": 0,
+    "schedule": "1f1b",
+    "micro_batch": 1,
+    "micro_batches": 8,
+    "stages": [{"layers": [{"layer": "a"}]}, {"layers": [{"layer": "b"}]}],
+}
+BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n"
+
+
+def changed(document: dict[str, Any], path: str, value: object) -> str:
+    """Return the document as YAML with one place changed; `...` deletes it."""
+    copy = json.loads(json.dumps(document))
+    *way, last = [int(step) if step.isdecimal() else step for step in path.split(".")]
+    place = copy
+    for step in way:
+        place = place[step]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return yaml.safe_dump(copy)
+
+
+def model_with(path: str, value: object) -> tuple[dict[str, str], list[str]]:
+    files = {"model.yaml": changed(MODEL, path, value)}
+    return files, ["plan", "model.yaml", "--cluster", "8xh100-sxm-80gb"]
+
+
+def cluster_with(path: str, value: object) -> tuple[dict[str, str], list[str]]:
+    files = {"cluster.yaml": changed(CLUSTER, path, value)}
+    return files, ["plan", "demo-4m", "--cluster", "cluster.yaml"]
+
+
+def plan_with(path: str, value: object) -> tuple[dict[str, str], list[str]]:
+    return {"plan.yaml": changed(PLAN, path, value)}, ["predict", "plan.yaml"]
+
+
+def plan_text(text: str) -> tuple[dict[str, str], list[str]]:
+    return {"plan.yaml": text}, ["launch", "plan.yaml"]
+
+
+def call(*arguments: str) -> tuple[dict[str, str], list[str]]:
+    return {}, list(arguments)
+
+
+H100 = ("--cluster", "8xh100-sxm-80gb")
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+}
+
+
+def config_with(**values: object) -> tuple[dict[str, str], list[str]]:
+    text = json.dumps({key: v for key, v in {**CONFIG, **values}.items() if v is not ...})
+    return {"config.json": text}, ["plan", "config.json", *H100]
+
+
+def test_the_documents_that_the_cases_break_are_right() -> None:
+    from planner.cluster import ClusterSpec
+    from planner.model import ModelGraph
+    from planner.plan import Plan
+
+    assert ModelGraph.of(MODEL) and ClusterSpec.of(CLUSTER) and Plan.of(PLAN)
+
+
+CASES = {
+    "unknown model": (call("plan", "lama-3.1-8b", *H100), "llama-3.1-8b"),
+    "unknown accelerator": (call("plan", "gpt2", "--cluster", "8xh1000-sxm"), "h100-sxm-80gb"),
+    "no devices": (call("plan", "gpt2", "--cluster", "0xh100-sxm-80gb"), "0xh100"),
+    "cluster of nonsense": (call("plan", "gpt2", "--cluster", "8x"), "8x"),
+    "negative sequence": (call("plan", "gpt2", *H100, "--seq-len", "-5"), "seq-len"),
+    "zero batch": (call("plan", "gpt2", *H100, "--global-batch", "0"), "global-batch"),
+    "indivisible batch": (
+        call("plan", "gpt2", *H100, "--global-batch", "3", "--fix", "tp=1,pp=1"),
+        "global batch",
+    ),
+    "unknown pin": (call("plan", "gpt2", *H100, "--fix", "tensr=2"), "tensr"),
+    "pin of nonsense": (call("plan", "gpt2", *H100, "--fix", "tp=two"), "tp=two"),
+    "pin that nothing meets": (call("plan", "gpt2", *H100, "--fix", "tp=3"), "layout"),
+    "ZeRO-4": (call("plan", "gpt2", *H100, "--fix", "zero=4"), "zero=4"),
+    "missing cluster file": (call("plan", "gpt2", "--cluster", "no.yaml"), "no.yaml"),
+    "missing profile": (call("plan", "gpt2", *H100, "--profile", "no.yaml"), "no.yaml"),
+    "missing plan": (call("launch", "no.yaml"), "no.yaml"),
+    "missing factory file": (call("plan", "no.py:factory", *H100), "no.py"),
+    "config without heads": (config_with(num_attention_heads=...), "num_attention_heads"),
+    "config with negative size": (config_with(hidden_size=-64), "hidden_size"),
+    "config with words for numbers": (config_with(num_hidden_layers="two"), "num_hidden_layers"),
+    "config of an unknown family": (config_with(model_type="rnn"), "rnn"),
+    "config that is a list": (({"config.json": "[]"}, ["plan", "config.json", *H100]), "config"),
+    "unknown key in a model": (model_with("layers.1.repat", 3), "layers[1].repat"),
+    "model without layers": (model_with("layers", []), "layers"),
+    "layer repeated 0 times": (model_with("layers.1.repeat", 0), "layers[1].repeat"),
+    "negative parameters": (model_with("layers.0.parameters", -1), "layers[0].parameters"),
+    "parameters in words": (model_with("layers.0.parameters", "many"), "layers[0].parameters"),
+    "cyclic graph": (
+        model_with(
+            "edges",
+            [
+                {"source": "embedding", "target": "head"},
+                {"source": "head", "target": "embedding"},
+            ],
+        ),
+        "cycle",
+    ),
+    "edge to nowhere": (model_with("edges", [{"source": "embedding", "target": "x"}]), "'x'"),
+    "negative memory": (
+        cluster_with("groups.0.accelerator.memory_bytes", -1),
+        "groups[0].accelerator.memory_bytes",
+    ),
+    "cluster without tiers": (cluster_with("tiers", []), "tier"),
+    "a link of speed 0": (cluster_with("tiers.0.bytes_per_s", 0), "tiers[0].bytes_per_s"),
+    "a future format": (cluster_with("format", 2), "format"),
+    "plan for another model": (plan_with("seq_len", 128), "model.digest"),
+    "more ranks than stages": (plan_with("mesh.pipeline", 4), "stages"),
+    "batch that does not add up": (plan_with("micro_batches", 7), "global_batch"),
+    "unknown schedule": (plan_with("schedule", "1f2b"), "schedule"),
+    "a layer in two stages": (plan_with("stages.1.layers.0.layer", "a"), "stages[1].layers"),
+    "misspelt key": (plan_with("micro_batchs", 8), "micro_batches"),
+    "missing key": (plan_with("seq_len", ...), "seq_len"),
+    "YAML bomb": (plan_text(BOMB), "alias"),
+    "python tag": (plan_text("x: !!python/object/apply:os.system ['true']"), "tag"),
+    "not YAML": (plan_text("model: ["), "not YAML"),
+    "an empty file": (plan_text(""), "plan.yaml"),
+    "a list": (plan_text("- 1\n- 2\n"), "mapping"),
+    "a key twice": (plan_text("format: 1\nformat: 1\n"), "twice"),
+    "bottomless nesting": (plan_text("a: " + "[" * 5000), "nested"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_wrong_input_gets_one_clear_message(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (files, arguments), expected = CASES[name]
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+    code = cli.main(arguments)
+
+    output = capfd.readouterr()
+    assert code == 1, output
+    assert output.out == ""
+    assert output.err.startswith("meshwright: ") and "Traceback" not in output.err
+    assert output.err.count("meshwright: ") == 1
+    assert expected in output.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
