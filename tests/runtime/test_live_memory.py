@@ -1,17 +1,18 @@
 """Live bytes are checked against allocations done by hand, and against torch's saved tensors."""
 
 import gc
-import os
-import socket
+import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from runtime.engine import Engine
 from runtime.live_memory import LiveMemory
+from tests.runtime import cases
+from tests.runtime.ranks import on_ranks
 
 MIB = 2**20
 
@@ -167,24 +168,9 @@ def test_reset_peak_begins_at_what_is_alive() -> None:
 # --- several ranks ---------------------------------------------------------------------------
 
 
-def on_two_ranks(work: Callable[[int], None], folder: Path) -> None:
-    """Run `work(rank)` in two processes joined over gloo; an assertion there fails here."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(_rank, (work, port), nprocs=2, start_method="fork")
-
-
-def _rank(rank: int, work: Callable[[int], None], port: int) -> None:
-    os.environ.update(GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    work(rank)
-    dist.destroy_process_group()
-
-
 @pytest.mark.ranks
-def test_a_distributed_tensor_counts_its_local_part(tmp_path: Path) -> None:
-    def work(rank: int) -> None:
+def test_a_distributed_tensor_counts_its_local_part() -> None:
+    def work() -> None:
         from torch.distributed.tensor import Shard, distribute_tensor
 
         mesh = dist.init_device_mesh("cpu", (2,))
@@ -206,12 +192,12 @@ def test_a_distributed_tensor_counts_its_local_part(tmp_path: Path) -> None:
             columns.full_tensor()
             assert live.peak_bytes >= before + 2 * MIB
 
-    on_two_ranks(work, tmp_path)
+    on_ranks(2, work)
 
 
 @pytest.mark.ranks
-def test_gathered_parameters_of_fsdp_come_and_go(tmp_path: Path) -> None:
-    def work(rank: int) -> None:
+def test_gathered_parameters_of_fsdp_come_and_go() -> None:
+    def work() -> None:
         from torch.distributed.fsdp import fully_shard
 
         torch.manual_seed(0)
@@ -237,4 +223,41 @@ def test_gathered_parameters_of_fsdp_come_and_go(tmp_path: Path) -> None:
             del out
             assert 2 * shards <= live.current_bytes < 2 * shards + unit // 2  # and gradients
 
-    on_two_ranks(work, tmp_path)
+    on_ranks(2, work)
+
+
+def bytes_at_each_forward(schedule: str) -> tuple[list[int], int]:
+    """Return a rank's live bytes as each micro-batch begins, and what one leaves behind."""
+    model = cases.transformer()
+    engine = Engine(
+        cases.plan(model, pipeline=2, schedule=schedule), model, device=torch.device("cpu")
+    )
+    tokens = cases.global_tokens(0)
+    engine.step(tokens)
+    gc.collect()
+    begins: list[int] = []
+    with LiveMemory(existing=engine.state().values()) as live:
+        hook = next(iter(engine.layers.values())).register_forward_pre_hook(
+            lambda *_: begins.append(live.current_bytes)
+        )
+        engine.step(tokens)
+        hook.remove()
+    x = tokens[:1, :-1]
+    with LiveMemory() as forward:
+        for layer in engine.layers.values():  # stage 1 would take hidden states
+            x = layer(x) if engine.is_first else x
+        stored = forward.current_bytes
+    return begins, stored
+
+
+@pytest.mark.ranks
+def test_a_stage_holds_its_activations_once_per_micro_batch_in_flight() -> None:
+    gpipe, stored = on_ranks(2, bytes_at_each_forward, "gpipe")[0]
+    alternating, _ = on_ranks(2, bytes_at_each_forward, "1f1b")[0]
+
+    assert [b - a for a, b in itertools.pairwise(gpipe)] == [stored] * (cases.GLOBAL_BATCH - 1)
+    # Two micro-batches in flight, and gradients after the first backward; from then on the only
+    # growth is what torch's runtime keeps until the step ends: the outputs that it has sent.
+    sent = cases.SEQ_LEN * cases.architecture().hidden_size * 4
+    assert alternating[1] - alternating[0] == stored
+    assert [b - a for a, b in itertools.pairwise(alternating[2:])] == [sent] * 5
