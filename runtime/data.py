@@ -174,11 +174,18 @@ class Corpus:
     @classmethod
     def open(cls, folder: Path) -> Corpus:
         """Read what `prepare` wrote."""
-        file = folder / "corpus.json"
         try:
-            return cls(folder=folder, **json.loads(file.read_text(encoding="utf-8")))
+            about = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+            corpus = cls(folder=folder, **about)
+            have = (folder / "tokens.bin").stat().st_size
+            want = corpus.tokens * np.dtype(corpus.dtype).itemsize
+            if have != want or len(corpus.starts) != corpus.documents + 1:
+                raise ValueError(f"tokens.bin has {have} bytes, not {want}")
         except (OSError, ValueError, TypeError) as error:
-            raise LaunchError(f"{file}: is no prepared corpus ({error}); delete {folder}") from None
+            raise LaunchError(
+                f"{folder}: is no prepared corpus ({error}); delete the folder"
+            ) from None
+        return corpus
 
     @cached_property
     def stream(self) -> NDArray[Any]:

@@ -110,6 +110,10 @@ class Optimizer:
         for slot, grad in zip(slots, grads, strict=True):
             slot.local.grad = grad
         self._adamw.step()
+        for slot in self.slots:
+            if not slot.local.numel():
+                # Other ranks hold the values; a checkpoint may take the count of steps from here.
+                self._adamw.state[slot.local]["step"] += 1
         self.steps += 1
         for slot in slots:
             slot.parameter.grad = slot.local.grad = None

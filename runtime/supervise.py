@@ -25,6 +25,7 @@ GRACE_S = 5.0
 """From SIGTERM to SIGKILL."""
 
 _OF_PEERS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+_PEER_IS_SILENT = ("Timed out waiting", "collective operation timeout", "wait timeout")
 _PEER_IS_GONE = ("closed by peer", "Connection reset", "Broken pipe", "Connection refused")
 
 
@@ -150,6 +151,11 @@ def first_cause(exits: Sequence[Exit], failures: Sequence[Failure]) -> tuple[Exi
 def blames_a_peer(failure: Failure) -> bool:
     """Say whether a failure is the echo of another rank's end."""
     return failure.kind in _OF_PEERS or any(sign in failure.message for sign in _PEER_IS_GONE)
+
+
+def is_timeout(failure: Failure) -> bool:
+    """Say whether a rank gave up waiting for another."""
+    return any(sign in failure.message for sign in _PEER_IS_SILENT)
 
 
 def free_socket() -> tuple[int, int]:

@@ -293,9 +293,10 @@ def test_a_cache_that_cannot_be_written_is_named(poems: Path, tmp_path: Path) ->
         prepare(files(poems), cache=tmp_path / "file")
 
 
-def test_a_damaged_cache_is_named(poems: Path, cache: Path) -> None:
+@pytest.mark.parametrize("file", ["corpus.json", "tokens.bin", "starts.npy"])
+def test_a_damaged_cache_is_named(poems: Path, cache: Path, file: str) -> None:
     corpus = prepare(files(poems), cache=cache)
-    (corpus.folder / "corpus.json").write_text("{}")
+    (corpus.folder / file).write_text("{}")
 
-    with pytest.raises(LaunchError, match=r"is no prepared corpus .*; delete "):
+    with pytest.raises(LaunchError, match=f"{corpus.folder}: is no prepared corpus .*; delete"):
         prepare(files(poems), cache=cache)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,11 @@ from planner.document import read, write
 from planner.errors import DocumentError, LaunchError, MeshwrightError
 from planner.model import Architecture, Layer, ModelGraph
 from planner.plan import Plan, PlannedModel, Training
-from runtime import checkpoint
+from runtime import checkpoint, preflight
 from runtime import launch as launching
 from runtime import run as files_of
-from runtime.launch import cores, launch
+from runtime.launch import launch
+from runtime.preflight import cores
 from runtime.report import RunReport
 from runtime.run import Orders
 from runtime.supervise import last_lines
@@ -101,8 +103,14 @@ class Room:
         return path
 
     def run(self, plan: Plan, **options: object) -> RunReport:
-        settings = {"data": self.text, "output": self.folder / "out", "quiet": True, **options}
-        report = launch(self.plan(plan), model=MODEL, **settings)  # type: ignore[arg-type]
+        settings: dict[str, Any] = {
+            "model": MODEL,
+            "data": self.text,
+            "output": self.folder / "out",
+            "quiet": True,
+            **options,
+        }
+        report = launch(self.plan(plan), **settings)
         assert report is not None
         return report
 
@@ -177,7 +185,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
     """Set up a room; whatever runs there at the end of the test is an orphan, and ended."""
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(launching, "cuda_devices", lambda: 0)
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: 0)
     (tmp_path / "text.txt").write_text("All happy families are alike. " * 200)
     result = Room(tmp_path)
     yield result
@@ -186,7 +194,10 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
             launcher.kill()
             launcher.communicate()
     if (tmp_path / "out" / "orders.yaml").exists():
-        result.wait_until_empty(5.0)
+        orphans = result.ranks()
+        for process in orphans.values():
+            os.kill(process, signal.SIGKILL)
+        assert orphans == {}
 
 
 ENOUGH = 1_000_000  # steps that no test waits for
@@ -204,7 +215,7 @@ ENOUGH = 1_000_000  # steps that no test waits for
         ({"checkpoint_every": 5}, "checkpoint_every: name the folder of the checkpoints"),
         ({"resume": True}, "resume: name the folder of the checkpoints"),
         ({"data": "nowhere.txt"}, "nowhere.txt: does not exist; give a text file or a folder"),
-        ({"weights": "nowhere"}, "nowhere: there are no weights"),
+        ({"weights": "nowhere"}, r"nowhere: is no folder with \*\.safetensors"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(
@@ -224,6 +235,29 @@ def test_a_plan_for_another_model_is_refused(room: Room) -> None:
         room.run(stranger)
 
 
+def test_a_model_is_looked_up_by_its_source(room: Room) -> None:
+    """gpt2 is in the catalogue; this plan's digest is that of the tiny model."""
+    plan = plan_of().model_copy(
+        update={"model": PlannedModel(name="gpt2", source="gpt2", digest=MODEL.digest)}
+    )
+
+    with pytest.raises(DocumentError, match="but gpt2 has sha256:"):
+        room.run(plan, model=None)
+
+
+def test_a_model_that_reads_no_text_is_refused(room: Room) -> None:
+    assert MODEL.architecture is not None
+    classifier = MODEL.model_copy(
+        update={"architecture": MODEL.architecture.model_copy(update={"classes": 10})}
+    )
+    plan = plan_of().model_copy(
+        update={"model": PlannedModel(name="tiny", source="tiny", digest=classifier.digest)}
+    )
+
+    with pytest.raises(LaunchError, match="tiny: reads images or predicts classes"):
+        room.run(plan, model=classifier)
+
+
 def test_more_ranks_than_this_machine_carries_are_refused(room: Room) -> None:
     plan = plan_of(data=4, tensor=4, pipeline=cores() // 2 + 1)
 
@@ -234,7 +268,7 @@ def test_more_ranks_than_this_machine_carries_are_refused(room: Room) -> None:
 def test_more_ranks_than_accelerators_are_refused(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: 1)
 
     with pytest.raises(LaunchError, match=r"needs 2 devices .*; this machine has 1"):
         room.run(plan_of(data=2))
@@ -364,15 +398,7 @@ def test_any_plan_goes_on_from_a_checkpoint_of_two_data_ranks(room: Room) -> Non
     assert begun.checkpoint == str(saved / "step-000004")
     assert begun.losses == pytest.approx(whole.losses[:4], rel=1e-6)
 
-    for number, plan in enumerate(
-        (
-            plan_of(),
-            plan_of(data=2),
-            plan_of(data=2, zero=3),
-            plan_of(tensor=2),
-            plan_of(pipeline=2),
-        )
-    ):
+    for number, plan in enumerate((plan_of(), plan_of(tensor=2), plan_of(pipeline=2))):
         copied = room.folder / f"saved-{number}"
         subprocess.run(["cp", "-r", str(saved), str(copied)], check=True)
         rest = room.run(plan, steps=7, checkpoint=copied, resume=True)
@@ -421,6 +447,20 @@ def test_a_killed_rank_ends_the_launch_and_is_named(room: Room) -> None:
     assert "rank 1 was killed by SIGKILL" in message
     assert f"; {saved}/step-" in message
     assert "is complete and can be resumed" in message
+    assert room.ranks() == {}
+
+
+@pytest.mark.ranks
+def test_a_rank_that_hangs_ends_the_launch_when_the_time_is_over(room: Room) -> None:
+    pytest.importorskip("torch")
+    plan = plan_of(data=2).model_copy(update={"timeout_s": 5.0})
+    launcher = room.start(plan, steps=ENOUGH)
+
+    os.kill(room.ranks()[1], signal.SIGSTOP)
+    _, message = launcher.communicate(timeout=30)
+
+    assert launcher.returncode == 1
+    assert "rank 0 waited 5 s (the plan's timeout_s) for other ranks (ranks 1 said" in message
     assert room.ranks() == {}
 
 

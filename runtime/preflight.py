@@ -1,0 +1,259 @@
+"""What is checked before a rank starts: a plan for another model, too few devices, missing data.
+
+All that would stop a run and can be known without torch is found here, in a second, and said in one
+message.  Nothing is started, and nothing written but an empty output folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.document import read
+from planner.errors import DocumentError, LaunchError
+from planner.expressions import resolve_model
+from planner.model import ModelGraph
+from planner.plan import Plan
+from runtime import checkpoint, data, run
+from runtime.data import Files
+from runtime.run import Device
+
+RANKS_PER_CORE = 4
+"""More ranks than cores take turns, which is slow but right; beyond this it is a mistake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """A launch of which everything that can be checked without starting it has been checked."""
+
+    plan: Plan
+    model: ModelGraph
+    device: Device
+    files: Files
+    tokenizer: Path | None
+    steps: int
+    checkpoint: Path | None
+    checkpoint_every: int | None
+    resume: Path | None
+    max_seconds: float | None
+    weights: Path | None
+    output: Path
+    warnings: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Processes that will run."""
+        return self.plan.mesh.devices
+
+    @property
+    def command(self) -> list[str]:
+        """What each rank runs."""
+        return [sys.executable, "-m", "runtime.rank", str(run.orders_file(self.output))]
+
+    def environment(self, rank: int, *, port: int | str = "<a free port>") -> dict[str, str]:
+        """Return what a rank's environment has beside the launcher's own."""
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // self.ranks)))
+        result = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": threads,
+            "PYTHONSAFEPATH": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if Path("/sys/class/net/lo").exists():
+            # Host names need not resolve to an address that this machine has.
+            result["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        root = str(Path(__file__).resolve().parent.parent)
+        if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+            known = os.environ.get("PYTHONPATH", "")
+            result["PYTHONPATH"] = f"{root}{os.pathsep}{known}" if known else root
+        return result
+
+    def text(self) -> str:
+        """Return the command and environment of each rank, as a shell would take them."""
+        lines = []
+        for rank in range(self.ranks):
+            settings = [f"{key}={shlex.quote(v)}" for key, v in self.environment(rank).items()]
+            lines.append(" ".join([*settings, shlex.join(self.command)]))
+        return "\n".join(lines)
+
+
+def preflight(
+    plan_path: Path | str,
+    *,
+    model: ModelGraph | None,
+    source: Path | str | None,
+    tokenizer: Path | str | None,
+    steps: int,
+    checkpoint_folder: Path | str | None,
+    checkpoint_every: int | None,
+    resume: bool,
+    output: Path | str | None,
+    on: str,
+    max_seconds: float | None,
+    weights: Path | str | None,
+    device: Device | None,
+) -> Preflight:
+    """Check a launch without starting or writing anything but its output folder."""
+    if on != "local":
+        raise LaunchError(f"on: '{on}' is not known here; known: local")
+    for name, value in (
+        ("steps", steps),
+        ("checkpoint_every", checkpoint_every),
+        ("max_seconds", max_seconds),
+    ):
+        if value is not None and value <= 0:
+            raise LaunchError(f"{name}: is {value}; it must be more than 0")
+    plan = read(Plan, plan_path)
+    if model is None:
+        model = resolve_model(plan.model.source)
+    try:
+        plan.check_model(model)
+    except DocumentError as error:
+        raise error.in_file(str(plan_path)) from None
+    _check_trains_on_text(model)
+    chosen = device or ("cuda" if cuda_devices() else "cpu")
+    warnings = _check_devices(plan, chosen)
+    if source is None:
+        files = data.files(data.standard_library(), suffixes=[".py"])
+        warnings.append(f"no data is named; training on Python's own sources in {files.source}")
+    else:
+        files = data.files(Path(source))
+    saved = _checkpoint_to_resume(
+        Path(checkpoint_folder) if checkpoint_folder is not None else None,
+        every=checkpoint_every,
+        resume=resume,
+        steps=steps,
+    )
+    folder = Path(output) if output is not None else _default_output(plan)
+    _check_writable(folder)
+    if checkpoint_folder is not None:
+        _check_writable(Path(checkpoint_folder))
+    if weights is not None and not any(Path(weights).glob("*.safetensors")):
+        raise LaunchError(f"{weights}: is no folder with *.safetensors in it")
+    return Preflight(
+        plan=plan,
+        model=model,
+        device=chosen,
+        files=files,
+        tokenizer=Path(tokenizer) if tokenizer is not None else _own_tokenizer(plan),
+        steps=steps,
+        checkpoint=Path(checkpoint_folder).resolve() if checkpoint_folder is not None else None,
+        checkpoint_every=checkpoint_every,
+        resume=saved.resolve() if saved else None,
+        max_seconds=max_seconds,
+        weights=Path(weights).resolve() if weights is not None else None,
+        output=folder.resolve(),
+        warnings=tuple(warnings),
+    )
+
+
+def cores() -> int:
+    """Return the processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cuda_devices() -> int:
+    """Return how many CUDA or ROCm devices torch would see; torch is asked only if one may be."""
+    drivers = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd"), Path("/dev/dxg")]
+    if sys.platform.startswith("linux") and not any(driver.exists() for driver in drivers):
+        return 0
+    import torch  # noqa: PLC0415
+
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
+def _check_trains_on_text(model: ModelGraph) -> None:
+    architecture = model.architecture
+    if architecture and (architecture.patches or architecture.classes):
+        raise LaunchError(
+            f"{model.name}: reads images or predicts classes; launch trains models that predict "
+            "the next token of a text"
+        )
+
+
+def _check_devices(plan: Plan, device: Device) -> list[str]:
+    """Refuse more ranks than this machine can carry; return what is worth a warning."""
+    ranks = plan.mesh.devices
+    if device == "cuda":
+        have = cuda_devices()
+        if ranks > have:
+            raise LaunchError(
+                f"the plan needs {ranks} devices ({plan.layout.text()}); this machine has {have}. "
+                "Plan again for `--cluster local`, or launch where they are"
+            )
+        return []
+    have = cores()
+    if ranks > RANKS_PER_CORE * have:
+        raise LaunchError(
+            f"the plan needs {ranks} ranks ({plan.layout.text()}); this machine has no accelerator "
+            f"and {have} cores, which carry at most {RANKS_PER_CORE * have}. Plan again for "
+            "`--cluster local`, or launch where the devices are"
+        )
+    if ranks > have:
+        return [f"{ranks} ranks share {have} cores; step times will not be those of a real machine"]
+    return []
+
+
+def _checkpoint_to_resume(
+    folder: Path | None, *, every: int | None, resume: bool, steps: int
+) -> Path | None:
+    """Return the checkpoint to go on from, if the run is to; refuse to overwrite one otherwise."""
+    if folder is None:
+        if every is not None or resume:
+            what = "resume" if resume else "checkpoint_every"
+            raise LaunchError(f"{what}: name the folder of the checkpoints too (checkpoint)")
+        return None
+    saved = checkpoint.newest(folder)
+    if saved is None:
+        if resume:
+            raise LaunchError(
+                f"{folder}: there is no complete checkpoint to resume; leave out `resume` to "
+                "start anew"
+            )
+        return None
+    done = checkpoint.progress(saved).step
+    if not resume:
+        raise LaunchError(
+            f"{folder}: already holds a checkpoint of step {done}; resume it, or name another "
+            "folder"
+        )
+    if done >= steps:
+        raise LaunchError(
+            f"{saved}: has done {done} steps and {steps} are asked for; ask for more to go on"
+        )
+    return saved
+
+
+def _default_output(plan: Plan) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.model.name).strip("-.") or "model"
+    return Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise LaunchError(f"{folder}: cannot be written: {error.strerror}") from error
+
+
+def _own_tokenizer(plan: Plan) -> Path | None:
+    source = Path(plan.model.source)
+    folder = source if source.is_dir() else source.parent
+    named = source.is_dir() or source.name == "config.json"
+    return folder if named and (folder / "tokenizer.json").is_file() else None
