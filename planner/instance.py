@@ -158,7 +158,7 @@ class Solution:
         """Share of the objective that is not yet proven necessary."""
         if self.objective_s == 0:
             return 0.0
-        return max(0.0, 1.0 - self.lower_bound_s / self.objective_s)
+        return max(0.0, (self.objective_s - self.lower_bound_s) / abs(self.objective_s))
 
     @property
     def optimal(self) -> bool:
@@ -180,6 +180,13 @@ class Infeasible:
 @dataclass(frozen=True, slots=True)
 class Fathomed:
     """Every split takes at least `lower_bound_s`, which is no better than the cutoff asked for."""
+
+    lower_bound_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A solver stopped before it had a split; every split takes at least `lower_bound_s`."""
 
     lower_bound_s: float
 

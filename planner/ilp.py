@@ -1,0 +1,269 @@
+"""The partition problem as an integer program, solved by HiGHS through PuLP.
+
+A second opinion: it shares the problem and its pricing with `planner.inner` and nothing else.
+
+Layers of one kind in a row are a run; n[a,s,k] of run a's layers sit on stage s with option k.
+Layers of a run are alike, so counting them is enough.  Over runs a, stages s, options k:
+
+    minimise    steady · slowest + Σ_s (fill · t_s - credit_s) + longest_sync
+
+    Σ_{s,k} n[a,s,k] = N_a                              every layer sits on one stage
+    Σ_{a,k} n[a,s,k] >= 1                               every stage has a layer
+    done[a,s] = 1 only if run a ends on stage s or before; done[a,s-1] <= done[a,s]
+    Σ_k n[a+1,s,k] <= N_{a+1} · done[a,s]               runs keep their order: stages are contiguous
+    Σ_i level[s,i] = 1                                  the largest transient of a stage is θ_i
+    n[a,s,k] <= N_a · Σ_{θ_i >= transient(a,k)} level[s,i]
+    Σ n (resident + in_flight · stored) + Σ_i θ_i level[s,i] <= free_s
+    t_s = scale_s · Σ n (forward + backward) + exposed_s <= slowest
+    Σ n sync <= longest_sync
+
+Costs of cuts depend on where a cut is.  With them every layer is a run of its own, done[a,s] holds
+exactly when it is, and the cut after stage s lies behind layer a if done[a,s] - done[a+1,s] is 1.
+
+HiGHS works to tolerances, so quantities are scaled to be of the order of milliseconds and
+gigabytes.  PuLP calls a run that met its time limit "Optimal": `read` looks at `sol_status` and at
+the dual bound instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import highspy
+import pulp
+
+from planner.instance import Infeasible, Instance, Option, Solution, Unfinished, fits, priced
+from planner.memory_reach import why_infeasible
+
+# HiGHS accepts solutions this far outside of a limit, in scaled units; in gigabytes it is a byte.
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Formulation:
+    """The program and what its variables mean; `count[a][s][k]` is n[a,s,k]."""
+
+    instance: Instance
+    program: Any
+    runs: list[tuple[int, int]]
+    count: list[list[list[Any]]]
+    unit_s: float
+    unit_bytes: float
+
+    def options(self, run: int) -> tuple[Option, ...]:
+        """Return the options of the layers of a run."""
+        return self.instance.kinds[self.runs[run][0]]
+
+    def terms(self, stage: int) -> Iterator[tuple[Any, Option, int]]:
+        """Counts on one stage, each with its option and its run."""
+        for a, on_stage in enumerate(self.count):
+            for n, option in zip(on_stage[stage], self.options(a), strict=True):
+                yield n, option, a
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run of the solver ended: with a solution, with a proof, and with which bound."""
+
+    found: bool
+    proven: bool
+    bound_s: float
+
+
+def solve(
+    instance: Instance, *, time_limit_s: float | None = None, gap: float = 1e-6
+) -> Solution | Infeasible | Unfinished:
+    """Minimise the time of `instance` to a relative `gap`, for at most `time_limit_s` seconds.
+
+    A solution that met the time limit carries the bound proven until then and is not `optimal`.
+    """
+    reason = why_infeasible(instance)
+    if reason:
+        return Infeasible(reason)
+    bound_s = -math.inf
+    # A solution may exceed a capacity by the solver's tolerance.  Then it is asked again for one
+    # that leaves a little free; the bound is that of the whole capacity.
+    for margin in (0.0, 1e-9, 1e-7):
+        formulation = formulate(instance, margin=margin)
+        answer = read(formulation, _run(formulation, time_limit_s, gap), gap)
+        bound_s = answer.lower_bound_s if margin == 0.0 else bound_s
+        if isinstance(answer, Unfinished):
+            break
+        if fits(instance, answer):
+            return replace(answer, lower_bound_s=min(bound_s, answer.objective_s))
+    return Unfinished(bound_s)
+
+
+def formulate(instance: Instance, *, margin: float = 0.0) -> Formulation:
+    """State the program; `margin` is the share of every capacity that stays free."""
+    if instance.cut_s:
+        runs = [(kind, 1) for kind in instance.layers]
+    else:
+        runs = [(kind, len(list(same))) for kind, same in groupby(instance.layers)]
+    chain_s = sum(max(o.time_s for o in instance.kinds[kind]) for kind in instance.layers)
+    capacity = max(stage.capacity_bytes for stage in instance.stages)
+    program = pulp.LpProblem("partition", pulp.LpMinimize)
+    count = [
+        [
+            [
+                program.add_variable(f"n_{a}_{s}_{k}", 0, length, pulp.LpInteger)
+                for k in range(len(instance.kinds[kind]))
+            ]
+            for s in range(len(instance.stages))
+        ]
+        for a, (kind, length) in enumerate(runs)
+    ]
+    unit_s, unit_bytes = _power_of_ten(chain_s) * 1e-3, _power_of_ten(capacity) * 1e-1
+    stated = Formulation(instance, program, runs, count, unit_s, unit_bytes)
+    _state_objective(stated, done=_state_places(stated))
+    _state_memory(stated, margin)
+    return stated
+
+
+def _power_of_ten(value: float) -> float:
+    return 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
+
+
+def _state_places(stated: Formulation) -> list[list[Any]]:
+    """Every layer on one stage, stages contiguous and not empty; returns done[run][stage]."""
+    program, count = stated.program, stated.count
+    stages = range(len(stated.instance.stages))
+    done = [
+        [program.add_variable(f"done_{a}_{s}", cat=pulp.LpBinary) for s in stages]
+        for a in range(len(stated.runs))
+    ]
+    for a, (_, length) in enumerate(stated.runs):
+        on_stage = [pulp.lpSum(count[a][s]) for s in stages]
+        program += pulp.lpSum(on_stage) == length, f"run{a}_is_placed"
+        for s in stages:
+            until = pulp.lpSum(on_stage[: s + 1])
+            if stated.instance.cut_s:  # the cut behind a layer is read off these
+                program += until == done[a][s], f"run{a}_is_done_by_stage{s}"
+            else:
+                program += until >= length * done[a][s], f"run{a}_is_done_by_stage{s}"
+            if s > 0:
+                program += done[a][s] >= done[a][s - 1], f"run{a}_stays_done_on_stage{s}"
+            if a > 0:
+                follows = pulp.lpSum(on_stage[s]) <= length * done[a - 1][s]
+                program += follows, f"run{a}_follows_the_one_before_on_stage{s}"
+    for s in stages:
+        held = pulp.lpSum(n for n, _, _ in stated.terms(s))
+        program += held >= 1, f"stage{s}_has_a_layer"
+    return done
+
+
+def _state_memory(stated: Formulation, margin: float) -> None:
+    """Every stage within its capacity, with the largest transient of its layers."""
+    program, unit = stated.program, stated.unit_bytes
+    levels = sorted(
+        {o.transient_bytes for kind, _ in stated.runs for o in stated.instance.kinds[kind]}
+    )
+    for s, stage in enumerate(stated.instance.stages):
+        level = [
+            program.add_variable(f"level_{s}_{i}", cat=pulp.LpBinary) for i in range(len(levels))
+        ]
+        program += pulp.lpSum(level) == 1, f"stage{s}_has_one_transient_level"
+        for n, option, a in stated.terms(s):
+            if option.transient_bytes > levels[0]:
+                covering = pulp.lpSum(
+                    v for v, u in zip(level, levels, strict=True) if u >= option.transient_bytes
+                )
+                program += n <= stated.runs[a][1] * covering, f"{n.name}_is_below_the_level"
+        held = pulp.lpSum(
+            n * ((o.resident_bytes + stage.in_flight * o.stored_bytes) / unit)
+            for n, o, _ in stated.terms(s)
+        )
+        transient = pulp.lpSum(v * (u / unit) for v, u in zip(level, levels, strict=True))
+        room = (stage.free_bytes - margin * stage.capacity_bytes) / unit
+        program += held + transient <= room, f"stage{s}_fits_in_memory"
+
+
+def _state_objective(stated: Formulation, done: list[list[Any]]) -> None:
+    """Seconds of the stages, of the slowest, of the longest synchronisation, and their sum."""
+    instance, program, unit = stated.instance, stated.program, stated.unit_s
+    slowest = program.add_variable("slowest", 0)
+    longest_sync = program.add_variable("longest_sync", 0)
+    total = [instance.steady * slowest, 1.0 * longest_sync]
+    for s, stage in enumerate(instance.stages):
+        seconds = program.add_variable(f"seconds_{s}", 0)
+        layers = pulp.lpSum(n * (stage.time_scale * o.time_s / unit) for n, o, _ in stated.terms(s))
+        cuts = _cut_terms(stated, done, s)
+        program += (
+            seconds == layers + pulp.lpSum(cuts) + stage.exposed_s / unit,
+            f"time_of_stage{s}",
+        )
+        program += seconds <= slowest, f"stage{s}_is_not_slower_than_the_slowest"
+        sync = [n * (o.sync_s / unit) for n, o, _ in stated.terms(s) if o.sync_s > 0]
+        if sync:
+            program += (
+                pulp.lpSum(sync) <= longest_sync,
+                f"stage{s}_syncs_no_longer_than_the_longest",
+            )
+        total.append(instance.fill * seconds)
+        if instance.credits_s:
+            total += [
+                n * (-stage.time_scale * instance.credits_s[stated.runs[a][0]] / unit)
+                for n, _, a in stated.terms(s)
+            ]
+    program.setObjective(pulp.lpSum(total))
+
+
+def _cut_terms(stated: Formulation, done: list[list[Any]], stage: int) -> list[Any]:
+    """Seconds of the cuts at both ends of a stage; runs are single layers here."""
+    cut_s = stated.instance.cut_s
+    terms = []
+    for boundary in (stage - 1, stage) if cut_s else ():
+        if 0 <= boundary < len(stated.instance.stages) - 1:
+            for a in range(len(done) - 1):
+                here = done[a][boundary] - done[a + 1][boundary]
+                terms.append((cut_s[a + 1] / stated.unit_s) * here)
+    return terms
+
+
+def _run(stated: Formulation, time_limit_s: float | None, gap: float) -> Outcome:
+    """Run HiGHS and see how it ended."""
+    solver = pulp.HiGHS(
+        msg=False,
+        threads=1,
+        gapRel=gap,
+        gapAbs=0.0,
+        timeLimit=time_limit_s,
+        mip_feasibility_tolerance=_TOLERANCE,
+        primal_feasibility_tolerance=_TOLERANCE,
+    )
+    program = stated.program
+    try:
+        program.solve(solver)
+        status = program.sol_status
+    except IndexError:  # pulp reads the values of a run that ended without any
+        status = pulp.LpSolutionNoSolutionFound
+    info = program.solverModel.getInfo()
+    feasible = highspy.SolutionStatus.kSolutionStatusFeasible
+    found = status > 0 and info.primal_solution_status == feasible
+    proven = found and status == pulp.LpSolutionOptimal
+    bound = float(info.mip_dual_bound)
+    if proven:
+        # An exhausted tree leaves the last bound of its root in `mip_dual_bound`.
+        objective = info.objective_function_value
+        bound = max(bound, objective - gap * abs(objective))
+    return Outcome(found, proven, bound * stated.unit_s)
+
+
+def read(stated: Formulation, outcome: Outcome, gap: float) -> Solution | Unfinished:
+    """Turn the solver's values into cuts and options; nothing later knows there was a solver."""
+    if not outcome.found:
+        return Unfinished(outcome.bound_s)
+    cuts, options = [0], []
+    for s in range(len(stated.instance.stages)):
+        for on_stage in stated.count:
+            numbers = [round(n.value()) for n in on_stage[s]]
+            for k in reversed(range(len(numbers))):
+                options += [k] * numbers[k]
+        cuts.append(len(options))
+    solution = priced(stated.instance, cuts, options, lower_bound_s=outcome.bound_s)
+    # Closed to the gap that was asked for counts as optimal only if the solver says so.
+    return replace(solution, tolerance=2 * gap if outcome.proven else 1e-9)
