@@ -8,14 +8,12 @@ ModelGraph.chain, and a parameter's name is its layer's name and its path in the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.errors import LaunchError
 from planner.model import ModelGraph
 
 TensorStyle = Literal["gather", "columns", "rows", "vocabulary", "logits"]
@@ -29,8 +27,6 @@ class Adapter(Protocol):
     """What the engine asks of a model family."""
 
     model: ModelGraph
-    width: int
-    """Size of the activations' last dim between layers."""
     tied_names: frozenset[str]
     """Parameters that are one weight with another layer's, both ends named."""
 
@@ -45,6 +41,9 @@ class Adapter(Protocol):
 
     def published_name(self, name: str) -> str:
         """Return a parameter's name in checkpoints; a tied copy has the name of its original."""
+
+    def boundary(self, layer: str, tokens: Tensor) -> Tensor:
+        """Return a meta tensor of the shape and type that a layer makes of these tokens."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over the samples of one micro-batch."""
@@ -108,21 +107,3 @@ def parameter_names(layer_name: str, layer: nn.Module) -> Iterator[tuple[str, nn
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 yield ".".join(p for p in (layer_name, path, attribute) if p), module, attribute
-
-
-def adapter_of(
-    model: ModelGraph,
-    *,
-    source: str,
-    seq_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    folder: Path | None = None,
-) -> Adapter:
-    """Return the adapter for a model: our reference, a Hugging Face family or a user's chain."""
-    family = model.architecture.family if model.architecture else ""
-    if family == "reference":
-        from runtime.reference import Reference  # noqa: PLC0415
-
-        return Reference(model, seq_len=seq_len, dtype=dtype, device=device)
-    raise LaunchError(f"no adapter runs the family '{family}'; known: reference")

@@ -21,12 +21,12 @@ from planner import schedule
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime.adapter import adapter_of
 from runtime.initialize import Weights
 from runtime.mesh import place_of
 from runtime.optimizer import Optimizer
 from runtime.parallelize import activation_type, parallel_stage
 from runtime.pipeline import Pipeline
+from runtime.source import adapter_of, obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Engine:
     ) -> None:
         """`weights` is a local folder of safetensors files; None starts from random weights."""
         plan.check_model(model)
-        obstacle = supported(plan, model)
-        if obstacle:
-            raise LaunchError(obstacle)
+        reason = supported(plan, model)
+        if reason:
+            raise LaunchError(reason)
         _set_precision(plan, device)
         self.plan = plan
         self.device = device
@@ -68,7 +68,8 @@ class Engine:
             seq_len=plan.seq_len,
             dtype=activation_type(plan),
             device=device,
-            folder=weights,
+            seed=plan.training.seed,
+            weights=weights,
         )
         self._stage = parallel_stage(
             plan,
@@ -186,18 +187,19 @@ class Engine:
     def _micro_batch_loss(self, output: Tensor, target: Tensor) -> Tensor:
         return self._adapter.loss(output, target) / self.plan.micro_batches
 
+    def _boundary(self, stage: int, tokens: Tensor) -> Tensor:
+        """Return a meta tensor of what a stage hands on: this rank's part of the positions."""
+        made = self._adapter.boundary(self.plan.stages[stage].layers[-1].layer, tokens)
+        if self.plan.mesh.tensor > 1:
+            made = made.chunk(self.plan.mesh.tensor, dim=1)[0].contiguous()
+        return made.requires_grad_(made.is_floating_point())
+
     def _loss_context(self) -> contextlib.AbstractContextManager[object]:
         return loss_parallel() if self.plan.mesh.tensor > 1 else contextlib.nullcontext()
 
     def _new_pipeline(self) -> Pipeline:
         plan, place = self.plan, self._place
         tokens = torch.empty(plan.micro_batch, plan.seq_len, dtype=torch.int64, device="meta")
-        hidden = torch.empty(
-            (plan.micro_batch, plan.seq_len // plan.mesh.tensor, self._adapter.width),
-            dtype=activation_type(plan),
-            device="meta",
-            requires_grad=True,
-        )
         return Pipeline(
             self._stage.chain,
             schedule.orders(
@@ -207,8 +209,8 @@ class Engine:
             micro_batches=plan.micro_batches,
             group=place.axis("pipeline").get_group(),
             device=self.device,
-            inputs=tokens if place.is_first else hidden,
-            outputs=hidden,
+            inputs=tokens if place.is_first else self._boundary(place.stage - 1, tokens),
+            outputs=self._boundary(place.stage, tokens),
             loss=self._micro_batch_loss,
         )
 
@@ -228,10 +230,10 @@ def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
         yield f"mesh.expert: is {mesh.expert}; expert parallelism cannot be executed; use 1"
     if model.edges:
         yield "the model's graph is not a chain; only chains of layers can be executed"
-    if mesh.tensor > 1:
-        if architecture is None:
-            yield "mesh.tensor: a user's own modules cannot be divided by tensor parallelism; use 1"
-            return
+    source = obstacle(model, source=plan.model.source, seq_len=plan.seq_len, tensor=mesh.tensor)
+    if source:
+        yield source
+    if mesh.tensor > 1 and architecture is not None:
         figures = {
             "seq_len": plan.seq_len,
             "heads": architecture.heads,

@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from planner.errors import LaunchError
 from planner.plan import Plan
 from runtime import recompute, tensor
-from runtime.adapter import Adapter, Chain
+from runtime.adapter import EMBEDDING, Adapter, Chain, parameter_names
 from runtime.initialize import Weights, materialize
 from runtime.mesh import Place
 
@@ -37,12 +38,14 @@ def parallel_stage(
     """Build this rank's stage."""
     placed = plan.stages[place.stage].layers
     layers = {item.layer: adapter.layer(item.layer) for item in placed}
+    adapter.tie(layers)
+    _check_parameters(layers, adapter)
     summed = set()
     if plan.mesh.tensor > 1:
         for name, layer in layers.items():
             partial = tensor.divide(layer, adapter.tensor_plan(name), place.axis("tensor"))
             summed |= {f"{name}.{parameter}" for parameter in partial}
-    adapter.tie(layers)  # after tensor parallelism, which makes new parameters
+        adapter.tie(layers)  # again, since `divide` made new parameters
     shared = _shared(layers)
     wraps = place.mesh is not None and (place.data_degree > 1 or plan.precision == "bf16")
     chain = Chain(layers)
@@ -67,6 +70,26 @@ def parallel_stage(
     if wraps:
         _over_data(chain, plan, place, root=True)
     return ParallelStage(chain=chain, summed=frozenset(summed), wrapped=wraps)
+
+
+def _check_parameters(layers: dict[str, nn.Module], adapter: Adapter) -> None:
+    """Refuse modules that are not what was planned for: a plan's memory rests on their size."""
+    planned = dict(adapter.model.chain)
+    seen: set[int] = set()
+    for name, layer in layers.items():
+        fresh = {id(p): p for p in layer.parameters() if id(p) not in seen}
+        seen |= set(fresh)
+        count = sum(
+            p.numel()
+            for full_name, module, attribute in parameter_names(name, layer)
+            if id(p := module._parameters[attribute]) in fresh
+            and not (full_name in adapter.tied_names and name != EMBEDDING)
+        )
+        if count != planned[name].parameters:
+            raise LaunchError(
+                f"layer '{name}' has {count} parameters, and {planned[name].parameters} in the "
+                f"plan's model {adapter.model.name}; plan again with this model's own figures"
+            )
 
 
 def _shared(layers: dict[str, nn.Module]) -> set[str]:

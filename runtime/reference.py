@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.errors import LaunchError
 from planner.model import Architecture, ModelGraph
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
 
@@ -124,15 +123,12 @@ class Reference:
         assert model.architecture is not None
         self.model = model
         self.architecture = model.architecture
-        self.width = model.architecture.hidden_size
+        self._dtype = dtype
         self.tied_names = frozenset(
             ("embedding.tokens.weight", "head.output.weight")
             if model.architecture.tied_embeddings
             else ()
         )
-        lack = unsupported(model.architecture)
-        if lack:
-            raise LaunchError(f"the reference transformer has no {lack}")
         self.rotary = rotary_tables(self.architecture.head_dim, seq_len, dtype, device)
 
     def layer(self, name: str) -> nn.Module:
@@ -183,13 +179,18 @@ class Reference:
             return "embedding.tokens.weight"
         return name
 
+    def boundary(self, layer: str, tokens: Tensor) -> Tensor:
+        """Every layer but the head returns hidden states."""
+        shape = (*tokens.shape, self.architecture.hidden_size)
+        return torch.empty(shape, dtype=self._dtype, device="meta")
+
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Next-token cross-entropy."""
         return next_token_loss(output, targets)
 
 
-def unsupported(architecture: Architecture) -> str | None:
-    """Name the first thing that these figures ask for and the reference does not have."""
+def obstacle(architecture: Architecture) -> str | None:
+    """Return the first thing that these figures ask for and the reference does not have."""
     a = architecture
     lacks = {
         "layer norm": a.norm != "rms",
@@ -206,4 +207,5 @@ def unsupported(architecture: Architecture) -> str | None:
         "separate embedding width": a.embedding_size not in (0, a.hidden_size),
         "token types": a.token_types > 0,
     }
-    return next((name for name, lacking in lacks.items() if lacking), None)
+    lack = next((name for name, lacking in lacks.items() if lacking), None)
+    return f"model.architecture: the reference transformer has no {lack}" if lack else None

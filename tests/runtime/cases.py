@@ -18,7 +18,7 @@ def architecture(family: str = "reference", **changes: Any) -> Architecture:
     figures: dict[str, Any] = {
         "family": family,
         "hidden_size": 32,
-        "layers": 4,
+        "layers": 3,
         "heads": 4,
         "kv_heads": 4 if family == "gpt2" else 2,
         "head_dim": 8,
@@ -38,14 +38,28 @@ def architecture(family: str = "reference", **changes: Any) -> Architecture:
 
 
 def transformer(family: str = "reference", **changes: Any) -> ModelGraph:
-    figures = architecture(family, **changes)
+    a = architecture(family, **changes)
+    heads = (a.heads + 2 * a.kv_heads) * a.head_dim
+    norm = a.hidden_size * (2 if a.norm == "layer" else 1)
+    block = (
+        a.hidden_size * (heads + a.heads * a.head_dim)
+        + heads * a.qkv_bias
+        + a.hidden_size * a.output_bias
+        + 2 * a.head_dim * a.qk_norm
+        + a.hidden_size * a.ffn_size * (3 if a.gated_mlp else 2)
+        + (a.ffn_size + a.hidden_size) * a.mlp_bias
+        + 2 * norm
+    )
+    embedding = a.vocab_size * a.hidden_size
+    positions = a.max_positions * a.hidden_size * (a.positions == "learned")
+    head = norm + embedding * (not a.tied_embeddings)
     return ModelGraph(
         name=f"tiny-{family}",
-        architecture=figures,
+        architecture=a,
         layers=(
-            Layer(name="embedding", kind="embedding", parameters=0),
-            Layer(name="block", kind="block", repeat=figures.layers, parameters=0),
-            Layer(name="head", kind="head", parameters=0),
+            Layer(name="embedding", kind="embedding", parameters=embedding + positions),
+            Layer(name="block", kind="block", repeat=a.layers, parameters=block),
+            Layer(name="head", kind="head", parameters=head),
         ),
     )
 
@@ -56,7 +70,7 @@ def plan(
     cuts: Sequence[int] | None = None,
     zero: int = 0,
     schedule: str = "1f1b",
-    micro_batch: int = 1,
+    micro_batch: int = 2,
     recompute: str = "none",
     precision: str = "fp32",
     seed: int = 0,
@@ -68,8 +82,8 @@ def plan(
     degrees = Mesh(**mesh)
     names = [name for name, _ in model.chain]
     if cuts is None:
-        size = -(-len(names) // degrees.pipeline)
-        cuts = [len(names[i : i + size]) for i in range(0, len(names), size)]
+        least, more = divmod(len(names), degrees.pipeline)
+        cuts = [least + (stage < more) for stage in range(degrees.pipeline)]
     stages, start = [], 0
     for count in cuts:
         layers = names[start : start + count]
@@ -94,7 +108,9 @@ def plan(
         training=Training(
             learning_rate=3e-3,
             warmup_steps=2,
-            epsilon=1e-6,
+            # Large, or AdamW would blow the rounding of gradients that are zero in theory (of a
+            # key's bias, say) up to steps of the full learning rate.
+            epsilon=1e-5,
             weight_decay=0.1,
             clip_norm=clip_norm,
             seed=seed,

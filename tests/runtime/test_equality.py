@@ -72,6 +72,9 @@ def case(
 
 
 TIED = {"tied_embeddings": True}
+HYBRID = {"data_replicate": 2, "data_shard": 2}
+# The axes in another order: pipeline on the fastest links, tensor on the slowest.
+OUTSIDE_IN = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 
 TWO = (
     case("data", data_replicate=2),
@@ -83,17 +86,68 @@ TWO = (
     case("zero 3, recompute selective", data_shard=2, zero=3, recompute="selective"),
     case("zero 3, tied", model=TIED, data_shard=2, zero=3),
     case("tensor", tensor=2),
-    case("tensor, micro-batch 2", tensor=2, micro_batch=2),
+    case("tensor, micro-batch 4", tensor=2, micro_batch=4),
     case("tensor, recompute full", tensor=2, recompute="full"),
     case("tensor, recompute selective", tensor=2, recompute="selective"),
     case("tensor, tied", model=TIED, tensor=2),
     case("pipeline gpipe", pipeline=2, schedule="gpipe"),
     case("pipeline 1f1b", pipeline=2),
-    case("pipeline 1f1b, uneven", pipeline=2, cuts=[1, 5]),
+    case("pipeline 1f1b, uneven", pipeline=2, cuts=[1, 4]),
     case("pipeline 1f1b, recompute full", pipeline=2, recompute="full"),
     case("pipeline 1f1b, recompute selective", pipeline=2, recompute="selective"),
     case("pipeline 1f1b, tied", model=TIED, pipeline=2),
-    case("pipeline 1f1b, micro-batch 4", pipeline=2, micro_batch=4),
+    case("pipeline 1f1b, one micro-batch", pipeline=2, micro_batch=8),
+    *(
+        case(name, family, **layout)
+        for family in ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+        for name, layout in (
+            ("zero 3", {"data_shard": 2, "zero": 3}),
+            ("pipeline", {"pipeline": 2}),
+            ("tensor", {"tensor": 2, "recompute": "selective"}),
+        )
+        if (family, name) != ("gpt2", "tensor")
+    ),
+    case("tensor, window of 5", "mistral", model={"sliding_window": 5}, tensor=2),
+    case("tensor, tied", "qwen2", model=TIED, tensor=2),
+)
+
+FOUR = (
+    case("data", data_replicate=4, micro_batch=1),
+    case("zero 2", data_shard=4, zero=2, micro_batch=1),
+    case("zero 3", data_shard=4, zero=3, micro_batch=1),
+    case("zero 1, hybrid", **HYBRID, zero=1),
+    case("zero 3, hybrid", **HYBRID, zero=3),
+    case("zero 3, hybrid, axes outside in", **HYBRID, zero=3, order=OUTSIDE_IN),
+    case("pipeline gpipe", pipeline=4, schedule="gpipe"),
+    case("pipeline 1f1b, uneven", pipeline=4, cuts=[1, 1, 1, 2]),
+    case("pipeline 1f1b, tied", model=TIED, pipeline=4),
+    case("pipeline gpipe x data", pipeline=2, data_replicate=2, schedule="gpipe"),
+    case("pipeline 1f1b x data", pipeline=2, data_replicate=2),
+    case("pipeline 1f1b x data, axes outside in", pipeline=2, data_replicate=2, order=OUTSIDE_IN),
+    case("pipeline 1f1b x data, tied", model=TIED, pipeline=2, data_replicate=2),
+    case("pipeline 1f1b x zero 1", pipeline=2, data_shard=2, zero=1),
+    case("pipeline gpipe x zero 1", pipeline=2, data_shard=2, zero=1, schedule="gpipe"),
+    case("pipeline 1f1b x zero 2", pipeline=2, data_shard=2, zero=2),
+    case("pipeline 1f1b x zero 3", pipeline=2, data_shard=2, zero=3),
+    case("pipeline gpipe x zero 3", pipeline=2, data_shard=2, zero=3, schedule="gpipe"),
+    case("pipeline x zero 3, full", pipeline=2, data_shard=2, zero=3, recompute="full"),
+    case("pipeline x zero 3, selective", pipeline=2, data_shard=2, zero=3, recompute="selective"),
+    case("pipeline x zero 3, tied", model=TIED, pipeline=2, data_shard=2, zero=3),
+    case("pipeline 1f1b x tensor", pipeline=2, tensor=2),
+    case("pipeline gpipe x tensor", pipeline=2, tensor=2, schedule="gpipe"),
+    case("pipeline x tensor, selective", pipeline=2, tensor=2, recompute="selective"),
+    case("pipeline x tensor, tied", model=TIED, pipeline=2, tensor=2),
+    case("tensor x data", tensor=2, data_replicate=2),
+    case("tensor x zero 1", tensor=2, data_shard=2, zero=1),
+    case("tensor x zero 2", tensor=2, data_shard=2, zero=2),
+    case("tensor x zero 3", tensor=2, data_shard=2, zero=3),
+    case("tensor x zero 3, axes outside in", tensor=2, data_shard=2, zero=3, order=OUTSIDE_IN),
+    case("tensor x zero 3, full", tensor=2, data_shard=2, zero=3, recompute="full"),
+    case("tensor x zero 3, selective", tensor=2, data_shard=2, zero=3, recompute="selective"),
+    case("tensor x zero 3, tied", model=TIED, tensor=2, data_shard=2, zero=3),
+    case("tensor x zero 3", "qwen3", tensor=2, data_shard=2, zero=3),
+    case("pipeline x tensor", "llama", pipeline=2, tensor=2),
+    case("pipeline x zero 3", "gpt2", pipeline=2, data_shard=2, zero=3),
 )
 
 
@@ -158,3 +212,8 @@ def check(rows: tuple[Case, ...], world: int) -> None:
 @pytest.mark.ranks
 def test_two_ranks_train_like_one_process() -> None:
     check(TWO, 2)
+
+
+@pytest.mark.ranks
+def test_four_ranks_train_like_one_process() -> None:
+    check(FOUR, 4)

@@ -1,0 +1,304 @@
+"""Causal language models of Hugging Face transformers, as chains of layers.
+
+The library's own decoder layers and norms run unchanged; around them stand an embedding, the
+rotary tables or masks they ask for (made once, since the length never changes), and the output
+projection.  Dropout is off: its masks would depend on the plan.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.errors import LaunchError
+from planner.model import Architecture, ModelGraph
+from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Names of one model family in transformers."""
+
+    classes: str
+    """Prefix of its classes."""
+    prefix: str = "model"
+    """Attribute of the base model in the causal language model; parameter names begin with it."""
+    embedding: str = "embed_tokens"
+    layers: str = "layers"
+    norm: str = "norm"
+
+
+FAMILIES = {
+    "llama": Family(classes="Llama"),
+    "mistral": Family(classes="Mistral"),
+    "qwen2": Family(classes="Qwen2"),
+    "qwen3": Family(classes="Qwen3"),
+    "gpt2": Family(classes="GPT2", prefix="transformer", embedding="wte", layers="h", norm="ln_f"),
+}
+
+_STYLES: dict[str, TensorStyle | None] = {
+    "colwise": "columns",
+    "rowwise": "rows",
+    # A norm over one head: replicated weights, as all that no style names are.
+    "replicated_with_grad_allreduce": None,
+}
+
+
+class Embedding(nn.Module):
+    """Token vectors, and learned position vectors where the family has them."""
+
+    def __init__(self, tokens: nn.Embedding, positions: nn.Embedding | None) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.positions = positions
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return [sample, position, hidden]."""
+        x = self.tokens(tokens)
+        if self.positions is None:
+            return x
+        return x + self.positions.weight[: tokens.shape[1]]
+
+
+class Block(nn.Module):
+    """One decoder layer of the library, with the fixed inputs it wants beside the hidden states."""
+
+    def __init__(self, layer: nn.Module, fixed: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.fixed = fixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the residual stream after this layer."""
+        return self.layer(x, **self.fixed)
+
+
+class HuggingFace:
+    """Adapter of the families in FAMILIES."""
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        *,
+        folder: Path | None,
+        seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        assert model.architecture is not None
+        self.model = model
+        self.architecture = model.architecture
+        self.family = FAMILIES[model.architecture.family]
+        self.config = configuration(model.architecture, folder)
+        self.tied_names = frozenset(
+            ("embedding.tokens.weight", "head.output.weight")
+            if model.architecture.tied_embeddings
+            else ()
+        )
+        name = model.architecture.family
+        self._modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        self._seq_len, self._dtype, self._device = seq_len, dtype, device
+        self._rotary = self._rotary_tables()
+        self._masks: dict[int, Tensor] = {}
+
+    def layer(self, name: str) -> nn.Module:
+        """Return a layer on the meta device."""
+        a = self.architecture
+        if name == EMBEDDING:
+            with torch.device("meta"):
+                learned = a.positions == "learned"
+                return Embedding(
+                    nn.Embedding(a.vocab_size, a.hidden_size),
+                    nn.Embedding(a.max_positions, a.hidden_size) if learned else None,
+                )
+        if name == HEAD:
+            with torch.device("meta"):
+                output = nn.Linear(a.hidden_size, a.vocab_size, bias=False)
+                return Head(self._norm(), output)
+        index = int(name.rpartition(".")[2]) if "." in name else 0
+        kind = "Block" if self.family.classes == "GPT2" else "DecoderLayer"
+        with torch.device("meta"):
+            layer = getattr(self._modeling, self.family.classes + kind)(self.config, index)
+        return Block(layer, self._fixed(index))
+
+    def tie(self, layers: Mapping[str, nn.Module]) -> None:
+        """Let the output projection be the token embedding, where both are here."""
+        if self.tied_names and EMBEDDING in layers and HEAD in layers:
+            layers[HEAD].output.weight = layers[EMBEDDING].tokens.weight
+
+    def fill(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Give the values that the library's `_init_weights` would draw."""
+        std = self.config.initializer_range
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        elif name.endswith("c_proj.weight"):  # GPT-2 scales what enters the residual stream
+            depth = 2 * self.architecture.layers
+            parameter.normal_(0.0, std / depth**0.5, generator=generator)
+        else:
+            parameter.normal_(0.0, std, generator=generator)
+
+    def tensor_plan(self, layer: str) -> Mapping[str, TensorStyle]:
+        """Translate the library's own tensor-parallel plan."""
+        if layer == EMBEDDING:
+            return {"tokens": "vocabulary"}
+        if layer == HEAD:
+            return {"output": "logits"}
+        result: dict[str, TensorStyle] = {}
+        for path, style in (self.config.base_model_tp_plan or {}).items():
+            if not path.startswith("layers.*."):
+                continue
+            if style not in _STYLES:
+                raise LaunchError(f"transformers asks to divide {path} '{style}', unknown here")
+            module = "layer." + path.removeprefix("layers.*.")
+            translated = _STYLES[style]
+            if translated:
+                result[module] = translated
+            if translated == "columns":
+                result[module.rpartition(".")[0]] = "gather"
+        return result
+
+    def published_name(self, name: str) -> str:
+        """Return the library's own name, as in published checkpoints."""
+        family = self.family
+        if name in self.tied_names or name.startswith("embedding.tokens"):
+            return f"{family.prefix}.{family.embedding}.weight"
+        if name.startswith("embedding.positions"):
+            return f"{family.prefix}.wpe.weight"
+        if name.startswith("head.norm."):
+            return f"{family.prefix}.{family.norm}.{name.removeprefix('head.norm.')}"
+        if name == "head.output.weight":
+            return "lm_head.weight"
+        layer = re.fullmatch(r"block(?:\.(\d+))?\.layer\.(.+)", name)
+        assert layer is not None, name
+        return f"{family.prefix}.{family.layers}.{layer[1] or 0}.{layer[2]}"
+
+    def boundary(self, layer: str, tokens: Tensor) -> Tensor:
+        """Every layer but the head returns hidden states."""
+        shape = (*tokens.shape, self.architecture.hidden_size)
+        return torch.empty(shape, dtype=self._dtype, device="meta")
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Next-token cross-entropy."""
+        return next_token_loss(output, targets)
+
+    def _norm(self) -> nn.Module:
+        if self.architecture.norm == "layer":
+            return nn.LayerNorm(self.architecture.hidden_size, eps=self.config.layer_norm_epsilon)
+        made: nn.Module = getattr(self._modeling, f"{self.family.classes}RMSNorm")(
+            self.architecture.hidden_size, eps=self.config.rms_norm_eps
+        )
+        return made
+
+    def _rotary_tables(self) -> tuple[Tensor, Tensor] | None:
+        if self.architecture.positions != "rotary":
+            return None
+        rotary = getattr(self._modeling, f"{self.family.classes}RotaryEmbedding")(self.config)
+        positions = torch.arange(self._seq_len).unsqueeze(0)
+        cos, sin = rotary(torch.zeros(1, dtype=self._dtype), positions)
+        return cos.to(self._device), sin.to(self._device)
+
+    def _fixed(self, index: int) -> dict[str, Any]:
+        fixed: dict[str, Any] = {"use_cache": False, "attention_mask": self._mask(index)}
+        if self._rotary is not None:
+            fixed["position_embeddings"] = self._rotary
+        return fixed
+
+    def _mask(self, index: int) -> Tensor | None:
+        """Return which keys [1, 1, query, key] a sliding layer sees; None is plain causal."""
+        types = getattr(self.config, "layer_types", None)
+        if types is not None and types[index] != "sliding_attention":
+            return None
+        window = getattr(self.config, "sliding_window", None)
+        if not window or window >= self._seq_len:
+            return None
+        if window not in self._masks:
+            distance = torch.arange(self._seq_len)
+            distance = distance[:, None] - distance
+            self._masks[window] = ((distance >= 0) & (distance < window))[None, None].to(
+                self._device
+            )
+        return self._masks[window]
+
+
+def has_config(folder: Path) -> bool:
+    """Tell whether this is a config.json or a folder that has one."""
+    return (folder.suffix == ".json" and folder.is_file()) or (folder / "config.json").is_file()
+
+
+def configuration(architecture: Architecture, folder: Path | None) -> Any:
+    """Return transformers' configuration: a folder's own, or one made of our figures."""
+    from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
+
+    a = architecture
+    figures = {
+        "hidden_size": a.hidden_size,
+        "num_hidden_layers": a.layers,
+        "num_attention_heads": a.heads,
+        "vocab_size": a.vocab_size,
+        "max_position_embeddings": a.max_positions,
+        "tie_word_embeddings": a.tied_embeddings,
+    }
+    if a.family == "gpt2":
+        figures["n_inner"] = a.ffn_size
+    else:
+        figures |= {
+            "intermediate_size": a.ffn_size,
+            "num_key_value_heads": a.kv_heads,
+            "head_dim": a.head_dim,
+        }
+    if folder is not None:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        for name, figure in figures.items():
+            known = getattr(config, name, figure)
+            if known is not None and known != figure:
+                raise LaunchError(f"{folder}: {name} is {known}, and the plan's model has {figure}")
+    else:
+        if a.family == "llama":
+            figures |= {"attention_bias": a.qkv_bias, "mlp_bias": a.mlp_bias}
+        if a.family == "qwen3":
+            figures |= {"attention_bias": a.qkv_bias}
+        if a.family not in {"gpt2", "llama"}:
+            figures["sliding_window"] = a.sliding_window or None
+        if a.family in ("qwen2", "qwen3"):
+            figures |= {"use_sliding_window": a.sliding_window > 0, "layer_types": _types(a)}
+        config = AutoConfig.for_model(a.family, **figures, bos_token_id=None, eos_token_id=None)
+    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def obstacle(architecture: Architecture, *, seq_len: int, tensor: int) -> str | None:
+    """Return why this cannot be run by an adapter of this module, or None."""
+    a = architecture
+    if a.family not in FAMILIES:
+        return (
+            f"no adapter runs the family '{a.family}'; known: reference, {', '.join(FAMILIES)}, "
+            "or your own file.py:factory"
+        )
+    if tensor > 1 and a.family == "gpt2":
+        return "mesh.tensor: transformers has no tensor-parallel plan for gpt2; use 1"
+    if a.positions == "learned" and seq_len > a.max_positions:
+        return f"seq_len: is {seq_len}; the model has {a.max_positions} learned positions"
+    return None
+
+
+def _types(architecture: Architecture) -> list[str]:
+    """Return each layer's kind of attention."""
+    a = architecture
+    return [
+        "sliding_attention"
+        if a.sliding_window and (a.sliding_every == 1 or (index + 1) % a.sliding_every)
+        else "full_attention"
+        for index in range(a.layers)
+    ]

@@ -1,0 +1,53 @@
+"""Source: where a plan's model comes from, and which adapter runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from planner.model import ModelGraph
+from runtime import huggingface, reference
+from runtime.adapter import Adapter
+from runtime.factory import FactoryChain, is_factory
+
+
+def adapter_of(
+    model: ModelGraph,
+    *,
+    source: str,
+    seq_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    weights: Path | None,
+) -> Adapter:
+    """Return the adapter for a model that `obstacle` has nothing against.
+
+    `dtype` is the type of activations.  `weights` is a folder whose config.json, if it has one,
+    gives the settings that ModelGraph's figures leave open.
+    """
+    if is_factory(source):
+        return FactoryChain(model, source, seed=seed, dtype=dtype)
+    assert model.architecture is not None
+    if model.architecture.family == "reference":
+        return reference.Reference(model, seq_len=seq_len, dtype=dtype, device=device)
+    folder = next((f for f in (weights, Path(source)) if f and huggingface.has_config(f)), None)
+    return huggingface.HuggingFace(
+        model, folder=folder, seq_len=seq_len, dtype=dtype, device=device
+    )
+
+
+def obstacle(model: ModelGraph, *, source: str, seq_len: int, tensor: int) -> str | None:
+    """Return why no adapter can run this model so, or None."""
+    if is_factory(source):
+        return (
+            "mesh.tensor: a user's own modules cannot be divided by tensor parallelism; use 1"
+            if tensor > 1
+            else None
+        )
+    if model.architecture is None:
+        return f"model: {model.name} has no architecture and its source is no file.py:factory"
+    if model.architecture.family == "reference":
+        return reference.obstacle(model.architecture)
+    return huggingface.obstacle(model.architecture, seq_len=seq_len, tensor=tensor)

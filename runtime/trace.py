@@ -1,0 +1,138 @@
+"""What layers cost, traced with fake tensors: no values are computed and no memory is used."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from planner.model import LayerTrace
+
+
+@dataclass(frozen=True, slots=True)
+class TracedLayer:
+    """A layer's figures and its output, a fake tensor."""
+
+    figures: LayerTrace
+    output: Tensor
+
+
+def traced(layers: Sequence[nn.Module], inputs: Tensor) -> Iterator[TracedLayer]:
+    """Trace a chain layer by layer, forward and backward.  Call it under a FakeTensorMode.
+
+    Stored bytes are what autograd saves, each storage once, parameters left out.  Transient bytes
+    are the larger of two peaks: in forward above what remains after it, in backward above what was
+    there before it (the output's gradient included, parameters' gradients left out).
+    """
+    x = inputs
+    for layer in layers:
+        x = x.detach().requires_grad_(x.is_floating_point())
+        owned = {_key(t) for t in (*layer.parameters(), *layer.buffers())}
+        saved: dict[int, int] = {}
+        flops, forward = FlopCounterMode(display=False), _Allocations()
+        with _saved_storages(saved, owned), flops, forward:
+            output = layer(x)
+        output_bytes = output.untyped_storage().nbytes()
+        backward_transient = _backward_peak(layer, output) if output.requires_grad else 0
+        yield TracedLayer(
+            LayerTrace(
+                forward_flops=float(flops.get_total_flops()),
+                stored_bytes=sum(saved.values()),
+                transient_bytes=max(forward.peak() - forward.remaining(), backward_transient),
+                output_bytes=output_bytes,
+            ),
+            output,
+        )
+        x = output
+
+
+def _backward_peak(layer: nn.Module, output: Tensor) -> int:
+    gradients: set[int] = set()
+
+    def accumulated(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradients.add(_key(parameter.grad))
+
+    hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in layer.parameters()]
+    backward = _Allocations()
+    with backward:
+        torch.autograd.backward(output, torch.empty_like(output))
+    peak = backward.peak(without=gradients)
+    for hook in hooks:
+        hook.remove()
+    for parameter in layer.parameters():
+        parameter.grad = None
+    return peak
+
+
+class _Allocations(TorchDispatchMode):
+    """What operators allocated and freed while this mode was on, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._events: list[tuple[int, int]] = []
+        self._on = True
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._on = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            self._watch(tensor, fresh=False)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._watch(tensor, fresh=True)
+        return result
+
+    def peak(self, without: set[int] = frozenset()) -> int:  # type: ignore[assignment]
+        """Most bytes above the beginning, leaving out some storages."""
+        sums = itertools.accumulate(n for key, n in self._events if key not in without)
+        return max(0, *sums, 0)
+
+    def remaining(self) -> int:
+        """Bytes at the end above the beginning."""
+        return sum(n for _, n in self._events)
+
+    def _watch(self, tensor: Tensor, *, fresh: bool) -> None:
+        storage = tensor.untyped_storage()
+        if storage not in self._known:
+            self._known.add(storage)
+            if fresh:
+                self._events.append((storage._cdata, storage.nbytes()))
+            weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+
+    def _freed(self, key: int, size_bytes: int) -> None:
+        if self._on:
+            self._events.append((key, -size_bytes))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def _saved_storages(saved: dict[int, int], owned: set[int]) -> Iterator[None]:
+    """Note the size of the storages that autograd saves while this is open, except `owned`."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _key(tensor) not in owned:
+            saved[_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
