@@ -142,15 +142,16 @@ def every_layer_its_own(layers: int, depth: int, m: int, ways: int) -> Instance:
             rng.uniform(0.001, 0.02),
             rng.uniform(0.1e9, 1.6e9),
             rng.uniform(0.1e9, 2e9),
-            0.003,
-            ways,
+            ways=ways,
         )
         for _ in range(layers)
     ]
     return one_f_one_b(list(range(layers)), kinds, depth, m, 0.8)
 
 
-def resident_by_option() -> Instance:
+def resident_by_option(sync_factor: float = 1.0) -> Instance:
+    """Optimizer states of single layers on the host: less resident, a slower step."""
+
     def with_offloaded_optimizer(table: Kind) -> Kind:
         return table + tuple(
             Option(
@@ -160,7 +161,7 @@ def resident_by_option() -> Instance:
                 stored_bytes=o.stored_bytes,
                 transient_bytes=o.transient_bytes,
                 resident_bytes=0.4 * o.resident_bytes,
-                sync_s=o.sync_s,
+                sync_s=sync_factor * o.sync_s,
             )
             for o in table[:3]
         )
@@ -180,6 +181,7 @@ CHAINS: dict[str, Callable[[], Instance]] = {
     "140 kinds, K=3, P=8": lambda: every_layer_its_own(140, 8, 32, 3),
     "140 kinds, K=6, P=4": lambda: every_layer_its_own(140, 4, 16, 6),
     "70B, resident by option": resident_by_option,
+    "70B, sync by option too": lambda: resident_by_option(sync_factor=6.0),
 }
 
 

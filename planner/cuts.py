@@ -16,6 +16,7 @@ Among equal sums the dynamic program takes the earliest cuts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -112,7 +113,20 @@ class Chain:
 
 def along(table: Floats, cuts: tuple[int, ...]) -> list[float]:
     """Entries of `table` that a split uses, stage by stage."""
-    return [float(table[s, first, cuts[s + 1] - first - 1]) for s, first in enumerate(cuts[:-1])]
+    return [
+        float(table[s, first, end - first - 1]) for s, (first, end) in enumerate(pairwise(cuts))
+    ]
+
+
+def price(
+    stage_s: Floats, fill_s: Floats, sync_s: Floats | None, cuts: tuple[int, ...], *, steady: float
+) -> Cuts:
+    """Evaluate a split on the tables."""
+    largest_s, sum_s = max(along(stage_s, cuts)), sum(along(fill_s, cuts))
+    once_s = 0.0
+    if sync_s is not None:
+        once_s = max(float(sync_s[first, end - first - 1]) for first, end in pairwise(cuts))
+    return Cuts(cuts, largest_s, sum_s, once_s, steady * largest_s + sum_s + once_s)
 
 
 def best_cuts(
@@ -145,12 +159,10 @@ def best_cuts(
         )
         if found is None:
             break
-        largest_sync_s = max(along(every_sync_s, found.cuts))
-        value_s = found.value_s + largest_sync_s
-        if value_s < cutoff_s:
-            cutoff_s = value_s
-            best = Cuts(found.cuts, found.largest_s, found.fill_s, largest_sync_s, value_s)
-        ceiling_s = np.nextafter(largest_sync_s, -np.inf)
+        whole = price(stage_s, fill_s, sync_s, found.cuts, steady=steady)
+        if whole.value_s < cutoff_s:
+            best, cutoff_s = whole, whole.value_s
+        ceiling_s = float(np.nextafter(whole.sync_s, -np.inf))
     return best
 
 
@@ -170,8 +182,7 @@ def _descend(
     def under(ceiling_s: float) -> Cuts:
         cuts = chain.smallest_sum(np.where(stage_s <= ceiling_s, fill_s, np.inf))
         assert cuts is not None, "the ceiling is never below the least maximum"
-        largest_s, sum_s = max(along(stage_s, cuts)), sum(along(fill_s, cuts))
-        return Cuts(cuts, largest_s, sum_s, 0.0, steady * largest_s + sum_s)
+        return price(stage_s, fill_s, None, cuts, steady=steady)
 
     tightest = under(least_max_s)
     if tightest.value_s < cutoff_s:

@@ -89,17 +89,24 @@ class Runs:
     def hull_steps(self) -> tuple[Floats, Floats]:
         """Bytes added and seconds saved along the convex hull of one layer, best ratio first."""
         if self._steps is None:
-            hull: list[tuple[float, float]] = []
-            points = zip(
-                self._single.load_bytes.tolist(), self._single.time_s.tolist(), strict=True
-            )
-            for x, t in points:
-                while len(hull) > 1 and _above(hull[-2], hull[-1], (x, t)):
-                    hull.pop()
-                hull.append((x, t))
-            corners = np.array(hull)
-            self._steps = np.diff(corners[:, 0]), -np.diff(corners[:, 1])
+            self._steps = hull_steps(self._single.load_bytes, self._single.time_s)
         return self._steps
+
+
+def hull_steps(load_bytes: Floats, time_s: Floats) -> tuple[Floats, Floats]:
+    """Bytes added and seconds saved from corner to corner of the lower convex hull.
+
+    It starts at the leanest point and ends at the fastest, so the best ratio comes first.
+    """
+    hull: list[tuple[float, float]] = []
+    for x, t in sorted(zip(load_bytes.tolist(), time_s.tolist(), strict=True)):
+        if hull and t >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _above(hull[-2], hull[-1], (x, t)):
+            hull.pop()
+        hull.append((x, t))
+    corners = np.array(hull)
+    return np.diff(corners[:, 0]), -np.diff(corners[:, 1])
 
 
 def _above(

@@ -18,9 +18,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cuts import best_cuts, meets
+from planner.cuts import Cuts, best_cuts, meets, price
 from planner.frontier import FrontierStore
 from planner.instance import (
+    ROUNDING,
     Fathomed,
     Infeasible,
     Instance,
@@ -34,6 +35,10 @@ from planner.memory_reach import why_infeasible
 from planner.stage_table import StageTable
 
 Floats = NDArray[np.float64]
+
+
+# Above the rounding that `cuts.meets` forgives, below anything that matters.
+_HAIR = 1e-11
 
 
 def solve(
@@ -53,8 +58,6 @@ def solve(
     if len(instance.stages) > len(instance.layers):
         return Infeasible(why_infeasible(instance))
     knapsacks = Knapsacks(instance, frontiers if frontiers is not None else FrontierStore())
-    if knapsacks.sync_depends:
-        raise ValueError("sync_s differs between the options of one kind")
     floor = _Floor(knapsacks)
     ceiling_s = min(floor.likely_ceiling_s, floor.ceiling_s(cutoff_s))
     while True:
@@ -79,10 +82,10 @@ class _Floor:
 
     def __init__(self, knapsacks: Knapsacks) -> None:
         instance = knapsacks.instance
-        layers = knapsacks.layers
-        least_s = np.array([kind.time_s.min() for kind in knapsacks.kinds])[layers]
-        most_s = np.array([kind.time_s.max() for kind in knapsacks.kinds])[layers]
-        sync_s = np.array([kind.sync_s.min() for kind in knapsacks.kinds])[layers]
+        layers, options = knapsacks.layers, knapsacks.options
+        least_s = knapsacks.options.least_time_s[layers]
+        most_s = options.time_s.max(axis=1, where=options.present, initial=0.0)[layers]
+        sync_s = options.sync_s.min(axis=1)[layers]
         credit_s = np.array(instance.credits_s)[layers] if instance.credits_s else 0.0
         scale, exposed_s = knapsacks.time_scale, knapsacks.exposed_s
 
@@ -112,40 +115,72 @@ class _Floor:
 
 def _best_under(knapsacks: Knapsacks, ceiling_s: float, cutoff_s: float) -> Solution | None:
     """Best split below the cutoff whose stages are runs within `ceiling_s`."""
-    instance = knapsacks.instance
     table = StageTable(knapsacks, ceiling_s)
-    sync_s = table.sync_s()
+    if not knapsacks.sync_depends:
+        found = _settled_cuts(table, knapsacks.instance.steady, table.sync_s(), cutoff_s)
+        return None if found is None else _assembled(knapsacks, table, found.cuts)
+    return _best_with_sync_by_option(knapsacks, table, cutoff_s)
+
+
+def _best_with_sync_by_option(
+    knapsacks: Knapsacks, table: StageTable, cutoff_s: float
+) -> Solution | None:
+    """Best split by a falling limit on the sync of every stage, as `cuts.best_cuts` does.
+
+    The limit enters the knapsacks here, so the table changes with it.
+    """
+    least_sync_s = table.least_largest_sync_s()
+    if least_sync_s == math.inf:
+        return None
     best: Solution | None = None
     while True:
-        found = best_cuts(
-            table.seconds, table.fill_s(), sync_s, steady=instance.steady, cutoff_s=cutoff_s
-        )
+        steady = knapsacks.instance.steady
+        found = _settled_cuts(table, steady, None, cutoff_s - least_sync_s)
         if found is None:
             return best
-        bounded = [
-            (s, first, end - first)
-            for s, (first, end) in enumerate(pairwise(found.cuts))
-            if not table.settled[s, first, end - first - 1]
-        ]
-        for stage, first, n in bounded:
-            table.settle(stage, first, n)
-        if table.holds(found.cuts):
-            candidate = _assembled(knapsacks, found.cuts)
-            if candidate.objective_s < cutoff_s:
-                best, cutoff_s = candidate, candidate.objective_s
-        if not bounded:
+        solution = _assembled(knapsacks, table, found.cuts)
+        if solution.objective_s < cutoff_s:
+            best, cutoff_s = solution, solution.objective_s
+        largest_s = max(solution.stage_sync_s)
+        if largest_s <= least_sync_s * (1 + ROUNDING):
             return best
+        table.limit_sync(largest_s * (1 - ROUNDING))
 
 
-def _assembled(knapsacks: Knapsacks, cuts: tuple[int, ...]) -> Solution:
+def _settled_cuts(
+    table: StageTable, steady: float, sync_s: Floats | None, cutoff_s: float
+) -> Cuts | None:
+    """Best split of the table with all of its entries exact."""
+    known_s = cutoff_s
+    while True:
+        fill_s = table.fill_s()
+        found = best_cuts(table.seconds, fill_s, sync_s, steady=steady, cutoff_s=known_s)
+        if found is None:
+            assert known_s == cutoff_s, "a split was found below this before"
+            return None
+        if not table.settle(found.cuts):
+            return found
+        # What the split really takes bounds the search; a hair more, so that it is found again
+        # and ties are broken among exact entries alone.
+        actual = price(table.seconds, table.fill_s(), sync_s, found.cuts, steady=steady)
+        hair_s = _HAIR * (steady * actual.largest_s + abs(actual.fill_s) + actual.sync_s)
+        known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))
+
+
+def _assembled(knapsacks: Knapsacks, table: StageTable, cuts: tuple[int, ...]) -> Solution:
     """Lay the options of every stage out over its layers; evaluate from the raw numbers."""
     instance = knapsacks.instance
     options: list[int] = []
     for stage, (first, end) in enumerate(pairwise(cuts)):
         content = knapsacks.content(first, end - first)
-        found = knapsacks.fastest_choice(content, stage)
+        found = knapsacks.fastest_choice(
+            content,
+            stage,
+            enough_s=table.layers_s(stage, first, end),
+            sync_limit_s=table.sync_limit_s,
+        )
         assert found is not None, "only stages that fit are assembled"
-        left = {kind: taken for (kind, _), taken in zip(content, found[1], strict=True)}
+        left = {kind: taken for (kind, _), taken in zip(content, found.options, strict=True)}
         options.extend(left[kind].pop() for kind in instance.layers[first:end])
     solution = priced(instance, cuts, _simplest(instance, cuts, options))
     assert fits(instance, solution), "the knapsacks and the formulas of the instance disagree"
@@ -153,18 +188,19 @@ def _assembled(knapsacks: Knapsacks, cuts: tuple[int, ...]) -> Solution:
 
 
 def _simplest(instance: Instance, cuts: tuple[int, ...], options: list[int]) -> list[int]:
-    """Move layers to earlier options where this costs no time, no sync and still fits.
+    """Move layers to earlier options that take the same time, sync no longer and still fit.
 
     A knapsack saves bytes nobody needs: of two options equally fast it takes the leaner, which
     may be a recomputation that takes no time.
     """
     options = list(options)
+    tied = [len({o.time_s for o in table}) < len(table) for table in instance.kinds]
     for stage, (first, end) in zip(instance.stages, pairwise(cuts), strict=True):
-        for layer in range(first, end):
+        for layer in (layer for layer in range(first, end) if tied[instance.layers[layer]]):
             table = instance.options_of(layer)
             taken = table[options[layer]]
             for simpler, option in enumerate(table[: options[layer]]):
-                if option.time_s > taken.time_s or option.sync_s > taken.sync_s:
+                if option.time_s != taken.time_s or option.sync_s > taken.sync_s:
                     continue
                 before, options[layer] = options[layer], simpler
                 if stage_bytes(instance, stage, range(first, end), options) <= stage.capacity_bytes:

@@ -1,10 +1,14 @@
 """Whether the layers of an instance fit at all, and in words why not.
 
-Fewer layers never need more bytes, so the stages can hold the chain exactly if they do when each
-in turn takes as many layers as it can hold in their leanest options.
+Fewer layers never need more bytes, so from each first layer a stage can hold every run up to some
+longest one.  The positions that s stages can reach, each with at least one layer, follow from
+those that s - 1 stages can; the chain fits if all stages together can reach its end.
 """
 
 from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.instance import ROUNDING, Instance, Stage, leanest_bytes
 from planner.units import bytes_text
@@ -18,31 +22,58 @@ def why_infeasible(instance: Instance) -> str:
             f"{_count(stages, 'stage')} need at least {_count(stages, 'layer')}; "
             f"the chain has {layers}"
         )
-    for layer in range(layers):
-        if not any(_holds(instance, stage, range(layer, layer + 1)) for stage in instance.stages):
-            return _too_large(instance, layer)
-    first = 0
-    for s, stage in enumerate(instance.stages):
-        end = first
-        last_end = layers - (stages - s - 1)
-        while end < last_end and _holds(instance, stage, range(first, end + 1)):
-            end += 1
-        if end == first:
-            needs = leanest_bytes(instance, stage, range(first, first + 1))
-            return (
-                f"stage {s} cannot hold layer {first}, the first that the stages before it leave: "
-                f"it needs {bytes_text(needs)} in its leanest option, "
-                f"and the stage has {bytes_text(stage.free_bytes)} free"
-            )
-        first = end
-    if first == layers:
-        return ""
-    return _too_many(instance, first)
+    ends = [_longest_runs(instance, stage) for stage in instance.stages]
+    nowhere = np.flatnonzero(np.all([end <= np.arange(layers) for end in ends], axis=0))
+    if len(nowhere):
+        return _too_large(instance, int(nowhere[0]))
+    reached = np.zeros(layers + 1, dtype=bool)
+    reached[0] = True
+    for s, end in enumerate(ends):
+        before, reached = reached, _reached(reached, end)
+        if not reached.any():
+            return _stuck(instance, s, np.flatnonzero(before))
+    return "" if reached[layers] else _too_many(instance, int(np.flatnonzero(reached)[-1]))
 
 
-def _holds(instance: Instance, stage: Stage, held: range) -> bool:
-    allowance = ROUNDING / 4 * abs(stage.capacity_bytes)
-    return leanest_bytes(instance, stage, held) <= stage.free_bytes + allowance
+def _longest_runs(instance: Instance, stage: Stage) -> NDArray[np.intp]:
+    """[first] End of the longest run that the stage holds in leanest options; `first` if none."""
+    layers = np.array(instance.layers)
+    levels = sorted({o.transient_bytes for table in instance.kinds for o in table})
+    longest = np.arange(len(layers))
+    free = stage.free_bytes + ROUNDING / 2 * abs(stage.capacity_bytes)
+    for level in levels:
+        lean = np.array(
+            [
+                min(
+                    (
+                        o.resident_bytes + stage.in_flight * o.stored_bytes
+                        for o in table
+                        if o.transient_bytes <= level
+                    ),
+                    default=np.inf,
+                )
+                for table in instance.kinds
+            ]
+        )[layers]
+        if level > free:
+            break
+        forbidden = np.append(np.flatnonzero(np.isinf(lean)), len(layers))
+        until = np.append(0.0, np.cumsum(np.where(np.isinf(lean), 0.0, lean)))
+        end = np.searchsorted(until, until[:-1] + (free - level), side="right") - 1
+        allowed = forbidden[np.searchsorted(forbidden, np.arange(len(layers)))]
+        longest = np.maximum(longest, np.minimum(end, allowed))
+    return longest
+
+
+def _reached(before: NDArray[np.bool_], end: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Positions where a stage can end if it begins at one of `before`."""
+    change = np.zeros(len(before) + 1, dtype=int)
+    for first in np.flatnonzero(before[:-1]):
+        if end[first] > first:
+            change[first + 1] += 1
+            change[end[first] + 1] -= 1
+    after: NDArray[np.bool_] = np.cumsum(change)[:-1] > 0
+    return after
 
 
 def _too_large(instance: Instance, layer: int) -> str:
@@ -56,6 +87,23 @@ def _too_large(instance: Instance, layer: int) -> str:
     return (
         f"layer {layer} alone fits on no stage: stage {s} comes closest, where its leanest option "
         f"needs {bytes_text(needs)} and {bytes_text(free)} are free"
+    )
+
+
+def _stuck(instance: Instance, s: int, firsts: NDArray[np.intp]) -> str:
+    """Say that the stage cannot hold even one layer of those that the stages before leave it."""
+    stage = instance.stages[s]
+    begins = [int(first) for first in firsts if first < len(instance.layers)]
+    if not begins:
+        return (
+            f"the stages before stage {s} must hold all layers, and none is left for it: "
+            "ask for fewer stages"
+        )
+    needs = min(leanest_bytes(instance, stage, range(first, first + 1)) for first in begins)
+    which = f"layer {begins[0]}" if len(begins) == 1 else f"any of layers {begins[0]}..{begins[-1]}"
+    return (
+        f"stage {s} cannot hold {which}, where the stages before it may stop: one needs at least "
+        f"{bytes_text(needs)} in its leanest option, and {bytes_text(stage.free_bytes)} are free"
     )
 
 

@@ -1,13 +1,9 @@
 """Seconds of every stage for every run of layers it might hold: exact, or bounded from below.
 
 Intervals of the chain with equal counts of each kind are one *signature* and share a knapsack.
-Chains of few kinds have few signatures, and all of them are solved at once.  Otherwise the table
-starts from Lagrangian bounds on the knapsacks,
-
-    t(i, j) >= max_λ Σ_{i <= l < j} min_k (t_k + λ x_k) - λ · budget(i, j)
-
-which are prefix sums along the chain, and `StageTable.settle` replaces the entries of one
-signature by their exact value when a search wants to use them.
+The table starts from the Lagrangian bounds of the knapsacks, which are prefix sums along the
+chain; `StageTable.settle` replaces the entries of one signature by their exact value when a search
+wants to use them.  A chain of like layers has few signatures, and those are settled outright.
 """
 
 from __future__ import annotations
@@ -17,16 +13,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.knapsack import Family, Knapsacks
+from planner.cuts import Chain
+from planner.knapsack import Family, Knapsacks, Relaxed
 
 Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 
-_MULTIPLIERS = 24
 _TRANSIENT_BINS = 4
-# Up to so many knapsacks are solved outright; more of them are dearer than bounds and a few solves.
-_OUTRIGHT = 1200
 
 
 class StageTable:
@@ -39,8 +32,7 @@ class StageTable:
         self._knapsacks = knapsacks
         instance = knapsacks.instance
         layers, stages = len(instance.layers), len(instance.stages)
-        least_s = np.array([kind.time_s.min() for kind in knapsacks.kinds])[knapsacks.layers]
-        until_s = prefix_sums(least_s)
+        until_s = _prefix_sums(knapsacks.options.least_time_s[knapsacks.layers])
         pace, exposed_s = float(knapsacks.time_scale.min()), float(knapsacks.exposed_s.min())
         # A little more than the ceiling: one run too many is harmless, one too few is not.
         longest_s = (ceiling_s - exposed_s) / pace + 1e-12 * float(until_s[-1])
@@ -49,35 +41,50 @@ class StageTable:
         self.width = max(1, min(width, layers - stages + 1))
         self._first = np.arange(layers)[:, None]
         self._end = self._first + np.arange(1, self.width + 1)
-        self._inside = self._end <= np.minimum(np.maximum(reach, 0), layers)[:, None]
+        inside = self._end <= np.maximum(reach, 0)[:, None]
         self._end = np.minimum(self._end, layers)
-        self._signatures()
+        self._signatures(inside)
         self._cut_s = self._cuts()
-        evaluations = len(self._representatives) * len(knapsacks.families)
-        if not knapsacks.sync_depends and evaluations <= _OUTRIGHT:
-            self._solve_outright()
-        else:
-            self._bound(until_s)
 
-    def _signatures(self) -> None:
-        """Number the distinct contents of the intervals inside the band."""
-        kinds = len(self._knapsacks.kinds)
-        layers = self._knapsacks.layers
-        totals = np.bincount(layers, minlength=kinds)
+        seconds = self._bounds_s()
+        options = knapsacks.options
+        most_s = options.time_s.max(axis=1, where=options.present, initial=0.0)
+        self._whole_s = (
+            float(most_s[knapsacks.layers].sum()) * float(knapsacks.time_scale.max())
+            + float(knapsacks.exposed_s.sum())
+            + 2 * sum(instance.cut_s)
+        )
+        staged = np.full((stages, len(self._some_first) + 1), np.inf)
+        staged[:, :-1] = seconds * knapsacks.time_scale[:, None] + knapsacks.exposed_s[:, None]
+        seconds = staged[:, self._signature]
+        self.seconds = _on_grid(
+            seconds if self._cut_s is None else seconds + self._cut_s, self._whole_s
+        )
+        self.settled: Booleans = ~np.isfinite(self.seconds)
+        self.sync_limit_s = np.inf
+        # Sync of the choice that settled an entry; read only where options differ in it.
+        self._sync_used_s = np.zeros(self.seconds.shape if knapsacks.sync_depends else 0)
+
+    def _signatures(self, inside: Booleans) -> None:
+        """Number the distinct contents of the intervals inside the band; -1 outside of it."""
+        knapsacks = self._knapsacks
+        totals = np.bincount(knapsacks.layers, minlength=len(knapsacks.options.sizes)).tolist()
         radix = [1]
-        for total in totals[:-1].tolist():
+        for total in totals:
             radix.append(radix[-1] * (total + 1))
-        at = np.flatnonzero(self._inside.reshape(-1))
-        if radix[-1] * (int(totals[-1]) + 1) < 2**62:
-            code = prefix_sums(np.array(radix, dtype=np.int64)[layers])
+        at = np.flatnonzero(inside.reshape(-1))
+        if radix[-1] < 2**62:
+            code = _prefix_sums(np.array(radix, dtype=np.int64)[knapsacks.layers])
             codes = (code[self._end] - code[self._first]).reshape(-1)[at]
             _, sample, number = np.unique(codes, return_index=True, return_inverse=True)
-        else:  # so many kinds that no two intervals need share a content
+        else:  # so many kinds that hardly any two intervals share a content
             sample = number = np.arange(len(at), dtype=np.intp)
-        signature = np.full(self._inside.size, -1, dtype=np.intp)
+        signature = np.full(inside.size, -1, dtype=np.intp)
         signature[at] = number
-        self._signature = signature.reshape(self._inside.shape)
-        self._representatives = [divmod(int(edge), self.width) for edge in at[sample]]
+        self._signature = signature.reshape(inside.shape)
+        # One interval of each signature.
+        self._some_first, n_less_1 = np.divmod(at[sample], self.width)
+        self._some_end = self._some_first + n_less_1 + 1
 
     def _cuts(self) -> Floats | None:
         instance = self._knapsacks.instance
@@ -88,37 +95,62 @@ class StageTable:
         both: Floats = cut_s[self._first] + cut_s[self._end]
         return both
 
-    def _on_stages(self, seconds: Floats) -> Floats:
-        """Stage seconds from the layers' own: scaled, with what is exposed and the cuts."""
-        knapsacks = self._knapsacks
-        scale, exposed_s = knapsacks.time_scale, knapsacks.exposed_s
-        staged: Floats = seconds * scale[:, None, None] + exposed_s[:, None, None]
-        return staged if self._cut_s is None else staged + self._cut_s
+    def settle(self, cuts: tuple[int, ...]) -> bool:
+        """Make exact what each stage of a split takes; False if everything was."""
+        changed = False
+        for stage, (first, end) in enumerate(pairwise(cuts)):
+            if not self.settled[stage, first, end - first - 1]:
+                self._settle(stage, first, end - first)
+                changed = True
+        return changed
 
-    def _solve_outright(self) -> None:
-        knapsacks = self._knapsacks
-        by_signature = np.full((len(knapsacks.in_flight), len(self._representatives) + 1), np.inf)
-        for number, (first, n) in enumerate(self._representatives):
-            by_signature[:, number] = knapsacks.fastest_s(knapsacks.content(first, n + 1))
-        self.seconds = self._on_stages(by_signature[:, self._signature])
-        self.settled: Booleans = np.ones(self.seconds.shape, dtype=bool)
-
-    def settle(self, stage: int, first: int, n: int) -> None:
+    def _settle(self, stage: int, first: int, n: int) -> None:
         """Make exact what `stage` takes for the content of `n` layers from `first` on."""
         knapsacks = self._knapsacks
-        found = knapsacks.fastest_choice(knapsacks.content(first, n), stage)
-        seconds = np.inf if found is None else found[0]
+        content = knapsacks.content(first, n)
+        if knapsacks.alike(content):
+            f = knapsacks.family_of(stage)
+            stages = knapsacks.families[f].stages
+            seconds = knapsacks.fastest_s(content, f)
+        else:
+            stages = np.array([stage])
+            found = knapsacks.fastest_choice(content, stage, sync_limit_s=self.sync_limit_s)
+            seconds = np.array([np.inf if found is None else found.time_s])
+            if knapsacks.sync_depends and found is not None:
+                self._sync_used_s[stage][self._signature == self._signature[first, n - 1]] = (
+                    found.sync_s
+                )
         same = self._signature == self._signature[first, n - 1]
-        staged = seconds * knapsacks.time_scale[stage] + knapsacks.exposed_s[stage]
-        self.seconds[stage][same] = staged if self._cut_s is None else staged + self._cut_s[same]
-        self.settled[stage][same] = True
+        staged = seconds * knapsacks.time_scale[stages] + knapsacks.exposed_s[stages]
+        extra = 0.0 if self._cut_s is None else self._cut_s[same]
+        for s, value in zip(stages, staged, strict=True):
+            self.seconds[s][same] = _on_grid(value + extra, self._whole_s)
+            self.settled[s][same] = True
 
-    def holds(self, cuts: tuple[int, ...]) -> bool:
-        """Whether each stage of the split fits, as far as is known."""
-        return all(
-            np.isfinite(self.seconds[s, first, end - first - 1])
-            for s, (first, end) in enumerate(pairwise(cuts))
-        )
+    def limit_sync(self, limit_s: float) -> None:
+        """Allow only options with which no stage synchronises longer than `limit_s`.
+
+        What an entry was settled at stays a lower bound, and exact if its choice keeps the limit.
+        """
+        self.sync_limit_s = limit_s
+        self.settled &= ~np.isfinite(self.seconds) | (self._sync_used_s <= limit_s)
+
+    def least_largest_sync_s(self) -> float:
+        """Least possible sync of the stage with the longest, by the leanest options."""
+        every_s = self.sync_s()
+        if every_s is None:
+            return 0.0
+        held = np.where(np.isfinite(self.seconds), every_s, np.inf)
+        return Chain(*self.seconds.shape).smallest_maximum(held)
+
+    def layers_s(self, stage: int, first: int, end: int) -> float:
+        """Unscaled seconds of the layers that make up an entry, a hair more than exactly."""
+        knapsacks = self._knapsacks
+        staged_s = float(self.seconds[stage, first, end - first - 1])
+        staged_s -= float(knapsacks.exposed_s[stage])
+        if self._cut_s is not None:
+            staged_s -= float(self._cut_s[first, end - first - 1])
+        return (staged_s + 2.0**-46 * self._whole_s) / float(knapsacks.time_scale[stage])
 
     def fill_s(self) -> Floats:
         """[stage, first, n - 1] What a stage adds to the sum over stages, credits taken off."""
@@ -131,83 +163,85 @@ class StageTable:
         if credits_s.any():
             scale = self._knapsacks.time_scale[:, None, None]
             fill_s -= scale * self._over(credits_s[self._knapsacks.layers])
-        return fill_s
+        return _on_grid(fill_s, self._whole_s)
 
     def sync_s(self) -> Floats | None:
         """[first, n - 1] Seconds of synchronisation, None if there are none."""
-        per_kind = np.array([kind.sync_s.min() for kind in self._knapsacks.kinds])
-        return self._over(per_kind[self._knapsacks.layers]) if per_kind.any() else None
-
-    def _bound(self, until_s: Floats) -> None:
-        """Fill the table with Lagrangian bounds."""
-        knapsacks = self._knapsacks
-        stages = len(knapsacks.in_flight)
-        seconds = np.full((stages, *self._inside.shape), np.inf)
-        for family_index, family in enumerate(knapsacks.families):
-            for lowest, highest in self._transient_bins():
-                bound = self._bound_within(family_index, family, lowest, highest)
-                seconds[family.stages] = np.minimum(seconds[family.stages], bound)
-        least_s = until_s[self._end] - until_s[self._first]
-        seconds = np.where(self._inside, np.maximum(seconds, least_s), np.inf)
-        self.seconds = self._on_stages(seconds)
-        self.settled = ~np.isfinite(self.seconds)
-
-    def _transient_bins(self) -> list[tuple[float, float]]:
-        """Ranges that together hold every level the largest transient may have."""
-        levels = sorted({u for kind in self._knapsacks.kinds for u in kind.levels})
-        parts = np.array_split(np.array(levels), min(_TRANSIENT_BINS, len(levels)))
-        return [(float(part[0]), float(part[-1])) for part in parts]
-
-    def _bound_within(
-        self, family_index: int, family: Family, lowest: float, highest: float
-    ) -> Floats:
-        """[stage of family, first, n - 1] Bound if the largest transient lies in this range."""
-        knapsacks = self._knapsacks
-        kinds, layers = knapsacks.kinds, knapsacks.layers
-        able = np.array([kind.levels[0] <= highest for kind in kinds])
-        within = [np.flatnonzero(kind.transient <= highest) for kind in kinds]
-        slopes: set[float] = {0.0}
-        for k in np.flatnonzero(able):
-            added, saved = knapsacks.groups(family_index, [(int(k), 1)], highest)[0][0].hull_steps()
-            slopes.update((saved / added).tolist())
-        multipliers = np.array(sorted(slopes))
-        if len(multipliers) > _MULTIPLIERS:
-            spread = np.linspace(0, len(multipliers) - 1, _MULTIPLIERS).round().astype(int)
-            multipliers = multipliers[spread]
-
-        least = np.zeros((len(multipliers), len(kinds)))
-        lean = np.zeros(len(kinds))
-        for k in np.flatnonzero(able):
-            loads, time_s = family.loads[k][within[k]], kinds[k].time_s[within[k]]
-            least[:, k] = (time_s + np.multiply.outer(multipliers, loads)).min(axis=1)
-            lean[k] = loads.min()
-        smallest = np.array([kind.levels[0] for kind in kinds])
-        level = np.maximum(lowest, self._running_maximum(smallest))
-        budget = (knapsacks.free_bytes[family.stages, None, None] - level) - self._over(
-            family.base_bytes[layers]
-        )
-        budget /= family.scale[:, None, None]
-        bound = np.zeros(budget.shape)
-        for multiplier, row in zip(multipliers, least, strict=True):
-            np.maximum(bound, self._over(row[layers]) - multiplier * budget, out=bound)
-        holds = self._over((~able[layers]).astype(float)) == 0
-        rounding = 1e-9 * np.abs(budget)
-        return np.where(holds & (self._over(lean[layers]) <= budget + rounding), bound, np.inf)
+        per_kind = self._knapsacks.options.sync_s.min(axis=1)
+        per_layer = per_kind[self._knapsacks.layers]
+        return _on_grid(self._over(per_layer), float(per_layer.sum())) if per_kind.any() else None
 
     def _over(self, per_layer: Floats) -> Floats:
         """[first, n - 1] Sums over the intervals of the band."""
-        until = prefix_sums(per_layer)
+        until = _prefix_sums(per_layer)
         total: Floats = until[self._end] - until[self._first]
         return total
 
-    def _running_maximum(self, per_kind: Floats) -> Floats:
-        """[first, n - 1] Largest value of the kinds in the interval."""
-        at = np.minimum(self._end - 1, len(self._knapsacks.layers) - 1)
-        largest: Floats = np.maximum.accumulate(per_kind[self._knapsacks.layers][at], axis=1)
-        return largest
+    def _bounds_s(self) -> Floats:
+        """[stage, signature] Lagrangian bounds on the unscaled seconds."""
+        knapsacks = self._knapsacks
+        bounds_s = np.full((len(knapsacks.in_flight), len(self._some_first)), np.inf)
+        smallest = np.array([levels[0] for levels in knapsacks.options.levels])
+        at = np.minimum(self._end, len(knapsacks.layers)) - 1
+        floor = np.maximum.accumulate(smallest[knapsacks.layers][at], axis=1)
+        floor = floor[self._some_first, self._some_end - self._some_first - 1]
+        for family, relaxed in zip(knapsacks.families, knapsacks.relaxed, strict=True):
+            for lowest, highest in self._transient_bins():
+                level = np.maximum(floor, lowest)
+                bound = self._bound_within(family, relaxed, level, highest)
+                bounds_s[family.stages] = np.minimum(bounds_s[family.stages], bound)
+        return bounds_s
+
+    def _transient_bins(self) -> list[tuple[float, float]]:
+        """Ranges that together hold every level the largest transient may have."""
+        levels = sorted({u for levels in self._knapsacks.options.levels for u in levels})
+        bins = len(levels) if len(levels) <= 2 * _TRANSIENT_BINS else _TRANSIENT_BINS
+        return [(float(part[0]), float(part[-1])) for part in np.array_split(levels, bins)]
+
+    def _bound_within(
+        self, family: Family, relaxed: Relaxed, level: Floats, highest: float
+    ) -> Floats:
+        """[stage of family, signature] Bound if the largest transient is `level` .. `highest`."""
+        knapsacks = self._knapsacks
+        layers = knapsacks.layers
+        kinds = np.arange(len(knapsacks.options.sizes))
+        allowed = np.array(knapsacks.allowed(kinds.tolist(), highest))
+        able = allowed > 0
+        least = np.where(able[:, None], relaxed.least[kinds, allowed], 0.0)
+        lean = np.where(able, relaxed.lean[kinds, allowed], 0.0)
+        budget = knapsacks.free_bytes[family.stages, None] - level
+        budget -= self._over_some(family.base_bytes[layers])
+        budget /= family.scale[:, None]
+        bound = np.zeros(budget.shape)
+        charge = np.empty(budget.shape)
+        for multiplier, row in zip(relaxed.multipliers, least.T, strict=True):
+            np.multiply(budget, -multiplier, out=charge)
+            charge += self._over_some(row[layers])
+            np.maximum(bound, charge, out=bound)
+        fits = self._over_some(lean[layers]) <= budget + 1e-9 * np.abs(budget)
+        fits &= self._over_some((~able[layers]).astype(float)) == 0
+        fits &= level <= highest
+        return np.where(fits, bound, np.inf)
+
+    def _over_some(self, per_layer: Floats) -> Floats:
+        """[signature] Sums over one interval of each signature."""
+        until = _prefix_sums(per_layer)
+        total: Floats = until[self._some_end] - until[self._some_first]
+        return total
 
 
-def prefix_sums(values: NDArray) -> NDArray:  # type: ignore[type-arg]
+def _on_grid(values: Floats, whole: float) -> Floats:
+    """Round to multiples of a power of two small beside `whole`, which no sum of them exceeds.
+
+    Such multiples add up without rounding: equal sums are equal in any order, and ties are broken
+    by position instead of by noise.
+    """
+    quantum = 2.0 ** (np.frexp(whole)[1] - 48)
+    rounded: Floats = np.round(values / quantum) * quantum
+    return rounded
+
+
+def _prefix_sums(values: NDArray) -> NDArray:  # type: ignore[type-arg]
     """[0, v0, v0 + v1, ...]: one more entry than `values`."""
     until = np.zeros(len(values) + 1, dtype=values.dtype)
     np.cumsum(values, out=until[1:])

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner import stage_table
 from planner.frontier import FrontierStore
 from planner.inner import solve
 from planner.instance import Fathomed, Infeasible, Instance, Option, Solution, Stage, fits
+from planner.knapsack import Knapsacks
 from tests.planner.small_instances import least_objective_s, objective_s, random_instance
 
 
@@ -38,10 +38,10 @@ def test_no_split_beats_the_solution(start: int) -> None:
 
 
 @pytest.mark.parametrize("start", range(300, 480, 60))
-def test_bounds_settled_on_demand_lead_to_the_same_optimum(
+def test_stages_settled_one_by_one_lead_to_the_same_optimum(
     start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_table, "_OUTRIGHT", -1)
+    monkeypatch.setattr(Knapsacks, "alike", lambda _, __: False)
 
     feasible = [agrees_with_enumeration(random_instance(seed)) for seed in range(start, start + 60)]
 
@@ -63,6 +63,15 @@ def test_a_cutoff_below_the_optimum_fathoms_and_one_above_does_not(seed: int) ->
     assert isinstance(below, Fathomed)
     assert below.lower_bound_s <= best.objective_s
     assert above == best
+
+
+@pytest.mark.parametrize("start", range(600, 700, 50))
+def test_options_may_differ_in_what_they_synchronise(start: int) -> None:
+    instances = [random_instance(seed, sync_by_option=True) for seed in range(start, start + 50)]
+
+    feasible = [agrees_with_enumeration(instance) for instance in instances]
+
+    assert 15 < sum(feasible) < 50
 
 
 def decoder(blocks: int = 30, depth: int = 4, microbatches: int = 16) -> Instance:
