@@ -36,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 talk = Console(stderr=True, highlight=False)
 
 
