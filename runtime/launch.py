@@ -105,8 +105,13 @@ def launch(
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a folder for this launch; the lock ends with the process, however that ends."""
-    with (folder / ".lock").open("w") as file:
+    """Make and hold a folder for this launch; the lock ends with the process, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise LaunchError(f"{folder}: cannot be written: {error.strerror}") from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -118,10 +123,9 @@ def _write_orders(ready: Preflight, say: Console, started_unix_s: float) -> Orde
     """Prepare the data, check it against the model, and write what the ranks will read."""
     say.print(f"preparing {len(ready.files.paths)} files of {ready.files.source}")
     corpus = data.prepare(ready.files, tokenizer=ready.tokenizer)
-    if corpus.skipped:
-        say.print(f"warning: {corpus.skipped} files are not UTF-8 text and were left out")
+    left_out = f" ({corpus.skipped} files are not UTF-8 text)" if corpus.skipped else ""
     say.print(
-        f"{count_text(corpus.tokens)} tokens by {corpus.tokenizer}; "
+        f"{count_text(corpus.tokens)} tokens by {corpus.tokenizer}{left_out}; "
         f"{ready.ranks} ranks on {ready.device}, {ready.plan.layout.text()}; in {ready.output}"
     )
     if ready.model.architecture is not None:

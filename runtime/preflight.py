@@ -1,7 +1,7 @@
 """What is checked before a rank starts: a plan for another model, too few devices, missing data.
 
 All that would stop a run and can be known without torch is found here, in a second, and said in one
-message.  Nothing is started, and nothing written but an empty output folder.
+message.  Nothing is started and nothing is written.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def preflight(
     weights: Path | str | None,
     device: Device | None,
 ) -> Preflight:
-    """Check a launch without starting or writing anything but its output folder."""
+    """Check a launch without starting or writing anything."""
     if on != "local":
         raise LaunchError(f"on: '{on}' is not known here; known: local")
     for name, value in (
@@ -243,13 +243,14 @@ def _default_output(plan: Plan) -> Path:
 
 
 def _check_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise LaunchError(f"{folder}: cannot be written: {error.strerror}") from error
+    """Refuse a folder that cannot be made or written to, without making it."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise LaunchError(f"{folder}: cannot be written: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise LaunchError(f"{folder}: cannot be written: {existing} is not yours to write")
 
 
 def _own_tokenizer(plan: Plan) -> Path | None:

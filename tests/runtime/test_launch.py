@@ -368,7 +368,7 @@ def test_a_dry_run_prints_one_line_per_rank_and_starts_nothing(
         for word in (f"RANK={rank} ", "WORLD_SIZE=2", "PYTHONSAFEPATH=1", "OMP_NUM_THREADS=1"):
             assert word in line
         assert line.endswith(f"-m runtime.rank {room.folder}/out/orders.yaml")
-    assert list((room.folder / "out").iterdir()) == []
+    assert not (room.folder / "out").exists()
 
 
 def test_launching_needs_no_torch() -> None:
