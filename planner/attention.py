@@ -30,10 +30,16 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     )
     q, k = "q_linear", "k_linear"
     if a.qk_norm:
-        for head in ("q", "k"):
-            head_width = query_width if head == "q" else key_width
+        for head, heads in (("q", a.heads / t), ("k", a.kv_heads / t)):
             operators.append(
-                norm(a, setting, f"{head}_linear", f"{head}_norm", width=head_width, tokens=tokens)
+                norm(
+                    a,
+                    setting,
+                    f"{head}_linear",
+                    f"{head}_norm",
+                    width=a.head_dim,
+                    rows=tokens * heads,
+                )
             )
         q, k = "q_norm", "k_norm"
     if a.positions == "rotary":
@@ -85,11 +91,11 @@ def _latent_attention(
     query_source, query_rows = whole, float(a.hidden_size)
     if latent.q_rank:
         operators.append(product("q_down", whole, a.hidden_size, latent.q_rank))
-        operators.append(norm(a, setting, "q_down", "q_latent", width=latent.q_rank, tokens=tokens))
+        operators.append(norm(a, setting, "q_down", "q_latent", width=latent.q_rank, rows=tokens))
         query_source, query_rows = "q_latent", float(latent.q_rank)
     operators.append(product("q_linear", query_source, query_rows, query_width))
     operators.append(product("kv_down", whole, a.hidden_size, down_width))
-    operators.append(norm(a, setting, "kv_down", "kv_latent", width=latent.kv_rank, tokens=tokens))
+    operators.append(norm(a, setting, "kv_down", "kv_latent", width=latent.kv_rank, rows=tokens))
     operators.append(product("kv_up", "kv_latent", latent.kv_rank, up_width))
     operators.append(
         Operator(
@@ -158,6 +164,33 @@ def _core(
     """
     q, k, v = inputs
     operators = []
+    saved: tuple[str, ...] = ("core", "log_sum")
+    attended = _attended(a, setting.seq_len)
+    if window(a, kind, setting.seq_len) < setting.seq_len:
+        # With an explicit mask the fused kernel neither groups heads nor skips keys.
+        attended = float(setting.seq_len)
+        key, value = query, out
+        mask = float(setting.seq_len**2 * setting.element_bytes)
+        operators += [
+            Operator(
+                name="repeat_heads",
+                kind="memory",
+                inputs=(k, v),
+                outputs={"k_heads": key, "v_heads": value},
+                moved_bytes=2 * (key + value),
+                backward_moved_bytes=2 * (key + value),
+                kernels=2,
+            ),
+            Operator(
+                name="mask",
+                kind="memory",
+                inputs=(),
+                outputs={"mask": mask},
+                moved_bytes=2 * mask,
+                kernels=2,
+            ),
+        ]
+        k, v, saved = "k_heads", "v_heads", (*saved, "mask")
     if setting.context > 1:
         key, value = key * setting.context, value * setting.context
         operators.append(
@@ -178,8 +211,8 @@ def _core(
             kind="attention",
             inputs=(q, k, v),
             outputs={"core": out, "log_sum": log_sum},
-            saved=(q, k, v, "core", "log_sum"),
-            flops=4 * setting.tokens * _attended(a, kind, setting.seq_len) * width,
+            saved=(q, k, v, *saved),
+            flops=4 * setting.tokens * attended * width,
             moved_bytes=query + key + value + out,
             backward_moved_bytes=2 * (query + key + value + out),
         )
@@ -192,12 +225,9 @@ def window(a: Architecture, kind: str, seq_len: int) -> int:
     return min(seq_len, a.sliding_window) if kind == "local_block" else seq_len
 
 
-def _attended(a: Architecture, kind: str, seq_len: int) -> float:
-    """Mean number of keys per query: half the sequence under a causal mask, less in a window."""
-    most = window(a, kind, seq_len)
-    if not a.causal:
-        return float(most)
-    return most - most * most / (2.0 * seq_len)
+def _attended(a: Architecture, seq_len: int) -> float:
+    """Mean number of keys per query: half the sequence under a causal mask."""
+    return seq_len / 2.0 if a.causal else float(seq_len)
 
 
 def attention_width(a: Architecture) -> float:

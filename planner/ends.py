@@ -38,6 +38,7 @@ def embedding(a: Architecture, setting: Setting) -> Table:
             saved=("x",),
             moved_bytes=2 * looked_up,
             backward_moved_bytes=2 * rows + 2 * looked_up,
+            workspace_bytes=looked_up if t > 1 else 0.0,
         )
     ]
     tensor = "looked_up"
@@ -122,7 +123,7 @@ def head(a: Architecture, setting: Setting) -> Table:
                 moved_bytes=2 * full,
                 backward_moved_bytes=3 * full,
             ),
-            norm(a, setting, "transformed", "transform_norm", width=a.hidden_size, tokens=tokens),
+            norm(a, setting, "transformed", "transform_norm", width=a.hidden_size, rows=tokens),
         ]
         tensor = "transform_norm"
     if width != a.hidden_size:
@@ -178,10 +179,12 @@ def _loss(tensor: str, size: float, *, rows: float, tensor_degree: int) -> list[
             name="log_softmax",
             kind="memory",
             inputs=(tensor,),
+            holds=("logits",),
             outputs={"log_probabilities": size},
             saved=("log_probabilities",),
             moved_bytes=3 * size,
             backward_moved_bytes=3 * size,
+            workspace_bytes=size if tensor_degree > 1 else 0.0,
         )
     ]
     if tensor_degree > 1:

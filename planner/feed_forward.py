@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.model import Architecture
 from planner.operator_table import FP32, Operator, Setting
-from planner.operators import exchange, gathered, matmul, row_wise
+from planner.operators import elementwise, exchange, gathered, matmul, row_wise
 
 ROUTING_SKEW = 1.1
 """Busiest expert rank over the mean, for experts on several ranks.  Measured MoE kernels on H100
@@ -172,59 +174,47 @@ def _feed_forward(
     """Up projection and activation; `weights` matrices are read where experts share a rank."""
     e = setting.element_bytes
     size = tokens * width * e
-    if not a.gated_mlp:
-        up = matmul(
-            f"{name}_up",
-            (source,),
-            {f"{name}_up": size},
-            flops=2 * tokens * a.hidden_size * width,
-            moved_bytes=(tokens * (a.hidden_size + width) + weights * a.hidden_size * width) * e,
-        )
-        return [up, _activation(a, name, size)]
-    gate = matmul(
-        f"{name}_gate_up",
+    up = matmul(
+        f"{name}_up",
         (source,),
-        {f"{name}_gate": size, f"{name}_up": size},
-        flops=4 * tokens * a.hidden_size * width,
-        moved_bytes=2 * (tokens * (a.hidden_size + width) + weights * a.hidden_size * width) * e,
-        kernels=2,
+        {f"{name}_up": size},
+        flops=2 * tokens * a.hidden_size * width,
+        moved_bytes=(tokens * (a.hidden_size + width) + weights * a.hidden_size * width) * e,
     )
-    activation = Operator(
-        name=f"{name}_activation",
-        kind="memory",
-        inputs=(f"{name}_gate", f"{name}_up"),
-        outputs={f"{name}_gated": size, f"{name}_product": size},
-        saved=(f"{name}_gate", f"{name}_up", f"{name}_gated"),
-        moved_bytes=5 * size,
-        backward_moved_bytes=8 * size,
-        kernels=2,
-    )
-    return [gate, activation]
+    if not a.gated_mlp:
+        return [up, *_activation(a, name, size)]
+    gate, gated = f"{name}_gate", f"{name}_gated"
+    return [
+        replace(up, name=gate, outputs={gate: size}),
+        elementwise(gated, (gate,), size, saved=(gate,)),
+        up,
+        replace(
+            elementwise(f"{name}_product", (gated, up.name), size, saved=(gated, up.name)),
+            holds=(source,),
+        ),
+    ]
 
 
-def _activation(a: Architecture, name: str, size: float) -> Operator:
-    """GELU or ReLU of an ungated MLP, keeping its input.
+def _activation(a: Architecture, name: str, size: float) -> list[Operator]:
+    """The activation of an ungated MLP, one kernel that keeps its input.
 
-    GPT-2's tanh approximation is written out in `transformers` and keeps four tensors of its own.
+    GPT-2's tanh approximation 0.5 u (1 + tanh(c (u + 0.044715 u³))) is written out in
+    `transformers`: eight kernels, which keep u, its half, the tanh and one plus that.
     """
-    if a.family == "gpt2":
-        inner = {f"{name}_{part}": size for part in ("half", "tanh", "one_plus_tanh")}
-        return Operator(
-            name=f"{name}_activation",
-            kind="memory",
-            inputs=(f"{name}_up",),
-            outputs={**inner, f"{name}_product": size},
-            saved=(f"{name}_up", *inner),
-            moved_bytes=17 * size,
-            backward_moved_bytes=30 * size,
-            kernels=8,
-        )
-    return Operator(
-        name=f"{name}_activation",
-        kind="memory",
-        inputs=(f"{name}_up",),
-        outputs={f"{name}_product": size},
-        saved=(f"{name}_up",),
-        moved_bytes=2 * size,
-        backward_moved_bytes=3 * size,
+    up, product = f"{name}_up", f"{name}_product"
+    if a.family != "gpt2":
+        return [elementwise(product, (up,), size, saved=(up,))]
+    half, cube, scaled, inner, argument, tanh, weight = (
+        f"{name}_{part}"
+        for part in ("half", "cube", "scaled", "inner", "argument", "tanh", "weight")
     )
+    return [
+        elementwise(half, (up,), size),
+        elementwise(cube, (up,), size, saved=(up,)),
+        elementwise(scaled, (cube,), size),
+        elementwise(inner, (up, scaled), size),
+        elementwise(argument, (inner,), size),
+        elementwise(tanh, (argument,), size, saved=(tanh,)),
+        elementwise(weight, (tanh,), size),
+        elementwise(product, (half, weight), size, saved=(half, weight)),
+    ]

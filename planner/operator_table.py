@@ -11,7 +11,7 @@ Which operators a transformer has is in `planner.arithmetic`; seconds are in `pl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -89,6 +89,8 @@ class Operator:
     kernels: int = 1
     workspace_bytes: float = 0.0
     """Live only inside the operator, beside its outputs."""
+    holds: tuple[str, ...] = ()
+    """Tensors that a variable of the caller keeps alive until the operator is done."""
     copied_bytes: float = 0.0
     """Memory traffic of a communication that must reorder its buffers, one direction."""
     axis: GroupAxis = "tensor"
@@ -129,18 +131,17 @@ class Table:
         """FLOPs of one forward pass."""
         return sum(operator.flops for operator in self.operators)
 
-    def recomputed(self, recompute: Recompute) -> Iterator[Operator]:
-        """Yield the operators that run a second time in backward.
+    def recomputed(self, recompute: Recompute) -> tuple[Operator, ...]:
+        """Return the operators that run a second time in backward.
 
         Recomputation stops when the last tensor that backward needs is there again.
         """
         if recompute == "none":
-            return
-        needed = _saved(self._inside)
-        made = [i for i, op in enumerate(self._inside) if not needed.isdisjoint(op.outputs)]
-        for operator in self._inside[: max(made, default=-1) + 1]:
-            if recompute == "full" or operator.kind not in KEPT_BY_SELECTIVE:
-                yield operator
+            return ()
+        again = self._inside[: self._needed_again]
+        if recompute == "full":
+            return again
+        return tuple(op for op in again if op.kind not in KEPT_BY_SELECTIVE)
 
     def stored(self, recompute: Recompute) -> dict[str, float]:
         """Return name and bytes of the tensors kept from forward to backward."""
@@ -159,7 +160,7 @@ class Table:
     def forward_transient_bytes(self, recompute: Recompute) -> float:
         """Peak inside forward above what is stored at its end, beyond the layer's output."""
         stored = self.stored(recompute)
-        last_use = {n: i for i, op in enumerate(self.operators) for n in op.inputs}
+        last_use = {n: i for i, op in enumerate(self.operators) for n in (*op.inputs, *op.holds)}
         alive = {"x": self.input_bytes}
         peak = 0.0
         for index, operator in enumerate(self.operators):
@@ -174,15 +175,51 @@ class Table:
         return max(0.0, peak - beyond - self.output_bytes - held_input)
 
     def backward_transient_bytes(self, recompute: Recompute) -> float:
-        """Peak inside backward above what was stored at its begin; weight gradients not counted."""
-        return self._backward_peak_bytes + self.recomputed_bytes(recompute)
+        """Peak inside backward above what was stored at its begin.
+
+        Gradients of activations count, the output's included; those of parameters do not.
+        Recomputation starts when backward enters the layer's own operators.
+        """
+        first_save: dict[str, int] = {}
+        for index, operator in enumerate(self.operators):
+            for name in operator.saved:
+                first_save.setdefault(name, index)
+        gradients = {self.output: self.output_bytes}
+        inside = len(self._inside)
+        again = self.recomputed_bytes(recompute)
+        freed = peak = 0.0
+        for index in range(len(self.operators) - 1, -1, -1):
+            operator = self.operators[index]
+            if gradients.keys().isdisjoint(operator.outputs):
+                continue
+            made = sum(self.sizes[name] for name in operator.inputs) + operator.workspace_bytes
+            back = again if index < inside else 0.0
+            peak = max(peak, sum(gradients.values()) + made + back - freed)
+            gradients |= {name: self.sizes[name] for name in operator.inputs}
+            for name in operator.outputs:
+                gradients.pop(name, None)
+            freed += sum(self.sizes[n] for n in set(operator.saved) if first_save[n] == index)
+        return peak
 
     def recomputed_bytes(self, recompute: Recompute) -> float:
-        """Bytes that recomputation brings back before a layer's backward starts."""
+        """Bytes that recomputation brings back beyond what is kept.
+
+        What selective recompute kept and recomputation never reaches stays as well.
+        """
         if recompute == "none":
             return 0.0
-        again = sum(self.sizes[name] for name in _saved(self.operators) | {"x"})
-        return max(0.0, again - self.stored_bytes(recompute))
+        kept = self.stored(recompute)
+        needed = _saved(self.operators) | {"x"}
+        passed = _outputs(self._inside[: self._needed_again]) - needed
+        again = sum(self.sizes[name] for name in needed - kept.keys())
+        return again - sum(size for name, size in kept.items() if name in passed)
+
+    @property
+    def _needed_again(self) -> int:
+        """How many leading operators make all that the layer's own backward needs."""
+        needed = _saved(self._inside)
+        made = [i for i, op in enumerate(self._inside) if not needed.isdisjoint(op.outputs)]
+        return max(made, default=-1) + 1
 
     @property
     def _inside(self) -> tuple[Operator, ...]:
@@ -191,33 +228,6 @@ class Table:
     @property
     def _outside(self) -> tuple[Operator, ...]:
         return self.operators[len(self.operators) - self.outside :]
-
-    @cached_property
-    def _backward_peak_bytes(self) -> float:
-        """Gradients alive beyond the saved tensors that backward frees on its way."""
-        first_save: dict[str, int] = {}
-        for index, operator in enumerate(self.operators):
-            for name in operator.saved:
-                first_save.setdefault(name, index)
-        gradients = {self.output: self.output_bytes}
-        freed = peak = 0.0
-        for index in range(len(self.operators) - 1, -1, -1):
-            operator = self.operators[index]
-            if not any(name in gradients for name in operator.outputs):
-                continue
-            fresh = sum(self.sizes[name] for name in operator.inputs)
-            held = sum(gradients.values())
-            peak = max(peak, held + fresh + operator.workspace_bytes - freed)
-            for name in operator.inputs:
-                gradients[name] = self.sizes[name]
-            for name in operator.outputs:
-                gradients.pop(name, None)
-            freed += sum(
-                size
-                for name, size in self.sizes.items()
-                if name in operator.saved and first_save[name] == index
-            )
-        return peak
 
 
 def _saved(operators: Iterable[Operator]) -> set[str]:

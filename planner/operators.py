@@ -13,49 +13,73 @@ def norm(
     name: str,
     *,
     width: float,
-    tokens: float | None = None,
+    rows: float | None = None,
 ) -> Operator:
-    """A norm over `width` features of the residual stream (or of `tokens` tokens).
+    """A norm of `rows` rows of `width` features: by default all tokens of the residual stream.
 
     LayerNorm is one kernel that keeps its input.  RMSNorm is written out in fp32: upcast, square,
-    mean, scale, downcast, weight; it keeps the fp32 copy and the scaled activations.
+    mean, root, scale, downcast, weight; it keeps the fp32 copy, the roots and the scaled rows.
+    torch's own RMSNorm, which the reference family has, keeps the scaled rows in fp32.
     """
-    count = (setting.stream_tokens if tokens is None else tokens) * width
+    rows = setting.stream_tokens if rows is None else rows
+    count = rows * width
     size = count * setting.element_bytes
     if a.norm == "layer":
         return Operator(
             name=name,
             kind="memory",
             inputs=(source,),
-            outputs={name: size},
-            saved=(source,),
+            outputs={f"{name}_moments": 2 * rows * FP32, name: size},
+            saved=(source, f"{name}_moments"),
             moved_bytes=2 * size,
             backward_moved_bytes=3 * size,
         )
-    scaled = f"{name}_scaled"
+    root, scaled = f"{name}_root", f"{name}_scaled"
     if setting.element_bytes == FP32:
         return Operator(
             name=name,
             kind="memory",
             inputs=(source,),
-            outputs={scaled: size, name: size},
-            saved=(source, scaled),
+            outputs={root: rows * FP32, scaled: size, name: size},
+            saved=(source, root, scaled),
             moved_bytes=7 * size,
             backward_moved_bytes=14 * size,
             kernels=6,
-            workspace_bytes=size,
         )
     wide = f"{name}_fp32"
+    scaled_bytes = count * FP32 if a.family == "reference" else size
     return Operator(
         name=name,
         kind="memory",
         inputs=(source,),
-        outputs={wide: count * FP32, scaled: size, name: size},
-        saved=(wide, scaled),
+        outputs={wide: count * FP32, root: rows * FP32, scaled: scaled_bytes, name: size},
+        saved=(wide, root, scaled),
         moved_bytes=count * 38,
         backward_moved_bytes=count * 60,
         kernels=8,
-        workspace_bytes=count * FP32,
+    )
+
+
+def elementwise(
+    name: str,
+    inputs: tuple[str, ...],
+    size: float,
+    *,
+    saved: tuple[str, ...] = (),
+    output: str | None = None,
+) -> Operator:
+    """One kernel over tensors of equal size.
+
+    Its backward reads the gradient and what was kept, and writes a gradient for each input.
+    """
+    return Operator(
+        name=name,
+        kind="memory",
+        inputs=inputs,
+        outputs={output or name: size},
+        saved=saved,
+        moved_bytes=(len(inputs) + 1) * size,
+        backward_moved_bytes=(1 + len(saved) + len(inputs)) * size,
     )
 
 
@@ -92,7 +116,8 @@ def gathered(setting: Setting, source: str, name: str, size: float) -> tuple[lis
         inputs=(source,),
         outputs={name: size},
         moved_bytes=size,
-        copied_bytes=_reordered(setting, size),
+        copied_bytes=2 * _reordered(setting, size),
+        workspace_bytes=_reordered(setting, size),
     )
     return [gather], name
 
@@ -126,7 +151,8 @@ def row_wise(
                 inputs=(partial,),
                 outputs={name: out_bytes / setting.tensor},
                 moved_bytes=out_bytes,
-                copied_bytes=_reordered(setting, out_bytes),
+                copied_bytes=2 * _reordered(setting, out_bytes),
+                workspace_bytes=_reordered(setting, out_bytes),
             )
         )
     return result
@@ -145,7 +171,5 @@ def exchange(source: str, name: str, size: float) -> Operator:
 
 
 def _reordered(setting: Setting, size: float) -> float:
-    """Traffic of bringing positions to the front and back, needed only for several samples."""
-    if setting.micro_batch == 1:
-        return 0.0
-    return 2 * size * (1 + 1 / setting.tensor)
+    """Bytes of the copies that bring positions to the front and back; one sample needs none."""
+    return size * (1 + 1 / setting.tensor) if setting.micro_batch > 1 else 0.0
