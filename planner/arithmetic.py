@@ -82,6 +82,20 @@ def local_parameters(
     return dense, routed / (expert if expert > 1 else tensor)
 
 
+def largest_matrix(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float:
+    """Return the parameters of a layer's largest matrix on a rank."""
+    a = model.architecture
+    if a is None or layer.trace is not None:
+        return float(layer.parameters)
+    if layer.kind in ("embedding", "head"):
+        return a.vocab_size * embedding_width(a) / tensor
+    widest = max(a.ffn_size, a.heads * a.head_dim)
+    if layer.kind == "moe_block" and a.experts is not None:
+        # The matrices of all experts are one parameter.
+        widest = max(a.heads * a.head_dim, a.experts.count * a.experts.ffn_size)
+    return float(a.hidden_size * widest) / tensor
+
+
 def _block(a: Architecture, kind: str, setting: Setting) -> Table:
     """Attention, then MLP or experts, each beside the residual stream."""
     stream = setting.stream_tokens * a.hidden_size * setting.element_bytes

@@ -31,6 +31,8 @@ class Figures:
     stored_bytes: float
     forward_transient_bytes: float
     backward_transient_bytes: float
+    returned_bytes: float
+    """What the layer itself returns; a head returns logits, and the loss is beside it."""
     stores_input: bool
     provenance: Provenance
     spread: float
@@ -129,7 +131,8 @@ def _between(low: Figures, high: Figures, share: float) -> Figures:
     def mix(a: float, b: float) -> float:
         return a + share * (b - a)
 
-    return Figures(
+    return replace(
+        low,
         forward_s=mix(low.forward_s, high.forward_s),
         forward_tensor_s=mix(low.forward_tensor_s, high.forward_tensor_s),
         backward_s=mix(low.backward_s, high.backward_s),

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast
 
 from planner import arithmetic, collectives, compute, memory
@@ -91,18 +92,19 @@ class StrategyParts:
     optimizer_s: float
 
     @property
-    def activation_transient_bytes(self) -> float:
-        """The larger of both passes' working memory, states not counted."""
-        figures = self.figures
-        return max(figures.forward_transient_bytes, figures.backward_transient_bytes)
+    def forward_transient_bytes(self) -> float:
+        """Working memory of forward, gathered parameters included."""
+        return self.figures.forward_transient_bytes + self.states.forward_transient_bytes
+
+    @property
+    def backward_transient_bytes(self) -> float:
+        """Working memory of backward, gathered parameters and reduce buffers included."""
+        return self.figures.backward_transient_bytes + self.states.backward_transient_bytes
 
     @property
     def transient_bytes(self) -> float:
-        """Working memory of the worse pass, gathered parameters and reduce buffers included."""
-        return max(
-            self.figures.forward_transient_bytes + self.states.forward_transient_bytes,
-            self.figures.backward_transient_bytes + self.states.backward_transient_bytes,
-        )
+        """Working memory of the worse pass."""
+        return max(self.forward_transient_bytes, self.backward_transient_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +217,7 @@ class CostTables:
             in_flight = min(in_flight, layout.pipeline)
         buffers = 0.0
         if layout.pipeline > 1:
-            buffers = (2 * in_flight + 1) * shared.boundary_bytes
+            buffers = 2 * (in_flight + 1) * shared.boundary_bytes
         return LayoutCosts(
             kinds=shared.kinds,
             boundary_s=shared.transfer_s + shared.action_s,
@@ -243,6 +245,7 @@ class CostTables:
             layout.pipeline,
             layout.order,
             layout.micro_batches > 1,
+            _all_forwards_first(layout),
         )
         found = self._layouts.get(key)
         if found is None:
@@ -273,11 +276,18 @@ class CostTables:
             boundary_bytes = self._boundary_bytes(setting)
             transfer_s = self._link_s("send_recv", boundary_bytes, links.neighbours)
             action_s = self._overheads.pipeline_action_s if self._overheads else 0.0
-        ends = self._end_kinds() if layout.pipeline > 1 else ()
+        first, last = self._end_kinds
+        gpipe = layout.pipeline > 1 and layout.schedule == "gpipe"
         return _Shared(
             kinds={
                 kind: tuple(
-                    _cost(recompute, part, action_s if kind in ends else 0.0)
+                    _cost(
+                        recompute,
+                        part,
+                        action_s=action_s if kind in (first, last) else 0.0,
+                        passing=kind == last and not gpipe,
+                        replacing=_all_forwards_first(layout),
+                    )
                     for recompute, part in zip(RECOMPUTES, strategies, strict=True)
                 )
                 for kind, strategies in parts.items()
@@ -353,6 +363,7 @@ class CostTables:
             stored_bytes=table.stored_bytes(recompute),
             forward_transient_bytes=table.forward_transient_bytes(recompute),
             backward_transient_bytes=table.backward_transient_bytes(recompute),
+            returned_bytes=table.returned_bytes,
             stores_input="x" in table.stored(recompute),
             provenance=self._device.curve.provenance,
             spread=self._device.curve.spread,
@@ -376,7 +387,8 @@ class CostTables:
             pipelined=layout.pipeline > 1,
             accumulated=layout.micro_batches > 1,
         )
-        states = memory.states(dense, sharing)
+        largest = arithmetic.largest_matrix(self.model, layer, tensor=layout.tensor)
+        states = memory.states(dense, sharing, largest=largest)
         held = dense / (shard if sharing.sharded else 1)
         if routed:
             expert_shard = max(1, shard * layout.tensor // layout.expert)
@@ -385,6 +397,11 @@ class CostTables:
             expert_sharing = replace(sharing, shard=expert_shard)
             states = states + memory.states(routed, expert_sharing)
             held += routed / (expert_shard if expert_sharing.sharded else 1)
+        if layout.pipeline > 1 and layer.kind == self._end_kinds[1]:
+            # The pipeline keeps what the last stage returned until its backward.
+            figures = tuple(
+                replace(f, stored_bytes=f.stored_bytes + f.returned_bytes) for f in figures
+            )
         traffic = self._traffic(dense + routed, sharing, links)
         optimizer_s = self._optimizer_s(held)
         # The window of a whole-step collective is the same for every choice, so that sync_s is too.
@@ -485,11 +502,15 @@ class CostTables:
             return 0.0
         return float(a.vocab_size * (a.embedding_size or a.hidden_size))
 
-    def _end_kinds(self) -> tuple[str, ...]:
-        """Kinds of the first and last layer, where no other layer has the same kind."""
-        ends = (self.model.layers[0], self.model.layers[-1])
-        kinds = [layer.kind for layer in self.model.layers]
-        return tuple(e.kind for e in ends if e.repeat == 1 and kinds.count(e.kind) == 1)
+    @cached_property
+    def _end_kinds(self) -> tuple[str | None, str | None]:
+        """Kinds of the first and last layer, each None if other layers have the same kind."""
+        kinds = [layer.kind for _, layer in self.model.chain]
+        first, last = kinds[0], kinds[-1]
+        return (
+            first if kinds.count(first) == 1 else None,
+            last if kinds.count(last) == 1 else None,
+        )
 
     def _boundary_bytes(self, setting: Setting) -> float:
         """Bytes of one micro-batch's activation between layers on a rank."""
@@ -546,14 +567,33 @@ class _Shared:
     assumptions: tuple[Assumption, ...]
 
 
-def _cost(recompute: Recompute, part: StrategyParts, action_s: float) -> StrategyCost:
-    """Add a strategy's parts up; an end of the pipeline has one boundary but two actions."""
+def _all_forwards_first(layout: Layout) -> bool:
+    """Whether no stage begins a backward before it has done all forwards of the step."""
+    gpipe = layout.pipeline > 1 and layout.schedule == "gpipe"
+    return gpipe or layout.micro_batches == 1
+
+
+def _cost(
+    recompute: Recompute, part: StrategyParts, *, action_s: float, passing: bool, replacing: bool
+) -> StrategyCost:
+    """Add a strategy's parts up.
+
+    An end of the pipeline has one boundary but two actions, hence `action_s`.  A `passing` layer,
+    last in the model and never with two micro-batches in flight, holds its activations only while
+    it runs.  Where all forwards come first, a layer's gradients appear as the activations of its
+    first backward go (`replacing`): of the two only the larger counts.
+    """
+    figures, states = part.figures, part.states
+    stored = 0.0 if passing else figures.stored_bytes
+    gradients = states.gradients_bytes
+    if replacing:
+        gradients = max(0.0, gradients - stored)
     return StrategyCost(
         recompute=recompute,
-        forward_s=part.figures.whole_forward_s + part.gather_s,
-        backward_s=part.figures.whole_backward_s + part.backward_shard_s + action_s,
-        stored_bytes=part.figures.stored_bytes,
-        transient_bytes=part.transient_bytes,
-        resident_bytes=part.states.resident_bytes,
+        forward_s=figures.whole_forward_s + part.gather_s,
+        backward_s=figures.whole_backward_s + part.backward_shard_s + action_s,
+        stored_bytes=stored,
+        transient_bytes=part.transient_bytes + (figures.stored_bytes if passing else 0.0),
+        resident_bytes=states.parameters_bytes + states.optimizer_bytes + gradients,
         sync_s=part.sync_s + part.optimizer_s,
     )

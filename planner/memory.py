@@ -20,8 +20,9 @@ two moments 8, gradients 4; FSDP2 adds a working copy of e N wherever it wraps a
 (3) Under a pipeline a stage's parameters stay gathered from its first backward on: + e N.
 
 While a unit works it needs in forward, ZeRO-3 only, 3 e N (its copy, the gathered buffer it came
-from, the next unit's buffer), and in backward its fresh gradients e N, the reduction's input 4 N,
-and for ZeRO-3 again copy and next buffer.  The optimizer is fused and needs no temporaries.
+from, the next unit's buffer), and in backward its fresh gradients e N, the reduction's input 4 N
+(not in a pipeline, which reduces when no activations are left), and for ZeRO-3 again copy and next
+buffer.  The optimizer is fused and needs no temporaries.
 
 Sources: torch 2.13, distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py);
 Rajbhandari et al., 2020 (ZeRO) for the stages.
@@ -104,8 +105,11 @@ class States:
         )
 
 
-def states(parameters: float, sharing: Sharing) -> States:
+def states(parameters: float, sharing: Sharing, *, largest: float = 0.0) -> States:
     """Return what a layer with this many parameters on the rank holds; the table is above.
+
+    `largest` is its largest single parameter, whose fresh gradient waits to be added where autograd
+    accumulates by itself.
 
     >>> eight = Sharing(precision="bf16", zero=3, shard=8, data=8, pipelined=False,
     ...     accumulated=True)
@@ -113,23 +117,23 @@ def states(parameters: float, sharing: Sharing) -> States:
     16.0
     """
     n, e, d = parameters, sharing.working_bytes, sharing.shard if sharing.sharded else 1
-    fresh = e * n if sharing.accumulated or sharing.wrapped else 0.0
     if not sharing.wrapped:
         return States(
             parameters_bytes=MASTER * n,
             gradients_bytes=MASTER * n,
             optimizer_bytes=MOMENTS * MASTER * n,
             forward_transient_bytes=0.0,
-            backward_transient_bytes=fresh,
+            backward_transient_bytes=e * largest if sharing.accumulated else 0.0,
         )
     copy = 0.0 if sharing.gathers_again and not sharing.pipelined else e * n
     once = sharing.pipelined or sharing.accumulated
     whole_gradients = not sharing.sharded or (once and not sharing.reduces_each_micro_batch)
     gathered = e * n if sharing.gathers_again else 0.0
+    reduced = 0.0 if sharing.pipelined else MASTER * n
     return States(
         parameters_bytes=MASTER * n / d + copy,
         gradients_bytes=MASTER * n / (1 if whole_gradients else d),
         optimizer_bytes=MOMENTS * MASTER * n / d,
         forward_transient_bytes=(2 if copy else 3) * gathered,
-        backward_transient_bytes=fresh + MASTER * n + (1 if copy else 2) * gathered,
+        backward_transient_bytes=e * n + reduced + (1 if copy else 2) * gathered,
     )

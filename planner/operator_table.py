@@ -127,6 +127,11 @@ class Table:
         return self.sizes[self.output]
 
     @property
+    def returned_bytes(self) -> float:
+        """Bytes of what the layer's own operators return: logits, where the loss is outside."""
+        return sum(self._inside[-1].outputs.values())
+
+    @property
     def forward_flops(self) -> float:
         """FLOPs of one forward pass."""
         return sum(operator.flops for operator in self.operators)

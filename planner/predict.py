@@ -21,8 +21,8 @@ from planner.operator_table import RECOMPUTES
 from planner.plan import Job, Layout, Plan
 from planner.prediction import Prediction, StagePrediction
 from planner.profile import Profile, Recompute
-from planner.schedule import orders
-from planner.simulate import Timeline, peak_alive, timeline
+from planner.schedule import Order, in_flight, orders
+from planner.simulate import Timeline, timeline
 
 Placement = tuple[tuple[str, Recompute], ...]
 """Layer kinds of one stage in order, each with its recompute choice."""
@@ -122,11 +122,10 @@ def placement_prediction(
     costs = tables.of(layout)
     stages = [stage_seconds(costs, placement) for placement in placements]
     run = _run(costs, layout, stages)
-    alive = [peak_alive(actions)[stage] for stage, actions in enumerate(run.orders)]
     accelerator = cluster.groups[0].accelerator
     capacity = float(accelerator.memory_bytes)
     memory = [
-        memory_parts(costs, placement, alive[s], first=s == 0, last=s == layout.pipeline - 1)
+        memory_parts(costs, placement, run.orders[s], first=s == 0, last=s == layout.pipeline - 1)
         for s, placement in enumerate(placements)
     ]
     parts = step_parts(stages, run, layout, costs)
@@ -207,34 +206,70 @@ def step_parts(
 
 
 def memory_parts(
-    costs: LayoutCosts, placement: Placement, in_flight: int, *, first: bool, last: bool
+    costs: LayoutCosts, placement: Placement, order: Order, *, first: bool, last: bool
 ) -> dict[str, float]:
     """Return peak bytes of one rank of a stage by cause.
 
-    Every micro-batch in flight keeps its layers' activations, and in a pipeline the tensors it
-    received and sent.  A received tensor that the first layer keeps anyway counts once.
+    The peak is looked for at every layer, in the forward that completes the most micro-batches in
+    flight and in the backwards after it: activations of layers behind it are gone by then, and
+    gradients of a first backward are there only behind it.  Every micro-batch in flight also keeps
+    the tensors that the pipeline received and sent (one that the first layer stores counts once);
+    one more is received ahead, and one gradient is on its way.
     """
     layers = [_parts(costs, kind, recompute) for kind, recompute in placement]
-    stored = sum(layer.figures.stored_bytes for layer in layers)
+    alive = in_flight(order)
     buffers = 0.0
     if not (first and last):
         received = 0 if first or layers[0].figures.stores_input else 1
         sent = 0 if last else 1
-        buffers = ((received + sent) * in_flight + 1) * costs.boundary_bytes
-    worst = max(layers, key=lambda layer: layer.transient_bytes)
+        buffers = ((received + sent) * alive + 2) * costs.boundary_bytes
     dynamic = {
         "parameters": sum(layer.states.parameters_bytes for layer in layers),
-        "gradients": sum(layer.states.gradients_bytes for layer in layers),
         "optimizer": sum(layer.states.optimizer_bytes for layer in layers),
-        "activations": in_flight * stored,
-        "transient": worst.transient_bytes,
         "pipeline buffers": buffers,
+        **_fullest_moment(layers, alive, replacing=_backwards_last(order)),
     }
     return {
         **dynamic,
         "context": costs.context_bytes,
         "slack": (costs.slack - 1.0) * sum(dynamic.values()),
     }
+
+
+def _fullest_moment(
+    layers: Sequence[StrategyParts], alive: int, *, replacing: bool
+) -> dict[str, float]:
+    """Return gradients, activations and working memory where their sum is largest.
+
+    `replacing`: all forwards come first, so that in the first backward gradients take the place of
+    activations; with more micro-batches than are in flight gradients are whole from the start.
+    """
+    stored = sum(layer.figures.stored_bytes for layer in layers)
+    gradients = sum(layer.states.gradients_bytes for layer in layers)
+    others = (alive - 1) * stored
+    before = behind = 0.0
+    moments = []
+    for layer in layers:
+        before += layer.figures.stored_bytes
+        behind += layer.states.gradients_bytes
+        forward, backward = layer.forward_transient_bytes, layer.backward_transient_bytes
+        if not replacing:
+            moments.append((gradients, others + before, max(forward, backward)))
+            continue
+        moments.append((0.0, others + before, forward))
+        moments.append((gradients - behind, others + before, backward))
+        if alive > 1:
+            moments.append((gradients, others - stored + before, backward))
+    if replacing:
+        # The optimizer's moment: all gradients, no activations.
+        moments.append((gradients, 0.0, 0.0))
+    fullest = max(moments, key=sum)
+    return dict(zip(("gradients", "activations", "transient"), fullest, strict=True))
+
+
+def _backwards_last(order: Order) -> bool:
+    kinds = [action.kind for action in order]
+    return "F" not in kinds[kinds.index("B") :]
 
 
 def balanced_cuts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:

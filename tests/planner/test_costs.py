@@ -62,8 +62,9 @@ def test_resident_bytes_of_the_whole_model_are_16_per_parameter_over_the_shards(
 def test_tensor_parallelism_divides_matrices_and_keeps_norms(
     tables: CostTables, llama: ModelGraph
 ) -> None:
-    whole = block(tables.of(Layout(data_replicate=8))).resident_bytes
-    halved = block(tables.of(Layout(tensor=2, data_replicate=4))).resident_bytes
+    whole = block(tables.of(Layout(data_replicate=8, micro_batches=8))).resident_bytes
+    layout = Layout(tensor=2, data_replicate=4, micro_batches=16)
+    halved = block(tables.of(layout)).resident_bytes
 
     norms = 2 * 4096
     parameters = next(layer.parameters for layer in llama.layers if layer.kind == "block")
@@ -74,10 +75,11 @@ def test_a_pipeline_of_a_tied_model_holds_the_embedding_at_both_ends(node: Clust
     gpt2 = resolve_model("gpt2")
     tables = CostTables(gpt2, node, Job(seq_len=1024, global_batch=64))
 
-    alone = tables.of(Layout(data_replicate=8)).kinds["head"][0].resident_bytes
-    piped = tables.of(Layout(data_replicate=4, pipeline=2)).kinds["head"][0].resident_bytes
+    alone = tables.of(Layout(data_replicate=8, micro_batches=8))
+    piped = tables.of(Layout(data_replicate=4, pipeline=2, micro_batches=16))
 
-    assert piped - alone == pytest.approx(18 * 50257 * 768)
+    more = piped.kinds["head"][0].resident_bytes - alone.kinds["head"][0].resident_bytes
+    assert more == pytest.approx(18 * 50257 * 768)
 
 
 def test_sharding_levels_move_communication_between_step_and_micro_batch(
@@ -91,13 +93,38 @@ def test_sharding_levels_move_communication_between_step_and_micro_batch(
     assert of(1).sync_s > of(2).sync_s > of(3).sync_s
 
 
-def test_the_schedule_changes_neither_layers_nor_boundaries(tables: CostTables) -> None:
+def test_the_schedule_changes_bytes_and_no_seconds(tables: CostTables) -> None:
     one = tables.of(Layout(pipeline=4, data_shard=2, zero=1, micro_batches=8, schedule="1f1b"))
     other = tables.of(Layout(pipeline=4, data_shard=2, zero=1, micro_batches=8, schedule="gpipe"))
 
-    assert one.kinds == other.kinds
+    for kind in one.kinds:
+        for before, after in zip(one.kinds[kind], other.kinds[kind], strict=True):
+            assert after.forward_s == before.forward_s
+            assert after.backward_s == before.backward_s
+            assert after.sync_s == before.sync_s
     assert one.boundary_s == other.boundary_s > 0
     assert one.fixed_bytes < other.fixed_bytes
+
+
+def test_where_all_forwards_come_first_gradients_take_the_place_of_activations(
+    tables: CostTables,
+) -> None:
+    several = block(tables.of(Layout(data_replicate=8, micro_batches=8)))
+    single = block(tables.of(Layout(data_replicate=8, micro_batches=1)))
+
+    gradients = 4 * 218_112_000
+    assert several.stored_bytes > gradients / 2
+    freed = min(gradients, several.stored_bytes)
+    assert several.resident_bytes - single.resident_bytes == pytest.approx(freed)
+
+
+def test_the_last_layer_holds_its_activations_only_while_it_runs(tables: CostTables) -> None:
+    passing = tables.of(Layout(pipeline=2, data_replicate=4, micro_batches=8)).kinds["head"][0]
+    gpipe = Layout(pipeline=2, data_replicate=4, micro_batches=8, schedule="gpipe")
+    queued = tables.of(gpipe).kinds["head"][0]
+
+    assert passing.stored_bytes == 0
+    assert passing.transient_bytes == queued.transient_bytes + queued.stored_bytes
 
 
 def test_there_is_no_boundary_without_a_pipeline(tables: CostTables) -> None:

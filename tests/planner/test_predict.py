@@ -105,7 +105,10 @@ def test_a_plan_is_predicted_like_its_layout(llama: ModelGraph, node: ClusterSpe
 def test_an_8b_model_in_bf16_does_not_fit_one_80_gb_device(llama: ModelGraph) -> None:
     # 18 bytes per parameter are 134.6 GiB before the first activation.
     found = layout_prediction(
-        llama, resolve_cluster("1xh100-sxm-80gb"), Job(seq_len=2048, global_batch=1), Layout()
+        llama,
+        resolve_cluster("1xh100-sxm-80gb"),
+        Job(seq_len=2048, global_batch=2),
+        Layout(micro_batches=2),
     )
 
     parts = found.stages[0].memory_parts
