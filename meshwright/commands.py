@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 TOKENS_PER_STEP = 2**20
 """Tokens of a default global batch on accelerators; on CPUs it is 8 samples a rank."""
+FACTORY_SEQ_LEN = 256
+"""Default tokens per sample of a model that does not say how many it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +51,11 @@ class Run:
     rows: list[Comparison]
 
 
-def model_of(text: str) -> ModelGraph:
-    """Return the model that a catalogue name, a configuration or `file.py:factory` names."""
+def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:
+    """Return the model that a catalogue name, a configuration or `file.py:factory` names.
+
+    A factory's modules are traced on samples of `seq_len` tokens, by default as many as a job has.
+    """
     if is_factory(text):
         try:
             from runtime.factory import graph_of_factory  # noqa: PLC0415 - needs torch
@@ -59,7 +64,7 @@ def model_of(text: str) -> ModelGraph:
                 f"{text}: reading a Python factory needs torch; "
                 "install it with: pip install 'meshwright[torch]'"
             ) from error
-        graph: ModelGraph = graph_of_factory(text)
+        graph: ModelGraph = graph_of_factory(text, seq_len=seq_len or FACTORY_SEQ_LEN)
         return graph
     return resolve_model(text)
 
@@ -77,7 +82,7 @@ def job_of(
         if value is not None and value < 1:
             raise DocumentError(name, f"is {value}; it is a whole number from 1")
     on_cpu = cluster.groups[0].accelerator.kind == "cpu"
-    limit = model.architecture.max_positions if model.architecture else 512
+    limit = model.architecture.max_positions if model.architecture else FACTORY_SEQ_LEN
     if seq_len is None:
         seq_len = min(limit, 256 if on_cpu else 4096)
     if global_batch is None:
@@ -104,7 +109,7 @@ def plan(
     progress: Progress | None = None,
 ) -> Answer:
     """Find the fastest plan that fits, and prove it."""
-    graph, machine = model_of(model), resolve_cluster(cluster)
+    graph, machine = model_of(model, seq_len=seq_len), resolve_cluster(cluster)
     measured = _profile_for(graph, profile)
     job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
     answer = search(
@@ -143,7 +148,7 @@ def predict(
         return predict_plan(wanted, graph, machine, _profile_for(graph, profile))
     if cluster is None:
         raise DocumentError("cluster", "is missing; say on which machine, as in --cluster local")
-    graph, machine = model_of(model_or_plan), resolve_cluster(cluster)
+    graph, machine = model_of(model_or_plan, seq_len=seq_len), resolve_cluster(cluster)
     job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
     pins = read_pins([layout] if layout else [])
     wanted_layout = pinned_layout(machine, job, pins)
@@ -221,7 +226,7 @@ def profile(
     """Measure a model's layers and this machine's links."""
     from profiler.profile import profile as measure  # noqa: PLC0415 - starts ranks
 
-    graph, machine = model_of(model), resolve_cluster(cluster)
+    graph, machine = model_of(model, seq_len=seq_len), resolve_cluster(cluster)
     job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
     measured: Profile = measure(model, cluster, job, quiet=quiet)
     if output is not None:
@@ -352,7 +357,7 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
 def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
     """Return the model of a plan, and refuse one that is not the model the plan was made for."""
     try:
-        graph = model_of(_source_of(wanted, plan_path))
+        graph = model_of(_source_of(wanted, plan_path), seq_len=wanted.seq_len)
         wanted.check_model(graph)
     except DocumentError as error:
         raise (error if error.file else error.in_file(plan_path or "plan")) from error
