@@ -79,11 +79,24 @@ class LiveMemory:
             return torch.cuda.max_memory_allocated(self._device)
         return self._count.peak_bytes
 
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Take a tensor that came into being in the watch out of `peak_of_rest_bytes`.
+
+        It is taken out for its whole life, also for the time before this call.
+        """
+        for plain in _plain_tensors(tensor):
+            self._count.leave_out(plain.untyped_storage())
+
+    @property
+    def peak_of_rest_bytes(self) -> int:
+        """The peak since `reset_peak` of what was not left out; only counted on CPU."""
+        return self._count.peak_of_rest_bytes
+
     def reset_peak(self) -> None:
         """Let the peak begin again at what is alive now."""
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._count.peak_bytes = self._count.current_bytes
+        self._count.reset_peak()
 
 
 class _StorageCount:
@@ -93,6 +106,10 @@ class _StorageCount:
         self.current_bytes = 0
         self.peak_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._reset_bytes = 0
+        self._changes: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
+        """(which life, bytes) since the reset; every life of a storage has its own reference."""
+        self._left_out: set[int] = set()
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._alive
@@ -109,15 +126,38 @@ class _StorageCount:
             # the callback means that the memory is gone, not that Python looked away.
             reference = weakref.ref(storage, lambda _: self._forget(key))
             self._alive[key] = (reference, size_bytes)
-            self.current_bytes += size_bytes
+            self._change(reference, size_bytes)
         elif known[1] != size_bytes:
             self._alive[key] = (known[0], size_bytes)
-            self.current_bytes += size_bytes - known[1]
+            self._change(known[0], size_bytes - known[1])
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
     def _forget(self, key: int) -> None:
-        _, size_bytes = self._alive.pop(key)
-        self.current_bytes -= size_bytes
+        reference, size_bytes = self._alive.pop(key)
+        self._change(reference, -size_bytes)
+
+    def _change(self, reference: weakref.ref[torch.UntypedStorage], size_bytes: int) -> None:
+        self.current_bytes += size_bytes
+        self._changes.append((reference, size_bytes))
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self._reset_bytes = self.current_bytes
+        self._changes.clear()
+        self._left_out.clear()
+
+    def leave_out(self, storage: torch.UntypedStorage) -> None:
+        known = self._alive.get(storage._cdata)
+        if known is not None:
+            self._left_out.add(id(known[0]))
+
+    @property
+    def peak_of_rest_bytes(self) -> int:
+        now = peak = self._reset_bytes
+        for life, size_bytes in self._changes:
+            if id(life) not in self._left_out:
+                now += size_bytes
+                peak = max(peak, now)
+        return peak
 
 
 class _Watch(TorchDispatchMode):

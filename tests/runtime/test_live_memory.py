@@ -165,6 +165,21 @@ def test_reset_peak_begins_at_what_is_alive() -> None:
     assert live.peak_bytes == kept.numel()
 
 
+def test_what_is_left_out_never_was_there() -> None:
+    with LiveMemory() as live:
+        mib(2)
+        live.reset_peak()
+        kept = mib(1)
+        gradient = mib(5)
+        live.leave_out(gradient)
+        passing = mib(2)
+        del gradient, passing
+        last = mib(4)
+
+    assert live.peak_bytes == (1 + 5 + 2) * MIB
+    assert live.peak_of_rest_bytes == kept.numel() + last.numel()
+
+
 # --- several ranks ---------------------------------------------------------------------------
 
 
@@ -230,7 +245,9 @@ def bytes_at_each_forward(schedule: str) -> tuple[list[int], int]:
     """Return a rank's live bytes as each micro-batch begins, and what one leaves behind."""
     model = cases.transformer()
     engine = Engine(
-        cases.plan(model, pipeline=2, schedule=schedule), model, device=torch.device("cpu")
+        cases.plan(model, pipeline=2, schedule=schedule, micro_batch=1),
+        model,
+        device=torch.device("cpu"),
     )
     tokens = cases.global_tokens(0)
     engine.step(tokens)
