@@ -11,7 +11,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from planner.document import nearest
+from pydantic import ValidationError
+
+from planner.document import first_error, nearest
 from planner.errors import DocumentError
 from planner.model import Architecture, Experts, LatentAttention, Layer, ModelGraph, Patches
 
@@ -40,7 +42,10 @@ def architecture_of(config: Config, *, name: str) -> Architecture:
             f"Supported: {', '.join(sorted(_READERS))}. "
             "Any other model can be given as file.py:factory.",
         )
-    return _READERS[kind](config)
+    try:
+        return _READERS[kind](config)
+    except ValidationError as error:
+        raise first_error(error) from error
 
 
 def graph_of(architecture: Architecture, *, name: str, source: str | None = None) -> ModelGraph:
@@ -304,7 +309,7 @@ def _mixtral(config: Config) -> Architecture:
         **_decoder(config, "mixtral", kv_heads=8),
         tied_embeddings=_flag(config, "tie_word_embeddings", False),
         experts=Experts(
-            count=_positive(config, "num_local_experts"),
+            count=_experts(config, "num_local_experts"),
             per_token=_positive(config, "num_experts_per_tok"),
             ffn_size=ffn,
         ),
@@ -339,7 +344,7 @@ def _qwen3_moe(config: Config) -> Architecture:
         output_bias=bias,
         qk_norm=True,
         experts=Experts(
-            count=_positive(config, "num_experts"),
+            count=_experts(config, "num_experts"),
             per_token=_positive(config, "num_experts_per_tok"),
             ffn_size=_positive(config, "moe_intermediate_size"),
             dense_layers=len(dense),
@@ -362,8 +367,9 @@ def _deepseek_v3(config: Config) -> Architecture:
         raise DocumentError(
             "moe_layer_freq", f"is {step}; only 1, experts in every later block, has figures here"
         )
-    common = _decoder(config, "deepseek_v3", head_dim=latent.nope_head_dim + latent.rope_head_dim)
-    common |= {"kv_heads": heads, "head_dim": latent.nope_head_dim + latent.rope_head_dim}
+    every_head_has_its_own = {**config, "num_key_value_heads": heads}
+    common = _decoder(every_head_has_its_own, "deepseek_v3")
+    common["head_dim"] = latent.nope_head_dim + latent.rope_head_dim
     return Architecture(
         **common,
         tied_embeddings=_flag(config, "tie_word_embeddings", False),
@@ -489,6 +495,12 @@ def _positive(config: Config, key: str) -> int:
     if config.get(key) is None:
         raise DocumentError(key, "is missing; the architecture needs it")
     return _whole(config, key, least=1)
+
+
+def _experts(config: Config, key: str) -> int:
+    """Return how many experts there are; `transformers` 5 writes one name for all families."""
+    new_key = "num_local_experts"
+    return _positive(config, new_key if config.get(key) is None and new_key in config else key)
 
 
 def _count(config: Config, key: str) -> int:

@@ -79,7 +79,7 @@ class Document(Part):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise _first_error(error) from error
+            raise first_error(error) from error
         except RecursionError as error:
             raise DocumentError("", "is nested too deeply") from error
 
@@ -98,14 +98,16 @@ def read_text(path: str | os.PathLike[str]) -> str:
     """Return a file's text; one clear error if it is missing, binary or too large."""
     file = Path(path)
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise DocumentError("", f"has more than {MAX_BYTES >> 20} MiB", file=str(path))
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as lines:
+            text = lines.read(MAX_BYTES + 1)
     except UnicodeDecodeError as error:
         raise DocumentError("", "is not UTF-8 text", file=str(path)) from error
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise DocumentError("", f"cannot be read: {reason}", file=str(path)) from error
+    if len(text) > MAX_BYTES:
+        raise DocumentError("", f"has more than {MAX_BYTES >> 20} MiB", file=str(path))
+    return text
 
 
 def write(document: Document, path: str | os.PathLike[str]) -> None:
@@ -114,10 +116,13 @@ def write(document: Document, path: str | os.PathLike[str]) -> None:
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write text to a file, whole or not at all."""
+    """Write text to a file, whole or not at all; a device or pipe is written to as it is."""
     file = Path(path)
     temporary = ""
     try:
+        if file.exists() and not file.is_file() and not file.is_dir():
+            file.write_text(text, encoding="utf-8")
+            return
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as out:
@@ -126,16 +131,24 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
         os.umask(umask)
         Path(temporary).chmod(0o666 & ~umask)
         Path(temporary).replace(file)
-    except OSError as error:
+        temporary = ""
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise DocumentError("", f"cannot be written: {reason}", file=str(path)) from error
+    finally:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        raise DocumentError("", f"cannot be written: {error.strerror}", file=str(path)) from error
 
 
 def plain(text: str) -> object:
     """Return YAML or JSON text as dicts, lists and scalars, refusing whatever could do harm."""
     if len(text) > MAX_BYTES:
         raise DocumentError("", f"has more than {MAX_BYTES >> 20} MiB")
+    if text.lstrip()[:1] in ("{", "["):
+        try:
+            return _json(text)
+        except (ValueError, RecursionError):
+            pass  # YAML in braces, or wrong: the YAML reader knows the place
     try:
         _refuse_harm(text)
         return yaml.load(text, Loader=_Loader)
@@ -144,7 +157,7 @@ def plain(text: str) -> object:
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise DocumentError(place, f"is not YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
-        raise DocumentError("", f"is not YAML: {error}") from error
+        raise DocumentError("", f"is not YAML: {' '.join(str(error).split())}") from error
     except (RecursionError, ValueError, OverflowError) as error:
         raise DocumentError("", f"is not YAML that can be read: {error}") from error
 
@@ -165,7 +178,7 @@ def path_text(location: tuple[int | str, ...]) -> str:
     text = ""
     for step in location:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
-    return text
+    return _one_line(text)
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -229,6 +242,34 @@ _Loader.add_constructor(
 )
 
 
+def _json(text: str) -> object:
+    """Return JSON as plain data; ValueError for whatever the YAML reader would refuse too."""
+
+    def mapping(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            raise ValueError("a key stands twice")
+        return result
+
+    def constant(name: str) -> object:
+        raise ValueError(f"{name} is no number of JSON")
+
+    data: object = json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
+    level, depth = [data], 0
+    while level:
+        depth += 1
+        inner: list[object] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+        if depth > MAX_DEPTH and any(isinstance(value, dict | list) for value in level):
+            raise ValueError("nested too deeply")
+        level = inner
+    return data
+
+
 def _refuse_harm(text: str) -> None:
     """Refuse aliases (they can multiply without bound), tags and bottomless nesting."""
     depth = 0
@@ -239,7 +280,7 @@ def _refuse_harm(text: str) -> None:
         if isinstance(event, yaml.AliasEvent):
             raise DocumentError(place, "has a YAML alias (*); write the value out instead")
         tag = getattr(event, "tag", None)
-        if tag not in (None, "!"):
+        if tag is not None:
             raise DocumentError(place, f"has the YAML tag {tag}; documents hold plain data")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
@@ -251,8 +292,8 @@ def _known(cls: type[BaseModel]) -> str:
     return "known keys: " + ", ".join(cls.model_fields)
 
 
-def _first_error(error: ValidationError) -> DocumentError:
-    """Turn pydantic's first finding into ours; the rest is counted."""
+def first_error(error: ValidationError) -> DocumentError:
+    """Return pydantic's first finding as our error; the rest is counted."""
     findings = error.errors(include_url=False)
     first = findings[0]
     location = tuple(first["loc"])
@@ -268,9 +309,17 @@ def _first_error(error: ValidationError) -> DocumentError:
         message = f"is {_shown(first['input'])}; {first['msg'][:1].lower()}{first['msg'][1:]}"
     if len(findings) > 1:
         message += f" (and {len(findings) - 1} more)"
-    return DocumentError(path_text(location), message)
+    return DocumentError(path_text(location), _one_line(message))
+
+
+def _one_line(text: str) -> str:
+    """Write out what would break a line or steer a terminal: names in documents may hold it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value, default=repr)
+    try:
+        text = json.dumps(value, default=repr)
+    except (TypeError, ValueError, RecursionError):  # keys that JSON has not, or no end
+        text = object.__repr__(value)
     return text if len(text) <= 60 else text[:57] + "..."

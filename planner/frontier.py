@@ -175,7 +175,9 @@ def fastest_choice(
         return None
     bound_s, multiplier, incumbent_s = relaxed
     sets = [runs.frontier(n) for runs, n in groups]
-    slack = min(incumbent_s, upper_s) - bound_s + 1e-9 * incumbent_s
+    whole_s = sum(float(points.time_s[0]) for points in sets)
+    slack = max(min(incumbent_s, upper_s) - bound_s, 0.0) + 1e-9 * incumbent_s
+    slack += 1e-13 * whole_s  # the bound is a difference of sums as large as these
     kept: list[tuple[Floats, Floats, Floats, Indices]] = []
     for points in sets:
         reduced = points.time_s + multiplier * points.load_bytes

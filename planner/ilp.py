@@ -31,11 +31,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, overload
 
 import highspy
 import pulp
 
+from planner.errors import MeshwrightError
 from planner.instance import Infeasible, Instance, Option, Solution, Unfinished, fits, priced
 from planner.memory_reach import why_infeasible
 
@@ -52,7 +53,6 @@ class Formulation:
     runs: list[tuple[int, int]]
     count: list[list[list[Any]]]
     unit_s: float
-    unit_bytes: float
 
     def options(self, run: int) -> tuple[Option, ...]:
         """Return the options of the layers of a run."""
@@ -72,6 +72,18 @@ class Outcome:
     found: bool
     proven: bool
     bound_s: float
+
+
+@overload
+def solve(
+    instance: Instance, *, time_limit_s: None = None, gap: float = 1e-6
+) -> Solution | Infeasible: ...
+
+
+@overload
+def solve(
+    instance: Instance, *, time_limit_s: float, gap: float = 1e-6
+) -> Solution | Infeasible | Unfinished: ...
 
 
 def solve(
@@ -95,6 +107,11 @@ def solve(
             break
         if fits(instance, answer):
             return replace(answer, lower_bound_s=min(bound_s, answer.objective_s))
+    if time_limit_s is None:
+        raise MeshwrightError(
+            "the integer program found no split that fits to the byte: its numbers differ too much "
+            "in size for HiGHS; use the exact solver"
+        )
     return Unfinished(bound_s)
 
 
@@ -104,8 +121,8 @@ def formulate(instance: Instance, *, margin: float = 0.0) -> Formulation:
         runs = [(kind, 1) for kind in instance.layers]
     else:
         runs = [(kind, len(list(same))) for kind, same in groupby(instance.layers)]
-    chain_s = sum(max(o.time_s for o in instance.kinds[kind]) for kind in instance.layers)
-    capacity = max(stage.capacity_bytes for stage in instance.stages)
+    chain_s = sum(min(o.time_s for o in instance.kinds[kind]) for kind in instance.layers)
+    chain_s *= min(stage.time_scale for stage in instance.stages)
     program = pulp.LpProblem("partition", pulp.LpMinimize)
     count = [
         [
@@ -117,8 +134,7 @@ def formulate(instance: Instance, *, margin: float = 0.0) -> Formulation:
         ]
         for a, (kind, length) in enumerate(runs)
     ]
-    unit_s, unit_bytes = _power_of_ten(chain_s) * 1e-3, _power_of_ten(capacity) * 1e-1
-    stated = Formulation(instance, program, runs, count, unit_s, unit_bytes)
+    stated = Formulation(instance, program, runs, count, _power_of_ten(chain_s) * 1e-3)
     _state_objective(stated, done=_state_places(stated))
     _state_memory(stated, margin)
     return stated
@@ -158,28 +174,29 @@ def _state_places(stated: Formulation) -> list[list[Any]]:
 
 def _state_memory(stated: Formulation, margin: float) -> None:
     """Every stage within its capacity, with the largest transient of its layers."""
-    program, unit = stated.program, stated.unit_bytes
-    levels = sorted(
-        {o.transient_bytes for kind, _ in stated.runs for o in stated.instance.kinds[kind]}
-    )
+    program, tables = stated.program, [stated.options(a) for a in range(len(stated.runs))]
+    every_level = sorted({o.transient_bytes for table in tables for o in table})
     for s, stage in enumerate(stated.instance.stages):
-        level = [
-            program.add_variable(f"level_{s}_{i}", cat=pulp.LpBinary) for i in range(len(levels))
-        ]
-        program += pulp.lpSum(level) == 1, f"stage{s}_has_one_transient_level"
+        room = stage.free_bytes - margin * stage.capacity_bytes
+        # Each row in units of its own capacity, without what could never fit: small tolerances.
+        unit = _power_of_ten(stage.capacity_bytes) * 1e-1
+        levels = {
+            u: program.add_variable(f"level_{s}_{i}", cat=pulp.LpBinary)
+            for i, u in enumerate(every_level)
+            if u <= room
+        }
+        program += pulp.lpSum(levels.values()) == 1, f"stage{s}_has_one_transient_level"
+        used = [v * (u / unit) for u, v in levels.items()]
         for n, option, a in stated.terms(s):
-            if option.transient_bytes > levels[0]:
-                covering = pulp.lpSum(
-                    v for v, u in zip(level, levels, strict=True) if u >= option.transient_bytes
-                )
+            needs = option.resident_bytes + stage.in_flight * option.stored_bytes
+            if needs + option.transient_bytes > room:
+                n.upBound = 0
+                continue
+            used.append(n * (needs / unit))
+            if option.transient_bytes > every_level[0]:
+                covering = pulp.lpSum(v for u, v in levels.items() if u >= option.transient_bytes)
                 program += n <= stated.runs[a][1] * covering, f"{n.name}_is_below_the_level"
-        held = pulp.lpSum(
-            n * ((o.resident_bytes + stage.in_flight * o.stored_bytes) / unit)
-            for n, o, _ in stated.terms(s)
-        )
-        transient = pulp.lpSum(v * (u / unit) for v, u in zip(level, levels, strict=True))
-        room = (stage.free_bytes - margin * stage.capacity_bytes) / unit
-        program += held + transient <= room, f"stage{s}_fits_in_memory"
+        program += pulp.lpSum(used) <= room / unit, f"stage{s}_fits_in_memory"
 
 
 def _state_objective(stated: Formulation, done: list[list[Any]]) -> None:

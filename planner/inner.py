@@ -39,6 +39,7 @@ Floats = NDArray[np.float64]
 
 # Above the rounding that `cuts.meets` forgives, below anything that matters.
 _HAIR = 1e-11
+_COARSE = 2.0**10
 
 
 def solve(
@@ -60,9 +61,14 @@ def solve(
     knapsacks = Knapsacks(instance, frontiers if frontiers is not None else FrontierStore())
     floor = _Floor(knapsacks)
     ceiling_s = min(floor.likely_ceiling_s, floor.ceiling_s(cutoff_s))
+    whole_s = floor.most_s
     while True:
-        best = _best_under(knapsacks, ceiling_s, cutoff_s)
+        best = _best_under(knapsacks, StageTable(knapsacks, ceiling_s, whole_s), cutoff_s)
         known_s = cutoff_s if best is None else best.objective_s
+        if best is not None and whole_s > _COARSE * sum(best.stage_s):
+            # Options that nobody would take made the grid of the table coarse beside the answer.
+            whole_s = 2 * sum(best.stage_s)
+            continue
         if ceiling_s >= floor.whole_chain_s or meets(floor.beyond_s(ceiling_s), known_s):
             break
         if known_s == math.inf:
@@ -96,6 +102,7 @@ class _Floor:
         self._steady = instance.steady
         self._rest_s = fill_s + once_s
         cut_s = 2 * max(instance.cut_s, default=0.0)
+        self.most_s = float(most_s.sum() * scale.max() + exposed_s.sum() + 2 * sum(instance.cut_s))
         self.whole_chain_s = float(least_s.sum() * scale.min() + exposed_s.min())
         balanced_s = float(most_s.sum()) / float((1 / scale).sum())
         self.likely_ceiling_s = (
@@ -113,9 +120,8 @@ class _Floor:
         return min((known_s - self._rest_s) / self._steady, self.whole_chain_s)
 
 
-def _best_under(knapsacks: Knapsacks, ceiling_s: float, cutoff_s: float) -> Solution | None:
-    """Best split below the cutoff whose stages are runs within `ceiling_s`."""
-    table = StageTable(knapsacks, ceiling_s)
+def _best_under(knapsacks: Knapsacks, table: StageTable, cutoff_s: float) -> Solution | None:
+    """Best split of the table below the cutoff."""
     if not knapsacks.sync_depends:
         found = _settled_cuts(table, knapsacks.instance.steady, table.sync_s(), cutoff_s)
         return None if found is None else _assembled(knapsacks, table, found.cuts)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 from functools import cached_property
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import networkx
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from planner.document import Document, Part
 from planner.units import Amount, Count, Flag, Positive, Text
+
+MOST_LAYERS = 100_000
+"""More is a slip of the pen, and would be listed one by one."""
 
 
 class Experts(Part):
@@ -60,7 +63,7 @@ class Architecture(Part):
 
     family: Text
     hidden_size: Positive
-    layers: Positive
+    layers: Annotated[Positive, Field(le=MOST_LAYERS)]
     heads: Positive
     kv_heads: Positive
     head_dim: Positive
@@ -159,6 +162,9 @@ class ModelGraph(Document):
     def _consistent(self) -> Self:
         if not self.layers:
             raise ValueError("layers is empty; a model needs at least one layer")
+        count = sum(layer.repeat for layer in self.layers)
+        if count > MOST_LAYERS:
+            raise ValueError(f"layers are {count}; a model has at most {MOST_LAYERS}")
         names = [name for name, _ in self.chain]
         if len(set(names)) < len(names):
             twice = next(n for n in names if names.count(n) > 1)

@@ -37,7 +37,7 @@ def read_action(text: str) -> Action:
     >>> read_action("2F0")
     Action(stage=2, kind='F', micro_batch=0)
     """
-    match = re.fullmatch(r"(\d{1,6})([FB])(\d{1,9})", text.strip())
+    match = re.fullmatch(r"([0-9]{1,6})([FB])([0-9]{1,9})", text.strip())
     if match is None:
         raise DocumentError("", f"'{text}' is no action; write stage, F or B, micro-batch: 2F0")
     kind: Kind = "F" if match[2] == "F" else "B"

@@ -26,10 +26,12 @@ class StageTable:
     """`seconds[stage, first, n - 1]`, and `settled` where it is exact.
 
     Runs of layers that take more than `ceiling_s` on every stage are inf; so is what does not fit.
+    All seconds are rounded to a grid that is fine beside `whole_s`, the sum over the stages.
     """
 
-    def __init__(self, knapsacks: Knapsacks, ceiling_s: float) -> None:
+    def __init__(self, knapsacks: Knapsacks, ceiling_s: float, whole_s: float) -> None:
         self._knapsacks = knapsacks
+        self._whole_s = whole_s
         instance = knapsacks.instance
         layers, stages = len(instance.layers), len(instance.stages)
         until_s = _prefix_sums(knapsacks.options.least_time_s[knapsacks.layers])
@@ -47,13 +49,6 @@ class StageTable:
         self._cut_s = self._cuts()
 
         seconds = self._bounds_s()
-        options = knapsacks.options
-        most_s = options.time_s.max(axis=1, where=options.present, initial=0.0)
-        self._whole_s = (
-            float(most_s[knapsacks.layers].sum()) * float(knapsacks.time_scale.max())
-            + float(knapsacks.exposed_s.sum())
-            + 2 * sum(instance.cut_s)
-        )
         staged = np.full((stages, len(self._some_first) + 1), np.inf)
         staged[:, :-1] = seconds * knapsacks.time_scale[:, None] + knapsacks.exposed_s[:, None]
         seconds = staged[:, self._signature]
@@ -231,7 +226,7 @@ class StageTable:
 
 
 def _on_grid(values: Floats, whole: float) -> Floats:
-    """Round to multiples of a power of two small beside `whole`, which no sum of them exceeds.
+    """Round to multiples of a power of two small beside `whole`, which sums of them rarely exceed.
 
     Such multiples add up without rounding: equal sums are equal in any order, and ties are broken
     by position instead of by noise.

@@ -1,0 +1,106 @@
+"""Plan: its parts must agree with each other and with the model that it is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.errors import DocumentError
+from planner.expressions import resolve_model
+from planner.plan import Job, Layout, Mesh, Plan
+
+MODEL = resolve_model("demo-4m")
+LAYERS = [name for name, _ in MODEL.chain]
+
+
+def plan(**changes: Any) -> Plan:
+    half = len(LAYERS) // 2
+    data = {
+        "model": {"name": MODEL.name, "source": MODEL.source, "digest": MODEL.digest},
+        "cluster": "local:4",
+        "seq_len": 128,
+        "global_batch": 16,
+        "precision": "fp32",
+        "mesh": {"pipeline": 2, "data_shard": 2},
+        "zero": 1,
+        "schedule": "1f1b",
+        "micro_batch": 2,
+        "micro_batches": 4,
+        "stages": [
+            {"layers": [{"layer": name} for name in LAYERS[:half]]},
+            {"layers": [{"layer": name} for name in LAYERS[half:]]},
+        ],
+    }
+    return Plan.of(data | changes)
+
+
+def test_a_plan_without_its_stages_is_a_layout() -> None:
+    assert plan().layout == Layout(
+        pipeline=2, data_shard=2, zero=1, schedule="1f1b", micro_batch=2, micro_batches=4
+    )
+    assert plan().layout.devices == plan().mesh.devices == 4
+    assert plan().job == Job(seq_len=128, global_batch=16, precision="fp32")
+
+
+def test_a_plan_fits_the_model_that_it_was_made_for() -> None:
+    plan().check_model(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"global_batch": 15}, "global_batch: is 15"),
+        ({"micro_batches": 3}, "global_batch: is 16"),
+        ({"zero": 0}, "zero: is 0"),
+        ({"zero": 4}, "zero"),
+        ({"stages": []}, r"there are 0, and mesh\.pipeline is 2"),
+        ({"stages": [{"layers": [{"layer": "a"}]}, {"layers": []}]},
+         r"stages\[1\]\.layers: is empty"),
+        ({"stages": [{"layers": [{"layer": "a"}]}, {"layers": [{"layer": "a"}]}]},
+         r"stages\[1\]\.layers: layer 'a' is also in stages\[0\]"),
+        ({"mesh": {"pipeline": 2, "data_shard": 2, "order": ["tensor"]}}, "name each of"),
+        ({"mesh": {"pipeline": 2, "data_shard": 0}}, r"mesh\.data_shard: is 0"),
+        ({"precision": "fp12"}, "precision"),
+        ({"schedule": "zigzag"}, "schedule"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+    ],
+)  # fmt: skip
+def test_parts_that_disagree_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(DocumentError, match=says):
+        plan(**changes)
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    with pytest.raises(DocumentError, match="made for another model") as caught:
+        plan().check_model(resolve_model("local-25m"))
+
+    assert caught.value.path == "model.digest"
+
+
+def test_a_plan_that_reorders_or_loses_layers_is_refused() -> None:
+    first, *rest = LAYERS
+    swapped = [*rest[:1], first, *rest[1:]]
+
+    with pytest.raises(DocumentError, match=r"layer 0 is 'block\.0'; the model's order"):
+        plan(stages=staged(swapped)).check_model(MODEL)
+    with pytest.raises(DocumentError, match=f"place {len(LAYERS) - 1} layers; the model has"):
+        plan(stages=staged(LAYERS[:-1])).check_model(MODEL)
+
+
+def staged(names: list[str]) -> list[dict[str, Any]]:
+    return [{"layers": [{"layer": name} for name in part]} for part in (names[:3], names[3:])]
+
+
+def test_degrees_multiply_to_devices_and_experts_take_none_of_their_own() -> None:
+    mesh = Mesh(tensor=2, context=3, data_shard=5, data_replicate=7, pipeline=11, expert=10)
+
+    assert mesh.devices == 2 * 3 * 5 * 7 * 11
+
+
+def test_a_layout_reads_as_people_write_it() -> None:
+    assert Layout().text() == "tp=1 pp=1 dp=1 zero=0 micro_batch=1x1"
+    assert (
+        Layout(tensor=2, context=2, expert=4, data_replicate=2, data_shard=4, zero=3).text()
+        == "tp=2 pp=1 dp=8 cp=2 ep=4 zero=3 micro_batch=1x1"
+    )

@@ -1,0 +1,119 @@
+"""A problem written by hand becomes the instance it describes, and says where it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import planner.problem
+from planner.document import plain, read, schema, write
+from planner.errors import DocumentError
+from planner.inner import solve
+from planner.instance import Option, Solution, Stage
+from planner.problem import Problem
+
+EXAMPLE = "\n".join(
+    line.removeprefix("    ")
+    for line in (planner.problem.__doc__ or "").splitlines()
+    if line.startswith("    ")
+)
+
+
+def test_the_example_of_the_module_is_a_problem_with_a_solution() -> None:
+    instance = Problem.parse(EXAMPLE).instance()
+
+    assert instance.layers == (0,) * 16 + (1,)
+    assert instance.steady == 7
+    assert [stage.in_flight for stage in instance.stages] == [4, 3, 2, 1]
+    assert instance.stages[3] == Stage(capacity_bytes=24e9, time_scale=1 / 1.2)
+    assert instance.kinds[0][1] == Option(
+        name="recompute",
+        forward_s=0.004,
+        backward_s=0.012,
+        stored_bytes=0.1e9,
+        resident_bytes=1.3e9,
+    )
+    answer = solve(instance)
+    assert isinstance(answer, Solution)
+    assert answer.optimal
+
+
+def test_a_problem_survives_a_file(tmp_path: Path) -> None:
+    problem = Problem.parse(EXAMPLE)
+
+    write(problem, tmp_path / "problem.yaml")
+
+    assert read(Problem, tmp_path / "problem.yaml") == problem
+
+
+def example(**changes: object) -> dict[str, object]:
+    data = plain(EXAMPLE)
+    assert isinstance(data, dict)
+    return data | changes
+
+
+def test_the_schema_allows_a_name_for_a_layer() -> None:
+    definitions = schema(Problem)["$defs"]
+
+    assert {"type": "string"} in definitions["LayerRun"]["anyOf"]
+
+
+def test_gpipe_keeps_every_micro_batch() -> None:
+    instance = Problem.of(example(schedule="gpipe", micro_batches=6)).instance()
+
+    assert {stage.in_flight for stage in instance.stages} == {6}
+    assert instance.steady == 5
+
+
+def test_patterns_repeat_in_order() -> None:
+    layers = ["head", {"layers": ["block", "block", "head"], "count": 2}]
+
+    assert Problem.of(example(layers=layers)).instance().layers == (1, 0, 0, 1, 0, 0, 1)
+
+
+def test_a_custom_schedule_brings_its_own_numbers() -> None:
+    stages = [{"capacity_bytes": 40e9, "in_flight": 2.5, "count": 2}]
+
+    instance = Problem.of(
+        example(schedule="custom", steady=8.5, fill=0.75, stages=stages, cut_s=[0.001] * 16)
+    ).instance()
+
+    assert (instance.steady, instance.fill) == (8.5, 0.75)
+    assert [stage.in_flight for stage in instance.stages] == [2.5, 2.5]
+    assert instance.cut_s == (0.0, *[0.001] * 16, 0.0)
+
+
+def test_an_option_may_differ_from_its_kind() -> None:
+    option = {"name": "host", "forward_s": 1.0, "backward_s": 1.0}
+    kind = {"options": [option | {"resident_bytes": 0.0, "sync_s": 0.5}], "resident_bytes": 7.0}
+
+    problem = Problem.of(example(kinds={"block": kind, "head": kind}))
+
+    assert problem.instance().kinds[0][0].resident_bytes == 0.0
+    assert problem.instance().kinds[0][0].sync_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layers": ["blok"]}, "layers[0]: 'blok' is not one of kinds; did you mean 'block'?"),
+        ({"layers": [{"layer": "block"}]}, "layers[0].layer: unknown key; did you mean 'layers'?"),
+        ({"layers": [{"layers": ["block"], "count": "x"}]}, 'layers[0].count: is "x"'),
+        ({"layers": []}, "layers: is empty"),
+        ({"stages": []}, "stages: there are 0"),
+        ({"cut_s": [0.1]}, "cut_s: has 1 values; between 17 layers are 16 places to cut"),
+        ({"kinds": {"block": {"options": []}}}, "options: is empty"),
+        ({"schedule": "custom"}, "steady: is missing"),
+        ({"schedule": "custom", "steady": 3.0}, "stages[0].in_flight: is missing"),
+        ({"schedule": "zigzag"}, "schedule"),
+        ({"stages": [{"capacity_bytes": -1.0}]}, "stages[0].capacity_bytes: is -1.0"),
+        ({"layers": [{"layers": ["block"] * 9, "count": 4096}]}, "more than 4096"),
+        ({"microbatches": 3}, "did you mean 'micro_batches'?"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(DocumentError) as error:
+        Problem.of(example(**changes))
+
+    assert words in str(error.value)
