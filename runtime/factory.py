@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
 
 from planner.errors import DocumentError, LaunchError
 from planner.model import Layer, LayerTrace, ModelGraph
@@ -81,11 +82,12 @@ class FactoryChain:
         return name
 
     def boundary(self, layer: str, tokens: Tensor) -> Tensor:
-        """Run the chain with fake tensors up to this layer."""
+        """Run the chain with fake tensors up to this layer, in the types that FSDP casts to."""
         with FakeTensorMode():
             x = torch.zeros(tokens.shape, dtype=tokens.dtype)
             for name, module in zip(self._layers, _chain(self._file, self._source), strict=True):
-                x = module.to(self._dtype)(x)
+                cast = {n: p.to(self._dtype) for n, p in module.named_parameters()}
+                x = functional_call(module, cast, x.to(self._dtype) if x.is_floating_point() else x)
                 if name == layer:
                     break
         return torch.empty(x.shape, dtype=x.dtype, device="meta")

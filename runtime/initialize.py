@@ -22,7 +22,7 @@ class Weights:
     """Tensors of a local folder of safetensors files, read by name and by slice."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open  # noqa: PLC0415 - only where weights are read
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only where needed
 
         self.folder = folder
         self._open = safe_open
@@ -36,7 +36,7 @@ class Weights:
                 for path in sorted(folder.glob("*.safetensors")):
                     with safe_open(path, framework="pt") as opened:
                         self._file.update(dict.fromkeys(opened.keys(), path))
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise LaunchError(f"{folder}: the weights cannot be read: {error}") from error
         if not self._file:
             raise LaunchError(f"{folder}: has no *.safetensors file")

@@ -65,6 +65,8 @@ def parallel_stage(
             _set_buffer(layer, buffer_name, buffer.to(device))
         layer = recompute.wrapped(layer, item.recompute)
         chain.place(item.layer, layer)
+        if wraps:
+            layer.register_forward_hook(_no_view)
         if wraps and item.layer not in shared:
             _over_data(layer, plan, place, root=False)
     if wraps:
@@ -112,6 +114,15 @@ def _over_data(module: nn.Module, plan: Plan, place: Place, *, root: bool) -> No
         # The root's own parameters are needed again at once; None lets FSDP keep them.
         reshard = (None if root else True) if plan.zero == 3 else False
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+
+def _no_view(layer: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+    """Copy an output that is a view.
+
+    FSDP hangs the hook that gathers parameters for backward on the output tensor; if the next layer
+    worked in place on a view, autograd would drop the hook in silence.
+    """
+    return output.clone() if output._base is not None else output
 
 
 def _set_buffer(layer: nn.Module, name: str, value: torch.Tensor) -> None:

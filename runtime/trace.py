@@ -56,19 +56,11 @@ def traced(layers: Sequence[nn.Module], inputs: Tensor) -> Iterator[TracedLayer]
 
 
 def _backward_peak(layer: nn.Module, output: Tensor) -> int:
-    gradients: set[int] = set()
-
-    def accumulated(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        gradients.add(_key(parameter.grad))
-
-    hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in layer.parameters()]
     backward = _Allocations()
     with backward:
         torch.autograd.backward(output, torch.empty_like(output))
+    gradients = [p.grad for p in layer.parameters() if p.grad is not None]
     peak = backward.peak(without=gradients)
-    for hook in hooks:
-        hook.remove()
     for parameter in layer.parameters():
         parameter.grad = None
     return peak
@@ -79,8 +71,10 @@ class _Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Storages by number: addresses come again.
+        self._number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._events: list[tuple[int, int]] = []
+        self._numbers = itertools.count()
         self._on = True
 
     def __exit__(self, *exception: Any) -> None:
@@ -95,10 +89,11 @@ class _Allocations(TorchDispatchMode):
             self._watch(tensor, fresh=True)
         return result
 
-    def peak(self, without: set[int] = frozenset()) -> int:  # type: ignore[assignment]
-        """Most bytes above the beginning, leaving out some storages."""
-        sums = itertools.accumulate(n for key, n in self._events if key not in without)
-        return max(0, *sums, 0)
+    def peak(self, without: Sequence[Tensor] = ()) -> int:
+        """Most bytes above the beginning, leaving out the storages of some tensors."""
+        left_out = {self._number[tensor.untyped_storage()] for tensor in without}
+        sums = itertools.accumulate(n for number, n in self._events if number not in left_out)
+        return max((0, *sums))
 
     def remaining(self) -> int:
         """Bytes at the end above the beginning."""
@@ -106,15 +101,15 @@ class _Allocations(TorchDispatchMode):
 
     def _watch(self, tensor: Tensor, *, fresh: bool) -> None:
         storage = tensor.untyped_storage()
-        if storage not in self._known:
-            self._known.add(storage)
+        if storage not in self._number:
+            number = self._number[storage] = next(self._numbers)
             if fresh:
-                self._events.append((storage._cdata, storage.nbytes()))
-            weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+                self._events.append((number, storage.nbytes()))
+            weakref.finalize(storage, self._freed, number, storage.nbytes())
 
-    def _freed(self, key: int, size_bytes: int) -> None:
+    def _freed(self, number: int, size_bytes: int) -> None:
         if self._on:
-            self._events.append((key, -size_bytes))
+            self._events.append((number, -size_bytes))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

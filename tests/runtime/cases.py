@@ -47,7 +47,7 @@ def transformer(family: str = "reference", **changes: Any) -> ModelGraph:
         + a.hidden_size * a.output_bias
         + 2 * a.head_dim * a.qk_norm
         + a.hidden_size * a.ffn_size * (3 if a.gated_mlp else 2)
-        + (a.ffn_size + a.hidden_size) * a.mlp_bias
+        + (a.ffn_size * (2 if a.gated_mlp else 1) + a.hidden_size) * a.mlp_bias
         + 2 * norm
     )
     embedding = a.vocab_size * a.hidden_size
@@ -70,7 +70,7 @@ def plan(
     cuts: Sequence[int] | None = None,
     zero: int = 0,
     schedule: str = "1f1b",
-    micro_batch: int = 2,
+    micro_batches: int | None = None,
     recompute: str = "none",
     precision: str = "fp32",
     seed: int = 0,
@@ -78,7 +78,10 @@ def plan(
     source: str | None = None,
     **mesh: Any,
 ) -> Plan:
-    """Return a plan of the standard job.  `cuts` are each stage's numbers of layers."""
+    """Return a plan of the standard job.  `cuts` are each stage's numbers of layers.
+
+    A step has two micro-batches, and four through a pipeline, unless the caller wants otherwise.
+    """
     degrees = Mesh(**mesh)
     names = [name for name, _ in model.chain]
     if cuts is None:
@@ -92,6 +95,7 @@ def plan(
             Stage(layers=tuple(PlacedLayer(layer=n, recompute=recompute) for n in layers))
         )
     data = degrees.data_shard * degrees.data_replicate
+    micro_batches = micro_batches or (4 if degrees.pipeline > 1 else 2)
     return Plan(
         model=PlannedModel(
             name=model.name, source=source or model.source or model.name, digest=model.digest
@@ -103,8 +107,8 @@ def plan(
         mesh=degrees,
         zero=zero,
         schedule=schedule,
-        micro_batch=micro_batch,
-        micro_batches=GLOBAL_BATCH // data // micro_batch,
+        micro_batch=GLOBAL_BATCH // data // micro_batches,
+        micro_batches=micro_batches,
         training=Training(
             learning_rate=3e-3,
             warmup_steps=2,
@@ -123,3 +127,9 @@ def global_tokens(step: int, vocabulary: int = 64) -> torch.Tensor:
     """Return the whole batch of a step, [sample, position]."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randint(vocabulary, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
+
+
+def library_loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the loss that a model of transformers computes by itself."""
+    targets = tokens[:, 1:].contiguous()
+    return model(tokens[:, :-1], labels=targets, shift_labels=targets).loss

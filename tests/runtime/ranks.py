@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def on_ranks(

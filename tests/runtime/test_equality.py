@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime.engine import Engine
-from tests.runtime import cases
+from runtime.factory import graph_of_factory
+from tests.runtime import cases, chains
 from tests.runtime.ranks import on_ranks
 
 STEPS = 5
@@ -59,6 +60,8 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
 
     def graph(self) -> ModelGraph:
+        if self.family == "factory":
+            return graph_of_factory(f"{chains.__file__}:factory", seq_len=cases.SEQ_LEN)
         return cases.transformer(self.family, **self.model)
 
     def plan(self) -> Plan:
@@ -78,7 +81,7 @@ OUTSIDE_IN = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 
 TWO = (
     case("data", data_replicate=2),
-    case("data, micro-batch 4", data_replicate=2, micro_batch=4),
+    case("data, four micro-batches", data_replicate=2, micro_batches=4),
     case("zero 1", data_shard=2, zero=1),
     case("zero 2", data_shard=2, zero=2),
     case("zero 3", data_shard=2, zero=3),
@@ -86,7 +89,7 @@ TWO = (
     case("zero 3, recompute selective", data_shard=2, zero=3, recompute="selective"),
     case("zero 3, tied", model=TIED, data_shard=2, zero=3),
     case("tensor", tensor=2),
-    case("tensor, micro-batch 4", tensor=2, micro_batch=4),
+    case("tensor, four micro-batches", tensor=2, micro_batches=4),
     case("tensor, recompute full", tensor=2, recompute="full"),
     case("tensor, recompute selective", tensor=2, recompute="selective"),
     case("tensor, tied", model=TIED, tensor=2),
@@ -96,7 +99,7 @@ TWO = (
     case("pipeline 1f1b, recompute full", pipeline=2, recompute="full"),
     case("pipeline 1f1b, recompute selective", pipeline=2, recompute="selective"),
     case("pipeline 1f1b, tied", model=TIED, pipeline=2),
-    case("pipeline 1f1b, one micro-batch", pipeline=2, micro_batch=8),
+    case("pipeline 1f1b, one micro-batch", pipeline=2, micro_batches=1),
     *(
         case(name, family, **layout)
         for family in ("llama", "mistral", "qwen2", "qwen3", "gpt2")
@@ -109,12 +112,15 @@ TWO = (
     ),
     case("tensor, window of 5", "mistral", model={"sliding_window": 5}, tensor=2),
     case("tensor, tied", "qwen2", model=TIED, tensor=2),
+    case("data", "factory", data_replicate=2),
+    case("zero 3, recompute full", "factory", data_shard=2, zero=3, recompute="full"),
+    case("pipeline, recompute selective", "factory", pipeline=2, recompute="selective"),
 )
 
 FOUR = (
-    case("data", data_replicate=4, micro_batch=1),
-    case("zero 2", data_shard=4, zero=2, micro_batch=1),
-    case("zero 3", data_shard=4, zero=3, micro_batch=1),
+    case("data", data_replicate=4),
+    case("zero 2", data_shard=4, zero=2),
+    case("zero 3", data_shard=4, zero=3),
     case("zero 1, hybrid", **HYBRID, zero=1),
     case("zero 3, hybrid", **HYBRID, zero=3),
     case("zero 3, hybrid, axes outside in", **HYBRID, zero=3, order=OUTSIDE_IN),
@@ -123,7 +129,12 @@ FOUR = (
     case("pipeline 1f1b, tied", model=TIED, pipeline=4),
     case("pipeline gpipe x data", pipeline=2, data_replicate=2, schedule="gpipe"),
     case("pipeline 1f1b x data", pipeline=2, data_replicate=2),
-    case("pipeline 1f1b x data, axes outside in", pipeline=2, data_replicate=2, order=OUTSIDE_IN),
+    case(
+        "pipeline 1f1b x data, axes outside in",
+        pipeline=2,
+        data_replicate=2,
+        order=OUTSIDE_IN,
+    ),
     case("pipeline 1f1b x data, tied", model=TIED, pipeline=2, data_replicate=2),
     case("pipeline 1f1b x zero 1", pipeline=2, data_shard=2, zero=1),
     case("pipeline gpipe x zero 1", pipeline=2, data_shard=2, zero=1, schedule="gpipe"),
@@ -131,7 +142,13 @@ FOUR = (
     case("pipeline 1f1b x zero 3", pipeline=2, data_shard=2, zero=3),
     case("pipeline gpipe x zero 3", pipeline=2, data_shard=2, zero=3, schedule="gpipe"),
     case("pipeline x zero 3, full", pipeline=2, data_shard=2, zero=3, recompute="full"),
-    case("pipeline x zero 3, selective", pipeline=2, data_shard=2, zero=3, recompute="selective"),
+    case(
+        "pipeline x zero 3, selective",
+        pipeline=2,
+        data_shard=2,
+        zero=3,
+        recompute="selective",
+    ),
     case("pipeline x zero 3, tied", model=TIED, pipeline=2, data_shard=2, zero=3),
     case("pipeline 1f1b x tensor", pipeline=2, tensor=2),
     case("pipeline gpipe x tensor", pipeline=2, tensor=2, schedule="gpipe"),
@@ -141,20 +158,33 @@ FOUR = (
     case("tensor x zero 1", tensor=2, data_shard=2, zero=1),
     case("tensor x zero 2", tensor=2, data_shard=2, zero=2),
     case("tensor x zero 3", tensor=2, data_shard=2, zero=3),
-    case("tensor x zero 3, axes outside in", tensor=2, data_shard=2, zero=3, order=OUTSIDE_IN),
+    case(
+        "tensor x zero 3, axes outside in",
+        tensor=2,
+        data_shard=2,
+        zero=3,
+        order=OUTSIDE_IN,
+    ),
     case("tensor x zero 3, full", tensor=2, data_shard=2, zero=3, recompute="full"),
-    case("tensor x zero 3, selective", tensor=2, data_shard=2, zero=3, recompute="selective"),
+    case(
+        "tensor x zero 3, selective",
+        tensor=2,
+        data_shard=2,
+        zero=3,
+        recompute="selective",
+    ),
     case("tensor x zero 3, tied", model=TIED, tensor=2, data_shard=2, zero=3),
     case("tensor x zero 3", "qwen3", tensor=2, data_shard=2, zero=3),
     case("pipeline x tensor", "llama", pipeline=2, tensor=2),
+    case("pipeline x zero 1", "factory", pipeline=2, data_shard=2, zero=1),
     case("pipeline x zero 3", "gpt2", pipeline=2, data_shard=2, zero=3),
 )
 
 
 @functools.cache
 def alone(family: str, model: tuple[tuple[str, Any], ...]) -> Run:
-    graph = cases.transformer(family, **dict(model))
-    return train(cases.plan(graph), graph)
+    case = Case("alone", {}, family, dict(model))
+    return train(case.plan(), case.graph())
 
 
 def all_in_sequence(rows: tuple[Case, ...]) -> list[tuple[Run, float]]:

@@ -1,0 +1,146 @@
+"""A user's own chain: its ModelGraph, what is refused, and that it trains alike under any plan."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.errors import DocumentError, LaunchError
+from planner.model import ModelGraph
+from runtime.engine import Engine, supported
+from runtime.factory import graph_of_factory, is_factory
+from tests.runtime import cases, chains
+
+CPU = torch.device("cpu")
+FILE = str(Path(__file__).with_name("chains.py"))
+W, V, S = chains.WIDTH, chains.VOCABULARY, cases.SEQ_LEN
+
+
+def graph(name: str = "factory") -> ModelGraph:
+    return graph_of_factory(f"{FILE}:{name}", seq_len=S)
+
+
+def test_alike_modules_are_one_kind() -> None:
+    layers = graph().layers
+
+    assert [(layer.kind, layer.repeat) for layer in layers] == [
+        ("embed", 1),
+        ("causal_mix", 3),
+        ("causal_mix_2", 1),
+        ("linear", 1),
+    ]
+    assert [name for name, _ in graph().chain] == [
+        "embed",
+        "causal_mix.0",
+        "causal_mix.1",
+        "causal_mix.2",
+        "causal_mix_2",
+        "linear",
+    ]
+    assert [layer.parameters for layer in layers] == [
+        V * W,
+        2 * W + (W + 1) * 32 + (32 + 1) * W,
+        2 * W + (W + 1) * 48 + (48 + 1) * W,
+        (W + 1) * V,
+    ]
+
+
+def test_a_linear_layer_costs_what_arithmetic_says() -> None:
+    trace = graph().layers[-1].trace
+
+    assert trace is not None
+    assert trace.forward_flops == 2 * S * W * V
+    assert trace.stored_bytes == 4 * S * W  # its input
+    assert trace.output_bytes == 4 * S * V
+    # Backward holds the output's gradient and makes the input's; the weight's counts elsewhere.
+    assert trace.transient_bytes == 4 * S * (V + W)
+
+
+def test_a_block_stores_what_autograd_saves() -> None:
+    trace = graph().layers[1].trace
+
+    assert trace is not None
+    assert trace.forward_flops == 2 * 2 * S * W * 32
+    # The norm's input with its mean and 1/std, the divisor (int64), the mean over positions, and
+    # both sides of the gelu.  The scale is a buffer.
+    assert trace.stored_bytes == 4 * (S * W + S + S + 2 * S + S * W + S * 32 + S * 32)
+
+
+def test_a_shared_weight_counts_once() -> None:
+    tied = graph("tied")
+
+    assert [layer.parameters for layer in tied.layers][0::2] == [V * W, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dropping", "has a Dropout with p=0.1; set p=0"),
+        ("broken", "raised ValueError: no luck"),
+        ("number", r"number\(\) must return an nn.Sequential or a list of modules"),
+        ("missing", "has no function 'missing'"),
+    ],
+)
+def test_what_is_no_chain_is_refused(name: str, message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        graph(name)
+
+
+def test_a_users_folder_comes_last_and_may_not_hide_ours(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\ndef factory(): return [torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8)]\n"
+    )
+    before = list(sys.path)
+    try:
+        assert graph_of_factory(f"{tmp_path}/mine.py:factory", seq_len=4).parameters == 72
+        assert sys.path == [*before, str(tmp_path)]
+    finally:
+        sys.path[:] = before
+    (tmp_path / "planner.py").write_text("")
+
+    with pytest.raises(DocumentError, match=r"planner\.py has the name of one of Meshwright's"):
+        graph_of_factory(f"{tmp_path}/mine.py:factory", seq_len=4)
+    with pytest.raises(DocumentError, match="there is no file"):
+        graph_of_factory(f"{tmp_path}/other.py:factory", seq_len=4)
+
+
+def test_a_file_may_bring_its_own_loss(tmp_path: Path) -> None:
+    file = tmp_path / "squares.py"
+    file.write_text(
+        "import torch\n"
+        "def factory(): return [torch.nn.Embedding(64, 4), torch.nn.Linear(4, 1)]\n"
+        "def loss(output, targets): return (output.squeeze(-1) - targets).square().mean()\n"
+    )
+    before = list(sys.path)
+    try:
+        squares = graph_of_factory(f"{file}:factory", seq_len=S)
+        engine = Engine(cases.plan(squares), squares, device=CPU)
+    finally:
+        sys.path[:] = before
+    embedding, linear = engine.layers.values()
+    tokens = cases.global_tokens(0)
+    expected = (linear(embedding(tokens[:, :-1])).squeeze(-1) - tokens[:, 1:]).square().mean()
+
+    assert engine.step(tokens).loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_sources_are_told_apart() -> None:
+    assert is_factory("models/mine.py:factory")
+    assert not is_factory("meta-llama/Llama-3.1-8B")
+    assert not is_factory("mine.py")
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    assert "user's own modules cannot be divided" in str(
+        supported(cases.plan(graph(), tensor=2), graph())
+    )
+
+
+def test_a_chain_of_another_length_is_refused() -> None:
+    other = ModelGraph(name="short", source=graph().source, layers=graph().layers[1:])
+
+    with pytest.raises(LaunchError, match="returns 6 modules, and the plan's model has 5"):
+        Engine(cases.plan(other), other, device=CPU)

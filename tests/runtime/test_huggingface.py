@@ -1,0 +1,132 @@
+"""Each family's adapter against the library's own model, with weights from a published folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from planner.errors import LaunchError
+from planner.model import ModelGraph
+from planner.plan import Plan
+from runtime.engine import Engine, supported
+from runtime.huggingface import FAMILIES, configuration, obstacle
+from tests.runtime import cases
+from tests.runtime.ranks import on_ranks
+
+CPU = torch.device("cpu")
+VARIANTS = [
+    *((family, {}) for family in FAMILIES),
+    ("llama", {"tied_embeddings": True}),
+    ("llama", {"qkv_bias": True, "output_bias": True, "mlp_bias": True}),
+    ("mistral", {"sliding_window": 5}),
+    ("qwen2", {"sliding_window": 5, "sliding_every": 2}),
+    ("qwen3", {"sliding_window": 5, "sliding_every": 3}),
+]
+
+
+def library_model(family: str, changes: dict[str, object]) -> torch.nn.Module:
+    config = configuration(cases.architecture(family, **changes), None)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def published(family: str, changes: dict[str, object], folder: Path) -> torch.nn.Module:
+    """Write a model of the library's own to a folder, with weights that are not the usual first."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(
+        configuration(cases.architecture(family, **changes), None)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS)
+def test_a_family_trains_like_the_library(
+    family: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    graph = cases.transformer(family, **changes)
+    plan = cases.plan(graph, clip_norm=0.0)
+    model = published(family, changes, tmp_path)
+    tokens = cases.global_tokens(0)
+    expected = cases.library_loss(model, tokens)
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    engine = Engine(plan, graph, device=CPU, weights=tmp_path)
+
+    result = engine.step(tokens)
+
+    assert result.loss == pytest.approx(expected.item(), rel=1e-6)
+    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    names = {n.removeprefix("model.") for n in engine.state() if n.startswith("model.")}
+    assert names == {name for name, _ in model.named_parameters()}
+
+
+def test_first_weights_have_the_library_spread() -> None:
+    """Standard deviations of our first weights are those of the library's, kind by kind."""
+    for family in FAMILIES:
+        figures = {"hidden_size": 64, "head_dim": 16, "ffn_size": 128, "vocab_size": 256}
+        graph = cases.transformer(family, **figures)
+        model = AutoModelForCausalLM.from_config(
+            configuration(cases.architecture(family, **figures), None)
+        )
+        state = Engine(cases.plan(graph), graph, device=CPU).state()
+
+        for name, parameter in model.named_parameters():
+            ours = state[f"model.{name}"]
+            assert ours.std(correction=0).item() == pytest.approx(
+                parameter.std(correction=0).item(), rel=0.15
+            ), name
+            assert ours.mean().item() == pytest.approx(parameter.mean().item(), abs=2e-3), name
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_each_rank_reads_its_own_weights(family: str, tmp_path: Path) -> None:
+    graph = cases.transformer(family)
+    published(family, {}, tmp_path)
+    alone = Engine(cases.plan(graph), graph, device=CPU, weights=tmp_path)
+    expected = alone.step(cases.global_tokens(0)).loss
+    axes = {"pipeline": 2} if family == "gpt2" else {"tensor": 2}
+
+    losses = on_ranks(2, first_loss, cases.plan(graph, **axes), graph, tmp_path)
+
+    assert losses == pytest.approx([expected, expected], rel=1e-6)
+
+
+def first_loss(plan: Plan, graph: ModelGraph, folder: Path) -> float:
+    engine = Engine(plan, graph, device=CPU, weights=folder)
+    return engine.step(cases.global_tokens(0)).loss
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    published("llama", {}, tmp_path)
+    graph = cases.transformer("llama", ffn_size=64)
+
+    with pytest.raises(LaunchError, match="intermediate_size is 48, and the plan's model has 64"):
+        Engine(cases.plan(graph), graph, device=CPU, weights=tmp_path)
+
+
+def test_figures_that_the_library_would_not_follow_are_refused() -> None:
+    graph = cases.transformer("llama", qk_norm=True)
+
+    with pytest.raises(LaunchError, match=r"layer 'block\.0' has \d+ parameters, and \d+ in"):
+        Engine(cases.plan(graph), graph, device=CPU)
+
+
+def test_obstacles_name_the_way_out() -> None:
+    gpt2 = cases.transformer("gpt2")
+
+    assert "no tensor-parallel plan for gpt2; use 1" in str(
+        supported(cases.plan(gpt2, tensor=2), gpt2)
+    )
+    assert "the family 'mamba'; known: reference, llama" in str(
+        obstacle(cases.architecture("mamba"), seq_len=8, tensor=1)
+    )
+    assert "seq_len: is 65; the model has 64 learned positions" in str(
+        obstacle(cases.architecture("gpt2"), seq_len=65, tensor=1)
+    )
