@@ -1,0 +1,112 @@
+"""The downsets of a graph of layers: what the first few stages of a pipeline can hold together.
+
+Layers are numbered in a topological order, and an ideal is a row of 64-bit words in which bit l
+says that layer l belongs to it.  A graph that is nearly a chain has hardly more ideals than
+layers; parallel branches multiply: towers of 24 and 12 layers have 25 · 13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint64]
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+_ROWS = 1 << 16  # ideals unpacked to one byte per layer at a time
+
+
+class Ideals:
+    """All ideals of a graph; `words` [ideal, word], the empty one first, all layers last.
+
+    An ideal comes after each of its subsets.
+    """
+
+    def __init__(self, words: Words, layers: int) -> None:
+        self.words = words
+        self.layers = layers
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def holds(self, layer: int) -> NDArray[np.bool_]:
+        """[ideal] Whether the layer belongs to it."""
+        found: NDArray[np.bool_] = (self.words[:, layer >> 6] >> np.uint64(layer & 63)) & 1 == 1
+        return found
+
+    def holds_all(self, layers: Sequence[int]) -> NDArray[np.bool_]:
+        """[ideal] Whether all these layers belong to it."""
+        return _cover(self.words, mask(layers, self.layers))
+
+    def totals(self, values: Floats, of: Indices | slice = slice(None)) -> Floats:
+        """[ideal, column] Sums of `values` [layer, column] over the layers of each ideal."""
+        words = self.words[of]
+        found = np.empty((len(words), values.shape[1]))
+        for start in range(0, len(words), _ROWS):
+            members = self._members(words[start : start + _ROWS])
+            found[start : start + _ROWS] = members.astype(np.float64) @ values
+        return found
+
+    def codes(self, values: NDArray[np.int64], of: Indices) -> NDArray[np.int64]:
+        """[ideal] Sums of the integers `values` [layer], exact."""
+        found: NDArray[np.int64] = self._members(self.words[of]) @ values
+        return found
+
+    def crossing(self, readers: Sequence[Sequence[int]], values: Floats) -> Floats:
+        """[ideal] Sum of `values` [layer] over its layers that have a reader outside."""
+        found = np.zeros(len(self))
+        for layer, outside in enumerate(readers):
+            if outside and values[layer]:
+                found += values[layer] * (self.holds(layer) & ~self.holds_all(outside))
+        return found
+
+    def difference(self, smaller: int, larger: int) -> list[int]:
+        """Layers that the larger ideal has and the smaller has not, rising."""
+        words = self.words[larger] & ~self.words[smaller]
+        return [int(layer) for layer in np.flatnonzero(self._members(words[None])[0])]
+
+    def _members(self, words: Words) -> NDArray[np.uint8]:
+        """[ideal, layer] 1 where the layer belongs to the ideal."""
+        octets = np.ascontiguousarray(words.astype("<u8", copy=False)).view(np.uint8)
+        return np.unpackbits(octets, axis=1, count=self.layers, bitorder="little")
+
+
+def mask(layers: Sequence[int], count: int) -> Words:
+    """[word] A set of layers out of `count`."""
+    words = np.zeros((count + 63) // 64, dtype=np.uint64)
+    for layer in layers:
+        words[layer >> 6] |= np.uint64(1) << np.uint64(layer & 63)
+    return words
+
+
+def _cover(words: Words, wanted: Words) -> NDArray[np.bool_]:
+    """[ideal] Whether the ideal contains `wanted`."""
+    found = np.ones(len(words), dtype=bool)
+    for column in np.flatnonzero(wanted):
+        found &= (words[:, column] & wanted[column]) == wanted[column]
+    return found
+
+
+def ideals(readers: Sequence[Sequence[int]], *, most: int) -> Ideals | None:
+    """All ideals of the graph in which `readers[l]` (all > l) read layer l; None if over `most`.
+
+    The first n layers of a topological order are an ideal themselves.  So an ideal of the first
+    n + 1 layers is an ideal of the first n, or one of those with layer n added that has all that
+    layer n reads.  Each ideal is made once, and the count never falls on the way.
+    """
+    count = len(readers)
+    reads: list[list[int]] = [[] for _ in readers]
+    for layer, outside in enumerate(readers):
+        for reader in outside:
+            reads[reader].append(layer)
+    words = np.zeros((1, (count + 63) // 64), dtype=np.uint64)
+    for layer in range(count):
+        added = words[_cover(words, mask(reads[layer], count))]
+        added[:, layer >> 6] |= np.uint64(1) << np.uint64(layer & 63)
+        words = np.concatenate([words, added])
+        if len(words) > most:
+            return None
+    return Ideals(words, count)

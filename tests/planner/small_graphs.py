@@ -1,0 +1,151 @@
+"""Random graphs of layers small enough to list every split of them, and that list."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+from planner.graph_instance import GraphInstance
+from planner.instance import Option, Stage
+
+
+def random_graph(seed: int, *, most_layers: int = 8) -> GraphInstance:
+    """At most 8 layers, 3 stages, 3 options; half of them in whole numbers, so that many tie."""
+    rng = random.Random(seed)
+    layers = rng.randint(2, most_layers)
+    stages = rng.randint(1, min(3, layers))
+    whole = rng.random() < 0.5
+    resident_by_option = rng.random() < 0.4
+    most_options = 3 if layers <= 6 else 2
+
+    def number(low: int, high: int) -> float:
+        return float(rng.randint(low, high)) if whole else rng.uniform(low, high)
+
+    def kind() -> tuple[Option, ...]:
+        resident = number(0, 3)
+        sync = number(0, 5) if rng.random() < 0.7 else 0.0
+        return tuple(
+            Option(
+                name=f"option {k}",
+                forward_s=number(0, 4),
+                backward_s=number(0, 8),
+                stored_bytes=number(0, 5),
+                transient_bytes=number(0, 4) if rng.random() < 0.7 else 0.0,
+                resident_bytes=number(0, 4) if resident_by_option else resident,
+                sync_s=sync,
+            )
+            for k in range(rng.randint(1, most_options))
+        )
+
+    kinds = tuple(kind() for _ in range(rng.randint(1, 4)))
+    density = rng.choice([0.15, 0.3, 0.5])
+    pairs = itertools.combinations(range(layers), 2)
+    shared_capacity = number(6, 45)
+    return GraphInstance(
+        names=tuple(f"layer {i}" for i in range(layers)),
+        layers=tuple(rng.randrange(len(kinds)) for _ in range(layers)),
+        edges=tuple(pair for pair in pairs if rng.random() < density),
+        kinds=kinds,
+        output_s=tuple(number(0, 4) if rng.random() < 0.8 else 0.0 for _ in range(layers)),
+        stages=tuple(
+            Stage(
+                capacity_bytes=shared_capacity if rng.random() < 0.5 else number(6, 45),
+                in_flight=rng.choice([1.0, 2.0, 3.0, 1.5]),
+                time_scale=1.0 if rng.random() < 0.5 else rng.uniform(0.5, 2.0),
+                exposed_s=number(0, 2) if rng.random() < 0.5 else 0.0,
+                fixed_bytes=number(0, 2),
+            )
+            for _ in range(stages)
+        ),
+        steady=float(rng.choice([0, 1, 3, 7, 31])),
+        fill=rng.choice([1.0, 1.0, 0.5, 0.0]),
+        credits_s=tuple(number(0, 2) for _ in kinds) if rng.random() < 0.3 else (),
+    )
+
+
+def splits(problem: GraphInstance) -> Iterator[tuple[int, ...]]:
+    """[layer] Stage, for every split in which no edge leads back and no stage is empty."""
+    stages = range(len(problem.stages))
+    for stage_of in itertools.product(stages, repeat=len(problem.layers)):
+        forward = all(stage_of[a] <= stage_of[b] for a, b in problem.edges)
+        if forward and set(stage_of) == set(stages):
+            yield stage_of
+
+
+def objective_s(
+    problem: GraphInstance, stage_of: tuple[int, ...], options: tuple[int, ...]
+) -> float:
+    """Seconds of one split, from the definition; inf if a stage has not the bytes."""
+    stage_s, sync_s, credit_s = [], [], 0.0
+    for s in range(len(problem.stages)):
+        seconds = _stage_s(problem, stage_of, options, s)
+        if seconds == math.inf:
+            return math.inf
+        stage_s.append(seconds + _sends_s(problem, stage_of, s))
+        held = [layer for layer, at in enumerate(stage_of) if at == s]
+        sync_s.append(sum(problem.kinds[problem.layers[layer]][0].sync_s for layer in held))
+        if problem.credits_s:
+            gained = sum(problem.credits_s[problem.layers[layer]] for layer in held)
+            credit_s += problem.stages[s].time_scale * gained
+    return problem.steady * max(stage_s) + problem.fill * sum(stage_s) - credit_s + max(sync_s)
+
+
+def _stage_s(
+    problem: GraphInstance, stage_of: tuple[int, ...], options: tuple[int, ...], s: int
+) -> float:
+    stage = problem.stages[s]
+    chosen = [
+        problem.kinds[problem.layers[layer]][options[layer]]
+        for layer, at in enumerate(stage_of)
+        if at == s
+    ]
+    used = stage.fixed_bytes + max(o.transient_bytes for o in chosen)
+    for o in chosen:
+        used += o.resident_bytes + stage.in_flight * o.stored_bytes
+    if used > stage.capacity_bytes * (1 + 1e-12):
+        return math.inf
+    return stage.time_scale * sum(o.forward_s + o.backward_s for o in chosen) + stage.exposed_s
+
+
+def _sends_s(problem: GraphInstance, stage_of: tuple[int, ...], s: int) -> float:
+    """Seconds that stage s spends on outputs from before it or for after it, relays included."""
+    total = 0.0
+    for layer, at in enumerate(stage_of):
+        last = max((stage_of[b] for a, b in problem.edges if a == layer), default=at)
+        if at < s <= last:
+            total += problem.output_s[layer]  # received
+        if at <= s < last:
+            total += problem.output_s[layer]  # sent, or passed on
+    return total
+
+
+def least_objective_s(problem: GraphInstance) -> float:
+    """Seconds of the best split of all there are; inf if none fits.
+
+    Given the split, options of one stage do not touch the others but through the maximum and the
+    sum, both of which want the stage as fast as it can be.
+    """
+    best = math.inf
+    for stage_of in splits(problem):
+        options = [0] * len(problem.layers)
+        for s in range(len(problem.stages)):
+            held = [layer for layer, at in enumerate(stage_of) if at == s]
+            tables = [range(len(problem.kinds[problem.layers[layer]])) for layer in held]
+            fastest = math.inf
+            chosen: tuple[int, ...] = tuple(0 for _ in held)
+            for choice in itertools.product(*tables):
+                trial = list(options)
+                for layer, option in zip(held, choice, strict=True):
+                    trial[layer] = option
+                seconds = _stage_s(problem, stage_of, tuple(trial), s)
+                if seconds < fastest:
+                    fastest, chosen = seconds, choice
+            if fastest == math.inf:
+                break
+            for layer, option in zip(held, chosen, strict=True):
+                options[layer] = option
+        else:
+            best = min(best, objective_s(problem, stage_of, tuple(options)))
+    return best
