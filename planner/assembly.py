@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -15,15 +16,17 @@ def content_of(kinds: Sequence[int]) -> list[tuple[int, int]]:
     return [(kind, kinds.count(kind)) for kind in sorted(set(kinds))]
 
 
-def fastest_options(knapsacks: Knapsacks, kinds: Sequence[int], stage: int) -> list[int]:
+def fastest_options(
+    knapsacks: Knapsacks, kinds: Sequence[int], stage: int, sync_limit_s: float = math.inf
+) -> list[int]:
     """Options with which `stage` is fastest, for layers of these kinds in their order.
 
     Of alike layers those that come first take the later options (recompute the first layers).
     """
     content = content_of(kinds)
-    found = knapsacks.fastest_choice(content, stage)
+    found = knapsacks.fastest_choice(content, stage, sync_limit_s=sync_limit_s)
     assert found is not None, "only stages that fit are assembled"
-    left = {kind: taken for (kind, _), taken in zip(content, found[1], strict=True)}
+    left = {kind: taken for (kind, _), taken in zip(content, found.options, strict=True)}
     return [left[kind].pop() for kind in kinds]
 
 
@@ -39,7 +42,9 @@ def assembled(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -
             taken = options[layer]
             table = instance.options_of(layer)
             for earlier in range(taken):
-                if table[earlier].time_s > table[taken].time_s:
+                if table[earlier].time_s != table[taken].time_s:
+                    continue
+                if table[earlier].sync_s > table[taken].sync_s:
                     continue
                 options[layer] = earlier
                 if stage_bytes(instance, stage, range(first, end), options) <= stage.capacity_bytes:

@@ -37,7 +37,7 @@ class Bands:
         self._fluid = fluid
         self._cut_s = cut_s
         self._scale, self._exposed_s = knapsacks.time_scale, knapsacks.exposed_s
-        least_s = np.array([kind.time_s.min() for kind in knapsacks.kinds])[knapsacks.layers]
+        least_s = knapsacks.options.least_time_s[knapsacks.layers]
         totals = every.totals(np.stack([least_s, np.ones(len(least_s))], axis=1))
         self.until_s = totals[:, 0]
         self._sizes = totals[:, 1]

@@ -57,22 +57,15 @@ class Fluid:
     """
 
     def __init__(self, knapsacks: Knapsacks, *, least_cut_s: float, most_cut_s: float) -> None:
-        kinds, layers = knapsacks.kinds, knapsacks.layers
+        options, layers = knapsacks.options, knapsacks.layers
         count = len(knapsacks.in_flight)
-        width = max(len(kind.time_s) for kind in kinds)
-
-        def table(values: list[Floats], beyond: float) -> Floats:
-            """[kind, option], filled up with options that are never the least."""
-            rows = [np.append(v, np.full(width - len(v), beyond)) for v in values]
-            return np.array(rows)
-
-        self._time_s = table([kind.time_s for kind in kinds], np.inf)
-        self._stored = table([kind.stored for kind in kinds], np.inf)
-        self._resident = table([kind.resident for kind in kinds], np.inf)
+        # [kind, option], filled up with options that take for ever and inf bytes.
+        self._time_s, self._stored = options.time_s, options.stored
+        self._resident = options.resident
         self._in_flight = knapsacks.in_flight
         self._scale = knapsacks.time_scale
-        self._numbers = np.bincount(layers, minlength=len(kinds))
-        self._bytes = knapsacks.free_bytes - min(kind.levels[0] for kind in kinds)
+        self._numbers = np.bincount(layers, minlength=len(options.sizes))
+        self._bytes = knapsacks.free_bytes - min(map(min, options.levels))
         self._exposed_s = knapsacks.exposed_s
         self._least_cut_s = least_cut_s if count > 1 else 0.0
 
@@ -88,7 +81,7 @@ class Fluid:
         self._finite = np.isfinite(self._per_s)
 
         self.whole_s = (1 + _ROUNDING) * float(
-            np.max(np.where(np.isfinite(self._time_s), self._time_s, 0.0), axis=1)
+            self._time_s.max(axis=1, where=options.present, initial=0.0)
             @ self._numbers
             * self._scale.max()
             + knapsacks.exposed_s.max()
@@ -96,7 +89,7 @@ class Fluid:
         )
         self.largest_s = self._largest_s()
         self.fill_s = self._fill_s(knapsacks, slopes * middle)
-        once_s = np.array([kind.sync_s.min() for kind in kinds])
+        once_s = options.sync_s.min(axis=1)
         self.sync_s = max(float(once_s[layers].max()), float(once_s @ self._numbers) / count)
 
     def hosts(self, ceiling_s: float, cut_s: Floats | None = None) -> tuple[Floats, Floats]:

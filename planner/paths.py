@@ -106,6 +106,16 @@ class Paths:
         return values
 
 
+def priced_path(
+    stage_s: Floats, fill_s: Floats, sync_s: Floats | None, steps: tuple[int, ...], *, steady: float
+) -> Path:
+    """Evaluate a path."""
+    taken = list(steps)
+    largest_s, sum_s = float(stage_s[taken].max()), float(fill_s[taken].sum())
+    once_s = 0.0 if sync_s is None else float(sync_s[taken].max())
+    return Path(steps, largest_s, sum_s, once_s, steady * largest_s + sum_s + once_s)
+
+
 def cheapest(
     paths: Paths,
     stage_s: Floats,
@@ -132,12 +142,10 @@ def cheapest(
         )
         if found is None:
             break
-        largest_sync_s = float(sync_s[list(found.steps)].max())
-        value_s = found.value_s + largest_sync_s
-        if value_s < cutoff_s:
-            cutoff_s = value_s
-            best = Path(found.steps, found.largest_s, found.fill_s, largest_sync_s, value_s)
-        ceiling_s = float(np.nextafter(largest_sync_s, -np.inf))
+        whole = priced_path(stage_s, fill_s, sync_s, found.steps, steady=steady)
+        if whole.value_s < cutoff_s:
+            best, cutoff_s = whole, whole.value_s
+        ceiling_s = float(np.nextafter(whole.sync_s, -np.inf))
     return best
 
 
@@ -157,8 +165,7 @@ def _descend(
     def under(ceiling_s: float) -> Path:
         steps = paths.smallest_sum(np.where(stage_s <= ceiling_s, fill_s, np.inf))
         assert steps is not None, "the ceiling is never below the least maximum"
-        largest_s, sum_s = float(stage_s[list(steps)].max()), float(fill_s[list(steps)].sum())
-        return Path(steps, largest_s, sum_s, 0.0, steady * largest_s + sum_s)
+        return priced_path(stage_s, fill_s, None, steps, steady=steady)
 
     tightest = under(least_max_s)
     if tightest.value_s < cutoff_s:

@@ -8,35 +8,45 @@ in which the sum is a difference of two sums over ideals.  The transient bytes a
 levels that their largest may have are put in a few ranges; within one, options above the range are
 forbidden, its lowest level is charged (or the largest of the layers' smallest, if that is more),
 and the least of the bounds over the ranges holds.  `StepTable.settle` replaces the bound of a step
-by its exact value, and that of all steps of the stage with layers of the same kinds.
+by its exact value, and that of all steps with layers of the same kinds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.assembly import content_of
 from planner.ideals import Ideals
-from planner.knapsack import Family, Knapsacks
+from planner.knapsack import Family, Knapsacks, Relaxed
 from planner.paths import Paths
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Booleans = NDArray[np.bool_]
-# Unscaled seconds by stage and content: (kind, number of layers), rising.
-Known = dict[tuple[int, tuple[tuple[int, int], ...]], float]
 
-_MULTIPLIERS = 24
 _TRANSIENT_BINS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Unscaled seconds and sync of the fastest options of a content; inf if it does not fit."""
+
+    time_s: float
+    sync_s: float
+
+
+# What is known exactly, by stage and content (kind, number of layers), kinds rising.
+Known = dict[tuple[int, tuple[tuple[int, int], ...]], Settled]
 
 
 class StepTable:
     """[step] `stage_s`, and `settled` where it is exact; inf where the layers do not fit.
 
-    `known` keeps exact seconds by stage and content for the tables of other ceilings.
+    `known` keeps what is exact for the tables of other ceilings.
     """
 
     def __init__(
@@ -53,7 +63,10 @@ class StepTable:
         self._every = every
         self._known = known
         self.paths = Paths([len(band) for band in bands], hops)
-        self._members = _union(bands, len(every))
+        member = np.zeros(len(every), dtype=bool)
+        for band in bands:
+            member[band] = True
+        self._members = np.flatnonzero(member)
         at = [np.searchsorted(self._members, band) for band in bands]
         self._smaller = [at[s][starts] for s, (starts, _) in enumerate(hops)]
         self._larger = [at[s + 1][ends] for s, (_, ends) in enumerate(hops)]
@@ -61,14 +74,21 @@ class StepTable:
         cut_s = cut_s[self._members]
         self._fixed_s = np.concatenate(
             [
-                knapsacks.exposed_s[s] + cut_s[self._smaller[s]] + cut_s[self._larger[s]]
-                for s in range(len(hops))
+                exposed_s + cut_s[smaller] + cut_s[larger]
+                for exposed_s, smaller, larger in zip(
+                    knapsacks.exposed_s, self._smaller, self._larger, strict=True
+                )
             ]
         )
-        self._credit_s = self._credits()
-        self.sync_s = self._sync()
+        credits_s = np.array(knapsacks.instance.credits_s)
+        self._credit_s = self._over(credits_s, knapsacks.time_scale) if credits_s.any() else None
+        sync_s = knapsacks.options.sync_s.min(axis=1)
+        self.sync_s = self._over(sync_s, np.ones(len(hops))) if sync_s.any() else None
+        self.sync_limit_s = np.inf
         self.stage_s = self._bounds()
         self.settled: Booleans = ~np.isfinite(self.stage_s)
+        # Sync of the choice that settled a step; read only where options differ in it.
+        self._used_s = np.zeros(len(self.paths) if knapsacks.sync_depends else 0)
         self._recall()
 
     def fill_s(self) -> Floats:
@@ -87,146 +107,161 @@ class StepTable:
         smaller, larger = self._smaller[stage][at], self._larger[stage][at]
         return self._every.difference(int(self._members[smaller]), int(self._members[larger]))
 
-    def settle(self, step: int) -> None:
-        """Make the seconds of a step exact, and of those of its stage with the same content."""
-        stage = self.paths.level(step)
-        content = content_of([self._knapsacks.instance.layers[one] for one in self.layers(step)])
-        key = stage, tuple(content)
-        if key not in self._known:
-            found = self._knapsacks.fastest_choice(content, stage)
-            self._known[key] = np.inf if found is None else found[0]
-        self._write(stage, self.content[step], self._known[key])
+    def settle(self, steps: Sequence[int]) -> bool:
+        """Make exact what the steps take; False if everything was."""
+        bounded = [step for step in steps if not self.settled[step]]
+        for step in bounded:
+            stage = self.paths.level(step)
+            kinds = [self._knapsacks.instance.layers[layer] for layer in self.layers(step)]
+            content = content_of(kinds)
+            for at, found in self._exact(stage, content):
+                self._write(at, int(self.content[step]), found)
+        return bool(bounded)
 
-    def _write(self, stage: int, code: int, seconds: float) -> None:
+    def _exact(self, stage: int, content: Sequence[tuple[int, int]]) -> list[tuple[int, Settled]]:
+        """Return the exact value for a stage, and for others where they come for free."""
+        knapsacks, key = self._knapsacks, tuple(content)
+        known = self._known.get((stage, key))
+        if known is not None and known.sync_s <= self.sync_limit_s:
+            return [(stage, known)]
+        if knapsacks.alike(content):
+            family = knapsacks.family_of(stage)
+            seconds = knapsacks.fastest_s(content, family).tolist()
+            stages = knapsacks.families[family].stages.tolist()
+            found = [(s, Settled(time_s, 0.0)) for s, time_s in zip(stages, seconds, strict=True)]
+            self._known.update({(s, key): value for s, value in found})
+            return found
+        choice = knapsacks.fastest_choice(content, stage, sync_limit_s=self.sync_limit_s)
+        value = Settled(np.inf, 0.0) if choice is None else Settled(choice.time_s, choice.sync_s)
+        if self.sync_limit_s == np.inf:
+            self._known[stage, key] = value
+        return [(stage, value)]
+
+    def limit_sync(self, limit_s: float) -> None:
+        """Allow only options with which no stage synchronises longer than `limit_s`.
+
+        What a step was settled at stays a lower bound, and exact if its choice keeps the limit.
+        """
+        self.sync_limit_s = limit_s
+        self.settled &= ~np.isfinite(self.stage_s) | (self._used_s <= limit_s)
+
+    def _write(self, stage: int, code: int, found: Settled) -> None:
         steps = self.paths.steps(stage)
         same = steps.start + np.flatnonzero(self.content[steps] == code)
-        self.stage_s[same] = seconds * self._knapsacks.time_scale[stage] + self._fixed_s[same]
+        self.stage_s[same] = found.time_s * self._knapsacks.time_scale[stage] + self._fixed_s[same]
         self.settled[same] = True
+        if len(self._used_s):
+            self._used_s[same] = found.sync_s
 
     def _recall(self) -> None:
         """Take over what is known from other ceilings."""
-        if self._radix is None:
-            return
-        for (stage, content), seconds in self._known.items():
-            self._write(stage, sum(self._radix[kind] * n for kind, n in content), seconds)
+        for (stage, content), found in self._known.items() if self._radix else ():
+            self._write(stage, sum(self._radix[kind] * n for kind, n in content), found)
 
     def _codes(self) -> None:
-        """Number the contents: mixed-radix counts of kinds, or one number per step if too many."""
+        """Number the contents: mixed-radix counts of kinds, or one number per step if too many.
+
+        A step with a number of its own is the only one of its stage to be settled with it.
+        """
         layers = self._knapsacks.layers
         radix = [1]
-        for total in np.bincount(layers, minlength=len(self._knapsacks.kinds)).tolist():
+        for total in np.bincount(layers, minlength=len(self._knapsacks.options.sizes)).tolist():
             radix.append(radix[-1] * (total + 1))
         if radix[-1] < 2**62:
-            self._radix: list[int] | None = radix[:-1]
+            self._radix = radix[:-1]
             codes = self._every.codes(np.array(radix[:-1])[layers], self._members)
             self.content = np.concatenate(
-                [
-                    codes[larger] - codes[smaller]
-                    for smaller, larger in zip(self._smaller, self._larger, strict=True)
-                ]
+                [codes[b] - codes[a] for a, b in zip(self._smaller, self._larger, strict=True)]
             )
         else:
-            self._radix = None
+            self._radix = []
             self.content = np.arange(len(self.paths))
 
     def _totals(self, per_kind: Floats) -> Floats:
-        """[member, column] Sums over ideals of `per_kind` [kind, column]."""
-        return self._every.totals(per_kind[self._knapsacks.layers], self._members)
+        """[column, member] Sums over ideals of `per_kind` [kind, column]."""
+        totals = self._every.totals(per_kind[self._knapsacks.layers], self._members)
+        return np.ascontiguousarray(totals.T)
 
-    def _sync(self) -> Floats | None:
-        per_kind = np.array([kind.sync_s.min() for kind in self._knapsacks.kinds])
-        if not per_kind.any():
-            return None
-        until = self._totals(per_kind[:, None])[:, 0]
-        return np.concatenate(
-            [until[b] - until[a] for a, b in zip(self._smaller, self._larger, strict=True)]
-        )
-
-    def _credits(self) -> Floats | None:
-        per_kind = np.array(self._knapsacks.instance.credits_s)
-        if not per_kind.any():
-            return None
-        until = self._totals(per_kind[:, None])[:, 0]
+    def _over(self, per_kind: Floats, scale: Floats) -> Floats:
+        """[step] Sums over the layers of steps, times the scale of their stage."""
+        (until,) = self._totals(per_kind[:, None])
         return np.concatenate(
             [
-                scale * (until[b] - until[a])
-                for scale, a, b in zip(
-                    self._knapsacks.time_scale, self._smaller, self._larger, strict=True
-                )
+                factor * (until[larger] - until[smaller])
+                for factor, smaller, larger in zip(scale, self._smaller, self._larger, strict=True)
             ]
         )
 
     def _bounds(self) -> Floats:
         """[step] Lagrangian bounds on the stage seconds."""
         knapsacks = self._knapsacks
-        bounds = [np.full(len(starts), np.inf) for starts in self._smaller]
-        levels = sorted({u for kind in knapsacks.kinds for u in kind.levels})
-        for part in np.array_split(np.array(levels), min(_TRANSIENT_BINS, len(levels))):
-            for index, family in enumerate(knapsacks.families):
-                found = self._bounds_within(index, family, float(part[0]), float(part[-1]))
-                for stage, bound in found:
+        bounds = [np.full(len(smaller), np.inf) for smaller in self._smaller]
+        levels = sorted({u for levels in knapsacks.options.levels for u in levels})
+        bins = len(levels) if len(levels) <= 2 * _TRANSIENT_BINS else _TRANSIENT_BINS
+        for part in np.array_split(levels, bins):
+            lowest, highest = float(part[0]), float(part[-1])
+            floors = self._floors(lowest, highest)
+            for family, relaxed in zip(knapsacks.families, knapsacks.relaxed, strict=True):
+                totals = self._charged(family, relaxed, highest)
+                for stage, scale in zip(family.stages.tolist(), family.scale.tolist(), strict=True):
+                    bound = self._bound(stage, scale, totals, relaxed.multipliers, floors)
                     np.minimum(bounds[stage], bound, out=bounds[stage])
         scaled = [scale * bound for scale, bound in zip(knapsacks.time_scale, bounds, strict=True)]
         staged: Floats = np.concatenate(scaled) + self._fixed_s
         return staged
 
-    def _bounds_within(
-        self, index: int, family: Family, lowest: float, highest: float
-    ) -> list[tuple[int, Floats]]:
-        """Bounds for the stages of a family if the largest transient lies in this range."""
-        knapsacks = self._knapsacks
-        kinds = knapsacks.kinds
-        able = [kind.levels[0] <= highest for kind in kinds]
-        slopes = {0.0}
-        for k in np.flatnonzero(able):
-            added, saved = knapsacks.groups(index, [(int(k), 1)], highest)[0][0].hull_steps()
-            slopes.update((saved / added).tolist())
-        multipliers = np.array(sorted(slopes))
-        if len(multipliers) > _MULTIPLIERS:
-            spread = np.linspace(0, len(multipliers) - 1, _MULTIPLIERS).round().astype(int)
-            multipliers = multipliers[spread]
+    def _charged(self, family: Family, relaxed: Relaxed, highest: float) -> Floats:
+        """[column, member] Sums over ideals, with options up to a transient of `highest`.
 
-        # Columns: the bytes of every option of a kind, the leanest load, kinds that have no option
-        # in the range, then min_k (t + λ x) per multiplier.
-        columns = np.zeros((len(kinds), 3 + len(multipliers)))
-        columns[:, 0] = family.base_bytes
-        columns[:, 2] = np.logical_not(able)
-        for k in np.flatnonzero(able):
-            within = kinds[k].transient <= highest
-            loads, time_s = family.loads[k][within], kinds[k].time_s[within]
-            columns[k, 1] = loads.min()
-            columns[k, 3:] = (time_s + np.multiply.outer(multipliers, loads)).min(axis=1)
-        totals = np.ascontiguousarray(self._totals(columns).T)
-        floors = self._floors(lowest, highest)
-        found = []
-        for stage, scale in zip(family.stages.tolist(), family.scale.tolist(), strict=True):
-            smaller, larger = self._smaller[stage], self._larger[stage]
-            level = np.full(len(smaller), lowest)
-            for floor, count in floors:
-                level[count[larger] > count[smaller]] = floor
-            budget = knapsacks.free_bytes[stage] - level - (totals[0][larger] - totals[0][smaller])
-            budget /= scale
-            bound = np.zeros(len(smaller))
-            for multiplier, until in zip(multipliers, totals[3:], strict=True):
-                np.maximum(bound, until[larger] - until[smaller] - multiplier * budget, out=bound)
-            lean = totals[1][larger] - totals[1][smaller]
-            holds = totals[2][larger] == totals[2][smaller]
-            holds &= lean <= budget + 1e-9 * (np.abs(budget) + totals[1][-1])
-            found.append((stage, np.where(holds, bound, np.inf)))
-        return found
+        Columns: bytes that any option holds; layers that have no option; the leanest load; and for
+        each multiplier the least t + λ x.
+        """
+        kinds = np.arange(len(self._knapsacks.options.sizes))
+        allowed = np.array(self._knapsacks.allowed(kinds.tolist(), highest))
+        none = allowed == 0
+        columns = np.column_stack(
+            [
+                family.base_bytes,
+                none.astype(np.float64),
+                np.where(none, 0.0, relaxed.lean[kinds, allowed]),
+                np.where(none[:, None], 0.0, relaxed.least[kinds, allowed]),
+            ]
+        )
+        return self._totals(columns)
+
+    def _bound(
+        self,
+        stage: int,
+        scale: float,
+        totals: Floats,
+        multipliers: Floats,
+        floors: Sequence[tuple[float, Floats]],
+    ) -> Floats:
+        """[step of stage] Bound if the largest transient lies in the range of `floors`."""
+        smaller, larger = self._smaller[stage], self._larger[stage]
+        level = np.full(len(smaller), floors[0][0])
+        for floor, reached in floors[1:]:
+            level[reached[larger] > reached[smaller]] = floor
+        room = (self._knapsacks.free_bytes[stage] - level) / scale
+        base = totals[0] / scale
+        bound = np.zeros(len(smaller))
+        for multiplier, least in zip(multipliers, totals[3:], strict=True):
+            until = least + multiplier * base
+            charge = until[larger]
+            charge -= until[smaller]
+            charge -= multiplier * room
+            np.maximum(bound, charge, out=bound)
+        lean = totals[2] + base
+        fits = lean[larger] - lean[smaller] <= room + 1e-9 * (np.abs(room) + lean[-1])
+        fits &= totals[1][larger] == totals[1][smaller]
+        return np.where(fits, bound, np.inf)
 
     def _floors(self, lowest: float, highest: float) -> list[tuple[float, Floats]]:
-        """Rising transient levels in the range, and how many layers of each ideal reach them."""
-        smallest = np.array([kind.levels[0] for kind in self._knapsacks.kinds])
+        """Rising transient levels in the range, and how many layers of each ideal need them."""
+        smallest = np.array([levels[0] for levels in self._knapsacks.options.levels])
         levels = np.unique(smallest[(smallest > lowest) & (smallest <= highest)])
         if len(levels) > _TRANSIENT_BINS:
             levels = levels[np.linspace(0, len(levels) - 1, _TRANSIENT_BINS).round().astype(int)]
+        levels = np.append(lowest, levels)
         reached = self._totals((smallest[:, None] >= levels).astype(np.float64))
-        return list(zip(levels.tolist(), reached.T, strict=True))
-
-
-def _union(bands: Sequence[Indices], ideals: int) -> Indices:
-    member = np.zeros(ideals, dtype=bool)
-    for band in bands:
-        member[band] = True
-    return np.flatnonzero(member)
+        return list(zip(levels.tolist(), reached, strict=True))

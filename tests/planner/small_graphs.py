@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from planner.graph_instance import GraphInstance
 from planner.instance import Option, Stage
 
 
-def random_graph(seed: int, *, most_layers: int = 8) -> GraphInstance:
+def random_graph(seed: int, *, sync_by_option: bool = False) -> GraphInstance:
     """At most 8 layers, 3 stages, 3 options; half of them in whole numbers, so that many tie."""
     rng = random.Random(seed)
-    layers = rng.randint(2, most_layers)
+    layers = rng.randint(2, 6 if sync_by_option else 8)
     stages = rng.randint(1, min(3, layers))
     whole = rng.random() < 0.5
     resident_by_option = rng.random() < 0.4
@@ -34,7 +34,7 @@ def random_graph(seed: int, *, most_layers: int = 8) -> GraphInstance:
                 stored_bytes=number(0, 5),
                 transient_bytes=number(0, 4) if rng.random() < 0.7 else 0.0,
                 resident_bytes=number(0, 4) if resident_by_option else resident,
-                sync_s=sync,
+                sync_s=number(0, 5) if sync_by_option else sync,
             )
             for k in range(rng.randint(1, most_options))
         )
@@ -78,35 +78,75 @@ def objective_s(
     problem: GraphInstance, stage_of: tuple[int, ...], options: tuple[int, ...]
 ) -> float:
     """Seconds of one split, from the definition; inf if a stage has not the bytes."""
-    stage_s, sync_s, credit_s = [], [], 0.0
-    for s in range(len(problem.stages)):
-        seconds = _stage_s(problem, stage_of, options, s)
-        if seconds == math.inf:
-            return math.inf
-        stage_s.append(seconds + _sends_s(problem, stage_of, s))
-        held = [layer for layer, at in enumerate(stage_of) if at == s]
-        sync_s.append(sum(problem.kinds[problem.layers[layer]][0].sync_s for layer in held))
-        if problem.credits_s:
-            gained = sum(problem.credits_s[problem.layers[layer]] for layer in held)
-            credit_s += problem.stages[s].time_scale * gained
-    return problem.steady * max(stage_s) + problem.fill * sum(stage_s) - credit_s + max(sync_s)
+    parts = [
+        _layers_s(problem, s, held, [options[layer] for layer in held])
+        for s, held in enumerate(_held(problem, stage_of))
+    ]
+    return _total_s(problem, stage_of, parts)
 
 
-def _stage_s(
-    problem: GraphInstance, stage_of: tuple[int, ...], options: tuple[int, ...], s: int
-) -> float:
+def least_objective_s(problem: GraphInstance) -> float:
+    """Seconds of the best split of all there are; inf if none fits.
+
+    Of the options of one stage only those are tried that no others beat in both time and sync.
+    """
+    best = math.inf
+    for stage_of in splits(problem):
+        choices = []
+        for s, held in enumerate(_held(problem, stage_of)):
+            tables = [range(len(problem.kinds[problem.layers[layer]])) for layer in held]
+            every = [_layers_s(problem, s, held, picks) for picks in itertools.product(*tables)]
+            choices.append(_unbeaten(every))
+        for parts in itertools.product(*choices):
+            best = min(best, _total_s(problem, stage_of, parts))
+    return best
+
+
+Part = tuple[float, float]
+
+
+def _held(problem: GraphInstance, stage_of: tuple[int, ...]) -> list[list[int]]:
+    """[stage] Its layers."""
+    return [
+        [layer for layer, at in enumerate(stage_of) if at == s] for s in range(len(problem.stages))
+    ]
+
+
+def _unbeaten(every: list[Part]) -> list[Part]:
+    return [
+        one
+        for one in set(every)
+        if not any(
+            other != one and other[0] <= one[0] and other[1] <= one[1] for other in set(every)
+        )
+    ]
+
+
+def _layers_s(problem: GraphInstance, s: int, held: Sequence[int], picks: Sequence[int]) -> Part:
+    """Seconds and sync of stage s with these layers and options; inf if it has not the bytes."""
     stage = problem.stages[s]
     chosen = [
-        problem.kinds[problem.layers[layer]][options[layer]]
-        for layer, at in enumerate(stage_of)
-        if at == s
+        problem.kinds[problem.layers[layer]][pick] for layer, pick in zip(held, picks, strict=True)
     ]
     used = stage.fixed_bytes + max(o.transient_bytes for o in chosen)
     for o in chosen:
         used += o.resident_bytes + stage.in_flight * o.stored_bytes
     if used > stage.capacity_bytes * (1 + 1e-12):
+        return math.inf, math.inf
+    seconds = stage.time_scale * sum(o.forward_s + o.backward_s for o in chosen)
+    return seconds + stage.exposed_s, sum(o.sync_s for o in chosen)
+
+
+def _total_s(problem: GraphInstance, stage_of: tuple[int, ...], parts: Sequence[Part]) -> float:
+    if any(seconds == math.inf for seconds, _ in parts):
         return math.inf
-    return stage.time_scale * sum(o.forward_s + o.backward_s for o in chosen) + stage.exposed_s
+    stage_s = [seconds + _sends_s(problem, stage_of, s) for s, (seconds, _) in enumerate(parts)]
+    total = problem.steady * max(stage_s) + problem.fill * sum(stage_s)
+    total += max(sync for _, sync in parts)
+    if problem.credits_s:
+        for layer, s in enumerate(stage_of):
+            total -= problem.stages[s].time_scale * problem.credits_s[problem.layers[layer]]
+    return total
 
 
 def _sends_s(problem: GraphInstance, stage_of: tuple[int, ...], s: int) -> float:
@@ -119,33 +159,3 @@ def _sends_s(problem: GraphInstance, stage_of: tuple[int, ...], s: int) -> float
         if at <= s < last:
             total += problem.output_s[layer]  # sent, or passed on
     return total
-
-
-def least_objective_s(problem: GraphInstance) -> float:
-    """Seconds of the best split of all there are; inf if none fits.
-
-    Given the split, options of one stage do not touch the others but through the maximum and the
-    sum, both of which want the stage as fast as it can be.
-    """
-    best = math.inf
-    for stage_of in splits(problem):
-        options = [0] * len(problem.layers)
-        for s in range(len(problem.stages)):
-            held = [layer for layer, at in enumerate(stage_of) if at == s]
-            tables = [range(len(problem.kinds[problem.layers[layer]])) for layer in held]
-            fastest = math.inf
-            chosen: tuple[int, ...] = tuple(0 for _ in held)
-            for choice in itertools.product(*tables):
-                trial = list(options)
-                for layer, option in zip(held, choice, strict=True):
-                    trial[layer] = option
-                seconds = _stage_s(problem, stage_of, tuple(trial), s)
-                if seconds < fastest:
-                    fastest, chosen = seconds, choice
-            if fastest == math.inf:
-                break
-            for layer, option in zip(held, chosen, strict=True):
-                options[layer] = option
-        else:
-            best = min(best, objective_s(problem, stage_of, tuple(options)))
-    return best

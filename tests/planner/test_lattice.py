@@ -53,6 +53,16 @@ def test_no_split_of_a_graph_beats_the_solution(start: int) -> None:
     assert 30 < sum(feasible) < 60
 
 
+@pytest.mark.parametrize("start", range(600, 720, 60))
+def test_sync_may_differ_between_the_options_of_a_kind(start: int) -> None:
+    feasible = [
+        agrees_with_enumeration(random_graph(seed, sync_by_option=True))
+        for seed in range(start, start + 60)
+    ]
+
+    assert 30 < sum(feasible) < 60
+
+
 @pytest.mark.parametrize("start", range(300, 420, 60))
 def test_climbing_from_a_ceiling_far_too_low_changes_nothing(
     start: int, monkeypatch: pytest.MonkeyPatch
