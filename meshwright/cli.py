@@ -20,7 +20,9 @@ from meshwright import commands
 from planner.errors import MeshwrightError
 from planner.instance import Infeasible, Solution
 from planner.report.text import answer_text, prediction_lines
+from planner.report.validation_text import validation_text
 from planner.units import bytes_text, seconds_text
+from planner.validate import validation_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -308,6 +310,26 @@ class Shelf(StrEnum):
     NODES = "nodes"
     MODELS = "models"
     PRICES = "prices"
+
+
+@app.command()
+def validate(
+    table: Annotated[str, typer.Argument(help="CSV of measured runs, one a line")],
+    html: Annotated[
+        str | None, typer.Option("--html", help="Write the report with scatter plots here")
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option("--rows", help="Write one line per row with its prediction here")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Predict every run of a table of real ones, and say how far off the predictions are."""
+    with _bar("predicting rows", quiet=json) as progress:
+        result = commands.validate(table, html=html, rows=rows, progress=progress)
+    if json:
+        print(commands.as_json(validation_json(result)))
+        return
+    out.print(validation_text(result))
 
 
 @app.command()

@@ -28,9 +28,12 @@ from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
 from planner.report.html import page as report_page
 from planner.report.trace import trace_json
+from planner.report.validation import page as validation_page
 from planner.search import Answer, Progress, search
 from planner.space import pinned_layout, read_pins
 from planner.units import bytes_text, count_text, seconds_text
+from planner.validate import Validation, rows_csv
+from planner.validate import validate as validate_table
 
 if TYPE_CHECKING:
     from runtime.report import Comparison, RunReport
@@ -298,6 +301,22 @@ def solve(problem: str, *, solver: str = "exact") -> Solution | Infeasible | Fat
         result: Solution | Infeasible | Fathomed = solve_program(instance)
         return result
     raise DocumentError("solver", f"is '{solver}'; the solvers are exact and ilp")
+
+
+def validate(
+    table: str,
+    *,
+    html: str | None = None,
+    rows: str | None = None,
+    progress: Progress | None = None,
+) -> Validation:
+    """Predict every run of a table of real ones and score the predictions."""
+    result = validate_table(Path(table), told=progress)
+    if rows is not None:
+        document.write_text(rows_csv(result), rows)
+    if html is not None:
+        document.write_text(validation_page(result), html)
+    return result
 
 
 def catalog(shelf: str) -> list[dict[str, str | float | None]]:

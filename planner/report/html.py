@@ -32,10 +32,10 @@ def page(
     measured: list[tuple[str, str, str, str]] | None = None,
 ) -> str:
     """Return the report; `measured` rows are (what, predicted, measured, error)."""
-    figures = [("Memory by stage", _figure_html(memory_figure(prediction), first=True))]
-    figures.append(("Step time by cause", _figure_html(time_figure(prediction))))
+    figures = [("Memory by stage", figure_html(memory_figure(prediction), first=True))]
+    figures.append(("Step time by cause", figure_html(time_figure(prediction))))
     if timeline is not None:
-        figures.append(("Pipeline timeline", _figure_html(timeline_figure(timeline))))
+        figures.append(("Pipeline timeline", figure_html(timeline_figure(timeline))))
     template = resources.files("planner.report").joinpath("plan.html").read_text("utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -112,7 +112,7 @@ def timeline_figure(timeline: Timeline) -> go.Figure:
     return figure
 
 
-def _figure_html(figure: go.Figure, *, first: bool = False) -> str:
+def figure_html(figure: go.Figure, *, first: bool = False) -> str:
     """Return a figure as an HTML fragment; the first carries plotly's script."""
     figure.update_layout(
         height=360,

@@ -1,0 +1,1 @@
+"""What training frameworks do with a model: their accounting rules, and runs priced by them."""

@@ -1,0 +1,126 @@
+"""The accounting rules of each framework, as data: types, sharding, overlap, host time, memory.
+
+A `Rules` says what a framework keeps in which type, what it divides, which communication hides
+behind computation, and what its Python costs.  Figures that are fitted say so and are fitted per
+framework, never per model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from planner.runs import Run
+
+Split = Literal["even", "by_cost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How one framework trains."""
+
+    name: str
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    """Of the buffer in which gradients are summed."""
+    master_bytes: int = 4
+    """Of fp32 parameters beside the working ones; 0 where the working ones are fp32."""
+    moment_bytes: int = 8
+    reduce_bytes: int = 4
+    """Of a gradient on the wire."""
+    zero: int = 0
+    """Where the run does not say."""
+    sequence_parallel: bool = False
+    """Where the run does not say."""
+    flash_attention: bool = True
+    """Where the run does not say."""
+    reduce_overlap: float = 0.0
+    """Share of the gradients' reduction that can hide behind the last micro-batch's backward."""
+    gather_overlap: float = 0.0
+    """Share of gathering updated parameters that can hide behind the next forward."""
+    shard_overlap: float = 0.9
+    """Share of ZeRO-3 collectives that can hide behind their neighbours' computation."""
+    tensor_overlap: float = 0.0
+    """Share of tensor-parallel collectives that hides behind the products around them."""
+    pipeline_overlap: float = 0.0
+    """Share of transfers between stages that hides."""
+    host_forward_s: float = 0.6e-3
+    """Python and launches of one block's forward: the least time it takes."""
+    host_backward_s: float = 0.7e-3
+    host_step_s: float = 20e-3
+    """Once per step: optimizer launches, norms, logging, data."""
+    host_micro_batch_s: float = 1.0e-3
+    """Once per micro-batch and stage beside its layers."""
+    dropout: bool = False
+    fused: bool = True
+    """Norms, activations and residuals are fused kernels."""
+    logit_bytes: float = 10.0
+    """Bytes per logit at the loss's peak."""
+    split: Split = "even"
+    """Layers alike on all stages, or stages alike in parameters with the head counted."""
+    reserved: float = 1.05
+    """Reserved over allocated bytes of the caching allocator."""
+    fit_slack: float = 1.02
+    """Share of reserved memory that cannot be used when memory is tight, over allocated."""
+    context_bytes: float = 1.0e9
+    """CUDA context and library buffers outside the allocator."""
+    shards_with_context: bool = True
+
+
+MEGATRON = Rules(
+    name="megatron",
+    sequence_parallel=True,
+    reduce_overlap=0.9,
+    gather_overlap=0.9,
+    tensor_overlap=0.3,
+    zero=1,
+)
+
+KNOWN: dict[str, Rules] = {
+    "megatron": MEGATRON,
+    "megatron-kwai": replace(MEGATRON, name="megatron-kwai"),
+    "megatron-deepspeed": Rules(
+        name="megatron-deepspeed",
+        flash_attention=False,
+        host_forward_s=0.8e-3,
+        host_backward_s=1.2e-3,
+        dropout=True,
+    ),
+    "deepspeed": Rules(name="deepspeed", host_forward_s=0.8e-3, host_backward_s=1.2e-3, zero=3),
+    "nanotron": Rules(
+        name="nanotron",
+        sequence_parallel=True,
+        split="by_cost",
+        zero=1,
+    ),
+    "aleph-alpha-scaling": Rules(name="aleph-alpha-scaling", zero=1),
+    "llm-foundry-fsdp": Rules(
+        name="llm-foundry-fsdp", zero=3, reduce_bytes=2, weight_bytes=2, gradient_bytes=4
+    ),
+    "internevo": Rules(name="internevo", zero=1, gradient_bytes=2, reduce_bytes=2),
+    "fsdp_qlora": Rules(name="fsdp_qlora", zero=3, fused=False),
+    "torchtitan": Rules(name="torchtitan", zero=3, sequence_parallel=True, fused=False),
+    "fms-fsdp": Rules(name="fms-fsdp", zero=3, fused=False),
+    "nemo-automodel": Rules(name="nemo-automodel", zero=3, fused=False),
+    "litgpt": Rules(name="litgpt", zero=3, fused=False),
+    "ms-swift": Rules(name="ms-swift", zero=3, fused=False),
+}
+
+ZERO_3 = Rules(name="fsdp", zero=3, fused=False)
+FINE_TUNING = Rules(name="fine-tuning", zero=0, fused=False)
+
+
+def rules_of(run: Run) -> tuple[Rules, bool]:
+    """Return the rules of a run's framework, and whether it is a known one.
+
+    An unknown framework gets the closest rules: of Megatron-LM with tensor or pipeline parallelism,
+    of plain FSDP for ZeRO-3, of single-device fine-tuning for adapters, of Megatron-LM otherwise.
+    """
+    found = KNOWN.get(run.framework)
+    if found is not None:
+        return found, True
+    if run.zero == 3:
+        return ZERO_3, False
+    if run.tensor * run.pipeline == 1 and run.task in ("lora", "qlora", "full_finetune"):
+        return FINE_TUNING, False
+    return MEGATRON, False

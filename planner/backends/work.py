@@ -1,0 +1,310 @@
+"""What one layer of a transformer takes on one rank: seconds by cause, bytes kept for backward.
+
+Unlike `planner.arithmetic`, whose operators are those of eager PyTorch modules, a layer here is
+counted as large training frameworks run it: fused norms, activations and residuals, attention fused
+or not, the sequence divided between blocks or not.
+
+Symbols: n tokens of a micro-batch inside tensor-parallel regions, r tokens of the residual stream
+on a rank, h hidden, q and k widths of queries and keys, f FFN, t tensor degree, e bytes.
+
+    seconds of a product = launch + 2 n k m / (f_mat P) + e (n k + k m + n m) / (g W)
+
+Sources: Korthikanti et al., 2022 (arXiv:2205.05198) for stored bytes; Dao, 2023
+(arXiv:2307.08691) for attention's backward; the additive form is that of `planner.compute`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner.backends.rules import Rules
+from planner.cluster import Accelerator
+from planner.compute import peak_flops
+from planner.model import Architecture, Experts
+from planner.runs import Run
+
+FP8_GAIN: dict[str, float] = {"fp8": 1.55, "mxfp8": 1.6, "nvfp4": 2.2}
+"""Rate of products over bf16's.  Twice the peak buys 1.3-1.6 times in measured products."""
+ATTENTION_BACKWARD = 2.5
+"""Fused attention's backward: 5 products for 2 (Dao, 2022, appendix B)."""
+SCORE_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a device reaches in one precision."""
+
+    matmul_flops: float
+    half_flops: float
+    """Of products that stay in 16 bits: attention scores."""
+    attention_forward_flops: float
+    attention_backward_flops: float
+    memory_bytes_per_s: float
+    launch_s: float
+
+
+def rates(accelerator: Accelerator, precision: str) -> Rates:
+    """Return what an accelerator reaches in a precision."""
+    curve = accelerator.curve
+    base = peak_flops(accelerator, "bf16" if precision in FP8_GAIN else precision)  # type: ignore[arg-type]
+    gain = FP8_GAIN.get(precision, 1.0)
+    return Rates(
+        matmul_flops=curve.matmul * base * gain,
+        half_flops=curve.matmul * base,
+        attention_forward_flops=curve.attention_forward * base,
+        attention_backward_flops=curve.attention_backward * base,
+        memory_bytes_per_s=curve.memory * accelerator.memory_bytes_per_s,
+        launch_s=curve.launch_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A micro-batch of a run on one rank."""
+
+    run: Run
+    rules: Rules
+    rates: Rates
+    micro_batch: float
+
+    @property
+    def element_bytes(self) -> int:
+        """Of an activation."""
+        return 4 if self.run.precision in ("fp32", "tf32") else 2
+
+    @cached_property
+    def sequence_parallel(self) -> bool:
+        """Whether the residual stream is divided between tensor-parallel ranks."""
+        own = self.run.sequence_parallel
+        return self.run.tensor > 1 and (self.rules.sequence_parallel if own is None else own)
+
+    @cached_property
+    def flash(self) -> bool:
+        """Whether scores never reach memory."""
+        own = self.run.flash_attention
+        return self.rules.flash_attention if own is None else own
+
+    @cached_property
+    def tokens(self) -> float:
+        """Tokens inside tensor-parallel regions."""
+        return self.micro_batch * self.run.seq_len / self.run.context
+
+    @cached_property
+    def stream(self) -> float:
+        """Tokens of the residual stream on a rank."""
+        return self.tokens / (self.run.tensor if self.sequence_parallel else 1)
+
+    def product_s(self, rows: float, inner: float, columns: float, count: float = 1.0) -> float:
+        """Seconds of `count` matrix products [rows, inner] x [inner, columns]."""
+        size = self.element_bytes * (rows * inner + inner * columns + rows * columns)
+        if self.run.precision in FP8_GAIN:
+            # Both factors are read in 16 bits and written in 8, once as is and once transposed.
+            size += 2.0 * rows * inner
+        return count * (
+            self.rates.launch_s
+            + 2 * rows * inner * columns / self.rates.matmul_flops
+            + size / self.rates.memory_bytes_per_s
+        )
+
+    def moved_s(self, size_bytes: float) -> float:
+        """Seconds of streaming bytes through memory."""
+        return size_bytes / self.rates.memory_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One layer on one rank, one micro-batch, communication not counted."""
+
+    products_s: float
+    """Forward; the backward has two products for each where weights are trained."""
+    attention_s: float
+    attention_backward_s: float
+    memory_s: float
+    memory_backward_s: float
+    stored_bytes: float
+    """Kept for backward without recomputation."""
+    attention_bytes: float
+    """Part of it that recomputing the attention's core saves."""
+    working_bytes: float
+    """Largest temporary of forward or backward."""
+    input_bytes: float
+
+
+def block(shape: Shape, *, moe: bool) -> Work:
+    """Return one transformer block."""
+    run, a = shape.run, shape.run.architecture
+    e, t, n, r, h = shape.element_bytes, run.tensor, shape.tokens, shape.stream, a.hidden_size
+    q, k, qk_dim = _widths(a)
+    products = shape.product_s(n, h, (q + 2 * k) / t) + shape.product_s(n, q / t, h)
+    if a.latent is not None:
+        products = _latent_products_s(shape)
+    forward_s, backward_s, scores = _attention_s(shape, q / t, qk_dim)
+    mlp_s, mlp_stored, mlp_moved, mlp_working = _feed_forward(shape, moe=moe)
+    products += mlp_s
+    dropout = shape.rules.dropout
+    # Norms, residual sums with dropout, rotary positions; in elements of e bytes.
+    stream_moves = 2 * 2 + 2 * (3 + 0.5 * dropout)
+    if not shape.rules.fused:
+        stream_moves += 2 * 10
+    moved = e * (r * h * stream_moves + n * (q + k) / t * 2 * (1 if shape.rules.fused else 5))
+    moved += mlp_moved
+    qkv = e * n * (q + 2 * k) / t
+    stored = 2 * e * r * h  # inputs of both norms
+    stored += 2 * e * r * h  # their outputs, kept as the products' inputs
+    if not shape.rules.fused:
+        stored += 2 * (4 + 2) * r * h - 2 * e * r * h
+    stored += qkv + e * n * q / t  # queries, keys, values; the attention's output
+    stored += 2 * r * h * dropout + mlp_stored
+    attention_bytes = 4 * n * a.heads / t
+    if not shape.flash:
+        attention_bytes = scores * SCORE_BYTES * (2.5 if dropout else 1.0)
+        moved_scores = scores * SCORE_BYTES * (6.5 if dropout else 4.0)
+        forward_s += shape.moved_s(moved_scores)
+        backward_s += shape.moved_s(1.5 * moved_scores)
+    stored += attention_bytes
+    working = max(mlp_working, 3 * qkv + (2 * SCORE_BYTES * scores if not shape.flash else 0.0))
+    return Work(
+        products_s=products,
+        attention_s=forward_s,
+        attention_backward_s=backward_s,
+        memory_s=shape.moved_s(moved),
+        memory_backward_s=shape.moved_s(1.8 * moved),
+        stored_bytes=stored,
+        attention_bytes=0.0 if shape.flash else attention_bytes,
+        working_bytes=working,
+        input_bytes=e * r * h,
+    )
+
+
+def head(shape: Shape) -> Work:
+    """Return the final norm, the output projection and the loss."""
+    run, a = shape.run, shape.run.architecture
+    t, n, r = run.tensor, shape.tokens, shape.stream
+    e, h, vocabulary = shape.element_bytes, a.hidden_size, float(a.vocab_size)
+    logits = n * vocabulary / t
+    size = 2 * (n * h + h * vocabulary / t + logits)
+    products = 2 * n * h * vocabulary / t / shape.rates.half_flops + shape.moved_s(size)
+    return Work(
+        products_s=products + shape.rates.launch_s,
+        attention_s=0.0,
+        attention_backward_s=0.0,
+        memory_s=shape.moved_s(logits * 16 + 4 * e * r * h),
+        memory_backward_s=shape.moved_s(logits * 12 + 6 * e * r * h),
+        stored_bytes=2 * e * r * h,
+        attention_bytes=0.0,
+        working_bytes=shape.rules.logit_bytes * logits + e * n * h,
+        input_bytes=e * r * h,
+    )
+
+
+def embedding(shape: Shape) -> Work:
+    """Return the look-up of tokens and positions."""
+    run, a = shape.run, shape.run.architecture
+    e, size = shape.element_bytes, shape.stream * a.hidden_size
+    rows = float(a.vocab_size * a.hidden_size) / run.tensor
+    return Work(
+        products_s=0.0,
+        attention_s=0.0,
+        attention_backward_s=0.0,
+        memory_s=shape.moved_s(4 * e * size),
+        memory_backward_s=shape.moved_s(4 * e * size + 2 * 2 * rows),
+        stored_bytes=size * shape.rules.dropout + 8 * shape.tokens,
+        attention_bytes=0.0,
+        working_bytes=2 * e * size,
+        input_bytes=0.0,
+    )
+
+
+def _widths(a: Architecture) -> tuple[float, float, float]:
+    """Return widths of queries and of keys, and the mean dim of a head's two products."""
+    if a.latent is not None:
+        query = a.latent.nope_head_dim + a.latent.rope_head_dim
+        return (
+            float(a.heads * query),
+            float(a.heads * (query + a.latent.value_head_dim) / 2),
+            (query + a.latent.value_head_dim) / 2,
+        )
+    return float(a.heads * a.head_dim), float(a.kv_heads * a.head_dim), float(a.head_dim)
+
+
+def _latent_products_s(shape: Shape) -> float:
+    """Seconds of latent attention's projections down and up."""
+    a, t, n = shape.run.architecture, shape.run.tensor, shape.tokens
+    latent = a.latent
+    assert latent is not None
+    query = a.heads * (latent.nope_head_dim + latent.rope_head_dim) / t
+    up = a.heads * (latent.nope_head_dim + latent.value_head_dim) / t
+    seconds = shape.product_s(n, a.hidden_size, latent.kv_rank + latent.rope_head_dim)
+    seconds += shape.product_s(n, latent.kv_rank, up)
+    if latent.q_rank:
+        seconds += shape.product_s(n, a.hidden_size, latent.q_rank)
+        seconds += shape.product_s(n, latent.q_rank, query)
+    else:
+        seconds += shape.product_s(n, a.hidden_size, query)
+    return seconds + shape.product_s(n, a.heads * latent.value_head_dim / t, a.hidden_size)
+
+
+def _attention_s(shape: Shape, width: float, qk_dim: float) -> tuple[float, float, float]:
+    """Return forward and backward seconds of the core, and its scores (elements)."""
+    run = shape.run
+    heads = run.architecture.heads / run.tensor
+    scores = shape.tokens * run.seq_len * heads
+    if shape.flash:
+        flops = 4 * scores * qk_dim / 2
+        rates = shape.rates
+        return (
+            flops / rates.attention_forward_flops + rates.launch_s,
+            ATTENTION_BACKWARD * flops / rates.attention_backward_flops + rates.launch_s,
+            scores,
+        )
+    size = shape.element_bytes * (2 * shape.tokens * width) + SCORE_BYTES * scores
+    forward_s = 2 * (
+        2 * scores * qk_dim / shape.rates.half_flops + shape.moved_s(size) + shape.rates.launch_s
+    )
+    return forward_s, 2 * forward_s, scores
+
+
+def _feed_forward(shape: Shape, *, moe: bool) -> tuple[float, float, float, float]:
+    """Return seconds of the products, stored bytes, moved bytes, largest temporary."""
+    run, a = shape.run, shape.run.architecture
+    if moe and a.experts is not None:
+        return _experts(shape, a.experts)
+    return _mlp(shape, shape.tokens, a.ffn_size / run.tensor)
+
+
+def _mlp(shape: Shape, tokens: float, width: float) -> tuple[float, float, float, float]:
+    a, e = shape.run.architecture, shape.element_bytes
+    gates = 2 if a.gated_mlp else 1
+    seconds = shape.product_s(tokens, a.hidden_size, gates * width)
+    seconds += shape.product_s(tokens, width, a.hidden_size)
+    stored = e * tokens * width * (gates + 1)
+    moved = e * tokens * width * (gates + 1)
+    if not shape.rules.fused:
+        stored += e * tokens * width * (gates - 1)
+        moved *= 2
+    return seconds, stored, moved, e * tokens * width * (gates + 1)
+
+
+def _experts(shape: Shape, experts: Experts) -> tuple[float, float, float, float]:
+    """Router, permutation, grouped products of the routed experts, shared experts."""
+    run, a = shape.run, shape.run.architecture
+    e, h = shape.element_bytes, a.hidden_size
+    divided = run.expert_tensor if run.expert > 1 or run.expert_tensor > 1 else run.tensor
+    tokens = (shape.stream if shape.sequence_parallel else shape.tokens / run.tensor) * divided
+    sent = tokens * experts.per_token
+    local = max(1.0, experts.count / run.expert)
+    width = experts.ffn_size / divided
+    gates = 2 if a.gated_mlp else 1
+    rows = sent / local
+    seconds = shape.product_s(rows, h, gates * width, local)
+    seconds += shape.product_s(rows, width, h, local)
+    seconds += shape.product_s(shape.stream, h, experts.count)
+    stored = e * sent * (2 * h + width * (gates + 1))
+    moved = e * (sent * width * (gates + 1) + 6 * sent * h)
+    working = e * sent * (2 * h + width)
+    shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
+    if shared:
+        more = _mlp(shape, shape.tokens, shared / run.tensor)
+        seconds, stored, moved = seconds + more[0], stored + more[1], moved + more[2]
+    return seconds, stored, moved, working
