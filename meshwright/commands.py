@@ -25,6 +25,7 @@ from planner.plan import Job, Plan
 from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
+from planner.problem import Problem
 from planner.profile import Profile
 from planner.report.html import page as report_page
 from planner.report.trace import trace_json
@@ -290,8 +291,6 @@ def comparison_cells(row: Comparison) -> tuple[str, str, str, str]:
 
 def solve(problem: str, *, solver: str = "exact") -> Solution | Infeasible | Fathomed:
     """Solve a bare partition problem (see docs/schemas/problem.json)."""
-    from planner.problem import Problem  # noqa: PLC0415
-
     instance = document.read(Problem, problem).instance()
     if solver == "exact":
         return solve_exactly(instance)

@@ -11,6 +11,7 @@ from planner.document import Document, schema, write_text
 from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.prediction import Certificate, Prediction
+from planner.problem import Problem
 from planner.profile import Profile
 
 DOCUMENTS: tuple[type[Document], ...] = (
@@ -20,6 +21,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
     Plan,
     Prediction,
     Certificate,
+    Problem,
 )
 FOLDER = Path("docs/schemas")
 

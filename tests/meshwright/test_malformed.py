@@ -143,6 +143,7 @@ CASES = {
     "missing cluster file": (call("plan", "gpt2", "--cluster", "no.yaml"), "no.yaml"),
     "missing profile": (call("plan", "gpt2", *H100, "--profile", "no.yaml"), "no.yaml"),
     "missing plan": (call("launch", "no.yaml"), "no.yaml"),
+    "missing problem": (call("solve", "no.json"), "no.json"),
     "missing factory file": (call("plan", "no.py:factory", *H100), "no.py"),
     "config without heads": (config_with(num_attention_heads=...), "num_attention_heads"),
     "config with negative size": (config_with(hidden_size=-64), "hidden_size"),
