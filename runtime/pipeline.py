@@ -7,6 +7,7 @@ compute-only list by itself; which computation comes when is planner.schedule's 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
+from planner.errors import LaunchError
 from planner.schedule import Order
 
 
@@ -68,6 +70,16 @@ class Pipeline:
         )
         return losses
 
+    def received_buffers(self) -> int:
+        """Return how many received activations and gradients are held now."""
+        tables = (self._stage.args_recv_info, self._stage.grad_recv_info)
+        return sum(
+            info.buffer is not None
+            for table in tables
+            for received in table.values()
+            for info in received
+        )
+
 
 class _Stage(PipelineStage):
     """A stage whose receive buffers live from the receive to the backward of a micro-batch.
@@ -96,7 +108,17 @@ class _Stage(PipelineStage):
             self._allocate(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: object, **kwargs: object) -> None:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        declared = self._stage_meta.outputs[0]
+        if not self.is_last and (output.shape, output.dtype) != (declared.shape, declared.dtype):
+            raise LaunchError(
+                f"stage {self.stage_index} made {output.dtype} {list(output.shape)} and declared "
+                f"{declared.dtype} {list(declared.shape)}; a layer must always return one shape"
+            )
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         received = (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id])
         for info in received:
