@@ -580,20 +580,21 @@ def _cost(
 
     An end of the pipeline has one boundary but two actions, hence `action_s`.  A `passing` layer,
     last in the model and never with two micro-batches in flight, holds its activations only while
-    it runs.  Where all forwards come first, a layer's gradients appear as the activations of its
-    first backward go (`replacing`): of the two only the larger counts.
+    it runs.  What a backward gathers again, and where all forwards come first (`replacing`) also
+    gradients, appears as activations of that backward go: of the two only the larger counts.
     """
     figures, states = part.figures, part.states
     stored = 0.0 if passing else figures.stored_bytes
-    gradients = states.gradients_bytes
+    late, early = states.gathered_bytes, states.gradients_bytes
     if replacing:
-        gradients = max(0.0, gradients - stored)
+        late, early = late + early, 0.0
+    resident = states.parameters_bytes + states.optimizer_bytes + early + max(0.0, late - stored)
     return StrategyCost(
         recompute=recompute,
         forward_s=figures.whole_forward_s + part.gather_s,
         backward_s=figures.whole_backward_s + part.backward_shard_s + action_s,
         stored_bytes=stored,
         transient_bytes=part.transient_bytes + (figures.stored_bytes if passing else 0.0),
-        resident_bytes=states.parameters_bytes + states.optimizer_bytes + gradients,
+        resident_bytes=resident,
         sync_s=part.sync_s + part.optimizer_s,
     )

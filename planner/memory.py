@@ -17,7 +17,8 @@ two moments 8, gradients 4; FSDP2 adds a working copy of e N wherever it wraps a
 
 (1) Gradients are reduced once, after the last micro-batch; with a single one they are 4 N/d.
 (2) Under a pipeline torch reduces once per step too, so 4 N.
-(3) Under a pipeline a stage's parameters stay gathered from its first backward on: + e N.
+(3) Under a pipeline what a backward gathered stays until the next forward of its layer: + e N when
+    a backward is done, that is, when a micro-batch's activations are gone.
 
 While a unit works it needs in forward, ZeRO-3 only, 3 e N (its copy, the gathered buffer it came
 from, the next unit's buffer), and in backward its fresh gradients e N, the reduction's input 4 N
@@ -84,6 +85,8 @@ class States:
     """Bytes of one layer on one rank."""
 
     parameters_bytes: float
+    gathered_bytes: float
+    """Copies that a pipeline's backward gathers while activations go, note (3)."""
     gradients_bytes: float
     optimizer_bytes: float
     forward_transient_bytes: float
@@ -92,12 +95,14 @@ class States:
     @property
     def resident_bytes(self) -> float:
         """What stays for the whole step."""
-        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        whole = self.parameters_bytes + self.gathered_bytes
+        return whole + self.gradients_bytes + self.optimizer_bytes
 
     def __add__(self, other: States) -> States:
         """Both together, as one unit."""
         return States(
             parameters_bytes=self.parameters_bytes + other.parameters_bytes,
+            gathered_bytes=self.gathered_bytes + other.gathered_bytes,
             gradients_bytes=self.gradients_bytes + other.gradients_bytes,
             optimizer_bytes=self.optimizer_bytes + other.optimizer_bytes,
             forward_transient_bytes=self.forward_transient_bytes + other.forward_transient_bytes,
@@ -120,20 +125,21 @@ def states(parameters: float, sharing: Sharing, *, largest: float = 0.0) -> Stat
     if not sharing.wrapped:
         return States(
             parameters_bytes=MASTER * n,
+            gathered_bytes=0.0,
             gradients_bytes=MASTER * n,
             optimizer_bytes=MOMENTS * MASTER * n,
             forward_transient_bytes=0.0,
             backward_transient_bytes=e * largest if sharing.accumulated else 0.0,
         )
-    copy = 0.0 if sharing.gathers_again and not sharing.pipelined else e * n
     once = sharing.pipelined or sharing.accumulated
     whole_gradients = not sharing.sharded or (once and not sharing.reduces_each_micro_batch)
     gathered = e * n if sharing.gathers_again else 0.0
     reduced = 0.0 if sharing.pipelined else MASTER * n
     return States(
-        parameters_bytes=MASTER * n / d + copy,
+        parameters_bytes=MASTER * n / d + (0.0 if gathered else e * n),
+        gathered_bytes=gathered if sharing.pipelined else 0.0,
         gradients_bytes=MASTER * n / (1 if whole_gradients else d),
         optimizer_bytes=MOMENTS * MASTER * n / d,
-        forward_transient_bytes=(2 if copy else 3) * gathered,
-        backward_transient_bytes=e * n + reduced + (1 if copy else 2) * gathered,
+        forward_transient_bytes=3 * gathered,
+        backward_transient_bytes=e * n + reduced + 2 * gathered,
     )

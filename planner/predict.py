@@ -8,7 +8,7 @@ equal for uniform stages without transfers, and at most 20 % above or 3 % below 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.arithmetic import step_flops
@@ -210,11 +210,8 @@ def memory_parts(
 ) -> dict[str, float]:
     """Return peak bytes of one rank of a stage by cause.
 
-    The peak is looked for at every layer, in the forward that completes the most micro-batches in
-    flight and in the backwards after it: activations of layers behind it are gone by then, and
-    gradients of a first backward are there only behind it.  Every micro-batch in flight also keeps
-    the tensors that the pipeline received and sent (one that the first layer stores counts once);
-    one more is received ahead, and one gradient is on its way.
+    Every micro-batch in flight also keeps the tensors that the pipeline received and sent (one that
+    the first layer stores counts once); one more is received ahead, and a gradient is on its way.
     """
     layers = [_parts(costs, kind, recompute) for kind, recompute in placement]
     alive = in_flight(order)
@@ -223,11 +220,15 @@ def memory_parts(
         received = 0 if first or layers[0].figures.stores_input else 1
         sent = 0 if last else 1
         buffers = ((received + sent) * alive + 2) * costs.boundary_bytes
+    moments = list(_moments(layers, alive, replacing=_backwards_last(order)))
+    gathered, gradients, activations, transient = max(moments, key=sum)
     dynamic = {
-        "parameters": sum(layer.states.parameters_bytes for layer in layers),
+        "parameters": sum(layer.states.parameters_bytes for layer in layers) + gathered,
+        "gradients": gradients,
         "optimizer": sum(layer.states.optimizer_bytes for layer in layers),
+        "activations": activations,
+        "transient": transient,
         "pipeline buffers": buffers,
-        **_fullest_moment(layers, alive, replacing=_backwards_last(order)),
     }
     return {
         **dynamic,
@@ -236,35 +237,34 @@ def memory_parts(
     }
 
 
-def _fullest_moment(
+def _moments(
     layers: Sequence[StrategyParts], alive: int, *, replacing: bool
-) -> dict[str, float]:
-    """Return gradients, activations and working memory where their sum is largest.
+) -> Iterator[tuple[float, float, float, float]]:
+    """Yield bytes of (gathered copies, gradients, activations, working memory) where a peak may be.
 
-    `replacing`: all forwards come first, so that in the first backward gradients take the place of
-    activations; with more micro-batches than are in flight gradients are whole from the start.
+    These are each layer's forward and backward with the most micro-batches in flight.  Activations
+    of layers behind are not yet or no longer there; copies that a backward gathers are there only
+    behind.  So are gradients of a step's first backward if all forwards come first (`replacing`);
+    with more micro-batches than are in flight, gradients are whole from then on.
     """
     stored = sum(layer.figures.stored_bytes for layer in layers)
-    gradients = sum(layer.states.gradients_bytes for layer in layers)
-    others = (alive - 1) * stored
-    before = behind = 0.0
-    moments = []
+    copies = behind_copies = sum(layer.states.gathered_bytes for layer in layers)
+    gradients = behind = sum(layer.states.gradients_bytes for layer in layers)
+    before = (alive - 1) * stored
     for layer in layers:
         before += layer.figures.stored_bytes
-        behind += layer.states.gradients_bytes
+        behind -= layer.states.gradients_bytes
+        behind_copies -= layer.states.gathered_bytes
         forward, backward = layer.forward_transient_bytes, layer.backward_transient_bytes
         if not replacing:
-            moments.append((gradients, others + before, max(forward, backward)))
+            yield behind_copies, gradients, before, max(forward, backward)
             continue
-        moments.append((0.0, others + before, forward))
-        moments.append((gradients - behind, others + before, backward))
+        yield 0.0, 0.0, before, forward
+        yield behind_copies, behind, before, backward
         if alive > 1:
-            moments.append((gradients, others - stored + before, backward))
-    if replacing:
-        # The optimizer's moment: all gradients, no activations.
-        moments.append((gradients, 0.0, 0.0))
-    fullest = max(moments, key=sum)
-    return dict(zip(("gradients", "activations", "transient"), fullest, strict=True))
+            yield copies, gradients, before - stored, backward
+    # The optimizer's moment.
+    yield 0.0, gradients, 0.0, 0.0
 
 
 def _backwards_last(order: Order) -> bool:
@@ -313,9 +313,13 @@ def _filled(seconds: Sequence[float], stages: int, limit: float) -> tuple[int, .
 
 
 def _run(costs: LayoutCosts, layout: Layout, stages: Sequence[StageSeconds]) -> Timeline:
-    """Simulate the schedule of a layout on stages of these seconds."""
+    """Simulate the schedule of a layout on stages of these seconds.
+
+    Without a pipeline the runtime alternates forwards and backwards, whatever the schedule's name.
+    """
+    name = layout.schedule if layout.pipeline > 1 else "1f1b"
     return timeline(
-        orders(layout.schedule, stages=layout.pipeline, micro_batches=layout.micro_batches),
+        orders(name, stages=layout.pipeline, micro_batches=layout.micro_batches),
         forward_s=[stage.whole_forward_s for stage in stages],
         backward_s=[stage.whole_backward_s for stage in stages],
         transfer_s=costs.transfer_s,

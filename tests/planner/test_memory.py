@@ -14,7 +14,8 @@ EIGHT = replace(MIXED, shard=8, data=8, accumulated=True)
 
 def per_parameter(sharing: Sharing) -> tuple[float, float, float]:
     found = states(N, sharing)
-    return found.parameters_bytes / N, found.gradients_bytes / N, found.optimizer_bytes / N
+    parameters = found.parameters_bytes + found.gathered_bytes
+    return parameters / N, found.gradients_bytes / N, found.optimizer_bytes / N
 
 
 def test_one_fp32_device_holds_16_bytes_per_parameter() -> None:

@@ -1,0 +1,141 @@
+"""Predicted peak memory against live tensors of the runtime, which executes the same plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.architecture import graph_of
+from planner.cluster import Accelerator, ClusterSpec, DeviceCurve, DeviceGroup, LinkTier
+from planner.model import Architecture, ModelGraph
+from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.predict import predict
+
+torch = pytest.importorskip("torch")
+
+SEQ_LEN, GLOBAL_BATCH = 128, 8
+CUTS = {1: (0, 6), 2: (0, 3, 6)}
+
+
+def model() -> ModelGraph:
+    figures = Architecture(
+        family="reference",
+        hidden_size=128,
+        layers=4,
+        heads=8,
+        kv_heads=4,
+        head_dim=16,
+        ffn_size=384,
+        vocab_size=512,
+        gated_mlp=True,
+        max_positions=512,
+    )
+    return graph_of(figures, name="small")
+
+
+def cluster() -> ClusterSpec:
+    curve = DeviceCurve(
+        launch_s=1e-6,
+        matmul=0.5,
+        attention_forward=0.3,
+        attention_backward=0.3,
+        memory=0.5,
+        spread=0.1,
+        provenance="quoted",
+        source="any",
+    )
+    device = Accelerator(
+        name="cpu",
+        kind="cpu",
+        memory_bytes=2**33,
+        peak_flops={"fp32": 1e11, "bf16": 1e11},
+        memory_bytes_per_s=1e10,
+        curve=curve,
+    )
+    return ClusterSpec(
+        name="box",
+        groups=(DeviceGroup(name="box", accelerator=device, nodes=1, devices_per_node=4),),
+        tiers=(LinkTier(name="memory", devices=4, latency_s=1e-4, bytes_per_s=1e9),),
+    )
+
+
+def plan(
+    graph: ModelGraph, precision: str, recompute: str, mesh: Mesh, zero: int, schedule: str
+) -> Plan:
+    data = mesh.data_shard * mesh.data_replicate
+    names = [name for name, _ in graph.chain]
+    cuts = CUTS[mesh.pipeline]
+    return Plan(
+        model=PlannedModel(name="small", source="small", digest=graph.digest),
+        cluster="box",
+        seq_len=SEQ_LEN,
+        global_batch=GLOBAL_BATCH,
+        precision=precision,
+        mesh=mesh,
+        zero=zero,
+        schedule=schedule,
+        micro_batch=2,
+        micro_batches=GLOBAL_BATCH // data // 2,
+        stages=tuple(
+            Stage(
+                layers=tuple(
+                    PlacedLayer(layer=name, recompute=recompute)
+                    for name in names[cuts[s] : cuts[s + 1]]
+                )
+            )
+            for s in range(mesh.pipeline)
+        ),
+    )
+
+
+def stage_and_peak_bytes(of: Plan, graph: ModelGraph) -> tuple[int, int]:
+    """Run two steps, the second under watch."""
+    from runtime.engine import Engine
+    from runtime.live_memory import LiveMemory
+
+    engine = Engine(of, graph, device=torch.device("cpu"))
+    tokens = torch.zeros(of.micro_batch * of.micro_batches, SEQ_LEN + 1, dtype=torch.int64)
+    engine.step(tokens)
+    with LiveMemory(engine.state().values()) as live:
+        engine.step(tokens)
+    return engine.stage, live.peak_bytes
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_one_rank_peaks_where_predicted(recompute: str) -> None:
+    graph = model()
+    alone = plan(graph, "fp32", recompute, Mesh(), 0, "1f1b")
+
+    _, peak = stage_and_peak_bytes(alone, graph)
+
+    predicted = predict(alone, graph, cluster()).stages[0].peak_memory_bytes
+    assert predicted == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("precision", "recompute", "mesh", "zero", "schedule"),
+    [
+        ("bf16", "none", Mesh(data_replicate=2), 0, "1f1b"),
+        ("fp32", "none", Mesh(data_shard=2), 1, "1f1b"),
+        ("bf16", "full", Mesh(data_shard=2), 3, "1f1b"),
+        ("fp32", "none", Mesh(tensor=2), 0, "1f1b"),
+        ("fp32", "none", Mesh(pipeline=2), 0, "1f1b"),
+        ("fp32", "none", Mesh(pipeline=2), 0, "gpipe"),
+        ("bf16", "none", Mesh(pipeline=2, data_shard=2), 3, "1f1b"),
+    ],
+)
+def test_every_stage_peaks_where_predicted(
+    precision: str, recompute: str, mesh: Mesh, zero: int, schedule: str
+) -> None:
+    from tests.runtime.ranks import on_ranks
+
+    graph = model()
+    several = plan(graph, precision, recompute, mesh, zero, schedule)
+
+    measured = on_ranks(mesh.devices, stage_and_peak_bytes, several, graph)
+
+    predicted = [stage.peak_memory_bytes for stage in predict(several, graph, cluster()).stages]
+    for stage, expected in enumerate(predicted):
+        peak = max(size for of_stage, size in measured if of_stage == stage)
+        assert expected == pytest.approx(peak, rel=0.1)
+        assert expected > 0.95 * peak
