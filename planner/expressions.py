@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from planner import local
-from planner.architecture import architecture_of, graph_of
+from planner.architecture import architecture_of
 from planner.catalog import (
     AcceleratorEntry,
     NodeEntry,
@@ -29,6 +29,7 @@ from planner.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
 from planner.document import nearest, plain, read, read_text
 from planner.errors import DocumentError
 from planner.model import ModelGraph
+from planner.parameters import graph_of
 
 MOST_DEVICES = 1_000_000
 NETWORK_LATENCY_S = 4.0e-6
@@ -257,7 +258,8 @@ def _network(entry: AcceleratorEntry, devices_per_node: int, rate: float | None)
 def _price(name: str, node: NodeEntry) -> Price | None:
     """Return the on-demand rent of a node type where the catalogue has one."""
     for rent in rents():
-        if rent.instance in (name, *node.aliases) and rent.on_demand_usd_per_device_hour:
+        named = rent.whole_node and rent.instance in (name, *node.aliases)
+        if named and rent.on_demand_usd_per_device_hour:
             return Price(
                 usd_per_device_hour=rent.on_demand_usd_per_device_hour,
                 commitment="on_demand",

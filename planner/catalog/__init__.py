@@ -1,4 +1,4 @@
-"""The catalogue: accelerators, node types, models and rents that have a name.
+"""The catalogue: accelerators, node types, models and rents by name; figures of facilities.
 
 The figures stand in the YAML files beside this one, each with its source; this module only reads
 them.  Every function returns the same values each time and reads its file once.
@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from planner.cluster import Accelerator, DeviceCurve, LinkTier, Precision
 from planner.document import Document, Part, nearest, plain
 from planner.errors import DocumentError
-from planner.units import Amount, Count, Positive, Rate, Text
+from planner.units import Amount, Count, Flag, Positive, Rate, Text
 
 D = TypeVar("D", bound=Document)
 
@@ -93,6 +93,8 @@ class Rent(Part):
     on_demand_usd_per_device_hour: Amount | None = None
     spot_usd_per_device_hour: Amount | None = None
     """The lowest seen; a lower bound, not an offer."""
+    whole_node: Flag = True
+    """False where the host is rented apart and not in the price."""
     date: Text
     source: Text
     confidence: Literal["high", "medium", "low"]
@@ -106,6 +108,42 @@ class Rent(Part):
         if on_demand is not None and spot is not None and spot > on_demand:
             raise ValueError(f"spot {spot} is above on-demand {on_demand}; a column has slipped")
         return self
+
+
+class Quantity(Part):
+    """A figure with the range that its sources span."""
+
+    value: Amount
+    low: Amount
+    high: Amount
+    source: Text
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.low <= self.value <= self.high:
+            raise ValueError(f"value {self.value} is not between {self.low} and {self.high}")
+        return self
+
+
+class Carbon(Part):
+    """Grams of CO2 per kWh of electricity, by country (ISO 3166)."""
+
+    source: Text
+    by_country: dict[Text, Amount]
+
+
+class Facility(Part):
+    """What running devices costs beside their rent.
+
+    Energy of a job: devices x TDP x node_power_over_tdp, plus the network, times the power usage
+    effectiveness, times hours.
+    """
+
+    node_power_over_tdp: Quantity
+    network_w_per_device: Quantity
+    power_usage_effectiveness: Quantity
+    electricity_usd_per_kwh: Quantity
+    carbon_g_per_kwh: Carbon
 
 
 class _Accelerators(Document):
@@ -126,6 +164,11 @@ class _Models(Document):
 class _Rents(Document):
     kind_of_document: ClassVar[str] = "list of rents"
     rents: tuple[Rent, ...]
+
+
+class _Facility(Document):
+    kind_of_document: ClassVar[str] = "facility"
+    facility: Facility
 
 
 class _Sources(Document):
@@ -155,6 +198,12 @@ def models() -> dict[str, ModelEntry]:
 def rents() -> tuple[Rent, ...]:
     """Return all dated rents."""
     return _with_sources(_Rents, "prices.yaml").rents
+
+
+@cache
+def facility() -> Facility:
+    """Return power, electricity and carbon figures."""
+    return _with_sources(_Facility, "facility.yaml").facility
 
 
 @cache

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.architecture import SUPPORTED, architecture_of, block_kinds, graph_of
+from planner.architecture import SUPPORTED, architecture_of
 from planner.catalog import model_config, models
 from planner.errors import DocumentError
 from planner.expressions import resolve_model
 from planner.model import Architecture
+from planner.parameters import block_kinds, graph_of
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None,

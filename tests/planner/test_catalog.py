@@ -21,6 +21,7 @@ from planner.catalog import (
     sources,
 )
 from planner.errors import DocumentError
+from planner.expressions import resolve_cluster
 
 NAMED_BY_THE_DESIGN = (
     "v100-sxm-16gb v100-sxm-32gb a10g a100-sxm-40gb a100-sxm-80gb a100-pcie-80gb a800-sxm-80gb l4 "
@@ -175,6 +176,21 @@ def test_a_rent_is_of_a_known_device_and_dated(rent: catalog.Rent) -> None:
     assert accelerator_name(rent.accelerator) == rent.accelerator
     assert rent.date
     assert 0.1 < (rent.on_demand_usd_per_device_hour or rent.spot_usd_per_device_hour or 0) < 30
+
+
+def test_a_rent_without_its_host_prices_no_node() -> None:
+    parts = [rent for rent in rents() if not rent.whole_node]
+
+    assert {rent.provider for rent in parts} == {"gcp"}
+    assert resolve_cluster("a3-highgpu-8g").price is None
+
+
+def test_energy_of_a_node_is_what_was_measured_at_the_wall() -> None:
+    """Eight H100 drew 6.85 to 7.03 kW in MLPerf training runs."""
+    node_w = 8 * 700 * catalog.facility().node_power_over_tdp.value
+
+    assert 6_800 < node_w < 7_100
+    assert catalog.facility().carbon_g_per_kwh.by_country["FRA"] == 56.0
 
 
 def test_a_spot_price_above_on_demand_is_refused() -> None:
