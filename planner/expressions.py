@@ -58,7 +58,7 @@ def resolve_model(text: str) -> ModelGraph:
             "", f"'{text}' is a Python function; it needs torch, which plans are made without"
         )
     if _is_path(text):
-        return _model_at(Path(text).expanduser(), text)
+        return _model_at(_path(text), text)
     try:
         name = model_name(text)
     except DocumentError as error:
@@ -78,7 +78,7 @@ def resolve_cluster(text: str) -> ClusterSpec:
     if text == "local" or text.startswith("local:"):
         return local.cluster(_ranks(text))
     if _is_path(text):
-        return read(ClusterSpec, Path(text).expanduser())
+        return read(ClusterSpec, _path(text))
     counts, name = _counts(text)
     if len(counts) <= 1 and _is_node_type(name):
         return _of_node_type(node_name(name), nodes_in=counts[0] if counts else 1)
@@ -316,6 +316,13 @@ def _is_path(text: str) -> bool:
         return text.strip() != "" and Path(text).exists()
     except (OSError, ValueError):  # too long, or a null byte: no path
         return False
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # ~somebody who has no home
+        raise DocumentError("", f"cannot be read: {error}", file=text) from error
 
 
 def _model_at(path: Path, text: str) -> ModelGraph:

@@ -67,6 +67,7 @@ def test_an_expression_is_the_cluster_that_it_reads_as(
         ("local:0", "local:N"),
         ("local:many", "local:N"),
         ("nowhere.yaml", "cannot be read"),
+        ("~nobody-of-that-name/x.yaml", "cannot be read"),
         ("h" * 5000, "there is no accelerator"),
         ("a\0b", "names no cluster"),
     ],
