@@ -1,10 +1,11 @@
 """CPU milliseconds of the exact inner solver on pipelines the size of known models.
 
-    python benchmarks/solver_speed.py
+    python benchmarks/solver_speed.py [--ilp SECONDS]
 
 Costs are synthetic: six ways to run a layer, from keeping everything to full recomputation with
 offload, in proportions usual for transformers.  Only the solver's time is meant, not the plans.
-`cold` builds the Pareto sets, `shared` finds them in a store, `chains` are harder layer orders.
+`cold` builds the Pareto sets, `shared` finds them in a store.  With --ilp the integer program gets
+that many seconds for each of the models, and its distance from the exact optimum is shown.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 import time
 from collections.abc import Callable
 
+from planner import ilp
 from planner.frontier import FrontierStore
 from planner.inner import solve
 from planner.instance import Instance, Option, Solution, Stage
@@ -210,14 +212,29 @@ def row(name: str, instance: Instance, repeats: int) -> str:
     )
 
 
+def ilp_row(name: str, instance: Instance, limit_s: float) -> str:
+    exact = solve(instance)
+    start = time.process_time()
+    answer = ilp.solve(instance, time_limit_s=limit_s)
+    taken_s = time.process_time() - start
+    if not isinstance(answer, Solution) or not isinstance(exact, Solution):
+        return f"{name:26} {1e3 * taken_s:9.0f} ms  {type(answer).__name__}"
+    beyond = answer.objective_s / exact.objective_s - 1
+    proof = "optimal" if answer.optimal else f"gap {answer.gap:.1e}"
+    return f"{name:26} {1e3 * taken_s:9.0f} ms  {beyond:+.1e} from the optimum, {proof}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--ilp", type=float, metavar="SECONDS")
+    arguments = parser.parse_args()
     heads = f"{'cold ms':>9} {'shared ms':>9} {'objective s':>11} {'gap':>9}"
     print(f"{'':26} {heads} leaner layers, sizes")
     for name, case in (CASES | CHAINS).items():
-        print(row(name, case(), repeats), flush=True)
+        print(row(name, case(), arguments.repeats), flush=True)
+    for name, case in CASES.items() if arguments.ilp else ():
+        print(ilp_row(name, case(), arguments.ilp), flush=True)
 
 
 if __name__ == "__main__":

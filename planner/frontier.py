@@ -170,6 +170,9 @@ def fastest_choice(
     incumbent; a partial choice whose reduced cost Σ (t + λ x) - min exceeds the difference of the
     two cannot be completed to an optimum, the rest are enumerated group by group.
     """
+    if len(groups) == 1:
+        (runs, count) = groups[0]
+        return _fastest_point(runs.frontier(count), budget_bytes, upper_s)
     relaxed = _relaxation(groups, budget_bytes)
     if relaxed is None or relaxed[0] >= upper_s:
         return None
@@ -212,6 +215,16 @@ def fastest_choice(
         picks[g] = int(kept[g][3][added[point]])
         point = int(before[point])
     return best_s, picks
+
+
+def _fastest_point(
+    points: Frontier, budget_bytes: float, upper_s: float
+) -> tuple[float, list[int]] | None:
+    """Last point of one set within the budget."""
+    at = int(np.searchsorted(points.load_bytes, budget_bytes, side="right")) - 1
+    if at < 0 or points.time_s[at] >= upper_s:
+        return None
+    return float(points.time_s[at]), [at]
 
 
 def _relaxation(groups: Sequence[Group], budget_bytes: float) -> tuple[float, float, float] | None:
