@@ -3,19 +3,20 @@
 A table `x[stage, first, n - 1]` says what `stage` costs with the n layers from `first` on; inf
 where it cannot hold them.  `best_cuts` minimises exactly
 
-    steady · max_s stage_s + Σ_s fill_s + max_s sync_s
+    steady · max_s stage_s + Σ_s fill_s + max_s once_s + ...
 
 by threshold descent: the smallest Σ fill under a ceiling on stage_s is one dynamic program.  With
 its solution (maximum τ, sum S) known, every other split below the ceiling and not below τ costs at
 least as much, so the next ceiling lies strictly below τ; S only grows as the ceiling falls, so
-steady · τ_min + S bounds all that is left.  A ceiling on sync_s descends around it the same way.
+steady · τ_min + S bounds all that is left.  A ceiling on each table whose largest entry counts once
+descends around it the same way.
 
 Among equal sums the dynamic program takes the earliest cuts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,13 +31,26 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Positions 0 = cuts[0] < ... < cuts[P] = L, and the three parts of what they cost."""
+    """Positions 0 = cuts[0] < ... < cuts[P] = L, and the parts of what they cost."""
 
     cuts: tuple[int, ...]
     largest_s: float
     fill_s: float
-    sync_s: float
+    once_s: float
     value_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Costs:
+    """Tables [stage, first, n - 1] of what is minimised; all are inf where a stage cannot hold it.
+
+    `once_s` are tables whose largest entry counts once (they need not be inf anywhere).
+    """
+
+    stage_s: Floats
+    fill_s: Floats
+    once_s: tuple[Floats, ...]
+    steady: float
 
 
 def meets(bound_s: float, incumbent_s: float) -> bool:
@@ -118,58 +132,48 @@ def along(table: Floats, cuts: tuple[int, ...]) -> list[float]:
     ]
 
 
-def price(
-    stage_s: Floats, fill_s: Floats, sync_s: Floats | None, cuts: tuple[int, ...], *, steady: float
-) -> Cuts:
+def price(costs: Costs, cuts: tuple[int, ...]) -> Cuts:
     """Evaluate a split on the tables."""
-    largest_s, sum_s = max(along(stage_s, cuts)), sum(along(fill_s, cuts))
-    once_s = 0.0
-    if sync_s is not None:
-        once_s = max(float(sync_s[first, end - first - 1]) for first, end in pairwise(cuts))
-    return Cuts(cuts, largest_s, sum_s, once_s, steady * largest_s + sum_s + once_s)
+    largest_s = max(along(costs.stage_s, cuts))
+    sum_s = sum(along(costs.fill_s, cuts))
+    once_s = sum(max(along(table, cuts)) for table in costs.once_s)
+    return Cuts(cuts, largest_s, sum_s, once_s, costs.steady * largest_s + sum_s + once_s)
 
 
-def best_cuts(
-    stage_s: Floats,
-    fill_s: Floats,
-    sync_s: Floats | None,
-    *,
-    steady: float,
-    cutoff_s: float = np.inf,
-) -> Cuts | None:
-    """Cheapest split, or None if there is none below `cutoff_s`.
+def best_cuts(costs: Costs, *, cutoff_s: float = np.inf) -> Cuts | None:
+    """Cheapest split, or None if there is none below `cutoff_s`."""
+    return _under_ceilings(Chain(*costs.stage_s.shape), costs, cutoff_s)
 
-    `stage_s`, `fill_s`: [stage, first, n - 1]; `sync_s`: [first, n - 1], None for no such term.
-    """
-    chain = Chain(*stage_s.shape)
-    if sync_s is None:
-        return _descend(chain, stage_s, fill_s, steady=steady, cutoff_s=cutoff_s)
-    every_sync_s = np.broadcast_to(sync_s, stage_s.shape)
-    least_sync_s = chain.smallest_maximum(np.where(np.isfinite(stage_s), every_sync_s, np.inf))
+
+def _under_ceilings(chain: Chain, costs: Costs, cutoff_s: float) -> Cuts | None:
+    """Minimise by a falling ceiling on the first of the tables that count once, if there is one."""
+    if not costs.once_s:
+        return _descend(chain, costs, cutoff_s)
+    first_s, *others_s = costs.once_s
+    least_s = chain.smallest_maximum(np.where(np.isfinite(costs.stage_s), first_s, np.inf))
     best: Cuts | None = None
     ceiling_s = np.inf
-    while ceiling_s >= least_sync_s:
-        allowed = every_sync_s <= ceiling_s
-        found = _descend(
-            chain,
-            np.where(allowed, stage_s, np.inf),
-            np.where(allowed, fill_s, np.inf),
-            steady=steady,
-            cutoff_s=cutoff_s - least_sync_s,
+    while ceiling_s >= least_s:
+        allowed = first_s <= ceiling_s
+        below = replace(
+            costs,
+            stage_s=np.where(allowed, costs.stage_s, np.inf),
+            fill_s=np.where(allowed, costs.fill_s, np.inf),
+            once_s=tuple(others_s),
         )
+        found = _under_ceilings(chain, below, cutoff_s - least_s)
         if found is None:
             break
-        whole = price(stage_s, fill_s, sync_s, found.cuts, steady=steady)
+        whole = price(costs, found.cuts)
         if whole.value_s < cutoff_s:
             best, cutoff_s = whole, whole.value_s
-        ceiling_s = float(np.nextafter(whole.sync_s, -np.inf))
+        ceiling_s = float(np.nextafter(max(along(first_s, found.cuts)), -np.inf))
     return best
 
 
-def _descend(
-    chain: Chain, stage_s: Floats, fill_s: Floats, *, steady: float, cutoff_s: float
-) -> Cuts | None:
+def _descend(chain: Chain, costs: Costs, cutoff_s: float) -> Cuts | None:
     """Minimise steady · max + Σ fill by a falling ceiling on the maximum."""
+    stage_s, fill_s, steady = costs.stage_s, costs.fill_s, costs.steady
     least_max_s = chain.smallest_maximum(stage_s)
     freest = chain.smallest_sum(fill_s)
     if freest is None or not np.isfinite(least_max_s):
@@ -182,7 +186,7 @@ def _descend(
     def under(ceiling_s: float) -> Cuts:
         cuts = chain.smallest_sum(np.where(stage_s <= ceiling_s, fill_s, np.inf))
         assert cuts is not None, "the ceiling is never below the least maximum"
-        return price(stage_s, fill_s, None, cuts, steady=steady)
+        return price(costs, cuts)
 
     tightest = under(least_max_s)
     if tightest.value_s < cutoff_s:

@@ -14,7 +14,7 @@ Layers of a run are alike, so counting them is enough.  Over runs a, stages s, o
     Σ_i level[s,i] = 1                                  the largest transient of a stage is θ_i
     n[a,s,k] <= N_a · Σ_{θ_i >= transient(a,k)} level[s,i]
     Σ n (resident + in_flight · stored) + Σ_i θ_i level[s,i] <= free_s
-    t_s = scale_s · Σ n (forward + backward) + exposed_s <= slowest
+    t_s = scale_s · Σ n (forward + backward) + exposed_s <= slowest    (or each share apart)
     Σ n sync <= longest_sync
 
 Costs of cuts depend on where a cut is.  With them every layer is a run of its own, done[a,s] holds
@@ -203,28 +203,31 @@ def _state_objective(stated: Formulation, done: list[list[Any]]) -> None:
     """Seconds of the stages, of the slowest, of the longest synchronisation, and their sum."""
     instance, program, unit = stated.instance, stated.program, stated.unit_s
     slowest = program.add_variable("slowest", 0)
+    slowest_forward = program.add_variable("slowest_forward", 0)
     longest_sync = program.add_variable("longest_sync", 0)
     total = [instance.steady * slowest, 1.0 * longest_sync]
+    if instance.forward_apart:
+        total.append(instance.steady * slowest_forward)
     for s, stage in enumerate(instance.stages):
         seconds = program.add_variable(f"seconds_{s}", 0)
-        layers = pulp.lpSum(n * (stage.time_scale * o.time_s / unit) for n, o, _ in stated.terms(s))
-        cuts = _cut_terms(stated, done, s)
-        program += (
-            seconds == layers + pulp.lpSum(cuts) + stage.exposed_s / unit,
-            f"time_of_stage{s}",
-        )
-        program += seconds <= slowest, f"stage{s}_is_not_slower_than_the_slowest"
+        scale = stage.time_scale / unit
+        layers = pulp.lpSum(n * (scale * o.time_s) for n, o, _ in stated.terms(s))
+        more = pulp.lpSum(_cut_terms(stated, done, s)) + stage.exposed_s / unit
+        program += seconds == layers + more, f"time_of_stage{s}"
+        if instance.forward_apart:
+            forward = pulp.lpSum(n * (scale * o.forward_s) for n, o, _ in stated.terms(s))
+            forward += 0.5 * more
+            program += forward <= slowest_forward, f"stage{s}_forward_is_within_the_slowest"
+            program += seconds - forward <= slowest, f"stage{s}_backward_is_within_the_slowest"
+        else:
+            program += seconds <= slowest, f"stage{s}_is_within_the_slowest"
         sync = [n * (o.sync_s / unit) for n, o, _ in stated.terms(s) if o.sync_s > 0]
         if sync:
-            program += (
-                pulp.lpSum(sync) <= longest_sync,
-                f"stage{s}_syncs_no_longer_than_the_longest",
-            )
+            program += pulp.lpSum(sync) <= longest_sync, f"stage{s}_syncs_within_the_longest"
         total.append(instance.fill * seconds)
         if instance.credits_s:
             total += [
-                n * (-stage.time_scale * instance.credits_s[stated.runs[a][0]] / unit)
-                for n, _, a in stated.terms(s)
+                n * (-scale * instance.credits_s[stated.runs[a][0]]) for n, _, a in stated.terms(s)
             ]
     program.setObjective(pulp.lpSum(total))
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.cuts import Cuts, best_cuts, meets, price
 from planner.frontier import FrontierStore
@@ -33,9 +32,6 @@ from planner.instance import (
 from planner.knapsack import Knapsacks
 from planner.memory_reach import why_infeasible
 from planner.stage_table import StageTable
-
-Floats = NDArray[np.float64]
-
 
 # Above the rounding that `cuts.meets` forgives, below anything that matters.
 _HAIR = 1e-11
@@ -123,7 +119,7 @@ class _Floor:
 def _best_under(knapsacks: Knapsacks, table: StageTable, cutoff_s: float) -> Solution | None:
     """Best split of the table below the cutoff."""
     if not knapsacks.sync_depends:
-        found = _settled_cuts(table, knapsacks.instance.steady, table.sync_s(), cutoff_s)
+        found = _settled_cuts(table, cutoff_s)
         return None if found is None else _assembled(knapsacks, table, found.cuts)
     return _best_with_sync_by_option(knapsacks, table, cutoff_s)
 
@@ -140,8 +136,7 @@ def _best_with_sync_by_option(
         return None
     best: Solution | None = None
     while True:
-        steady = knapsacks.instance.steady
-        found = _settled_cuts(table, steady, None, cutoff_s - least_sync_s)
+        found = _settled_cuts(table, cutoff_s - least_sync_s)
         if found is None:
             return best
         solution = _assembled(knapsacks, table, found.cuts)
@@ -153,14 +148,11 @@ def _best_with_sync_by_option(
         table.limit_sync(largest_s * (1 - ROUNDING))
 
 
-def _settled_cuts(
-    table: StageTable, steady: float, sync_s: Floats | None, cutoff_s: float
-) -> Cuts | None:
+def _settled_cuts(table: StageTable, cutoff_s: float) -> Cuts | None:
     """Best split of the table with all of its entries exact."""
     known_s = cutoff_s
     while True:
-        fill_s = table.fill_s()
-        found = best_cuts(table.seconds, fill_s, sync_s, steady=steady, cutoff_s=known_s)
+        found = best_cuts(table.costs(), cutoff_s=known_s)
         if found is None:
             assert known_s == cutoff_s, "a split was found below this before"
             return None
@@ -168,8 +160,9 @@ def _settled_cuts(
             return found
         # What the split really takes bounds the search; a hair more, so that it is found again
         # and ties are broken among exact entries alone.
-        actual = price(table.seconds, table.fill_s(), sync_s, found.cuts, steady=steady)
-        hair_s = _HAIR * (steady * actual.largest_s + abs(actual.fill_s) + actual.sync_s)
+        costs = table.costs()
+        actual = price(costs, found.cuts)
+        hair_s = _HAIR * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
         known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))
 
 

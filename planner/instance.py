@@ -9,8 +9,10 @@ t_s the seconds stage s spends on one micro-batch,
     T     = steady · max_s t_s + Σ_s (fill · t_s - credit_s) + max_s Σ_{l in s} sync
 
 T is minimised subject to mem_s <= capacity_s.  1F1B on m micro-batches has steady = m - 1,
-fill = 1 and in_flight_s = min(m, P - s); GPipe has in_flight_s = m and the same T, which is its
-own time exactly when one stage is the slowest both forward and backward, and above it otherwise.
+fill = 1 and in_flight_s = min(m, P - s).  GPipe has in_flight_s = m, and all forwards end before
+the first backward: with `forward_apart` the first term is steady · (max_s f_s + max_s (t_s - f_s)),
+f_s the forward share of t_s (with half of what is exposed and of the cuts).  Without it the term
+above is a lower bound of GPipe's, and equal if one stage is the slowest both ways.
 
 Nothing here searches: `planner.inner` and `planner.ilp` return a `Solution` of an `Instance`.
 """
@@ -96,6 +98,7 @@ class Stage:
 class Instance:
     """A partition problem.  `layers[l]` is the index in `kinds` of the l-th layer of the chain.
 
+    `forward_apart` needs options of one kind to agree in `forward_s`.
     `credits_s[kind]` are seconds per layer that a zero-bubble schedule takes back from the fill
     (scaled like the layer's own time); `cut_s[j]` is charged to both stages that meet before
     layer j (the entries of the two ends of the chain are not read).  Empty means none.
@@ -105,6 +108,7 @@ class Instance:
     kinds: tuple[tuple[Option, ...], ...]
     stages: tuple[Stage, ...]
     steady: float
+    forward_apart: bool = False
     fill: float = 1.0
     credits_s: tuple[float, ...] = ()
     cut_s: tuple[float, ...] = ()
@@ -126,6 +130,10 @@ class Instance:
             f"{len(self.layers)} layers have {len(self.layers) + 1} cut positions",
         )
         _refuse(any(cut < 0 for cut in self.cut_s), "cut_s must not be negative")
+        _refuse(
+            self.forward_apart and any(len({o.forward_s for o in kind}) > 1 for kind in self.kinds),
+            "forward_apart needs one forward_s for all options of a kind",
+        )
 
     def options_of(self, layer: int) -> tuple[Option, ...]:
         """Return the options of the `layer`-th layer of the chain."""
@@ -211,6 +219,7 @@ def priced(
     """Evaluate one split from the raw numbers of the instance, by the formulas of this module."""
     count = len(instance.layers)
     seconds: list[float] = []
+    forward: list[float] = []
     used: list[float] = []
     sync: list[float] = []
     fill_s = 0.0
@@ -221,17 +230,24 @@ def priced(
         if instance.cut_s:
             stage_s += sum(instance.cut_s[j] for j in (cuts[s], cuts[s + 1]) if 0 < j < count)
         seconds.append(stage_s)
+        layers_s = stage.time_scale * sum(o.time_s for o in chosen)
+        forward_s = stage.time_scale * sum(o.forward_s for o in chosen)
+        forward.append(forward_s + (stage_s - layers_s) / 2)
         used.append(stage_bytes(instance, stage, held, options))
         sync.append(sum(o.sync_s for o in chosen))
         credit_s = stage.time_scale * sum(instance.credit_s(layer) for layer in held)
         fill_s += instance.fill * stage_s - credit_s
+    slowest_s = max(seconds)
+    if instance.forward_apart:
+        backward = [t - f for t, f in zip(seconds, forward, strict=True)]
+        slowest_s = max(forward) + max(backward)
     return Solution(
         cuts=tuple(cuts),
         options=tuple(options),
         stage_s=tuple(seconds),
         stage_bytes=tuple(used),
         stage_sync_s=tuple(sync),
-        objective_s=instance.steady * max(seconds) + fill_s + max(sync),
+        objective_s=instance.steady * slowest_s + fill_s + max(sync),
         lower_bound_s=lower_bound_s,
     )
 

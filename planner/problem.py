@@ -127,7 +127,8 @@ class Problem(Document):
     kind_of_document: ClassVar[str] = "problem"
 
     schedule: Literal["1f1b", "gpipe", "custom"] = "1f1b"
-    """Custom: `steady` and every stage's `in_flight` are given."""
+    """Custom: `steady` and every stage's `in_flight` are given.  GPipe ends all forwards before the
+    first backward, so the slowest forward and the slowest backward count apart."""
     micro_batches: MicroBatches = 1
     steady: Coefficient | None = None
     """Times that the slowest stage counts beside the sum of all; micro_batches - 1 if left out."""
@@ -153,6 +154,13 @@ class Problem(Document):
                 f"cut_s: has {len(self.cut_s)} values; between {len(chain)} layers are "
                 f"{len(chain) - 1} places to cut"
             )
+        if self.schedule == "gpipe":
+            for name, kind in self.kinds.items():
+                if len({option.forward_s for option in kind.options}) > 1:
+                    raise ValueError(
+                        f"kinds.{name}.options: differ in forward_s; under gpipe the slowest "
+                        "forward counts apart, and all options of a kind must agree in it"
+                    )
         if self.schedule == "custom":
             if self.steady is None:
                 raise ValueError("steady: is missing; a custom schedule says what it is")
@@ -198,6 +206,7 @@ class Problem(Document):
                 for s, room in enumerate(rooms)
             ),
             steady=steady,
+            forward_apart=self.schedule == "gpipe",
             fill=self.fill,
             cut_s=(0.0, *self.cut_s, 0.0) if self.cut_s else (),
         )

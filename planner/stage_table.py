@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cuts import Chain
+from planner.cuts import Chain, Costs
 from planner.knapsack import Family, Knapsacks, Relaxed
 
 Floats = NDArray[np.float64]
@@ -159,6 +159,31 @@ class StageTable:
             scale = self._knapsacks.time_scale[:, None, None]
             fill_s -= scale * self._over(credits_s[self._knapsacks.layers])
         return _on_grid(fill_s, self._whole_s)
+
+    def costs(self) -> Costs:
+        """What the objective counts of every entry, for the search of cuts."""
+        instance = self._knapsacks.instance
+        once_s = []
+        stage_s = self.seconds
+        if instance.forward_apart:
+            forward_s = self._forward_s()
+            stage_s = stage_s - forward_s
+            once_s.append(instance.steady * forward_s)
+        sync_s = None if self._knapsacks.sync_depends else self.sync_s()
+        if sync_s is not None:
+            once_s.append(np.broadcast_to(sync_s, stage_s.shape))
+        return Costs(stage_s, self.fill_s(), tuple(once_s), instance.steady)
+
+    def _forward_s(self) -> Floats:
+        """[stage, first, n - 1] The forward share, with half of what is exposed and of the cuts."""
+        knapsacks = self._knapsacks
+        share_s = knapsacks.time_scale[:, None, None] * self._over(
+            np.array([kind[0].forward_s for kind in knapsacks.instance.kinds])[knapsacks.layers]
+        )
+        share_s = share_s + knapsacks.exposed_s[:, None, None] / 2
+        return _on_grid(
+            share_s if self._cut_s is None else share_s + self._cut_s / 2, self._whole_s
+        )
 
     def sync_s(self) -> Floats | None:
         """[first, n - 1] Seconds of synchronisation, None if there are none."""

@@ -9,7 +9,9 @@ import random
 from planner.instance import Instance, Option, Stage
 
 
-def random_instance(seed: int, *, sync_by_option: bool = False) -> Instance:
+def random_instance(
+    seed: int, *, sync_by_option: bool = False, forward_apart: bool = False
+) -> Instance:
     """At most 6 layers, 3 stages, 3 options; half of them in whole numbers, so that many tie."""
     rng = random.Random(seed)
     layers = rng.randint(1, 6)
@@ -23,10 +25,11 @@ def random_instance(seed: int, *, sync_by_option: bool = False) -> Instance:
     def kind() -> tuple[Option, ...]:
         resident = number(0, 3)
         sync = number(0, 5) if rng.random() < 0.7 else 0.0
+        forward = number(0, 4)
         return tuple(
             Option(
                 name=f"option {k}",
-                forward_s=number(0, 4),
+                forward_s=forward if forward_apart else number(0, 4),
                 backward_s=number(0, 8),
                 stored_bytes=number(0, 5),
                 transient_bytes=number(0, 4) if rng.random() < 0.7 else 0.0,
@@ -52,6 +55,7 @@ def random_instance(seed: int, *, sync_by_option: bool = False) -> Instance:
             for _ in range(stages)
         ),
         steady=float(rng.choice([0, 1, 3, 7, 31])),
+        forward_apart=forward_apart,
         fill=rng.choice([1.0, 1.0, 0.5, 0.0]),
         credits_s=tuple(number(0, 2) for _ in kinds) if rng.random() < 0.3 else (),
         cut_s=tuple(number(0, 3) for _ in range(layers + 1)) if rng.random() < 0.3 else (),
@@ -61,7 +65,7 @@ def random_instance(seed: int, *, sync_by_option: bool = False) -> Instance:
 def objective_s(instance: Instance, cuts: tuple[int, ...], options: tuple[int, ...]) -> float:
     """Seconds of one split, from the definition; inf if a stage has not the bytes."""
     last = len(instance.stages) - 1
-    stage_s, credit_s, sync_s = [], 0.0, []
+    stage_s, forward_s, credit_s, sync_s = [], [], 0.0, []
     for s, stage in enumerate(instance.stages):
         chosen = [
             instance.kinds[instance.layers[layer]][options[layer]]
@@ -81,11 +85,18 @@ def objective_s(instance: Instance, cuts: tuple[int, ...], options: tuple[int, .
         if instance.cut_s and s < last:
             seconds += instance.cut_s[cuts[s + 1]]
         stage_s.append(seconds)
+        layers_s = sum(o.forward_s + o.backward_s for o in chosen) * stage.time_scale
+        both_ways_s = (seconds - layers_s) / 2
+        forward_s.append(sum(o.forward_s for o in chosen) * stage.time_scale + both_ways_s)
         sync_s.append(sum(o.sync_s for o in chosen))
         if instance.credits_s:
             kinds = instance.layers[cuts[s] : cuts[s + 1]]
             credit_s += stage.time_scale * sum(instance.credits_s[k] for k in kinds)
-    return instance.steady * max(stage_s) + instance.fill * sum(stage_s) - credit_s + max(sync_s)
+    slowest_s = max(stage_s)
+    if instance.forward_apart:
+        backward_s = [t - f for t, f in zip(stage_s, forward_s, strict=True)]
+        slowest_s = max(forward_s) + max(backward_s)
+    return instance.steady * slowest_s + instance.fill * sum(stage_s) - credit_s + max(sync_s)
 
 
 def least_objective_s(instance: Instance) -> float:

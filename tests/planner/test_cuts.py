@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from planner.cuts import Chain, best_cuts
+from planner.cuts import Chain, Costs, best_cuts
 
 
 def every_split(layers: int, stages: int) -> list[tuple[int, ...]]:
@@ -16,27 +16,28 @@ def every_split(layers: int, stages: int) -> list[tuple[int, ...]]:
     return [(0, *cut, layers) for cut in inner]
 
 
-def random_tables(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Stage, fill and sync seconds of a small chain, with holes; half of them whole numbers."""
+def random_tables(seed: int) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:
+    """Stage and fill seconds and two tables that count once; holes, half of it whole numbers."""
     rng = np.random.default_rng(seed)
     stages = int(rng.integers(1, 5))
     layers = int(rng.integers(stages, 9))
     width = int(rng.integers(1, layers - stages + 2))
     shape = (stages, layers, width)
     stage_s, fill_s = rng.uniform(0, 10, shape), rng.uniform(-2, 10, shape)
-    sync_s = rng.uniform(0, 10, shape[1:])
+    once_s = rng.uniform(0, 10, (2, *shape))
     if seed % 2:
-        stage_s, fill_s, sync_s = (np.round(x / 3) for x in (stage_s, fill_s, sync_s))
+        stage_s, fill_s, once_s = (np.round(x / 3) for x in (stage_s, fill_s, once_s))
     outside = np.arange(layers)[:, None] + np.arange(1, width + 1) > layers
     holes = (rng.random(shape) < 0.1) | outside
     stage_s[holes] = fill_s[holes] = np.inf
-    return stage_s, fill_s, sync_s
+    return stage_s, fill_s, tuple(once_s)
 
 
 @pytest.mark.parametrize("seed", range(80))
-@pytest.mark.parametrize("with_sync", [False, True])
-def test_no_split_is_cheaper(seed: int, with_sync: bool) -> None:
-    stage_s, fill_s, sync_s = random_tables(seed)
+@pytest.mark.parametrize("tables", [0, 1, 2])
+def test_no_split_is_cheaper(seed: int, tables: int) -> None:
+    stage_s, fill_s, once_s = random_tables(seed)
+    once_s = once_s[:tables]
     stages, layers, width = stage_s.shape
     steady = [0.0, 1.0, 15.0][seed % 3]
 
@@ -44,16 +45,16 @@ def test_no_split_is_cheaper(seed: int, with_sync: bool) -> None:
         at = [(s, cuts[s], cuts[s + 1] - cuts[s] - 1) for s in range(stages)]
         if any(n >= width or stage_s[s, first, n] == math.inf for s, first, n in at):
             return math.inf
-        once_s = max(sync_s[first, n] for _, first, n in at) if with_sync else 0.0
         return (
             steady * max(stage_s[place] for place in at)
             + sum(fill_s[place] for place in at)
-            + once_s
+            + sum(max(table[place] for place in at) for table in once_s)
         )
 
     best_s = min(map(value_s, every_split(layers, stages)))
 
-    found = best_cuts(stage_s, fill_s, sync_s if with_sync else None, steady=steady)
+    costs = Costs(stage_s, fill_s, once_s, steady)
+    found = best_cuts(costs)
 
     if best_s == math.inf:
         assert found is None
@@ -61,9 +62,7 @@ def test_no_split_is_cheaper(seed: int, with_sync: bool) -> None:
     assert found is not None
     assert found.value_s == pytest.approx(best_s, abs=1e-9)
     assert value_s(found.cuts) == pytest.approx(best_s, abs=1e-9)
-    none_below = best_cuts(
-        stage_s, fill_s, sync_s if with_sync else None, steady=steady, cutoff_s=best_s - 1e-9
-    )
+    none_below = best_cuts(costs, cutoff_s=best_s - 1e-9)
     assert none_below is None
 
 
@@ -83,8 +82,8 @@ def test_a_falling_ceiling_passes_sums_that_look_better() -> None:
     fill_s = stage_s.copy()
     fill_s[1, 2, 0] = 4.0
 
-    few = best_cuts(stage_s, fill_s, None, steady=0.5)
-    many = best_cuts(stage_s, fill_s, None, steady=2.0)
+    few = best_cuts(Costs(stage_s, fill_s, (), steady=0.5))
+    many = best_cuts(Costs(stage_s, fill_s, (), steady=2.0))
 
     assert few is not None and few.cuts == (0, 1, 3)
     assert many is not None and many.cuts == (0, 2, 3)

@@ -59,11 +59,12 @@ def test_the_schema_allows_a_name_for_a_layer() -> None:
     assert {"type": "string"} in definitions["LayerRun"]["anyOf"]
 
 
-def test_gpipe_keeps_every_micro_batch() -> None:
+def test_gpipe_keeps_every_micro_batch_and_counts_forwards_apart() -> None:
     instance = Problem.of(example(schedule="gpipe", micro_batches=6)).instance()
 
     assert {stage.in_flight for stage in instance.stages} == {6}
     assert instance.steady == 5
+    assert instance.forward_apart
 
 
 def test_patterns_repeat_in_order() -> None:
@@ -94,6 +95,17 @@ def test_an_option_may_differ_from_its_kind() -> None:
     assert problem.instance().kinds[0][0].sync_s == 0.5
 
 
+UNEQUAL_FORWARDS = {
+    "block": {
+        "options": [
+            {"name": "keep", "forward_s": 1.0, "backward_s": 2.0},
+            {"name": "offload", "forward_s": 1.1, "backward_s": 2.1},
+        ]
+    },
+    "head": {"options": [{"name": "keep", "forward_s": 1.0, "backward_s": 2.0}]},
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -107,6 +119,10 @@ def test_an_option_may_differ_from_its_kind() -> None:
         ({"schedule": "custom"}, "steady: is missing"),
         ({"schedule": "custom", "steady": 3.0}, "stages[0].in_flight: is missing"),
         ({"schedule": "zigzag"}, "schedule"),
+        (
+            {"schedule": "gpipe", "kinds": UNEQUAL_FORWARDS},
+            "kinds.block.options: differ in forward_s",
+        ),
         ({"stages": [{"capacity_bytes": -1.0}]}, "stages[0].capacity_bytes: is -1.0"),
         ({"layers": [{"layers": ["block"] * 9, "count": 4096}]}, "more than 4096"),
         ({"microbatches": 3}, "did you mean 'micro_batches'?"),
