@@ -163,11 +163,10 @@ def _priced(run: Run, rules: Rules) -> _Priced:
 
 
 def _shape(run: Run, rules: Rules) -> Shape:
-    accelerator = run.cluster.groups[0].accelerator
     return Shape(
         run=run,
         rules=rules,
-        rates=rates(accelerator, run.precision),
+        rates=rates(run, rules),
         micro_batch=min(run.micro_batch, run.global_batch / run.data),
     )
 
@@ -254,11 +253,16 @@ def _layer_pass(priced: _Priced, recompute: str, kind: str) -> _Pass:
     tensor_s = _tensor_s(run, rules, shape, kind, share)
     context_s = _context_s(run, shape) * (1 + share / 2) if is_block else 0.0
     expert_s = _expert_s(run, shape) * (1 + share / 2) if kind == "moe_block" else 0.0
+    if not frozen:
+        accumulated = min(6.0, rules.accumulated_bytes)
+        if run.precision != "fp16":
+            accumulated = rules.accumulated_bytes
+        backward_s += shape.moved_s(accumulated * parameters.count)
     busy_s = forward_s + backward_s + again_s
     shard_s = _shard_s(run, rules, parameters, forward_s, backward_s + again_s)
     host_s = 0.0
     if is_block:
-        host_s = rules.host_forward_s * (1 + share) + rules.host_backward_s
+        host_s = _host_s(run, rules, share)
     return _Pass(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -269,6 +273,18 @@ def _layer_pass(priced: _Priced, recompute: str, kind: str) -> _Pass:
         shard_s=shard_s,
         host_s=max(0.0, host_s - busy_s - tensor_s - context_s - expert_s - shard_s),
     )
+
+
+def _host_s(run: Run, rules: Rules, share: float) -> float:
+    """Least seconds of a block on one micro-batch: the host's Python and launches."""
+    seconds = rules.host_forward_s * (1 + share) + rules.host_backward_s
+    if run.tensor > 1:
+        seconds += rules.host_tensor_s
+        fixed_s, each_s = rules.host_pipelined_s
+        nodes = run.cluster.groups[0].nodes
+        if run.pipeline > 1 and nodes > 1:
+            seconds = max(seconds, fixed_s + each_s * run.tensor)
+    return seconds
 
 
 def _tensor_s(run: Run, rules: Rules, shape: Shape, kind: str, share: float) -> float:
@@ -283,6 +299,8 @@ def _tensor_s(run: Run, rules: Rules, shape: Shape, kind: str, share: float) -> 
         )
     else:
         pair_s = collective_s("all_reduce", size, tensor)
+    if len(tensor) > 1:
+        pair_s += 2 * (run.tensor - 1) * rules.ring_step_s
     if kind == "embedding":
         return pair_s / (2 if shape.sequence_parallel else 1)
     if kind == "head":
@@ -329,6 +347,7 @@ def _shard_s(
     reduce_s = 0.0
     if run.task not in ("lora", "qlora"):
         reduce_s = collective_s("reduce_scatter", rules.reduce_bytes * parameters.count, ranks)
+    gather_s, reduce_s = gather_s / rules.shard_rate, reduce_s / rules.shard_rate
     overlap = rules.shard_overlap
     seen = max((1 - overlap) * gather_s, gather_s - forward_s)
     both = gather_s + reduce_s
@@ -376,7 +395,7 @@ def _transfer_s(run: Run, rules: Rules, shape: Shape) -> float:
     if run.pipeline == 1:
         return 0.0
     size = shape.element_bytes * shape.tokens * run.architecture.hidden_size
-    if shape.sequence_parallel:
+    if shape.sequence_parallel or rules.split_transfers:
         size /= run.tensor
     one_s = collective_s("send_recv", size, group(run, ("pipeline",)))
     return 2 * one_s * run.virtual * (1 - rules.pipeline_overlap)
@@ -400,7 +419,7 @@ def _update_s(
     if replicas == 1 or zero == 3 or not trained:
         return 0.0, optimizer_s
     ranks = group(run, ("data_shard", "context"))
-    wire = rules.reduce_bytes * trained
+    wire = (2 if run.precision == "fp16" else rules.reduce_bytes) * trained
     if zero == 0:
         reduce_s = collective_s("all_reduce", wire, ranks)
         gather_s = 0.0

@@ -47,15 +47,30 @@ class Rules:
     host_forward_s: float = 0.6e-3
     """Python and launches of one block's forward: the least time it takes."""
     host_backward_s: float = 0.7e-3
+    host_tensor_s: float = 0.0
+    """What tensor parallelism adds to one block's forward and backward together."""
+    host_pipelined_s: tuple[float, float] = (0.0, 0.0)
+    """What one block takes where pipelines run over several nodes: a + b x tensor degree."""
+    ring_step_s: float = 0.0
+    """Latency that a ring over the network has per step beyond that of the catalogue."""
     host_step_s: float = 20e-3
     """Once per step: optimizer launches, norms, logging, data."""
     host_micro_batch_s: float = 1.0e-3
     """Once per micro-batch and stage beside its layers."""
+    accumulated_bytes: float = 10.0
+    """Traffic per parameter of adding a micro-batch's gradients to the buffer: read the fresh ones
+    (2) and the sum (4), write the sum (4); 8 where the product itself adds to the buffer."""
+    attention: Literal["fa1", "fa2", "fa3"] = "fa2"
+    """Generation of the fused attention kernel; cuDNN's counts as the third."""
+    shard_rate: float = 1.0
+    """Rate of ZeRO-3 collectives over that of large contiguous ones."""
     dropout: bool = False
     fused: bool = True
     """Norms, activations and residuals are fused kernels."""
     logit_bytes: float = 10.0
     """Bytes per logit at the loss's peak."""
+    split_transfers: bool = True
+    """Between stages each tensor-parallel rank sends its share, whole activations otherwise."""
     split: Split = "even"
     """Layers alike on all stages, or stages alike in parameters with the head counted."""
     reserved: float = 1.05
@@ -73,6 +88,8 @@ MEGATRON = Rules(
     reduce_overlap=0.9,
     gather_overlap=0.9,
     tensor_overlap=0.3,
+    accumulated_bytes=8.0,
+    attention="fa3",
     zero=1,
 )
 
@@ -86,16 +103,29 @@ KNOWN: dict[str, Rules] = {
         host_backward_s=1.2e-3,
         dropout=True,
     ),
-    "deepspeed": Rules(name="deepspeed", host_forward_s=0.8e-3, host_backward_s=1.2e-3, zero=3),
+    "deepspeed": Rules(
+        name="deepspeed", host_forward_s=0.8e-3, host_backward_s=1.2e-3, zero=3, shard_rate=0.1
+    ),
     "nanotron": Rules(
         name="nanotron",
+        host_tensor_s=2.4e-3,
+        host_forward_s=0.8e-3,
+        host_backward_s=1.2e-3,
+        host_pipelined_s=(6.5e-3, 2.5e-3),
+        ring_step_s=40e-6,
         sequence_parallel=True,
         split="by_cost",
         zero=1,
     ),
-    "aleph-alpha-scaling": Rules(name="aleph-alpha-scaling", zero=1),
+    "aleph-alpha-scaling": Rules(name="aleph-alpha-scaling", zero=1, fused=False),
     "llm-foundry-fsdp": Rules(
-        name="llm-foundry-fsdp", zero=3, reduce_bytes=2, weight_bytes=2, gradient_bytes=4
+        name="llm-foundry-fsdp",
+        attention="fa1",
+        accumulated_bytes=0.0,
+        zero=3,
+        reduce_bytes=2,
+        weight_bytes=2,
+        gradient_bytes=4,
     ),
     "internevo": Rules(name="internevo", zero=1, gradient_bytes=2, reduce_bytes=2),
     "fsdp_qlora": Rules(name="fsdp_qlora", zero=3, fused=False),

@@ -19,16 +19,39 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from planner.backends.rules import Rules
-from planner.cluster import Accelerator
 from planner.compute import peak_flops
 from planner.model import Architecture, Experts
 from planner.runs import Run
 
-FP8_GAIN: dict[str, float] = {"fp8": 1.55, "mxfp8": 1.6, "nvfp4": 2.2}
-"""Rate of products over bf16's.  Twice the peak buys 1.3-1.6 times in measured products."""
+FP8_GAIN: dict[str, float] = {"fp8": 1.95, "mxfp8": 1.95, "nvfp4": 3.2}
+"""Rate of large products over bf16's sustained one: best shapes reach 1,403 and 3,433 TFLOP/s in
+fp8 on H100 and B200, and products in 16 bits are held back more by the power limit."""
+
+SUSTAINED: dict[str, float] = {"a100": 1.0, "a800": 1.0, "h100": 0.9, "h200": 0.9, "b200": 0.8}
+"""Share of a short kernel's rate that products keep under a whole step's power, by accelerator."""
+USUAL_SUSTAINED = 0.9
+
+LONG_SEQUENCE = 8192
+"""Tokens at which the catalogue's attention fractions hold."""
+HALF_RATE_TOKENS: dict[str, float] = {"a100": 500.0, "h100": 1200.0, "b200": 2500.0}
+"""Tokens at which fused attention has half of its rate on endless sequences, by accelerator: from
+medians of measured forward kernels at 2,048 and 8,192 tokens (0.55 / 0.64, 0.35 / 0.49)."""
+USUAL_HALF_RATE_TOKENS = 800.0
+SMALL_HEAD = 0.85
+"""Rate of attention with heads of 64 over that with 128 (Dao, 2023, figures 4-6)."""
+OLDER_ATTENTION: dict[str, dict[str, float]] = {
+    "fa1": {"ampere": 0.65, "hopper": 0.5},
+    "fa2": {"ampere": 1.0, "hopper": 0.75},
+    "fa3": {"ampere": 1.0, "hopper": 1.0},
+}
+"""Rate of each generation of fused attention over the catalogue's kernels.  FlashAttention-2 has
+no Hopper instructions and is 1.5-2 times slower there than -3; -1 is about 1.6 times slower than -2
+(Dao, 2023; Shah et al., 2024, arXiv:2407.08608)."""
 ATTENTION_BACKWARD = 2.5
 """Fused attention's backward: 5 products for 2 (Dao, 2022, appendix B)."""
 SCORE_BYTES = 2
+EAGER_NORM_BYTES, EAGER_NORM_BACKWARD_BYTES = 38, 60
+"""Traffic per element of an RMS norm written out in PyTorch, as in `planner.operators`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +67,24 @@ class Rates:
     launch_s: float
 
 
-def rates(accelerator: Accelerator, precision: str) -> Rates:
-    """Return what an accelerator reaches in a precision."""
-    curve = accelerator.curve
+def rates(run: Run, rules: Rules) -> Rates:
+    """Return what a run's accelerator reaches in its precision and with its attention kernels."""
+    accelerator = run.cluster.groups[0].accelerator
+    precision, curve = run.precision, accelerator.curve
+    family = accelerator.name.split("-")[0]
     base = peak_flops(accelerator, "bf16" if precision in FP8_GAIN else precision)  # type: ignore[arg-type]
-    gain = FP8_GAIN.get(precision, 1.0)
+    sustained = SUSTAINED.get(family, USUAL_SUSTAINED)
+    products = curve.matmul * base * sustained
+    half = HALF_RATE_TOKENS.get(family, USUAL_HALF_RATE_TOKENS)
+    length = (1 + half / LONG_SEQUENCE) * run.seq_len / (run.seq_len + half)
+    hopper = "fp8" in accelerator.peak_flops and base > 4e14
+    older = OLDER_ATTENTION[rules.attention]["hopper" if hopper else "ampere"]
+    attention = base * length * older * (SMALL_HEAD if run.architecture.head_dim < 96 else 1.0)
     return Rates(
-        matmul_flops=curve.matmul * base * gain,
-        half_flops=curve.matmul * base,
-        attention_forward_flops=curve.attention_forward * base,
-        attention_backward_flops=curve.attention_backward * base,
+        matmul_flops=products * FP8_GAIN.get(precision, 1.0),
+        half_flops=products,
+        attention_forward_flops=curve.attention_forward * attention,
+        attention_backward_flops=curve.attention_backward * attention,
         memory_bytes_per_s=curve.memory * accelerator.memory_bytes_per_s,
         launch_s=curve.launch_s,
     )
@@ -97,10 +128,13 @@ class Shape:
 
     def product_s(self, rows: float, inner: float, columns: float, count: float = 1.0) -> float:
         """Seconds of `count` matrix products [rows, inner] x [inner, columns]."""
-        size = self.element_bytes * (rows * inner + inner * columns + rows * columns)
+        e = self.element_bytes
+        factors = rows * inner + inner * columns
         if self.run.precision in FP8_GAIN:
-            # Both factors are read in 16 bits and written in 8, once as is and once transposed.
-            size += 2.0 * rows * inner
+            # The input is read in 16 bits and written in 8, as is and transposed; then read.
+            size = factors + 4 * rows * inner + e * rows * columns
+        else:
+            size = e * (factors + rows * columns)
         return count * (
             self.rates.launch_s
             + 2 * rows * inner * columns / self.rates.matmul_flops
@@ -145,15 +179,18 @@ def block(shape: Shape, *, moe: bool) -> Work:
     dropout = shape.rules.dropout
     # Norms, residual sums with dropout, rotary positions; in elements of e bytes.
     stream_moves = 2 * 2 + 2 * (3 + 0.5 * dropout)
-    if not shape.rules.fused:
-        stream_moves += 2 * 10
     moved = e * (r * h * stream_moves + n * (q + k) / t * 2 * (1 if shape.rules.fused else 5))
     moved += mlp_moved
+    moved_back = 1.8 * moved
+    if not shape.rules.fused and a.norm == "rms":
+        # Written out in fp32: upcast, square, mean, scale, downcast, weight.
+        moved += 2 * (EAGER_NORM_BYTES - 2 * e) * r * h
+        moved_back += 2 * (EAGER_NORM_BACKWARD_BYTES - 3.6 * e) * r * h
     qkv = e * n * (q + 2 * k) / t
     stored = 2 * e * r * h  # inputs of both norms
     stored += 2 * e * r * h  # their outputs, kept as the products' inputs
-    if not shape.rules.fused:
-        stored += 2 * (4 + 2) * r * h - 2 * e * r * h
+    if not shape.rules.fused and a.norm == "rms":
+        stored += 2 * 4 * r * h  # the fp32 copies
     stored += qkv + e * n * q / t  # queries, keys, values; the attention's output
     stored += 2 * r * h * dropout + mlp_stored
     attention_bytes = 4 * n * a.heads / t
@@ -169,7 +206,7 @@ def block(shape: Shape, *, moe: bool) -> Work:
         attention_s=forward_s,
         attention_backward_s=backward_s,
         memory_s=shape.moved_s(moved),
-        memory_backward_s=shape.moved_s(1.8 * moved),
+        memory_backward_s=shape.moved_s(moved_back),
         stored_bytes=stored,
         attention_bytes=0.0 if shape.flash else attention_bytes,
         working_bytes=working,
