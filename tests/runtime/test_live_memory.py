@@ -245,7 +245,7 @@ def bytes_at_each_forward(schedule: str) -> tuple[list[int], int]:
     """Return a rank's live bytes as each micro-batch begins, and what one leaves behind."""
     model = cases.transformer()
     engine = Engine(
-        cases.plan(model, pipeline=2, schedule=schedule, micro_batch=1),
+        cases.plan(model, pipeline=2, schedule=schedule, micro_batches=cases.GLOBAL_BATCH),
         model,
         device=torch.device("cpu"),
     )
