@@ -1,0 +1,150 @@
+"""Each command answers on stdout, talks on stderr, and its JSON holds what is promised."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import cli, commands
+from planner import document
+from planner.plan import Plan
+
+DEMO = ("demo-4m", "--cluster", "local:2", "--seq-len", "64", "--global-batch", "8")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def answer(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """Return what a command prints with --json, and nothing else."""
+    assert cli.main([*arguments, "--json"]) == 0
+    output = capfd.readouterr()
+    assert output.err == ""
+    return json.loads(output.out)
+
+
+def test_plan_answers_with_plan_figures_and_proof(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = answer(capfd, "plan", *DEMO, "-o", "plan.yaml")
+
+    assert Plan.of(result["plan"]) == document.read(Plan, "plan.yaml")
+    certificate = result["certificate"]
+    assert certificate["optimal"] and certificate["gap"] == 0
+    assert certificate["lower_bound_s"] <= certificate["objective_s"]
+    assert sum(certificate["counts"].values()) == certificate["configurations"]
+    assert result["step_time_s"] > 0 and result["tokens_per_s"] > 0 and 0 < result["mfu"] < 1
+    assert result["search_s"] < 10
+    for stage in result["peak_memory_bytes"]:
+        assert sum(stage["parts"].values()) == pytest.approx(stage["total"])
+
+
+def test_a_pin_is_kept(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = answer(capfd, "plan", *DEMO, "--fix", "pp=2,recompute=full", "--fix", "schedule=gpipe")
+
+    plan = Plan.of(result["plan"])
+    assert plan.mesh.pipeline == 2 and plan.schedule == "gpipe"
+    assert {item.recompute for stage in plan.stages for item in stage.layers} == {"full"}
+
+
+def test_the_integer_program_finds_the_same_objective(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exact = answer(capfd, "plan", "gpt2", "--cluster", "4xv100-sxm-16gb", "--fix", "pp=2")
+    program = answer(
+        capfd, "plan", "gpt2", "--cluster", "4xv100-sxm-16gb", "--fix", "pp=2", "--solver", "ilp"
+    )
+
+    assert program["certificate"]["objective_s"] == pytest.approx(
+        exact["certificate"]["objective_s"], rel=1e-6
+    )
+
+
+def test_predict_of_a_plan_is_the_prediction_it_came_with(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    planned = answer(capfd, "plan", "gpt2", "--cluster", "8xa100-sxm-80gb", "-o", "plan.yaml")
+
+    predicted = answer(capfd, "predict", "plan.yaml")
+
+    assert predicted["step_time_s"] == planned["step_time_s"]
+    assert predicted["fits"] and "assumptions" in predicted
+
+
+def test_predict_prices_a_layout(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    layout = ("--layout", "tp=2,pp=2,micro_batch=1,recompute=full")
+
+    predicted = answer(capfd, "predict", "llama-3.2-1b", "--cluster", "8xa100-sxm-80gb", *layout)
+
+    assert predicted["layout"].startswith("tp=2 pp=2 dp=2 zero=1 1f1b micro_batch=1x")
+    assert len(predicted["stages"]) == 2
+
+
+def test_nothing_fits_is_told_with_the_closest_miss(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.main(["plan", "llama-3.1-405b", "--cluster", "1xrtx-4090"])
+
+    output = capfd.readouterr()
+    assert code == 1 and output.out == ""
+    assert "no plan of llama-3.1-405b fits 1 x rtx-4090" in output.err
+    assert "The closest" in output.err and "optimizer" in output.err
+
+
+def test_show_writes_a_page_that_needs_no_network_and_a_trace(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answer(capfd, "plan", *DEMO, "--fix", "pp=2", "-o", "plan.yaml")
+
+    answer(capfd, "show", "plan.yaml", "--html", "page.html", "--trace", "trace.json")
+
+    page = Path("page.html").read_text()
+    assert "demo-4m on local:2" in page and 'src="http' not in page
+    trace = json.loads(Path("trace.json").read_text())["traceEvents"]
+    plan = document.read(Plan, "plan.yaml")
+    computed = [event for event in trace if event["ph"] == "X"]
+    assert len(computed) == 2 * 2 * plan.micro_batches
+    assert {event["pid"] for event in computed} == {0, 1}
+
+
+def test_solve_splits_what_a_person_wrote(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("problem.yaml").write_text(
+        "format: 1\nmicro_batches: 4\n"
+        "kinds:\n  block:\n    options: [{name: keep, forward_s: 1.0, backward_s: 2.0}]\n"
+        "layers:\n- {layers: [block], count: 4}\n"
+        "stages:\n- {capacity_bytes: 1.0, count: 2}\n"
+    )
+
+    result = answer(capfd, "solve", "problem.yaml")
+
+    assert result["cuts"] == [0, 2, 4] and result["optimal"]
+    assert result["objective_s"] == pytest.approx((4 - 1) * 6 + 12)
+
+
+@pytest.mark.parametrize("shelf", ["accelerators", "nodes", "models", "prices"])
+def test_the_catalogue_lists(shelf: str, capfd: pytest.CaptureFixture[str]) -> None:
+    least = {"accelerators": 20, "nodes": 15, "models": 25, "prices": 20}[shelf]
+
+    rows = answer(capfd, "catalog", shelf)
+
+    assert len(rows) >= least
+
+
+@pytest.mark.parametrize("command", ["plan", "predict", "solve", "show", "launch", "profile"])
+def test_every_option_of_a_command_is_an_argument_of_its_function(command: str) -> None:
+    shown = {"json", "model", "plan", "solver"}  # rendering, and positional arguments
+
+    options = set(inspect.signature(getattr(cli, command)).parameters) - shown
+
+    assert options <= set(inspect.signature(getattr(commands, command)).parameters)
+
+
+def test_wrong_usage_exits_with_2(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan"]) == 2
+    assert cli.main(["no-such-command"]) == 2
+    assert capfd.readouterr().out == ""
