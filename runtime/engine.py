@@ -8,7 +8,6 @@ Whatever the plan, the losses and weights are those of one process, to rounding.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,8 @@ from runtime.mesh import place_of
 from runtime.optimizer import Optimizer
 from runtime.parallelize import activation_type, parallel_stage
 from runtime.pipeline import Pipeline
-from runtime.source import adapter_of, obstacle
+from runtime.source import adapter_of
+from runtime.supported import supported
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,37 +213,6 @@ class Engine:
             outputs=self._boundary(place.stage, tokens),
             loss=self._micro_batch_loss,
         )
-
-
-def supported(plan: Plan, model: ModelGraph) -> str | None:
-    """Return why this plan cannot be executed for this model, or None if it can."""
-    return next(_obstacles(plan, model), None)
-
-
-def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
-    mesh, architecture = plan.mesh, model.architecture
-    if plan.precision not in ("fp32", "tf32", "bf16"):
-        yield f"precision: {plan.precision} cannot be trained here; use bf16, tf32 or fp32"
-    if mesh.context > 1:
-        yield f"mesh.context: is {mesh.context}; context parallelism cannot be executed; use 1"
-    if mesh.expert > 1:
-        yield f"mesh.expert: is {mesh.expert}; expert parallelism cannot be executed; use 1"
-    if model.edges:
-        yield "the model's graph is not a chain; only chains of layers can be executed"
-    source = obstacle(model, source=plan.model.source, seq_len=plan.seq_len, tensor=mesh.tensor)
-    if source:
-        yield source
-    if mesh.tensor > 1 and architecture is not None:
-        figures = {
-            "seq_len": plan.seq_len,
-            "heads": architecture.heads,
-            "kv_heads": architecture.kv_heads,
-            "ffn_size": architecture.ffn_size,
-            "vocab_size": architecture.vocab_size,
-        }
-        for name, figure in figures.items():
-            if figure % mesh.tensor:
-                yield f"mesh.tensor: {mesh.tensor} does not divide {name} {figure}"
 
 
 def _set_precision(plan: Plan, device: torch.device) -> None:

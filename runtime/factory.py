@@ -98,11 +98,6 @@ class FactoryChain:
         return result
 
 
-def is_factory(source: str) -> bool:
-    """Tell whether a model's source has the form `file.py:factory`."""
-    return re.fullmatch(r".+\.py:\w+", source) is not None
-
-
 def graph_of_factory(source: str, *, seq_len: int) -> ModelGraph:
     """Return the ModelGraph of a user's chain; figures are traced for one sample of `seq_len`.
 

@@ -36,11 +36,13 @@ class Family:
 
 
 FAMILIES = {
+    "gpt2": Family(classes="GPT2", prefix="transformer", embedding="wte", layers="h", norm="ln_f"),
     "llama": Family(classes="Llama"),
     "mistral": Family(classes="Mistral"),
+    "mixtral": Family(classes="Mixtral"),
     "qwen2": Family(classes="Qwen2"),
     "qwen3": Family(classes="Qwen3"),
-    "gpt2": Family(classes="GPT2", prefix="transformer", embedding="wte", layers="h", norm="ln_f"),
+    "qwen3_moe": Family(classes="Qwen3Moe"),
 }
 
 _STYLES: dict[str, TensorStyle | None] = {
@@ -262,14 +264,7 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
             if known is not None and known != figure:
                 raise LaunchError(f"{folder}: {name} is {known}, and the plan's model has {figure}")
     else:
-        if a.family == "llama":
-            figures |= {"attention_bias": a.qkv_bias, "mlp_bias": a.mlp_bias}
-        if a.family == "qwen3":
-            figures |= {"attention_bias": a.qkv_bias}
-        if a.family not in {"gpt2", "llama"}:
-            figures["sliding_window"] = a.sliding_window or None
-        if a.family in ("qwen2", "qwen3"):
-            figures |= {"use_sliding_window": a.sliding_window > 0, "layer_types": _types(a)}
+        figures |= _figures_left_open(a)
         config = AutoConfig.for_model(a.family, **figures, bos_token_id=None, eos_token_id=None)
     for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
         if hasattr(config, name):
@@ -278,19 +273,28 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
     return config
 
 
-def obstacle(architecture: Architecture, *, seq_len: int, tensor: int) -> str | None:
-    """Return why this cannot be run by an adapter of this module, or None."""
-    a = architecture
-    if a.family not in FAMILIES:
-        return (
-            f"no adapter runs the family '{a.family}'; known: reference, {', '.join(FAMILIES)}, "
-            "or your own file.py:factory"
-        )
-    if tensor > 1 and a.family == "gpt2":
-        return "mesh.tensor: transformers has no tensor-parallel plan for gpt2; use 1"
-    if a.positions == "learned" and seq_len > a.max_positions:
-        return f"seq_len: is {seq_len}; the model has {a.max_positions} learned positions"
-    return None
+def _figures_left_open(a: Architecture) -> dict[str, Any]:
+    """Return what a family's configuration says beside the sizes that all have."""
+    result: dict[str, Any] = {}
+    if a.family == "llama":
+        result |= {"attention_bias": a.qkv_bias, "mlp_bias": a.mlp_bias}
+    if a.family in ("qwen3", "qwen3_moe"):
+        result["attention_bias"] = a.qkv_bias
+    if a.family in ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
+        result["sliding_window"] = a.sliding_window or None
+    if a.family in ("qwen2", "qwen3"):
+        result |= {"use_sliding_window": a.sliding_window > 0, "layer_types": _types(a)}
+    if a.experts is not None:
+        result["num_experts_per_tok"] = a.experts.per_token
+    if a.family == "mixtral" and a.experts is not None:
+        result["num_local_experts"] = a.experts.count
+        result["intermediate_size"] = a.experts.ffn_size
+    if a.family == "qwen3_moe" and a.experts is not None:
+        result["num_experts"] = a.experts.count
+        result["moe_intermediate_size"] = a.experts.ffn_size
+        result["mlp_only_layers"] = list(range(a.experts.dense_layers))
+        result["norm_topk_prob"] = True
+    return result
 
 
 def _types(architecture: Architecture) -> list[str]:

@@ -23,6 +23,7 @@ from planner.plan import Plan
 from runtime import checkpoint, data, run
 from runtime.data import Files
 from runtime.run import Device
+from runtime.supported import supported
 
 RANKS_PER_CORE = 4
 """More ranks than cores take turns, which is slow but right; beyond this it is a mistake."""
@@ -122,6 +123,9 @@ def preflight(
     except DocumentError as error:
         raise error.in_file(str(plan_path)) from None
     _check_trains_on_text(model)
+    reason = supported(plan, model)
+    if reason:
+        raise LaunchError(f"{plan_path}: {reason}")
     chosen = device or ("cuda" if cuda_devices() else "cpu")
     warnings = _check_devices(plan, chosen)
     if source is None:

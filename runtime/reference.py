@@ -187,25 +187,3 @@ class Reference:
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Next-token cross-entropy."""
         return next_token_loss(output, targets)
-
-
-def obstacle(architecture: Architecture) -> str | None:
-    """Return the first thing that these figures ask for and the reference does not have."""
-    a = architecture
-    lacks = {
-        "layer norm": a.norm != "rms",
-        "plain MLP": not a.gated_mlp,
-        "positions other than rotary": a.positions != "rotary",
-        "query/key norms": a.qk_norm,
-        "post-norms": a.post_norms,
-        "sliding window": a.sliding_window > 0,
-        "bidirectional attention": not a.causal,
-        "experts": a.experts is not None,
-        "latent attention": a.latent is not None,
-        "image patches": a.patches is not None,
-        "classification head": a.classes > 0 or a.head_transform,
-        "separate embedding width": a.embedding_size not in (0, a.hidden_size),
-        "token types": a.token_types > 0,
-    }
-    lack = next((name for name, lacking in lacks.items() if lacking), None)
-    return f"model.architecture: the reference transformer has no {lack}" if lack else None

@@ -9,7 +9,8 @@ import torch
 from planner.model import ModelGraph
 from runtime import huggingface, reference
 from runtime.adapter import Adapter
-from runtime.factory import FactoryChain, is_factory
+from runtime.factory import FactoryChain
+from runtime.supported import is_factory
 
 
 def adapter_of(
@@ -22,7 +23,7 @@ def adapter_of(
     seed: int,
     weights: Path | None,
 ) -> Adapter:
-    """Return the adapter for a model that `obstacle` has nothing against.
+    """Return the adapter for a model that `supported` has nothing against.
 
     `dtype` is the type of activations.  `weights` is a folder whose config.json, if it has one,
     gives the settings that ModelGraph's figures leave open.
@@ -36,18 +37,3 @@ def adapter_of(
     return huggingface.HuggingFace(
         model, folder=folder, seq_len=seq_len, dtype=dtype, device=device
     )
-
-
-def obstacle(model: ModelGraph, *, source: str, seq_len: int, tensor: int) -> str | None:
-    """Return why no adapter can run this model so, or None."""
-    if is_factory(source):
-        return (
-            "mesh.tensor: a user's own modules cannot be divided by tensor parallelism; use 1"
-            if tensor > 1
-            else None
-        )
-    if model.architecture is None:
-        return f"model: {model.name} has no architecture and its source is no file.py:factory"
-    if model.architecture.family == "reference":
-        return reference.obstacle(model.architecture)
-    return huggingface.obstacle(model.architecture, seq_len=seq_len, tensor=tensor)

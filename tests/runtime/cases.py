@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
-from planner.model import Architecture, Layer, ModelGraph
+from planner.model import Architecture, Experts, ModelGraph
+from planner.parameters import graph_of
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
 
+MIXED = ("mixtral", "qwen3_moe")
+"""Families with a mixture of experts."""
 SEQ_LEN = 16
 GLOBAL_BATCH = 8
 
@@ -32,36 +35,15 @@ def architecture(family: str = "reference", **changes: Any) -> Architecture:
         "qkv_bias": family in ("gpt2", "qwen2"),
         "output_bias": family == "gpt2",
         "mlp_bias": family == "gpt2",
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "experts": Experts(count=4, per_token=2, ffn_size=24) if family in MIXED else None,
     }
     return Architecture(**{**figures, **changes})
 
 
 def transformer(family: str = "reference", **changes: Any) -> ModelGraph:
-    a = architecture(family, **changes)
-    heads = (a.heads + 2 * a.kv_heads) * a.head_dim
-    norm = a.hidden_size * (2 if a.norm == "layer" else 1)
-    block = (
-        a.hidden_size * (heads + a.heads * a.head_dim)
-        + heads * a.qkv_bias
-        + a.hidden_size * a.output_bias
-        + 2 * a.head_dim * a.qk_norm
-        + a.hidden_size * a.ffn_size * (3 if a.gated_mlp else 2)
-        + (a.ffn_size * (2 if a.gated_mlp else 1) + a.hidden_size) * a.mlp_bias
-        + 2 * norm
-    )
-    embedding = a.vocab_size * a.hidden_size
-    positions = a.max_positions * a.hidden_size * (a.positions == "learned")
-    head = norm + embedding * (not a.tied_embeddings)
-    return ModelGraph(
-        name=f"tiny-{family}",
-        architecture=a,
-        layers=(
-            Layer(name="embedding", kind="embedding", parameters=embedding + positions),
-            Layer(name="block", kind="block", repeat=a.layers, parameters=block),
-            Layer(name="head", kind="head", parameters=head),
-        ),
-    )
+    """Return a tiny model whose layers have the parameters that its figures imply."""
+    return graph_of(architecture(family, **changes), name=f"tiny-{family}")
 
 
 def plan(

@@ -75,6 +75,7 @@ def case(
 
 
 TIED = {"tied_embeddings": True}
+HALVES = {"pipeline": 2, "data_shard": 2}
 HYBRID = {"data_replicate": 2, "data_shard": 2}
 # The axes in another order: pipeline on the fastest links, tensor on the slowest.
 OUTSIDE_IN = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
@@ -112,6 +113,8 @@ TWO = (
     ),
     case("tensor, window of 5", "mistral", model={"sliding_window": 5}, tensor=2),
     case("tensor, tied", "qwen2", model=TIED, tensor=2),
+    case("pipeline, recompute full", "mixtral", pipeline=2, recompute="full"),
+    case("zero 3", "qwen3_moe", data_shard=2, zero=3),
     case("data", "factory", data_replicate=2),
     case("zero 3, recompute full", "factory", data_shard=2, zero=3, recompute="full"),
     case("pipeline, recompute selective", "factory", pipeline=2, recompute="selective"),
@@ -176,6 +179,7 @@ FOUR = (
     case("tensor x zero 3, tied", model=TIED, tensor=2, data_shard=2, zero=3),
     case("tensor x zero 3", "qwen3", tensor=2, data_shard=2, zero=3),
     case("pipeline x tensor", "llama", pipeline=2, tensor=2),
+    case("pipeline x zero 1, selective", "qwen3_moe", **HALVES, zero=1, recompute="selective"),
     case("pipeline x zero 1", "factory", pipeline=2, data_shard=2, zero=1),
     case("pipeline x zero 3", "gpt2", pipeline=2, data_shard=2, zero=3),
 )

@@ -10,8 +10,9 @@ import torch
 
 from planner.errors import DocumentError, LaunchError
 from planner.model import ModelGraph
-from runtime.engine import Engine, supported
-from runtime.factory import graph_of_factory, is_factory
+from runtime.engine import Engine
+from runtime.factory import graph_of_factory
+from runtime.supported import supported
 from tests.runtime import cases, chains
 
 CPU = torch.device("cpu")
@@ -125,12 +126,6 @@ def test_a_file_may_bring_its_own_loss(tmp_path: Path) -> None:
     expected = (linear(embedding(tokens[:, :-1])).squeeze(-1) - tokens[:, 1:]).square().mean()
 
     assert engine.step(tokens).loss == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_sources_are_told_apart() -> None:
-    assert is_factory("models/mine.py:factory")
-    assert not is_factory("meta-llama/Llama-3.1-8B")
-    assert not is_factory("mine.py")
 
 
 def test_tensor_parallelism_is_refused() -> None:

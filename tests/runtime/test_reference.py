@@ -121,10 +121,3 @@ def plain_step(model: nn.Sequential, step: int, plan: cases.Plan) -> tuple[float
     model.adamw.step()
     model.adamw.zero_grad()
     return loss.item(), norm.item()
-
-
-def test_what_it_lacks_is_named() -> None:
-    assert reference.obstacle(cases.architecture(qk_norm=True)) == (
-        "model.architecture: the reference transformer has no query/key norms"
-    )
-    assert reference.obstacle(cases.architecture()) is None

@@ -1,0 +1,67 @@
+"""What the engine cannot execute is refused by name, with the way out, before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from planner.model import Edge
+from runtime.supported import LIBRARY_FAMILIES, UNDIVIDED, is_factory, supported
+from tests.runtime import cases
+
+
+@pytest.mark.parametrize("family", ["reference", *LIBRARY_FAMILIES])
+def test_every_family_is_supported_in_one_process(family: str) -> None:
+    graph = cases.transformer(family)
+
+    assert supported(cases.plan(graph), graph) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layout", "message"),
+    [
+        ("llama", {}, {"tensor": 3}, "mesh.tensor: 3 does not divide seq_len 16"),
+        ("llama", {"kv_heads": 1}, {"tensor": 2}, "mesh.tensor: 2 does not divide kv_heads 1"),
+        (
+            "llama",
+            {"vocab_size": 63},
+            {"tensor": 2},
+            "2 does not divide vocab_size 63",
+        ),
+        *((name, {}, {"tensor": 2}, f"does not divide the family {name}") for name in UNDIVIDED),
+        ("llama", {}, {"context": 2}, "mesh.context: is 2; context parallelism cannot"),
+        ("mixtral", {}, {"expert": 2}, "mesh.expert: is 2; expert parallelism cannot"),
+        ("llama", {}, {"precision": "fp16"}, "precision: fp16 cannot be trained here; use bf16"),
+        ("reference", {"qk_norm": True}, {}, "the reference transformer has no query/key norms"),
+        ("mamba", {}, {}, "no adapter runs 'mamba'; known: reference, gpt2"),
+        ("gpt2", {"max_positions": 8}, {}, "seq_len: is 16; the model has 8 learned positions"),
+    ],
+)
+def test_an_obstacle_is_named(
+    family: str, changes: dict[str, Any], layout: dict[str, Any], message: str
+) -> None:
+    graph = cases.transformer(family, **changes)
+
+    assert message in str(supported(cases.plan(graph, **layout), graph))
+
+
+def test_a_graph_that_is_no_chain_is_refused() -> None:
+    edges = (Edge(source="embedding", target="head"),)
+    graph = cases.transformer().model_copy(update={"edges": edges})
+
+    assert "model.edges: the graph is not a chain" in str(supported(cases.plan(graph), graph))
+
+
+def test_sources_are_told_apart() -> None:
+    assert is_factory("models/mine.py:factory")
+    assert not is_factory("meta-llama/Llama-3.1-8B")
+    assert not is_factory("mine.py")
+
+
+def test_the_question_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import runtime.supported"
+
+    subprocess.run([sys.executable, "-c", code], check=True)
