@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from planner.architecture import block_kinds
 from planner.backends.rules import Rules, rules_of
-from planner.backends.states import NOTHING, Parameters, by_kind, states
+from planner.backends.states import EIGHT_BITS, NOTHING, Parameters, by_kind, states
 from planner.backends.work import Shape, Work, block, embedding, head, rates
 from planner.collectives import Levels, collective_s, group_levels
 from planner.plan import Axis, Layout
@@ -419,7 +419,8 @@ def _update_s(
     if replicas == 1 or zero == 3 or not trained:
         return 0.0, optimizer_s
     ranks = group(run, ("data_shard", "context"))
-    wire = (2 if run.precision == "fp16" else rules.reduce_bytes) * trained
+    half = run.precision in ("fp16", *EIGHT_BITS)
+    wire = (2 if half else rules.reduce_bytes) * trained
     if zero == 0:
         reduce_s = collective_s("all_reduce", wire, ranks)
         gather_s = 0.0

@@ -65,8 +65,16 @@ class Rules:
     shard_rate: float = 1.0
     """Rate of ZeRO-3 collectives over that of large contiguous ones."""
     dropout: bool = False
-    fused: bool = True
-    """Norms, activations and residuals are fused kernels."""
+    fused_norm: bool = True
+    """Else RMS norms are written out in fp32."""
+    fused_gate: bool = True
+    """Else SwiGLU is an activation and a product, each with its own tensor."""
+    fused_rotary: bool = True
+    """Else rotated queries and keys are new tensors beside the projection's output."""
+    keeps_gathered: bool = False
+    """With sequence parallelism products keep their gathered inputs, not their own share."""
+    adapters: Literal["attention", "all"] = "all"
+    """Which products of a block have adapters, and so keep their inputs, when the rest is frozen."""
     logit_bytes: float = 10.0
     """Bytes per logit at the loss's peak."""
     split_transfers: bool = True
@@ -79,7 +87,6 @@ class Rules:
     """Share of reserved memory that cannot be used when memory is tight, over allocated."""
     context_bytes: float = 1.0e9
     """CUDA context and library buffers outside the allocator."""
-    shards_with_context: bool = True
 
 
 MEGATRON = Rules(
@@ -90,8 +97,18 @@ MEGATRON = Rules(
     tensor_overlap=0.3,
     accumulated_bytes=8.0,
     attention="fa3",
+    logit_bytes=6.5,
+    adapters="attention",
     zero=1,
 )
+
+EAGER = Rules(
+    name="eager", fused_norm=False, fused_gate=False, fused_rotary=False, accumulated_bytes=0.0
+)
+"""Modules as PyTorch runs them without a compiler."""
+
+TRANSFORMERS = replace(EAGER, name="transformers", logit_bytes=18.0)
+"""Its loss upcasts, shifts and copies the logits: 2 + 4 + 4 + 4 for the softmax + 4 for gradients."""
 
 KNOWN: dict[str, Rules] = {
     "megatron": MEGATRON,
@@ -115,12 +132,18 @@ KNOWN: dict[str, Rules] = {
         ring_step_s=40e-6,
         sequence_parallel=True,
         split="by_cost",
+        fused_gate=False,
+        fused_rotary=False,
+        keeps_gathered=True,
         zero=1,
     ),
-    "aleph-alpha-scaling": Rules(name="aleph-alpha-scaling", zero=1, fused=False),
+    "aleph-alpha-scaling": replace(
+        EAGER, name="aleph-alpha-scaling", zero=1, accumulated_bytes=10.0
+    ),
     "llm-foundry-fsdp": Rules(
         name="llm-foundry-fsdp",
         attention="fa1",
+        logit_bytes=4.0,
         accumulated_bytes=0.0,
         zero=3,
         reduce_bytes=2,
@@ -128,16 +151,16 @@ KNOWN: dict[str, Rules] = {
         gradient_bytes=4,
     ),
     "internevo": Rules(name="internevo", zero=1, gradient_bytes=2, reduce_bytes=2),
-    "fsdp_qlora": Rules(name="fsdp_qlora", zero=3, fused=False),
-    "torchtitan": Rules(name="torchtitan", zero=3, sequence_parallel=True, fused=False),
-    "fms-fsdp": Rules(name="fms-fsdp", zero=3, fused=False),
-    "nemo-automodel": Rules(name="nemo-automodel", zero=3, fused=False),
-    "litgpt": Rules(name="litgpt", zero=3, fused=False),
-    "ms-swift": Rules(name="ms-swift", zero=3, fused=False),
+    "fsdp_qlora": replace(TRANSFORMERS, name="fsdp_qlora", zero=3),
+    "torchtitan": replace(EAGER, name="torchtitan", zero=3, sequence_parallel=True),
+    "fms-fsdp": replace(EAGER, name="fms-fsdp", zero=3),
+    "nemo-automodel": replace(TRANSFORMERS, name="nemo-automodel", zero=3),
+    "litgpt": replace(EAGER, name="litgpt", zero=3),
+    "ms-swift": replace(TRANSFORMERS, name="ms-swift", zero=3),
 }
 
-ZERO_3 = Rules(name="fsdp", zero=3, fused=False)
-FINE_TUNING = Rules(name="fine-tuning", zero=0, fused=False)
+ZERO_3 = replace(EAGER, name="fsdp", zero=3)
+FINE_TUNING = replace(TRANSFORMERS, name="fine-tuning", zero=0)
 
 
 def rules_of(run: Run) -> tuple[Rules, bool]:

@@ -21,6 +21,9 @@ from planner.backends.rules import Rules
 from planner.model import Architecture
 from planner.runs import Run
 
+EIGHT_BITS = ("fp8", "mxfp8", "nvfp4")
+"""Recipes in 8 bits and fewer keep frozen weights so, and sum gradients in bf16."""
+
 ADAPTER_RANK = 16
 """Of a LoRA adapter where the run does not say."""
 
@@ -94,8 +97,14 @@ def _states(run: Run, rules: Rules, zero: int, n: float, ranks: float) -> States
     weight = 4.0 if full_precision else rules.weight_bytes
     master = 0.0 if full_precision else rules.master_bytes
     gradient, moments = float(rules.gradient_bytes), float(rules.moment_bytes)
+    if run.precision in EIGHT_BITS or run.precision == "fp16":
+        gradient = 2.0
     if run.task in ("lora", "qlora"):
         kept = 0.5 + 0.5 * 4 / 64 if run.quantised else weight
+        if run.precision in EIGHT_BITS:
+            kept = 1.0
+        if "params" in run.offload:
+            kept = 0.0
         return States(
             weights_bytes=kept * n / (ranks if zero == 3 else 1),
             gradients_bytes=0.0,

@@ -104,6 +104,16 @@ class Shape:
         """Of an activation."""
         return 4 if self.run.precision in ("fp32", "tf32") else 2
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of a product's input as kept for backward: what it was multiplied as."""
+        return 1 if self.run.precision in FP8_GAIN else self.element_bytes
+
+    @property
+    def adapters_only(self) -> bool:
+        """Whether the MLP's products are frozen without adapters, and keep no inputs."""
+        return self.run.task in ("lora", "qlora") and self.rules.adapters == "attention"
+
     @cached_property
     def sequence_parallel(self) -> bool:
         """Whether the residual stream is divided between tensor-parallel ranks."""
@@ -176,22 +186,28 @@ def block(shape: Shape, *, moe: bool) -> Work:
     forward_s, backward_s, scores = _attention_s(shape, q / t, qk_dim)
     mlp_s, mlp_stored, mlp_moved, mlp_working = _feed_forward(shape, moe=moe)
     products += mlp_s
-    dropout = shape.rules.dropout
+    rules = shape.rules
+    dropout = rules.dropout
     # Norms, residual sums with dropout, rotary positions; in elements of e bytes.
     stream_moves = 2 * 2 + 2 * (3 + 0.5 * dropout)
-    moved = e * (r * h * stream_moves + n * (q + k) / t * 2 * (1 if shape.rules.fused else 5))
+    moved = e * (r * h * stream_moves + n * (q + k) / t * 2 * (1 if fused(shape, "rotary") else 5))
     moved += mlp_moved
     moved_back = 1.8 * moved
-    if not shape.rules.fused and a.norm == "rms":
+    eager_norm = not fused(shape, "norm") and a.norm == "rms"
+    if eager_norm:
         # Written out in fp32: upcast, square, mean, scale, downcast, weight.
         moved += 2 * (EAGER_NORM_BYTES - 2 * e) * r * h
         moved_back += 2 * (EAGER_NORM_BACKWARD_BYTES - 3.6 * e) * r * h
-    qkv = e * n * (q + 2 * k) / t
+    kept = shape.kept_bytes
     stored = 2 * e * r * h  # inputs of both norms
-    stored += 2 * e * r * h  # their outputs, kept as the products' inputs
-    if not shape.rules.fused and a.norm == "rms":
+    inputs = n if rules.keeps_gathered else r
+    stored += kept * inputs * h * (1 if shape.adapters_only else 2)  # outputs, the products' inputs
+    if eager_norm:
         stored += 2 * 4 * r * h  # the fp32 copies
+    qkv = e * n * (q + 2 * k) / t
     stored += qkv + e * n * q / t  # queries, keys, values; the attention's output
+    if not fused(shape, "rotary"):
+        stored += e * n * (q + k) / t
     stored += 2 * r * h * dropout + mlp_stored
     attention_bytes = 4 * n * a.heads / t
     if not shape.flash:
@@ -315,12 +331,29 @@ def _mlp(shape: Shape, tokens: float, width: float) -> tuple[float, float, float
     gates = 2 if a.gated_mlp else 1
     seconds = shape.product_s(tokens, a.hidden_size, gates * width)
     seconds += shape.product_s(tokens, width, a.hidden_size)
-    stored = e * tokens * width * (gates + 1)
+    stored = tokens * width * _mlp_kept_bytes(shape)
     moved = e * tokens * width * (gates + 1)
-    if not shape.rules.fused:
-        stored += e * tokens * width * (gates - 1)
+    if not fused(shape, "gate"):
         moved *= 2
     return seconds, stored, moved, e * tokens * width * (gates + 1)
+
+
+def _mlp_kept_bytes(shape: Shape) -> float:
+    """Return bytes kept per token and unit of width: before the activation, and behind it.
+
+    In 8 bits the activation keeps its input so too, where it is gated.
+    """
+    e = shape.element_bytes
+    gated = shape.run.architecture.gated_mlp
+    before = 2 * (shape.kept_bytes if gated else e) if gated else e
+    behind = 0 if shape.adapters_only else shape.kept_bytes
+    apart = e if gated and not fused(shape, "gate") else 0
+    return before + behind + apart
+
+
+def fused(shape: Shape, part: str) -> bool:
+    """Whether a part of a block (norm, gate, rotary) is one kernel: by its author or a compiler."""
+    return shape.run.compiled or bool(getattr(shape.rules, f"fused_{part}"))
 
 
 def _experts(shape: Shape, experts: Experts) -> tuple[float, float, float, float]:
@@ -337,7 +370,7 @@ def _experts(shape: Shape, experts: Experts) -> tuple[float, float, float, float
     seconds = shape.product_s(rows, h, gates * width, local)
     seconds += shape.product_s(rows, width, h, local)
     seconds += shape.product_s(shape.stream, h, experts.count)
-    stored = e * sent * (2 * h + width * (gates + 1))
+    stored = sent * (2 * shape.kept_bytes * h + width * _mlp_kept_bytes(shape))
     moved = e * (sent * width * (gates + 1) + 6 * sent * h)
     working = e * sent * (2 * h + width)
     shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
