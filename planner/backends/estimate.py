@@ -224,7 +224,7 @@ def _by_cost(run: Run, count: int) -> list[int]:
     for _ in range(count):
         sums += block_cost
         sizes[stage] += 1
-        if stage < run.pipeline - 1 and sums > total * (stage + 1) / run.pipeline:
+        if stage < run.pipeline - 1 and sums >= total * (stage + 1) / run.pipeline * (1 - 1e-9):
             stage += 1
     return sizes
 
@@ -500,9 +500,10 @@ def _memory_parts(priced: _Priced, recompute: str, stage: int) -> dict[str, floa
     if zero == 3:
         local = max(priced.local[kind].count for kind in kinds)
         gathered = 2 * 2 * local + rules.reduce_bytes * local
+    fresh = rules.fresh_gradient_bytes * priced.parameters[stage].count
     return {
         "weights": kept.weights_bytes,
-        "gradients": kept.gradients_bytes,
+        "gradients": kept.gradients_bytes + fresh,
         "optimizer": kept.optimizer_bytes,
         "activations": _in_flight(run, stage) * stored,
         "transient": working,

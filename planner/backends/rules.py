@@ -23,6 +23,8 @@ class Rules:
     weight_bytes: int = 2
     gradient_bytes: int = 4
     """Of the buffer in which gradients are summed."""
+    fresh_gradient_bytes: int = 0
+    """Of gradients in the working type that stay beside the buffer until the reduction."""
     master_bytes: int = 4
     """Of fp32 parameters beside the working ones; 0 where the working ones are fp32."""
     moment_bytes: int = 8
@@ -77,6 +79,10 @@ class Rules:
     """Which products of a block have adapters, and so keep their inputs, when the rest is frozen."""
     logit_bytes: float = 10.0
     """Bytes per logit at the loss's peak."""
+    fused_softmax: bool = True
+    """Else unfused attention keeps scores in 16 and 32 bits."""
+    divided_logits: bool = True
+    """With tensor parallelism the loss works on its share of the vocabulary; else on all of it."""
     split_transfers: bool = True
     """Between stages each tensor-parallel rank sends its share, whole activations otherwise."""
     split: Split = "even"
@@ -134,11 +140,23 @@ KNOWN: dict[str, Rules] = {
         split="by_cost",
         fused_gate=False,
         fused_rotary=False,
-        keeps_gathered=True,
+        fresh_gradient_bytes=2,
+        logit_bytes=14.0,
+        reserved=1.12,
+        fit_slack=1.18,
         zero=1,
     ),
     "aleph-alpha-scaling": replace(
-        EAGER, name="aleph-alpha-scaling", zero=1, accumulated_bytes=10.0
+        EAGER,
+        name="aleph-alpha-scaling",
+        zero=1,
+        gradient_bytes=2,
+        accumulated_bytes=6.0,
+        logit_bytes=18.0,
+        divided_logits=False,
+        fused_softmax=False,
+        keeps_gathered=True,
+        fit_slack=1.1,
     ),
     "llm-foundry-fsdp": Rules(
         name="llm-foundry-fsdp",

@@ -50,6 +50,8 @@ no Hopper instructions and is 1.5-2 times slower there than -3; -1 is about 1.6 
 ATTENTION_BACKWARD = 2.5
 """Fused attention's backward: 5 products for 2 (Dao, 2022, appendix B)."""
 SCORE_BYTES = 2
+GATHERED_LOGIT_BYTES = 4
+"""Per logit of bringing all shares together: the parts in 16 bits and their concatenation."""
 EAGER_NORM_BYTES, EAGER_NORM_BACKWARD_BYTES = 38, 60
 """Traffic per element of an RMS norm written out in PyTorch, as in `planner.operators`."""
 
@@ -213,6 +215,9 @@ def block(shape: Shape, *, moe: bool) -> Work:
     if not shape.flash:
         attention_bytes = scores * SCORE_BYTES * (2.5 if dropout else 1.0)
         moved_scores = scores * SCORE_BYTES * (6.5 if dropout else 4.0)
+        if not rules.fused_softmax:
+            attention_bytes += 4 * scores
+            moved_scores += 10 * scores
         forward_s += shape.moved_s(moved_scores)
         backward_s += shape.moved_s(1.5 * moved_scores)
     stored += attention_bytes
@@ -236,6 +241,9 @@ def head(shape: Shape) -> Work:
     t, n, r = run.tensor, shape.tokens, shape.stream
     e, h, vocabulary = shape.element_bytes, a.hidden_size, float(a.vocab_size)
     logits = n * vocabulary / t
+    held = logits
+    if t > 1 and not shape.rules.divided_logits:
+        held = n * vocabulary * (1 + GATHERED_LOGIT_BYTES / shape.rules.logit_bytes)
     size = 2 * (n * h + h * vocabulary / t + logits)
     products = 2 * n * h * vocabulary / t / shape.rates.half_flops + shape.moved_s(size)
     return Work(
@@ -246,7 +254,7 @@ def head(shape: Shape) -> Work:
         memory_backward_s=shape.moved_s(logits * 12 + 6 * e * r * h),
         stored_bytes=2 * e * r * h,
         attention_bytes=0.0,
-        working_bytes=shape.rules.logit_bytes * logits + e * n * h,
+        working_bytes=shape.rules.logit_bytes * held + e * n * h,
         input_bytes=e * r * h,
     )
 
