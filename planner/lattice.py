@@ -34,22 +34,20 @@ from planner.frontier import FrontierStore
 from planner.graph_instance import GraphInstance, GraphSolution, Method, Undecided
 from planner.ideals import Ideals, ideals
 from planner.inner import solve
-from planner.instance import ROUNDING, Infeasible, Solution, leanest_bytes
+from planner.instance import Infeasible, Solution, leanest_bytes
 from planner.knapsack import Knapsacks
 from planner.orders import Order, orders
-from planner.paths import Path, cheapest, priced_path
+from planner.paths import Path
+from planner.settled import best_split
 from planner.step_table import Known, StepTable
 from planner.units import bytes_text
 
-Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 # Ceiling to begin with over the fluid bound, and how much it rises while nothing fits under it.
 _FIRST, _RISE = 1.06, 1.06
 # Ceilings this close together are not worth a search of their own.
 _LEAST_RISE = 1.002
-# Above the rounding that `cuts.meets` forgives, below anything that matters.
-_HAIR = 1e-11
 
 
 def solve_graph(
@@ -153,48 +151,14 @@ class Lattice:
             cut_s=self._cut_s,
             known=self._known,
         )
-        if not self._knapsacks.sync_depends:
-            found = self._settled_path(table, table.sync_s, _objective_s(best))
-            return best if found is None else self._assembled(table, found)
-        return self._with_sync_by_option(table, best)
-
-    def _with_sync_by_option(
-        self, table: StepTable, best: GraphSolution | None
-    ) -> GraphSolution | None:
-        """Best split by a falling limit on the sync of every stage, which enters the knapsacks."""
-        least_s = np.zeros(len(table.paths)) if table.sync_s is None else table.sync_s
-        held_s = np.where(np.isfinite(table.stage_s), least_s, np.inf)
-        least_sync_s = table.paths.smallest_maximum(held_s)
-        while least_sync_s < math.inf:
-            found = self._settled_path(table, None, _objective_s(best) - least_sync_s)
-            if found is None:
-                break
-            candidate = self._assembled(table, found)
-            if candidate.objective_s < _objective_s(best):
-                best = candidate
-            largest_s = max(candidate.split.stage_sync_s)
-            if largest_s <= least_sync_s * (1 + ROUNDING):
-                break
-            table.limit_sync(largest_s * (1 - ROUNDING))
-        return best
-
-    def _settled_path(
-        self, table: StepTable, sync_s: Floats | None, cutoff_s: float
-    ) -> Path | None:
-        """Cheapest path below the cutoff, with all of its steps exact."""
-        steady = self._problem.steady
-        known_s = cutoff_s
-        while True:
-            fill_s = table.fill_s()
-            found = cheapest(
-                table.paths, table.stage_s, fill_s, sync_s, steady=steady, cutoff_s=known_s
-            )
-            if found is None or not table.settle(found.steps):
-                return found
-            # What the path really takes bounds the search; a hair more, so that it is found again.
-            actual = priced_path(table.stage_s, table.fill_s(), sync_s, found.steps, steady=steady)
-            hair_s = _HAIR * (steady * actual.largest_s + abs(actual.fill_s) + actual.sync_s)
-            known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))
+        better = best_split(
+            table.paths,
+            table,
+            lambda path: self._assembled(table, path),
+            steady=self._problem.steady,
+            cutoff_s=math.inf if best is None else best.objective_s,
+        )
+        return best if better is None else better
 
     def _assembled(self, table: StepTable, path: Path) -> GraphSolution:
         """Choose the options of every stage and evaluate the split as that of a chain."""
@@ -207,10 +171,6 @@ class Lattice:
         order = tuple(layer for held in stages for layer in held)
         cuts = tuple(accumulate((len(held) for held in stages), initial=0))
         return _named(problem, order, assembled(problem.chain_along(order), cuts, options))
-
-
-def _objective_s(best: GraphSolution | None) -> float:
-    return math.inf if best is None else best.objective_s
 
 
 def _named(
@@ -233,7 +193,7 @@ def _best_order(
 ) -> GraphSolution | None:
     """Best of `best` and of several orders, each solved exactly as a chain."""
     for order in orders(problem).values():
-        cutoff_s = _objective_s(best)
+        cutoff_s = math.inf if best is None else best.objective_s
         answer = solve(problem.chain_along(order), cutoff_s=cutoff_s, frontiers=store)
         if isinstance(answer, Solution):
             best = _named(problem, order, answer, "orders")

@@ -84,6 +84,7 @@ class StepTable:
         self._credit_s = self._over(credits_s, knapsacks.time_scale) if credits_s.any() else None
         sync_s = knapsacks.options.sync_s.min(axis=1)
         self.sync_s = self._over(sync_s, np.ones(len(hops))) if sync_s.any() else None
+        self.sync_depends = knapsacks.sync_depends
         self.sync_limit_s = np.inf
         self.stage_s = self._bounds()
         self.settled: Booleans = ~np.isfinite(self.stage_s)
