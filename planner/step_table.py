@@ -89,7 +89,7 @@ class StepTable:
         self.stage_s = self._bounds()
         self.settled: Booleans = ~np.isfinite(self.stage_s)
         # Sync of the choice that settled a step; read only where options differ in it.
-        self._used_s = np.zeros(len(self.paths) if knapsacks.sync_depends else 0)
+        self._used_s = np.zeros(len(self.paths) if self.sync_depends else 0)
         self._recall()
 
     def fill_s(self) -> Floats:
@@ -144,14 +144,18 @@ class StepTable:
         What a step was settled at stays a lower bound, and exact if its choice keeps the limit.
         """
         self.sync_limit_s = limit_s
-        self.settled &= ~np.isfinite(self.stage_s) | (self._used_s <= limit_s)
+        if self.sync_depends:
+            self.settled &= ~np.isfinite(self.stage_s) | (self._used_s <= limit_s)
+        elif self.sync_s is not None:
+            self.stage_s[self.sync_s > limit_s] = np.inf
+            self.settled |= self.sync_s > limit_s
 
     def _write(self, stage: int, code: int, found: Settled) -> None:
         steps = self.paths.steps(stage)
         same = steps.start + np.flatnonzero(self.content[steps] == code)
         self.stage_s[same] = found.time_s * self._knapsacks.time_scale[stage] + self._fixed_s[same]
         self.settled[same] = True
-        if len(self._used_s):
+        if self.sync_depends:
             self._used_s[same] = found.sync_s
 
     def _recall(self) -> None:

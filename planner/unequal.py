@@ -1,0 +1,183 @@
+"""The exact solver for unequal devices: the order of their types along the pipeline, and the cuts.
+
+    solve_unequal(problem) -> UnequalSolution     no order, cuts and options take less
+                            | Infeasible          none fit in memory
+
+Between two stages a split is in a state (layers so far, stages used of each type, type before, type
+after), and takes one step per stage: `planner.unequal_steps` has the steps, `planner.paths` finds
+the cheapest path exactly.  A ceiling on stage seconds keeps the states few (`planner.reach`), and
+rises until it is high enough: a split with a stage above it takes at least
+
+    steady · ceiling + Σ_l min_g (fill · time_scale_g · t_gl - credit) + fill · Σ exposed + sync
+
+with the fastest options t_gl of layer l on type g, and a least sync of the mean over stages or of
+the one layer with the most.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from planner.assembly import assembled, fastest_options
+from planner.cuts import meets
+from planner.frontier import FrontierStore
+from planner.ideals import Ideals, ideals
+from planner.instance import Infeasible, leanest_bytes
+from planner.knapsack import Knapsacks
+from planner.paths import Path
+from planner.reach import Reach
+from planner.settled import best_split
+from planner.step_table import Known
+from planner.unequal_instance import UnequalInstance, UnequalSolution
+from planner.unequal_steps import UnequalSteps
+from planner.units import bytes_text
+
+# Ceiling to begin with over the least that could do, and its rise while nothing fits under it.
+_FIRST, _RISE = 1.06, 1.1
+
+
+def solve_unequal(
+    problem: UnequalInstance, *, frontiers: FrontierStore | None = None
+) -> UnequalSolution | Infeasible:
+    """Minimise the time of `problem` over all orders of its device types, cuts and options."""
+    layers, stages = len(problem.layers), len(problem.in_flight)
+    if stages > layers:
+        return Infeasible(f"{stages} stages need as many layers; the chain has {layers}")
+    search = _Search(problem, frontiers if frontiers is not None else FrontierStore())
+    if search.least_s == math.inf:
+        return Infeasible(_why_infeasible(problem))
+    best: UnequalSolution | None = None
+    searched_s, ceiling_s = -math.inf, min(_FIRST * search.least_s, search.whole_s)
+    while ceiling_s > searched_s:
+        best = search.under(ceiling_s, best)
+        searched_s = ceiling_s
+        ceiling_s = search.needed_s(best, searched_s)
+    return Infeasible(_why_infeasible(problem)) if best is None else best
+
+
+class _Search:
+    """One problem under rising ceilings; `least_s` is the first that can do, `whole_s` the last."""
+
+    def __init__(self, problem: UnequalInstance, store: FrontierStore) -> None:
+        self._problem = problem
+        self._knapsacks = [
+            Knapsacks(problem.all_of(number), store) for number in range(len(problem.types))
+        ]
+        self._known: list[Known] = [{} for _ in problem.types]
+        self._every = _ideals_of_chain(len(problem.layers))
+        self._reach = Reach(self._knapsacks, [one.stages for one in problem.types])
+        self._rest_s = self._least_besides_s()
+        self.whole_s = self._longest_stage_s()
+        self.least_s = self._reach.least_s(self.whole_s)
+
+    def _longest_stage_s(self) -> float:
+        """Seconds of all layers in their slowest options on the slowest type."""
+        problem = self._problem
+        cuts_s = [cut for row in problem.cut_s for cuts in row for cut in cuts]
+        longest_s = 0.0
+        for one, knapsacks in zip(problem.types, self._knapsacks, strict=True):
+            options = knapsacks.options
+            slowest_s = options.time_s.max(axis=1, where=options.present, initial=0.0)
+            own_s = one.time_scale * float(slowest_s[knapsacks.layers].sum())
+            longest_s = max(longest_s, own_s + one.exposed_s + 2 * max(cuts_s, default=0.0))
+        return longest_s * (1 + 1e-9)
+
+    def _least_besides_s(self) -> float:
+        """Least sum over stages and least sync: what a split takes besides its slowest stage."""
+        problem = self._problem
+        credits_s = np.array(problem.credits_s) if problem.credits_s else np.zeros(1)
+        gain_s, sync_s = [], []
+        for one, knapsacks in zip(problem.types, self._knapsacks, strict=True):
+            own_s = problem.fill * knapsacks.options.least_time_s - credits_s
+            gain_s.append((one.time_scale * own_s)[knapsacks.layers])
+            sync_s.append(knapsacks.options.sync_s.min(axis=1)[knapsacks.layers])
+        least_sync_s = np.min(sync_s, axis=0)
+        once_s = max(float(least_sync_s.max()), float(least_sync_s.sum()) / len(problem.in_flight))
+        exposed_s = sum(one.stages * one.exposed_s for one in problem.types)
+        return float(np.min(gain_s, axis=0).sum()) + problem.fill * exposed_s + once_s
+
+    def needed_s(self, best: UnequalSolution | None, searched_s: float) -> float:
+        """Ceiling above which no split can be better, or one somewhat higher if none is known."""
+        steady = self._problem.steady
+        if best is None:
+            return min(_RISE * searched_s, self.whole_s)
+        if meets(steady * searched_s + self._rest_s, best.split.objective_s):
+            return searched_s
+        if steady == 0:
+            return self.whole_s
+        return min((best.split.objective_s - self._rest_s) / steady, self.whole_s)
+
+    def under(self, ceiling_s: float, best: UnequalSolution | None) -> UnequalSolution | None:
+        """Best split with no stage above the ceiling, if it is better than `best`."""
+        ends = self._reach.ends(ceiling_s)
+        ranges = self._reach.ranges(ends)
+        if not self._reach.arrives(ranges):
+            return best
+        steps = UnequalSteps(
+            self._problem,
+            self._knapsacks,
+            every=self._every,
+            known=self._known,
+            ends=ends,
+            ranges=ranges,
+        )
+        better = best_split(
+            steps.paths,
+            steps,
+            lambda path: self._assembled(steps, path),
+            steady=self._problem.steady,
+            cutoff_s=math.inf if best is None else best.split.objective_s,
+        )
+        return best if better is None else better
+
+    def _assembled(self, steps: UnequalSteps, path: Path) -> UnequalSolution:
+        """Choose the options of every stage and evaluate the split from raw numbers."""
+        problem = self._problem
+        order, cuts, options = [], [0], []
+        for stage, step in enumerate(path.steps):
+            number = int(steps.type_of[step])
+            held = steps.tables[number].layers(int(steps.entry[step]))
+            kinds = [problem.layers[layer] for layer in held]
+            options += fastest_options(self._knapsacks[number], kinds, stage, steps.sync_limit_s)
+            order.append(number)
+            cuts.append(cuts[-1] + len(held))
+        return UnequalSolution(
+            names=tuple(one.name for one in problem.types),
+            order=tuple(order),
+            split=assembled(problem.in_order(order, cuts), cuts, options),
+        )
+
+
+def _ideals_of_chain(layers: int) -> Ideals:
+    found = ideals([[layer + 1] for layer in range(layers - 1)] + [[]], most=layers + 1)
+    assert found is not None, "a chain has one ideal more than layers"
+    return found
+
+
+def _why_infeasible(problem: UnequalInstance) -> str:
+    """Say what all layers need on the roomiest type, and what all stages together have."""
+    layers = range(len(problem.layers))
+    instances = [problem.all_of(number) for number in range(len(problem.types))]
+    for layer in layers:
+        alone = range(layer, layer + 1)
+        short = [
+            leanest_bytes(one, stage, alone) - stage.free_bytes
+            for one in instances
+            for stage in one.stages
+        ]
+        if min(short) > 0:
+            return (
+                f"layer {layer} alone fits on no device: at best it lacks {bytes_text(min(short))}"
+            )
+    needs = min(
+        leanest_bytes(one, min(one.stages, key=lambda stage: stage.in_flight), layers)
+        for one in instances
+    )
+    free = sum(one.stages * (one.capacity_bytes - one.fixed_bytes) for one in problem.types)
+    names = " and ".join(f"{one.stages} x {one.name}" for one in problem.types)
+    return (
+        f"no order of {names} and no cuts fit: in their leanest options all layers need at least "
+        f"{bytes_text(needs)}, and the stages have {bytes_text(free)} free"
+    )

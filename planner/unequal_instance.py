@@ -1,0 +1,144 @@
+"""Stages on unequal devices: the order of the device types along the pipeline, and the cuts.
+
+Some stages run on devices of one type, some on another (4 A100 and 8 V100, one stage each).  Which
+type stands where is as free as where to cut: memory for micro-batches in flight draws the large
+devices to the front, a heavy head draws the fast ones to the end, and no rule of thumb holds.
+
+A stage of type g at position s is a stage of `planner.instance` with the pace, the bytes and the
+options of its type and the micro-batches in flight of its position.  Where types g and h meet
+before layer j, both stages are charged cut_s[g][h][j].  The objective is the same:
+
+    T = steady · max_s t_s + Σ_s (fill · t_s - credit_s) + max_s Σ_{l in s} sync
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from planner.instance import Instance, Option, Solution, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceType:
+    """Devices of one type, on which `stages` stages of the pipeline run.
+
+    `kinds[kind]` are the options of each kind of layer on this type; `time_scale` multiplies
+    their seconds.
+    """
+
+    name: str
+    stages: int
+    kinds: tuple[tuple[Option, ...], ...]
+    capacity_bytes: float
+    fixed_bytes: float = 0.0
+    time_scale: float = 1.0
+    exposed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise ValueError(f"{self.name!r} has {self.stages} stages; leave out unused types")
+
+    def at(self, in_flight: float) -> Stage:
+        """Return a stage of this type with so many micro-batches in flight."""
+        return Stage(
+            capacity_bytes=self.capacity_bytes,
+            in_flight=in_flight,
+            time_scale=self.time_scale,
+            exposed_s=self.exposed_s,
+            fixed_bytes=self.fixed_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnequalInstance:
+    """A partition problem on several device types; every stage of every type is used.
+
+    `layers[l]` is the kind of layer l; `in_flight[s]` counts micro-batches by position.
+    `cut_s[g][h][j]` is charged to both stages that meet before layer j, the first of type g, the
+    second of type h; empty means none.
+    """
+
+    layers: tuple[int, ...]
+    types: tuple[DeviceType, ...]
+    in_flight: tuple[float, ...]
+    steady: float
+    fill: float = 1.0
+    credits_s: tuple[float, ...] = ()
+    cut_s: tuple[tuple[tuple[float, ...], ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.types:
+            raise ValueError("an instance needs at least one device type")
+        if sum(one.stages for one in self.types) != len(self.in_flight):
+            raise ValueError(
+                f"in_flight has {len(self.in_flight)} positions; the types have "
+                f"{sum(one.stages for one in self.types)} stages"
+            )
+        if len({len(one.kinds) for one in self.types}) > 1:
+            raise ValueError("every type needs the options of every kind")
+        count = len(self.types)
+        if self.cut_s and (
+            [len(row) for row in self.cut_s] != [count] * count
+            or any(len(cuts) != len(self.layers) + 1 for row in self.cut_s for cuts in row)
+        ):
+            raise ValueError(
+                f"cut_s needs {count} x {count} rows of {len(self.layers) + 1} positions"
+            )
+        if any(not cut >= 0 for row in self.cut_s for cuts in row for cut in cuts):
+            raise ValueError("cut_s must not be negative")
+        for number in range(count):
+            self.all_of(number)  # checks the rest
+
+    def all_of(self, number: int) -> Instance:
+        """Return the chain with every stage on devices of one type, cuts free of charge."""
+        one = self.types[number]
+        return Instance(
+            layers=self.layers,
+            kinds=one.kinds,
+            stages=tuple(one.at(in_flight) for in_flight in self.in_flight),
+            steady=self.steady,
+            fill=self.fill,
+            credits_s=self.credits_s,
+        )
+
+    def in_order(self, order: Sequence[int], cuts: Sequence[int]) -> Instance:
+        """Return the chain of one split, each layer with the options of its stage's type.
+
+        Only that split means anything in it: elsewhere layers would move to other types.
+        """
+        kinds = len(self.types[0].kinds)
+        layers: list[int] = []
+        for number, (first, end) in zip(order, pairwise(cuts), strict=True):
+            layers += [number * kinds + kind for kind in self.layers[first:end]]
+        cut_s = [0.0] * (len(self.layers) + 1)
+        if self.cut_s:
+            for (before, after), cut in zip(pairwise(order), cuts[1:-1], strict=True):
+                cut_s[cut] = self.cut_s[before][after][cut]
+        return Instance(
+            layers=tuple(layers),
+            kinds=tuple(table for one in self.types for table in one.kinds),
+            stages=tuple(
+                self.types[number].at(in_flight)
+                for number, in_flight in zip(order, self.in_flight, strict=True)
+            ),
+            steady=self.steady,
+            fill=self.fill,
+            credits_s=self.credits_s * len(self.types),
+            cut_s=tuple(cut_s),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnequalSolution:
+    """The type of each stage, and the split of the chain between them."""
+
+    names: tuple[str, ...]
+    order: tuple[int, ...]
+    split: Solution
+
+    @property
+    def stage_types(self) -> tuple[str, ...]:
+        """Name of the device type of each stage."""
+        return tuple(self.names[number] for number in self.order)
