@@ -123,11 +123,11 @@ def preflight(
     except DocumentError as error:
         raise error.in_file(str(plan_path)) from None
     _check_trains_on_text(model)
+    chosen = device or ("cuda" if cuda_devices() else "cpu")
+    warnings = _check_devices(plan, chosen)
     reason = supported(plan, model)
     if reason:
         raise LaunchError(f"{plan_path}: {reason}")
-    chosen = device or ("cuda" if cuda_devices() else "cpu")
-    warnings = _check_devices(plan, chosen)
     if source is None:
         files = data.files(data.standard_library(), suffixes=[".py"])
         warnings.append(f"no data is named; training on Python's own sources in {files.source}")
