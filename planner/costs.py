@@ -232,6 +232,22 @@ class CostTables:
             assumptions=shared.assumptions,
         )
 
+    def fastest_s(self, layout: Layout, recompute: Recompute | None = None) -> dict[str, float]:
+        """Return least forward and backward seconds of each kind on one micro-batch.
+
+        Sharding, which only adds to them, is left out, so that they are the same for many layouts.
+        With `recompute` only that choice counts.
+        """
+        figures = self._kind_figures(self._setting(layout), layout)
+        return {
+            kind: min(
+                figure.whole_forward_s + figure.whole_backward_s
+                for choice, figure in zip(RECOMPUTES, figures_of_kind, strict=True)
+                if recompute in (None, choice)
+            )
+            for kind, figures_of_kind in figures.items()
+        }
+
     def _shared(self, layout: Layout) -> _Shared:
         """Return what layouts that differ only in schedule and step length have in common."""
         key = (
@@ -253,14 +269,7 @@ class CostTables:
         return found
 
     def _build(self, layout: Layout) -> _Shared:
-        setting = Setting(
-            micro_batch=layout.micro_batch,
-            seq_len=self.job.seq_len,
-            precision=self.job.precision,
-            tensor=layout.tensor,
-            context=layout.context,
-            expert=layout.expert,
-        )
+        setting = self._setting(layout)
         figures = self._kind_figures(setting, layout)
         links = _Links(
             shard=self._group(layout, SHARD_AXES),
@@ -300,6 +309,16 @@ class CostTables:
             slack=1.0 if self._on_cpu else ALLOCATOR_SLACK,
             step_s=self._overheads.step_s if self._overheads else 0.0,
             assumptions=(),
+        )
+
+    def _setting(self, layout: Layout) -> Setting:
+        return Setting(
+            micro_batch=layout.micro_batch,
+            seq_len=self.job.seq_len,
+            precision=self.job.precision,
+            tensor=layout.tensor,
+            context=layout.context,
+            expert=layout.expert,
         )
 
     def _kind_figures(self, setting: Setting, layout: Layout) -> _KindFigures:

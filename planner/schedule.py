@@ -90,6 +90,19 @@ def in_flight(order: Sequence[Action]) -> int:
     return most
 
 
+def most_in_flight(name: str, stage: int, *, stages: int, micro_batches: int) -> int:
+    """Return what `in_flight` counts, without the order: min(m, P - s) for 1F1B, m for GPipe.
+
+    >>> [most_in_flight("1f1b", stage, stages=4, micro_batches=8) for stage in range(4)]
+    [4, 3, 2, 1]
+    """
+    if name == "gpipe":
+        return micro_batches
+    if name == "1f1b":
+        return min(micro_batches, stages - stage)
+    raise DocumentError("schedule", f"'{name}' is not known; known: gpipe, 1f1b")
+
+
 def csv_text(ranks: Sequence[Order]) -> str:
     """Return the schedule as lines of comma-separated actions, one line per rank."""
     return "".join(",".join(map(str, order)) + "\n" for order in ranks)

@@ -13,7 +13,7 @@ from planner.cluster import ClusterSpec
 from planner.document import nearest
 from planner.errors import DocumentError
 from planner.model import ModelGraph
-from planner.plan import Job, Layout, ScheduleName
+from planner.plan import INSIDE_OUT, Job, Layout, ScheduleName
 from planner.profile import Recompute
 
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
@@ -172,13 +172,31 @@ def _most_tensor_parallel(model: ModelGraph) -> int:
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:
-    """Order layouts by how much machinery they need; among equals the simplest wins."""
+    """Order layouts by how much machinery they need; among equals the simplest wins.
+
+    No two layouts of a space have the same complexity.
+    """
     return (
         layout.pipeline,
         layout.tensor,
+        layout.context,
+        layout.expert,
         layout.zero,
         SCHEDULES.index(layout.schedule),
         -layout.micro_batch,
+        layout.data_shard,
+        *(INSIDE_OUT.index(axis) for axis in layout.order),
+    )
+
+
+def kind(layout: Layout) -> tuple[int, ...]:
+    """Return what makes plans differ in kind: the degrees of their mesh."""
+    return (
+        layout.pipeline,
+        layout.tensor,
+        layout.context,
+        layout.expert,
+        layout.data,
     )
 
 

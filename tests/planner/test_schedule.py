@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import DocumentError
-from planner.schedule import Action, Order, csv_text, in_flight, orders, read_action
+from planner.schedule import (
+    Action,
+    Order,
+    csv_text,
+    in_flight,
+    most_in_flight,
+    orders,
+    read_action,
+)
 
 SCHEDULES = st.sampled_from(["gpipe", "1f1b"])
 STAGES = st.integers(1, 9)
@@ -87,6 +95,16 @@ def test_in_flight_micro_batches_are_those_of_the_memory_model(
 
 
 @given(SCHEDULES, STAGES, MICRO_BATCHES)
+def test_the_count_in_closed_form_is_that_of_the_orders(
+    name: str, stages: int, micro_batches: int
+) -> None:
+    for stage, order in enumerate(orders(name, stages=stages, micro_batches=micro_batches)):
+        counted = most_in_flight(name, stage, stages=stages, micro_batches=micro_batches)
+
+        assert counted == in_flight(order)
+
+
+@given(SCHEDULES, STAGES, MICRO_BATCHES)
 def test_no_order_waits_for_itself(name: str, stages: int, micro_batches: int) -> None:
     """Run every rank as soon as its next action has its inputs: all of them must finish."""
     ranks = orders(name, stages=stages, micro_batches=micro_batches)
@@ -140,6 +158,8 @@ def test_what_is_no_action_is_refused(text: str) -> None:
 def test_an_unknown_schedule_names_the_known_ones() -> None:
     with pytest.raises(DocumentError, match="known: gpipe, 1f1b"):
         orders("zigzag", stages=2, micro_batches=2)
+    with pytest.raises(DocumentError, match="known: gpipe, 1f1b"):
+        most_in_flight("zigzag", 0, stages=2, micro_batches=2)
 
 
 def test_a_schedule_is_a_line_for_each_rank() -> None:

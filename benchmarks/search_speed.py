@@ -1,0 +1,152 @@
+"""CPU seconds of whole searches, and what became of every configuration.
+
+    python benchmarks/search_speed.py [--growth] [--markdown]
+
+One line per case: how many configurations there are, how many each argument settled, how many
+partition problems were solved, and the CPU seconds of the search on one core.  Imports and reading
+documents are not counted; the first search of the process is run twice, and the second counts.
+`--growth` takes one model from 8 to 65,536 devices instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+from planner.certificate import BOUNDS, DOMINATED, NO_FASTER, OUT_OF_MEMORY, REFUSED, SLOWER
+from planner.errors import NoPlanFits
+from planner.expressions import resolve_cluster, resolve_model
+from planner.plan import Job
+from planner.search import Answer, search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    model: str
+    cluster: str
+    seq_len: int
+    global_batch: int
+    goal_s: float | None = None
+
+    @property
+    def devices(self) -> int:
+        return resolve_cluster(self.cluster).devices
+
+
+CASES = [
+    Case(
+        model="llama-3.1-8b", cluster="8xh100-sxm-80gb", seq_len=8192, global_batch=128, goal_s=0.3
+    ),
+    Case(
+        model="llama-3.1-70b",
+        cluster="8x8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=512,
+        goal_s=0.5,
+    ),
+    Case(
+        model="llama-3.1-70b",
+        cluster="64x8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=2048,
+        goal_s=0.6,
+    ),
+    Case(
+        model="llama-3.1-405b",
+        cluster="2048x8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=2048,
+        goal_s=1.0,
+    ),
+    Case(
+        model="gpt3-175b",
+        cluster="16x8xa100-sxm-80gb",
+        seq_len=2048,
+        global_batch=1536,
+        goal_s=0.6,
+    ),
+    Case(
+        model="gpt3-175b",
+        cluster="128x8xa100-sxm-80gb",
+        seq_len=2048,
+        global_batch=1536,
+        goal_s=0.6,
+    ),
+    Case(model="mixtral-8x7b", cluster="8x8xh100-sxm-80gb", seq_len=4096, global_batch=512),
+    Case(model="llama-3.1-8b", cluster="8x8xa100-sxm-40gb", seq_len=8192, global_batch=512),
+    Case(model="llama-3.1-405b", cluster="128x8xh100-sxm-80gb", seq_len=8192, global_batch=1024),
+]
+
+GROWTH = [
+    Case(
+        model="llama-3.1-8b" if nodes < 4 else "llama-3.1-70b",
+        cluster=f"{nodes}x8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=max(128, 16 * nodes),
+    )
+    for nodes in (1, 4, 16, 64, 256, 1024, 4096, 8192)
+]
+
+COLUMNS = [
+    ("configurations", None),
+    ("refused", REFUSED),
+    ("computation", BOUNDS[0]),
+    ("communication", BOUNDS[1]),
+    ("memory bound", BOUNDS[2]),
+    ("dominated", DOMINATED),
+    ("no fit", OUT_OF_MEMORY),
+    ("no faster", NO_FASTER),
+    ("slower", SLOWER),
+]
+
+
+def measured(case: Case) -> tuple[Answer | None, float]:
+    """Return the answer and the CPU seconds of the search alone; no answer where nothing fits."""
+    model, cluster = resolve_model(case.model), resolve_cluster(case.cluster)
+    job = Job(seq_len=case.seq_len, global_batch=case.global_batch)
+    started = time.process_time()
+    try:
+        answer = search(model, cluster, job)
+    except NoPlanFits:
+        answer = None
+    return answer, time.process_time() - started
+
+
+def row(case: Case) -> list[str]:
+    answer, seconds = measured(case)
+    cells = [f"{case.model} on {case.cluster}"]
+    for _, outcome in COLUMNS:
+        if answer is None:
+            cells.append("-")
+        elif outcome is None:
+            cells.append(f"{answer.certificate.configurations:,}")
+        else:
+            cells.append(f"{answer.certificate.counts.get(outcome, 0):,}")
+    cells.append(str(answer.solved) if answer else "-")
+    cells.append(f"{seconds:.2f}")
+    cells.append(f"{case.goal_s}" if case.goal_s else "")
+    cells.append(answer.plan.layout.text() if answer else "nothing fits")
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    arguments = parser.parse_args()
+    measured(CASES[0])
+    header = ["case", *(name for name, _ in COLUMNS), "solved", "CPU s", "goal", "plan"]
+    rows = [header, *(row(case) for case in (GROWTH if arguments.growth else CASES))]
+    if arguments.markdown:
+        rows.insert(1, ["---"] * len(header))
+        for cells in rows:
+            print("| " + " | ".join(cells) + " |")
+        return
+    widths = [max(len(cells[i]) for cells in rows) for i in range(len(header))]
+    for cells in rows:
+        print("  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True)))
+
+
+if __name__ == "__main__":
+    main()

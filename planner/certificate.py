@@ -1,0 +1,92 @@
+"""The account of a search: what became of every configuration, and what that proves.
+
+Every configuration ends in exactly one of the `OUTCOMES`.  All but the chosen one are refused,
+dominated, out of memory, or cannot take less than the objective: their counts are the proof.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from planner.plan import Layout
+from planner.prediction import Certificate, Loser
+from planner.units import seconds_text
+
+CLOSED_FORM = "T = (m-1) max_s t_s + sum_s t_s + max_s sync_s + step_s, memory of every stage held"
+RUNNERS_UP = 5
+
+CHOSEN = "chosen"
+REFUSED = "refused by the backend"
+DOMINATED = "dominated"
+OUT_OF_MEMORY = "out of memory"
+SLOWER = "solved, slower"
+NO_FASTER = "solved, no split faster"
+UNFINISHED = "stopped early"
+BOUNDS = (
+    "bound by its computation",
+    "bound by its communication",
+    "bound by its memory",
+)
+"""In the order in which they are worked out; each is at least the one before."""
+OUTCOMES = (CHOSEN, REFUSED, *BOUNDS, DOMINATED, OUT_OF_MEMORY, NO_FASTER, SLOWER, UNFINISHED)
+
+
+@dataclass(slots=True)
+class Account:
+    """Counts by outcome, and the layouts that came close."""
+
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    losers: list[Loser] = field(default_factory=list)
+    unfinished_s: list[float] = field(default_factory=list)
+
+    def lost(
+        self,
+        outcome: str,
+        layout: Layout,
+        *,
+        objective_s: float | None = None,
+        bound_s: float | None = None,
+        because: str | None = None,
+    ) -> None:
+        """Count one configuration; keep it as a possible runner-up if it has a figure."""
+        self.counts[outcome] += 1
+        if outcome == UNFINISHED:
+            self.unfinished_s.append(bound_s or 0.0)
+        if objective_s is not None or bound_s is not None:
+            self.losers.append(
+                Loser(
+                    layout=layout.text(),
+                    objective_s=objective_s,
+                    lower_bound_s=bound_s,
+                    reason=because or outcome,
+                )
+            )
+
+    def certificate(
+        self, *, objective_s: float, lower_bound_s: float, optimal: bool, solver: str
+    ) -> Certificate:
+        """Return the proof; `lower_bound_s` and `optimal` speak of the chosen layout alone."""
+        proven_s = min(objective_s, lower_bound_s, *self.unfinished_s)
+        optimal = optimal and not self.unfinished_s
+        gap = 0.0 if optimal else 1 - proven_s / objective_s
+        total = sum(self.counts.values())
+        ranked = sorted(self.losers, key=_figure)
+        return Certificate(
+            statement=(
+                f"Of {total} configurations none takes less than {seconds_text(proven_s)} a step; "
+                f"the plan takes {seconds_text(objective_s)} (gap {100 * gap:.2g} %)."
+            ),
+            model=CLOSED_FORM,
+            solver=solver,
+            optimal=optimal,
+            objective_s=objective_s,
+            lower_bound_s=proven_s,
+            gap=gap,
+            configurations=total,
+            counts={name: count for name, count in self.counts.items() if count},
+            runners_up=tuple(ranked[:RUNNERS_UP]),
+        )
+
+
+def _figure(loser: Loser) -> tuple[float, str]:
+    return loser.objective_s or loser.lower_bound_s or 0.0, loser.layout

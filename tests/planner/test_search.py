@@ -1,0 +1,210 @@
+"""search is checked against solving every configuration, and against laws of machines."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from planner import candidates as candidates_module
+from planner import space
+from planner.candidates import Candidates
+from planner.cluster import ClusterSpec
+from planner.costs import CostTables
+from planner.errors import NoPlanFits
+from planner.expressions import resolve_cluster, resolve_model
+from planner.frontier import FrontierStore
+from planner.inner import solve
+from planner.instance import Solution
+from planner.plan import Job, Layout
+from planner.search import Answer, search
+from planner.space import Pins, complexity, kind
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    cluster: str
+    seq_len: int
+    global_batch: int
+    pins: Pins = field(default_factory=Pins)
+
+    @property
+    def job(self) -> Job:
+        return Job(seq_len=self.seq_len, global_batch=self.global_batch)
+
+    def candidates(self) -> Candidates:
+        model, cluster = resolve_model(self.model), resolve_cluster(self.cluster)
+        return Candidates(model, cluster, self.job, CostTables(model, cluster, self.job), self.pins)
+
+    def search(self, cluster: ClusterSpec | None = None, **settings: object) -> Answer:
+        return search(
+            resolve_model(self.model),
+            cluster or resolve_cluster(self.cluster),
+            self.job,
+            pins=self.pins,
+            **settings,  # type: ignore[arg-type]
+        )
+
+
+ROOMY = Case("gpt2", "4xv100-sxm-32gb", 1024, 32)
+TIGHT = Case("llama-3.2-3b", "4xa100-sxm-40gb", 4096, 32)
+TIGHTER = Case("llama-3.1-8b", "8xa100-sxm-40gb", 8192, 32, Pins(micro_batch=1))
+EXPERTS = Case("mixtral-8x7b", "4x8xh100-sxm-80gb", 4096, 64, Pins(tensor=2))
+TWO_KINDS = Case("gemma-2-2b", "8xrtx-4090", 4096, 32)
+CASES = [ROOMY, TIGHT, TIGHTER, EXPERTS, TWO_KINDS]
+
+
+def optima(case: Case) -> dict[Layout, float]:
+    """Return the optimum of every configuration, inf where none fits."""
+    candidates, frontiers = case.candidates(), FrontierStore()
+    result = {}
+    for layout in candidates.layouts:
+        found = solve(candidates.instance(layout), frontiers=frontiers)
+        result[layout] = math.inf
+        if isinstance(found, Solution):
+            result[layout] = found.objective_s + candidates.costs(layout).step_s
+    return result
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+def test_no_configuration_is_faster_and_no_bound_is_above_its_optimum(case: Case) -> None:
+    exhaustive = optima(case)
+    candidates = case.candidates()
+
+    answer = case.search()
+
+    fastest = min(exhaustive, key=lambda layout: (exhaustive[layout], complexity(layout)))
+    assert answer.certificate.objective_s == pytest.approx(exhaustive[fastest], rel=1e-12)
+    assert answer.plan.layout == fastest
+    assert answer.certificate.optimal
+    assert answer.certificate.gap == 0
+    assert sum(answer.certificate.counts.values()) == answer.certificate.configurations
+    assert answer.certificate.configurations == len(exhaustive) + sum(candidates.refused.values())
+    for layout, optimum_s in exhaustive.items():
+        limit_s = optimum_s * (1 + 1e-12)
+        assert candidates.computation_s(layout) <= candidates.communication_s(layout) <= limit_s
+        assert candidates.memory_s(layout) <= limit_s
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+def test_a_dominator_is_at_least_as_fast(case: Case) -> None:
+    exhaustive = optima(case)
+    candidates = case.candidates()
+
+    pairs = [(layout, candidates.dominator(layout)) for layout in exhaustive]
+
+    dominated = [(layout, by) for layout, by in pairs if by is not None]
+    assert dominated
+    for layout, by in dominated:
+        assert exhaustive[by] <= exhaustive[layout] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("case", [TIGHT, TWO_KINDS], ids=lambda case: case.model)
+def test_the_order_of_enumeration_does_not_matter(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = case.search()
+    every = space.layouts
+    for seed in range(3):
+        rng = random.Random(seed)
+
+        def shuffled(*arguments: object, rng: random.Random = rng) -> list[Layout]:
+            listed = list(every(*arguments))  # type: ignore[arg-type]
+            rng.shuffle(listed)
+            return listed
+
+        monkeypatch.setattr(candidates_module, "layouts", shuffled)
+
+        answer = case.search()
+
+        assert answer.plan == usual.plan
+        assert answer.certificate == usual.certificate
+
+
+def test_no_two_layouts_are_equally_simple() -> None:
+    layouts = EXPERTS.candidates().layouts
+
+    assert len({complexity(layout) for layout in layouts}) == len(layouts)
+
+
+def with_more(cluster: ClusterSpec, what: str) -> ClusterSpec:
+    """Return a cluster with a tenth more of one thing."""
+    group = cluster.groups[0]
+    device = group.accelerator
+    if what == "memory":
+        changes: dict[str, object] = {"memory_bytes": int(device.memory_bytes * 1.1)}
+    elif what == "memory bandwidth":
+        changes = {"memory_bytes_per_s": device.memory_bytes_per_s * 1.1}
+    elif what == "flops":
+        changes = {"peak_flops": {name: 1.1 * rate for name, rate in device.peak_flops.items()}}
+    else:
+        tiers = tuple(
+            tier.model_copy(update={"bytes_per_s": tier.bytes_per_s * 1.1})
+            for tier in cluster.tiers
+        )
+        return cluster.model_copy(update={"tiers": tiers})
+    faster = group.model_copy(update={"accelerator": device.model_copy(update=changes)})
+    return cluster.model_copy(update={"groups": (faster,)})
+
+
+@pytest.mark.parametrize("what", ["memory", "memory bandwidth", "flops", "links"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+def test_a_better_machine_is_never_slower(case: Case, what: str) -> None:
+    before = case.search()
+
+    after = case.search(with_more(resolve_cluster(case.cluster), what))
+
+    assert after.certificate.objective_s <= before.certificate.objective_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("case", [ROOMY, EXPERTS], ids=lambda case: case.model)
+def test_the_integer_program_finds_the_same_objective(case: Case) -> None:
+    exact = case.search()
+
+    program = case.search(solver="ilp")
+
+    assert program.certificate.objective_s == pytest.approx(exact.certificate.objective_s, rel=1e-5)
+
+
+def test_the_best_plans_of_each_kind_are_those_of_all_configurations() -> None:
+    exhaustive = optima(TIGHT)
+    fastest_of_kind: dict[tuple[int, ...], float] = {}
+    for layout, seconds in exhaustive.items():
+        key = kind(layout)
+        fastest_of_kind[key] = min(seconds, fastest_of_kind.get(key, math.inf))
+    expected = sorted(s for s in fastest_of_kind.values() if s < math.inf)
+
+    top = TIGHT.search(top=4).top
+
+    assert len({kind(ranked.plan.layout) for ranked in top}) == 4
+    assert [ranked.objective_s for ranked in top] == pytest.approx(expected[:4], rel=1e-12)
+
+
+def test_fewer_kinds_than_asked_for_are_all_returned() -> None:
+    answer = Case("gpt2", "4xv100-sxm-32gb", 1024, 32, Pins(tensor=1)).search(top=50)
+
+    kinds = {kind(ranked.plan.layout) for ranked in answer.top}
+    assert len(kinds) == len(answer.top) < 50
+    assert sum(answer.certificate.counts.values()) == answer.certificate.configurations
+
+
+def test_a_model_that_cannot_fit_names_the_closest_miss() -> None:
+    with pytest.raises(NoPlanFits) as raised:
+        Case("llama-3.1-70b", "8xa100-sxm-40gb", 4096, 8).search()
+
+    message = str(raised.value)
+    assert "The closest, tp=" in message
+    assert "on stage 0" in message
+    assert "times the device" in message
+
+
+def test_pinned_gpipe_is_not_dominated_by_what_the_pins_exclude() -> None:
+    pinned = Case("gpt2", "4xv100-sxm-32gb", 1024, 32, Pins(schedule="gpipe", pipeline=2))
+
+    answer = pinned.search()
+
+    assert answer.plan.schedule == "gpipe"
+    assert all("1f1b" not in layout.text() for layout in pinned.candidates().layouts)
