@@ -4,10 +4,12 @@
     counted_s     how many layers of the commonest kind each stage can hold in a time: memory and
                   whole layers are respected, their order and the memory of other kinds are not
 
-Both hold for every split; each is proven where it is computed.  Symbols are those of
-`planner.instance`: P stages, t_s seconds of stage s, q_s its micro-batches in flight, M_s its free
-bytes, c_s its exposed seconds, σ_s its time scale; t_k, a_k, w_k, u_k seconds, stored, resident
-and transient bytes of option k.
+Both hold for every split; each is proven where it is computed.  Where forward and backward count
+apart, max_s f_s + max_s (t_s - f_s) is at least max_s t_s, and they hold all the more.
+
+Symbols are those of `planner.instance`: P stages, t_s seconds of stage s, q_s its micro-batches in
+flight, M_s its free bytes, c_s its exposed seconds, σ_s its time scale; t_k, a_k, w_k, u_k seconds,
+stored, resident and transient bytes of option k.
 """
 
 from __future__ import annotations

@@ -12,7 +12,10 @@ from planner.plan import Layout
 from planner.prediction import Certificate, Loser
 from planner.units import seconds_text
 
-CLOSED_FORM = "T = (m-1) max_s t_s + sum_s t_s + max_s sync_s + step_s, memory of every stage held"
+CLOSED_FORM = (
+    "T = (m-1) max_s t_s + sum_s t_s + max_s sync_s + step_s, with max_s f_s + max_s b_s for "
+    "max_s t_s under GPipe; memory of every stage held"
+)
 RUNNERS_UP = 5
 
 CHOSEN = "chosen"

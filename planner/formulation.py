@@ -29,6 +29,8 @@ def instance_of(
     numbers = {name: number for number, name in enumerate(costs.kinds)}
     capacity = (cluster.groups[0].accelerator.memory_bytes - costs.fixed_bytes) / costs.slack
     last = layout.pipeline - 1
+    # A profile may have measured other seconds for the same forward before a recomputation.
+    same_forward = all(len({c.forward_s for c in table}) == 1 for table in costs.kinds.values())
     return Instance(
         layers=tuple(numbers[layer.kind] for _, layer in model.chain),
         kinds=tuple(
@@ -46,6 +48,7 @@ def instance_of(
             for s in range(layout.pipeline)
         ),
         steady=layout.micro_batches - 1,
+        forward_apart=layout.schedule == "gpipe" and layout.pipeline > 1 and same_forward,
     )
 
 
