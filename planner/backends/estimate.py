@@ -478,7 +478,7 @@ def _stages(priced: _Priced, recompute: str) -> tuple[StageEstimate, ...]:
 
 def _memory_parts(priced: _Priced, recompute: str, stage: int) -> dict[str, float]:
     """Return allocated bytes by cause at the peak of a stage."""
-    run, rules, kinds = priced.run, priced.rules, priced.stages[stage]
+    run, rules, shape, kinds = priced.run, priced.rules, priced.shape, priced.stages[stage]
     kept = states(run, rules, priced.parameters[stage])
     stored = working = 0.0
     for kind in kinds:
@@ -500,12 +500,15 @@ def _memory_parts(priced: _Priced, recompute: str, stage: int) -> dict[str, floa
     if zero == 3:
         local = max(priced.local[kind].count for kind in kinds)
         gathered = 2 * 2 * local + rules.reduce_bytes * local
+    sent = 0.0
+    if rules.keeps_sent and stage < run.pipeline - 1:
+        sent = shape.element_bytes * shape.stream * run.architecture.hidden_size
     fresh = rules.fresh_gradient_bytes * priced.parameters[stage].count
     return {
         "weights": kept.weights_bytes,
         "gradients": kept.gradients_bytes + fresh,
         "optimizer": kept.optimizer_bytes,
-        "activations": _in_flight(run, stage) * stored,
+        "activations": _in_flight(run, stage) * (stored + sent),
         "transient": working,
         "gathered": gathered,
     }

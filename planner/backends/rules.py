@@ -67,6 +67,9 @@ class Rules:
     shard_rate: float = 1.0
     """Rate of ZeRO-3 collectives over that of large contiguous ones."""
     dropout: bool = False
+    """In models of the GPT kind (ungated MLPs); Llama's kind trains without."""
+    keeps_sent: bool = False
+    """Activations sent to the next stage stay until their backward."""
     fused_norm: bool = True
     """Else RMS norms are written out in fp32."""
     fused_gate: bool = True
@@ -104,6 +107,7 @@ MEGATRON = Rules(
     accumulated_bytes=8.0,
     attention="fa3",
     logit_bytes=6.5,
+    dropout=True,
     adapters="attention",
     zero=1,
 )
@@ -113,7 +117,7 @@ EAGER = Rules(
 )
 """Modules as PyTorch runs them without a compiler."""
 
-TRANSFORMERS = replace(EAGER, name="transformers", logit_bytes=18.0)
+TRANSFORMERS = replace(EAGER, name="transformers", logit_bytes=18.0, reserved=1.1)
 """Its loss upcasts, shifts and copies the logits: 2 + 4 + 4 + 4 for the softmax + 4 for gradients."""
 
 KNOWN: dict[str, Rules] = {
@@ -125,6 +129,8 @@ KNOWN: dict[str, Rules] = {
         host_forward_s=0.8e-3,
         host_backward_s=1.2e-3,
         dropout=True,
+        keeps_sent=True,
+        context_bytes=2.0e9,
     ),
     "deepspeed": Rules(
         name="deepspeed", host_forward_s=0.8e-3, host_backward_s=1.2e-3, zero=3, shard_rate=0.1

@@ -111,6 +111,11 @@ class Shape:
         """Of a product's input as kept for backward: what it was multiplied as."""
         return 1 if self.run.precision in FP8_GAIN else self.element_bytes
 
+    @cached_property
+    def dropout(self) -> bool:
+        """Whether activations are dropped at random, which keeps masks."""
+        return self.rules.dropout and not self.run.architecture.gated_mlp and not self.flash
+
     @property
     def adapters_only(self) -> bool:
         """Whether the MLP's products are frozen without adapters, and keep no inputs."""
@@ -189,7 +194,7 @@ def block(shape: Shape, *, moe: bool) -> Work:
     mlp_s, mlp_stored, mlp_moved, mlp_working = _feed_forward(shape, moe=moe)
     products += mlp_s
     rules = shape.rules
-    dropout = rules.dropout
+    dropout = shape.dropout
     # Norms, residual sums with dropout, rotary positions; in elements of e bytes.
     stream_moves = 2 * 2 + 2 * (3 + 0.5 * dropout)
     moved = e * (r * h * stream_moves + n * (q + k) / t * 2 * (1 if fused(shape, "rotary") else 5))
@@ -270,7 +275,7 @@ def embedding(shape: Shape) -> Work:
         attention_backward_s=0.0,
         memory_s=shape.moved_s(4 * e * size),
         memory_backward_s=shape.moved_s(4 * e * size + 2 * 2 * rows),
-        stored_bytes=size * shape.rules.dropout + 8 * shape.tokens,
+        stored_bytes=size * shape.dropout + 8 * shape.tokens,
         attention_bytes=0.0,
         working_bytes=2 * e * size,
         input_bytes=0.0,
