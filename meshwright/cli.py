@@ -27,6 +27,7 @@ from planner.validate import validation_json
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from planner.search import Answer
     from planner.search import Progress as Report
     from runtime.report import Comparison
 
@@ -90,6 +91,9 @@ def plan(
         list[str] | None, typer.Option("--fix", help="Pin a choice: tp=8, zero=3, recompute=full")
     ] = None,
     solver: Annotated[Solver, typer.Option("--solver")] = Solver.EXACT,
+    top: Annotated[
+        int, typer.Option("--top", min=1, help="So many plans, each on another mesh")
+    ] = 1,
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Write the plan here")
     ] = None,
@@ -106,6 +110,7 @@ def plan(
             profile=profile,
             fix=fix or (),
             solver=solver.value,
+            top=top,
             output=output,
             progress=progress,
         )
@@ -113,9 +118,27 @@ def plan(
         print(commands.as_json(commands.answer_json(answer)))
         return
     out.print(answer_text(answer.plan, answer.prediction, answer.certificate))
+    if top > 1:
+        out.print(top_table(answer))
     out.print(f"searched in {answer.search_s:.2f} s of CPU")
     if output:
         out.print(f"plan written to {output}; run it with: meshwright launch {output}")
+
+
+def top_table(answer: Answer) -> Table:
+    """Return the best plan of each mesh, fastest first."""
+    table = Table("", "plan", "closed form", "simulated", "tokens/s", "peak memory")
+    for place, ranked in enumerate(answer.top, start=1):
+        prediction = ranked.prediction
+        table.add_row(
+            str(place),
+            prediction.layout,
+            seconds_text(ranked.objective_s),
+            seconds_text(prediction.step_time_s),
+            f"{prediction.tokens_per_s:,.0f}",
+            bytes_text(max(stage.peak_memory_bytes for stage in prediction.stages)),
+        )
+    return table
 
 
 @app.command()

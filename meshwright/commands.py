@@ -27,16 +27,12 @@ from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.problem import Problem
 from planner.profile import Profile
-from planner.report.html import page as report_page
-from planner.report.trace import trace_json
-from planner.report.validation import page as validation_page
 from planner.search import Answer, Progress, search
 from planner.space import pinned_layout, read_pins
 from planner.units import bytes_text, count_text, seconds_text
-from planner.validate import Validation, rows_csv
-from planner.validate import validate as validate_table
 
 if TYPE_CHECKING:
+    from planner.validate import Validation
     from runtime.report import Comparison, RunReport
 
 TOKENS_PER_STEP = 2**20
@@ -109,10 +105,13 @@ def plan(
     profile: str | None = None,
     fix: Sequence[str] = (),
     solver: str = "exact",
+    top: int = 1,
     output: str | None = None,
     progress: Progress | None = None,
 ) -> Answer:
-    """Find the fastest plan that fits, and prove it."""
+    """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too."""
+    if top < 1:
+        raise DocumentError("top", f"is {top}; it is a whole number from 1")
     graph, machine = model_of(model, seq_len=seq_len), resolve_cluster(cluster)
     measured = _profile_for(graph, profile)
     job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
@@ -124,6 +123,7 @@ def plan(
         profile=measured,
         pins=read_pins(fix),
         solver=solver,
+        top=top,
         progress=progress,
     )
     if output is not None:
@@ -265,6 +265,8 @@ def show(
     measured = _profile_for(graph, profile)
     prediction = predict_plan(wanted, graph, machine, measured)
     if html is not None:
+        from planner.report.html import page as report_page  # noqa: PLC0415 - loads plotly
+
         page = report_page(
             wanted,
             prediction,
@@ -274,6 +276,8 @@ def show(
         )
         document.write_text(page, html)
     if trace is not None:
+        from planner.report.trace import trace_json  # noqa: PLC0415
+
         document.write_text(trace_json(plan_timeline(wanted, graph, machine, measured)), trace)
     return Shown(plan=wanted, prediction=prediction, html=html, trace=trace)
 
@@ -310,10 +314,15 @@ def validate(
     progress: Progress | None = None,
 ) -> Validation:
     """Predict every run of a table of real ones and score the predictions."""
+    from planner.validate import rows_csv  # noqa: PLC0415 - loads the rules of every framework
+    from planner.validate import validate as validate_table  # noqa: PLC0415
+
     result = validate_table(Path(table), told=progress)
     if rows is not None:
         document.write_text(rows_csv(result), rows)
     if html is not None:
+        from planner.report.validation import page as validation_page  # noqa: PLC0415 - loads plotly
+
         document.write_text(validation_page(result), html)
     return result
 
@@ -444,6 +453,15 @@ def answer_json(answer: Answer) -> dict[str, Any]:
             for stage in prediction.stages
         ],
         "certificate": answer.certificate.model_dump(mode="json", exclude_none=True),
+        "top": [
+            {
+                "layout": ranked.prediction.layout,
+                "objective_s": ranked.objective_s,
+                "step_time_s": ranked.prediction.step_time_s,
+                "plan": ranked.plan.model_dump(mode="json", exclude_none=True),
+            }
+            for ranked in answer.top
+        ],
         "search_s": answer.search_s,
     }
 

@@ -26,9 +26,9 @@ SLOWER = "solved, slower"
 NO_FASTER = "solved, no split faster"
 UNFINISHED = "stopped early"
 BOUNDS = (
-    "bound by its computation",
-    "bound by its communication",
-    "bound by its memory",
+    "no faster by computation alone",
+    "no faster with communication",
+    "no faster within memory",
 )
 """In the order in which they are worked out; each is at least the one before."""
 OUTCOMES = (CHOSEN, REFUSED, *BOUNDS, DOMINATED, OUT_OF_MEMORY, NO_FASTER, SLOWER, UNFINISHED)

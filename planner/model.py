@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-import networkx
 from pydantic import Field, model_validator
 
 from planner.document import Document, Part
 from planner.units import Amount, Count, Flag, Positive, Text
+
+if TYPE_CHECKING:
+    import networkx
 
 MOST_LAYERS = 100_000
 """More is a slip of the pen, and would be listed one by one."""
@@ -173,9 +175,12 @@ class ModelGraph(Document):
             for end in (edge.source, edge.target):
                 if end not in names:
                     raise ValueError(f"edges[{index}]: there is no layer '{end}'")
-        if self.edges and not networkx.is_directed_acyclic_graph(self.graph):
-            cycle = " -> ".join(edge[0] for edge in networkx.find_cycle(self.graph))
-            raise ValueError(f"edges form a cycle ({cycle}); a model's layers need an order")
+        if self.edges:
+            import networkx  # noqa: PLC0415 - loads slowly, and chains need none of it
+
+            if not networkx.is_directed_acyclic_graph(self.graph):
+                cycle = " -> ".join(edge[0] for edge in networkx.find_cycle(self.graph))
+                raise ValueError(f"edges form a cycle ({cycle}); a model's layers need an order")
         return self
 
     @cached_property
@@ -200,6 +205,8 @@ class ModelGraph(Document):
     @property
     def graph(self) -> networkx.DiGraph:
         """The layers as a directed graph of their names."""
+        import networkx  # noqa: PLC0415 - as above
+
         graph = networkx.DiGraph()
         names = [name for name, _ in self.chain]
         graph.add_nodes_from(names)

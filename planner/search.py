@@ -236,7 +236,7 @@ class _Hunt:
             outcome,
             layout,
             bound_s=bound_s if listed else None,
-            because=f"not solved: {outcome}",
+            because=f"not solved, {outcome}",
         )
 
     def _rival(self, layout: Layout) -> _Best | None:

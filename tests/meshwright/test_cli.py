@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,35 @@ def test_the_integer_program_finds_the_same_objective(
     assert program["certificate"]["objective_s"] == pytest.approx(
         exact["certificate"]["objective_s"], rel=1e-6
     )
+
+
+def test_top_plans_lie_on_different_meshes_fastest_first(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = answer(capfd, "plan", "gpt2", "--cluster", "4xv100-sxm-16gb", "--top", "3")
+
+    top = result["top"]
+    meshes = {
+        tuple(ranked["plan"]["mesh"][axis] for axis in ("pipeline", "tensor")) for ranked in top
+    }
+    assert len(meshes) == len(top) == 3
+    assert top[0]["plan"] == result["plan"]
+    assert top[0]["objective_s"] == result["certificate"]["objective_s"]
+    assert [ranked["objective_s"] for ranked in top] == sorted(r["objective_s"] for r in top)
+
+
+def test_planning_loads_only_what_it_uses() -> None:
+    script = (
+        "import sys; from meshwright import cli; "
+        "cli.main(['plan', 'gpt2', '--cluster', '8xa100-sxm-80gb', '--json']); "
+        "print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
+    )
+
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+
+    assert not {"torch", "networkx", "plotly", "jinja2", "highspy", "pulp"} & {*run.stderr.split()}
 
 
 def test_predict_of_a_plan_is_the_prediction_it_came_with(
