@@ -198,7 +198,7 @@ def _run(row: Row) -> Run:
         micro_batch=micro_batch,
         tensor=tensor,
         pipeline=pipeline,
-        virtual=_whole(row, "vpp", 1),
+        virtual=_chunks(row, architecture.layers, pipeline, assumed),
         context=context,
         expert=_whole(row, "ep", 1),
         expert_tensor=_whole(row, "etp", 1),
@@ -213,6 +213,20 @@ def _run(row: Row) -> Run:
         compiled=bool(_flag(row, "compiled")),
         assumed=tuple(assumed),
     )
+
+
+MOST_CHUNKS = 6
+
+
+def _chunks(row: Row, layers: int, pipeline: int, assumed: list[str]) -> int:
+    """Return model chunks per rank; large Megatron-LM runs that do not say are interleaved."""
+    known = _optional(row, "vpp")
+    if known is not None or pipeline == 1 or row.get("framework", "").lower() != "megatron":
+        return max(1, known or 1)
+    each = layers // pipeline
+    chunks = next(n for n in range(min(MOST_CHUNKS, max(1, each)), 0, -1) if each % n == 0)
+    assumed.append(f"{chunks} chunks on each pipeline rank")
+    return chunks
 
 
 def _task(row: Row) -> Task:

@@ -254,9 +254,8 @@ def _layer_pass(priced: _Priced, recompute: str, kind: str) -> _Pass:
     context_s = _context_s(run, shape) * (1 + share / 2) if is_block else 0.0
     expert_s = _expert_s(run, shape) * (1 + share / 2) if kind == "moe_block" else 0.0
     if not frozen:
-        accumulated = min(6.0, rules.accumulated_bytes)
-        if run.precision != "fp16":
-            accumulated = rules.accumulated_bytes
+        half = run.precision in ("fp16", *EIGHT_BITS)
+        accumulated = rules.accumulated_bytes * (0.6 if half else 1.0)
         backward_s += shape.moved_s(accumulated * parameters.count)
     busy_s = forward_s + backward_s + again_s
     shard_s = _shard_s(run, rules, parameters, forward_s, backward_s + again_s)
@@ -283,7 +282,8 @@ def _host_s(run: Run, rules: Rules, share: float) -> float:
         fixed_s, each_s = rules.host_pipelined_s
         nodes = run.cluster.groups[0].nodes
         if run.pipeline > 1 and nodes > 1:
-            seconds = max(seconds, fixed_s + each_s * run.tensor)
+            spanned = -(-run.tensor // run.cluster.groups[0].devices_per_node)
+            seconds = max(seconds, fixed_s + each_s * run.tensor * (0.75 + 0.25 * spanned))
     return seconds
 
 
@@ -373,7 +373,13 @@ def _step_parts(priced: _Priced, recompute: str) -> dict[str, float]:
 
     largest = max(priced.parameters, key=lambda p: p.count)
     reduce_s, optimizer_s = _update_s(
-        run, rules, shape, largest, total("backward_s") / m, total("forward_s") / m
+        run,
+        rules,
+        shape,
+        largest,
+        layers=len(kinds),
+        backward_s=total("backward_s") / m,
+        forward_s=total("forward_s") / m,
     )
     return {
         "forward": total("forward_s"),
@@ -406,6 +412,7 @@ def _update_s(
     rules: Rules,
     shape: Shape,
     parameters: Parameters,
+    layers: int,
     backward_s: float,
     forward_s: float,
 ) -> tuple[float, float]:
@@ -421,12 +428,13 @@ def _update_s(
     ranks = group(run, ("data_shard", "context"))
     half = run.precision in ("fp16", *EIGHT_BITS)
     wire = (2 if half else rules.reduce_bytes) * trained
+    calls = max(1.0, rules.reduce_calls * layers)
     if zero == 0:
-        reduce_s = collective_s("all_reduce", wire, ranks)
+        reduce_s = calls * collective_s("all_reduce", wire / calls, ranks)
         gather_s = 0.0
     else:
-        reduce_s = collective_s("reduce_scatter", wire, ranks)
-        gather_s = collective_s("all_gather", rules.weight_bytes * trained, ranks)
+        reduce_s = calls * collective_s("reduce_scatter", wire / calls, ranks)
+        gather_s = calls * collective_s("all_gather", rules.weight_bytes * trained / calls, ranks)
     seen = max((1 - rules.reduce_overlap) * reduce_s, reduce_s - rules.reduce_overlap * backward_s)
     seen += max((1 - rules.gather_overlap) * gather_s, gather_s - rules.gather_overlap * forward_s)
     return seen, optimizer_s

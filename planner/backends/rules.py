@@ -36,6 +36,9 @@ class Rules:
     """Where the run does not say."""
     flash_attention: bool = True
     """Where the run does not say."""
+    reduce_calls: float = 1.0
+    """Collectives of a layer's gradients, and as many of its updated parameters: how many tensors
+    it has where nothing packs them into buckets."""
     reduce_overlap: float = 0.0
     """Share of the gradients' reduction that can hide behind the last micro-batch's backward."""
     gather_overlap: float = 0.0
@@ -52,7 +55,8 @@ class Rules:
     host_tensor_s: float = 0.0
     """What tensor parallelism adds to one block's forward and backward together."""
     host_pipelined_s: tuple[float, float] = (0.0, 0.0)
-    """What one block takes where pipelines run over several nodes: a + b x tensor degree."""
+    """What one block takes where pipelines run over several nodes: a + b x tensor degree, b a quarter
+    more for each further node that the tensor group spans."""
     ring_step_s: float = 0.0
     """Latency that a ring over the network has per step beyond that of the catalogue."""
     host_step_s: float = 20e-3
@@ -61,9 +65,12 @@ class Rules:
     """Once per micro-batch and stage beside its layers."""
     accumulated_bytes: float = 10.0
     """Traffic per parameter of adding a micro-batch's gradients to the buffer: read the fresh ones
-    (2) and the sum (4), write the sum (4); 8 where the product itself adds to the buffer."""
+    (2) and the sum (4), write the sum (4).  Where the product itself adds to the buffer, half of its
+    reads and writes are taken to hide behind it: 4."""
     attention: Literal["fa1", "fa2", "fa3"] = "fa2"
     """Generation of the fused attention kernel; cuDNN's counts as the third."""
+    hopper_products: float = 1.0
+    """Rate of matrix products on Hopper and later where the framework's libraries are older."""
     shard_rate: float = 1.0
     """Rate of ZeRO-3 collectives over that of large contiguous ones."""
     dropout: bool = False
@@ -103,8 +110,8 @@ MEGATRON = Rules(
     sequence_parallel=True,
     reduce_overlap=0.9,
     gather_overlap=0.9,
-    tensor_overlap=0.3,
-    accumulated_bytes=8.0,
+    tensor_overlap=0.5,
+    accumulated_bytes=4.0,
     attention="fa3",
     logit_bytes=6.5,
     dropout=True,
@@ -140,8 +147,9 @@ KNOWN: dict[str, Rules] = {
         host_tensor_s=2.4e-3,
         host_forward_s=0.8e-3,
         host_backward_s=1.2e-3,
-        host_pipelined_s=(6.5e-3, 2.5e-3),
-        ring_step_s=40e-6,
+        host_pipelined_s=(4.2e-3, 2.1e-3),
+        ring_step_s=55e-6,
+        reduce_calls=6.0,
         sequence_parallel=True,
         split="by_cost",
         fused_gate=False,
@@ -167,6 +175,7 @@ KNOWN: dict[str, Rules] = {
     "llm-foundry-fsdp": Rules(
         name="llm-foundry-fsdp",
         attention="fa1",
+        hopper_products=0.88,
         logit_bytes=4.0,
         accumulated_bytes=0.0,
         zero=3,
@@ -175,7 +184,9 @@ KNOWN: dict[str, Rules] = {
         gradient_bytes=4,
     ),
     "internevo": Rules(name="internevo", zero=1, gradient_bytes=2, reduce_bytes=2),
-    "fsdp_qlora": replace(TRANSFORMERS, name="fsdp_qlora", zero=3),
+    "fsdp_qlora": replace(
+        TRANSFORMERS, name="fsdp_qlora", zero=3, shard_overlap=0.0, shard_rate=0.35
+    ),
     "torchtitan": replace(EAGER, name="torchtitan", zero=3, sequence_parallel=True),
     "fms-fsdp": replace(EAGER, name="fms-fsdp", zero=3),
     "nemo-automodel": replace(TRANSFORMERS, name="nemo-automodel", zero=3),

@@ -23,11 +23,11 @@ from planner.compute import peak_flops
 from planner.model import Architecture, Experts
 from planner.runs import Run
 
-FP8_GAIN: dict[str, float] = {"fp8": 1.95, "mxfp8": 1.95, "nvfp4": 3.2}
+FP8_GAIN: dict[str, float] = {"fp8": 1.85, "mxfp8": 1.85, "nvfp4": 3.2}
 """Rate of large products over bf16's sustained one: best shapes reach 1,403 and 3,433 TFLOP/s in
 fp8 on H100 and B200, and products in 16 bits are held back more by the power limit."""
 
-SUSTAINED: dict[str, float] = {"a100": 1.0, "a800": 1.0, "h100": 0.9, "h200": 0.9, "b200": 0.8}
+SUSTAINED: dict[str, float] = {"a100": 1.0, "a800": 1.0, "h100": 1.0, "h200": 1.0, "b200": 0.82}
 """Share of a short kernel's rate that products keep under a whole step's power, by accelerator."""
 USUAL_SUSTAINED = 0.9
 
@@ -42,7 +42,7 @@ SMALL_HEAD = 0.85
 OLDER_ATTENTION: dict[str, dict[str, float]] = {
     "fa1": {"ampere": 0.65, "hopper": 0.5},
     "fa2": {"ampere": 1.0, "hopper": 0.75},
-    "fa3": {"ampere": 1.0, "hopper": 1.0},
+    "fa3": {"ampere": 1.0, "hopper": 1.2},
 }
 """Rate of each generation of fused attention over the catalogue's kernels.  FlashAttention-2 has
 no Hopper instructions and is 1.5-2 times slower there than -3; -1 is about 1.6 times slower than -2
@@ -76,10 +76,10 @@ def rates(run: Run, rules: Rules) -> Rates:
     family = accelerator.name.split("-")[0]
     base = peak_flops(accelerator, "bf16" if precision in FP8_GAIN else precision)  # type: ignore[arg-type]
     sustained = SUSTAINED.get(family, USUAL_SUSTAINED)
-    products = curve.matmul * base * sustained
+    hopper = "fp8" in accelerator.peak_flops and base > 4e14
+    products = curve.matmul * base * sustained * (rules.hopper_products if hopper else 1.0)
     half = HALF_RATE_TOKENS.get(family, USUAL_HALF_RATE_TOKENS)
     length = (1 + half / LONG_SEQUENCE) * run.seq_len / (run.seq_len + half)
-    hopper = "fp8" in accelerator.peak_flops and base > 4e14
     older = OLDER_ATTENTION[rules.attention]["hopper" if hopper else "ampere"]
     attention = base * length * older * (SMALL_HEAD if run.architecture.head_dim < 96 else 1.0)
     return Rates(
@@ -148,8 +148,8 @@ class Shape:
         e = self.element_bytes
         factors = rows * inner + inner * columns
         if self.run.precision in FP8_GAIN:
-            # The input is read in 16 bits and written in 8, as is and transposed; then read.
-            size = factors + 4 * rows * inner + e * rows * columns
+            # The kernel before writes the input in 8 bits, as is and transposed, beside 16.
+            size = factors + 2 * rows * inner + e * rows * columns
         else:
             size = e * (factors + rows * columns)
         return count * (
@@ -200,6 +200,10 @@ def block(shape: Shape, *, moe: bool) -> Work:
     moved = e * (r * h * stream_moves + n * (q + k) / t * 2 * (1 if fused(shape, "rotary") else 5))
     moved += mlp_moved
     moved_back = 1.8 * moved
+    if run.task in ("lora", "qlora"):
+        added = _adapter_moved_bytes(shape, q + 2 * k)
+        moved += added
+        moved_back += 2 * added
     eager_norm = not fused(shape, "norm") and a.norm == "rms"
     if eager_norm:
         # Written out in fp32: upcast, square, mean, scale, downcast, weight.
@@ -349,6 +353,15 @@ def _mlp(shape: Shape, tokens: float, width: float) -> tuple[float, float, float
     if not fused(shape, "gate"):
         moved *= 2
     return seconds, stored, moved, e * tokens * width * (gates + 1)
+
+
+def _adapter_moved_bytes(shape: Shape, qkv_width: float) -> float:
+    """Return a forward's traffic of low-rank adapters: dropout of inputs, sums with outputs."""
+    a, t = shape.run.architecture, shape.run.tensor
+    widths = 2 * a.hidden_size + (qkv_width + a.heads * a.head_dim) / t
+    if shape.rules.adapters == "all":
+        widths += 2 * a.hidden_size + (3 if a.gated_mlp else 2) * a.ffn_size / t
+    return 3 * shape.element_bytes * shape.tokens * widths
 
 
 def _mlp_kept_bytes(shape: Shape) -> float:
