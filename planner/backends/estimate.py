@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.architecture import block_kinds
-from planner.backends.rules import Rules, rules_of
-from planner.backends.states import EIGHT_BITS, NOTHING, Parameters, by_kind, states
+from planner.backends.rules import EIGHT_BITS, Rules, rules_of
+from planner.backends.states import NOTHING, Parameters, by_kind, states
 from planner.backends.work import Shape, Work, block, embedding, head, rates
 from planner.collectives import Levels, collective_s, group_levels
 from planner.plan import Axis, Layout

@@ -12,6 +12,9 @@ from typing import Literal
 
 from planner.runs import Run
 
+EIGHT_BITS = ("fp8", "mxfp8", "nvfp4")
+"""Recipes in 8 bits and fewer: they keep frozen weights so, and sum gradients in bf16."""
+
 Split = Literal["even", "by_cost"]
 
 

@@ -17,12 +17,9 @@ from dataclasses import dataclass
 
 from planner.architecture import graph_of
 from planner.arithmetic import local_parameters
-from planner.backends.rules import Rules
+from planner.backends.rules import EIGHT_BITS, Rules
 from planner.model import Architecture
 from planner.runs import Run
-
-EIGHT_BITS = ("fp8", "mxfp8", "nvfp4")
-"""Recipes in 8 bits and fewer keep frozen weights so, and sum gradients in bf16."""
 
 ADAPTER_RANK = 16
 """Of a LoRA adapter where the run does not say."""

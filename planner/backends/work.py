@@ -18,18 +18,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.backends.rules import Rules
+from planner.backends.rules import EIGHT_BITS, Rules
 from planner.compute import peak_flops
 from planner.model import Architecture, Experts
 from planner.runs import Run
 
-FP8_GAIN: dict[str, float] = {"fp8": 1.85, "mxfp8": 1.85, "nvfp4": 3.2}
-"""Rate of large products over bf16's sustained one: best shapes reach 1,403 and 3,433 TFLOP/s in
-fp8 on H100 and B200, and products in 16 bits are held back more by the power limit."""
+EIGHT_BIT_GAIN = {"hopper": 1.85, "blackwell": 2.15}
+"""Rate of large products in 8 bits over bf16's sustained one: best shapes reach 1,403 and 3,433
+TFLOP/s on H100 and B200, and products in 16 bits are held back more by the power limit."""
+FOUR_BIT_GAIN = 1.6
+"""Rate of products in 4 bits over 8 bits, of twice that peak."""
 
-SUSTAINED: dict[str, float] = {"a100": 1.0, "a800": 1.0, "h100": 1.0, "h200": 1.0, "b200": 0.82}
-"""Share of a short kernel's rate that products keep under a whole step's power, by accelerator."""
-USUAL_SUSTAINED = 0.9
+SUSTAINED: dict[str, float] = {
+    "b200": 0.75,
+    "b300": 0.75,
+    "gb200": 0.75,
+    "gb300": 0.75,
+    "rtx-3090": 1.1,
+    "rtx-4090": 1.05,
+    "rtx-5090": 1.05,
+}
+"""Share of a short kernel's rate that products in 16 bits keep under a whole step's power, by
+accelerator; GeForce cards run above the clock that their sheets are for.  Fitted to the residuals
+of whole steps."""
+USUAL_SUSTAINED = 0.95
+KEEP_RATE = ("a100", "a800", "h100", "h800", "h200", "h20", "gh200")
+"""Accelerators whose short kernels' rate holds for whole steps."""
 
 LONG_SEQUENCE = 8192
 """Tokens at which the catalogue's attention fractions hold."""
@@ -74,8 +88,9 @@ def rates(run: Run, rules: Rules) -> Rates:
     accelerator = run.cluster.groups[0].accelerator
     precision, curve = run.precision, accelerator.curve
     family = accelerator.name.split("-")[0]
-    base = peak_flops(accelerator, "bf16" if precision in FP8_GAIN else precision)  # type: ignore[arg-type]
-    sustained = SUSTAINED.get(family, USUAL_SUSTAINED)
+    base = peak_flops(accelerator, "bf16" if precision in EIGHT_BITS else precision)  # type: ignore[arg-type]
+    usual = 1.0 if family in KEEP_RATE else USUAL_SUSTAINED
+    sustained = SUSTAINED.get(accelerator.name, SUSTAINED.get(family, usual))
     hopper = "fp8" in accelerator.peak_flops and base > 4e14
     products = curve.matmul * base * sustained * (rules.hopper_products if hopper else 1.0)
     half = HALF_RATE_TOKENS.get(family, USUAL_HALF_RATE_TOKENS)
@@ -83,13 +98,21 @@ def rates(run: Run, rules: Rules) -> Rates:
     older = OLDER_ATTENTION[rules.attention]["hopper" if hopper else "ampere"]
     attention = base * length * older * (SMALL_HEAD if run.architecture.head_dim < 96 else 1.0)
     return Rates(
-        matmul_flops=products * FP8_GAIN.get(precision, 1.0),
+        matmul_flops=products * _gain(precision, blackwell=base > 1.9e15),
         half_flops=products,
         attention_forward_flops=curve.attention_forward * attention,
         attention_backward_flops=curve.attention_backward * attention,
         memory_bytes_per_s=curve.memory * accelerator.memory_bytes_per_s,
         launch_s=curve.launch_s,
     )
+
+
+def _gain(precision: str, *, blackwell: bool) -> float:
+    """Return the rate of products in a precision over that in 16 bits."""
+    if precision not in EIGHT_BITS:
+        return 1.0
+    gain = EIGHT_BIT_GAIN["blackwell" if blackwell else "hopper"]
+    return gain * (FOUR_BIT_GAIN if precision == "nvfp4" else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +132,7 @@ class Shape:
     @property
     def kept_bytes(self) -> int:
         """Of a product's input as kept for backward: what it was multiplied as."""
-        return 1 if self.run.precision in FP8_GAIN else self.element_bytes
+        return 1 if self.run.precision in EIGHT_BITS else self.element_bytes
 
     @cached_property
     def dropout(self) -> bool:
@@ -147,7 +170,7 @@ class Shape:
         """Seconds of `count` matrix products [rows, inner] x [inner, columns]."""
         e = self.element_bytes
         factors = rows * inner + inner * columns
-        if self.run.precision in FP8_GAIN:
+        if self.run.precision in EIGHT_BITS:
             # The kernel before writes the input in 8 bits, as is and transposed, beside 16.
             size = factors + 2 * rows * inner + e * rows * columns
         else:
