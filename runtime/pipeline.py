@@ -6,6 +6,7 @@ compute-only list by itself; which computation comes when is planner.schedule's 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,13 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from planner.errors import LaunchError
 from planner.schedule import Order
+
+GRADIENTS_ON_THE_WAY = 2
+"""Sent gradients that may be under way before a stage waits for the oldest.
+
+The stage before needs them in the order in which they leave and nothing else from this stage to get
+to them, so the wait always ends.
+"""
 
 
 class Pipeline:
@@ -68,9 +76,10 @@ class Pipeline:
             losses=losses if self._stage.is_last else None,
             return_outputs=False,
         )
+        self._stage.finish_sends()
         return losses
 
-    def received_buffers(self) -> int:
+    def received(self) -> int:
         """Return how many received activations and gradients are held now."""
         tables = (self._stage.args_recv_info, self._stage.grad_recv_info)
         return sum(
@@ -80,13 +89,23 @@ class Pipeline:
             for info in received
         )
 
+    def sent(self) -> int:
+        """Return how many sent activations and gradients are held now."""
+        return len(self._stage.sent_activations) + len(self._stage.sent_gradients)
+
 
 class _Stage(PipelineStage):
-    """A stage whose receive buffers live from the receive to the backward of a micro-batch.
+    """A stage that holds what it received and sent only as long as its micro-batch is in flight.
 
-    torch allocates buffers for every micro-batch of the step at once and keeps them for good; with
-    many micro-batches that is more memory than the activations in flight.
+    torch allocates receive buffers for every micro-batch of the step at once and keeps them for
+    good, and keeps whatever was sent until the step ends; with many micro-batches that is more
+    memory than the activations in flight.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sent_activations: dict[int, list[dist.Work]] = {}
+        self.sent_gradients: deque[list[dist.Work]] = deque()
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(1, has_backward)
@@ -120,14 +139,48 @@ class _Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        # The next stage has sent this micro-batch's gradient, so it has had the activation.
+        for work in self.sent_activations.pop(bwd_chunk_id, ()):
+            work.wait()
         received = (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id])
         for info in received:
             info.buffer = None
+
+    # The sends start here, and torch is told that there is nothing to send: it would keep them.
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        sends = super().get_fwd_send_ops(fwd_chunk_id)
+        if sends:
+            self.sent_activations[fwd_chunk_id] = [_started(send) for send in sends]
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        sends = super().get_bwd_send_ops(bwd_chunk_id)
+        if sends:
+            self.sent_gradients.append([_started(send) for send in sends])
+        while len(self.sent_gradients) > GRADIENTS_ON_THE_WAY:
+            for work in self.sent_gradients.popleft():
+                work.wait()
+        return []
+
+    def finish_sends(self) -> None:
+        """Wait until all that was sent has left."""
+        for works in (*self.sent_activations.values(), *self.sent_gradients):
+            for work in works:
+                work.wait()
+        self.sent_activations.clear()
+        self.sent_gradients.clear()
 
     def _allocate(self, received: tuple) -> None:
         for info in received:
             if not info.is_root_arg:
                 info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
+
+
+def _started(send: dist.P2POp) -> dist.Work:
+    work: dist.Work = send.op(
+        send.tensor, group=send.group, tag=send.tag, group_dst=send.group_peer
+    )
+    return work
 
 
 def _without_buffer(info: object) -> object:

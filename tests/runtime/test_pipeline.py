@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.schedule import in_flight, orders
-from runtime.pipeline import Pipeline
+from runtime.pipeline import GRADIENTS_ON_THE_WAY, Pipeline
 from tests.runtime.ranks import on_ranks
 
-MICRO_BATCHES, WIDTH = 6, 8
+MICRO_BATCHES, WIDTH = 8, 8
 
 
 class Recorder(nn.Module):
@@ -47,19 +47,19 @@ def run(name: str, wrong_shape: bool = False) -> tuple[str, int, int]:
         outputs=declared,
         loss=lambda output, target: (output - target).square().mean() / MICRO_BATCHES,
     )
-    most = 0
-    held = pipeline.received_buffers
+    received, sent = [0], [0]
 
     def count(*_: object) -> None:
-        nonlocal most
-        most = max(most, held())
+        received.append(pipeline.received())
+        sent.append(pipeline.sent())
 
     module.register_forward_hook(count)
     x = torch.ones(2 * MICRO_BATCHES, WIDTH)
     for _ in range(2):
         module.seen.clear()
         pipeline.run(x, x)
-    return " ".join(module.seen), most, held()
+    assert (pipeline.received(), pipeline.sent()) == (0, 0)
+    return " ".join(module.seen), max(received), max(sent)
 
 
 @pytest.mark.ranks
@@ -67,11 +67,12 @@ def run(name: str, wrong_shape: bool = False) -> tuple[str, int, int]:
 def test_ranks_act_as_written(name: str) -> None:
     written = orders(name, stages=3, micro_batches=MICRO_BATCHES)
 
-    for stage, (seen, most, left) in enumerate(on_ranks(3, run, name)):
+    for stage, (seen, received, sent) in enumerate(on_ranks(3, run, name)):
+        alive, first, last = in_flight(written[stage]), stage == 0, stage == 2
         assert seen == " ".join(map(str, written[stage]))
-        # Activations from the stage before, and at most two gradients on the way from the next.
-        assert most <= (in_flight(written[stage]) + 1) * (stage > 0) + 2 * (stage < 2)
-        assert left == 0
+        # Activations in flight and one ahead, a gradient in use and one ahead; two on the way.
+        assert received <= (0 if first else alive + 1) + (0 if last else 2)
+        assert sent <= (0 if last else alive) + (0 if first else GRADIENTS_ON_THE_WAY)
 
 
 @pytest.mark.ranks
