@@ -6,6 +6,7 @@ torch is imported only inside the calls that need it.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,13 +58,9 @@ def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:
     A factory's modules are traced on samples of `seq_len` tokens, by default as many as a job has.
     """
     if is_factory(text):
-        try:
-            from runtime.factory import graph_of_factory  # noqa: PLC0415 - needs torch
-        except ImportError as error:
-            raise LaunchError(
-                f"{text}: reading a Python factory needs torch; "
-                "install it with: pip install 'meshwright[torch]'"
-            ) from error
+        _need_torch(f"{text}: reading a Python factory")
+        from runtime.factory import graph_of_factory  # noqa: PLC0415 - needs torch
+
         graph: ModelGraph = graph_of_factory(text, seq_len=seq_len or FACTORY_SEQ_LEN)
         return graph
     return resolve_model(text)
@@ -188,10 +185,20 @@ def launch(
 ) -> Run | None:
     """Train by a plan on this machine; return what was predicted and what was measured."""
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
+    from runtime.preflight import cuda_devices  # noqa: PLC0415
     from runtime.report import comparison  # noqa: PLC0415
 
+    _need_torch("launching a plan")
     wanted = document.read(Plan, plan_path)
     graph = plan_model(wanted, plan_path)
+    machine = resolve_cluster(wanted.cluster)
+    accelerator = machine.groups[0].accelerator
+    if accelerator.kind != "cpu" and not cuda_devices():
+        raise LaunchError(
+            f"the plan is for {wanted.cluster}, and this machine has no {accelerator.name}; "
+            "launch it where the devices are, or plan again for --cluster local"
+        )
+    prediction = predict_plan(wanted, graph, machine, _profile_for(graph, profile))
     report = start(
         plan_path,
         model=graph,
@@ -210,8 +217,6 @@ def launch(
     )
     if report is None:
         return None
-    machine = resolve_cluster(wanted.cluster)
-    prediction = predict_plan(wanted, graph, machine, _profile_for(graph, profile))
     return Run(
         plan=wanted, report=report, prediction=prediction, rows=comparison(report, prediction)
     )
@@ -228,6 +233,7 @@ def profile(
     quiet: bool = False,
 ) -> Profile:
     """Measure a model's layers and this machine's links."""
+    _need_torch("measuring a machine")
     from profiler.profile import profile as measure  # noqa: PLC0415 - starts ranks
 
     graph, machine = model_of(model, seq_len=seq_len), resolve_cluster(cluster)
@@ -400,6 +406,11 @@ def _source_of(wanted: Plan, plan_path: str | None) -> str:
         if beside.exists():
             return f"{beside}{colon}{factory}"
     return source
+
+
+def _need_torch(what: str) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise LaunchError(f"{what} needs torch; install it with: pip install 'meshwright[torch]'")
 
 
 def _profile_for(graph: ModelGraph, path: str | None) -> Profile | None:
