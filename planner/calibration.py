@@ -28,6 +28,9 @@ class Figures:
     backward_s: float
     recompute_s: float
     backward_tensor_s: float
+    forward_ahead_s: float
+    """Seconds of forward in which the device still works and the host has started everything."""
+    backward_ahead_s: float
     stored_bytes: float
     forward_transient_bytes: float
     backward_transient_bytes: float

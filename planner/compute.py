@@ -2,11 +2,11 @@
 
     seconds = kernels launch_s + FLOPs / (f P) + bytes / (g W)
 
-P is the peak of the job's precision, W the memory bandwidth, f and g the fractions of the device's
-curve; f differs between matrix products and attention, forward and backward.  The additive form
-fits measured products of ten accelerators to 5-13 %, where a roofline (the larger term alone) is
-18-34 % optimistic.  Of a communication only its launch
-and the copies beside it count here; its time on the links stands in `planner.collectives`.
+P is the peak of the job's precision times the share of it that lasts through a step, W the memory
+bandwidth, f and g the fractions of the device's curve; f differs between matrix products and
+attention, forward and backward.  The additive form fits measured products of ten accelerators to
+5-13 %, where a roofline (the larger term alone) is 18-34 % optimistic.  Of a communication only its
+launch and the copies beside it count here; its time on the links stands in `planner.collectives`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ ATTENTION_BACKWARD = 2.5
 BACKWARD_KERNELS = 2
 """A backward starts about two kernels for each one of its forward."""
 
+SUSTAINED = 0.87
+"""Rate of matrix units through a training step over that of the short kernels that curves are
+fitted to: power limits lower the clock, and gaps between kernels are not in any kernel.  From the
+steps of published runs on A100, H100 and B200 whose time is nearly all computation; see
+docs/decisions/ on sustained rates."""
+
 SAME_RATE: dict[Precision, tuple[Precision, ...]] = {
     "tf32": ("tf32", "fp32"),
     "bf16": ("bf16", "fp16"),
@@ -42,6 +48,8 @@ class Device:
     peak_flops: float
     memory_bytes_per_s: float
     curve: DeviceCurve
+    sustained: float = 1.0
+    """Rate of products in a training step over that of single kernels."""
 
 
 def device(accelerator: Accelerator, precision: Precision) -> Device:
@@ -50,6 +58,7 @@ def device(accelerator: Accelerator, precision: Precision) -> Device:
         peak_flops=peak_flops(accelerator, precision),
         memory_bytes_per_s=accelerator.memory_bytes_per_s,
         curve=accelerator.curve,
+        sustained=1.0 if accelerator.curve.provenance == "measured" else SUSTAINED,
     )
 
 
@@ -116,5 +125,5 @@ def seconds(
             fraction = curve.attention_backward if backward else curve.attention_forward
         else:
             fraction = curve.matmul
-        result += flops / (fraction * on.peak_flops)
+        result += flops / (fraction * on.sustained * on.peak_flops)
     return result + moved_bytes / (curve.memory * on.memory_bytes_per_s)

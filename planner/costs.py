@@ -23,21 +23,32 @@ step in sync_s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
 
-from planner import arithmetic, collectives, compute, memory
-from planner.calibration import Figures, calibrated
-from planner.cluster import ClusterSpec, Collective
-from planner.collectives import Levels, collective_s, group_levels
+from planner import arithmetic, memory
+from planner.calibration import Figures
+from planner.cluster import ClusterSpec
+from planner.collectives import Level, Levels, group_levels
+from planner.layer_figures import LayerFigures
 from planner.memory import Sharing, States
-from planner.model import Architecture, Layer, ModelGraph
-from planner.operator_table import BACKWARD_OF, FP32, RECOMPUTES, Setting
+from planner.model import Layer, ModelGraph
+from planner.native import refusal
+from planner.operator_table import FP32, RECOMPUTES, Setting
 from planner.plan import Axis, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Profile, Recompute
+from planner.rates import assumptions, rates
+from planner.sharding import Links, Traffic, traffic
+
+__all__ = [
+    "CostTables",
+    "LayoutCosts",
+    "StrategyCost",
+    "StrategyParts",
+    "layout_costs",
+    "refusal",
+]
 
 CONTEXT_BYTES = 0.5e9
 """CUDA context, kernels and cuBLAS workspace of a process.  NVIDIA data-centre devices with torch 2
@@ -47,14 +58,6 @@ COLLECTIVE_LIBRARY_BYTES = 0.4e9
 ALLOCATOR_SLACK = 1.048
 """Reserved over allocated bytes of torch's caching allocator: mean of 43 runs on B200
 (1.03-1.09)."""
-OVERLAP = 0.9
-"""Share of sharding collectives that can hide behind compute on an accelerator without a profile;
-the rest stands for the kernels' contention for the same device."""
-OPTIMIZER_TRAFFIC_BYTES = 40
-"""Memory traffic per parameter of fused AdamW in fp32: read p, g, m, v and write p, m, v (28), read
-g for the norm (4), read and write g to clip it (8)."""
-REDUCED_BYTES = 4
-"""Bytes per gradient element on the wire: reductions are in fp32."""
 
 SHARD_AXES: tuple[Axis, ...] = ("context", "data_shard")
 
@@ -144,52 +147,6 @@ def layout_costs(
     return CostTables(model, cluster, job, profile).of(layout)
 
 
-def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> str | None:
-    """Return why the native backend cannot run a layout, or None if it can."""
-    return next(_obstacles(model, cluster, job, layout), None)
-
-
-def _obstacles(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> Iterator[str]:
-    if job.precision not in ("fp32", "tf32", "bf16"):
-        yield f"precision {job.precision} cannot be trained; use bf16, tf32 or fp32"
-    if layout.devices > cluster.devices:
-        yield f"it needs {layout.devices} devices, and the cluster has {cluster.devices}"
-    if layout.context > 1:
-        yield "context parallelism cannot be executed"
-    if layout.expert > 1:
-        yield "expert parallelism cannot be executed"
-    if model.edges:
-        yield "the model's graph is not a chain"
-    if layout.pipeline > len(model.chain):
-        yield f"{layout.pipeline} stages need as many layers; the model has {len(model.chain)}"
-    if layout.zero and layout.data_shard == 1 and layout.data > 1:
-        yield f"ZeRO-{layout.zero} needs data_shard > 1"
-    if layout.tensor > 1:
-        yield from _tensor_obstacles(model.architecture, job, layout.tensor)
-
-
-def _tensor_obstacles(a: Architecture | None, job: Job, degree: int) -> Iterator[str]:
-    if a is None:
-        yield "a user's own modules cannot be divided by tensor parallelism"
-        return
-    if a.latent is not None:
-        yield "latent attention cannot be divided by tensor parallelism"
-    if a.patches is not None or a.classes:
-        yield "patches and class heads cannot be divided by tensor parallelism"
-    figures = {
-        "seq_len": job.seq_len,
-        "heads": a.heads,
-        "kv_heads": a.kv_heads,
-        "ffn_size": a.ffn_size,
-        "vocab_size": a.vocab_size,
-    }
-    if a.experts is not None:
-        figures["expert ffn_size"] = a.experts.ffn_size
-    for name, figure in figures.items():
-        if figure % degree:
-            yield f"tensor parallelism does not divide {name} {figure}"
-
-
 class CostTables:
     """Costs of a model on a cluster, for any layout."""
 
@@ -200,30 +157,47 @@ class CostTables:
         self.cluster = cluster
         self.job = job
         self.profile = profile
-        accelerator = cluster.groups[0].accelerator
-        self._on_cpu = accelerator.kind == "cpu"
-        self._device = compute.device(accelerator, job.precision)
-        self._curves = collectives.curves_by_name(profile.collectives if profile else ())
-        self._overheads = profile.overheads if profile else None
+        self._rates = rates(cluster, job, profile)
+        self._assumptions = tuple(assumptions(cluster, profile, self._rates))
         self._layers = {layer.kind: layer for layer in model.layers}
-        self._figures: dict[tuple[object, ...], _KindFigures] = {}
+        self._figures = LayerFigures(model, cluster, profile, self._rates)
+        self._states: dict[tuple[object, ...], _Held] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
+        self._kinds: dict[tuple[object, bool], dict[str, tuple[StrategyCost, ...]]] = {}
+        self._slack = 1.0 if self._rates.on_cpu else ALLOCATOR_SLACK
+        self._step_s = self._rates.overheads.step_s if self._rates.overheads else 0.0
 
     def of(self, layout: Layout) -> LayoutCosts:
         """Return the costs of a layout."""
-        shared = self._shared(layout)
-        in_flight = layout.micro_batches
-        if layout.schedule == "1f1b":
-            in_flight = min(in_flight, layout.pipeline)
+        key = (
+            layout.tensor,
+            layout.context,
+            layout.expert,
+            layout.micro_batch,
+            layout.zero,
+            layout.data_shard,
+            layout.data_replicate,
+            layout.pipeline,
+            layout.order,
+            layout.micro_batches > 1,
+        )
+        shared = self._layouts.get(key)
+        if shared is None:
+            shared = self._layouts[key] = self._build(layout)
+        waiting = _gpipe(layout)
+        kinds = self._kinds.get((key, waiting))
+        if kinds is None:
+            kinds = self._kinds[key, waiting] = self._added_up(layout, shared)
         buffers = 0.0
         if layout.pipeline > 1:
-            buffers = 2 * (in_flight + 1) * shared.boundary_bytes
+            alive = layout.micro_batches if waiting else min(layout.micro_batches, layout.pipeline)
+            buffers = 2 * (alive + 1) * shared.boundary_bytes
         return LayoutCosts(
-            kinds=shared.kinds,
+            kinds=kinds,
             boundary_s=shared.transfer_s + shared.action_s,
-            fixed_bytes=shared.context_bytes + shared.slack * buffers,
-            slack=shared.slack,
-            step_s=shared.step_s,
+            fixed_bytes=shared.context_bytes + self._slack * buffers,
+            slack=self._slack,
+            step_s=self._step_s,
             parts=shared.parts,
             transfer_s=shared.transfer_s,
             action_s=shared.action_s,
@@ -238,7 +212,7 @@ class CostTables:
         Sharding, which only adds to them, is left out, so that they are the same for many layouts.
         With `recompute` only that choice counts.
         """
-        figures = self._kind_figures(self._setting(layout), layout)
+        figures = self._figures.of(self._setting(layout), layout)
         return {
             kind: min(
                 figure.whole_forward_s + figure.whole_backward_s
@@ -247,69 +221,6 @@ class CostTables:
             )
             for kind, figures_of_kind in figures.items()
         }
-
-    def _shared(self, layout: Layout) -> _Shared:
-        """Return what layouts that differ only in schedule and step length have in common."""
-        key = (
-            layout.tensor,
-            layout.context,
-            layout.expert,
-            layout.micro_batch,
-            layout.zero,
-            layout.data_shard,
-            layout.data_replicate,
-            layout.pipeline,
-            layout.order,
-            layout.micro_batches > 1,
-            _all_forwards_first(layout),
-        )
-        found = self._layouts.get(key)
-        if found is None:
-            found = self._layouts[key] = self._build(layout)
-        return found
-
-    def _build(self, layout: Layout) -> _Shared:
-        setting = self._setting(layout)
-        figures = self._kind_figures(setting, layout)
-        links = _Links(
-            shard=self._group(layout, SHARD_AXES),
-            replicate=self._group(layout, ("data_replicate",)),
-            neighbours=self._group(layout, ("pipeline",)),
-        )
-        parts = {
-            kind: self._parts(layer, layout, figures[kind], links)
-            for kind, layer in self._layers.items()
-        }
-        transfer_s = action_s = boundary_bytes = 0.0
-        if layout.pipeline > 1:
-            boundary_bytes = self._boundary_bytes(setting)
-            transfer_s = self._link_s("send_recv", boundary_bytes, links.neighbours)
-            action_s = self._overheads.pipeline_action_s if self._overheads else 0.0
-        first, last = self._end_kinds
-        gpipe = layout.pipeline > 1 and layout.schedule == "gpipe"
-        return _Shared(
-            kinds={
-                kind: tuple(
-                    _cost(
-                        recompute,
-                        part,
-                        action_s=action_s if kind in (first, last) else 0.0,
-                        passing=kind == last and not gpipe,
-                        replacing=_all_forwards_first(layout),
-                    )
-                    for recompute, part in zip(RECOMPUTES, strategies, strict=True)
-                )
-                for kind, strategies in parts.items()
-            },
-            parts=parts,
-            transfer_s=transfer_s,
-            action_s=action_s,
-            boundary_bytes=boundary_bytes,
-            context_bytes=self._context_bytes(layout),
-            slack=1.0 if self._on_cpu else ALLOCATOR_SLACK,
-            step_s=self._overheads.step_s if self._overheads else 0.0,
-            assumptions=(),
-        )
 
     def _setting(self, layout: Layout) -> Setting:
         return Setting(
@@ -321,198 +232,150 @@ class CostTables:
             expert=layout.expert,
         )
 
-    def _kind_figures(self, setting: Setting, layout: Layout) -> _KindFigures:
-        """Return every kind's figures under every recompute choice, worked out once."""
-        groups = (
-            self._group(layout, ("tensor",)),
-            self._group(layout, ("context",)),
-            self._expert_group(layout),
+    def _build(self, layout: Layout) -> _Shared:
+        """Work out what layouts that differ only in schedule and step length have in common."""
+        setting = self._setting(layout)
+        figures = self._figures.of(setting, layout)
+        links = Links(
+            shard=self._group(layout, SHARD_AXES),
+            replicate=self._group(layout, ("data_replicate",)),
+            neighbours=self._group(layout, ("pipeline",)),
         )
-        spans = (tuple((level.tier.name, level.members) for level in group) for group in groups)
-        key = (setting, *spans)
-        found = self._figures.get(key)
-        if found is None:
-            found = self._figures[key] = {
-                kind: self._layer_figures(layer, setting, groups)
+        transfer_s = action_s = boundary_bytes = 0.0
+        if layout.pipeline > 1:
+            boundary_bytes = self._boundary_bytes(setting)
+            transfer_s = self._rates.link_s("send_recv", boundary_bytes, links.neighbours)
+            action_s = self._rates.overheads.pipeline_action_s if self._rates.overheads else 0.0
+        return _Shared(
+            parts={
+                kind: self._parts(layer, layout, figures[kind], links)
                 for kind, layer in self._layers.items()
-            }
-        return found
-
-    def _layer_figures(
-        self, layer: Layer, setting: Setting, groups: tuple[Levels, Levels, Levels]
-    ) -> tuple[Figures, ...]:
-        """Return the figures of one layer kind, one for each recompute choice."""
-        by_axis = dict(zip(("tensor", "context", "expert"), groups, strict=True))
-        measurements = self.profile.layers if self.profile else ()
-
-        def computed(at: Setting, recompute: Recompute) -> Figures:
-            return self._computed(layer, at, recompute, by_axis)
-
-        return tuple(
-            calibrated(measurements, layer.kind, setting, recompute, computed)
-            for recompute in RECOMPUTES
+            },
+            transfer_s=transfer_s,
+            action_s=action_s,
+            boundary_bytes=boundary_bytes,
+            context_bytes=self._context_bytes(layout),
+            assumptions=(*self._figures.assumptions(setting, layout), *self._assumptions),
         )
 
-    def _computed(
-        self, layer: Layer, setting: Setting, recompute: Recompute, groups: dict[str, Levels]
-    ) -> Figures:
-        """Return a layer's figures by arithmetic alone."""
-        table = arithmetic.table(self.model, layer, setting)
-        forward_s = backward_s = recompute_s = forward_tensor_s = backward_tensor_s = 0.0
-        again = {operator.name for operator in table.recomputed(recompute)}
-        for operator in table.operators:
-            own_s = compute.forward_s(operator, self._device)
-            forward_s += own_s
-            backward_s += compute.backward_s(operator, self._device)
-            link_s = 0.0
-            if operator.kind in BACKWARD_OF:
-                group, size = groups[operator.axis], operator.moved_bytes
-                link_s = self._link_s(cast(Collective, operator.kind), size, group)
-                forward_tensor_s += link_s
-                backward_tensor_s += self._link_s(BACKWARD_OF[operator.kind], size, group)
-            if operator.name in again:
-                recompute_s += own_s
-                backward_tensor_s += link_s
-        return Figures(
-            forward_s=forward_s,
-            forward_tensor_s=forward_tensor_s,
-            backward_s=backward_s,
-            recompute_s=recompute_s,
-            backward_tensor_s=backward_tensor_s,
-            stored_bytes=table.stored_bytes(recompute),
-            forward_transient_bytes=table.forward_transient_bytes(recompute),
-            backward_transient_bytes=table.backward_transient_bytes(recompute),
-            returned_bytes=table.returned_bytes,
-            stores_input="x" in table.stored(recompute),
-            provenance=self._device.curve.provenance,
-            spread=self._device.curve.spread,
-        )
+    def _added_up(self, layout: Layout, shared: _Shared) -> dict[str, tuple[StrategyCost, ...]]:
+        """Return the parts of every strategy added up, as the solver wants them."""
+        first, last = self._end_kinds
+        waiting = _gpipe(layout)
+        return {
+            kind: tuple(
+                _cost(
+                    recompute,
+                    part,
+                    action_s=shared.action_s if kind in (first, last) else 0.0,
+                    passing=kind == last and not waiting,
+                    replacing=waiting or layout.micro_batches == 1,
+                )
+                for recompute, part in zip(RECOMPUTES, strategies, strict=True)
+            )
+            for kind, strategies in shared.parts.items()
+        }
 
     def _parts(
-        self, layer: Layer, layout: Layout, figures: tuple[Figures, ...], links: _Links
+        self, layer: Layer, layout: Layout, figures: tuple[Figures, ...], links: Links
     ) -> tuple[StrategyParts, ...]:
         """Add the states and the sharding communication to a layer's figures."""
-        dense, routed = arithmetic.local_parameters(
-            self.model, layer, tensor=layout.tensor, expert=layout.expert
-        )
-        if layout.pipeline > 1:
-            dense += self._tied_copy(layer) / layout.tensor
-        shard = layout.data_shard * layout.context
         sharing = Sharing(
             precision=self.job.precision,
             zero=layout.zero,
-            shard=shard,
+            shard=layout.data_shard * layout.context,
             data=layout.data * layout.context,
             pipelined=layout.pipeline > 1,
             accumulated=layout.micro_batches > 1,
         )
-        largest = arithmetic.largest_matrix(self.model, layer, tensor=layout.tensor)
-        states = memory.states(dense, sharing, largest=largest)
-        held = dense / (shard if sharing.sharded else 1)
-        if routed:
-            expert_shard = max(1, shard * layout.tensor // layout.expert)
-            if layout.expert == 1:
-                expert_shard = shard
-            expert_sharing = replace(sharing, shard=expert_shard)
-            states = states + memory.states(routed, expert_sharing)
-            held += routed / (expert_shard if expert_sharing.sharded else 1)
+        held = self._held(layer, layout, sharing)
         if layout.pipeline > 1 and layer.kind == self._end_kinds[1]:
             # The pipeline keeps what the last stage returned until its backward.
             figures = tuple(
                 replace(f, stored_bytes=f.stored_bytes + f.returned_bytes) for f in figures
             )
-        traffic = self._traffic(dense + routed, sharing, links)
-        optimizer_s = self._optimizer_s(held)
-        # The window of a whole-step collective is the same for every choice, so that sync_s is too.
-        plain = figures[0]
-        sync_s = traffic.copies_per_step_s
-        sync_s += self._exposed_s(traffic.gather_per_step_s, plain.forward_s)
-        if sharing.pipelined:
-            sync_s += traffic.reduce_per_step_s
-        else:
-            sync_s += self._exposed_s(traffic.reduce_per_step_s, plain.backward_s)
+        moving = traffic(held.parameters, sharing, links, self._rates)
+        sync_s = self._sync_s(moving, figures[0], sharing) + self._tied_s(layer, layout, links)
+        optimizer_s = self._rates.optimizer_s(held.optimized)
         return tuple(
-            StrategyParts(
-                figures=choice,
-                states=states,
-                gather_s=traffic.forward_copies_s
-                + self._exposed_s(traffic.forward_gather_s, choice.forward_s),
-                backward_shard_s=traffic.backward_copies_s
-                + self._exposed_s(traffic.backward_s, choice.backward_s + choice.recompute_s),
-                sync_s=sync_s,
-                optimizer_s=optimizer_s,
-            )
+            self._strategy(choice, held.states, moving, sharing, sync_s, optimizer_s)
             for choice in figures
         )
 
-    def _traffic(self, parameters: float, sharing: Sharing, links: _Links) -> _Traffic:
-        """Return the sharding communication of a unit: counts from the runtime, seconds from links.
-
-        Counts per step with M micro-batches (measured on FSDP2; a unit is a layer):
-
-                      no pipeline                   pipeline
-            ZeRO-0    1 all-reduce                  1 all-reduce
-            ZeRO-1    1 gather, 1 reduction         1 gather, 1 reduction
-            ZeRO-2    1 gather, M reductions        1 gather, 1 reduction
-            ZeRO-3    2 M gathers, M reductions     M + 1 gathers, 1 reduction
-        """
-        if not sharing.wrapped:
-            return _Traffic()
-        wide, e = REDUCED_BYTES * parameters, sharing.working_bytes * parameters
-        unit_s = self._overheads.shard_unit_s if self._overheads else 0.0
-        reduce_s = gather_s = 0.0
-        if sharing.sharded:
-            gather_s = self._link_s("all_gather", e, links.shard)
-            reduce_s = self._link_s("reduce_scatter", wide, links.shard)
-            reduce_s += self._link_s("all_reduce", wide / sharing.shard, links.replicate)
-        elif sharing.data > 1:
-            reduce_s = self._link_s("all_reduce", wide, links.shard + links.replicate)
-        unpack_s = self._memory_s(2 * e) + unit_s
-        pack_s = self._memory_s(e + wide) + unit_s
-        again = sharing.gathers_again
-        if again and not sharing.pipelined:
-            return _Traffic(
-                forward_gather_s=gather_s,
-                forward_copies_s=unpack_s,
-                backward_s=gather_s + reduce_s,
-                backward_copies_s=unpack_s + pack_s,
-            )
-        each = sharing.reduces_each_micro_batch
-        return _Traffic(
-            backward_s=(gather_s if again else 0.0) + (reduce_s if each else 0.0),
-            backward_copies_s=(unpack_s if again else 0.0) + (pack_s if each else 0.0),
-            gather_per_step_s=gather_s,
-            reduce_per_step_s=0.0 if each else reduce_s,
-            copies_per_step_s=unpack_s + (0.0 if each else pack_s),
+    def _strategy(
+        self,
+        figures: Figures,
+        states: States,
+        moving: Traffic,
+        sharing: Sharing,
+        sync_s: float,
+        optimizer_s: float,
+    ) -> StrategyParts:
+        """Hide what computation hides of a unit's communication in each micro-batch."""
+        gather_s = moving.forward_copies_s
+        gather_s += self._rates.exposed_s(moving.forward_gather_s, figures.forward_s)
+        backward_s = moving.backward_copies_s
+        computing_s = figures.backward_s + figures.recompute_s
+        backward_s += self._rates.exposed_s(moving.backward_s, computing_s)
+        if sharing.wrapped:
+            gather_s += self._rates.unit_s(figures.forward_ahead_s)
+            backward_s += self._rates.unit_s(figures.backward_ahead_s)
+        return StrategyParts(
+            figures=figures,
+            states=states,
+            gather_s=gather_s,
+            backward_shard_s=backward_s,
+            sync_s=sync_s,
+            optimizer_s=optimizer_s,
         )
 
-    def _exposed_s(self, communication_s: float, window_s: float) -> float:
-        """Seconds of a sharding collective that computation does not hide."""
-        overlap = 0.0 if self._on_cpu else OVERLAP
-        if self._overheads:
-            overlap = self._overheads.overlap
-        return max((1 - overlap) * communication_s, communication_s - window_s)
+    def _sync_s(self, moving: Traffic, plain: Figures, sharing: Sharing) -> float:
+        """Exposed sharding seconds once per step.
 
-    def _link_s(self, operation: Collective, size_bytes: float, group: Levels) -> float:
-        return collective_s(operation, size_bytes, group, self._curves)
+        They hide behind the passes without recomputation, so that every choice has the same.
+        """
+        result = moving.copies_per_step_s
+        result += self._rates.exposed_s(moving.gather_per_step_s, plain.forward_s)
+        if sharing.pipelined:
+            return result + moving.reduce_per_step_s
+        return result + self._rates.exposed_s(moving.reduce_per_step_s, plain.backward_s)
 
-    def _memory_s(self, moved_bytes: float) -> float:
-        device = self._device
-        return moved_bytes / (device.curve.memory * device.memory_bytes_per_s)
+    def _held(self, layer: Layer, layout: Layout, sharing: Sharing) -> _Held:
+        """Return what a rank holds of a layer; routed experts divide over other ranks."""
+        key = (layer.kind, layout.tensor, layout.expert, sharing)
+        found = self._states.get(key)
+        if found is None:
+            found = self._states[key] = self._count_held(layer, layout, sharing)
+        return found
 
-    def _optimizer_s(self, parameters: float) -> float:
-        if self._overheads:
-            return self._overheads.optimizer_s_per_parameter * parameters
-        return self._memory_s(OPTIMIZER_TRAFFIC_BYTES * parameters)
+    def _count_held(self, layer: Layer, layout: Layout, sharing: Sharing) -> _Held:
+        dense, routed = arithmetic.local_parameters(
+            self.model, layer, tensor=layout.tensor, expert=layout.expert
+        )
+        if sharing.pipelined:
+            dense += self._tied_copy(layer) / layout.tensor
+        largest = arithmetic.largest_matrix(self.model, layer, tensor=layout.tensor)
+        states = memory.states(dense, sharing, largest=largest)
+        optimized = dense / (sharing.shard if sharing.sharded else 1)
+        if routed:
+            if layout.expert > 1:
+                spread = max(1, sharing.shard * layout.tensor // layout.expert)
+                sharing = replace(sharing, shard=spread)
+            states = states + memory.states(routed, sharing)
+            optimized += routed / (sharing.shard if sharing.sharded else 1)
+        return _Held(parameters=dense + routed, optimized=optimized, states=states)
+
+    def _tied_s(self, layer: Layer, layout: Layout, links: Links) -> float:
+        """Seconds of summing a tied weight's gradients between the ends of a pipeline."""
+        copy = self._tied_copy(layer) if layout.pipeline > 1 else 0.0
+        if not copy or not links.neighbours:
+            return 0.0
+        divided = layout.tensor * (layout.data_shard * layout.context if layout.zero else 1)
+        ends = (Level(links.neighbours[-1].tier, 2),)
+        return self._rates.link_s("all_reduce", memory.MASTER * copy / divided, ends)
 
     def _group(self, layout: Layout, axes: tuple[Axis, ...]) -> Levels:
         return group_levels(self.cluster.tiers, layout, axes)
-
-    def _expert_group(self, layout: Layout) -> Levels:
-        """Experts take neighbouring ranks of tensor, context and data_shard, innermost first."""
-        if layout.expert == 1:
-            return ()
-        return collectives.levels(self.cluster.tiers, [(layout.expert, 1)], devices=layout.devices)
 
     def _tied_copy(self, layer: Layer) -> float:
         """Parameters of the output projection where the pipeline's last stage holds a copy."""
@@ -533,7 +396,7 @@ class CostTables:
 
     def _boundary_bytes(self, setting: Setting) -> float:
         """Bytes of one micro-batch's activation between layers on a rank."""
-        a: Architecture | None = self.model.architecture
+        a = self.model.architecture
         if a is not None:
             return setting.stream_tokens * a.hidden_size * setting.element_bytes
         traces = [layer.trace for layer in self.model.layers if layer.trace]
@@ -541,55 +404,35 @@ class CostTables:
         return largest * setting.micro_batch * setting.element_bytes / FP32
 
     def _context_bytes(self, layout: Layout) -> float:
-        if self._on_cpu:
+        if self._rates.on_cpu:
             return 0.0
         return CONTEXT_BYTES + (COLLECTIVE_LIBRARY_BYTES if layout.devices > 1 else 0.0)
 
 
-_KindFigures = dict[str, tuple[Figures, ...]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Links:
-    """Levels of the groups that a layout's sharding and pipeline use."""
+class _Held:
+    """Parameters of a layer on a rank: computed with, updated by it, and their bytes."""
 
-    shard: Levels
-    replicate: Levels
-    neighbours: Levels
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Traffic:
-    """Sharding seconds of one unit, before any of them hide."""
-
-    forward_gather_s: float = 0.0
-    forward_copies_s: float = 0.0
-    backward_s: float = 0.0
-    backward_copies_s: float = 0.0
-    gather_per_step_s: float = 0.0
-    reduce_per_step_s: float = 0.0
-    copies_per_step_s: float = 0.0
+    parameters: float
+    optimized: float
+    states: States
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
     """LayoutCosts without what schedule and number of micro-batches change."""
 
-    kinds: dict[str, tuple[StrategyCost, ...]]
     parts: dict[str, tuple[StrategyParts, ...]]
     transfer_s: float
     action_s: float
     boundary_bytes: float
     context_bytes: float
-    slack: float
-    step_s: float
     assumptions: tuple[Assumption, ...]
 
 
-def _all_forwards_first(layout: Layout) -> bool:
-    """Whether no stage begins a backward before it has done all forwards of the step."""
-    gpipe = layout.pipeline > 1 and layout.schedule == "gpipe"
-    return gpipe or layout.micro_batches == 1
+def _gpipe(layout: Layout) -> bool:
+    """Whether all micro-batches wait for their backward at once."""
+    return layout.pipeline > 1 and layout.schedule == "gpipe"
 
 
 def _cost(

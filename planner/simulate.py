@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from planner.errors import DocumentError
 from planner.schedule import Action, Order
 
+_NOT_YET = -1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
@@ -60,7 +62,12 @@ def timeline(
     33.0
     """
     stages = len(forward_s)
-    done_s: list[dict[int, float]] = [{} for _ in range(2 * stages)]
+    micro_batches = 1 + max(
+        (action.micro_batch for order in orders for action in order), default=-1
+    )
+    # Rows: forwards by stage, then backwards by stage.
+    done_s = [[_NOT_YET] * micro_batches for _ in range(2 * stages)]
+    seconds = (*forward_s, *backward_s)
     waiting: dict[tuple[int, int], int] = {}
     position = [0] * len(orders)
     clock = [0.0] * len(orders)
@@ -73,30 +80,28 @@ def timeline(
         own_starts, own_ends = starts[rank], ends[rank]
         while at < len(order):
             stage, kind, micro_batch = order[at]
-            forward = kind == "F"
-            # Rows of done_s: forwards by stage, then backwards by stage.
-            row = stage if forward else stages + stage
-            before = row - 1 if forward else row + 1
-            if not forward and micro_batch not in done_s[stage]:
-                raise DocumentError("schedule", f"{order[at]} stands before its forward")
-            if forward and stage == 0:
-                arrival = 0.0
-            elif not forward and stage == stages - 1:
-                arrival = done_s[stage][micro_batch]
-            elif micro_batch in done_s[before]:
-                arrival = done_s[before][micro_batch] + transfer_s
+            if kind == "F":
+                row, arrival = stage, 0.0
+                before = stage - 1 if stage else None
             else:
-                waiting[before, micro_batch] = rank
-                break
-            start = max(arrival, now)
-            now = start + (forward_s[stage] if forward else backward_s[stage])
+                row, arrival = stages + stage, done_s[stage][micro_batch]
+                if arrival == _NOT_YET:
+                    raise DocumentError("schedule", f"{order[at]} stands before its forward")
+                before = row + 1 if stage < stages - 1 else None
+            if before is not None:
+                made = done_s[before][micro_batch]
+                if made == _NOT_YET:
+                    waiting[before, micro_batch] = rank
+                    break
+                arrival = made + transfer_s
+            start = arrival if arrival > now else now
+            now = start + seconds[row]
             own_starts.append(start)
             own_ends.append(now)
             done_s[row][micro_batch] = now
             at += 1
-            woken = waiting.pop((row, micro_batch), None)
-            if woken is not None:
-                ready.append(woken)
+            if waiting and (row, micro_batch) in waiting:
+                ready.append(waiting.pop((row, micro_batch)))
         clock[rank], position[rank] = now, at
     for rank, order in enumerate(orders):
         if position[rank] < len(order):

@@ -1,0 +1,60 @@
+"""What the native backend, our runtime, can execute: the reason why it refuses a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.cluster import ClusterSpec
+from planner.model import Architecture, ModelGraph
+from planner.plan import Job, Layout
+
+WITHOUT_TENSOR_PLAN = frozenset({"gpt2"})
+"""Families for which `transformers` says no way to divide them by tensor parallelism."""
+
+
+def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> str | None:
+    """Return why the native backend cannot run a layout, or None if it can."""
+    return next(_obstacles(model, cluster, job, layout), None)
+
+
+def _obstacles(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> Iterator[str]:
+    if job.precision not in ("fp32", "tf32", "bf16"):
+        yield f"precision {job.precision} cannot be trained; use bf16, tf32 or fp32"
+    if layout.devices > cluster.devices:
+        yield f"it needs {layout.devices} devices, and the cluster has {cluster.devices}"
+    if layout.context > 1:
+        yield "context parallelism cannot be executed"
+    if layout.expert > 1:
+        yield "expert parallelism cannot be executed"
+    if model.edges:
+        yield "the model's graph is not a chain"
+    if layout.pipeline > len(model.chain):
+        yield f"{layout.pipeline} stages need as many layers; the model has {len(model.chain)}"
+    if layout.zero and layout.data_shard == 1 and layout.data > 1:
+        yield f"ZeRO-{layout.zero} needs data_shard > 1"
+    if layout.tensor > 1:
+        yield from _tensor_obstacles(model.architecture, job, layout.tensor)
+
+
+def _tensor_obstacles(a: Architecture | None, job: Job, degree: int) -> Iterator[str]:
+    if a is None:
+        yield "a user's own modules cannot be divided by tensor parallelism"
+        return
+    if a.family in WITHOUT_TENSOR_PLAN:
+        yield f"{a.family} cannot be divided by tensor parallelism"
+    if a.latent is not None:
+        yield "latent attention cannot be divided by tensor parallelism"
+    if a.patches is not None or a.classes:
+        yield "patches and class heads cannot be divided by tensor parallelism"
+    figures = {
+        "seq_len": job.seq_len,
+        "heads": a.heads,
+        "kv_heads": a.kv_heads,
+        "ffn_size": a.ffn_size,
+        "vocab_size": a.vocab_size,
+    }
+    if a.experts is not None:
+        figures["expert ffn_size"] = a.experts.ffn_size
+    for name, figure in figures.items():
+        if figure % degree:
+            yield f"tensor parallelism does not divide {name} {figure}"

@@ -1,0 +1,124 @@
+"""How fast a cluster does what is not a layer's computation, and where each figure comes from.
+
+A profile's measured collectives and overheads stand first; without them rules of this file hold,
+and `assumptions` names each one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planner import compute
+from planner.cluster import ClusterSpec, Collective
+from planner.collectives import Curves, Levels, collective_s, curves_by_name
+from planner.plan import Job
+from planner.prediction import Assumption
+from planner.profile import Overheads, Profile
+
+OVERLAP = 0.9
+"""Share of sharding collectives that can hide behind compute on an accelerator without a profile;
+the rest stands for the kernels' contention for the same device."""
+OPTIMIZER_TRAFFIC_BYTES = 40
+"""Memory traffic per parameter of fused AdamW in fp32: read p, g, m, v and write p, m, v (28), read
+g for the norm (4), read and write g to clip it (8)."""
+KERNEL_HOST_S = {"forward": 9e-6, "backward": 12e-6}
+"""Seconds of the host for each kernel of a forward, in both passes: a Llama block of negligible
+size, transformers 5.23, torch 2.13, one EPYC core, 34 kernels in 304 and 399 µs (2026-11-21)."""
+UNIT_HOST_S = 0.65e-3
+"""Seconds of the host for each FSDP2 unit and pass: 1.3 ms a unit and step on the same host."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds on one cluster, in one precision, beside the arithmetic of layers."""
+
+    device: compute.Device
+    curves: Curves
+    overheads: Overheads | None
+    on_cpu: bool
+
+    def link_s(self, operation: Collective, size_bytes: float, group: Levels) -> float:
+        """Seconds of a collective."""
+        return collective_s(operation, size_bytes, group, self.curves)
+
+    def memory_s(self, moved_bytes: float) -> float:
+        """Seconds of memory traffic."""
+        return moved_bytes / (self.device.curve.memory * self.device.memory_bytes_per_s)
+
+    def optimizer_s(self, parameters: float) -> float:
+        """Seconds of clipping and AdamW for parameters held by a rank."""
+        if self.overheads:
+            return self.overheads.optimizer_s_per_parameter * parameters
+        return self.memory_s(OPTIMIZER_TRAFFIC_BYTES * parameters)
+
+    def exposed_s(self, communication_s: float, window_s: float) -> float:
+        """Seconds of a sharding collective that computation of `window_s` does not hide."""
+        overlap = 0.0 if self.on_cpu else OVERLAP
+        if self.overheads:
+            overlap = self.overheads.overlap
+        return max((1 - overlap) * communication_s, communication_s - window_s)
+
+    def unit_s(self, ahead_s: float) -> float:
+        """Seconds that a sharded unit adds to a pass, beside its collectives.
+
+        Unmeasured, it is the host's work, of which a device that is behind by `ahead_s` sees less.
+        """
+        if self.overheads:
+            return self.overheads.shard_unit_s
+        return max(0.0, UNIT_HOST_S - ahead_s)
+
+    def host_s(self, kernels: int, direction: str) -> float:
+        """Seconds that the host takes to start the kernels of a layer.
+
+        A CPU's own kernels run in the thread that starts them, and its curve contains it.
+        """
+        return 0.0 if self.on_cpu else kernels * KERNEL_HOST_S[direction]
+
+
+def rates(cluster: ClusterSpec, job: Job, profile: Profile | None) -> Rates:
+    """Return the rates of a cluster's devices and links."""
+    accelerator = cluster.groups[0].accelerator
+    return Rates(
+        device=compute.device(accelerator, job.precision),
+        curves=curves_by_name(profile.collectives if profile else ()),
+        overheads=profile.overheads if profile else None,
+        on_cpu=accelerator.kind == "cpu",
+    )
+
+
+def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> Iterator[Assumption]:
+    """Yield what was not measured on this cluster: device, links, overheads."""
+    accelerator, curve = cluster.groups[0].accelerator, used.device.curve
+    measured = f"profile of {profile.birth.date} on {profile.birth.host}" if profile else ""
+    yield Assumption(
+        what=f"kernels of {accelerator.name}: {curve.matmul:.0%} of peak in products, "
+        f"{curve.memory:.0%} of memory bandwidth",
+        provenance=curve.provenance,
+        source=curve.source,
+    )
+    if used.device.sustained < 1:
+        yield Assumption(
+            what=f"sustained rate {used.device.sustained:.0%} of that of single kernels",
+            provenance="fitted",
+            source="published training runs on A100, H100 and B200; docs/decisions",
+        )
+    for tier in cluster.tiers:
+        found = sorted(operation for name, operation in used.curves if name == tier.name)
+        yield Assumption(
+            what=f"links of tier {tier.name}" + (f": {', '.join(found)}" if found else ""),
+            provenance="measured" if found else tier.provenance,
+            source=measured if found else tier.source or "cluster document",
+        )
+    if used.overheads:
+        yield Assumption(
+            what="overlap, optimizer and runtime overheads", provenance="measured", source=measured
+        )
+        return
+    overlap = "nothing" if used.on_cpu else f"{OVERLAP:.0%}"
+    yield Assumption(
+        what=f"{overlap} of sharding communication can hide behind computation; the optimizer "
+        "moves 40 bytes per parameter; a step has no fixed seconds",
+        provenance="assumed",
+        source="planner/rates.py",
+    )
