@@ -1,0 +1,58 @@
+"""What the native backend refuses, and the reason that it gives."""
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.expressions import resolve_cluster, resolve_model
+from planner.model import ModelGraph
+from planner.native import refusal
+from planner.plan import Job, Layout
+
+JOB = Job(seq_len=4096, global_batch=64)
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelGraph:
+    return resolve_model("llama-3.1-8b")
+
+
+@pytest.fixture(scope="module")
+def node() -> ClusterSpec:
+    return resolve_cluster("8xh100-sxm-80gb")
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (Layout(context=2), "context"),
+        (Layout(expert=2), "expert"),
+        (Layout(tensor=3), "does not divide"),
+        (Layout(tensor=16), "it needs 16 devices"),
+        (Layout(data_replicate=2, zero=2), "data_shard"),
+    ],
+)
+def test_what_the_runtime_cannot_run_is_refused_with_the_reason(
+    llama: ModelGraph, node: ClusterSpec, layout: Layout, reason: str
+) -> None:
+    assert reason in (refusal(llama, node, JOB, layout) or "")
+
+
+def test_what_the_runtime_can_run_is_not_refused(llama: ModelGraph, node: ClusterSpec) -> None:
+    layout = Layout(tensor=2, pipeline=2, data_shard=2, zero=1, micro_batches=16)
+
+    assert refusal(llama, node, JOB, layout) is None
+
+
+def test_half_precision_with_scaling_is_refused(llama: ModelGraph, node: ClusterSpec) -> None:
+    job = Job(seq_len=4096, global_batch=64, precision="fp16")
+
+    assert "fp16" in (refusal(llama, node, job, Layout()) or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("gpt2", "gpt2"), ("deepseek-v3", "latent"), ("vit-l-16", "patches")]
+)
+def test_models_that_cannot_be_divided_say_so(node: ClusterSpec, name: str, reason: str) -> None:
+    layout = Layout(tensor=2, data_replicate=4, micro_batches=16)
+
+    assert reason in (refusal(resolve_model(name), node, JOB, layout) or "")
