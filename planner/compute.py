@@ -26,11 +26,10 @@ ATTENTION_BACKWARD = 2.5
 BACKWARD_KERNELS = 2
 """A backward starts about two kernels for each one of its forward."""
 
-SUSTAINED = 0.87
-"""Rate of matrix units through a training step over that of the short kernels that curves are
-fitted to: power limits lower the clock, and gaps between kernels are not in any kernel.  From the
-steps of published runs on A100, H100 and B200 whose time is nearly all computation; see
-docs/decisions/ on sustained rates."""
+SUSTAINED: dict[str, float] = {"a100": 1.0, "a800": 1.0, "h100": 0.9, "h200": 0.9, "b200": 0.8}
+"""Rate of matrix units through a step over that of the short kernels that curves are fitted to, by
+the first part of an accelerator's name: power limits lower the clock.  See docs/decisions/0005."""
+USUAL_SUSTAINED = 0.9
 
 SAME_RATE: dict[Precision, tuple[Precision, ...]] = {
     "tf32": ("tf32", "fp32"),
@@ -58,8 +57,18 @@ def device(accelerator: Accelerator, precision: Precision) -> Device:
         peak_flops=peak_flops(accelerator, precision),
         memory_bytes_per_s=accelerator.memory_bytes_per_s,
         curve=accelerator.curve,
-        sustained=1.0 if accelerator.curve.provenance == "measured" else SUSTAINED,
+        sustained=sustained(accelerator),
     )
+
+
+def sustained(accelerator: Accelerator) -> float:
+    """Return the share of a single kernel's rate that a step sustains.
+
+    A curve measured on the machine itself contains it, and CPUs' curves are always of long runs.
+    """
+    if accelerator.curve.provenance == "measured" or accelerator.kind == "cpu":
+        return 1.0
+    return SUSTAINED.get(accelerator.name.split("-")[0], USUAL_SUSTAINED)
 
 
 def peak_flops(accelerator: Accelerator, precision: Precision) -> float:

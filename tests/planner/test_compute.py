@@ -3,7 +3,7 @@
 import pytest
 
 from planner.cluster import Accelerator, DeviceCurve
-from planner.compute import Device, backward_s, device, forward_s, peak_flops
+from planner.compute import Device, backward_s, device, forward_s, peak_flops, sustained
 from planner.errors import DocumentError
 from planner.operator_table import Operator
 
@@ -76,3 +76,14 @@ def test_bf16_runs_at_the_rate_of_fp16_where_the_sheet_has_only_that() -> None:
 def test_a_precision_without_a_peak_is_an_error_that_says_which_there_are() -> None:
     with pytest.raises(DocumentError, match="it has fp32"):
         peak_flops(accelerator(fp32=1.0), "bf16")
+
+
+def test_only_curves_of_single_kernels_are_lowered_to_what_a_step_sustains() -> None:
+    quoted = accelerator(fp32=1.0).model_copy(update={"name": "h100-sxm-80gb"})
+    measured = quoted.model_copy(
+        update={"curve": CURVE.model_copy(update={"provenance": "measured"})}
+    )
+
+    assert sustained(quoted) == device(quoted, "fp32").sustained == 0.9
+    assert sustained(measured) == 1.0
+    assert sustained(quoted.model_copy(update={"kind": "cpu"})) == 1.0

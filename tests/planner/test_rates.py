@@ -79,7 +79,7 @@ def test_every_fallback_is_named(quoted: Rates) -> None:
     named = [(a.what, a.provenance) for a in assumptions(NODE, None, quoted)]
 
     assert any("kernels of h100-sxm-80gb" in what for what, _ in named)
-    assert any("sustained rate 87%" in what for what, _ in named)
+    assert any("sustained rate 90%" in what for what, _ in named)
     assert any("links of tier nvlink" in what for what, _ in named)
     assert any("hide" in what and provenance == "assumed" for what, provenance in named)
 
