@@ -10,6 +10,7 @@ this is the usual (m + (p - 1) / v) t (Narayanan et al., 2021, arXiv:2104.04473)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,12 @@ from planner.units import GIB
 OPTIMIZER_BYTES = 38.0
 """Traffic of fused AdamW per parameter: g, p, m, v read, p, m, v and the working copy written, and
 the norm, clipping and zeroing of gradients."""
-SPREAD = 0.2
+EXPERTS_SPREAD = 0.35
+"""Spread of steps with experts: routing is as skewed as the data makes it."""
+QUOTED_SPREAD = 0.05
+"""What a device without measured kernels adds."""
+ASSUMED_SPREAD = 0.05
+"""What a run adds whose row leaves something open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,16 +116,32 @@ def estimate(run: Run) -> Estimate:
     stages = _stages(priced, recompute)
     parts = _step_parts(priced, recompute)
     step_s = sum(parts.values())
+    below, above = _spreads(run, rules, open_points=len(assumptions))
     return Estimate(
         step_time_s=step_s,
-        low_s=step_s * (1 - SPREAD),
-        high_s=step_s * (1 + SPREAD),
+        low_s=step_s * math.exp(-below),
+        high_s=step_s * math.exp(above),
         step_parts=parts,
         stages=stages,
         fits=_fits(run, stages, rules),
         known_framework=known,
         assumptions=tuple(assumptions),
     )
+
+
+def _spreads(run: Run, rules: Rules, *, open_points: int) -> tuple[float, float]:
+    """Return the logarithms of the range below and above the predicted step."""
+    spread = rules.spread
+    if run.architecture.experts is not None:
+        spread = max(spread, EXPERTS_SPREAD)
+    group_of_devices = run.cluster.groups[0]
+    if group_of_devices.accelerator.curve.provenance == "quoted":
+        spread += QUOTED_SPREAD
+    if open_points:
+        spread += ASSUMED_SPREAD
+    if run.pipeline > 1 and group_of_devices.nodes > 1:
+        return spread, max(spread, rules.pipelined_spread)
+    return spread, spread
 
 
 def _fits(run: Run, stages: Sequence[StageEstimate], rules: Rules) -> bool:
