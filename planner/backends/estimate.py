@@ -300,7 +300,7 @@ def _host_s(run: Run, rules: Rules, share: float) -> float:
     """Least seconds of a block on one micro-batch: the host's Python and launches."""
     seconds = rules.host_forward_s * (1 + share) + rules.host_backward_s
     if run.tensor > 1:
-        seconds += rules.host_tensor_s
+        seconds += rules.host_tensor_s + (run.tensor - 1) * rules.host_rank_s
         fixed_s, each_s = rules.host_pipelined_s
         nodes = run.cluster.groups[0].nodes
         if run.pipeline > 1 and nodes > 1:
@@ -332,7 +332,7 @@ def _tensor_s(run: Run, rules: Rules, shape: Shape, kind: str, share: float) -> 
     if shape.sequence_parallel:
         # Sharded inputs are gathered again for the weights' gradients, beside the other product.
         seconds += 0.5 * 2 * collective_s("all_gather", size, tensor)
-    return seconds * (1 - rules.tensor_overlap)
+    return seconds * (1 - (rules.tensor_overlap if shape.sequence_parallel else 0.0))
 
 
 def _context_s(run: Run, shape: Shape) -> float:
@@ -368,7 +368,8 @@ def _shard_s(
     gather_s = collective_s("all_gather", weight * parameters.count, ranks)
     reduce_s = 0.0
     if run.task not in ("lora", "qlora"):
-        reduce_s = collective_s("reduce_scatter", rules.reduce_bytes * parameters.count, ranks)
+        wire = 2 if run.precision in ("fp16", *EIGHT_BITS) else rules.reduce_bytes
+        reduce_s = collective_s("reduce_scatter", wire * parameters.count, ranks)
     gather_s, reduce_s = gather_s / rules.shard_rate, reduce_s / rules.shard_rate
     overlap = rules.shard_overlap
     seen = max((1 - overlap) * gather_s, gather_s - forward_s)

@@ -57,6 +57,8 @@ class Rules:
     host_backward_s: float = 0.7e-3
     host_tensor_s: float = 0.0
     """What tensor parallelism adds to one block's forward and backward together."""
+    host_rank_s: float = 0.0
+    """What each further tensor-parallel rank adds: collectives wait for the slowest host."""
     host_pipelined_s: tuple[float, float] = (0.0, 0.0)
     """What one block takes where pipelines run over several nodes: a + b x tensor degree, b a quarter
     more for each further node that the tensor group spans."""
@@ -143,8 +145,11 @@ KNOWN: dict[str, Rules] = {
         name="megatron-deepspeed",
         spread=0.18,
         flash_attention=False,
-        host_forward_s=0.8e-3,
-        host_backward_s=1.2e-3,
+        host_forward_s=0.9e-3,
+        host_backward_s=1.4e-3,
+        host_rank_s=0.1e-3,
+        host_micro_batch_s=0.5e-3,
+        host_step_s=10e-3,
         dropout=True,
         keeps_sent=True,
         context_bytes=2.0e9,

@@ -245,13 +245,15 @@ def block(shape: Shape, *, moe: bool) -> Work:
     stored += 2 * r * h * dropout + mlp_stored
     attention_bytes = 4 * n * a.heads / t
     if not shape.flash:
-        attention_bytes = scores * SCORE_BYTES * (2.5 if dropout else 1.0)
-        moved_scores = scores * SCORE_BYTES * (6.5 if dropout else 4.0)
+        # Softmax reads and writes 16 bits; dropout reads and writes them, and a mask of a byte.
+        attention_bytes = scores * (5 if dropout else 2)
+        moved_scores, moved_scores_back = (9, 11) if dropout else (4, 6)
         if not rules.fused_softmax:
+            # Scale, mask, upcast, softmax in 32 bits, downcast: a kernel each.
             attention_bytes += 4 * scores
-            moved_scores += 10 * scores
-        forward_s += shape.moved_s(moved_scores)
-        backward_s += shape.moved_s(1.5 * moved_scores)
+            moved_scores, moved_scores_back = moved_scores + 20, moved_scores_back + 14
+        forward_s += shape.moved_s(moved_scores * scores)
+        backward_s += shape.moved_s(moved_scores_back * scores)
     stored += attention_bytes
     working = max(mlp_working, 3 * qkv + (2 * SCORE_BYTES * scores if not shape.flash else 0.0))
     return Work(
