@@ -18,7 +18,8 @@ from planner.architecture import block_kinds
 from planner.backends.rules import EIGHT_BITS, Rules, rules_of
 from planner.backends.states import NOTHING, Parameters, by_kind, states
 from planner.backends.work import Shape, Work, block, embedding, head, rates
-from planner.collectives import Levels, collective_s, group_levels
+from planner.cluster import Collective
+from planner.collectives import Levels, collective_s, group_levels, ranks_of
 from planner.plan import Axis, Layout
 from planner.runs import Run
 from planner.units import GIB
@@ -452,15 +453,29 @@ def _update_s(
     half = run.precision in ("fp16", *EIGHT_BITS)
     wire = (2 if half else rules.reduce_bytes) * trained
     calls = max(1.0, rules.reduce_calls * layers)
-    if zero == 0:
+    gather_s = 0.0
+    if zero == 0 or rules.reduces_whole:
         reduce_s = calls * collective_s("all_reduce", wire / calls, ranks)
-        gather_s = 0.0
     else:
-        reduce_s = calls * collective_s("reduce_scatter", wire / calls, ranks)
-        gather_s = calls * collective_s("all_gather", rules.weight_bytes * trained / calls, ranks)
+        reduce_s = calls * _ring_s("reduce_scatter", wire / calls, ranks)
+    if zero:
+        gather_s = calls * _ring_s("all_gather", rules.weight_bytes * trained / calls, ranks)
     seen = max((1 - rules.reduce_overlap) * reduce_s, reduce_s - rules.reduce_overlap * backward_s)
     seen += max((1 - rules.gather_overlap) * gather_s, gather_s - rules.gather_overlap * forward_s)
     return seen, optimizer_s
+
+
+def _ring_s(operation: Collective, size_bytes: float, ranks: Levels) -> float:
+    """Seconds of a gather or scatter on one ring through all ranks, as NCCL runs them.
+
+    The seconds of `planner.collectives` count the rounds of each level; a ring has ranks - 1, each
+    as late as the network.
+    """
+    seconds = collective_s(operation, size_bytes, ranks)
+    if len(ranks) > 1:
+        counted = sum(level.members - 1 for level in ranks)
+        seconds += (ranks_of(ranks) - 1 - counted) * ranks[-1].tier.latency_s
+    return seconds
 
 
 def _stage_parameters(

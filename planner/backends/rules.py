@@ -39,6 +39,8 @@ class Rules:
     """Where the run does not say."""
     flash_attention: bool = True
     """Where the run does not say."""
+    reduces_whole: bool = False
+    """ZeRO-1 sums all gradients on all ranks before each keeps its share."""
     reduce_calls: float = 1.0
     """Collectives of a layer's gradients, and as many of its updated parameters: how many tensors
     it has where nothing packs them into buckets."""
@@ -143,6 +145,7 @@ KNOWN: dict[str, Rules] = {
     "megatron-kwai": replace(MEGATRON, name="megatron-kwai"),
     "megatron-deepspeed": Rules(
         name="megatron-deepspeed",
+        reduces_whole=True,
         spread=0.18,
         flash_attention=False,
         host_forward_s=0.9e-3,
