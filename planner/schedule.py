@@ -1,108 +1,229 @@
 """Pipeline schedules as text: who does what in which order.
 
-A schedule is one list of actions per rank.  An action reads `2F0`: stage 2, forward, micro-batch 0.
-The simulator times these lists, the memory model counts in-flight micro-batches from them, and the
-runtime executes them; there is no second description of a schedule anywhere.
+A schedule is one list of actions per rank.  An action reads `2F0`: stage 2, forward, micro-batch 0
+(planner.actions).  The simulator times these lists, the memory model counts in-flight micro-batches
+from them, and the runtime executes them; there is no second description of a schedule anywhere.
+
+P ranks of V stages each hold P V stages; stages are numbered as the model runs through them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
+from planner.actions import Action, Kind, Order, csv_text, read_action
 from planner.errors import DocumentError
+from planner.schedules import folded, looped, single
 
-Kind = Literal["F", "B"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Order",
+    "csv_text",
+    "in_flight",
+    "most_in_flight",
+    "obstacle",
+    "orders",
+    "rank_of_stage",
+    "read_action",
+    "splits_backward",
+    "weight_versions",
+]
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "interleaved-zb",
+    "zbv",
+    "dualpipe-v",
+    "pipedream-2bw",
+)
+FOLDED = ("zbv", "dualpipe-v")
+LOOPED = ("interleaved", "interleaved-zb")
+SPLIT = ("zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
 
 
-class Action(NamedTuple):
-    """One computation of one stage on one micro-batch."""
-
-    stage: int
-    kind: Kind
-    micro_batch: int
-
-    def __str__(self) -> str:
-        """Return `2F0` for stage 2, forward, micro-batch 0."""
-        return f"{self.stage}{self.kind}{self.micro_batch}"
+def splits_backward(name: str) -> bool:
+    """Whether a schedule does gradients of inputs and of weights apart."""
+    return name in SPLIT
 
 
-Order = tuple[Action, ...]
+def rank_of_stage(name: str, *, stages: int, virtual_stages: int = 1) -> tuple[int, ...]:
+    """Return the pipeline rank that holds each stage.
 
-
-def read_action(text: str) -> Action:
-    """Return the action that a text names.
-
-    >>> read_action("2F0")
-    Action(stage=2, kind='F', micro_batch=0)
+    >>> rank_of_stage("interleaved", stages=6, virtual_stages=2)
+    (0, 1, 2, 0, 1, 2)
+    >>> rank_of_stage("zbv", stages=6, virtual_stages=2)
+    (0, 1, 2, 2, 1, 0)
     """
-    match = re.fullmatch(r"([0-9]{1,6})([FB])([0-9]{1,9})", text.strip())
-    if match is None:
-        raise DocumentError("", f"'{text}' is no action; write stage, F or B, micro-batch: 2F0")
-    kind: Kind = "F" if match[2] == "F" else "B"
-    return Action(int(match[1]), kind, int(match[3]))
+    ranks = stages // virtual_stages
+    if name in FOLDED:
+        return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
+    return tuple(stage % ranks for stage in range(stages))
 
 
-def orders(name: str, *, stages: int, micro_batches: int) -> tuple[Order, ...]:
-    """Return each rank's order of actions, one stage per rank.
+def obstacle(
+    name: str, *, stages: int, micro_batches: int, virtual_stages: int = 1
+) -> tuple[str, str] | None:
+    """Return (field, why) if a schedule cannot be run in this shape, or None if it can.
+
+    >>> obstacle("interleaved", stages=8, micro_batches=6, virtual_stages=2)
+    ('micro_batches', 'is 6; interleaved needs a multiple of its 4 ranks: 4 or 8')
+    """
+    if name not in SCHEDULES:
+        return "schedule", f"'{name}' is not known; known: {', '.join(SCHEDULES)}"
+    if virtual_stages < 1 or stages < 1 or stages % virtual_stages:
+        return (
+            "virtual_stages",
+            f"is {virtual_stages}, which does not divide {stages} stages; every rank holds equally "
+            "many",
+        )
+    wanted = _stages_per_rank(name, virtual_stages)
+    if wanted:
+        return "virtual_stages", f"is {virtual_stages}; {name} {wanted} on every rank"
+    wanted = _enough(name, stages // virtual_stages, micro_batches)
+    if wanted:
+        return "micro_batches", f"is {micro_batches}; {wanted}"
+    return None
+
+
+def _stages_per_rank(name: str, virtual_stages: int) -> str:
+    """Return how many stages a schedule wants on a rank if not these, or nothing."""
+    if name in FOLDED:
+        return "puts 2 stages" if virtual_stages != 2 else ""
+    if name in LOOPED:
+        return "needs at least 2 stages" if virtual_stages == 1 else ""
+    return "puts 1 stage" if virtual_stages != 1 else ""
+
+
+def _enough(name: str, ranks: int, micro_batches: int) -> str:
+    """Return how many micro-batches a schedule wants if not so many, or nothing."""
+    if micro_batches < 1:
+        return "a step needs at least one"
+    if name in LOOPED and micro_batches % ranks:
+        below = micro_batches // ranks * ranks
+        nearby = f"{below} or {below + ranks}" if below else f"{ranks}"
+        return f"{name} needs a multiple of its {ranks} ranks: {nearby}"
+    if name == "dualpipe-v" and micro_batches < 2 * ranks:
+        return f"dualpipe-v needs at least {2 * ranks}, 2 for each of its ranks"
+    if name == "pipedream-2bw" and micro_batches < ranks:
+        return (
+            "with two versions of the weights, pipedream-2bw needs at least one for each of its "
+            f"{ranks} ranks"
+        )
+    return ""
+
+
+def orders(
+    name: str, *, stages: int, micro_batches: int, virtual_stages: int = 1, steps: int = 1
+) -> tuple[Order, ...]:
+    """Return each rank's order of actions; `stages` counts those of all ranks.
+
+    Only pipedream-2bw, which never drains, has an order for several `steps`: it goes on counting
+    micro-batches.  The first step fills the pipeline, each further one takes its steady time.
 
     >>> [" ".join(map(str, order)) for order in orders("1f1b", stages=2, micro_batches=3)]
     ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
     """
-    if name == "gpipe":
-        return tuple(_gpipe(stage, micro_batches) for stage in range(stages))
-    if name == "1f1b":
-        return tuple(
-            _one_forward_one_backward(stage, stages, micro_batches) for stage in range(stages)
-        )
-    raise DocumentError("schedule", f"'{name}' is not known; known: gpipe, 1f1b")
-
-
-def _gpipe(stage: int, micro_batches: int) -> Order:
-    """All forwards, then all backwards in the same order (Huang et al., 2019)."""
-    return (
-        *(Action(stage, "F", m) for m in range(micro_batches)),
-        *(Action(stage, "B", m) for m in range(micro_batches)),
+    found = obstacle(
+        name, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages
+    )
+    if found:
+        raise DocumentError(*found)
+    if steps != 1 and name != "pipedream-2bw":
+        raise DocumentError("steps", f"is {steps}; {name} ends each step with an empty pipeline")
+    ranks = stages // virtual_stages
+    return tuple(
+        _order(name, rank, ranks, virtual_stages, micro_batches * steps) for rank in range(ranks)
     )
 
 
-def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Order:
-    """Warm up with as many forwards as stages follow, then alternate (PipeDream-flush, 2021)."""
-    warm_up = min(micro_batches, stages - stage - 1)
-    result = [Action(stage, "F", m) for m in range(warm_up)]
-    for m in range(micro_batches - warm_up):
-        result += [Action(stage, "F", warm_up + m), Action(stage, "B", m)]
-    result += [Action(stage, "B", m) for m in range(micro_batches - warm_up, micro_batches)]
-    return tuple(result)
+def _order(name: str, rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> Order:
+    if name == "gpipe":
+        return single.gpipe(rank, micro_batches)
+    if name == "interleaved":
+        return looped.interleaved(rank, ranks, virtual_stages, micro_batches)
+    if name in ("zb-h1", "interleaved-zb"):
+        return looped.zero_bubble(rank, ranks, virtual_stages, micro_batches)
+    if name == "zbv":
+        return folded.zbv(rank, ranks, micro_batches)
+    if name == "dualpipe-v":
+        return folded.dualpipe_v(rank, ranks, micro_batches)
+    return single.one_forward_one_backward(rank, ranks, micro_batches)
 
 
 def in_flight(order: Sequence[Action]) -> int:
     """Return the most micro-batches that hold activations at once on a rank.
+
+    A rank with several stages counts a micro-batch once for each stage that holds it.  One whose
+    backward is split counts until its W.
 
     >>> [in_flight(order) for order in orders("1f1b", stages=4, micro_batches=8)]
     [4, 3, 2, 1]
     """
     alive = most = 0
     for action in order:
-        alive += 1 if action.kind == "F" else -1
-        most = max(most, alive)
+        if action.kind != "I":
+            alive += 1 if action.kind == "F" else -1
+            most = max(most, alive)
     return most
 
 
-def most_in_flight(name: str, stage: int, *, stages: int, micro_batches: int) -> int:
+def most_in_flight(
+    name: str, rank: int, *, stages: int, micro_batches: int, virtual_stages: int = 1
+) -> int:
     """Return what `in_flight` counts, without the order: min(m, P - s) for 1F1B, m for GPipe.
+
+    zbv on fewer than 2 P - 1 micro-batches may have one less.
 
     >>> [most_in_flight("1f1b", stage, stages=4, micro_batches=8) for stage in range(4)]
     [4, 3, 2, 1]
+    >>> [most_in_flight("interleaved", rank, stages=8, micro_batches=8, virtual_stages=2)
+    ...     for rank in range(4)]
+    [11, 9, 7, 5]
     """
+    if name not in SCHEDULES:
+        raise DocumentError("schedule", f"'{name}' is not known; known: {', '.join(SCHEDULES)}")
     if name == "gpipe":
         return micro_batches
-    if name == "1f1b":
-        return min(micro_batches, stages - stage)
-    raise DocumentError("schedule", f"'{name}' is not known; known: gpipe, 1f1b")
+    ranks = stages // virtual_stages
+    most = stages
+    if name in ("1f1b", "pipedream-2bw"):
+        most = ranks - rank
+    elif name == "interleaved":
+        most = 2 * (ranks - 1 - rank) + (virtual_stages - 1) * ranks + 1
+    elif name == "dualpipe-v":
+        most = stages + 1
+    return min(micro_batches * virtual_stages, most)
 
 
-def csv_text(ranks: Sequence[Order]) -> str:
-    """Return the schedule as lines of comma-separated actions, one line per rank."""
-    return "".join(",".join(map(str, order)) + "\n" for order in ranks)
+def weight_versions(order: Sequence[Action], *, micro_batches: int) -> int:
+    """Return how many versions of its weights a rank holds at most, if it never drains.
+
+    Narayanan et al. (2021, PipeDream-2BW): all micro-batches of step k use the weights that k - 1
+    steps have made, in their forward and in their backward.
+
+    >>> [weight_versions(order, micro_batches=4)
+    ...     for order in orders("pipedream-2bw", stages=4, micro_batches=4, steps=5)]
+    [2, 2, 2, 2]
+    """
+    done = 0  # backwards
+    alive: list[int] = []  # steps of the micro-batches in flight
+    most = 1
+    for action in order:
+        step = action.micro_batch // micro_batches
+        if action.kind == "F":
+            alive.append(step)
+            if done // micro_batches < step - 1:
+                raise DocumentError(
+                    "schedule", f"{action} needs weights that {step - 1} steps have made, too early"
+                )
+        elif action.kind != "I":
+            alive.remove(step)
+            done += 1
+        used = {max(0, step - 1) for step in alive}
+        most = max(most, len(used | {done // micro_batches}))
+    return most

@@ -142,7 +142,7 @@ def test_the_check_for_waiting_finds_an_order_that_waits() -> None:
     assert len(run((first[2:] + first[:2], second))) < 8
 
 
-@given(st.integers(0, 10**6 - 1), st.sampled_from("FB"), st.integers(0, 10**9 - 1))
+@given(st.integers(0, 10**6 - 1), st.sampled_from("FBIW"), st.integers(0, 10**9 - 1))
 def test_an_action_reads_back(stage: int, kind: str, micro_batch: int) -> None:
     action = Action(stage, kind, micro_batch)  # type: ignore[arg-type]
 

@@ -1,0 +1,107 @@
+"""Schedules whose stages are folded to a V: rank r holds stages r and 2 P - 1 - r.
+
+`down` is a rank's stage on the way down the V, `up` the one on the way back.  The last stage lies
+on rank 0, so a micro-batch's first backward begins where its forward began.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from planner.actions import Action, Kind, Order
+
+
+class _Writer:
+    """Writes a rank's order; each kind of action of a stage counts its micro-batches up."""
+
+    def __init__(self) -> None:
+        self.order: list[Action] = []
+        self._next: dict[tuple[int, Kind], int] = {}
+        self._owed: deque[Action] = deque()
+
+    def add(self, stage: int, *kinds: Kind) -> None:
+        """Write the next micro-batch of each kind; an I owes its W."""
+        for kind in kinds:
+            # B and I are the same backward, done in one piece or two.
+            key = (stage, "I" if kind == "B" else kind)
+            micro_batch = self._next.get(key, 0)
+            self._next[key] = micro_batch + 1
+            self.order.append(Action(stage, kind, micro_batch))
+            if kind == "I":
+                self._owed.append(Action(stage, "W", micro_batch))
+
+    def add_owed(self) -> None:
+        """Write the oldest W that is owed."""
+        self.order.append(self._owed.popleft())
+
+
+def zbv(rank: int, ranks: int, micro_batches: int) -> Order:
+    """ZB-V (Qi et al., 2024, section 6): no bubble but the fill where F, I and W take equally long.
+
+    The pattern needs 2 P - 1 micro-batches; with fewer, actions of those that are not there drop
+    out.
+    """
+    down, up = rank, 2 * ranks - 1 - rank
+    count = max(2 * ranks - 1, micro_batches)
+    write = _Writer()
+    for _ in range(2 * (ranks - rank) - 1):
+        write.add(down, "F")
+    for _ in range(rank):
+        write.add(up, "F")
+        write.add(down, "F")
+    for _ in range(ranks - rank):
+        write.add(up, "F", "I", "W")
+    # By now `down` has done 2 P - 1 - rank forwards, `up` P forwards and P - rank backwards.
+    for at in range(count - ranks):
+        if 2 * ranks - 1 - rank + at < count:
+            write.add(down, "F")
+        write.add(down, "I", "W")
+        write.add(up, "F", "I", "W")
+    for _ in range(rank):
+        write.add(down, "I")
+        write.add(up, "I")
+    for _ in range(ranks - rank):
+        write.add(down, "I", "W")
+    for _ in range(rank):
+        write.add(up, "W")
+    for _ in range(rank):
+        write.add(down, "W")
+    return tuple(action for action in write.order if action.micro_batch < micro_batches)
+
+
+def dualpipe_v(rank: int, ranks: int, micro_batches: int) -> Order:
+    """DualPipe-V (DeepSeek-AI, 2024-25), from 2 P micro-batches on.
+
+    In its middle, a forward of one stage stands next to a backward of the other, so that a runtime
+    can run the communication of one beside the computation of the other.
+    """
+    down, up = rank, 2 * ranks - 1 - rank
+    behind = ranks - 1 - rank
+    write = _Writer()
+    for _ in range(2 * behind):
+        write.add(down, "F")
+    for _ in range(rank + 1):
+        write.add(down, "F")
+        write.add(up, "F")
+    for _ in range(behind):
+        write.add(up, "I")
+        write.add_owed()
+        write.add(up, "F")
+    for _ in range(micro_batches - 2 * ranks + rank + 1):
+        write.add(down, "F")
+        write.add(up, "B")
+        write.add(up, "F")
+        write.add(down, "B")
+    for _ in range(behind):
+        write.add(up, "B")
+        write.add(up, "F")
+        write.add(down, "B")
+    # From the middle of the drain on, backwards are split: their W fill the waits that follow.
+    for at in range(2 * (rank + 1)):
+        write.add(down if at % 2 else up, "I" if at > rank else "B")
+    for _ in range(behind):
+        write.add_owed()
+        write.add(down, "I")
+    for _ in range(rank + 1):
+        write.add_owed()
+    return tuple(write.order)
