@@ -1,20 +1,20 @@
 """A pipeline step, action by action: when each rank does what, and how long the step takes.
 
-Stages take their own forward and backward seconds; an activation or gradient reaches the next
-stage `transfer_s` after it was made, while both ranks go on computing.  Every rank follows its
-order of `planner.schedule` and waits where an input is not there yet.  Nothing here knows where
-the seconds come from, nor what happens after the last backward.
+Stages take their own forward and backward seconds, and a rank may hold several stages.  Every rank
+follows its order of `planner.schedule` and waits where an input is not there yet.  An activation or
+gradient that goes to another rank occupies its sender for `exposed_s` and arrives `transfer_s`
+later, while both ranks go on computing; between two stages of one rank it costs nothing.  Nothing
+here knows where the seconds come from, nor what happens after the last backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from planner.actions import Action, Kind, Order
 from planner.errors import DocumentError
-from planner.schedule import Action, Order
-
-_NOT_YET = -1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Timeline:
         return self.ends_s[rank][-1] if self.ends_s[rank] else 0.0
 
     def busy_s(self, rank: int) -> float:
-        """Return how long a rank computes."""
+        """Return how long a rank computes and sends."""
         return sum(
             end - start for start, end in zip(self.starts_s[rank], self.ends_s[rank], strict=True)
         )
@@ -48,26 +48,37 @@ def timeline(
     *,
     forward_s: Sequence[float],
     backward_s: Sequence[float],
+    weight_s: Sequence[float] | None = None,
     transfer_s: float = 0.0,
+    exposed_s: float = 0.0,
 ) -> Timeline:
     """Return the step in which each rank runs its order as early as it can.
 
-    `forward_s` and `backward_s` are per stage and micro-batch.  The timeline is the longest path
-    through all dependencies: order on a rank, forward after the stage before, backward after the
-    stage behind and after the own forward.
+    `forward_s` and `backward_s` are per stage and micro-batch; of the latter, `weight_s` is the
+    part that W takes in a split backward.  The timeline is the longest path through all
+    dependencies: order on a rank; forward after the stage before; backward after the stage behind
+    and after the own forward; W after its I.
 
     >>> from planner.schedule import orders
     >>> order = orders("1f1b", stages=4, micro_batches=8)
     >>> timeline(order, forward_s=[1.0] * 4, backward_s=[2.0] * 4).makespan_s
     33.0
+    >>> order = orders("zb-h1", stages=4, micro_batches=8)
+    >>> timeline(order, forward_s=[1.0] * 4, backward_s=[2.0] * 4, weight_s=[1.0] * 4).makespan_s
+    27.0
     """
     stages = len(forward_s)
-    micro_batches = 1 + max(
-        (action.micro_batch for order in orders for action in order), default=-1
+    steps = _steps(
+        _rank_of_stage(orders, stages),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        transfer_s=transfer_s,
+        exposed_s=exposed_s,
     )
-    # Rows: forwards by stage, then backwards by stage.
-    done_s = [[_NOT_YET] * micro_batches for _ in range(2 * stages)]
-    seconds = (*forward_s, *backward_s)
+    count = 1 + max((action.micro_batch for order in orders for action in order), default=-1)
+    # When a micro-batch is through a step of a stage, [row, micro-batch]; -1 is not yet.
+    done_s = [[-1.0] * count for _ in range(3 * stages)]
     waiting: dict[tuple[int, int], int] = {}
     position = [0] * len(orders)
     clock = [0.0] * len(orders)
@@ -79,29 +90,28 @@ def timeline(
         order, now, at = orders[rank], clock[rank], position[rank]
         own_starts, own_ends = starts[rank], ends[rank]
         while at < len(order):
-            stage, kind, micro_batch = order[at]
-            if kind == "F":
-                row, arrival = stage, 0.0
-                before = stage - 1 if stage else None
-            else:
-                row, arrival = stages + stage, done_s[stage][micro_batch]
-                if arrival == _NOT_YET:
-                    raise DocumentError("schedule", f"{order[at]} stands before its forward")
-                before = row + 1 if stage < stages - 1 else None
-            if before is not None:
-                made = done_s[before][micro_batch]
-                if made == _NOT_YET:
-                    waiting[before, micro_batch] = rank
+            stage, kind, m = order[at]
+            step = steps.get((stage, kind))
+            if step is None:
+                raise DocumentError("schedule", f"{order[at]} needs seconds of its own")
+            seconds, row, source, delay_s, local = step
+            if local >= 0 and done_s[local][m] < 0.0:
+                before = "I" if kind == "W" else "forward"
+                raise DocumentError("schedule", f"{order[at]} stands before its {before}")
+            start = now
+            if source >= 0:
+                made_s = done_s[source][m]
+                if made_s < 0.0:
+                    waiting[source, m] = rank
                     break
-                arrival = made + transfer_s
-            start = arrival if arrival > now else now
-            now = start + seconds[row]
+                start = max(now, made_s + delay_s)
+            now = done_s[row][m] = start + seconds
             own_starts.append(start)
             own_ends.append(now)
-            done_s[row][micro_batch] = now
             at += 1
-            if waiting and (row, micro_batch) in waiting:
-                ready.append(waiting.pop((row, micro_batch)))
+            woken = waiting.pop((row, m), None)
+            if woken is not None:
+                ready.append(woken)
         clock[rank], position[rank] = now, at
     for rank, order in enumerate(orders):
         if position[rank] < len(order):
@@ -115,17 +125,106 @@ def timeline(
     )
 
 
+class _Step(NamedTuple):
+    """What every action of one kind of one stage has in common.
+
+    Rows number what is made: outputs by stage, then gradients of inputs, then those of weights.
+    """
+
+    seconds: float
+    row: int
+    """What the action makes."""
+    source: int
+    """What it takes from another stage, -1 if nothing."""
+    delay_s: float
+    """Until `source` arrives."""
+    local: int
+    """What the same rank must have made before, -1 if nothing."""
+
+
+def _steps(
+    rank_of: Sequence[int],
+    *,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    weight_s: Sequence[float] | None,
+    transfer_s: float,
+    exposed_s: float,
+) -> dict[tuple[int, Kind], _Step]:
+    stages = len(rank_of)
+    last = stages - 1
+    steps: dict[tuple[int, Kind], _Step] = {}
+    for s in range(stages):
+        before = s > 0 and rank_of[s - 1] != rank_of[s]
+        behind = s < last and rank_of[s + 1] != rank_of[s]
+        own, gradient, weight = s, stages + s, 2 * stages + s
+        source, delay_s = (s - 1 if s else -1), (transfer_s if before else 0.0)
+        steps[s, "F"] = _Step(
+            forward_s[s] + (exposed_s if behind else 0.0), own, source, delay_s, -1
+        )
+        source, delay_s = (gradient + 1 if s < last else -1), (transfer_s if behind else 0.0)
+        sending_s = exposed_s if before else 0.0
+        steps[s, "B"] = _Step(backward_s[s] + sending_s, gradient, source, delay_s, own)
+        if weight_s is not None:
+            input_s = backward_s[s] - weight_s[s] + sending_s
+            steps[s, "I"] = _Step(input_s, gradient, source, delay_s, own)
+            steps[s, "W"] = _Step(weight_s[s], weight, -1, 0.0, gradient)
+    return steps
+
+
+def _rank_of_stage(orders: Sequence[Order], stages: int) -> list[int]:
+    """Return where each stage's actions stand; -1 for a stage that has none."""
+    rank_of = [-1] * stages
+    for rank, order in enumerate(orders):
+        for stage in {action.stage for action in order}:
+            rank_of[stage] = rank
+    return rank_of
+
+
 def peak_alive(order: Sequence[Action]) -> dict[int, int]:
     """Return, for each stage of a rank, the most micro-batches that hold activations at once.
 
-    A micro-batch is alive from the start of its forward to the end of its backward; on one rank
-    actions do not overlap, so their order alone decides.
+    A micro-batch is alive from the start of its forward to the end of its backward, of its W if
+    that is split; on one rank actions do not overlap, so their order alone decides.
     """
     alive: dict[int, int] = {}
     most: dict[int, int] = {}
     for action in order:
-        alive[action.stage] = alive.get(action.stage, 0) + (1 if action.kind == "F" else -1)
-        most[action.stage] = max(most.get(action.stage, 0), alive[action.stage])
+        if action.kind != "I":
+            alive[action.stage] = alive.get(action.stage, 0) + (1 if action.kind == "F" else -1)
+            most[action.stage] = max(most.get(action.stage, 0), alive[action.stage])
+    return most
+
+
+def peak_stored_bytes(
+    order: Sequence[Action],
+    stored_bytes: Sequence[float],
+    kept_bytes: Sequence[float] | None = None,
+) -> float:
+    """Return the most bytes of activations that a rank holds at once, by its order.
+
+    `stored_bytes` [stage] is what a micro-batch holds from its forward to its B or I, `kept_bytes`
+    [stage] what it holds from its I to its W: inputs of products and the gradients of their
+    outputs.  While an action runs, it holds both what it takes and what it leaves, the larger
+    counting here.
+
+    >>> from planner.schedule import orders
+    >>> [peak_stored_bytes(order, [10.0] * 2, [4.0] * 2)
+    ...     for order in orders("zb-h1", stages=2, micro_batches=8)]
+    [20.0, 14.0]
+    """
+    kept = kept_bytes if kept_bytes is not None else stored_bytes
+    alive = most = 0.0
+    for stage, kind, _ in order:
+        if kind == "F":
+            alive += stored_bytes[stage]
+        elif kind == "B":
+            alive -= stored_bytes[stage]
+        elif kind == "I":
+            alive += kept[stage] - stored_bytes[stage]
+        else:
+            alive -= kept[stage]
+        most = max(most, alive)
     return most
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from planner.errors import DocumentError
 from planner.schedule import Action, Order, in_flight, orders, read_action
-from planner.simulate import closed_form_s, peak_alive, timeline
+from planner.simulate import closed_form_s, peak_alive, peak_stored_bytes, timeline
 
 
 def rank(text: str) -> Order:
@@ -16,14 +16,30 @@ def rank(text: str) -> Order:
 
 
 def longest_path_s(
-    ranks: tuple[Order, ...], forward_s: list[float], backward_s: list[float], transfer_s: float
+    ranks: tuple[Order, ...],
+    forward_s: list[float],
+    backward_s: list[float],
+    transfer_s: float,
+    weight_s: list[float] | None = None,
 ) -> float:
     """The makespan as the longest path of the dependency graph, by networkx."""
     graph = networkx.DiGraph()
     last = len(forward_s) - 1
+    weight_s = weight_s or [0.0] * len(forward_s)
+    table = {
+        "F": forward_s,
+        "B": backward_s,
+        "I": [b - w for b, w in zip(backward_s, weight_s, strict=True)],
+        "W": weight_s,
+    }
+    every = {action for order in ranks for action in order}
+    home = {action.stage: rank for rank, order in enumerate(ranks) for action in order}
 
     def seconds(action: Action) -> float:
-        return (forward_s if action.kind == "F" else backward_s)[action.stage]
+        return table[action.kind][action.stage]
+
+    def moved_s(a: int, b: int) -> float:
+        return transfer_s if home[a] != home[b] else 0.0
 
     for order in ranks:
         for action in order:
@@ -31,11 +47,16 @@ def longest_path_s(
             stage, kind, m = action
             needs: list[tuple[Action, float]] = []
             if kind == "F" and stage > 0:
-                needs.append((Action(stage - 1, "F", m), transfer_s))
-            if kind == "B":
+                needs.append((Action(stage - 1, "F", m), moved_s(stage - 1, stage)))
+            if kind in "BI":
                 needs.append((Action(stage, "F", m), 0.0))
                 if stage < last:
-                    needs.append((Action(stage + 1, "B", m), transfer_s))
+                    behind = Action(stage + 1, "B", m)
+                    if behind not in every:
+                        behind = Action(stage + 1, "I", m)
+                    needs.append((behind, moved_s(stage, stage + 1)))
+            if kind == "W":
+                needs.append((Action(stage, "I", m), 0.0))
             for before, wait_s in needs:
                 graph.add_edge(before, action, weight=wait_s + seconds(action))
         for before, after in itertools.pairwise(order):
@@ -68,6 +89,106 @@ def test_the_step_is_the_longest_path_through_its_dependencies(seed: int) -> Non
 
     expected = longest_path_s(order, forward_s, backward_s, transfer_s)
     assert run.makespan_s == pytest.approx(expected)
+
+
+SHAPES = (
+    ("zb-h1", 4, 1, 7),
+    ("interleaved", 3, 2, 6),
+    ("interleaved", 2, 3, 8),
+    ("interleaved-zb", 3, 2, 9),
+    ("zbv", 3, 2, 4),
+    ("zbv", 4, 2, 9),
+    ("dualpipe-v", 3, 2, 8),
+    ("pipedream-2bw", 4, 1, 5),
+)
+
+
+@pytest.mark.parametrize(("name", "ranks", "virtual_stages", "micro_batches"), SHAPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_step_of_every_schedule_is_its_longest_path(
+    name: str, ranks: int, virtual_stages: int, micro_batches: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    stages = ranks * virtual_stages
+    forward_s = [rng.uniform(0.1, 2.0) for _ in range(stages)]
+    weight_s = [rng.uniform(0.0, 1.0) for _ in range(stages)]
+    backward_s = [w + rng.uniform(0.1, 2.0) for w in weight_s]
+    transfer_s = rng.choice([0.0, 0.3])
+    order = orders(name, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+
+    run = timeline(
+        order,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        transfer_s=transfer_s,
+    )
+
+    expected = longest_path_s(order, forward_s, backward_s, transfer_s, weight_s)
+    assert run.makespan_s == pytest.approx(expected)
+
+
+def test_an_exposed_transfer_occupies_its_sender() -> None:
+    order = orders("1f1b", stages=2, micro_batches=2)
+    seconds = {"forward_s": [1.0, 1.0], "backward_s": [1.0, 1.0]}
+
+    run = timeline(order, **seconds, exposed_s=0.5)
+
+    assert run.actions(0) == [
+        (0.0, 1.5, (0, "F", 0)),
+        (1.5, 3.0, (0, "F", 1)),
+        (4.0, 5.0, (0, "B", 0)),
+        (6.5, 7.5, (0, "B", 1)),
+    ]
+    assert run.actions(1) == [
+        (1.5, 2.5, (1, "F", 0)),
+        (2.5, 4.0, (1, "B", 0)),
+        (4.0, 5.0, (1, "F", 1)),
+        (5.0, 6.5, (1, "B", 1)),
+    ]
+
+
+def test_a_stage_hands_over_to_another_on_its_rank_at_once() -> None:
+    order = orders("zbv", stages=2, micro_batches=1, virtual_stages=2)
+    ones = [1.0, 1.0]
+
+    run = timeline(
+        order,
+        forward_s=ones,
+        backward_s=[2.0, 2.0],
+        weight_s=ones,
+        transfer_s=0.25,
+        exposed_s=0.5,
+    )
+
+    assert run.makespan_s == 6.0
+
+
+def test_the_fullest_moment_counts_what_stays_for_a_late_weight_gradient() -> None:
+    order = rank("0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2")
+
+    # 10 each: two alive; one done but for 4, two alive; ...
+    assert peak_stored_bytes(order, [10.0], [4.0]) == 24.0
+    assert peak_stored_bytes(order, [10.0]) == 30.0
+    # Recomputed in I, a layer may keep more for W than it stored.
+    assert peak_stored_bytes(order, [1.0], [4.0]) == 9.0
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ("0F0 0W0 0I0", "0W0 stands before its I"),
+        ("0I0 0F0 0W0", "0I0 stands before its forward"),
+    ],
+)
+def test_a_split_backward_in_the_wrong_order_is_an_error(order: str, message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        timeline((rank(order),), forward_s=[1.0], backward_s=[2.0], weight_s=[1.0])
+
+
+def test_weight_gradients_need_seconds() -> None:
+    with pytest.raises(DocumentError, match="0I0 needs seconds of its own"):
+        timeline((rank("0F0 0I0 0W0"),), forward_s=[1.0], backward_s=[2.0])
 
 
 @pytest.mark.parametrize("seed", range(10))
