@@ -1,0 +1,144 @@
+"""What each schedule costs in closed form: the numbers by which a solver chooses a split.
+
+With t_r the seconds that rank r spends on one micro-batch, all its stages together, and w_r the
+part of them that its W take, a step of m micro-batches on P ranks of V stages takes
+
+    T = steady · max_r t_r + Σ_r (fill · t_r - credit · w_r)
+
+and rank r holds the activations of in_flight_r micro-batches, all its stages together.
+
+How exact that is, against the simulator and with no transfer time (transfers are charged to t_r);
+the last column is for stages whose times scatter by 10 %:
+
+schedule         uniform stages                  uneven stages, form / simulated
+1f1b             exact                           1.00-1.12; 1.00 if the slowest stage is the last
+gpipe            exact                           1.00 with `forward_apart` (see planner.instance)
+interleaved      exact                           0.94-1.13
+zb-h1            exact if f, b <= f + b - w      0.99-1.08
+interleaved-zb   exact if f, b <= f + b - w      0.94-1.05
+zbv              exact if f = b = w              0.97-1.08
+dualpipe-v       exact if f = b = w              0.97-1.08; what overlap gains is not counted
+pipedream-2bw    exact, per step                 1.00, as long as it never drains
+
+Here f, b, w are a stage's seconds of F, I and W.  On uniform stages zb-h1 and interleaved-zb take
+m t + (P - 1) max(f, b, f + b - w) / V, of which the form is the last branch: `uniform_step_s`.
+The counts in flight are those of the orders; zbv on fewer than 2 P - 1 micro-batches has fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.errors import DocumentError
+from planner.schedule import obstacle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedForm:
+    """One schedule on so many ranks and micro-batches."""
+
+    steady: float
+    fill: float
+    credit: float
+    in_flight: tuple[float, ...]
+    """[rank], in micro-batches of the whole rank; with V stages a rank there are V-ths."""
+    forward_apart: bool = False
+    weight_versions: int = 1
+    """How often a rank holds its parameters."""
+
+    def step_s(self, rank_s: Sequence[float], weight_s: Sequence[float] | None = None) -> float:
+        """Seconds of a step, from t_r and w_r [rank]; not for schedules with `forward_apart`."""
+        seconds = self.steady * max(rank_s) + self.fill * sum(rank_s)
+        return seconds - (self.credit * sum(weight_s) if weight_s is not None else 0.0)
+
+
+def closed_form(
+    name: str,
+    *,
+    ranks: int,
+    micro_batches: int,
+    virtual_stages: int = 1,
+    largest_stage: float | None = None,
+) -> ClosedForm:
+    """Return a schedule's closed form.
+
+    `largest_stage` is the share of a rank's work in its largest stage, 1 / V if they are equal: n
+    layers on a rank in V stages make it ceil(n / V) / n.  The bubble waits for that stage.
+
+    >>> closed_form("1f1b", ranks=4, micro_batches=8).step_s([3.0] * 4)
+    33.0
+    >>> closed_form("interleaved", ranks=4, micro_batches=8, virtual_stages=2).in_flight
+    (5.5, 4.5, 3.5, 2.5)
+    """
+    found = obstacle(
+        name,
+        stages=ranks * virtual_stages,
+        micro_batches=micro_batches,
+        virtual_stages=virtual_stages,
+    )
+    if found:
+        raise DocumentError(*found)
+    share = largest_stage if largest_stage is not None else 1.0 / virtual_stages
+    fill, credit = 1.0, 0.0
+    steady = float(micro_batches - 1)
+    if name == "interleaved":
+        steady, fill = micro_batches - share, share
+    elif name == "pipedream-2bw":
+        steady, fill = float(micro_batches), 0.0
+    elif name not in ("1f1b", "gpipe"):
+        steady = float(micro_batches)
+        fill = share * (ranks - 1) / ranks
+        credit = 2.0 * fill
+    return ClosedForm(
+        steady=steady,
+        fill=fill,
+        credit=credit,
+        in_flight=tuple(
+            _in_flight(name, rank, ranks, micro_batches, virtual_stages) / virtual_stages
+            for rank in range(ranks)
+        ),
+        forward_apart=name == "gpipe",
+        weight_versions=2 if name == "pipedream-2bw" else 1,
+    )
+
+
+def _in_flight(name: str, rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> int:
+    """Return how many micro-batches the stages of a rank hold, each stage's counted by itself."""
+    everything = micro_batches * virtual_stages
+    if name == "gpipe":
+        return micro_batches
+    if name in ("1f1b", "pipedream-2bw"):
+        return min(micro_batches, ranks - rank)
+    if name == "interleaved":
+        return min(everything, 2 * (ranks - 1 - rank) + (virtual_stages - 1) * ranks + 1)
+    if name == "dualpipe-v":
+        return 2 * ranks + 1
+    return min(everything, virtual_stages * ranks)
+
+
+def uniform_step_s(
+    name: str,
+    *,
+    ranks: int,
+    micro_batches: int,
+    forward_s: float,
+    input_s: float,
+    weight_s: float,
+    virtual_stages: int = 1,
+) -> float:
+    """Seconds of a step whose ranks are all alike; F, I and W of a whole rank's micro-batch.
+
+    Exact for every schedule but zbv and dualpipe-v, which see above.
+
+    >>> uniform_step_s("zb-h1", ranks=4, micro_batches=8, forward_s=0.4, input_s=1.0, weight_s=1.0)
+    22.2
+    """
+    form = closed_form(
+        name, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual_stages
+    )
+    whole_s = forward_s + input_s + weight_s
+    if form.credit:
+        bubble_s = max(forward_s, input_s, forward_s + input_s - weight_s) / virtual_stages
+        return micro_batches * whole_s + (ranks - 1) * bubble_s
+    return form.step_s([whole_s] * ranks)
