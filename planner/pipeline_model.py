@@ -22,7 +22,8 @@ pipedream-2bw    exact, per step                 1.00, as long as it never drain
 
 Here f, b, w are a stage's seconds of F, I and W.  On uniform stages zb-h1 and interleaved-zb take
 m t + (P - 1) max(f, b, f + b - w) / V, of which the form is the last branch: `uniform_step_s`.
-The counts in flight are those of the orders; zbv on fewer than 2 P - 1 micro-batches has fewer.
+The counts in flight are those of the orders; zbv on fewer than 2 P - 1 micro-batches may have
+fewer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.errors import DocumentError
-from planner.schedule import obstacle
+from planner.schedule import most_in_flight, obstacle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,26 +96,19 @@ def closed_form(
         fill=fill,
         credit=credit,
         in_flight=tuple(
-            _in_flight(name, rank, ranks, micro_batches, virtual_stages) / virtual_stages
+            most_in_flight(
+                name,
+                rank,
+                stages=ranks * virtual_stages,
+                micro_batches=micro_batches,
+                virtual_stages=virtual_stages,
+            )
+            / virtual_stages
             for rank in range(ranks)
         ),
         forward_apart=name == "gpipe",
         weight_versions=2 if name == "pipedream-2bw" else 1,
     )
-
-
-def _in_flight(name: str, rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> int:
-    """Return how many micro-batches the stages of a rank hold, each stage's counted by itself."""
-    everything = micro_batches * virtual_stages
-    if name == "gpipe":
-        return micro_batches
-    if name in ("1f1b", "pipedream-2bw"):
-        return min(micro_batches, ranks - rank)
-    if name == "interleaved":
-        return min(everything, 2 * (ranks - 1 - rank) + (virtual_stages - 1) * ranks + 1)
-    if name == "dualpipe-v":
-        return 2 * ranks + 1
-    return min(everything, virtual_stages * ranks)
 
 
 def uniform_step_s(

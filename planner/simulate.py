@@ -104,14 +104,14 @@ def timeline(
                 if made_s < 0.0:
                     waiting[source, m] = rank
                     break
-                start = max(now, made_s + delay_s)
+                arrival_s = made_s + delay_s
+                start = arrival_s if arrival_s > now else now
             now = done_s[row][m] = start + seconds
             own_starts.append(start)
             own_ends.append(now)
             at += 1
-            woken = waiting.pop((row, m), None)
-            if woken is not None:
-                ready.append(woken)
+            if waiting and (row, m) in waiting:
+                ready.append(waiting.pop((row, m)))
         clock[rank], position[rank] = now, at
     for rank, order in enumerate(orders):
         if position[rank] < len(order):

@@ -12,6 +12,7 @@ from planner.schedule import (
     SCHEDULES,
     Action,
     in_flight,
+    most_in_flight,
     obstacle,
     orders,
     rank_of_stage,
@@ -151,6 +152,10 @@ def test_micro_batches_in_flight_are_the_published_counts(shape: Shape) -> None:
         assert max(counts) <= min(2 * m, 2 * p)
     else:
         assert counts == expected[name]
+        assert counts == [
+            most_in_flight(name, r, stages=p * v, micro_batches=m, virtual_stages=v)
+            for r in range(p)
+        ]
 
 
 @pytest.mark.parametrize(
