@@ -49,6 +49,7 @@ class GraphInstance:
     output_s: tuple[float, ...]
     stages: tuple[Stage, ...]
     steady: float
+    forward_apart: bool = False
     fill: float = 1.0
     credits_s: tuple[float, ...] = ()
 
@@ -85,6 +86,7 @@ class GraphInstance:
             kinds=self.kinds,
             stages=self.stages,
             steady=self.steady,
+            forward_apart=self.forward_apart,
             fill=self.fill,
             credits_s=self.credits_s,
             cut_s=tuple(self._cuts_along(order)),
@@ -116,6 +118,7 @@ def graph_instance(
     output_s: Mapping[str, float],
     stages: Sequence[Stage],
     steady: float,
+    forward_apart: bool = False,
     fill: float = 1.0,
 ) -> GraphInstance:
     """State the problem for a networkx graph whose nodes are layer names.
@@ -138,6 +141,7 @@ def graph_instance(
         output_s=tuple(output_s.get(name, 0.0) for name in names),
         stages=tuple(stages),
         steady=steady,
+        forward_apart=forward_apart,
         fill=fill,
     )
 

@@ -152,10 +152,8 @@ class Lattice:
             known=self._known,
         )
         better = best_split(
-            table.paths,
             table,
             lambda path: self._assembled(table, path),
-            steady=self._problem.steady,
             cutoff_s=math.inf if best is None else best.objective_s,
         )
         return best if better is None else better

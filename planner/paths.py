@@ -1,15 +1,15 @@
 """The cheapest path through levels of states, where the dearest step counts many times.
 
-Level s holds the states between steps s - 1 and s; a path takes one step per level.  A step e has
-`stage_s[e]`, `fill_s[e]` and `sync_s[e]`, and `cheapest` minimises exactly
+Level s holds the states between steps s - 1 and s; a path takes one step per level.  The costs are
+tables [step], and `cheapest` minimises exactly
 
-    steady · max_e stage_s + Σ_e fill_s + max_e sync_s
+    steady · max_e stage_s + Σ_e fill_s + max_e once_s + ...
 
 by the threshold descent of `planner.cuts`: the smallest Σ fill under a ceiling on stage_s is one
 dynamic program backward over the levels.  With its solution (maximum τ, sum S) known, every other
 path below the ceiling and not below τ costs at least as much, so the next ceiling lies strictly
 below τ; S only grows as the ceiling falls, so steady · τ_min + S bounds all that is left.  A
-ceiling on sync_s descends around it the same way.
+ceiling on each table whose largest entry counts once descends around it the same way.
 
 Among equal sums a path takes the earliest steps.
 """
@@ -17,13 +17,13 @@ Among equal sums a path takes the earliest steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cuts import meets
+from planner.cuts import Costs, meets
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -31,12 +31,12 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Indices of the steps of a path, and the three parts of what it costs."""
+    """Indices of the steps of a path, and the parts of what it costs."""
 
     steps: tuple[int, ...]
     largest_s: float
     fill_s: float
-    sync_s: float
+    once_s: float
     value_s: float
 
 
@@ -106,53 +106,43 @@ class Paths:
         return values
 
 
-def priced_path(
-    stage_s: Floats, fill_s: Floats, sync_s: Floats | None, steps: tuple[int, ...], *, steady: float
-) -> Path:
+def priced_path(costs: Costs, steps: tuple[int, ...]) -> Path:
     """Evaluate a path."""
     taken = list(steps)
-    largest_s, sum_s = float(stage_s[taken].max()), float(fill_s[taken].sum())
-    once_s = 0.0 if sync_s is None else float(sync_s[taken].max())
-    return Path(steps, largest_s, sum_s, once_s, steady * largest_s + sum_s + once_s)
+    largest_s, sum_s = float(costs.stage_s[taken].max()), float(costs.fill_s[taken].sum())
+    once_s = sum(float(table[taken].max()) for table in costs.once_s)
+    return Path(steps, largest_s, sum_s, once_s, costs.steady * largest_s + sum_s + once_s)
 
 
-def cheapest(
-    paths: Paths,
-    stage_s: Floats,
-    fill_s: Floats,
-    sync_s: Floats | None,
-    *,
-    steady: float,
-    cutoff_s: float = np.inf,
-) -> Path | None:
-    """Cheapest path, or None if there is none below `cutoff_s`; costs are [step]."""
-    if sync_s is None:
-        return _descend(paths, stage_s, fill_s, steady=steady, cutoff_s=cutoff_s)
-    least_sync_s = paths.smallest_maximum(np.where(np.isfinite(stage_s), sync_s, np.inf))
+def cheapest(paths: Paths, costs: Costs, *, cutoff_s: float = np.inf) -> Path | None:
+    """Cheapest path, or None if there is none below `cutoff_s`; tables of costs are [step]."""
+    if not costs.once_s:
+        return _descend(paths, costs, cutoff_s)
+    first_s, *others_s = costs.once_s
+    least_s = paths.smallest_maximum(np.where(np.isfinite(costs.stage_s), first_s, np.inf))
     best: Path | None = None
     ceiling_s = np.inf
-    while ceiling_s >= least_sync_s:
-        allowed = sync_s <= ceiling_s
-        found = _descend(
-            paths,
-            np.where(allowed, stage_s, np.inf),
-            np.where(allowed, fill_s, np.inf),
-            steady=steady,
-            cutoff_s=cutoff_s - least_sync_s,
+    while ceiling_s >= least_s:
+        allowed = first_s <= ceiling_s
+        below = replace(
+            costs,
+            stage_s=np.where(allowed, costs.stage_s, np.inf),
+            fill_s=np.where(allowed, costs.fill_s, np.inf),
+            once_s=tuple(others_s),
         )
+        found = cheapest(paths, below, cutoff_s=cutoff_s - least_s)
         if found is None:
             break
-        whole = priced_path(stage_s, fill_s, sync_s, found.steps, steady=steady)
+        whole = priced_path(costs, found.steps)
         if whole.value_s < cutoff_s:
             best, cutoff_s = whole, whole.value_s
-        ceiling_s = float(np.nextafter(whole.sync_s, -np.inf))
+        ceiling_s = float(np.nextafter(first_s[list(found.steps)].max(), -np.inf))
     return best
 
 
-def _descend(
-    paths: Paths, stage_s: Floats, fill_s: Floats, *, steady: float, cutoff_s: float
-) -> Path | None:
+def _descend(paths: Paths, costs: Costs, cutoff_s: float) -> Path | None:
     """Minimise steady · max + Σ fill by a falling ceiling on the maximum."""
+    stage_s, fill_s, steady = costs.stage_s, costs.fill_s, costs.steady
     least_max_s = paths.smallest_maximum(stage_s)
     freest = paths.smallest_sum(fill_s)
     if freest is None or not np.isfinite(least_max_s):
@@ -165,7 +155,7 @@ def _descend(
     def under(ceiling_s: float) -> Path:
         steps = paths.smallest_sum(np.where(stage_s <= ceiling_s, fill_s, np.inf))
         assert steps is not None, "the ceiling is never below the least maximum"
-        return priced_path(stage_s, fill_s, None, steps, steady=steady)
+        return priced_path(costs, steps)
 
     tightest = under(least_max_s)
     if tightest.value_s < cutoff_s:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.assembly import content_of
+from planner.cuts import Costs
 from planner.ideals import Ideals
 from planner.knapsack import Family, Knapsacks, Relaxed
 from planner.paths import Paths
@@ -81,6 +82,7 @@ class StepTable:
             ]
         )
         credits_s = np.array(knapsacks.instance.credits_s)
+        self._forward_s: Floats | None = None
         self._credit_s = self._over(credits_s, knapsacks.time_scale) if credits_s.any() else None
         sync_s = knapsacks.options.sync_s.min(axis=1)
         self.sync_s = self._over(sync_s, np.ones(len(hops))) if sync_s.any() else None
@@ -92,6 +94,17 @@ class StepTable:
         self._used_s = np.zeros(len(self.paths) if self.sync_depends else 0)
         self._recall()
 
+    def costs(self) -> Costs:
+        """[step] What the objective counts."""
+        instance = self._knapsacks.instance
+        stage_s, once_s = self.stage_s, []
+        if instance.forward_apart:
+            stage_s = stage_s - self.forward_s()
+            once_s.append(instance.steady * self.forward_s())
+        if self.sync_s is not None and not self.sync_depends:
+            once_s.append(self.sync_s)
+        return Costs(stage_s, self.fill_s(), tuple(once_s), instance.steady)
+
     def fill_s(self) -> Floats:
         """[step] What a step adds to the sum over stages, credits taken off."""
         fill = self._knapsacks.instance.fill
@@ -100,6 +113,17 @@ class StepTable:
         fill_s = np.full(self.stage_s.shape, np.inf)
         np.multiply(self.stage_s, fill, out=fill_s, where=np.isfinite(self.stage_s))
         return fill_s if self._credit_s is None else fill_s - self._credit_s
+
+    def forward_s(self) -> Floats:
+        """[step] The forward share of its seconds, where all options of a kind agree in it."""
+        if self._forward_s is None:
+            per_kind = np.array([kind[0].forward_s for kind in self._knapsacks.instance.kinds])
+            self._forward_s = self._over(per_kind, self._knapsacks.time_scale) + self._fixed_s / 2
+        return self._forward_s
+
+    def least_sync_s(self) -> Floats:
+        """[step] Least seconds of synchronisation."""
+        return np.zeros(len(self.paths)) if self.sync_s is None else self.sync_s
 
     def layers(self, step: int) -> list[int]:
         """Layers that the step adds, rising."""

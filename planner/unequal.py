@@ -49,7 +49,7 @@ def solve_unequal(
     if search.least_s == math.inf:
         return Infeasible(_why_infeasible(problem))
     best: UnequalSolution | None = None
-    searched_s, ceiling_s = -math.inf, min(_FIRST * search.least_s, search.whole_s)
+    searched_s, ceiling_s = -math.inf, search.first_s()
     while ceiling_s > searched_s:
         best = search.under(ceiling_s, best)
         searched_s = ceiling_s
@@ -98,6 +98,10 @@ class _Search:
         exposed_s = sum(one.stages * one.exposed_s for one in problem.types)
         return float(np.min(gain_s, axis=0).sum()) + problem.fill * exposed_s + once_s
 
+    def first_s(self) -> float:
+        """Ceiling to begin with; above 0, so that it can rise."""
+        return min(_FIRST * max(self.least_s, 1e-3 * self.whole_s), self.whole_s)
+
     def needed_s(self, best: UnequalSolution | None, searched_s: float) -> float:
         """Ceiling above which no split can be better, or one somewhat higher if none is known."""
         steady = self._problem.steady
@@ -124,10 +128,8 @@ class _Search:
             ranges=ranges,
         )
         better = best_split(
-            steps.paths,
             steps,
             lambda path: self._assembled(steps, path),
-            steady=self._problem.steady,
             cutoff_s=math.inf if best is None else best.split.objective_s,
         )
         return best if better is None else better

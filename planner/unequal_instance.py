@@ -64,6 +64,7 @@ class UnequalInstance:
     types: tuple[DeviceType, ...]
     in_flight: tuple[float, ...]
     steady: float
+    forward_apart: bool = False
     fill: float = 1.0
     credits_s: tuple[float, ...] = ()
     cut_s: tuple[tuple[tuple[float, ...], ...], ...] = ()
@@ -99,6 +100,7 @@ class UnequalInstance:
             kinds=one.kinds,
             stages=tuple(one.at(in_flight) for in_flight in self.in_flight),
             steady=self.steady,
+            forward_apart=self.forward_apart,
             fill=self.fill,
             credits_s=self.credits_s,
         )
@@ -124,6 +126,7 @@ class UnequalInstance:
                 for number, in_flight in zip(order, self.in_flight, strict=True)
             ),
             steady=self.steady,
+            forward_apart=self.forward_apart,
             fill=self.fill,
             credits_s=self.credits_s * len(self.types),
             cut_s=tuple(cut_s),

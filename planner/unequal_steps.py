@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cuts import Costs
 from planner.ideals import Ideals
 from planner.knapsack import Knapsacks
 from planner.paths import Paths
@@ -67,14 +68,27 @@ class UnequalSteps:
         self._link(runs)
         self.sync_depends = any(one.sync_depends for one in knapsacks)
         self.sync_limit_s = np.inf
-        sync_s = [table.sync_s for table in self.tables]
-        self.sync_s = self._of_steps(sync_s) if any(s is not None for s in sync_s) else None
-        self.stage_s = self._stage_s()
+        self._sync_s = self._of_steps([table.least_sync_s() for table in self.tables])
 
-    def fill_s(self) -> Floats:
-        """[step] What a step adds to the sum over stages."""
+    def costs(self) -> Costs:
+        """[step] What the objective counts."""
+        problem = self._problem
+        stage_s = self._of_steps([table.stage_s for table in self.tables]) + self._cut_s
         fill_s = self._of_steps([table.fill_s() for table in self.tables])
-        return fill_s + self._problem.fill * self._cut_s
+        once_s = []
+        if problem.forward_apart:
+            forward_s = self._of_steps([table.forward_s() for table in self.tables])
+            forward_s = forward_s + self._cut_s / 2
+            stage_s = stage_s - forward_s
+            once_s.append(problem.steady * forward_s)
+        if self._sync_s.any() and not self.sync_depends:
+            once_s.append(self._sync_s)
+        fill_s = fill_s + problem.fill * self._cut_s
+        return Costs(stage_s, fill_s, tuple(once_s), problem.steady)
+
+    def least_sync_s(self) -> Floats:
+        """[step] Least seconds of synchronisation."""
+        return self._sync_s
 
     def settle(self, steps: Sequence[int]) -> bool:
         """Make exact what the steps take; False if everything was."""
@@ -82,8 +96,6 @@ class UnequalSteps:
             table.settle([int(self.entry[step]) for step in steps if self.type_of[step] == number])
             for number, table in enumerate(self.tables)
         ]
-        if any(changes):
-            self.stage_s = self._stage_s()
         return any(changes)
 
     def limit_sync(self, limit_s: float) -> None:
@@ -92,14 +104,9 @@ class UnequalSteps:
         for table in self.tables:
             table.limit_sync(limit_s)
 
-    def _stage_s(self) -> Floats:
-        return self._of_steps([table.stage_s for table in self.tables]) + self._cut_s
-
-    def _of_steps(self, of_tables: Sequence[Floats | None]) -> Floats:
-        """[step] The entry of each step in the array of its type; 0 where there is none."""
-        count = len(self.tables[0].stage_s)
-        flat = [np.zeros(count) if values is None else values for values in of_tables]
-        found: Floats = np.concatenate(flat)[self.type_of * count + self.entry]
+    def _of_steps(self, of_tables: Sequence[Floats]) -> Floats:
+        """[step] The entry of each step in the array of its type."""
+        found: Floats = np.concatenate(of_tables)[self._flat]
         return found
 
     def _runs(self, position: int) -> Runs:
@@ -149,6 +156,7 @@ class UnequalSteps:
             offset += len(first)
         self.paths = Paths([len(found) * width for found in meetings], hops)
         self.type_of, self.entry = np.concatenate(types), np.concatenate(entries)
+        self._flat = self.type_of * offset + self.entry
         self._cut_s = np.concatenate(cuts)
 
     def _moves(

@@ -23,13 +23,15 @@ def random_graph(seed: int, *, sync_by_option: bool = False) -> GraphInstance:
     def number(low: int, high: int) -> float:
         return float(rng.randint(low, high)) if whole else rng.uniform(low, high)
 
+    forward_apart = rng.random() < 0.3
+
     def kind() -> tuple[Option, ...]:
-        resident = number(0, 3)
+        resident, forward = number(0, 3), number(0, 4)
         sync = number(0, 5) if rng.random() < 0.7 else 0.0
         return tuple(
             Option(
                 name=f"option {k}",
-                forward_s=number(0, 4),
+                forward_s=forward if forward_apart else number(0, 4),
                 backward_s=number(0, 8),
                 stored_bytes=number(0, 5),
                 transient_bytes=number(0, 4) if rng.random() < 0.7 else 0.0,
@@ -60,6 +62,7 @@ def random_graph(seed: int, *, sync_by_option: bool = False) -> GraphInstance:
             for _ in range(stages)
         ),
         steady=float(rng.choice([0, 1, 3, 7, 31])),
+        forward_apart=forward_apart,
         fill=rng.choice([1.0, 1.0, 0.5, 0.0]),
         credits_s=tuple(number(0, 2) for _ in kinds) if rng.random() < 0.3 else (),
     )
@@ -102,7 +105,8 @@ def least_objective_s(problem: GraphInstance) -> float:
     return best
 
 
-Part = tuple[float, float]
+# Seconds that count apart in the slowest stage (0 if they do not), the others, and sync.
+Part = tuple[float, float, float]
 
 
 def _held(problem: GraphInstance, stage_of: tuple[int, ...]) -> list[list[int]]:
@@ -113,17 +117,19 @@ def _held(problem: GraphInstance, stage_of: tuple[int, ...]) -> list[list[int]]:
 
 
 def _unbeaten(every: list[Part]) -> list[Part]:
+    distinct = set(every)
     return [
         one
-        for one in set(every)
+        for one in distinct
         if not any(
-            other != one and other[0] <= one[0] and other[1] <= one[1] for other in set(every)
+            other != one and all(a <= b for a, b in zip(other, one, strict=True))
+            for other in distinct
         )
     ]
 
 
 def _layers_s(problem: GraphInstance, s: int, held: Sequence[int], picks: Sequence[int]) -> Part:
-    """Seconds and sync of stage s with these layers and options; inf if it has not the bytes."""
+    """What stage s takes with these layers and options; inf if it has not the bytes."""
     stage = problem.stages[s]
     chosen = [
         problem.kinds[problem.layers[layer]][pick] for layer, pick in zip(held, picks, strict=True)
@@ -132,17 +138,23 @@ def _layers_s(problem: GraphInstance, s: int, held: Sequence[int], picks: Sequen
     for o in chosen:
         used += o.resident_bytes + stage.in_flight * o.stored_bytes
     if used > stage.capacity_bytes * (1 + 1e-12):
-        return math.inf, math.inf
-    seconds = stage.time_scale * sum(o.forward_s + o.backward_s for o in chosen)
-    return seconds + stage.exposed_s, sum(o.sync_s for o in chosen)
+        return math.inf, math.inf, math.inf
+    forward = stage.time_scale * sum(o.forward_s for o in chosen) + stage.exposed_s / 2
+    backward = stage.time_scale * sum(o.backward_s for o in chosen) + stage.exposed_s / 2
+    sync = sum(o.sync_s for o in chosen)
+    return (forward, backward, sync) if problem.forward_apart else (0.0, forward + backward, sync)
 
 
 def _total_s(problem: GraphInstance, stage_of: tuple[int, ...], parts: Sequence[Part]) -> float:
-    if any(seconds == math.inf for seconds, _ in parts):
+    if any(backward == math.inf for _, backward, _ in parts):
         return math.inf
-    stage_s = [seconds + _sends_s(problem, stage_of, s) for s, (seconds, _) in enumerate(parts)]
-    total = problem.steady * max(stage_s) + problem.fill * sum(stage_s)
-    total += max(sync for _, sync in parts)
+    sends_s = [_sends_s(problem, stage_of, s) for s in range(len(parts))]
+    apart = 0.5 if problem.forward_apart else 0.0
+    slowest_s = max(f + apart * sent for (f, _, _), sent in zip(parts, sends_s, strict=True))
+    slowest_s += max(b + (1 - apart) * sent for (_, b, _), sent in zip(parts, sends_s, strict=True))
+    total = problem.steady * slowest_s
+    total += problem.fill * (sum(f + b for f, b, _ in parts) + sum(sends_s))
+    total += max(sync for _, _, sync in parts)
     if problem.credits_s:
         for layer, s in enumerate(stage_of):
             total -= problem.stages[s].time_scale * problem.credits_s[problem.layers[layer]]

@@ -26,12 +26,15 @@ def random_unequal(seed: int, *, sync_by_option: bool = False) -> UnequalInstanc
     def number(low: int, high: int) -> float:
         return float(rng.randint(low, high)) if whole else rng.uniform(low, high)
 
+    forward_apart = rng.random() < 0.3
+
     def table(options: int) -> tuple[Option, ...]:
         resident, sync = number(0, 3), number(0, 5) if rng.random() < 0.7 else 0.0
+        forward = number(0, 4)
         return tuple(
             Option(
                 name=f"option {k}",
-                forward_s=number(0, 4),
+                forward_s=forward if forward_apart else number(0, 4),
                 backward_s=number(0, 8),
                 stored_bytes=number(0, 5),
                 transient_bytes=number(0, 4) if rng.random() < 0.7 else 0.0,
@@ -68,6 +71,7 @@ def random_unequal(seed: int, *, sync_by_option: bool = False) -> UnequalInstanc
         types=types,
         in_flight=tuple(rng.choice([1.0, 2.0, 3.0, 1.5]) for _ in range(stages)),
         steady=float(rng.choice([0, 1, 3, 7, 31])),
+        forward_apart=forward_apart,
         fill=rng.choice([1.0, 1.0, 0.5, 0.0]),
         credits_s=tuple(number(0, 2) for _ in range(kinds)) if rng.random() < 0.3 else (),
         cut_s=cut_s if rng.random() < 0.6 else (),
@@ -82,11 +86,12 @@ def orders(problem: UnequalInstance) -> set[tuple[int, ...]]:
 def least_objective_s(problem: UnequalInstance) -> float:
     """Seconds of the best order, cuts and options from the definition; inf if none fits."""
     layers, stages = len(problem.layers), len(problem.in_flight)
-    held: dict[tuple[int, int, int, int], list[tuple[float, float]]] = {}
+    held: dict[tuple[int, int, int, int], list[tuple[float, ...]]] = {}
     for s, g in itertools.product(range(stages), range(len(problem.types))):
         for first, end in itertools.combinations(range(layers + 1), 2):
             held[s, g, first, end] = _choices(problem, s, g, range(first, end))
     best = math.inf
+    apart = 0.5 if problem.forward_apart else 0.0
     for order in orders(problem):
         for inner in itertools.combinations(range(1, layers), stages - 1):
             cuts = (0, *inner, layers)
@@ -104,14 +109,17 @@ def least_objective_s(problem: UnequalInstance) -> float:
                 if problem.credits_s
             )
             for parts in itertools.product(*choices):
-                stage_s = [seconds + b for (seconds, _), b in zip(parts, beside, strict=True)]
-                total = problem.steady * max(stage_s) + problem.fill * sum(stage_s) - credit_s
-                best = min(best, total + max(sync for _, sync in parts))
+                both = list(zip(parts, beside, strict=True))
+                slowest_s = max(f + apart * cut for (f, _, _), cut in both)
+                slowest_s += max(b + (1 - apart) * cut for (_, b, _), cut in both)
+                sum_s = sum(f + b + cut for (f, b, _), cut in both)
+                total = problem.steady * slowest_s + problem.fill * sum_s - credit_s
+                best = min(best, total + max(sync for _, _, sync in parts))
     return best
 
 
-def _choices(problem: UnequalInstance, s: int, g: int, held: range) -> list[tuple[float, float]]:
-    """Seconds and sync of the choices of options that fit and that no other beats in both."""
+def _choices(problem: UnequalInstance, s: int, g: int, held: range) -> list[tuple[float, ...]]:
+    """Seconds apart, other seconds and sync of options that fit and that no others beat."""
     one = problem.types[g]
     found = set()
     for chosen in itertools.product(*(one.kinds[problem.layers[layer]] for layer in held)):
@@ -119,9 +127,15 @@ def _choices(problem: UnequalInstance, s: int, g: int, held: range) -> list[tupl
         for o in chosen:
             used += o.resident_bytes + problem.in_flight[s] * o.stored_bytes
         if used <= one.capacity_bytes * (1 + 1e-12):
-            seconds = one.time_scale * sum(o.time_s for o in chosen) + one.exposed_s
-            found.add((seconds, sum(o.sync_s for o in chosen)))
-    return [a for a in found if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in found)]
+            forward = one.time_scale * sum(o.forward_s for o in chosen) + one.exposed_s / 2
+            backward = one.time_scale * sum(o.backward_s for o in chosen) + one.exposed_s / 2
+            seconds = (forward, backward) if problem.forward_apart else (0.0, forward + backward)
+            found.add((*seconds, sum(o.sync_s for o in chosen)))
+    return [
+        one
+        for one in found
+        if not any(a != one and all(x <= y for x, y in zip(a, one, strict=True)) for a in found)
+    ]
 
 
 def agrees_with_enumeration(problem: UnequalInstance) -> bool:
