@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+Moment = Any
+"""A point in time of one rank: seconds, or an event in its device's queue."""
 
 
 class Clock:
@@ -24,6 +28,21 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+    def moment(self) -> Moment:
+        """Note a point in time without waiting for the device."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def between_s(self, first: Moment, second: Moment) -> float:
+        """Return the seconds from one noted moment to another."""
+        if self.device.type == "cuda":
+            second.synchronize()
+            return float(first.elapsed_time(second)) / 1e3
+        return float(second - first)
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Return how long `work` takes."""

@@ -1,0 +1,435 @@
+"""Seconds and bytes of each layer kind, measured on the runtime's own modules.
+
+A short chain of the model, its ends and up to two layers of each kind between them, is made
+parallel by the runtime exactly as in training, without data parallelism and without a pipeline.
+All ranks run it at the same time, since what they contend for is part of the truth.
+
+Time.  A trial is a forward and a backward of one micro-batch through the whole chain.  Hooks on the
+activations between layers cut it at the layers' borders: a layer's forward ends where the next one
+begins, and since autograd runs later operators first, a layer's backward is what happens between
+the arrival of its output's gradient and that of its input's.  Gradients of parameters are added to
+earlier ones, as in all micro-batches of a step but the first.  The last layer has the loss too.
+
+Memory.  Layers run one by one under LiveMemory.  What is alive when only the graph refers to it is
+stored; peaks inside forward and backward above that are transient, as planner.profile defines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from planner.cluster import Precision
+from planner.model import ModelGraph
+from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.profile import LayerMeasurement, Recompute
+from profiler.clock import Clock, Moment, median, slowest, spread
+from runtime import recompute as recomputing
+from runtime.adapter import Adapter
+from runtime.live_memory import LiveMemory
+from runtime.mesh import Place
+from runtime.parallelize import parallel_stage
+from runtime.source import adapter_of
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+SAME_KIND = 2
+"""Layers of one kind in the chain: the second one finds the caches as in a deep model."""
+LEAST_ROUNDS = 3
+MOST_ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One setting under which every layer kind is measured."""
+
+    tensor: int
+    micro_batch: int
+    recompute: Recompute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """What one layer holds, under one case."""
+
+    stored: int
+    forward_transient: int
+    backward_transient: int
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Everything measured of one layer kind under one case."""
+
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    held: list[Bytes] = field(default_factory=list)
+
+
+class Chain:
+    """A short piece of the model on this rank, divided over a tensor axis."""
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        *,
+        seq_len: int,
+        precision: Precision,
+        tensor: int,
+        device: torch.device,
+    ) -> None:
+        self.seq_len = seq_len
+        self.precision = precision
+        self.tensor = tensor
+        self.device = device
+        self.kinds = short_chain(model)
+        # Mixed precision belongs to data parallelism in the runtime; here the layers themselves
+        # are in the type that they compute in.
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self._adapter = adapter_of(
+            model,
+            source=model.source or model.name,
+            seq_len=seq_len,
+            dtype=dtype,
+            device=device,
+            seed=0,
+            weights=None,
+        )
+        plan = _plan(model, list(self.kinds), seq_len=seq_len, tensor=tensor)
+        stage = parallel_stage(
+            plan, self._adapter, _place(plan, device), device=device, weights=None
+        )
+        self.module = stage.chain.to(dtype)
+        self.vocabulary = model.architecture.vocab_size if model.architecture else 256
+
+    @property
+    def adapter(self) -> Adapter:
+        """What made the layers."""
+        return self._adapter
+
+    def layers(self, recompute: Recompute) -> dict[str, nn.Module]:
+        """Return the layers in order, each recomputing itself as asked."""
+        return {
+            name: recomputing.wrapped(layer, recompute)
+            for name, layer in self.module.layers.items()
+        }
+
+    def batch(self, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and targets of one micro-batch, the same on every rank."""
+        generator = torch.Generator().manual_seed(micro_batch)
+        shape = (micro_batch, self.seq_len + 1)
+        tokens = torch.randint(self.vocabulary, shape, generator=generator).to(self.device)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def loss_context(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which the runtime computes a loss over a divided vocabulary."""
+        return loss_parallel() if self.tensor > 1 else contextlib.nullcontext()
+
+    def gradients_exist(self) -> None:
+        """Let every parameter have a gradient to add to."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def short_chain(model: ModelGraph) -> dict[str, str]:
+    """Return kind by layer name: the first layers of each kind, in the model's order."""
+    taken: dict[str, int] = {}
+    result = {}
+    for name, layer in model.chain:
+        if taken.get(layer.kind, 0) < SAME_KIND:
+            taken[layer.kind] = taken.get(layer.kind, 0) + 1
+            result[name] = layer.kind
+    return result
+
+
+def _plan(model: ModelGraph, names: Sequence[str], *, seq_len: int, tensor: int) -> Plan:
+    """Return a plan of one stage with these layers alone."""
+    return Plan(
+        model=PlannedModel(
+            name=model.name, source=model.source or model.name, digest=model.digest
+        ),
+        cluster="local",
+        seq_len=seq_len,
+        global_batch=1,
+        precision="fp32",
+        mesh=Mesh(tensor=tensor),
+        zero=0,
+        schedule="1f1b",
+        micro_batch=1,
+        micro_batches=1,
+        stages=(Stage(layers=tuple(PlacedLayer(layer=name) for name in names)),),
+    )
+
+
+_meshes: dict[tuple[str, int], DeviceMesh] = {}
+
+
+def _place(plan: Plan, device: torch.device) -> Place:
+    """Return this rank's place in its own group of `tensor` ranks; other groups do the same."""
+    tensor = plan.mesh.tensor
+    if tensor == 1:
+        return Place(degrees=plan.mesh, mesh=None)
+    key = (device.type, tensor)
+    if key not in _meshes:
+        names = ("copies", "pipeline", "data_replicate", "data_shard", "tensor")
+        sizes = (dist.get_world_size() // tensor, 1, 1, 1, tensor)
+        _meshes[key] = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    return Place(degrees=plan.mesh, mesh=_meshes[key])
+
+
+def measurements(
+    chains: Sequence[Chain],
+    micro_batches: Sequence[int],
+    *,
+    recomputes: Sequence[Recompute] = RECOMPUTES,
+    budget_s: float,
+    progress: Callable[[float], None] | None = None,
+) -> list[LayerMeasurement]:
+    """Measure every kind under every case; all ranks call it together and get the same.
+
+    First the bytes of each case, which also warms it up; then rounds over all cases in changing
+    order until the budget is used, so that a slow second of the machine falls on all alike.
+    """
+    clock = Clock(chains[0].device)
+    begin_s = clock.now_s()
+
+    def used_s() -> float:
+        return slowest([clock.now_s() - begin_s])[0]
+
+    by_degree = {chain.tensor: chain for chain in chains}
+    once_s = {chain.tensor: _once_s(chain, clock) for chain in chains}
+    cases = [
+        Case(tensor=chain.tensor, micro_batch=micro_batch, recompute=recompute)
+        for chain in chains
+        for micro_batch in affordable(
+            micro_batches, once_s[chain.tensor] * len(recomputes), budget_s / len(chains)
+        )
+        for recompute in recomputes
+    ]
+    found: dict[tuple[str, Case], Samples] = {}
+    for index, case in enumerate(cases):
+        chain = by_degree[case.tensor]
+        for name, held in layer_bytes(chain, case).items():
+            found.setdefault((chain.kinds[name], case), Samples()).held.append(held)
+        if progress:
+            progress((index + 1) / len(cases) / (LEAST_ROUNDS + 1))
+    rounds = 0
+    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and used_s() < budget_s):
+        order = random.Random(rounds).sample(cases, len(cases))
+        for index, case in enumerate(order):
+            chain = by_degree[case.tensor]
+            for name, (forward_s, backward_s) in trial(chain, case, clock).items():
+                samples = found[chain.kinds[name], case]
+                samples.forward_s.append(forward_s)
+                samples.backward_s.append(backward_s)
+            if progress:
+                done = (1 + rounds + (index + 1) / len(order)) / (LEAST_ROUNDS + 1)
+                progress(min(0.99, done))
+        rounds += 1
+    return [
+        _measurement(kind, case, samples, by_degree[case.tensor])
+        for (kind, case), samples in _of_all_ranks(found).items()
+    ]
+
+
+def affordable(micro_batches: Sequence[int], once_s: float, budget_s: float) -> list[int]:
+    """Return the micro-batches whose least rounds fit in the budget, at least the two smallest.
+
+    `once_s` is what one sample takes in all cases of one micro-batch together; larger ones take in
+    proportion.  The first pass, which counts bytes, is slower than a timed one by a third.
+
+    >>> affordable([1, 2, 4, 8], once_s=0.1, budget_s=5.0)
+    [1, 2, 4]
+    """
+    passes = LEAST_ROUNDS + 1.3
+    result: list[int] = []
+    for micro_batch in sorted(micro_batches):
+        if len(result) >= 2 and passes * once_s * (sum(result) + micro_batch) > budget_s:
+            break
+        result.append(micro_batch)
+    return result
+
+
+def trial(chain: Chain, case: Case, clock: Clock) -> dict[str, tuple[float, float]]:
+    """Return forward and backward seconds of each layer for one micro-batch, on this rank."""
+    chain.gradients_exist()
+    tokens, targets = chain.batch(case.micro_batch)
+    layers = chain.layers(case.recompute)
+    names = list(layers)
+    arrived: dict[str, Moment] = {}
+    with _in_step(), chain.loss_context():
+        begin = {names[0]: clock.moment()}
+        value = tokens
+        for name, following in zip(names, [*names[1:], None], strict=True):
+            value = layers[name](value)
+            if following is not None:
+                begin[following] = clock.moment()
+                if value.requires_grad:
+                    value.register_hook(_noting(arrived, name, clock))
+        loss = chain.adapter.loss(value, targets)
+        del value
+        middle = clock.moment()
+        loss.backward()
+        end = clock.moment()
+    result = {}
+    for index, name in enumerate(names):
+        last, first = index == len(names) - 1, index == 0
+        forward_end = middle if last else begin[names[index + 1]]
+        backward_begin = middle if last else arrived.get(name, end)
+        backward_end = end if first else arrived.get(names[index - 1], end)
+        result[name] = (
+            clock.between_s(begin[name], forward_end),
+            clock.between_s(backward_begin, backward_end),
+        )
+    return result
+
+
+def _noting(moments: dict[str, Moment], name: str, clock: Clock) -> Callable[[Tensor], None]:
+    def note(_: Tensor) -> None:
+        moments[name] = clock.moment()
+
+    return note
+
+
+def _once_s(chain: Chain, clock: Clock) -> float:
+    """Return what one sample takes through the chain, warmed up; the same on every rank."""
+    case = Case(tensor=chain.tensor, micro_batch=1, recompute="none")
+    trial(chain, case, clock)
+    return slowest([clock.seconds(lambda: trial(chain, case, clock))])[0]
+
+
+@contextlib.contextmanager
+def _in_step() -> Iterator[None]:
+    """All ranks begin together, and no garbage is collected meanwhile."""
+    if dist.is_initialized():
+        dist.barrier()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _of_all_ranks(found: dict[tuple[str, Case], Samples]) -> dict[tuple[str, Case], Samples]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return found
+    everyone: list[dict[tuple[str, Case], Samples]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, found)
+    return {
+        key: Samples(
+            [s for of_rank in everyone for s in of_rank[key].forward_s],
+            [s for of_rank in everyone for s in of_rank[key].backward_s],
+            [b for of_rank in everyone for b in of_rank[key].held],
+        )
+        for key in found
+    }
+
+
+def _measurement(kind: str, case: Case, samples: Samples, chain: Chain) -> LayerMeasurement:
+    both = [f + b for f, b in zip(samples.forward_s, samples.backward_s, strict=True)]
+    return LayerMeasurement(
+        kind=kind,
+        tensor=case.tensor,
+        sequence_parallel=case.tensor > 1,
+        micro_batch=case.micro_batch,
+        seq_len=chain.seq_len,
+        precision=chain.precision,
+        recompute=case.recompute,
+        forward_s=median(samples.forward_s),
+        backward_s=median(samples.backward_s),
+        stored_bytes=max(held.stored for held in samples.held),
+        forward_transient_bytes=max(held.forward_transient for held in samples.held),
+        backward_transient_bytes=max(held.backward_transient for held in samples.held),
+        spread=spread(both),
+        samples=len(both),
+    )
+
+
+def layer_bytes(chain: Chain, case: Case) -> dict[str, Bytes]:
+    """Return what each layer of a chain stores and needs beside that for one micro-batch."""
+    chain.gradients_exist()
+    value, targets = chain.batch(case.micro_batch)
+    layers = chain.layers(case.recompute)
+    result = {}
+    with chain.loss_context():
+        for index, (name, layer) in enumerate(layers.items()):
+            loss = None
+            if index == len(layers) - 1:
+                loss = partial(chain.adapter.loss, targets=targets)
+            result[name], value = _bytes_of(layer, value, loss)
+    return result
+
+
+def _bytes_of(
+    layer: nn.Module, value: Tensor, loss: Callable[..., Tensor] | None
+) -> tuple[Bytes, Tensor]:
+    """Run one layer forward and backward by itself; return its bytes and its output's value."""
+    gc.collect()
+    with LiveMemory(existing=[value]) as live:
+        hooks = [p.register_hook(live.leave_out) for p in layer.parameters() if p.requires_grad]
+        # The input is a fresh tensor that no leaf of the graph holds: it lives if the layer keeps
+        # it.  Token numbers are views of the step's batch, which is there anyway.
+        leaf = torch.zeros((), dtype=value.dtype, device=value.device)
+        empty_bytes = live.current_bytes
+        x = value + leaf.requires_grad_() if value.is_floating_point() else value
+        input_bytes = live.current_bytes - empty_bytes
+        live.reset_peak()
+        output = layer(x)
+        if loss is not None:
+            output = loss(output)
+        peak_bytes, held_bytes = live.peak_bytes, live.current_bytes
+        del x
+        dropped_input_bytes = held_bytes - live.current_bytes
+        held_bytes = live.current_bytes
+        result = output.detach().clone()
+        output_bytes = live.current_bytes - held_bytes
+        held_bytes = live.current_bytes
+        root = output if loss is not None else _End.apply(output)
+        root_bytes = live.current_bytes - held_bytes
+        held_bytes = live.current_bytes
+        del output
+        dropped_output_bytes = held_bytes - live.current_bytes
+        begin_bytes = live.current_bytes
+        live.reset_peak()
+        root.backward()
+        backward_bytes = live.peak_of_rest_bytes - begin_bytes
+        for hook in hooks:
+            hook.remove()
+    stored = begin_bytes - empty_bytes - output_bytes - root_bytes
+    if loss is not None:
+        stored -= output_bytes  # the loss itself, which is the root
+    forward = peak_bytes - empty_bytes - stored - dropped_input_bytes - dropped_output_bytes
+    assert dropped_input_bytes in (0, input_bytes)
+    return (
+        Bytes(
+            stored=stored,
+            forward_transient=max(0, forward),
+            backward_transient=max(0, backward_bytes),
+        ),
+        result,
+    )
+
+
+class _End(torch.autograd.Function):
+    """A scalar whose backward makes the gradient of an activation, which nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.like = x.shape, x.dtype, x.device
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        shape, dtype, device = ctx.like
+        return torch.ones(shape, dtype=dtype, device=device)
