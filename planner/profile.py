@@ -98,6 +98,10 @@ class Overheads(Part):
     """Per sharded unit (FSDP group) and pass, beside the collective itself."""
     overlap: Amount
     """Share of sharding and gradient collectives that hides behind compute."""
+    gather_copy_s_per_byte: Amount | None = None
+    """Copies beside a gather of parameters, per byte gathered; None: not measured."""
+    reduce_copy_s_per_byte: Amount | None = None
+    """Copies beside a reduction of gradients, per byte reduced on each rank; None: not measured."""
 
 
 class Profile(Document):

@@ -105,7 +105,7 @@ class Chain:
             seed=0,
             weights=None,
         )
-        plan = _plan(model, list(self.kinds), seq_len=seq_len, tensor=tensor)
+        plan = plan_of(model, [list(self.kinds)], seq_len=seq_len, mesh=Mesh(tensor=tensor))
         stage = parallel_stage(
             plan, self._adapter, _place(plan, device), device=device, weights=None
         )
@@ -153,22 +153,31 @@ def short_chain(model: ModelGraph) -> dict[str, str]:
     return result
 
 
-def _plan(model: ModelGraph, names: Sequence[str], *, seq_len: int, tensor: int) -> Plan:
-    """Return a plan of one stage with these layers alone."""
+def plan_of(
+    model: ModelGraph,
+    stages: Sequence[Sequence[str]],
+    *,
+    seq_len: int,
+    mesh: Mesh,
+    zero: int = 0,
+    micro_batches: int = 1,
+) -> Plan:
+    """Return a plan with these layers in each stage and micro-batches of one sample."""
+    data = mesh.data_shard * mesh.data_replicate
     return Plan(
-        model=PlannedModel(
-            name=model.name, source=model.source or model.name, digest=model.digest
-        ),
+        model=PlannedModel(name=model.name, source=model.source or model.name, digest=model.digest),
         cluster="local",
         seq_len=seq_len,
-        global_batch=1,
+        global_batch=data * micro_batches,
         precision="fp32",
-        mesh=Mesh(tensor=tensor),
-        zero=0,
+        mesh=mesh,
+        zero=zero,
         schedule="1f1b",
         micro_batch=1,
-        micro_batches=1,
-        stages=(Stage(layers=tuple(PlacedLayer(layer=name) for name in names)),),
+        micro_batches=micro_batches,
+        stages=tuple(
+            Stage(layers=tuple(PlacedLayer(layer=name) for name in stage)) for stage in stages
+        ),
     )
 
 

@@ -1,0 +1,399 @@
+"""What the runtime itself costs, beside layers and links: measured through the runtime itself.
+
+What is small is measured on a tiny model, in which nothing else is large:
+    shard_unit_s        a chain wrapped for data parallelism that does not communicate, less the
+                        same chain unwrapped, per unit and pass
+    step_s              from the call of a step to its first layer, and from the last gradient to
+                        the end: batch, norm, clipping, report
+    pipeline_action_s   what must be added to every action for the simulated pipeline of these tiny
+                        layers to take as long as the real one
+What grows with the model is measured on its own layers:
+    optimizer_s_per_parameter
+    gather_copy_s_per_byte, reduce_copy_s_per_byte, overlap
+                        data parallelism of every kind, less the chain unwrapped: what is more than
+                        the measured collectives is copies, what is less is overlap
+All ranks work at the same time, and the slowest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner import schedule
+from planner.architecture import graph_of
+from planner.cluster import Collective
+from planner.collectives import interpolated_s, nearest_ranks
+from planner.model import Architecture, ModelGraph
+from planner.plan import Mesh, Training
+from planner.profile import CollectiveCurve, Overheads
+from planner.simulate import timeline
+from profiler.clock import Clock, median, slowest
+from profiler.layers import Case, Chain, plan_of, trial
+from runtime.adapter import Chain as Modules
+from runtime.engine import Engine
+from runtime.mesh import Place, place_of
+from runtime.optimizer import Optimizer
+from runtime.parallelize import parallel_stage
+
+SEQ_LEN = 8
+"""Of the tiny model."""
+WARM_UP = 2
+ROUNDS = 12
+OWN_LAYER_ROUNDS = 6
+MICRO_BATCHES = 16
+"""In the tiny pipeline: enough that filling it is a small part."""
+
+Seconds = tuple[float, float]
+"""Forward and backward of one micro-batch."""
+
+
+def tiny_model(blocks: int) -> ModelGraph:
+    """Return a transformer with as many tensors per block as a large one, and hardly any bytes."""
+    return graph_of(
+        Architecture(
+            family="reference",
+            hidden_size=16,
+            layers=blocks,
+            heads=2,
+            kv_heads=2,
+            head_dim=8,
+            ffn_size=16,
+            vocab_size=16,
+            gated_mlp=True,
+        ),
+        name="tiny",
+    )
+
+
+def overheads(
+    chain: Chain, model: ModelGraph, curves: Sequence[CollectiveCurve], *, device: torch.device
+) -> Overheads:
+    """Measure all of them; all ranks call it together and get the same.
+
+    `chain` is the short chain of the model, undivided; `curves` are this machine's links.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    clock = Clock(device)
+    unit_s = shard_unit_s(device) if world > 1 else 0.0
+    sharing = (
+        shard_costs(chain, model, curves, unit_s=unit_s, device=device) if world > 1 else ALONE
+    )
+    return Overheads(
+        step_s=step_s(device),
+        optimizer_s_per_parameter=optimizer_s_per_parameter(chain, clock),
+        pipeline_action_s=pipeline_action_s(curves, device) if world > 1 else 0.0,
+        shard_unit_s=unit_s,
+        overlap=sharing.overlap,
+        gather_copy_s_per_byte=sharing.gather_copy_s_per_byte,
+        reduce_copy_s_per_byte=sharing.reduce_copy_s_per_byte,
+    )
+
+
+# --- data parallelism -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What data parallelism costs beside its collectives, and how much of those is not seen."""
+
+    overlap: float
+    gather_copy_s_per_byte: float
+    reduce_copy_s_per_byte: float
+
+
+ALONE = Sharing(overlap=0.0, gather_copy_s_per_byte=0.0, reduce_copy_s_per_byte=0.0)
+
+
+def shard_unit_s(device: torch.device) -> float:
+    """Seconds per unit and pass that data parallelism takes without any communication."""
+    model = tiny_model(blocks=4)
+    chain = Chain(model, seq_len=SEQ_LEN, precision="fp32", tensor=1, device=device)
+    wrapped = _over_data(chain, model, zero=0, device=device)
+    times = _interleaved(
+        {
+            "plain": partial(_micro_batch, chain, chain.module, Clock(device)),
+            "wrapped": partial(_micro_batch, chain, wrapped, Clock(device), sync=False),
+        },
+        rounds=ROUNDS,
+    )
+    more_s = sum(times["wrapped"]) - sum(times["plain"])
+    return max(0.0, more_s / 2 / len(chain.kinds))
+
+
+def shard_costs(
+    chain: Chain,
+    model: ModelGraph,
+    curves: Sequence[CollectiveCurve],
+    *,
+    unit_s: float,
+    device: torch.device,
+) -> Sharing:
+    """Compare the chain under each kind of data parallelism with the chain alone.
+
+    Three differences, each of units u with p_u bytes of parameters, o the overlap:
+
+        ZeRO-3 forward                  Σ (1 - o) gather(p_u)     + g p_u + unit_s
+        ZeRO-2 backward                 Σ (1 - o) reduce(p_u)     + r p_u + unit_s
+        replicas' backward              Σ (1 - o) all_reduce(p_u) + r p_u + unit_s
+
+    Where the differences are more than the collectives o is 0, else the copies g and r are.
+    """
+    clock = Clock(device)
+    zero_3 = _over_data(chain, model, zero=3, device=device)
+    zero_2 = _over_data(chain, model, zero=2, device=device)
+    replicas = _over_data(chain, model, zero=0, device=device)
+    times = _interleaved(
+        {
+            "plain": partial(_micro_batch, chain, chain.module, clock),
+            "zero 3": partial(_micro_batch, chain, zero_3, clock, sync=True),
+            "zero 2": partial(_micro_batch, chain, zero_2, clock, sync=True),
+            "replicas": partial(_micro_batch, chain, replicas, clock, sync=True),
+        },
+        rounds=OWN_LAYER_ROUNDS,
+    )
+    sizes = [
+        sum(p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad)
+        for layer in chain.module.layers.values()
+    ]
+    plain_forward_s, plain_backward_s = times["plain"]
+    units_s = len(sizes) * unit_s
+    gather_s = times["zero 3"][0] - plain_forward_s - units_s
+    reduce_s = times["zero 2"][1] - plain_backward_s - units_s
+    all_reduce_s = times["replicas"][1] - plain_backward_s - units_s
+    gathers_s = _collectives_s("all_gather", sizes, curves)
+    reductions_s = _collectives_s("reduce_scatter", sizes, curves)
+    all_reduces_s = _collectives_s("all_reduce", sizes, curves)
+    return sharing_of(
+        gather=(gather_s, gathers_s),
+        reduces=((reduce_s, reductions_s), (all_reduce_s, all_reduces_s)),
+        size_bytes=sum(sizes),
+    )
+
+
+def sharing_of(
+    *, gather: tuple[float, float], reduces: Sequence[tuple[float, float]], size_bytes: float
+) -> Sharing:
+    """Divide the seconds seen (first of each pair) among collectives (second), copies, overlap.
+
+    >>> sharing_of(gather=(3.0, 2.0), reduces=((5.0, 4.0), (4.0, 2.0)), size_bytes=10.0)
+    Sharing(overlap=0.0, gather_copy_s_per_byte=0.1, reduce_copy_s_per_byte=0.15)
+    >>> sharing_of(gather=(0.5, 2.0), reduces=((0.5, 2.0),), size_bytes=10.0).overlap
+    0.75
+    """
+    pairs = (gather, *reduces)
+    seen_s, alone_s = (sum(pair[i] for pair in pairs) for i in (0, 1))
+    if seen_s < alone_s:
+        return Sharing(
+            overlap=min(1.0, 1.0 - seen_s / alone_s),
+            gather_copy_s_per_byte=0.0,
+            reduce_copy_s_per_byte=0.0,
+        )
+    more_s = [max(0.0, seen - alone) for seen, alone in pairs]
+    return Sharing(
+        overlap=0.0,
+        gather_copy_s_per_byte=more_s[0] / size_bytes,
+        reduce_copy_s_per_byte=sum(more_s[1:]) / len(reduces) / size_bytes,
+    )
+
+
+def _collectives_s(
+    operation: Collective, sizes_bytes: Sequence[float], curves: Sequence[CollectiveCurve]
+) -> float:
+    """Seconds of one collective per unit, by the measured curve of all ranks."""
+    own = [curve for curve in curves if curve.operation == operation]
+    curve = nearest_ranks(own, dist.get_world_size())
+    return sum(interpolated_s(curve, size) for size in sizes_bytes)
+
+
+def _over_data(chain: Chain, model: ModelGraph, *, zero: int, device: torch.device) -> Modules:
+    """Return the same layers anew, wrapped for data parallelism over all ranks."""
+    world = dist.get_world_size()
+    mesh = Mesh(data_shard=world) if zero else Mesh(data_replicate=world)
+    plan = plan_of(model, [list(chain.kinds)], seq_len=chain.seq_len, mesh=mesh, zero=zero)
+    stage = parallel_stage(plan, chain.adapter, place_of(plan, device), device=device, weights=None)
+    return stage.chain
+
+
+def _micro_batch(
+    chain: Chain, modules: nn.Module, clock: Clock, *, sync: bool | None = None
+) -> Seconds:
+    """Run one micro-batch of one sample; `sync` says whether it is the last of a step."""
+    tokens, targets = chain.batch(1)
+    if sync is not None:
+        modules.set_is_last_backward(sync)
+        modules.set_requires_gradient_sync(sync)
+        modules.set_reshard_after_backward(sync)
+    else:
+        chain.gradients_exist()
+    begin = clock.moment()
+    loss = chain.adapter.loss(modules(tokens), targets)
+    middle = clock.moment()
+    loss.backward()
+    end = clock.moment()
+    return clock.between_s(begin, middle), clock.between_s(middle, end)
+
+
+def _interleaved(
+    variants: Mapping[str, Callable[[], Seconds]], *, rounds: int
+) -> dict[str, Seconds]:
+    """Return each variant's median seconds, of the slowest rank each time, taken in turn."""
+    taken: dict[str, list[list[float]]] = {name: [] for name in variants}
+    for lap in range(WARM_UP + rounds):
+        for name, run in variants.items():
+            if dist.is_initialized():
+                dist.barrier()
+            both = slowest(run())
+            if lap >= WARM_UP:
+                taken[name].append(both)
+    return {
+        name: (median([f for f, _ in times]), median([b for _, b in times]))
+        for name, times in taken.items()
+    }
+
+
+# --- optimizer and step -----------------------------------------------------------------------
+
+
+def optimizer_s_per_parameter(chain: Chain, clock: Clock) -> float:
+    """Seconds per parameter of an optimizer step, norm and clipping included, all ranks at once."""
+    place = Place(degrees=Mesh(), mesh=None)
+    optimizer = Optimizer(chain.module, chain.adapter, Training(), place, summed=frozenset())
+    gradients = {
+        parameter: torch.full_like(parameter, 1e-3)
+        for parameter in chain.module.parameters()
+        if parameter.requires_grad
+    }
+
+    def step() -> Seconds:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        loss = torch.zeros((), device=clock.device)
+        return clock.seconds(lambda: optimizer.step(loss)), 0.0
+
+    taken_s, _ = _interleaved({"step": step}, rounds=ROUNDS)["step"]
+    chain.module.zero_grad()
+    return taken_s / sum(parameter.numel() for parameter in gradients)
+
+
+def step_s(device: torch.device) -> float:
+    """Seconds of a step that neither layers nor parameters cause: data, norm, report.
+
+    Every rank trains a copy of the tiny model.  Its optimizer and its reduction are so small that
+    all of the time outside forward and backward counts as fixed.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    model = tiny_model(blocks=2)
+    mesh = Mesh(data_replicate=world)
+    names = [name for name, _ in model.chain]
+    engine = Engine(plan_of(model, [names], seq_len=SEQ_LEN, mesh=mesh), model, device=device)
+    tokens = torch.zeros(1, SEQ_LEN + 1, dtype=torch.int64)
+    clock = Clock(device)
+    begun: list[float] = []
+    updating: list[float] = []
+    first = next(iter(engine.layers.values()))
+    first.register_forward_pre_hook(lambda *_: begun.append(clock.now_s()))
+    update = engine._optimizer.step
+
+    def timed_update(loss: Tensor) -> Tensor:
+        updating.append(clock.now_s())
+        return update(loss)
+
+    engine._optimizer.step = timed_update
+
+    def step() -> Seconds:
+        start = clock.now_s()
+        engine.step(tokens)
+        return begun[-1] - start, clock.now_s() - updating[-1]
+
+    return sum(_interleaved({"step": step}, rounds=ROUNDS)["step"])
+
+
+# --- pipeline ---------------------------------------------------------------------------------
+
+
+def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -> float:
+    """Seconds per forward or backward action that the pipeline's runtime adds."""
+    world = dist.get_world_size()
+    model = tiny_model(blocks=world)
+    names = [name for name, _ in model.chain]
+    stages = [names[:2], *([name] for name in names[2:-2]), names[-2:]]
+    plan = plan_of(
+        model, stages, seq_len=SEQ_LEN, mesh=Mesh(pipeline=world), micro_batches=MICRO_BATCHES
+    )
+    engine = Engine(plan, model, device=device)
+    tokens = torch.zeros(MICRO_BATCHES, SEQ_LEN + 1, dtype=torch.int64)
+    clock = Clock(device)
+    chain = Chain(model, seq_len=SEQ_LEN, precision="fp32", tensor=1, device=device)
+    layers: dict[str, list[Seconds]] = {}
+
+    def whole_step() -> Seconds:
+        losses = clock.seconds(
+            lambda: engine._through_pipeline(engine._pipeline, tokens[:, :-1], tokens[:, 1:])
+        )
+        engine._stage.chain.zero_grad()
+        return losses, 0.0
+
+    def each_layer() -> Seconds:
+        case = Case(tensor=1, micro_batch=1, recompute="none")
+        for name, seconds in trial(chain, case, clock).items():
+            layers.setdefault(chain.kinds[name], []).append(seconds)
+        return 0.0, 0.0
+
+    step = _interleaved({"step": whole_step, "layers": each_layer}, rounds=ROUNDS)["step"][0]
+    kinds = dict(chain.kinds) | {name: "block" for name in names[1:-1]}
+    mean = {
+        kind: tuple(median([t[i] for t in times]) for i in (0, 1)) for kind, times in layers.items()
+    }
+    (found,) = slowest(
+        [
+            action_s(
+                step,
+                forward_s=[sum(mean[kinds[n]][0] for n in stage) for stage in stages],
+                backward_s=[sum(mean[kinds[n]][1] for n in stage) for stage in stages],
+                transfer_s=_message_s(curves),
+            )
+        ]
+    )
+    return found
+
+
+def action_s(
+    step: float, *, forward_s: Sequence[float], backward_s: Sequence[float], transfer_s: float
+) -> float:
+    """Return what must be added to every action for the simulated step to take `step` seconds.
+
+    >>> order = schedule.orders("1f1b", stages=2, micro_batches=MICRO_BATCHES)
+    >>> real = timeline(order, forward_s=[0.3] * 2, backward_s=[0.4] * 2).makespan_s
+    >>> found = action_s(real, forward_s=[0.1] * 2, backward_s=[0.2] * 2, transfer_s=0.0)
+    >>> f"{found:.3f}"
+    '0.200'
+    """
+    order = schedule.orders("1f1b", stages=len(forward_s), micro_batches=MICRO_BATCHES)
+
+    def simulated_s(added_s: float) -> float:
+        return timeline(
+            order,
+            forward_s=[seconds + added_s for seconds in forward_s],
+            backward_s=[seconds + added_s for seconds in backward_s],
+            transfer_s=transfer_s,
+        ).makespan_s
+
+    low, high = 0.0, step
+    for _ in range(50):
+        middle = (low + high) / 2
+        if simulated_s(middle) < step:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _message_s(curves: Sequence[CollectiveCurve]) -> float:
+    curve = next(curve for curve in curves if curve.operation == "send_recv")
+    return interpolated_s(curve, 4 * 16 * SEQ_LEN)
