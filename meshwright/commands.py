@@ -238,7 +238,7 @@ def profile(
 
     graph, machine = model_of(model, seq_len=seq_len), resolve_cluster(cluster)
     job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
-    measured: Profile = measure(model, cluster, job, quiet=quiet)
+    measured: Profile = measure(graph, cluster, job, quiet=quiet)
     if output is not None:
         document.write(measured, output)
     return measured

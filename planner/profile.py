@@ -27,6 +27,8 @@ class Birth(Part):
     ranks: Positive
     threads_per_rank: Positive
     software: dict[str, Text]
+    load: Amount | None = None
+    """Processes that ran or waited in the minute before: above 0, others used the machine."""
 
 
 class LayerMeasurement(Part):

@@ -392,38 +392,36 @@ def _bytes_of(
         leaf = torch.zeros((), dtype=value.dtype, device=value.device)
         empty_bytes = live.current_bytes
         x = value + leaf.requires_grad_() if value.is_floating_point() else value
-        input_bytes = live.current_bytes - empty_bytes
         live.reset_peak()
         output = layer(x)
         if loss is not None:
             output = loss(output)
-        peak_bytes, held_bytes = live.peak_bytes, live.current_bytes
+        peak_bytes = live.peak_bytes
+        with_input_bytes = live.current_bytes
         del x
-        dropped_input_bytes = held_bytes - live.current_bytes
-        held_bytes = live.current_bytes
+        without_input_bytes = live.current_bytes
+        # From here on until backward begins, only this function's own tensors come.
         result = output.detach().clone()
-        output_bytes = live.current_bytes - held_bytes
-        held_bytes = live.current_bytes
         root = output if loss is not None else _End.apply(output)
-        root_bytes = live.current_bytes - held_bytes
-        held_bytes = live.current_bytes
+        one = torch.ones_like(root)
+        own_bytes = live.current_bytes - without_input_bytes
         del output
-        dropped_output_bytes = held_bytes - live.current_bytes
+        if loss is not None:
+            own_bytes += root.nbytes
         begin_bytes = live.current_bytes
         live.reset_peak()
-        root.backward()
+        root.backward(one)
         backward_bytes = live.peak_of_rest_bytes - begin_bytes
         for hook in hooks:
             hook.remove()
-    stored = begin_bytes - empty_bytes - output_bytes - root_bytes
-    if loss is not None:
-        stored -= output_bytes  # the loss itself, which is the root
-    forward = peak_bytes - empty_bytes - stored - dropped_input_bytes - dropped_output_bytes
-    assert dropped_input_bytes in (0, input_bytes)
+    stored = begin_bytes - empty_bytes - own_bytes
+    output_bytes = without_input_bytes - empty_bytes - stored
+    forward_bytes = peak_bytes - empty_bytes - stored - output_bytes
+    forward_bytes -= with_input_bytes - without_input_bytes  # an input that is not kept
     return (
         Bytes(
             stored=stored,
-            forward_transient=max(0, forward),
+            forward_transient=max(0, forward_bytes),
             backward_transient=max(0, backward_bytes),
         ),
         result,

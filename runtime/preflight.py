@@ -59,26 +59,7 @@ class Preflight:
 
     def environment(self, rank: int, *, port: int | str = "<a free port>") -> dict[str, str]:
         """Return what a rank's environment has beside the launcher's own."""
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // self.ranks)))
-        result = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_WORLD_SIZE": str(self.ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": threads,
-            "PYTHONSAFEPATH": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        if Path("/sys/class/net/lo").exists():
-            # Host names need not resolve to an address that this machine has.
-            result["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-        root = str(Path(__file__).resolve().parent.parent)
-        if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-            known = os.environ.get("PYTHONPATH", "")
-            result["PYTHONPATH"] = f"{root}{os.pathsep}{known}" if known else root
-        return result
+        return rank_environment(rank, ranks=self.ranks, port=port)
 
     def text(self) -> str:
         """Return the command and environment of each rank, as a shell would take them."""
@@ -87,6 +68,30 @@ class Preflight:
             settings = [f"{key}={shlex.quote(v)}" for key, v in self.environment(rank).items()]
             lines.append(" ".join([*settings, shlex.join(self.command)]))
         return "\n".join(lines)
+
+
+def rank_environment(rank: int, *, ranks: int, port: int | str) -> dict[str, str]:
+    """Return what the environment of one of `ranks` on this machine has beside our own."""
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    result = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": threads,
+        "PYTHONSAFEPATH": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if Path("/sys/class/net/lo").exists():
+        # Host names need not resolve to an address that this machine has.
+        result["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    root = str(Path(__file__).resolve().parent.parent)
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        known = os.environ.get("PYTHONPATH", "")
+        result["PYTHONPATH"] = f"{root}{os.pathsep}{known}" if known else root
+    return result
 
 
 def preflight(

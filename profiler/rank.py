@@ -1,0 +1,65 @@
+"""One rank's process: `python -m profiler.rank orders.yaml`, with RANK and WORLD_SIZE around it."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from planner.document import read, write_text
+from profiler.ranks import Orders, write_progress
+from runtime import run
+from runtime.rank import die_with_launcher
+
+
+def main() -> int:
+    """Carry out the orders in the file that the command line names."""
+    die_with_launcher()
+    faulthandler.enable()
+    (file,) = sys.argv[1:]
+    orders = read(Orders, file)
+    rank = int(os.environ["RANK"])
+    folder = Path(orders.folder)
+    try:
+        _work(orders, rank, folder)
+    except BaseException as error:
+        traceback.print_exc()
+        run.write_json(
+            run.Failure(
+                rank=rank, kind=type(error).__name__, message=str(error), at_unix_s=time.time()
+            ),
+            run.failure_file(folder, rank),
+        )
+        return 1
+    return 0
+
+
+def _work(orders: Orders, rank: int, folder: Path) -> None:
+    import torch.distributed as dist  # noqa: PLC0415 - takes seconds
+
+    from runtime import train  # noqa: PLC0415
+
+    train.join(orders, rank=rank, world_size=orders.ranks, timeout_s=orders.timeout_s)
+
+    def tell(doing: str, share: float) -> None:
+        if rank == 0:
+            write_progress(folder, doing, share)
+
+    module, _, function = orders.work.partition(":")
+    result = getattr(importlib.import_module(module), function)(orders.arguments, tell)
+    if rank == 0:
+        write_text(json.dumps(result), folder / "result.json")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of communication libraries may wait for peers that are gone; nothing is left to do.
+    os._exit(status)

@@ -1,0 +1,197 @@
+"""Layers are measured on tiny modules whose seconds and bytes are known beforehand."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.profile import LayerMeasurement
+from profiler import layers
+from profiler.clock import Clock
+from profiler.layers import Bytes, Case, Chain
+from tests.runtime import cases
+from tests.runtime.ranks import on_ranks
+
+CPU = torch.device("cpu")
+SEQ_LEN = 16
+
+
+def chain(**changes: Any) -> Chain:
+    return Chain(
+        cases.transformer(**changes), seq_len=SEQ_LEN, precision="fp32", tensor=1, device=CPU
+    )
+
+
+def bytes_of(layer: nn.Module) -> Bytes:
+    held, _ = layers._bytes_of(layer, torch.ones(256), None)  # 1 KiB, as are all results
+    return held
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def test_a_layer_that_keeps_nothing_stores_nothing() -> None:
+    held = bytes_of(Apply(lambda x: (x + 1) * 2))
+
+    # Forward needs x + 1 beside input and output; backward the gradients of both ends.
+    assert held == Bytes(stored=0, forward_transient=1024, backward_transient=2 * 1024)
+
+
+def test_an_input_that_is_kept_counts_as_stored() -> None:
+    held = bytes_of(Apply(lambda x: x.sin()))
+
+    # Backward: the gradient that arrives, cos(x), and their product.
+    assert held == Bytes(stored=1024, forward_transient=0, backward_transient=3 * 1024)
+
+
+def test_a_kept_output_counts_as_stored_once() -> None:
+    held = bytes_of(Apply(lambda x: x.exp()))
+
+    assert held.stored == 1024
+    assert held.forward_transient == 0
+
+
+def test_gradients_of_parameters_do_not_count() -> None:
+    torch.manual_seed(0)
+    large = nn.Linear(256, 64 * 256, bias=False)
+
+    held = bytes_of(large)
+
+    assert held.stored == 1024
+    assert held.backward_transient < 100 * 1024  # the weight's gradient alone is 16 MiB
+    assert held.backward_transient >= 65 * 1024  # of the output, and of the input
+
+
+def test_bytes_are_those_that_autograd_saves() -> None:
+    short = chain()
+    block = short.layers("none")["block.1"]
+    x = torch.randn(2, SEQ_LEN, 32, requires_grad=True) + 0
+    outside = {p.untyped_storage()._cdata for p in short.module.parameters()}
+    outside |= {t.untyped_storage()._cdata for t in short.adapter.rotary}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in outside:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        block(x)
+
+    case = Case(tensor=1, micro_batch=2, recompute="none")
+    assert layers.layer_bytes(short, case)["block.1"].stored == sum(saved.values())
+
+
+def test_full_recompute_stores_the_input_and_brings_the_rest_back() -> None:
+    short = chain()
+    none, full = (
+        layers.layer_bytes(short, Case(tensor=1, micro_batch=2, recompute=recompute))["block.0"]
+        for recompute in ("none", "full")
+    )
+
+    assert full.stored == 2 * SEQ_LEN * 32 * 4
+    assert full.backward_transient >= none.stored - full.stored
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        time.sleep(forward_s)
+        ctx.backward_s = backward_s
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return grad, None, None
+
+
+def test_seconds_are_given_to_the_layer_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = chain()
+    modules = short.layers("none")
+    own = modules["block.0"].forward
+    modules["block.0"].forward = lambda x: Sleep.apply(own(x), 0.05, 0.1)
+    monkeypatch.setattr(short, "layers", lambda recompute: modules)
+
+    seconds = layers.trial(short, Case(tensor=1, micro_batch=1, recompute="none"), Clock(CPU))
+
+    forward_s, backward_s = seconds.pop("block.0")
+    assert 0.05 <= forward_s < 0.09
+    assert 0.1 <= backward_s < 0.14
+    assert all(f < 0.04 and b < 0.04 for f, b in seconds.values())
+
+
+def test_parts_add_up_to_the_whole_micro_batch() -> None:
+    class Ticks(Clock):
+        count = 0
+
+        def moment(self) -> float:
+            self.count += 1
+            return float(self.count)
+
+    clock = Ticks(CPU)
+    short = chain()
+
+    seconds = layers.trial(short, Case(tensor=1, micro_batch=1, recompute="full"), clock)
+
+    assert sum(f + b for f, b in seconds.values()) == clock.count - 1
+    assert all(f > 0 and b > 0 for f, b in seconds.values())
+
+
+def test_the_short_chain_has_two_layers_of_each_kind_in_order() -> None:
+    kinds = layers.short_chain(cases.transformer(layers=5))
+
+    assert kinds == {
+        "embedding": "embedding",
+        "block.0": "block",
+        "block.1": "block",
+        "head": "head",
+    }
+
+
+def measured(tensor_degrees: tuple[int, ...]) -> list[LayerMeasurement]:
+    chains = [
+        Chain(cases.transformer(), seq_len=SEQ_LEN, precision="fp32", tensor=degree, device=CPU)
+        for degree in tensor_degrees
+    ]
+    return layers.measurements(chains, [1, 2], budget_s=0.1)
+
+
+@pytest.mark.ranks
+def test_every_kind_is_measured_under_every_case_and_all_ranks_agree() -> None:
+    first, second = on_ranks(2, measured, (1, 2))
+
+    assert first == second
+    found = {(m.kind, m.tensor, m.micro_batch, m.recompute) for m in first}
+    assert found == {
+        (kind, tensor, micro_batch, recompute)
+        for kind in ("embedding", "block", "head")
+        for tensor in (1, 2)
+        for micro_batch in (1, 2)
+        for recompute in ("none", "selective", "full")
+    }
+    # Three rounds, two ranks, two blocks.
+    assert all(m.samples == (12 if m.kind == "block" else 6) for m in first)
+    by_setting = {(m.kind, m.tensor, m.micro_batch, m.recompute): m for m in first}
+    whole = by_setting["block", 1, 2, "none"].stored_bytes
+    half = by_setting["block", 2, 2, "none"].stored_bytes
+    assert 0.5 <= half / whole < 0.75  # what is gathered for the matrices is whole on every rank
+
+
+def test_bf16_layers_compute_in_bf16() -> None:
+    model = cases.transformer()
+    narrow = Chain(model, seq_len=SEQ_LEN, precision="bf16", tensor=1, device=CPU)
+
+    wide = layers.layer_bytes(chain(), Case(tensor=1, micro_batch=1, recompute="full"))
+    held = layers.layer_bytes(narrow, Case(tensor=1, micro_batch=1, recompute="full"))
+
+    assert held["block.0"].stored * 2 == wide["block.0"].stored

@@ -1,0 +1,94 @@
+"""A whole profile of a tiny model by real ranks, and what becomes of it in the planner."""
+
+import doctest
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import document
+from planner.architecture import graph_of
+from planner.errors import LaunchError
+from planner.expressions import resolve_cluster
+from planner.model import ModelGraph
+from planner.plan import Job, Layout
+from planner.predict import layout_prediction
+from planner.profile import Profile
+from profiler import profile as profiles
+from profiler import ranks
+from profiler.overheads import tiny_model
+from tests.runtime import cases
+
+JOB = Job(seq_len=8, global_batch=4, precision="fp32")
+
+
+def tiny() -> ModelGraph:
+    return graph_of(cases.architecture(), name="tiny-reference")
+
+
+@pytest.mark.ranks
+def test_a_profile_of_this_machine_serves_the_planner(tmp_path: Path) -> None:
+    model = tiny()
+
+    found = profiles.profile(model, "local:2", JOB, layers_s=0.1, links_s=0.1, quiet=True)
+
+    assert found.model_digest == model.digest
+    assert found.birth.ranks == 2
+    assert {m.kind for m in found.layers} == {"embedding", "block", "head"}
+    assert {m.tensor for m in found.layers} == {1, 2}
+    assert {curve.tier for curve in found.collectives} == {"memory"}
+    assert found.overheads is not None
+    document.write(found, tmp_path / "profile.yaml")
+    assert document.read(Profile, tmp_path / "profile.yaml") == found
+
+    machine = resolve_cluster("local:2")
+    layout = Layout(data_replicate=2, micro_batches=2)
+    step_s = layout_prediction(model, machine, JOB, layout, profile=found).step_time_s
+    micro_batch_s = sum(
+        (m.forward_s + m.backward_s) * (3 if m.kind == "block" else 1)
+        for m in found.layers
+        if m.tensor == m.micro_batch == 1 and m.recompute == "none"
+    )
+    assert 2 * micro_batch_s <= step_s < 2 * micro_batch_s + 1.0
+
+
+def test_another_machine_cannot_be_profiled_from_here() -> None:
+    with pytest.raises(LaunchError, match="--cluster local"):
+        profiles.profile(tiny(), "2x8xh100-sxm-80gb", JOB, quiet=True)
+
+
+def test_tensor_degrees_divide_what_they_must() -> None:
+    machine = resolve_cluster("local:4")
+
+    assert profiles.tensor_degrees(tiny(), machine, JOB) == [1, 2]  # two key/value heads
+    assert profiles.tensor_degrees(tiny_model(2), machine, JOB) == [1, 2]
+
+
+def test_pairs_and_all_ranks_are_measured() -> None:
+    assert profiles.group_tiers(resolve_cluster("local:4")) == {2: "memory", 4: "memory"}
+    assert profiles.group_tiers(resolve_cluster("local:2")) == {2: "memory"}
+    assert profiles.group_tiers(resolve_cluster("local:1")) == {}
+
+
+def failing(arguments: dict[str, Any], tell: ranks.Tell) -> None:
+    tell("failing", 0.5)
+    raise LaunchError(f"no {arguments['what']} here")
+
+
+@pytest.mark.ranks
+def test_what_a_rank_refuses_is_the_error_of_the_whole() -> None:
+    with pytest.raises(LaunchError, match="no luck here"):
+        ranks.result_of(
+            "tests.profiler.test_profile:failing",
+            {"what": "luck"},
+            ranks=1,
+            device="cpu",
+            title="test",
+            quiet=True,
+        )
+
+
+@pytest.mark.parametrize("name", ["clock", "links", "layers", "overheads", "profile"])
+def test_examples_in_docstrings_hold(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"profiler.{name}")).failed == 0
