@@ -1,6 +1,6 @@
 """Layers are measured on tiny modules whose seconds and bytes are known beforehand."""
 
-import time
+import functools
 from typing import Any
 
 import pytest
@@ -102,32 +102,46 @@ def test_full_recompute_stores_the_input_and_brings_the_rest_back() -> None:
     assert full.backward_transient >= none.stored - full.stored
 
 
-class Sleep(torch.autograd.Function):
+class Busy(torch.autograd.Function):
+    """Takes known seconds of a clock that does not run by itself."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        time.sleep(forward_s)
-        ctx.backward_s = backward_s
+    def forward(ctx: Any, x: Tensor, clock: "HandClock", forward_s: float, back_s: float) -> Tensor:
+        clock.seconds_s += forward_s
+        ctx.clock, ctx.backward_s = clock, back_s
         return x + 1
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_s)
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.clock.seconds_s += ctx.backward_s
+        return grad, None, None, None
+
+
+class HandClock(Clock):
+    seconds_s = 0.0
+
+    def moment(self) -> float:
+        return self.seconds_s
 
 
 def test_seconds_are_given_to_the_layer_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = HandClock(CPU)
     short = chain()
     modules = short.layers("none")
-    own = modules["block.0"].forward
-    modules["block.0"].forward = lambda x: Sleep.apply(own(x), 0.05, 0.1)
+    expected = {}
+    for index, (name, module) in enumerate(modules.items()):
+        forward_s, backward_s = 2.0**index, 2.0 ** -(index + 1)
+        module.forward = functools.partial(busy, module.forward, clock, forward_s, backward_s)
+        expected[name] = (forward_s, backward_s)
     monkeypatch.setattr(short, "layers", lambda recompute: modules)
 
-    seconds = layers.trial(short, Case(tensor=1, micro_batch=1, recompute="none"), Clock(CPU))
+    seconds = layers.trial(short, Case(tensor=1, micro_batch=1, recompute="none"), clock)
 
-    forward_s, backward_s = seconds.pop("block.0")
-    assert 0.05 <= forward_s < 0.09
-    assert 0.1 <= backward_s < 0.14
-    assert all(f < 0.04 and b < 0.04 for f, b in seconds.values())
+    assert seconds == expected
+
+
+def busy(own: Any, clock: HandClock, forward_s: float, backward_s: float, x: Tensor) -> Tensor:
+    return Busy.apply(own(x), clock, forward_s, backward_s)
 
 
 def test_parts_add_up_to_the_whole_micro_batch() -> None:
