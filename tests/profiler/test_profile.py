@@ -14,7 +14,7 @@ from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
 from planner.predict import layout_prediction
-from planner.profile import Profile
+from planner.profile import Overheads, Profile
 from profiler import profile as profiles
 from profiler import ranks
 from profiler.overheads import tiny_model
@@ -92,3 +92,41 @@ def test_what_a_rank_refuses_is_the_error_of_the_whole() -> None:
 @pytest.mark.parametrize("name", ["clock", "links", "layers", "overheads", "profile"])
 def test_examples_in_docstrings_hold(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"profiler.{name}")).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "counted"),
+    [
+        ("shard_unit_s", lambda units, size: 3 * 2 * units),  # three micro-batches, two passes
+        ("gather_copy_s_per_byte", lambda units, size: 3 * 2 * size),
+        ("reduce_copy_s_per_byte", lambda units, size: 3 * size),
+    ],
+)
+def test_measured_overheads_of_sharding_are_in_the_prediction(field: str, counted: Any) -> None:
+    model, machine = tiny(), resolve_cluster("local:2")
+    layout = Layout(data_shard=2, zero=3, micro_batches=3)
+    job = Job(seq_len=8, global_batch=6, precision="fp32")
+
+    def step_s(value: float) -> float:
+        figures = dict.fromkeys(Overheads.model_fields, 0.0) | {field: value}
+        measured = Profile.of(
+            {
+                "model": model.name,
+                "model_digest": model.digest,
+                "birth": {
+                    "command": "none",
+                    "date": "none",
+                    "host": "none",
+                    "device": "none",
+                    "ranks": 2,
+                    "threads_per_rank": 1,
+                    "software": {},
+                },
+                "layers": [],
+                "overheads": figures,
+            }
+        )
+        return layout_prediction(model, machine, job, layout, profile=measured).step_time_s
+
+    units, size = len(model.chain), 4 * model.parameters
+    assert step_s(1e-3) - step_s(0.0) == pytest.approx(1e-3 * counted(units, size), rel=1e-6)

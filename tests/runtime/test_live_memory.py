@@ -273,8 +273,6 @@ def test_a_stage_holds_its_activations_once_per_micro_batch_in_flight() -> None:
     alternating, _ = on_ranks(2, bytes_at_each_forward, "1f1b")[0]
 
     assert [b - a for a, b in itertools.pairwise(gpipe)] == [stored] * (cases.GLOBAL_BATCH - 1)
-    # Two micro-batches in flight, and gradients after the first backward; from then on the only
-    # growth is what torch's runtime keeps until the step ends: the outputs that it has sent.
-    sent = cases.SEQ_LEN * cases.architecture().hidden_size * 4
+    # Two micro-batches in flight, and gradients after the first backward; from then on no growth.
     assert alternating[1] - alternating[0] == stored
-    assert [b - a for a, b in itertools.pairwise(alternating[2:])] == [sent] * 5
+    assert len(set(alternating[2:])) == 1
