@@ -68,6 +68,21 @@ class Rates:
             return self.overheads.shard_unit_s
         return max(0.0, UNIT_HOST_S - ahead_s)
 
+    def gather_copy_s(self, gathered_bytes: float) -> float:
+        """Seconds of the copies beside a gather of parameters; unmeasured, one read, one write."""
+        if self.overheads and self.overheads.gather_copy_s_per_byte is not None:
+            return self.overheads.gather_copy_s_per_byte * gathered_bytes
+        return self.memory_s(2 * gathered_bytes)
+
+    def reduce_copy_s(self, fresh_bytes: float, reduced_bytes: float) -> float:
+        """Seconds of the copies beside a reduction; unmeasured, gradients read, its input written.
+
+        `fresh_bytes` are the gradients as backward made them, `reduced_bytes` in the type reduced.
+        """
+        if self.overheads and self.overheads.reduce_copy_s_per_byte is not None:
+            return self.overheads.reduce_copy_s_per_byte * reduced_bytes
+        return self.memory_s(fresh_bytes + reduced_bytes)
+
     def host_s(self, kernels: int, direction: str) -> float:
         """Seconds that the host takes to start the kernels of a layer.
 

@@ -58,8 +58,10 @@ def traffic(parameters: float, sharing: Sharing, links: Links, rates: Rates) -> 
         reduce_s += rates.link_s("all_reduce", wide / sharing.shard, links.replicate)
     elif sharing.data > 1:
         reduce_s = rates.link_s("all_reduce", wide, links.shard + links.replicate)
-    unpack_s = rates.memory_s(2 * working)
-    pack_s = rates.memory_s(working + wide)
+    # The whole parameters of a replica in fp32 are those that its optimizer holds.
+    copied = sharing.sharded or working != wide
+    unpack_s = rates.gather_copy_s(working) if copied else 0.0
+    pack_s = rates.reduce_copy_s(working, wide)
     again, each = sharing.gathers_again, sharing.reduces_each_micro_batch
     if again and not sharing.pipelined:
         return Traffic(
