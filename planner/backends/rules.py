@@ -53,7 +53,7 @@ class Rules:
     tensor_overlap: float = 0.0
     """Share of tensor-parallel collectives that hides behind the products around them."""
     pipeline_overlap: float = 0.0
-    """Share of transfers between stages that hides."""
+    """Share of transfers between interleaved stages that hides; plain 1F1B waits for each."""
     host_forward_s: float = 0.6e-3
     """Python and launches of one block's forward: the least time it takes."""
     host_backward_s: float = 0.7e-3
@@ -62,8 +62,8 @@ class Rules:
     host_rank_s: float = 0.0
     """What each further tensor-parallel rank adds: collectives wait for the slowest host."""
     host_pipelined_s: tuple[float, float] = (0.0, 0.0)
-    """What one block takes where pipelines run over several nodes: a + b x tensor degree, b a quarter
-    more for each further node that the tensor group spans."""
+    """What one block takes where pipelines run over several nodes: a + b x tensor degree, b a
+    quarter more for each further node that the tensor group spans."""
     ring_step_s: float = 0.0
     """Latency that a ring over the network has per step beyond that of the catalogue."""
     host_step_s: float = 20e-3
@@ -72,8 +72,8 @@ class Rules:
     """Once per micro-batch and stage beside its layers."""
     accumulated_bytes: float = 10.0
     """Traffic per parameter of adding a micro-batch's gradients to the buffer: read the fresh ones
-    (2) and the sum (4), write the sum (4).  Where the product itself adds to the buffer, half of its
-    reads and writes are taken to hide behind it: 4."""
+    (2) and the sum (4), write the sum (4).  Where the product itself adds to the buffer, half of
+    its reads and writes are taken to hide behind it: 4."""
     attention: Literal["fa1", "fa2", "fa3"] = "fa2"
     """Generation of the fused attention kernel; cuDNN's counts as the third."""
     hopper_products: float = 1.0
@@ -92,8 +92,11 @@ class Rules:
     """Else rotated queries and keys are new tensors beside the projection's output."""
     keeps_gathered: bool = False
     """With sequence parallelism products keep their gathered inputs, not their own share."""
+    selective: Literal["attention", "operators", "blocks"] = "attention"
+    """What selective recomputation drops: unfused attention's scores; all outputs but attention's
+    and every second product's; or every second block's."""
     adapters: Literal["attention", "all"] = "all"
-    """Which products of a block have adapters, and so keep their inputs, when the rest is frozen."""
+    """Which products of a frozen block have adapters, and so keep their inputs."""
     logit_bytes: float = 10.0
     """Bytes per logit at the loss's peak."""
     fused_softmax: bool = True
@@ -109,8 +112,8 @@ class Rules:
     fit_slack: float = 1.02
     """Share of reserved memory that cannot be used when memory is tight, over allocated."""
     spread: float = 0.25
-    """80 of 100 measured steps lie within a factor exp(spread) of the predicted one: residuals where
-    the framework was scored, a guess elsewhere."""
+    """80 of 100 measured steps lie within a factor exp(spread) of the predicted one: residuals
+    where the framework was scored, a guess elsewhere."""
     pipelined_spread: float = 0.0
     """The same above the prediction where pipelines run over several nodes, if it is larger."""
     context_bytes: float = 1.0e9
@@ -124,6 +127,7 @@ MEGATRON = Rules(
     reduce_overlap=0.9,
     gather_overlap=0.9,
     tensor_overlap=0.5,
+    pipeline_overlap=0.8,
     accumulated_bytes=4.0,
     attention="fa3",
     logit_bytes=6.5,
@@ -133,12 +137,17 @@ MEGATRON = Rules(
 )
 
 EAGER = Rules(
-    name="eager", fused_norm=False, fused_gate=False, fused_rotary=False, accumulated_bytes=0.0
+    name="eager",
+    hopper_products=0.88,
+    fused_norm=False,
+    fused_gate=False,
+    fused_rotary=False,
+    accumulated_bytes=0.0,
 )
 """Modules as PyTorch runs them without a compiler."""
 
 TRANSFORMERS = replace(EAGER, name="transformers", logit_bytes=18.0, reserved=1.1)
-"""Its loss upcasts, shifts and copies the logits: 2 + 4 + 4 + 4 for the softmax + 4 for gradients."""
+"""Its loss upcasts, shifts and copies the logits: 2 + 4 + 4, 4 for the softmax, 4 for gradients."""
 
 KNOWN: dict[str, Rules] = {
     "megatron": MEGATRON,
@@ -214,8 +223,10 @@ KNOWN: dict[str, Rules] = {
     "fsdp_qlora": replace(
         TRANSFORMERS, name="fsdp_qlora", spread=0.42, zero=3, shard_overlap=0.0, shard_rate=0.35
     ),
-    "torchtitan": replace(EAGER, name="torchtitan", zero=3, sequence_parallel=True),
-    "fms-fsdp": replace(EAGER, name="fms-fsdp", zero=3),
+    "torchtitan": replace(
+        EAGER, name="torchtitan", zero=3, sequence_parallel=True, selective="operators"
+    ),
+    "fms-fsdp": replace(EAGER, name="fms-fsdp", zero=3, selective="blocks"),
     "nemo-automodel": replace(TRANSFORMERS, name="nemo-automodel", zero=3),
     "litgpt": replace(EAGER, name="litgpt", zero=3),
     "ms-swift": replace(TRANSFORMERS, name="ms-swift", zero=3),
@@ -225,17 +236,37 @@ ZERO_3 = replace(EAGER, name="fsdp", zero=3)
 FINE_TUNING = replace(TRANSFORMERS, name="fine-tuning", zero=0)
 
 
+UNKNOWN = replace(
+    MEGATRON,
+    name="usual three-dimensional parallelism",
+    attention="fa2",
+    reduce_overlap=0.5,
+    gather_overlap=0.0,
+    tensor_overlap=0.0,
+    accumulated_bytes=10.0,
+    fused_gate=False,
+    fused_rotary=False,
+    logit_bytes=12.0,
+    reserved=1.1,
+    fit_slack=1.06,
+    spread=0.3,
+)
+"""A framework that nothing is known of: Megatron-LM's division with less of its tuning."""
+
+
 def rules_of(run: Run) -> tuple[Rules, bool]:
     """Return the rules of a run's framework, and whether it is a known one.
 
-    An unknown framework gets the closest rules: of Megatron-LM with tensor or pipeline parallelism,
-    of plain FSDP for ZeRO-3, of single-device fine-tuning for adapters, of Megatron-LM otherwise.
+    An unknown framework gets the closest rules: those of fine-tuning with `transformers` for
+    adapters and single devices, of plain FSDP for ZeRO-3, of three-dimensional parallelism
+    otherwise.
     """
     found = KNOWN.get(run.framework)
     if found is not None:
         return found, True
+    tuning = run.task != "pretrain"
+    if tuning and run.tensor * run.pipeline == 1:
+        return (replace(FINE_TUNING, zero=3) if run.zero == 3 else FINE_TUNING), False
     if run.zero == 3:
         return ZERO_3, False
-    if run.tensor * run.pipeline == 1 and run.task in ("lora", "qlora", "full_finetune"):
-        return FINE_TUNING, False
-    return MEGATRON, False
+    return UNKNOWN, False

@@ -26,21 +26,23 @@ from planner.runs import Run
 EIGHT_BIT_GAIN = {"hopper": 1.85, "blackwell": 2.15}
 """Rate of large products in 8 bits over bf16's sustained one: best shapes reach 1,403 and 3,433
 TFLOP/s on H100 and B200, and products in 16 bits are held back more by the power limit."""
-FOUR_BIT_GAIN = 1.6
+FOUR_BIT_GAIN = 1.85
 """Rate of products in 4 bits over 8 bits, of twice that peak."""
 
 SUSTAINED: dict[str, float] = {
     "b200": 0.75,
-    "b300": 0.75,
-    "gb200": 0.75,
-    "gb300": 0.75,
+    "b300": 0.8,
+    "gb200": 0.85,
+    "gb300": 0.85,
+    "h100-hbm2e-96gb": 0.9,
     "rtx-3090": 1.1,
     "rtx-4090": 1.05,
     "rtx-5090": 1.05,
 }
 """Share of a short kernel's rate that products in 16 bits keep under a whole step's power, by
 accelerator; GeForce cards run above the clock that their sheets are for.  Fitted to the residuals
-of whole steps."""
+of whole steps; GB200 and GB300 may draw 1.2 times the power of B200,
+the H100 with 96 GB 0.7 times that of others."""
 USUAL_SUSTAINED = 0.95
 KEEP_RATE = ("a100", "a800", "h100", "h800", "h200", "h20", "gh200")
 """Accelerators whose short kernels' rate holds for whole steps."""

@@ -1,0 +1,108 @@
+"""Memory of every pipeline stage on its fullest rank, by cause, and whether a run fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.backends.placed import Priced
+from planner.backends.rules import Rules
+from planner.backends.states import states
+from planner.backends.work import Work
+from planner.runs import Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """Memory of one pipeline stage on its fullest rank, by cause."""
+
+    memory_parts: dict[str, float]
+    """Allocated bytes."""
+    allocated_bytes: float
+    reserved_bytes: float
+    device_bytes: float
+
+
+def fits(run: Run, stages: Sequence[StageEstimate], rules: Rules) -> bool:
+    """Tell whether every stage fits its device, fragments of memory and context included."""
+    capacity = float(run.cluster.groups[0].accelerator.memory_bytes)
+    return all(
+        stage.allocated_bytes * rules.fit_slack + rules.context_bytes <= capacity
+        for stage in stages
+    )
+
+
+def stages_of(priced: Priced, recompute: str) -> tuple[StageEstimate, ...]:
+    """Return what each stage needs with all its blocks recomputed alike."""
+    rules = priced.rules
+    result = []
+    for s in range(len(priced.stages)):
+        parts = _memory_parts(priced, recompute, s)
+        allocated = sum(parts.values())
+        reserved = allocated * rules.reserved
+        result.append(
+            StageEstimate(
+                memory_parts=parts,
+                allocated_bytes=allocated,
+                reserved_bytes=reserved,
+                device_bytes=reserved + rules.context_bytes,
+            )
+        )
+    return tuple(result)
+
+
+def _memory_parts(priced: Priced, recompute: str, stage: int) -> dict[str, float]:
+    """Return allocated bytes by cause at the peak of a stage."""
+    run, rules, shape, kinds = priced.run, priced.rules, priced.shape, priced.stages[stage]
+    kept = states(run, rules, priced.parameters[stage])
+    stored = working = 0.0
+    for kind in kinds:
+        work = priced.works[kind]
+        own, again = work.stored_bytes, 0.0
+        if kind not in ("embedding", "head"):
+            own, again = _kept_bytes(rules, recompute, work)
+        stored += own
+        working = max(working, again + work.working_bytes)
+    zero = rules.zero if run.zero is None else run.zero
+    gathered = 0.0
+    if zero == 3:
+        local = max(priced.local[kind].count for kind in kinds)
+        gathered = 2 * 2 * local + rules.reduce_bytes * local
+    sent = 0.0
+    if rules.keeps_sent and stage < run.pipeline - 1:
+        sent = shape.element_bytes * shape.stream * run.architecture.hidden_size
+    fresh = rules.fresh_gradient_bytes * priced.parameters[stage].count
+    return {
+        "weights": kept.weights_bytes,
+        "gradients": kept.gradients_bytes + fresh,
+        "optimizer": kept.optimizer_bytes,
+        "activations": _in_flight(run, stage) * (stored + sent),
+        "transient": working,
+        "gathered": gathered,
+    }
+
+
+def _kept_bytes(rules: Rules, recompute: str, work: Work) -> tuple[float, float]:
+    """Return what a block keeps of a micro-batch, and what its recomputation brings back."""
+    if recompute == "full":
+        return work.input_bytes, work.stored_bytes
+    half = recompute == "partial" or (recompute == "selective" and rules.selective != "attention")
+    if half:
+        return (work.input_bytes + work.stored_bytes) / 2, work.stored_bytes
+    if recompute == "selective":
+        return work.stored_bytes - work.attention_bytes, work.attention_bytes
+    return work.stored_bytes, 0.0
+
+
+def _in_flight(run: Run, stage: int) -> float:
+    """Return micro-batches of a whole stage whose activations are kept at once (1F1B).
+
+    Interleaved: 2 (p - i - 1) + (v - 1) p + 1 chunks, each 1 / v of a stage.  Source: Megatron-LM,
+    forward_backward_pipelining_with_interleaving.
+    """
+    p, v, m = run.pipeline, run.virtual, run.micro_batches
+    if p == 1:
+        return 1.0
+    if v == 1:
+        return float(min(m, p - stage))
+    return min(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v

@@ -1,0 +1,112 @@
+"""A run's layers on one rank: their work, their parameters, and which stage holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.architecture import block_kinds
+from planner.backends.rules import Rules
+from planner.backends.states import NOTHING, Parameters, by_kind
+from planner.backends.work import Shape, Work, block, embedding, head, rates
+from planner.runs import Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """Everything about a run that neither time nor memory has to work out again."""
+
+    run: Run
+    rules: Rules
+    shape: Shape
+    works: dict[str, Work]
+    local: dict[str, Parameters]
+    stages: list[list[str]]
+    """Layer kinds [stage]."""
+    parameters: list[Parameters]
+    """[stage]"""
+
+
+def priced(run: Run, rules: Rules) -> Priced:
+    """Return a run's layers by the rules of its framework."""
+    shape = _shape(run, rules)
+    local = by_kind(run.architecture, run)
+    stages = _layers(run, rules)
+    return Priced(
+        run=run,
+        rules=rules,
+        shape=shape,
+        works=_works(shape),
+        local=local,
+        stages=stages,
+        parameters=[
+            _stage_parameters(run, kinds, local, s, len(stages)) for s, kinds in enumerate(stages)
+        ],
+    )
+
+
+def _shape(run: Run, rules: Rules) -> Shape:
+    return Shape(
+        run=run,
+        rules=rules,
+        rates=rates(run, rules),
+        micro_batch=min(run.micro_batch, run.global_batch / run.data),
+    )
+
+
+def _layers(run: Run, rules: Rules) -> list[list[str]]:
+    """Return the layer kinds of each stage, all chunks together."""
+    kinds = list(block_kinds(run.architecture))
+    p, count = run.pipeline, len(kinds)
+    if rules.split == "even":
+        base, more = divmod(count, p)
+        sizes = [base + (1 if s < more else 0) for s in range(p)]
+    else:
+        sizes = _by_cost(run, count)
+    result, at = [], 0
+    for size in sizes:
+        result.append(kinds[at : at + size])
+        at += size
+    result[0].insert(0, "embedding")
+    result[-1].append("head")
+    return result
+
+
+def _by_cost(run: Run, count: int) -> list[int]:
+    """Return blocks per stage as nanotron divides them.
+
+    Blocks and the output projection count by their products, the embedding nothing; a stage is full
+    once the running sum passes its share.  Source: nanotron, get_block_compute_costs and
+    init_on_device_and_dtype (parallel/pipeline_parallel).
+    """
+    a = run.architecture
+    gates = 3 if a.gated_mlp else 2
+    block_cost = 4 * a.heads * a.head_dim * a.hidden_size + gates * a.ffn_size * a.hidden_size
+    total = count * block_cost + a.vocab_size * a.hidden_size
+    sizes, stage, sums = [0] * run.pipeline, 0, 0.0
+    for _ in range(count):
+        sums += block_cost
+        sizes[stage] += 1
+        if stage < run.pipeline - 1 and sums >= total * (stage + 1) / run.pipeline * (1 - 1e-9):
+            stage += 1
+    return sizes
+
+
+def _works(shape: Shape) -> dict[str, Work]:
+    a = shape.run.architecture
+    result = {"embedding": embedding(shape), "head": head(shape)}
+    for kind in set(block_kinds(a)):
+        result[kind] = block(shape, moe=kind == "moe_block")
+    return result
+
+
+def _stage_parameters(
+    run: Run, kinds: Sequence[str], local: dict[str, Parameters], stage: int, stages: int
+) -> Parameters:
+    total = NOTHING
+    for kind in kinds:
+        total += local[kind]
+    a = run.architecture
+    if a.tied_embeddings and stages > 1 and stage == stages - 1:
+        total += Parameters(dense=a.vocab_size * a.hidden_size / run.tensor, routed=0.0)
+    return total

@@ -1,0 +1,304 @@
+"""Seconds of a run's step by cause.
+
+The step of m micro-batches on p stages with v chunks each:
+
+    T = (m - 1) max_s t_s + t_max + (Σ_s t_s - t_max) / v + reduction + optimizer + fixed
+
+t_s are the seconds of a stage on one micro-batch, forward and backward.  Where all stages are alike
+this is the usual (m + (p - 1) / v) t (Narayanan et al., 2021, arXiv:2104.04473).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.backends.placed import Priced
+from planner.backends.rules import EIGHT_BITS, Rules
+from planner.backends.states import Parameters
+from planner.backends.work import Shape
+from planner.cluster import Collective
+from planner.collectives import Levels, collective_s, group_levels, ranks_of
+from planner.plan import Axis, Layout
+from planner.runs import Run
+
+OPTIMIZER_BYTES = 38.0
+"""Traffic of fused AdamW per parameter: g, p, m, v read, p, m, v and the working copy written, and
+the norm, clipping and zeroing of gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """Seconds of one layer on one micro-batch by cause."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    again_s: float = 0.0
+    tensor_s: float = 0.0
+    context_s: float = 0.0
+    expert_s: float = 0.0
+    shard_s: float = 0.0
+    host_s: float = 0.0
+
+    @property
+    def whole_s(self) -> float:
+        """All causes."""
+        return (
+            self.forward_s
+            + self.backward_s
+            + self.again_s
+            + self.tensor_s
+            + self.context_s
+            + self.expert_s
+            + self.shard_s
+            + self.host_s
+        )
+
+
+def group(run: Run, axes: tuple[Axis, ...]) -> Levels:
+    """Return the levels of a run's group along some axes."""
+    layout = Layout(
+        tensor=run.tensor, context=run.context, data_shard=run.data, pipeline=run.pipeline
+    )
+    return group_levels(run.cluster.tiers, layout, axes)
+
+
+def _expert_group(run: Run) -> Levels:
+    if run.expert == 1:
+        return ()
+    layout = Layout(
+        tensor=run.expert_tensor,
+        data_shard=run.expert,
+        data_replicate=max(1, run.devices // (run.pipeline * run.expert_tensor * run.expert)),
+        pipeline=run.pipeline,
+    )
+    return group_levels(run.cluster.tiers, layout, ("data_shard",))
+
+
+def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
+    """Return the seconds of a layer kind on one micro-batch."""
+    run, rules, shape = priced.run, priced.rules, priced.shape
+    work, parameters = priced.works[kind], priced.local[kind]
+    is_block = kind not in ("embedding", "head")
+    frozen = run.task in ("lora", "qlora")
+    forward_s = work.products_s + work.attention_s + work.memory_s
+    backward_s = (1.0 if frozen else 2.0) * work.products_s
+    backward_s += work.attention_backward_s + work.memory_backward_s
+    share = _share_again(rules, recompute) if is_block else 0.0
+    again_s = share * forward_s
+    if recompute == "selective" and is_block:
+        if rules.selective == "operators":
+            again_s = work.products_s / 2 + work.memory_s
+        elif rules.selective == "attention" and not shape.flash:
+            again_s = work.attention_s
+    tensor_s = _tensor_s(run, rules, shape, kind, share)
+    context_s = _context_s(run, shape) * (1 + share / 2) if is_block else 0.0
+    expert_s = _expert_s(run, shape) * (1 + share / 2) if kind == "moe_block" else 0.0
+    if not frozen:
+        half = run.precision in ("fp16", *EIGHT_BITS)
+        accumulated = rules.accumulated_bytes * (0.6 if half else 1.0)
+        backward_s += shape.moved_s(accumulated * parameters.count)
+    busy_s = forward_s + backward_s + again_s
+    shard_s = _shard_s(run, rules, parameters, forward_s, backward_s + again_s)
+    host_s = 0.0
+    if is_block:
+        host_s = _host_s(run, rules, share)
+    return _Pass(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        again_s=again_s,
+        tensor_s=tensor_s,
+        context_s=context_s,
+        expert_s=expert_s,
+        shard_s=shard_s,
+        host_s=max(0.0, host_s - busy_s - tensor_s - context_s - expert_s - shard_s),
+    )
+
+
+def _share_again(rules: Rules, recompute: str) -> float:
+    """Return the share of blocks that run their whole forward again."""
+    if recompute == "full":
+        return 1.0
+    half = recompute == "partial" or (recompute == "selective" and rules.selective == "blocks")
+    return 0.5 if half else 0.0
+
+
+def _host_s(run: Run, rules: Rules, share: float) -> float:
+    """Least seconds of a block on one micro-batch: the host's Python and launches."""
+    seconds = rules.host_forward_s * (1 + share) + rules.host_backward_s
+    if run.tensor > 1:
+        seconds += rules.host_tensor_s + (run.tensor - 1) * rules.host_rank_s
+        fixed_s, each_s = rules.host_pipelined_s
+        nodes = run.cluster.groups[0].nodes
+        if run.pipeline > 1 and nodes > 1:
+            spanned = -(-run.tensor // run.cluster.groups[0].devices_per_node)
+            seconds = max(seconds, fixed_s + each_s * run.tensor * (0.75 + 0.25 * spanned))
+    return seconds
+
+
+def _tensor_s(run: Run, rules: Rules, shape: Shape, kind: str, share: float) -> float:
+    """Seconds of tensor-parallel collectives that are seen, one micro-batch, both passes."""
+    if run.tensor == 1:
+        return 0.0
+    tensor = group(run, ("tensor",))
+    size = shape.element_bytes * shape.tokens * run.architecture.hidden_size
+    if shape.sequence_parallel:
+        pair_s = collective_s("all_gather", size, tensor) + collective_s(
+            "reduce_scatter", size, tensor
+        )
+    else:
+        pair_s = collective_s("all_reduce", size, tensor)
+    if len(tensor) > 1:
+        pair_s += 2 * (run.tensor - 1) * rules.ring_step_s
+    if kind == "embedding":
+        return pair_s / (2 if shape.sequence_parallel else 1)
+    if kind == "head":
+        return pair_s
+    pairs = 2 * (2 + share)
+    seconds = pairs * pair_s
+    if shape.sequence_parallel:
+        # Sharded inputs are gathered again for the weights' gradients, beside the other product.
+        seconds += 0.5 * 2 * collective_s("all_gather", size, tensor)
+    return seconds * (1 - (rules.tensor_overlap if shape.sequence_parallel else 0.0))
+
+
+def _context_s(run: Run, shape: Shape) -> float:
+    """Seconds of context parallelism that are seen: rings of keys and values behind attention."""
+    if run.context == 1:
+        return 0.0
+    a = run.architecture
+    size = 2 * shape.element_bytes * shape.tokens * run.context
+    size *= a.kv_heads * a.head_dim / run.tensor
+    gather_s = collective_s("all_gather", size, group(run, ("context",)))
+    return 0.3 * 3 * gather_s
+
+
+def _expert_s(run: Run, shape: Shape) -> float:
+    """Seconds of sending tokens to experts and back, both passes."""
+    a = run.architecture
+    if run.expert == 1 or a.experts is None:
+        return 0.0
+    tokens = shape.tokens / run.tensor
+    size = shape.element_bytes * tokens * a.experts.per_token * a.hidden_size
+    return 4 * collective_s("all_to_all", size, _expert_group(run))
+
+
+def _shard_s(
+    run: Run, rules: Rules, parameters: Parameters, forward_s: float, backward_s: float
+) -> float:
+    """Seconds of ZeRO-3's gathers and reductions of a layer that computation does not hide."""
+    zero = rules.zero if run.zero is None else run.zero
+    if zero < 3 or run.data * run.context == 1:
+        return 0.0
+    ranks = group(run, ("data_shard", "context"))
+    weight = 0.53 if run.quantised else 2.0
+    gather_s = collective_s("all_gather", weight * parameters.count, ranks)
+    reduce_s = 0.0
+    if run.task not in ("lora", "qlora"):
+        wire = 2 if run.precision in ("fp16", *EIGHT_BITS) else rules.reduce_bytes
+        reduce_s = collective_s("reduce_scatter", wire * parameters.count, ranks)
+    gather_s, reduce_s = gather_s / rules.shard_rate, reduce_s / rules.shard_rate
+    overlap = rules.shard_overlap
+    seen = max((1 - overlap) * gather_s, gather_s - forward_s)
+    both = gather_s + reduce_s
+    return seen + max((1 - overlap) * both, both - backward_s)
+
+
+def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
+    """Return seconds by cause; they add up to the step."""
+    run, rules, shape, stages = priced.run, priced.rules, priced.shape, priced.stages
+    passes = {kind: _layer_pass(priced, recompute, kind) for kind in priced.works}
+    transfer_s = _transfer_s(run, rules, shape)
+    times = [
+        sum(passes[kind].whole_s for kind in kinds) + transfer_s + rules.host_micro_batch_s
+        for kinds in stages
+    ]
+    m, v = run.micro_batches, run.virtual
+    slowest = max(range(len(times)), key=lambda s: times[s])
+    bubble_s = (sum(times) - times[slowest]) / v
+    kinds = stages[slowest]
+
+    def total(cause: str) -> float:
+        return m * float(sum(getattr(passes[kind], cause) for kind in kinds))
+
+    largest = max(priced.parameters, key=lambda p: p.count)
+    reduce_s, optimizer_s = _update_s(
+        run,
+        rules,
+        shape,
+        largest,
+        layers=len(kinds),
+        backward_s=total("backward_s") / m,
+        forward_s=total("forward_s") / m,
+    )
+    return {
+        "forward": total("forward_s"),
+        "backward": total("backward_s"),
+        "recompute": total("again_s"),
+        "tensor communication": total("tensor_s"),
+        "context communication": total("context_s"),
+        "expert communication": total("expert_s"),
+        "data communication": total("shard_s") + reduce_s,
+        "pipeline": bubble_s + m * transfer_s,
+        "host": total("host_s") + m * rules.host_micro_batch_s,
+        "optimizer": optimizer_s,
+        "fixed": rules.host_step_s,
+    }
+
+
+def _transfer_s(run: Run, rules: Rules, shape: Shape) -> float:
+    """Seconds that transfers between stages add to each micro-batch of a stage, both passes."""
+    if run.pipeline == 1:
+        return 0.0
+    size = shape.element_bytes * shape.tokens * run.architecture.hidden_size
+    if shape.sequence_parallel or rules.split_transfers:
+        size /= run.tensor
+    one_s = collective_s("send_recv", size, group(run, ("pipeline",)))
+    overlap = rules.pipeline_overlap if run.virtual > 1 else 0.0
+    return 2 * one_s * run.virtual * (1 - overlap)
+
+
+def _update_s(
+    run: Run,
+    rules: Rules,
+    shape: Shape,
+    parameters: Parameters,
+    layers: int,
+    backward_s: float,
+    forward_s: float,
+) -> tuple[float, float]:
+    """Return exposed seconds of the gradients' reduction, and seconds of the optimizer."""
+    zero = rules.zero if run.zero is None else run.zero
+    frozen = run.task in ("lora", "qlora")
+    trained = 0.0 if frozen else parameters.count
+    replicas = run.data * run.context
+    held = trained / (replicas if zero else 1)
+    optimizer_s = shape.moved_s(OPTIMIZER_BYTES * held)
+    if replicas == 1 or zero == 3 or not trained:
+        return 0.0, optimizer_s
+    ranks = group(run, ("data_shard", "context"))
+    half = run.precision in ("fp16", *EIGHT_BITS)
+    wire = (2 if half else rules.reduce_bytes) * trained
+    calls = max(1.0, rules.reduce_calls * layers)
+    gather_s = 0.0
+    if zero == 0 or rules.reduces_whole:
+        reduce_s = calls * collective_s("all_reduce", wire / calls, ranks)
+    else:
+        reduce_s = calls * _ring_s("reduce_scatter", wire / calls, ranks)
+    if zero:
+        gather_s = calls * _ring_s("all_gather", rules.weight_bytes * trained / calls, ranks)
+    seen = max((1 - rules.reduce_overlap) * reduce_s, reduce_s - rules.reduce_overlap * backward_s)
+    seen += max((1 - rules.gather_overlap) * gather_s, gather_s - rules.gather_overlap * forward_s)
+    return seen, optimizer_s
+
+
+def _ring_s(operation: Collective, size_bytes: float, ranks: Levels) -> float:
+    """Seconds of a gather or scatter on one ring through all ranks, as NCCL runs them.
+
+    The seconds of `planner.collectives` count the rounds of each level; a ring has ranks - 1, each
+    as late as the network.
+    """
+    seconds = collective_s(operation, size_bytes, ranks)
+    if len(ranks) > 1:
+        counted = sum(level.members - 1 for level in ranks)
+        seconds += (ranks_of(ranks) - 1 - counted) * ranks[-1].tier.latency_s
+    return seconds

@@ -1,0 +1,227 @@
+"""Runs priced by framework rules: counts by hand, limits known without the formula, and laws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.backends.estimate import Estimate, estimate
+from planner.backends.rules import KNOWN, rules_of
+from planner.backends.states import by_kind, states
+from planner.backends.work import Shape, block, head, rates
+from planner.expressions import cluster_of
+from planner.model import Architecture, Experts
+from planner.runs import Run
+
+GPT = Architecture(
+    family="gpt",
+    hidden_size=4096,
+    layers=32,
+    heads=32,
+    kv_heads=32,
+    head_dim=128,
+    ffn_size=16384,
+    vocab_size=51200,
+    gated_mlp=False,
+    norm="layer",
+    positions="learned",
+    max_positions=2048,
+    tied_embeddings=True,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+)
+LLAMA = Architecture(
+    family="llama",
+    hidden_size=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    ffn_size=14336,
+    vocab_size=128256,
+    gated_mlp=True,
+)
+
+
+def run(architecture: Architecture = LLAMA, *, nodes: int = 1, **changes: object) -> Run:
+    devices = int(changes.pop("devices", 8))  # type: ignore[call-overload]
+    base = Run(
+        architecture=architecture,
+        cluster=cluster_of("h100-sxm-80gb", nodes=nodes, devices_per_node=devices // nodes),
+        task="pretrain",
+        framework="megatron",
+        seq_len=2048,
+        global_batch=64,
+        micro_batch=1,
+        data=devices,
+        recompute="none",
+    )
+    result = replace(base, **changes)  # type: ignore[arg-type]
+    data = devices // (result.tensor * result.pipeline * result.context)
+    return replace(result, data=data)
+
+
+def shape(of: Run) -> Shape:
+    rules, _ = rules_of(of)
+    return Shape(run=of, rules=rules, rates=rates(of, rules), micro_batch=of.micro_batch)
+
+
+def peak(of: Estimate) -> float:
+    return max(stage.allocated_bytes for stage in of.stages)
+
+
+def test_a_gpt_block_keeps_what_korthikanti_counts() -> None:
+    # 34 s b h + 5 a s^2 b with unfused attention and dropout, all of it divided by t.
+    for tensor in (1, 2, 8):
+        of = run(GPT, tensor=tensor, sequence_parallel=True, flash_attention=False)
+
+        tokens = of.seq_len * of.micro_batch
+        whole = 34 * tokens * GPT.hidden_size + 5 * GPT.heads * tokens * of.seq_len
+
+        assert block(shape(of), moe=False).stored_bytes == pytest.approx(whole / tensor)
+
+
+def test_without_sequence_parallelism_the_stream_is_kept_whole() -> None:
+    # Korthikanti et al., equation 2: s b h (10 + 24 / t) + 5 a s^2 b / t.
+    of = run(GPT, tensor=4, sequence_parallel=False, flash_attention=False)
+
+    whole = of.seq_len * GPT.hidden_size * (10 + 24 / 4)
+    scores = 5 * GPT.heads * of.seq_len**2 / 4
+
+    assert block(shape(of), moe=False).stored_bytes == pytest.approx(whole + scores)
+
+
+def test_the_distributed_optimizer_takes_6_and_12_over_d_bytes() -> None:
+    of = run(zero=1)
+    rules, _ = rules_of(of)
+    local = by_kind(of.architecture, of)["block"]
+
+    kept = states(of, rules, local)
+
+    assert kept.total_bytes == pytest.approx(local.count * (6 + 12 / 8))
+
+
+def test_fully_sharded_states_take_16_over_d_bytes() -> None:
+    of = run(framework="torchtitan", zero=3)
+    rules, _ = rules_of(of)
+    local = by_kind(of.architecture, of)["block"]
+
+    assert states(of, rules, local).total_bytes == pytest.approx(16 * local.count / 8)
+
+
+def test_a_frozen_model_takes_its_weights_alone() -> None:
+    of = run(framework="fsdp_qlora", task="qlora", quantised=True, zero=0)
+    rules, _ = rules_of(of)
+    local = by_kind(of.architecture, of)["block"]
+
+    kept = states(of, rules, local)
+
+    assert kept.gradients_bytes == kept.optimizer_bytes == 0
+    assert 0.5 * local.count < kept.weights_bytes < 0.55 * local.count
+
+
+def test_parts_add_up_to_the_step() -> None:
+    for of in (run(), run(GPT, tensor=2, pipeline=2), run(framework="torchtitan", zero=3)):
+        result = estimate(of)
+
+        assert sum(result.step_parts.values()) == pytest.approx(result.step_time_s)
+        assert all(part >= 0 for part in result.step_parts.values())
+        assert result.low_s < result.step_time_s < result.high_s
+
+
+def test_no_run_is_faster_than_its_flops_allow() -> None:
+    for framework in (*KNOWN, "unheard-of"):
+        of = run(framework=framework, global_batch=256)
+        flops = 6 * 8.0e9 * of.seq_len * of.global_batch
+
+        assert estimate(of).step_time_s > flops / (8 * 989e12)
+
+
+def test_a_uniform_pipeline_waits_p_minus_1_over_v_micro_batches() -> None:
+    # Blocks alone: a large batch makes everything else small.
+    base = run(pipeline=4, nodes=1, global_batch=1024, micro_batch=1)
+    waits = {v: estimate(replace(base, virtual=v)).step_parts["pipeline"] for v in (1, 2, 4)}
+
+    sent = estimate(replace(base, virtual=1, global_batch=2048)).step_parts["pipeline"]
+    bubble = 2 * waits[1] - sent
+
+    assert bubble > 0
+    assert waits[4] < waits[1]
+
+
+def test_memory_follows_micro_batches_in_flight() -> None:
+    stages = estimate(run(pipeline=4, global_batch=64)).stages
+    activations = [stage.memory_parts["activations"] for stage in stages]
+
+    assert activations[1] == pytest.approx(3 / 2 * activations[2], rel=0.01)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_recomputing_everything_costs_a_forward_and_saves_memory(tensor: int) -> None:
+    none = estimate(run(tensor=tensor))
+    full = estimate(run(tensor=tensor, recompute="full"))
+
+    assert full.step_parts["recompute"] == pytest.approx(none.step_parts["forward"], rel=0.15)
+    assert peak(full) < peak(none)
+
+
+def test_a_faster_network_is_never_slower() -> None:
+    slow = run(nodes=2, devices=16, framework="nanotron", tensor=2, pipeline=2)
+    fast = replace(
+        slow,
+        cluster=cluster_of("h100-sxm-80gb", nodes=2, devices_per_node=8, network_bytes_per_s=400e9),
+    )
+
+    assert estimate(fast).step_time_s <= estimate(slow).step_time_s
+
+
+def test_small_models_wait_for_the_host() -> None:
+    tiny = LLAMA.model_copy(
+        update={"hidden_size": 512, "ffn_size": 1024, "heads": 8, "kv_heads": 8, "head_dim": 64}
+    )
+    rules = KNOWN["megatron-deepspeed"]
+
+    result = estimate(run(tiny, framework="megatron-deepspeed", seq_len=512, global_batch=8))
+
+    floor = tiny.layers * (rules.host_forward_s + rules.host_backward_s)
+    assert result.step_time_s >= floor
+    assert result.step_parts["host"] > result.step_parts["forward"]
+
+
+def test_experts_are_divided_by_the_expert_degree() -> None:
+    model = LLAMA.model_copy(
+        update={"experts": Experts(count=8, per_token=2, ffn_size=14336), "layers": 4}
+    )
+    alone = by_kind(model, run(model))["moe_block"]
+    spread = by_kind(model, run(model, expert=8))["moe_block"]
+
+    assert spread.routed == pytest.approx(alone.routed / 8)
+    assert spread.dense == alone.dense
+
+
+def test_a_loss_on_divided_logits_is_divided() -> None:
+    one, four = (head(shape(run(tensor=t, sequence_parallel=True))) for t in (1, 4))
+
+    assert four.working_bytes < 0.4 * one.working_bytes
+
+
+def test_what_does_not_fit_is_said() -> None:
+    assert estimate(run(zero=1, micro_batch=1)).fits
+    assert not estimate(run(zero=1, micro_batch=8, seq_len=8192, global_batch=64)).fits
+
+
+def test_unknown_frameworks_are_told_apart() -> None:
+    assert not estimate(run(framework="unheard-of")).known_framework
+    assert any("unheard-of" in text for text in estimate(run(framework="unheard-of")).assumptions)
+    for task, zero, name in (("pretrain", 3, "fsdp"), ("lora", None, "fine-tuning")):
+        of = replace(run(framework="unheard-of"), task=task, zero=zero)  # type: ignore[arg-type]
+        assert rules_of(of)[0].name == name
+
+
+def test_eight_bits_are_faster_and_keep_less() -> None:
+    half, eight = estimate(run(precision="bf16")), estimate(run(precision="fp8"))
+
+    assert 0.5 * half.step_time_s < eight.step_time_s < half.step_time_s
+    assert peak(eight) < peak(half)
