@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from planner.model import ModelGraph
 
-TensorStyle = Literal["gather", "columns", "rows", "vocabulary", "logits"]
+TensorStyle = Literal["gather", "columns", "rows", "vocabulary", "logits", "mixture", "experts"]
 """How tensor parallelism treats a module of a layer; runtime/tensor.py says what each does."""
 
 EMBEDDING = "embedding"
@@ -41,6 +41,12 @@ class Adapter(Protocol):
 
     def published_name(self, name: str) -> str:
         """Return a parameter's name in checkpoints; a tied copy has the name of its original."""
+
+    def pieces(self, name: str) -> int:
+        """Return how many matrices a parameter holds one above the other in dim 1 (mostly 1).
+
+        Tensor parallelism divides each of them, and in `state` they have a dim of their own.
+        """
 
     def boundary(self, layer: str, tokens: Tensor) -> Tensor:
         """Return a meta tensor of the shape and type that a layer makes of these tokens."""

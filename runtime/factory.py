@@ -81,6 +81,10 @@ class FactoryChain:
         """The names here are the only ones."""
         return name
 
+    def pieces(self, name: str) -> int:
+        """No parameter here holds several matrices."""
+        return 1
+
     def boundary(self, layer: str, tokens: Tensor) -> Tensor:
         """Run the chain with fake tensors up to this layer, in the types that FSDP casts to."""
         with FakeTensorMode():

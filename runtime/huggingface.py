@@ -124,7 +124,7 @@ class HuggingFace:
             with torch.device("meta"):
                 output = nn.Linear(a.hidden_size, a.vocab_size, bias=False)
                 return Head(self._norm(), output)
-        index = int(name.rpartition(".")[2]) if "." in name else 0
+        index = _index(name)
         kind = "Block" if self.family.classes == "GPT2" else "DecoderLayer"
         with torch.device("meta"):
             layer = getattr(self._modeling, self.family.classes + kind)(self.config, index)
@@ -155,17 +155,22 @@ class HuggingFace:
         if layer == HEAD:
             return {"output": "logits"}
         result: dict[str, TensorStyle] = {}
+        mixed = self._has_experts(layer)
         for path, style in (self.config.base_model_tp_plan or {}).items():
-            if not path.startswith("layers.*."):
+            module = path.removeprefix("layers.*.")
+            if module == path or (mixed and module.startswith("mlp.")):
+                continue
+            if module.startswith("mlp.experts"):
                 continue
             if style not in _STYLES:
                 raise LaunchError(f"transformers asks to divide {path} '{style}', unknown here")
-            module = "layer." + path.removeprefix("layers.*.")
             translated = _STYLES[style]
             if translated:
-                result[module] = translated
+                result[f"layer.{module}"] = translated
             if translated == "columns":
-                result[module.rpartition(".")[0]] = "gather"
+                result[f"layer.{module.rpartition('.')[0]}"] = "gather"
+        if mixed:
+            result |= {"layer.mlp": "mixture", "layer.mlp.experts": "experts"}
         return result
 
     def published_name(self, name: str) -> str:
@@ -179,9 +184,13 @@ class HuggingFace:
             return f"{family.prefix}.{family.norm}.{name.removeprefix('head.norm.')}"
         if name == "head.output.weight":
             return "lm_head.weight"
-        layer = re.fullmatch(r"block(?:\.(\d+))?\.layer\.(.+)", name)
+        layer = re.fullmatch(r"block\.(\d+)\.layer\.(.+)", name)
         assert layer is not None, name
-        return f"{family.prefix}.{family.layers}.{layer[1] or 0}.{layer[2]}"
+        return f"{family.prefix}.{family.layers}.{layer[1]}.{layer[2]}"
+
+    def pieces(self, name: str) -> int:
+        """Experts keep their gate and up projections in one parameter [expert, 2 ffn, hidden]."""
+        return 2 if name.endswith("experts.gate_up_proj") else 1
 
     def boundary(self, layer: str, tokens: Tensor) -> Tensor:
         """Every layer but the head returns hidden states."""
@@ -191,6 +200,10 @@ class HuggingFace:
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Next-token cross-entropy."""
         return next_token_loss(output, targets)
+
+    def _has_experts(self, layer: str) -> bool:
+        experts = self.architecture.experts
+        return experts is not None and _index(layer) >= experts.dense_layers
 
     def _norm(self) -> nn.Module:
         if self.architecture.norm == "layer":
@@ -229,6 +242,11 @@ class HuggingFace:
                 self._device
             )
         return self._masks[window]
+
+
+def _index(layer: str) -> int:
+    """Return which block a layer's name means."""
+    return int(layer.rpartition(".")[2])
 
 
 def has_config(folder: Path) -> bool:
@@ -270,6 +288,8 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
         if hasattr(config, name):
             setattr(config, name, 0.0)
     config._attn_implementation = "sdpa"
+    if a.experts is not None:
+        config._experts_implementation = "grouped_mm"
     return config
 
 

@@ -118,13 +118,22 @@ def _made(
         generator = torch.Generator(device).manual_seed(seed_of(seed, published))
         adapter.fill(name, local, generator)
         if shard is not None:
-            dim, index, parts = shard
-            local = local.chunk(parts, dim)[index].clone()
+            local = part(local, *shard, pieces=adapter.pieces(name)).clone()
     if isinstance(parameter, DTensor):
         local = DTensor.from_local(
             local, parameter.device_mesh, parameter.placements, run_check=False
         )
     return nn.Parameter(local)
+
+
+def part(whole: Tensor, dim: int, index: int, parts: int, *, pieces: int) -> Tensor:
+    """Return one of `parts` along a dim that holds `pieces` matrices, each of which is divided.
+
+    >>> part(torch.arange(8), 0, index=1, parts=2, pieces=2)
+    tensor([2, 3, 6, 7])
+    """
+    mine = whole.unflatten(dim, (pieces, -1)).chunk(parts, dim + 1)[index]
+    return mine.flatten(dim, dim + 1)
 
 
 def _shard(parameter: Tensor) -> tuple[int, int, int] | None:

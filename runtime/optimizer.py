@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from planner.plan import Training
 from runtime.adapter import Adapter, Chain
@@ -33,6 +33,8 @@ class Slot:
     """How many ranks hold these same values."""
     partial: bool
     """The gradient must be summed over the tensor axis."""
+    pieces: int
+    """Matrices that lie one above the other in dim 1."""
     tied: bool
     """The other end of the pipeline holds a copy, and the two gradients must be summed."""
 
@@ -126,11 +128,9 @@ class Optimizer:
         """
         result: dict[str, Tensor] = {"train.step": self.steps}
         for slot in self.slots:
-            result[f"model.{slot.name}"] = slot.parameter.detach()
+            result[f"model.{slot.name}"] = _whole(slot, slot.local.detach())
             for key, value in self._adamw.state[slot.local].items():
-                result[f"optim.{slot.name}.{key}"] = (
-                    value if key == "step" else _like(slot.parameter, value)
-                )
+                result[f"optim.{slot.name}.{key}"] = value if key == "step" else _whole(slot, value)
         return result
 
     def _sum_partial(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
@@ -172,6 +172,7 @@ def _slots(
                 local=nn.Parameter(local),
                 copies=2 * copies if tied else copies,
                 partial=name in summed,
+                pieces=adapter.pieces(name),
                 tied=tied,
             )
         )
@@ -200,15 +201,24 @@ def _squared_norm(slots: Sequence[Slot], grads: Sequence[Tensor], *, like: Tenso
     return total
 
 
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a local part as the same kind of tensor as its parameter."""
+def _whole(slot: Slot, local: Tensor) -> Tensor:
+    """Return a local part as the same kind of tensor as its parameter, pieces in their own dim."""
+    parameter = slot.parameter
+    placements: tuple[Placement, ...] = ()
+    shape = torch.empty(parameter.shape, device="meta")
+    if isinstance(parameter, DTensor):
+        placements = parameter.placements
+    if slot.pieces > 1:
+        local, shape = (t.unflatten(1, (slot.pieces, -1)) for t in (local, shape))
+        # The divided dim moves behind the pieces.
+        placements = tuple(Shard(2) if p.is_shard(dim=1) else p for p in placements)
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
         local,
         parameter.device_mesh,
-        parameter.placements,
+        placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=shape.shape,
+        stride=shape.stride(),
     )

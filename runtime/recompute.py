@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -18,10 +17,12 @@ from planner.profile import Recompute
 PREFIX = "_checkpoint_wrapped_module."
 """Stands in the parameter names of a wrapped layer; names that leave this package have it not."""
 
-_EXPENSIVE = (
+KEPT_OPERATORS = (
     "aten.mm",
     "aten.addmm",
     "aten.bmm",
+    "aten._grouped_mm",
+    "transformers.grouped_mm_fallback",
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_efficient_attention",
@@ -31,17 +32,6 @@ _EXPENSIVE = (
     "_c10d_functional.all_to_all_single",
 )
 """Operators whose results `selective` keeps: matrix products, attention, costly communication."""
-
-
-def kept_operators() -> frozenset[Any]:
-    """Return the operators of this torch whose results selective recompute keeps."""
-    found = set()
-    for name in _EXPENSIVE:
-        namespace, operator = name.split(".")
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
-        if packet is not None:
-            found.add(packet.default)
-    return frozenset(found)
 
 
 def wrapped(layer: nn.Module, recompute: Recompute) -> nn.Module:
@@ -56,12 +46,14 @@ def wrapped(layer: nn.Module, recompute: Recompute) -> nn.Module:
         layer,
         checkpoint_impl=CheckpointImpl.NO_REENTRANT,
         preserve_rng_state=False,
-        context_fn=partial(create_selective_checkpoint_contexts, _policy),
+        context_fn=functools.partial(create_selective_checkpoint_contexts, _policy),
     )
 
 
-_KEPT = kept_operators()
+@functools.cache
+def _kept(operator: Any) -> bool:
+    return str(operator).removesuffix(".default") in KEPT_OPERATORS
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE

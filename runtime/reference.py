@@ -179,6 +179,10 @@ class Reference:
             return "embedding.tokens.weight"
         return name
 
+    def pieces(self, name: str) -> int:
+        """No parameter here holds several matrices."""
+        return 1
+
     def boundary(self, layer: str, tokens: Tensor) -> Tensor:
         """Every layer but the head returns hidden states."""
         shape = (*tokens.shape, self.architecture.hidden_size)

@@ -14,8 +14,8 @@ from planner.plan import Plan
 
 LIBRARY_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Families of transformers that runtime/huggingface.py runs."""
-UNDIVIDED = ("gpt2", "mixtral", "qwen3_moe")
-"""Those among them that tensor parallelism does not divide: transposed weights, experts."""
+UNDIVIDED = ("gpt2",)
+"""Those among them that tensor parallelism does not divide: their weights are transposed."""
 
 
 def supported(plan: Plan, model: ModelGraph) -> str | None:
@@ -75,6 +75,8 @@ def _tensor_obstacles(plan: Plan, a: Architecture) -> Iterator[str]:
         "ffn_size": a.ffn_size,
         "vocab_size": a.vocab_size,
     }
+    if a.experts is not None:
+        figures["experts.ffn_size"] = a.experts.ffn_size
     for name, figure in figures.items():
         if figure % degree:
             yield f"mesh.tensor: {degree} does not divide {name} {figure}"

@@ -11,6 +11,9 @@ Korthikanti et al., 2022):
                 and scattered along the positions
     vocabulary  an Embedding that holds its own rows; outputs are summed and scattered
     logits      gather, then columns; the output is a DTensor divided along the vocabulary
+    experts     every expert makes its own part of the inner features; outputs are partial
+    mixture     a router with experts: gather in front, and behind the partial outputs are summed
+                and scattered
 Every other parameter is replicated.  It sees only this rank's positions or heads, so its gradient
 must be summed over the tensor axis: `divide` returns which those are.
 """
@@ -36,8 +39,14 @@ SHARDS: dict[TensorStyle, dict[str, int]] = {
     "rows": {"weight": 1},
     "vocabulary": {"weight": 0},
     "logits": {"weight": 0, "bias": 0},
+    "experts": {"gate_up_proj": 1, "down_proj": 2},
 }
-"""Which dim of which parameter a style divides."""
+"""Which dim of which parameter a style divides.
+
+Where a dim holds several matrices one above the other (Adapter.pieces), each is divided and a rank
+has its part of each: DTensor has no placement for that, so only `Optimizer.state`, which gives them
+a dim of their own, may put such a parameter together.
+"""
 
 
 class _Gather(torch.autograd.Function):
@@ -168,11 +177,13 @@ def _on_local_parts(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 
 def _run_in_style(module: nn.Module, style: TensorStyle, group: dist.ProcessGroup) -> None:
-    if style == "gather":
+    if style in ("gather", "mixture"):
         module.register_forward_pre_hook(
             lambda _, args, kwargs: _gathered(args, kwargs, group), with_kwargs=True
         )
-    elif style == "columns":
+        if style == "mixture":
+            module.register_forward_hook(lambda _, args, output: scatter(output, group))
+    elif style in ("columns", "experts"):
         module.forward = _on_local_parts(module, module.forward)
     elif style == "rows":
         module.forward = lambda x: _rows(module, x, group)

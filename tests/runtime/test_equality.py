@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from planner.model import ModelGraph
+from planner.model import Experts, ModelGraph
 from planner.plan import Plan
 from runtime.engine import Engine
 from runtime.factory import graph_of_factory
@@ -75,6 +75,7 @@ def case(
 
 
 TIED = {"tied_embeddings": True}
+DENSE_FIRST = Experts(count=4, per_token=2, ffn_size=24, dense_layers=1)
 HALVES = {"pipeline": 2, "data_shard": 2}
 HYBRID = {"data_replicate": 2, "data_shard": 2}
 # The axes in another order: pipeline on the fastest links, tensor on the slowest.
@@ -115,6 +116,8 @@ TWO = (
     case("tensor, tied", "qwen2", model=TIED, tensor=2),
     case("pipeline, recompute full", "mixtral", pipeline=2, recompute="full"),
     case("zero 3", "qwen3_moe", data_shard=2, zero=3),
+    case("tensor, recompute selective", "mixtral", tensor=2, recompute="selective"),
+    case("tensor, one dense block", "qwen3_moe", model={"experts": DENSE_FIRST}, tensor=2),
     case("data", "factory", data_replicate=2),
     case("zero 3, recompute full", "factory", data_shard=2, zero=3, recompute="full"),
     case("pipeline, recompute selective", "factory", pipeline=2, recompute="selective"),
@@ -180,6 +183,7 @@ FOUR = (
     case("tensor x zero 3", "qwen3", tensor=2, data_shard=2, zero=3),
     case("pipeline x tensor", "llama", pipeline=2, tensor=2),
     case("pipeline x zero 1, selective", "qwen3_moe", **HALVES, zero=1, recompute="selective"),
+    case("tensor x zero 3", "mixtral", tensor=2, data_shard=2, zero=3),
     case("pipeline x zero 1", "factory", pipeline=2, data_shard=2, zero=1),
     case("pipeline x zero 3", "gpt2", pipeline=2, data_shard=2, zero=3),
 )
