@@ -57,6 +57,9 @@ class Rules:
     host_forward_s: float = 0.6e-3
     """Python and launches of one block's forward: the least time it takes."""
     host_backward_s: float = 0.7e-3
+    host_experts_s: float = 3.5e-3
+    """What routing, permutation and grouped products add to a block, forward and backward: some
+    hundred launches and a wait for the counts of tokens."""
     host_tensor_s: float = 0.0
     """What tensor parallelism adds to one block's forward and backward together."""
     host_rank_s: float = 0.0

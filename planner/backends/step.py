@@ -102,6 +102,7 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
     host_s = 0.0
     if is_block:
         host_s = _host_s(run, rules, share)
+        host_s += rules.host_experts_s if kind == "moe_block" else 0.0
     return _Pass(
         forward_s=forward_s,
         backward_s=backward_s,

@@ -65,6 +65,9 @@ no Hopper instructions and is 1.5-2 times slower there than -3; -1 is about 1.6 
 (Dao, 2023; Shah et al., 2024, arXiv:2407.08608)."""
 ATTENTION_BACKWARD = 2.5
 """Fused attention's backward: 5 products for 2 (Dao, 2022, appendix B)."""
+GROUPED = 0.8
+"""Rate of products of many experts together over one large product: their tokens are uneven, and
+the fullest expert of a group ends last."""
 SCORE_BYTES = 2
 GATHERED_LOGIT_BYTES = 4
 """Per logit of bringing all shares together: the parts in 16 bits and their concatenation."""
@@ -422,6 +425,7 @@ def _experts(shape: Shape, experts: Experts) -> tuple[float, float, float, float
     rows = sent / local
     seconds = shape.product_s(rows, h, gates * width, local)
     seconds += shape.product_s(rows, width, h, local)
+    seconds /= GROUPED
     seconds += shape.product_s(shape.stream, h, experts.count)
     stored = sent * (2 * shape.kept_bytes * h + width * _mlp_kept_bytes(shape))
     moved = e * (sent * width * (gates + 1) + 6 * sent * h)
