@@ -76,8 +76,11 @@ class Sharing:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether gradients are reduced in every micro-batch's backward."""
-        return self.sharded and self.zero >= 2 and not self.pipelined
+        """Whether a step reduces gradients several times, in every micro-batch's backward.
+
+        With a single one ZeRO-2 is ZeRO-1, to the last bit.
+        """
+        return self.sharded and self.zero >= 2 and self.accumulated and not self.pipelined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,12 @@ def test_sharding_levels_move_communication_between_step_and_micro_batch(
     assert of(1).sync_s > of(2).sync_s > of(3).sync_s
 
 
+def test_with_one_micro_batch_zero_1_and_2_are_the_same_step(tables: CostTables) -> None:
+    one, two = (tables.of(Layout(data_shard=8, zero=zero, micro_batch=8)) for zero in (1, 2))
+
+    assert one.kinds == two.kinds
+
+
 def test_the_schedule_changes_bytes_and_no_seconds(tables: CostTables) -> None:
     one = tables.of(Layout(pipeline=4, data_shard=2, zero=1, micro_batches=8, schedule="1f1b"))
     other = tables.of(Layout(pipeline=4, data_shard=2, zero=1, micro_batches=8, schedule="gpipe"))
