@@ -40,12 +40,13 @@ ONE_SOURCE = (
 of, and gets the rules of such."""
 
 WHY = {
-    "nanotron_usp": "Two things are not explained by any published mechanism and are in the rules "
-    "as constants of this framework: blocks take 4.4 ms of host time with tensor parallelism, and "
-    "`4.2 + 2.1 t` ms where pipelines run over several nodes, whatever the micro-batch. A third is "
-    "not in the rules: 152 of 260 pipelined runs on 256 and 512 devices, and one in eight on fewer, "
-    "take more than twice as long as predicted, most of them 0.6-1 s for each micro-batch more than "
-    "their neighbours. They make the mean error, the regret and the worst rows.",
+    "nanotron_usp": "Two things are not explained by any published mechanism and are in the "
+    "rules as constants of this framework: blocks take 4.4 ms of host time with tensor "
+    "parallelism, and `4.2 + 2.1 t` ms where pipelines run over several nodes, whatever the "
+    "micro-batch. A third is not in the rules: 152 of 260 pipelined runs on 256 and 512 devices, "
+    "and one in eight on fewer, take more than twice as long as predicted, most of them 0.6-1 s "
+    "for each micro-batch more than their neighbours. They make the mean error, the regret and "
+    "the worst rows.",
     "bigscience_a100": "Its network (four 100 Gb/s links a node) is not in the table, and the "
     "catalogue's 200 Gb/s for each device is assumed; and equal layouts differ by 6 %, by "
     "software under test.",

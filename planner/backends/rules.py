@@ -151,8 +151,17 @@ EAGER = Rules(
 )
 """Modules as PyTorch runs them without a compiler."""
 
-TRANSFORMERS = replace(EAGER, name="transformers", logit_bytes=18.0, reserved=1.1)
-"""Its loss upcasts, shifts and copies the logits: 2 + 4 + 4, 4 for the softmax, 4 for gradients."""
+TRANSFORMERS = replace(
+    EAGER,
+    name="transformers",
+    gradient_bytes=2,
+    master_bytes=0,
+    moment_bytes=4,
+    logit_bytes=18.0,
+    reserved=1.1,
+)
+"""Models loaded in bf16 and trained in it, gradients and moments included; DeepSpeed keeps more.
+Its loss upcasts, shifts and copies the logits: 2 + 4 + 4, 4 for the softmax, 4 for gradients."""
 
 KNOWN: dict[str, Rules] = {
     "megatron": MEGATRON,
@@ -233,7 +242,9 @@ KNOWN: dict[str, Rules] = {
     ),
     "fms-fsdp": replace(EAGER, name="fms-fsdp", zero=3, selective="blocks"),
     "nemo-automodel": replace(TRANSFORMERS, name="nemo-automodel", zero=3),
-    "litgpt": replace(EAGER, name="litgpt", zero=3),
+    "litgpt": replace(
+        EAGER, name="litgpt", zero=3, gradient_bytes=2, master_bytes=0, moment_bytes=4
+    ),
     "ms-swift": replace(TRANSFORMERS, name="ms-swift", zero=3),
 }
 
@@ -271,6 +282,8 @@ def rules_of(run: Run) -> tuple[Rules, bool]:
     """
     found = KNOWN.get(run.framework)
     if found is not None:
+        if found.name == "ms-swift" and run.zero:
+            found = replace(found, gradient_bytes=4, master_bytes=4, moment_bytes=8)
         return found, True
     tuning = run.task != "pretrain"
     if tuning and run.tensor * run.pipeline == 1:

@@ -26,6 +26,11 @@ OPTIMIZER_BYTES = 38.0
 the norm, clipping and zeroing of gradients."""
 
 
+RESTORED_BYTES = 5.0
+"""Traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2 written, at
+half of the bandwidth of a plain copy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
     """Seconds of one layer on one micro-batch by cause."""
@@ -83,6 +88,9 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
     forward_s = work.products_s + work.attention_s + work.memory_s
     backward_s = (1.0 if frozen else 2.0) * work.products_s
     backward_s += work.attention_backward_s + work.memory_backward_s
+    if run.quantised and is_block:
+        restored_s = shape.moved_s(RESTORED_BYTES * parameters.count)
+        forward_s, backward_s = forward_s + restored_s, backward_s + restored_s
     share = _share_again(rules, recompute) if is_block else 0.0
     again_s = share * forward_s
     if recompute == "selective" and is_block:
