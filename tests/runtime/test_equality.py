@@ -67,6 +67,10 @@ class Case:
     def plan(self) -> Plan:
         return cases.plan(self.graph(), **self.layout)
 
+    @property
+    def divided(self) -> bool:
+        return self.layout.get("tensor", 1) > 1
+
 
 def case(
     name: str, family: str = "reference", model: dict[str, Any] | None = None, **layout: Any
@@ -247,11 +251,28 @@ def check(rows: tuple[Case, ...], world: int) -> None:
     assert not bad, "\n".join(bad)
 
 
-@pytest.mark.ranks
-def test_two_ranks_train_like_one_process() -> None:
-    check(TWO, 2)
+def of(rows: tuple[Case, ...], *families: str) -> tuple[Case, ...]:
+    return tuple(row for row in rows if row.family in families)
+
+
+LIBRARY = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
+# All rows of a group train in the same processes, one after another.
+GROUPS = {
+    "reference on 2 ranks": (2, of(TWO, "reference")),
+    "library on 2 ranks": (2, of(TWO, *LIBRARY, "factory")),
+    "data and pipeline on 4 ranks": (4, tuple(r for r in of(FOUR, "reference") if not r.divided)),
+    "tensor on 4 ranks": (4, tuple(r for r in of(FOUR, "reference") if r.divided)),
+    "library on 4 ranks": (4, of(FOUR, *LIBRARY, "factory")),
+}
 
 
 @pytest.mark.ranks
-def test_four_ranks_train_like_one_process() -> None:
-    check(FOUR, 4)
+@pytest.mark.parametrize("group", GROUPS)
+def test_any_plan_trains_like_one_process(group: str) -> None:
+    world, rows = GROUPS[group]
+
+    check(rows, world)
+
+
+def test_every_row_is_in_a_group() -> None:
+    assert sum(len(rows) for _, rows in GROUPS.values()) == len(TWO) + len(FOUR)
