@@ -1,0 +1,61 @@
+"""The same problems as public planners, priced by their own formulas, theirs beside ours.
+
+    python benchmarks/peers/run.py FOLDER [--only PEER] [--json]
+
+FOLDER holds the peers' problems and stored plans, one JSON file each; none come with this project.
+Every adapter first prices the stored plans and stops if a stored score does not come out.  CPU
+seconds are of this process and of solving alone; the peers' are those stored with their plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.peers import dnn_partitioning, galvatron, piper, sailor_search
+from benchmarks.peers.comparison import Comparison, table
+
+Adapter = Callable[[Path], list[Comparison]]
+
+ADAPTERS: dict[str, tuple[Adapter, tuple[str, ...]]] = {
+    "piper": (piper.compare, ("piper_bert32a100.json",)),
+    "galvatron": (galvatron.compare, ("galvatron_llama2_7b_1x8.json",)),
+    "sailor": (sailor_search.compare, ("sailor_opt350_a100x32.json",)),
+    "dnn-partitioning": (
+        dnn_partitioning.compare,
+        ("dnnpart_bert24_training.json", "dnnpart_resnet50_training.json"),
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare; 1 if there was nothing to compare or a peer has a better plan."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", choices=list(ADAPTERS))
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    arguments = parser.parse_args(argv)
+    found: dict[str, list[Comparison]] = {}
+    for name, (compare, files) in ADAPTERS.items():
+        if arguments.only not in (None, name):
+            continue
+        for file in files:
+            path = arguments.folder / file
+            if not path.is_file():
+                print(f"{path}: is not there; left out", file=sys.stderr)
+                continue
+            found.setdefault(name, []).extend(compare(path))
+    if arguments.json:
+        print(json.dumps({n: [r.as_dict() for r in rows] for n, rows in found.items()}, indent=1))
+    else:
+        for name, rows in found.items():
+            print(f"## {name}\n\n{table(rows)}\n", flush=True)
+    verdicts = {row.verdict for rows in found.values() for row in rows}
+    return 0 if verdicts and not verdicts & {"worse", "only theirs"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
