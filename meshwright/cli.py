@@ -152,6 +152,10 @@ def predict(
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
     profile: ProfileOption = None,
+    backend: Annotated[
+        str,
+        typer.Option("--backend", help="Whose rules price a layout: native, megatron, torchtitan"),
+    ] = "native",
     json: Json = False,
 ) -> None:
     """Say what a plan, or a layout of a model, will take in time and memory."""
@@ -163,6 +167,7 @@ def predict(
         global_batch=global_batch,
         precision=precision.value if precision else None,
         profile=profile,
+        backend=backend,
     )
     if json:
         print(commands.as_json(prediction.model_dump(mode="json", exclude_none=True)))

@@ -137,12 +137,18 @@ def predict(
     global_batch: int | None = None,
     precision: Precision | None = None,
     profile: str | None = None,
+    backend: str = "native",
 ) -> Prediction:
-    """Say what a plan, or a layout of a model, will take in time and memory."""
+    """Say what a plan, or a layout of a model, will take in time and memory.
+
+    With another backend than ours a layout is priced by that framework's accounting rules.
+    """
     if _is_plan(model_or_plan):
         wanted = document.read(Plan, model_or_plan)
         if layout is not None:
             raise DocumentError("layout", "a plan has its layout already; give a model instead")
+        if backend != "native":
+            raise DocumentError("backend", "a plan has its backend already; give a model instead")
         graph = plan_model(wanted, model_or_plan)
         machine = resolve_cluster(cluster or wanted.cluster)
         _check_devices(wanted, machine)
@@ -153,6 +159,19 @@ def predict(
     job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
     pins = read_pins([layout] if layout else [])
     wanted_layout = pinned_layout(machine, job, pins)
+    if backend != "native":
+        from planner.backends.prediction import (  # noqa: PLC0415 - rules of every framework
+            backend_prediction,
+        )
+
+        return backend_prediction(
+            graph,
+            machine,
+            job,
+            wanted_layout,
+            backend=backend,
+            recompute=pins.recompute or "none",
+        )
     reason = refusal(graph, machine, job, wanted_layout)
     if reason is not None:
         raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")

@@ -163,7 +163,12 @@ TRANSFORMERS = replace(
 """Models loaded in bf16 and trained in it, gradients and moments included; DeepSpeed keeps more.
 Its loss upcasts, shifts and copies the logits: 2 + 4 + 4, 4 for the softmax, 4 for gradients."""
 
+ZERO_3 = replace(EAGER, name="fsdp", zero=3)
+FINE_TUNING = replace(TRANSFORMERS, name="transformers", zero=0)
+
 KNOWN: dict[str, Rules] = {
+    "fsdp": ZERO_3,
+    "transformers": FINE_TUNING,
     "megatron": MEGATRON,
     "megatron-kwai": replace(MEGATRON, name="megatron-kwai"),
     "megatron-deepspeed": Rules(
@@ -247,10 +252,6 @@ KNOWN: dict[str, Rules] = {
     ),
     "ms-swift": replace(TRANSFORMERS, name="ms-swift", zero=3),
 }
-
-ZERO_3 = replace(EAGER, name="fsdp", zero=3)
-FINE_TUNING = replace(TRANSFORMERS, name="fine-tuning", zero=0)
-
 
 UNKNOWN = replace(
     MEGATRON,

@@ -254,6 +254,22 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
     }
 
 
+def stage_seconds(priced: Priced, recompute: str) -> list[tuple[float, float]]:
+    """Return each stage's forward and backward seconds on one micro-batch.
+
+    Communication that both passes share counts half in each.
+    """
+    passes = {kind: _layer_pass(priced, recompute, kind) for kind in priced.works}
+    result = []
+    for kinds in priced.stages:
+        whole_s = sum(passes[kind].whole_s for kind in kinds)
+        later_s = sum(passes[kind].backward_s + passes[kind].again_s for kind in kinds)
+        forward_s = sum(passes[kind].forward_s for kind in kinds)
+        shared_s = whole_s - forward_s - later_s
+        result.append((forward_s + shared_s / 2, later_s + shared_s / 2))
+    return result
+
+
 def _transfer_s(run: Run, rules: Rules, shape: Shape) -> float:
     """Seconds that transfers between stages add to each micro-batch of a stage, both passes."""
     if run.pipeline == 1:

@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_said() -> None:
 def test_unknown_frameworks_are_told_apart() -> None:
     assert not estimate(run(framework="unheard-of")).known_framework
     assert any("unheard-of" in text for text in estimate(run(framework="unheard-of")).assumptions)
-    for task, zero, name in (("pretrain", 3, "fsdp"), ("lora", None, "fine-tuning")):
+    for task, zero, name in (("pretrain", 3, "fsdp"), ("lora", None, "transformers")):
         of = replace(run(framework="unheard-of"), task=task, zero=zero)  # type: ignore[arg-type]
         assert rules_of(of)[0].name == name
 

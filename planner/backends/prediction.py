@@ -1,0 +1,110 @@
+"""A layout of a model priced by another framework's rules, as the Prediction of `predict`."""
+
+from __future__ import annotations
+
+from planner.arithmetic import step_flops
+from planner.backends.estimate import estimate
+from planner.backends.placed import priced
+from planner.backends.rules import KNOWN, rules_of
+from planner.backends.step import stage_seconds
+from planner.cluster import ClusterSpec
+from planner.compute import peak_flops
+from planner.document import nearest
+from planner.errors import DocumentError
+from planner.model import ModelGraph
+from planner.plan import Job, Layout
+from planner.prediction import Assumption, Prediction, StagePrediction
+from planner.profile import Recompute
+from planner.runs import Run
+
+
+def backend_prediction(
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    job: Job,
+    layout: Layout,
+    *,
+    backend: str,
+    recompute: Recompute = "none",
+) -> Prediction:
+    """Return what a layout should do under a framework's rules, all blocks recomputed alike."""
+    run = _run(model, cluster, job, layout, backend=backend, recompute=recompute)
+    rules, _ = rules_of(run)
+    result = estimate(run)
+    seconds = stage_seconds(priced(run, rules), recompute)
+    accelerator = cluster.groups[0].accelerator
+    flops = step_flops(model, seq_len=job.seq_len, global_batch=job.global_batch)
+    peak = layout.devices * peak_flops(accelerator, job.precision)
+    sources = [f"accounting rules of {rules.name}; ranges from its residuals, docs/accuracy.md"]
+    return Prediction(
+        layout=f"{layout.text()} {backend}",
+        step_time_s=result.step_time_s,
+        step_time_low_s=result.low_s,
+        step_time_high_s=result.high_s,
+        step_parts=result.step_parts,
+        tokens_per_s=job.global_batch * job.seq_len / result.step_time_s,
+        mfu=flops / (result.step_time_s * peak),
+        fits=result.fits,
+        stages=tuple(
+            StagePrediction(
+                forward_s=forward_s,
+                backward_s=backward_s,
+                peak_memory_bytes=stage.device_bytes,
+                memory_capacity_bytes=float(accelerator.memory_bytes),
+                memory_parts={
+                    **stage.memory_parts,
+                    "slack": stage.reserved_bytes - stage.allocated_bytes,
+                    "context": stage.device_bytes - stage.reserved_bytes,
+                },
+            )
+            for stage, (forward_s, backward_s) in zip(result.stages, seconds, strict=True)
+        ),
+        assumptions=tuple(
+            Assumption(what=what, provenance="quoted", source=f"backend {backend}")
+            for what in (*sources, *result.assumptions)
+        ),
+    )
+
+
+def _run(
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    job: Job,
+    layout: Layout,
+    *,
+    backend: str,
+    recompute: Recompute,
+) -> Run:
+    if backend not in KNOWN:
+        raise DocumentError("backend", f"is '{backend:.40}'; {nearest(backend, list(KNOWN))}")
+    if model.architecture is None or model.architecture.patches or model.architecture.classes:
+        raise DocumentError(
+            "backend", f"{backend} has rules for language models; {model.name} is none: use native"
+        )
+    if layout.devices > cluster.devices:
+        raise DocumentError(
+            "layout", f"takes {layout.devices} devices, and {cluster.name} has {cluster.devices}"
+        )
+    if layout.pipeline > model.architecture.layers:
+        raise DocumentError(
+            "layout",
+            f"{layout.pipeline} stages need as many blocks; the model has "
+            f"{model.architecture.layers}",
+        )
+    return Run(
+        architecture=model.architecture,
+        cluster=cluster,
+        task="pretrain",
+        framework=backend,
+        seq_len=job.seq_len,
+        global_batch=job.global_batch,
+        micro_batch=layout.micro_batch,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        context=layout.context,
+        expert=layout.expert,
+        data=layout.data,
+        zero=layout.zero,
+        recompute=recompute,
+        precision=job.precision,
+    )
