@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from planner.errors import LaunchError
 from planner.model import ModelGraph
 from runtime import huggingface, reference
 from runtime.adapter import Adapter
@@ -29,6 +30,8 @@ def adapter_of(
     gives the settings that ModelGraph's figures leave open.
     """
     if is_factory(source):
+        if weights is not None:
+            raise LaunchError(f"weights: {source} gives its parameters their values by itself")
         return FactoryChain(model, source, seed=seed, dtype=dtype)
     assert model.architecture is not None
     if model.architecture.family == "reference":

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from planner.errors import DocumentError, LaunchError
@@ -94,6 +95,23 @@ def test_bf16_computes_in_bf16_and_stays_near_fp32() -> None:
     for losses, types in (row for rows in on_ranks(2, in_bf16, layouts) for row in rows):
         assert losses == pytest.approx(expected, rel=2e-3)
         assert types == {torch.bfloat16, torch.float32, torch.int64}
+
+
+def alone_in_bf16() -> list[float]:
+    dist.destroy_process_group()
+    graph = cases.transformer()
+    return steps(Engine(cases.plan(graph, precision="bf16"), graph, device=CPU), 0, 4)
+
+
+@pytest.mark.ranks
+def test_bf16_needs_no_process_group() -> None:
+    graph = cases.transformer()
+    expected = steps(Engine(cases.plan(graph), graph, device=CPU), 0, 4)
+
+    (losses,) = on_ranks(1, alone_in_bf16)
+
+    assert losses == pytest.approx(expected, rel=2e-3)
+    assert losses != pytest.approx(expected, rel=1e-6)
 
 
 def calls_and_layers() -> tuple[list[str], dict[str, int]]:

@@ -79,6 +79,7 @@ def case(
 
 
 TIED = {"tied_embeddings": True}
+BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 DENSE_FIRST = Experts(count=4, per_token=2, ffn_size=24, dense_layers=1)
 HALVES = {"pipeline": 2, "data_shard": 2}
 HYBRID = {"data_replicate": 2, "data_shard": 2}
@@ -118,6 +119,8 @@ TWO = (
     ),
     case("tensor, window of 5", "mistral", model={"sliding_window": 5}, tensor=2),
     case("tensor, tied", "qwen2", model=TIED, tensor=2),
+    case("tensor, biases", "llama", model=BIASES, tensor=2),
+    case("tensor, biases", model=BIASES, tensor=2),
     case("pipeline, recompute full", "mixtral", pipeline=2, recompute="full"),
     case("zero 3", "qwen3_moe", data_shard=2, zero=3),
     case("tensor, recompute selective", "mixtral", tensor=2, recompute="selective"),

@@ -139,3 +139,8 @@ def test_a_chain_of_another_length_is_refused() -> None:
 
     with pytest.raises(LaunchError, match="returns 6 modules, and the plan's model has 5"):
         Engine(cases.plan(other), other, device=CPU)
+
+
+def test_published_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="gives its parameters their values by itself"):
+        Engine(cases.plan(graph()), graph(), device=CPU, weights=tmp_path)

@@ -12,7 +12,7 @@ from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime.engine import Engine
-from runtime.huggingface import FAMILIES, configuration
+from runtime.huggingface import FAMILIES, configuration, has_config
 from runtime.supported import LIBRARY_FAMILIES
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -122,6 +122,21 @@ def test_each_rank_reads_its_own_weights(family: str, tmp_path: Path) -> None:
 def first_loss(plan: Plan, graph: ModelGraph, folder: Path) -> float:
     engine = Engine(plan, graph, device=CPU, weights=folder)
     return engine.step(cases.global_tokens(0)).loss
+
+
+def test_a_folder_settles_what_figures_leave_open(tmp_path: Path) -> None:
+    figures = cases.architecture("llama")
+    config = configuration(figures, None)
+    config.rope_parameters["rope_theta"] = 500000.0
+    config.rms_norm_eps = 1e-3
+    config.save_pretrained(tmp_path)
+
+    for place in (tmp_path, tmp_path / "config.json"):
+        assert has_config(place)
+        found = configuration(figures, place)
+        assert found.rope_parameters["rope_theta"] == 500000.0
+        assert found.rms_norm_eps == 1e-3
+    assert not has_config(tmp_path / "elsewhere")
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
