@@ -125,7 +125,7 @@ class Rules:
 
 MEGATRON = Rules(
     name="megatron",
-    spread=0.15,
+    spread=0.19,
     sequence_parallel=True,
     reduce_overlap=0.9,
     gather_overlap=0.9,

@@ -150,3 +150,15 @@ def test_many_ranks_reduce_by_trees_so_that_latency_grows_with_the_logarithm() -
     seconds = collective_s("all_reduce", 1.0, (Level(wide, 1024),))
 
     assert seconds == pytest.approx(4 * math.log2(1024) * 1e-5, rel=1e-6)
+
+
+def test_a_mesh_without_switch_gives_two_members_one_link() -> None:
+    mesh = LinkTier(
+        name="xgmi", devices=8, latency_s=0.0, bytes_per_s=448e9, peer_bytes_per_s=64e9,
+        fractions={"all_reduce": 0.75},
+    )  # fmt: skip
+
+    for members, busbw in ((2, 48e9), (8, 336e9)):
+        seconds = collective_s("all_reduce", 1e9, (Level(mesh, members),))
+
+        assert 2 * (members - 1) / members * 1e9 / seconds == pytest.approx(busbw)
