@@ -35,11 +35,12 @@ from planner.costs import refusal
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Job, Layout, Plan
 from planner.prediction import Prediction
 from planner.profile import Profile, Recompute
 from planner.search import Answer, search
-from planner.space import Pins, layouts
+from planner.space import layouts
 from runtime.engine import Engine
 from runtime.live_memory import LiveMemory
 

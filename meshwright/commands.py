@@ -22,6 +22,7 @@ from planner.expressions import is_factory, resolve_cluster, resolve_model
 from planner.inner import solve as solve_exactly
 from planner.instance import Fathomed, Infeasible, Solution
 from planner.model import ModelGraph
+from planner.pins import pinned_layout, read_pins
 from planner.plan import Job, Plan
 from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
@@ -29,7 +30,6 @@ from planner.prediction import Certificate, Prediction
 from planner.problem import Problem
 from planner.profile import Profile
 from planner.search import Answer, Progress, search
-from planner.space import pinned_layout, read_pins
 from planner.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:

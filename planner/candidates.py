@@ -1,29 +1,45 @@
 """The configurations that one search looks at, and what each can be held against.
 
-Bounds come in three steps, each dearer and at least as high as the one before:
+Bounds come in steps, each dearer and at least as high as the one before.  Two for a whole family:
 
-    computation     layers at their fastest, nothing shared or sent: the same for many layouts
-    communication   with sharding and pipeline transfers
+    computation     layers at their fastest, nothing shared or sent
+    room            the same, with what each stage can hold if states are shared as far as they go
+
+and two for a single layout:
+
+    communication   with its sharding and pipeline transfers
     memory          with what each stage can hold (planner.bounds.counted_s)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 from planner import bounds
+from planner.calibration import Figures
 from planner.cluster import ClusterSpec
-from planner.costs import CostTables, LayoutCosts, refusal
+from planner.costs import CostTables, LayoutCosts, StrategyCost, refusal
 from planner.dominance import dominates, twins
 from planner.formulation import instance_of
 from planner.instance import Instance
 from planner.model import ModelGraph
-from planner.plan import INSIDE_OUT, Job, Layout
-from planner.space import Pins, layouts
+from planner.pins import Pins
+from planner.plan import Job, Layout
+from planner.space import (
+    Degrees,
+    Family,
+    canonical,
+    every_degrees,
+    families,
+    micro_batches,
+    schedules,
+    sharings,
+)
 
 
 class Candidates:
-    """All layouts of a space that the backend runs, and the refusals by reason."""
+    """All families of a space that the backend runs, and the refusals by reason."""
 
     def __init__(
         self,
@@ -39,27 +55,78 @@ class Candidates:
         self.tables = tables
         self.pins = pins
         self.refused: dict[str, int] = {}
-        self.layouts: list[Layout] = []
-        for layout in layouts(model, cluster, job, pins):
-            reason = refusal(model, cluster, job, layout)
-            if reason is None:
-                self.layouts.append(layout)
-            else:
-                self.refused[reason] = self.refused.get(reason, 0) + 1
-        self._known = set(self.layouts)
         self._counts: dict[str, int] = {}
         for layer in model.layers:
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
-        self._fastest: dict[object, list[tuple[int, float, float]]] = {}
+        self.families = list(self._families())
 
-    def computation_s(self, layout: Layout) -> float:
+    def _families(self) -> Iterator[Family]:
+        """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
+        for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
+            reason = self.refusal(_plainest(self.job, degrees))
+            if reason is None:
+                yield from families(self.cluster, self.job, degrees, self.pins)
+                continue
+            count = len(sharings(degrees, self.pins)) * len(schedules(degrees, self.pins))
+            count *= len(micro_batches(self.job, degrees, self.pins))
+            if count:
+                self.refused[reason] = self.refused.get(reason, 0) + count
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why the backend cannot run a layout, or None if it can."""
+        return refusal(self.model, self.cluster, self.job, layout)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield every layout that the backend runs."""
+        for family in self.families:
+            for layout in family.layouts():
+                if self.refusal(layout) is None:
+                    yield layout
+
+    def computation_s(self, family: Family) -> float:
         """Least seconds of a step by computation and communication inside layers alone."""
-        return bounds.balanced_s(
-            self._fastest_layers(layout),
-            stages=layout.pipeline,
+        fastest = self.tables.fastest_s(family.first, self.pins.recompute)
+        bound_s = bounds.balanced_s(
+            [(self._counts[kind], seconds, 0.0) for kind, seconds in fastest.items()],
+            stages=family.degrees.pipeline,
             exposed_s=0.0,
-            steady=layout.micro_batches - 1,
+            steady=family.micro_batches - 1,
         )
+        return bound_s + self.tables.step_s
+
+    def room_s(self, family: Family) -> float:
+        """Least seconds with what each stage can hold under any sharing; inf if none fits.
+
+        Every figure is the least of the family: seconds are those of computation, states are
+        divided among as many ranks as there are under each ZeRO level (they only grow with fewer,
+        see planner.memory), and 1F1B holds the fewest micro-batches.
+        """
+        widest = {sharing.zero: sharing for sharing in family.sharings}
+        for sharing in family.sharings:
+            if sharing.shard > widest[sharing.zero].shard:
+                widest[sharing.zero] = sharing
+        corners = [
+            self.tables.of(family.layout(sharing, schedule))
+            for sharing in widest.values()
+            for schedule in family.schedules
+        ]
+        some = corners[0]
+        least = replace(
+            some,
+            kinds={
+                kind: tuple(
+                    _least([corner.kinds[kind][choice] for corner in corners], part.figures)
+                    for choice, part in enumerate(parts)
+                )
+                for kind, parts in some.parts.items()
+            },
+            boundary_s=0.0,
+            fixed_bytes=min(corner.fixed_bytes for corner in corners),
+            slack=min(corner.slack for corner in corners),
+        )
+        layout = family.layout(family.sharings[0], "1f1b")
+        instance = instance_of(self.model, self.cluster, layout, least, self.pins.recompute)
+        return bounds.counted_s(instance) + some.step_s
 
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""
@@ -94,19 +161,35 @@ class Candidates:
     def dominator(self, layout: Layout) -> Layout | None:
         """Return a candidate that can do all that this layout can, if one is known."""
         costs = self.tables.of(layout)
-        for twin in twins(layout):
-            if twin in self._known and dominates(twin, self.tables.of(twin), layout, costs):
+        for changed in twins(layout):
+            twin = canonical(self.cluster, changed)
+            if twin == layout or not self.pins.allow(twin) or self.refusal(twin) is not None:
+                continue
+            if dominates(twin, self.tables.of(twin), layout, costs):
                 return twin
         return None
 
-    def _fastest_layers(self, layout: Layout) -> Sequence[tuple[int, float, float]]:
-        """Return count, fewest seconds and no sync of each kind; shared by many layouts."""
-        key: object = (layout.tensor, layout.context, layout.expert, layout.micro_batch)
-        if layout.order != INSIDE_OUT:
-            key = (key, layout)
-        found = self._fastest.get(key)
-        if found is None:
-            fastest = self.tables.fastest_s(layout, self.pins.recompute)
-            found = [(self._counts[kind], s, 0.0) for kind, s in fastest.items()]
-            self._fastest[key] = found
-        return found
+
+def _plainest(job: Job, degrees: Degrees) -> Layout:
+    """Return a layout of these degrees that shares nothing."""
+    return Layout(
+        tensor=degrees.tensor,
+        context=degrees.context,
+        expert=degrees.expert,
+        pipeline=degrees.pipeline,
+        data_replicate=degrees.data,
+        micro_batches=job.global_batch // degrees.data,
+    )
+
+
+def _least(costs: list[StrategyCost], figures: Figures) -> StrategyCost:
+    """Return the least of every figure, and the seconds without sharding."""
+    return replace(
+        costs[0],
+        forward_s=figures.whole_forward_s,
+        backward_s=figures.whole_backward_s,
+        stored_bytes=min(cost.stored_bytes for cost in costs),
+        transient_bytes=min(cost.transient_bytes for cost in costs),
+        resident_bytes=min(cost.resident_bytes for cost in costs),
+        sync_s=0.0,
+    )

@@ -27,10 +27,12 @@ NO_FASTER = "solved, no split faster"
 UNFINISHED = "stopped early"
 BOUNDS = (
     "no faster by computation alone",
+    "no faster by computation within memory",
     "no faster with communication",
-    "no faster within memory",
+    "no faster with communication within memory",
 )
 """In the order in which they are worked out; each is at least the one before."""
+COMPUTATION, ROOM, COMMUNICATION, MEMORY = range(len(BOUNDS))
 OUTCOMES = (CHOSEN, REFUSED, *BOUNDS, DOMINATED, OUT_OF_MEMORY, NO_FASTER, SLOWER, UNFINISHED)
 
 
@@ -50,9 +52,13 @@ class Account:
         objective_s: float | None = None,
         bound_s: float | None = None,
         because: str | None = None,
+        count: int = 1,
     ) -> None:
-        """Count one configuration; keep it as a possible runner-up if it has a figure."""
-        self.counts[outcome] += 1
+        """Count what became of a configuration, and of `count` - 1 that are like it.
+
+        It is a possible runner-up if it has a figure.
+        """
+        self.counts[outcome] += count
         if outcome == UNFINISHED:
             self.unfinished_s.append(bound_s or 0.0)
         if objective_s is not None or bound_s is not None:

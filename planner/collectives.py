@@ -90,7 +90,7 @@ def levels(tiers: Sequence[LinkTier], steps: Sequence[tuple[int, int]], *, devic
     for tier in tiers:
         inside = total
         if tier.devices < devices:
-            inside = math.prod(_inside(tier.devices, ranks, stride) for ranks, stride in steps)
+            inside = math.prod(inside_unit(tier.devices, ranks, stride) for ranks, stride in steps)
         if inside > joined:
             result.append(Level(tier, inside // joined))
             joined = inside
@@ -101,7 +101,7 @@ def levels(tiers: Sequence[LinkTier], steps: Sequence[tuple[int, int]], *, devic
     return tuple(result)
 
 
-def _inside(devices: int, ranks: int, stride: int) -> int:
+def inside_unit(devices: int, ranks: int, stride: int) -> int:
     """How many of `ranks` members, `stride` apart, every group has within `devices` neighbours."""
     if devices % (ranks * stride) == 0:
         return ranks

@@ -206,6 +206,11 @@ class CostTables:
             assumptions=shared.assumptions,
         )
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step that no layer causes, the same for all layouts."""
+        return self._step_s
+
     def fastest_s(self, layout: Layout, recompute: Recompute | None = None) -> dict[str, float]:
         """Return least forward and backward seconds of each kind on one micro-batch.
 

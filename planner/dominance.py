@@ -1,10 +1,10 @@
 """Layouts that need not be solved, because another can do all that they can.
 
 A layout's *twin* differs from it in one choice: 1F1B instead of GPipe, ZeRO-1 instead of the other
-levels.  Where the twin's costs are no higher in any figure, every split of the layout is a split of
-the twin that takes no longer and needs no more memory, so the twin's optimum is at least as good.
-Whether they are no higher is looked up in the costs each time; nothing is taken for granted about
-schedules or ZeRO levels.
+levels, states divided among all data-parallel ranks, the usual order of axes.  Where the twin's
+costs are no higher in any figure, every split of the layout is a split of the twin that takes no
+longer and needs no more memory, so the twin's optimum is at least as good.  Whether they are no
+higher is looked up in the costs each time; nothing is taken for granted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.costs import LayoutCosts
-from planner.plan import Layout
+from planner.plan import INSIDE_OUT, Layout
 from planner.schedule import most_in_flight
 from planner.space import complexity
 
@@ -22,8 +22,12 @@ def twins(layout: Layout) -> Iterator[Layout]:
     """Yield the layouts that may dominate this one."""
     if layout.schedule == "gpipe" and layout.pipeline > 1:
         yield replace(layout, schedule="1f1b")
-    if layout.zero != 1 and layout.data > 1:
-        yield replace(layout, zero=1, data_shard=layout.data, data_replicate=1)
+    if layout.zero > 1:
+        yield replace(layout, zero=1)
+    if layout.data_replicate > 1:
+        yield replace(layout, zero=max(1, layout.zero), data_shard=layout.data, data_replicate=1)
+    if layout.order != INSIDE_OUT:
+        yield replace(layout, order=INSIDE_OUT)
 
 
 def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 from planner.candidates import Candidates
 from planner.cluster import ClusterSpec
 from planner.formulation import instance_of, plan_of
@@ -43,7 +45,7 @@ def closest_miss(candidates: Candidates) -> str:
 
     device = cluster.groups[0].accelerator
     misses = []
-    for layout in sorted(candidates.layouts, key=least_bytes)[:MISSES_LOOKED_AT]:
+    for layout in heapq.nsmallest(MISSES_LOOKED_AT, candidates.layouts(), key=least_bytes):
         leanest = _leanest(candidates, layout)
         index, stage = max(enumerate(leanest.stages), key=lambda s: s[1].peak_memory_bytes)
         misses.append((stage.peak_memory_bytes, index, stage, layout))

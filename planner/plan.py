@@ -72,6 +72,9 @@ class Layout:
 
         >>> Layout(tensor=8, pipeline=4, data_shard=2, zero=1, micro_batches=16).text()
         'tp=8 pp=4 dp=2 zero=1 1f1b micro_batch=1x16'
+        >>> inside = ("pipeline", "context", "tensor", "data_replicate", "data_shard")
+        >>> Layout(tensor=8, pipeline=4, data_shard=2, zero=3, order=inside).text()
+        'tp=8 pp=4 dp=2 zero=3 1f1b order=pp-tp-dp micro_batch=1x1'
         """
         parts = [f"tp={self.tensor}", f"pp={self.pipeline}", f"dp={self.data}"]
         if self.context > 1:
@@ -79,9 +82,25 @@ class Layout:
         if self.expert > 1:
             parts.append(f"ep={self.expert}")
         parts.append(f"zero={self.zero}")
+        if self.zero and self.data_replicate > 1:
+            parts.append(f"shard={self.data_shard}")
         if self.pipeline > 1:
             parts.append(self.schedule)
+        if self.order != INSIDE_OUT:
+            parts.append(f"order={self._order_text()}")
         return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
+
+    def _order_text(self) -> str:
+        """Return the axes that divide anything, innermost first."""
+        hybrid = self.zero and self.data_replicate > 1
+        names = {
+            "tensor": ("tp", self.tensor),
+            "context": ("cp", self.context),
+            "data_shard": ("shard" if hybrid else "dp", self.data_shard),
+            "data_replicate": ("replicate" if hybrid else "dp", self.data_replicate),
+            "pipeline": ("pp", self.pipeline),
+        }
+        return "-".join(name for name, degree in map(names.__getitem__, self.order) if degree > 1)
 
 
 class Mesh(Part):

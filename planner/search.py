@@ -4,10 +4,11 @@ Objective, the closed form that the certificate speaks of:
 
     T = (m - 1) max_s t_s + sum_s t_s + max_s sync_s + step_s,      mem_s <= capacity
 
-with t_s the seconds of stage s on one micro-batch.  All configurations wait in a queue, ordered by
-the highest lower bound that is known of each.  The first one gets its next bound (see
-planner.candidates) and goes back to its place, until it is first again with all of its bounds; then
-its partition problem is solved.  When the first of the queue is not below the best objective found,
+with t_s the seconds of stage s on one micro-batch.  Families of configurations wait in a queue,
+ordered by the highest lower bound that is known of each.  The first one gets its next bound (see
+planner.candidates) and goes back to its place; a family whose bounds are all known makes place for
+its layouts, and a layout that is first again with all of its bounds has its partition problem
+solved.  When the first of the queue is not below the best objective found,
 no configuration that is left is either, and the search ends with a proof.  So no problem is solved
 whose bounds exceed the optimum, and no dear bound is worked out where a cheap one exceeds it.
 """
@@ -19,16 +20,21 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner import inner
 from planner.candidates import Candidates
 from planner.certificate import (
     BOUNDS,
     CHOSEN,
+    COMMUNICATION,
+    COMPUTATION,
     DOMINATED,
+    MEMORY,
     NO_FASTER,
     OUT_OF_MEMORY,
     REFUSED,
+    ROOM,
     RUNNERS_UP,
     SLOWER,
     UNFINISHED,
@@ -42,11 +48,12 @@ from planner.frontier import FrontierStore
 from planner.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
 from planner.misses import closest_miss, nothing_runs
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Job, Layout, Plan
 from planner.predict import placement_prediction, placements_of
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
-from planner.space import Pins, complexity, kind
+from planner.space import Family, complexity, kind
 
 TOLERANCE = 1e-9
 """Objectives this close, relatively, are equal: then the simpler configuration wins."""
@@ -113,7 +120,7 @@ def search(
     pins = pins or Pins()
     tables = CostTables(model, cluster, job, profile)
     candidates = Candidates(model, cluster, job, tables, pins)
-    if not candidates.layouts:
+    if not candidates.families:
         raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))
     hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress)
     bests = hunt.run()
@@ -139,6 +146,21 @@ def search(
     )
 
 
+class _Entry(NamedTuple):
+    """A family or a layout in the queue; complexity tells those of one step apart."""
+
+    bound_s: float
+    complexity: tuple[int, ...]
+    known: int
+    """Index of the last of BOUNDS that is worked out."""
+    item: Family | Layout
+
+    @property
+    def first(self) -> Layout:
+        """The layout, or the simplest one of the family."""
+        return _first(self.item)
+
+
 class _Hunt:
     """One run over the candidates: the queue, the best of each kind, the account."""
 
@@ -153,41 +175,63 @@ class _Hunt:
         self._top = top
         self._progress = progress
         self._bests: dict[tuple[int, ...], _Best] = {}
-        self._bounds = (
-            candidates.computation_s,
-            candidates.communication_s,
-            candidates.memory_s,
-        )
+        self._queue: list[_Entry] = []
+        self._opened = 0
 
     def run(self) -> list[_Best]:
         """Return the best configurations, one of each kind, fastest first."""
-        layouts = self._candidates.layouts
-        # Bound, complexity, how many bounds are known, layout: complexity tells all layouts apart.
-        queue = [(self._bounds[0](c), complexity(c), 1, c) for c in layouts]
-        heapq.heapify(queue)
-        while queue:
-            bound_s, simple, known, layout = heapq.heappop(queue)
-            if self._progress:
-                self._progress(len(layouts) - len(queue), len(layouts))
-            if self._settled(bound_s):
-                queue.append((bound_s, simple, known, layout))
+        for family in self._candidates.families:
+            self._push(self._candidates.computation_s(family), COMPUTATION, family)
+        while self._queue:
+            entry = heapq.heappop(self._queue)
+            if self._settled(entry.bound_s):
+                heapq.heappush(self._queue, entry)
                 break
-            rival = self._rival(layout)
-            if rival is not None and not _may_beat(bound_s, simple, rival):
-                self._outbounded(layout, bound_s, known)
-            elif known == len(self._bounds):
-                self._try(layout, bound_s, rival)
-            elif known == 1 and self._dominated(layout):
-                continue
-            else:
-                better_s = max(bound_s, self._bounds[known](layout))
-                if math.isinf(better_s):
-                    self.account.lost(OUT_OF_MEMORY, layout)
-                else:
-                    heapq.heappush(queue, (better_s, simple, known + 1, layout))
-        for place, (bound_s, _, known, layout) in enumerate(sorted(queue)):
-            self._outbounded(layout, bound_s, known, listed=place < RUNNERS_UP)
+            self._advance(entry)
+            if self._progress:
+                self._progress(self._opened, len(self._candidates.families))
+        for place, entry in enumerate(sorted(self._queue)):
+            self._outbounded(entry, listed=place < RUNNERS_UP)
         return self._ranking()
+
+    def _advance(self, entry: _Entry) -> None:
+        """Bring one entry a step further: a better bound, its layouts, or its solution."""
+        item, bound_s = entry.item, entry.bound_s
+        rival = self._rival(entry.first)
+        if rival is not None and not _may_beat(bound_s, complexity(entry.first), rival):
+            self._outbounded(entry)
+        elif isinstance(item, Family):
+            if entry.known == COMPUTATION:
+                self._push(max(bound_s, self._candidates.room_s(item)), ROOM, item)
+            else:
+                self._opened += 1
+                for layout in item.layouts():
+                    self._enlist(bound_s, layout)
+        elif entry.known == ROOM:
+            if self._candidates.dominator(item) is not None:
+                self.account.lost(DOMINATED, item)
+            else:
+                better_s = max(bound_s, self._candidates.communication_s(item))
+                self._push(better_s, COMMUNICATION, item)
+        elif entry.known == COMMUNICATION:
+            self._push(max(bound_s, self._candidates.memory_s(item)), MEMORY, item)
+        else:
+            self._try(item, bound_s, rival)
+
+    def _enlist(self, bound_s: float, layout: Layout) -> None:
+        """Let a layout of a family stand for itself."""
+        if self._candidates.refusal(layout) is None:
+            self._push(bound_s, ROOM, layout)
+        else:
+            self.account.lost(REFUSED, layout)
+
+    def _push(self, bound_s: float, known: int, item: Family | Layout) -> None:
+        """Put an item in the queue; what cannot fit goes to the account."""
+        if math.isinf(bound_s):
+            self.account.lost(OUT_OF_MEMORY, _first(item), count=_size(item))
+            return
+        entry = _Entry(bound_s, complexity(_first(item)), known, item)
+        heapq.heappush(self._queue, entry)
 
     def _try(self, layout: Layout, bound_s: float, rival: _Best | None) -> None:
         """Solve a configuration; it has to beat its rival."""
@@ -222,21 +266,14 @@ class _Hunt:
                 return
         self.account.lost(SLOWER, new.layout, objective_s=new.objective_s)
 
-    def _dominated(self, layout: Layout) -> bool:
-        if self._candidates.dominator(layout) is None:
-            return False
-        self.account.lost(DOMINATED, layout)
-        return True
-
-    def _outbounded(
-        self, layout: Layout, bound_s: float, known: int, *, listed: bool = True
-    ) -> None:
-        outcome = BOUNDS[known - 1]
+    def _outbounded(self, entry: _Entry, *, listed: bool = True) -> None:
+        outcome = BOUNDS[entry.known]
         self.account.lost(
             outcome,
-            layout,
-            bound_s=bound_s if listed else None,
+            entry.first,
+            bound_s=entry.bound_s if listed else None,
             because=f"not solved, {outcome}",
+            count=_size(entry.item),
         )
 
     def _rival(self, layout: Layout) -> _Best | None:
@@ -271,6 +308,14 @@ class _Hunt:
         for best in ranking[1:]:
             self.account.lost(SLOWER, best.layout, objective_s=best.objective_s)
         return ranking[: self._top]
+
+
+def _first(item: Family | Layout) -> Layout:
+    return item.first if isinstance(item, Family) else item
+
+
+def _size(item: Family | Layout) -> int:
+    return item.size if isinstance(item, Family) else 1
 
 
 def _solver(name: str) -> Solve:

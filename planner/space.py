@@ -1,80 +1,91 @@
-"""The layouts that a search looks at: parallel degrees, ZeRO level, schedule and micro-batch.
+"""The space that a search looks at: families of layouts, and the layouts of a family.
 
-The space is the product of divisors: tensor x pipeline x data = devices, micro-batches divide each
-data-parallel rank's share of the global batch.  `Pins` fixes any of them.
+A family has its degrees and its micro-batch, which is what computation depends on; its layouts
+differ in what is shared and sent: ZeRO level, over how many ranks, in which order the axes lie on
+the links, and the schedule.  Degrees are divisors: tensor x context x data x pipeline = devices;
+micro-batches divide each data-parallel rank's share of the global batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from planner import axis_orders
 from planner.cluster import ClusterSpec
-from planner.document import nearest
-from planner.errors import DocumentError
 from planner.model import ModelGraph
-from planner.plan import INSIDE_OUT, Job, Layout, ScheduleName
-from planner.profile import Recompute
+from planner.pins import SCHEDULES, Pins
+from planner.plan import INSIDE_OUT, Axis, Job, Layout, ScheduleName
 
-SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
-SHORT_NAMES = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "dp": "data",
-    "zero": "zero",
-    "micro_batch": "micro_batch",
-    "schedule": "schedule",
-    "recompute": "recompute",
-}
 LARGEST_MICRO_BATCH = 64
+LARGEST_CONTEXT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pins:
-    """Choices that the user has made; None leaves the choice to the search."""
+class Degrees:
+    """How many ranks each axis has; replicate and shard are told apart later."""
 
-    tensor: int | None = None
-    pipeline: int | None = None
-    data: int | None = None
-    zero: int | None = None
-    micro_batch: int | None = None
-    schedule: ScheduleName | None = None
-    recompute: Recompute | None = None
+    tensor: int
+    context: int
+    expert: int
+    pipeline: int
+    data: int
 
 
-def read_pins(texts: Sequence[str]) -> Pins:
-    """Read `tp=8`, `pp=4,zero=3`, ... as the command line gives them.
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """ZeRO level, how the data axis is divided, and where the axes lie."""
 
-    >>> read_pins(["tp=8", "zero=3,recompute=full"]).recompute
-    'full'
+    zero: int
+    shard: int
+    replicate: int
+    order: tuple[Axis, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Layouts of equal degrees and micro-batch whose tensor and context groups use equal links.
+
+    `sharings` begin with the simplest.
     """
-    values: dict[str, int | str] = {}
-    for item in (part.strip() for text in texts for part in text.split(",")):
-        name, sign, value = item.partition("=")
-        field = SHORT_NAMES.get(name) or (name if name in SHORT_NAMES.values() else None)
-        if not sign or field is None:
-            raise DocumentError("fix", f"'{item}': write NAME=VALUE; {nearest(name, _names())}")
-        if field in values:
-            raise DocumentError("fix", f"'{item}': {name} is given twice")
-        values[field] = _pin_value(field, value, item)
-    return Pins(**values)  # type: ignore[arg-type]
 
+    degrees: Degrees
+    micro_batch: int
+    micro_batches: int
+    sharings: tuple[Sharing, ...]
+    schedules: tuple[ScheduleName, ...]
 
-def _names() -> list[str]:
-    return list(SHORT_NAMES)
+    @property
+    def size(self) -> int:
+        """How many layouts there are."""
+        return len(self.sharings) * len(self.schedules)
 
+    def layout(self, sharing: Sharing, schedule: ScheduleName) -> Layout:
+        """Return one layout."""
+        return Layout(
+            tensor=self.degrees.tensor,
+            context=self.degrees.context,
+            expert=self.degrees.expert,
+            pipeline=self.degrees.pipeline,
+            data_replicate=sharing.replicate,
+            data_shard=sharing.shard,
+            zero=sharing.zero,
+            schedule=schedule,
+            micro_batch=self.micro_batch,
+            micro_batches=self.micro_batches,
+            order=sharing.order,
+        )
 
-def _pin_value(field: str, value: str, item: str) -> int | str:
-    words = {"schedule": SCHEDULES, "recompute": ("none", "selective", "full")}.get(field)
-    if words is not None:
-        if value not in words:
-            raise DocumentError("fix", f"'{item}': {field} is one of {', '.join(words)}")
-        return value
-    least = 0 if field == "zero" else 1
-    if not value.isdecimal() or int(value) < least or (field == "zero" and int(value) > 3):
-        bounds = "0, 1, 2 or 3" if field == "zero" else "a whole number from 1"
-        raise DocumentError("fix", f"'{item}': {field} is {bounds}")
-    return int(value)
+    def layouts(self) -> Iterator[Layout]:
+        """Yield every layout."""
+        for sharing in self.sharings:
+            for schedule in self.schedules:
+                yield self.layout(sharing, schedule)
+
+    @property
+    def first(self) -> Layout:
+        """The least complex layout."""
+        return self.layout(self.sharings[0], self.schedules[0])
 
 
 def divisors(number: int) -> list[int]:
@@ -90,77 +101,132 @@ def divisors(number: int) -> list[int]:
 def layouts(
     model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins | None = None
 ) -> Iterator[Layout]:
-    """Yield every layout that uses all devices and divides the batch, simplest first.
+    """Yield every layout that uses all devices and divides the batch.
 
     What a backend cannot execute is not left out here: the search asks the backend and counts it.
     """
     pins = pins or Pins()
+    for degrees in every_degrees(model, cluster, job, pins):
+        for family in families(cluster, job, degrees, pins):
+            yield from family.layouts()
+
+
+def every_degrees(
+    model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins
+) -> Iterator[Degrees]:
+    """Yield the degrees that use all devices and divide the batch, simplest first."""
     devices = cluster.devices
     for tensor in _allowed(divisors(devices), pins.tensor):
         if tensor > _most_tensor_parallel(model):
             continue
-        for pipeline in _allowed(divisors(devices // tensor), pins.pipeline):
-            data = devices // tensor // pipeline
-            if pipeline > len(model.chain) or (pins.data or data) != data:
-                continue
-            if job.global_batch % data:
-                continue
-            share = job.global_batch // data
-            for micro_batch in _allowed(divisors(share), pins.micro_batch):
-                if micro_batch > LARGEST_MICRO_BATCH and pins.micro_batch is None:
-                    break
-                yield from _variants(tensor, pipeline, data, micro_batch, share, pins)
+        for context in _allowed(_context_degrees(job, devices // tensor, pins), pins.context):
+            for pipeline in _allowed(divisors(devices // tensor // context), pins.pipeline):
+                data = devices // tensor // context // pipeline
+                if pipeline > len(model.chain) or (pins.data or data) != data:
+                    continue
+                if job.global_batch % data:
+                    continue
+                for expert in _allowed(_expert_degrees(model, devices // pipeline), pins.expert):
+                    yield Degrees(
+                        tensor=tensor,
+                        context=context,
+                        expert=expert,
+                        pipeline=pipeline,
+                        data=data,
+                    )
 
 
-def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins) -> Layout:
-    """Return the one layout that pins describe; what they leave open takes the plainest value.
+def micro_batches(job: Job, degrees: Degrees, pins: Pins) -> list[tuple[int, int]]:
+    """Return the sizes of a micro-batch that divide a rank's share, each with their number."""
+    share = job.global_batch // degrees.data
+    return [
+        (size, share // size)
+        for size in _allowed(divisors(share), pins.micro_batch)
+        if size <= LARGEST_MICRO_BATCH or pins.micro_batch is not None
+    ]
 
-    Data parallelism takes the devices that are left, sharded by ZeRO-1; a micro-batch is 1 sample.
+
+def schedules(degrees: Degrees, pins: Pins) -> tuple[ScheduleName, ...]:
+    """Return the schedules that differ; without a pipeline there is only one."""
+    if degrees.pipeline == 1:
+        return SCHEDULES[:1]
+    return tuple(name for name in SCHEDULES if pins.schedule in (None, name))
+
+
+def sharings(degrees: Degrees, pins: Pins) -> list[tuple[int, int]]:
+    """Return ZeRO levels with the number of ranks that divide the states, simplest first.
+
+    Level 0 replicates; the others shard over the whole data axis or part of it, which leaves the
+    rest to replicate (hybrid sharding).
     """
-    tensor, pipeline = pins.tensor or 1, pins.pipeline or 1
-    data = pins.data or max(1, cluster.devices // (tensor * pipeline))
-    micro_batch = pins.micro_batch or 1
-    zero = (1 if data > 1 else 0) if pins.zero is None else pins.zero
-    if job.global_batch % (data * micro_batch):
-        raise DocumentError(
-            "layout",
-            f"dp={data} x micro_batch={micro_batch} does not divide the global batch of "
-            f"{job.global_batch}",
-        )
-    if zero and data == 1:
-        raise DocumentError("layout", f"zero={zero} needs dp > 1 to shard over")
-    return Layout(
-        tensor=tensor,
-        pipeline=pipeline,
-        data_replicate=1 if zero else data,
-        data_shard=data if zero else 1,
-        zero=zero,
-        schedule=pins.schedule or "1f1b",
-        micro_batch=micro_batch,
-        micro_batches=job.global_batch // (data * micro_batch),
-    )
-
-
-def _variants(
-    tensor: int, pipeline: int, data: int, micro_batch: int, share: int, pins: Pins
-) -> Iterator[Layout]:
-    """Yield the ZeRO levels and schedules of one choice of degrees and micro-batch."""
-    for zero in _allowed([0, 1, 2, 3] if data > 1 else [0], pins.zero):
-        if zero and data == 1:
-            continue
-        for schedule in SCHEDULES if pipeline > 1 else SCHEDULES[:1]:
-            if pipeline > 1 and pins.schedule not in (None, schedule):
+    result = []
+    group = degrees.context * degrees.tensor
+    for zero in _allowed([0, 1, 2, 3], pins.zero):
+        for shard in reversed(divisors(degrees.data)) if zero else [1]:
+            if zero and shard == 1:
                 continue
-            yield Layout(
-                tensor=tensor,
-                pipeline=pipeline,
-                data_replicate=1 if zero else data,
-                data_shard=data if zero else 1,
-                zero=zero,
-                schedule=schedule,
-                micro_batch=micro_batch,
-                micro_batches=share // micro_batch,
+            if (shard * group) % degrees.expert or pins.data_shard not in (None, shard):
+                continue
+            result.append((zero, shard))
+    return result
+
+
+def families(cluster: ClusterSpec, job: Job, degrees: Degrees, pins: Pins) -> Iterator[Family]:
+    """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
+    tiers = tiers_of(cluster)
+    by_place: dict[axis_orders.Spans, list[Sharing]] = {}
+    for zero, shard in sharings(degrees, pins):
+        replicate = degrees.data // shard
+        for spans, order in _orders(tiers, degrees, shard, replicate).items():
+            inner = spans[:2]  # of tensor and context
+            by_place.setdefault(inner, []).append(Sharing(zero, shard, replicate, order))
+    for size, count in micro_batches(job, degrees, pins):
+        for found in by_place.values():
+            yield Family(
+                degrees=degrees,
+                micro_batch=size,
+                micro_batches=count,
+                sharings=tuple(found),
+                schedules=schedules(degrees, pins),
             )
+
+
+def _orders(
+    tiers: tuple[int, ...], degrees: Degrees, shard: int, replicate: int
+) -> dict[axis_orders.Spans, tuple[Axis, ...]]:
+    """Return the orders of axes that differ; experts take neighbouring ranks, so there is one."""
+    each = (degrees.tensor, degrees.context, shard, replicate, degrees.pipeline)
+    if degrees.expert > 1:
+        return {axis_orders.spans(tiers, each, INSIDE_OUT): INSIDE_OUT}
+    return axis_orders.distinct_orders(tiers, each)
+
+
+def canonical(cluster: ClusterSpec, layout: Layout) -> Layout:
+    """Return the layout of the space whose axes lie on the same links."""
+    tiers, each = tiers_of(cluster), axis_orders.degrees_of(layout)
+    order = axis_orders.distinct_orders(tiers, each)[axis_orders.spans(tiers, each, layout.order)]
+    return layout if order == layout.order else replace(layout, order=order)
+
+
+def tiers_of(cluster: ClusterSpec) -> tuple[int, ...]:
+    """Return how many devices each link tier reaches."""
+    return tuple(tier.devices for tier in cluster.tiers)
+
+
+def _context_degrees(job: Job, ranks: int, pins: Pins) -> list[int]:
+    """Return degrees that divide the sequence, up to the largest worth a look."""
+    return [
+        degree
+        for degree in divisors(ranks)
+        if job.seq_len % degree == 0 and (degree <= LARGEST_CONTEXT or pins.context is not None)
+    ]
+
+
+def _expert_degrees(model: ModelGraph, ranks: int) -> list[int]:
+    a = model.architecture
+    if a is None or a.experts is None:
+        return [1]
+    return [degree for degree in divisors(a.experts.count) if ranks % degree == 0]
 
 
 def _allowed(values: list[int], pinned: int | None) -> list[int]:
@@ -182,10 +248,10 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         layout.context,
         layout.expert,
         layout.zero,
+        layout.data_replicate if layout.zero else 0,
         SCHEDULES.index(layout.schedule),
-        -layout.micro_batch,
-        layout.data_shard,
         *(INSIDE_OUT.index(axis) for axis in layout.order),
+        -layout.micro_batch,
     )
 
 
@@ -198,6 +264,3 @@ def kind(layout: Layout) -> tuple[int, ...]:
         layout.expert,
         layout.data,
     )
-
-
-assert set(SHORT_NAMES.values()) == {field.name for field in fields(Pins)}

@@ -18,9 +18,10 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.frontier import FrontierStore
 from planner.inner import solve
 from planner.instance import Solution
+from planner.pins import Pins
 from planner.plan import Job, Layout
 from planner.search import Answer, search
-from planner.space import Pins, complexity, kind
+from planner.space import Family, complexity, kind
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def optima(case: Case) -> dict[Layout, float]:
     """Return the optimum of every configuration, inf where none fits."""
     candidates, frontiers = case.candidates(), FrontierStore()
     result = {}
-    for layout in candidates.layouts:
+    for layout in candidates.layouts():
         found = solve(candidates.instance(layout), frontiers=frontiers)
         result[layout] = math.inf
         if isinstance(found, Solution):
@@ -83,10 +84,15 @@ def test_no_configuration_is_faster_and_no_bound_is_above_its_optimum(case: Case
     assert answer.certificate.gap == 0
     assert sum(answer.certificate.counts.values()) == answer.certificate.configurations
     assert answer.certificate.configurations == len(exhaustive) + sum(candidates.refused.values())
-    for layout, optimum_s in exhaustive.items():
-        limit_s = optimum_s * (1 + 1e-12)
-        assert candidates.computation_s(layout) <= candidates.communication_s(layout) <= limit_s
-        assert candidates.memory_s(layout) <= limit_s
+    for family in candidates.families:
+        computation_s, room_s = candidates.computation_s(family), candidates.room_s(family)
+        for layout in family.layouts():
+            limit_s = exhaustive[layout] * (1 + 1e-12)
+            communication_s = candidates.communication_s(layout)
+            assert computation_s <= room_s * (1 + 1e-9)
+            assert room_s <= limit_s
+            assert computation_s <= communication_s * (1 + 1e-12) <= limit_s * (1 + 1e-12)
+            assert candidates.memory_s(layout) <= limit_s
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
@@ -107,16 +113,16 @@ def test_the_order_of_enumeration_does_not_matter(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = case.search()
-    every = space.layouts
+    every = space.families
     for seed in range(3):
         rng = random.Random(seed)
 
-        def shuffled(*arguments: object, rng: random.Random = rng) -> list[Layout]:
+        def shuffled(*arguments: object, rng: random.Random = rng) -> list[Family]:
             listed = list(every(*arguments))  # type: ignore[arg-type]
             rng.shuffle(listed)
             return listed
 
-        monkeypatch.setattr(candidates_module, "layouts", shuffled)
+        monkeypatch.setattr(candidates_module, "families", shuffled)
 
         answer = case.search()
 
@@ -124,8 +130,38 @@ def test_the_order_of_enumeration_does_not_matter(
         assert answer.certificate == usual.certificate
 
 
+def test_context_and_expert_degrees_are_searched_where_a_backend_runs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(candidates_module, "refusal", lambda *_: None)
+    case = Case("mixtral-8x7b", "2x8xh200-sxm", 8192, 16, Pins(tensor=1, micro_batch=1))
+    exhaustive = optima(case)
+
+    answer = case.search()
+
+    fastest = min(exhaustive, key=lambda layout: (exhaustive[layout], complexity(layout)))
+    assert answer.plan.layout == fastest
+    assert max(layout.context for layout in exhaustive) == 16
+    assert max(layout.expert for layout in exhaustive) == 8
+    assert answer.certificate.configurations == len(exhaustive)
+
+
+def test_what_the_backend_refuses_is_counted_and_never_chosen() -> None:
+    case = Case("mixtral-8x7b", "8xh200-sxm", 8192, 8)
+
+    answer = case.search()
+
+    refused = case.candidates().refused
+    assert set(refused) >= {
+        "context parallelism cannot be executed",
+        "expert parallelism cannot be executed",
+    }
+    assert answer.certificate.counts["refused by the backend"] == sum(refused.values())
+    assert answer.plan.layout.context == answer.plan.layout.expert == 1
+
+
 def test_no_two_layouts_are_equally_simple() -> None:
-    layouts = EXPERTS.candidates().layouts
+    layouts = list(EXPERTS.candidates().layouts())
 
     assert len({complexity(layout) for layout in layouts}) == len(layouts)
 
@@ -207,4 +243,4 @@ def test_pinned_gpipe_is_not_dominated_by_what_the_pins_exclude() -> None:
     answer = pinned.search()
 
     assert answer.plan.schedule == "gpipe"
-    assert all("1f1b" not in layout.text() for layout in pinned.candidates().layouts)
+    assert all("1f1b" not in layout.text() for layout in pinned.candidates().layouts())
