@@ -101,15 +101,7 @@ class Candidates:
         divided among as many ranks as there are under each ZeRO level (they only grow with fewer,
         see planner.memory), and 1F1B holds the fewest micro-batches.
         """
-        widest = {sharing.zero: sharing for sharing in family.sharings}
-        for sharing in family.sharings:
-            if sharing.shard > widest[sharing.zero].shard:
-                widest[sharing.zero] = sharing
-        corners = [
-            self.tables.of(family.layout(sharing, schedule))
-            for sharing in widest.values()
-            for schedule in family.schedules
-        ]
+        corners = [self.tables.of(layout) for layout in family.corners()]
         some = corners[0]
         least = replace(
             some,

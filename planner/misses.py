@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 from planner.candidates import Candidates
 from planner.cluster import ClusterSpec
@@ -20,13 +21,17 @@ MISSES_LOOKED_AT = 8
 
 def nothing_runs(model: ModelGraph, cluster: ClusterSpec, job: Job, refused: dict[str, int]) -> str:
     """Say why not even one layout is left to try."""
-    if refused:
-        reasons = sorted(refused.items(), key=lambda item: -item[1])[:3]
-        listed = "; ".join(f"{reason} ({count})" for reason, count in reasons)
-        return f"the native backend can run none of {sum(refused.values())} layouts: {listed}"
+    divides = (
+        f"uses all {cluster.devices} devices and divides a global batch of {job.global_batch}; "
+        "ask for a global batch that the devices divide, or fix less"
+    )
+    if not refused:
+        return f"no layout of {model.name} {divides}"
+    reasons = sorted(refused.items(), key=lambda item: -item[1])[:3]
+    listed = "; ".join(f"{reason} ({count})" for reason, count in reasons)
     return (
-        f"no layout of {model.name} uses all {cluster.devices} devices and divides a global batch "
-        f"of {job.global_batch}; ask for a global batch that the devices divide, or fix less"
+        f"the native backend can run none of {sum(refused.values())} layouts: {listed}. "
+        f"Nothing else {divides}"
     )
 
 
@@ -45,7 +50,7 @@ def closest_miss(candidates: Candidates) -> str:
 
     device = cluster.groups[0].accelerator
     misses = []
-    for layout in heapq.nsmallest(MISSES_LOOKED_AT, candidates.layouts(), key=least_bytes):
+    for layout in heapq.nsmallest(MISSES_LOOKED_AT, _leanest_layouts(candidates), key=least_bytes):
         leanest = _leanest(candidates, layout)
         index, stage = max(enumerate(leanest.stages), key=lambda s: s[1].peak_memory_bytes)
         misses.append((stage.peak_memory_bytes, index, stage, layout))
@@ -59,6 +64,17 @@ def closest_miss(candidates: Candidates) -> str:
         + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts)
         + f". {_way_out(layout, stage.memory_parts, device.memory_bytes)}"
     )
+
+
+def _leanest_layouts(candidates: Candidates) -> Iterator[Layout]:
+    """Yield layouts of which one needs least: small micro-batches, states divided all the way."""
+    smallest: dict[object, int] = {}
+    for family in candidates.families:
+        least = smallest.get(family.degrees, family.micro_batch)
+        smallest[family.degrees] = min(least, family.micro_batch)
+    for family in candidates.families:
+        if family.micro_batch == smallest[family.degrees]:
+            yield from family.corners()
 
 
 def _leanest(candidates: Candidates, layout: Layout) -> Prediction:

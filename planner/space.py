@@ -46,7 +46,7 @@ class Sharing:
 class Family:
     """Layouts of equal degrees and micro-batch whose tensor and context groups use equal links.
 
-    `sharings` begin with the simplest.
+    `sharings` begin with the simplest, and at each ZeRO level with the most ranks.
     """
 
     degrees: Degrees
@@ -81,6 +81,13 @@ class Family:
         for sharing in self.sharings:
             for schedule in self.schedules:
                 yield self.layout(sharing, schedule)
+
+    def corners(self) -> Iterator[Layout]:
+        """Yield the layouts that divide states among the most ranks, for each ZeRO level."""
+        for level in {sharing.zero: None for sharing in self.sharings}:
+            widest = next(sharing for sharing in self.sharings if sharing.zero == level)
+            for schedule in self.schedules:
+                yield self.layout(widest, schedule)
 
     @property
     def first(self) -> Layout:
