@@ -25,8 +25,11 @@ Recomputed = Literal["none", "selective", "full", "partial"]
 
 NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
 
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 DEFAULT_HEAD_DIM = 128
 DEFAULT_VOCABULARY = 32000
+MOST = 1e15
+"""Above every count that a table can mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +128,8 @@ def read_rows(path: Path) -> list[Row]:
 def measured_of(row: Row) -> Measured:
     """Return what a row says was seen."""
     out_of_memory = row.get("out_of_memory", "")
-    step_time_s = _number(row, "step_time_s")
-    memory = _number(row, "peak_memory_gib")
+    step_time_s = _seen(row, "step_time_s")
+    memory = _seen(row, "peak_memory_gib")
 
     def judged(column: str, default: bool) -> bool:
         cell = row.get(column, "")
@@ -174,9 +177,14 @@ def _run(row: Row) -> Run:
     devices = _whole(row, "n_devices")
     tensor, pipeline = _whole(row, "tp", 1), _whole(row, "pp", 1)
     context = _whole(row, "cp", 1)
+    if pipeline > architecture.layers:
+        raise _UnknownError("pp is larger than layers")
     data = _data_degree(row, devices, tensor * pipeline * context)
     micro_batch, global_batch = _batches(row, data, assumed)
-    precision, _, extra = (row.get("precision", "") or "bf16").partition("+")
+    precision, _, extra = (row.get("precision", "") or "bf16").lower().partition("+")
+    precision = next((known for known in PRECISIONS if precision.startswith(known)), precision)
+    if precision not in PRECISIONS:
+        raise _UnknownError(f"precision '{precision}' is not known")
     if not row.get("precision"):
         assumed.append("precision bf16")
     recompute = row.get("recompute", "") or None
@@ -268,8 +276,8 @@ def _architecture(row: Row) -> Architecture:
     positions and no biases (Llama), others with layer norms, biases and learned positions (GPT).
     """
     hidden = _whole(row, "hidden_size")
-    heads = _optional(row, "n_heads")
-    head_dim = _optional(row, "head_dim")
+    heads = _optional(row, "n_heads") or None
+    head_dim = _optional(row, "head_dim") or None
     if heads is None:
         heads = max(1, hidden // (head_dim or DEFAULT_HEAD_DIM))
     head_dim = head_dim or max(1, hidden // heads)
@@ -386,9 +394,23 @@ def _cluster(
     )
 
 
+def _seen(row: Row, column: str) -> float | None:
+    """Return a measurement; None where the cell holds none above 0."""
+    try:
+        value = _number(row, column)
+    except ValueError:
+        return None
+    return value if value else None
+
+
 def _number(row: Row, column: str) -> float | None:
     cell = row.get(column, "")
-    return float(cell) if cell else None
+    if not cell:
+        return None
+    value = float(cell)
+    if not 0 <= value < MOST:
+        raise ValueError(f"{column} is {cell}")
+    return value
 
 
 def _optional(row: Row, column: str) -> int | None:
@@ -399,6 +421,8 @@ def _optional(row: Row, column: str) -> int | None:
 def _whole(row: Row, column: str, default: int | None = None) -> int:
     value = _optional(row, column)
     if value is not None:
+        if value == 0 and default != 0:
+            raise ValueError(f"{column} is 0")
         return value
     if default is None:
         raise _UnknownError(f"{column} is not known")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.backends.estimate import Estimate, estimate
+from planner.errors import DocumentError
 from planner.runs import Measured, Run, Skipped, each, read_rows
 from planner.scores import (
     ErrorScore,
@@ -130,8 +131,12 @@ def validate(path: Path, *, told: Told | None = None) -> Validation:
             rows.append(ScoredRow(measured=measured, run=None, estimate=None, reason=run.reason))
             continue
         key = tuple((k, v) for k, v in table[index].items() if k not in _SEEN)
-        if key not in known:
-            known[key] = estimate(run)
+        try:
+            if key not in known:
+                known[key] = estimate(run)
+        except DocumentError as error:  # a precision that the accelerator has no peak for
+            rows.append(ScoredRow(measured=measured, run=None, estimate=None, reason=error.message))
+            continue
         rows.append(ScoredRow(measured=measured, run=run, estimate=known[key]))
     if told is not None:
         told(len(table), len(table))

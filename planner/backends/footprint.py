@@ -66,7 +66,7 @@ def _memory_parts(priced: Priced, recompute: str, stage: int) -> dict[str, float
     zero = rules.zero if run.zero is None else run.zero
     gathered = 0.0
     if zero == 3:
-        local = max(priced.local[kind].count for kind in kinds)
+        local = max((priced.local[kind].count for kind in kinds), default=0.0)
         gathered = 2 * 2 * local + rules.reduce_bytes * local
     sent = 0.0
     if rules.keeps_sent and stage < run.pipeline - 1:

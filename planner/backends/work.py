@@ -247,6 +247,10 @@ def block(shape: Shape, *, moe: bool) -> Work:
     stored += qkv + e * n * q / t  # queries, keys, values; the attention's output
     if not fused(shape, "rotary"):
         stored += e * n * (q + k) / t
+    if a.latent is not None:
+        stored += (
+            2 * e * r * (a.latent.q_rank + a.latent.kv_rank)
+        )  # latents, before and behind norms
     stored += 2 * r * h * dropout + mlp_stored
     attention_bytes = 4 * n * a.heads / t
     if not shape.flash:

@@ -83,6 +83,16 @@ def test_what_no_convention_gives_is_a_reason() -> None:
     assert "does not divide" in reason(tp="3")
     assert "no accelerator" in reason(accelerator="abacus")
     assert "not valid" in reason(layers="many")
+    assert "not valid" in reason(tp="0")
+    assert "not valid" in reason(seq_len="inf")
+    assert "larger than layers" in reason(pp="64", n_devices="128")
+    assert "precision 'int2'" in reason(precision="int2")
+
+
+def test_a_measurement_that_is_none_is_left_out() -> None:
+    seen = measured_of(ROW | {"step_time_s": "fast", "peak_memory_gib": "0"})
+
+    assert (seen.step_time_s, seen.peak_memory_gib) == (None, None)
 
 
 def test_a_failed_run_has_neither_time_nor_memory() -> None:
