@@ -26,6 +26,8 @@ def _obstacles(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout
         yield "context parallelism cannot be executed"
     if layout.expert > 1:
         yield "expert parallelism cannot be executed"
+    if layout.schedule not in ("gpipe", "1f1b"):
+        yield f"the schedule {layout.schedule} is not priced"
     if model.edges:
         yield "the model's graph is not a chain"
     if layout.pipeline > len(model.chain):

@@ -16,10 +16,20 @@ from planner.document import Document, Part
 from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.profile import Recompute
+from planner.schedule import obstacle, rank_of_stage
 from planner.units import Amount, Count, Positive, Rate, Text
 
 Backend = Literal["native"]
-ScheduleName = Literal["gpipe", "1f1b"]
+ScheduleName = Literal[
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "interleaved-zb",
+    "zbv",
+    "dualpipe-v",
+    "pipedream-2bw",
+]
 Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
 INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 
@@ -51,6 +61,13 @@ class Layout:
     micro_batch: int = 1
     micro_batches: int = 1
     order: tuple[Axis, ...] = INSIDE_OUT
+    virtual_stages: int = 1
+    """Pipeline stages on each rank."""
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the whole job."""
+        return self.pipeline * self.virtual_stages
 
     @property
     def data(self) -> int:
@@ -86,6 +103,8 @@ class Layout:
             parts.append(f"shard={self.data_shard}")
         if self.pipeline > 1:
             parts.append(self.schedule)
+        if self.virtual_stages > 1:
+            parts.append(f"stages={self.virtual_stages}/rank")
         if self.order != INSIDE_OUT:
             parts.append(f"order={self._order_text()}")
         return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
@@ -135,7 +154,7 @@ class PlacedLayer(Part):
 
 
 class Stage(Part):
-    """Layers that one pipeline rank holds, in order."""
+    """Consecutive layers on one pipeline rank, in order."""
 
     layers: tuple[PlacedLayer, ...]
 
@@ -178,6 +197,8 @@ class Plan(Document):
     mesh: Mesh
     zero: Literal[0, 1, 2, 3]
     schedule: ScheduleName
+    virtual_stages: Positive = 1
+    """Stages on each pipeline rank; the schedule says which (planner.schedule.rank_of_stage)."""
     micro_batch: Positive
     micro_batches: Positive
     """Per data-parallel rank and step: global_batch = micro_batch x micro_batches x data."""
@@ -185,15 +206,26 @@ class Plan(Document):
     timeout_s: Rate = 600.0
     """A collective that waits longer ends the run."""
     stages: tuple[Stage, ...]
+    """In the order in which the model runs through them."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         mesh = self.mesh
-        if len(self.stages) != mesh.pipeline:
+        if len(self.stages) != mesh.pipeline * self.virtual_stages:
+            each = "its stage" if self.virtual_stages == 1 else f"{self.virtual_stages} stages"
             raise ValueError(
                 f"stages: there are {len(self.stages)}, and mesh.pipeline is {mesh.pipeline}; "
-                "every pipeline rank needs its stage"
+                f"every pipeline rank needs {each}"
             )
+        if mesh.pipeline > 1 or self.virtual_stages > 1:
+            found = obstacle(
+                self.schedule,
+                stages=len(self.stages),
+                micro_batches=self.micro_batches,
+                virtual_stages=self.virtual_stages,
+            )
+            if found:
+                raise ValueError(f"{found[0]}: {found[1]}")
         data = mesh.data_shard * mesh.data_replicate
         if self.global_batch != self.micro_batch * self.micro_batches * data:
             raise ValueError(
@@ -232,7 +264,15 @@ class Plan(Document):
             micro_batch=self.micro_batch,
             micro_batches=self.micro_batches,
             order=mesh.order,
+            virtual_stages=self.virtual_stages,
         )
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a pipeline rank holds, in order."""
+        ranks = rank_of_stage(
+            self.schedule, stages=len(self.stages), virtual_stages=self.virtual_stages
+        )
+        return tuple(stage for stage, holder in enumerate(ranks) if holder == rank)
 
     @property
     def job(self) -> Job:

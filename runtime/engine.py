@@ -24,7 +24,7 @@ from runtime.initialize import Weights
 from runtime.mesh import place_of
 from runtime.optimizer import Optimizer
 from runtime.parallelize import activation_type, parallel_stage
-from runtime.pipeline import Pipeline
+from runtime.pipeline import Pipeline, StagePart
 from runtime.source import adapter_of
 from runtime.supported import supported
 
@@ -71,19 +71,24 @@ class Engine:
             seed=plan.training.seed,
             weights=weights,
         )
-        self._stage = parallel_stage(
-            plan,
-            self._adapter,
-            self._place,
-            device=device,
-            weights=Weights(weights) if weights else None,
+        self.stages = plan.stages_of_rank(self._place.stage)
+        self._parts = tuple(
+            parallel_stage(
+                plan,
+                self._adapter,
+                self._place,
+                stage=stage,
+                device=device,
+                weights=Weights(weights) if weights else None,
+            )
+            for stage in self.stages
         )
         self._optimizer = Optimizer(
-            self._stage.chain,
+            [part.chain for part in self._parts],
             self._adapter,
             plan.training,
             self._place,
-            summed=self._stage.summed,
+            summed=frozenset().union(*(part.summed for part in self._parts)),
         )
         self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
 
@@ -99,23 +104,23 @@ class Engine:
 
     @property
     def stage(self) -> int:
-        """This rank's pipeline stage."""
+        """This rank's coordinate on the pipeline axis: its stage, if it holds one."""
         return self._place.stage
 
     @property
     def is_first(self) -> bool:
         """This rank reads the tokens."""
-        return self._place.is_first
+        return 0 in self.stages
 
     @property
     def is_last(self) -> bool:
         """This rank computes the loss."""
-        return self._place.is_last
+        return len(self.plan.stages) - 1 in self.stages
 
     @property
     def layers(self) -> dict[str, nn.Module]:
         """The plan's layers of this rank, in order.  Each runs once per micro-batch."""
-        return self._stage.chain.layers
+        return {name: layer for part in self._parts for name, layer in part.chain.layers.items()}
 
     @property
     def steps(self) -> int:
@@ -160,7 +165,7 @@ class Engine:
         pairs = zip(inputs.chunk(count), targets.chunk(count), strict=True)
         for index, (batch, target) in enumerate(pairs):
             self._before_micro_batch(last=index == count - 1)
-            loss = self._micro_batch_loss(self._stage.chain(batch), target)
+            loss = self._micro_batch_loss(self._parts[0].chain(batch), target)
             loss.backward()
             total += _plain(loss)
         return total
@@ -171,8 +176,8 @@ class Engine:
         ZeRO-0 and 1 reduce once per step, 2 and 3 with every micro-batch; only ZeRO-3 gathers
         parameters again for the next one.
         """
-        if self._stage.wrapped:
-            chain = self._stage.chain
+        if self._parts[0].wrapped:
+            chain = self._parts[0].chain
             sharded = self.plan.mesh.data_shard > 1
             chain.set_is_last_backward(last)
             chain.set_requires_gradient_sync(last or (sharded and self.plan.zero >= 2))
@@ -201,16 +206,25 @@ class Engine:
         plan, place = self.plan, self._place
         tokens = torch.empty(plan.micro_batch, plan.seq_len, dtype=torch.int64, device="meta")
         return Pipeline(
-            self._stage.chain,
+            [
+                StagePart(
+                    stage=stage,
+                    module=part.chain,
+                    inputs=self._boundary(stage - 1, tokens) if stage else tokens,
+                    outputs=self._boundary(stage, tokens),
+                    store=part.store,
+                )
+                for stage, part in zip(self.stages, self._parts, strict=True)
+            ],
             schedule.orders(
-                plan.schedule, stages=plan.mesh.pipeline, micro_batches=plan.micro_batches
+                plan.schedule,
+                stages=len(plan.stages),
+                micro_batches=plan.micro_batches,
+                virtual_stages=plan.virtual_stages,
             ),
-            stage=place.stage,
             micro_batches=plan.micro_batches,
             group=place.axis("pipeline").get_group(),
             device=self.device,
-            inputs=tokens if place.is_first else self._boundary(place.stage - 1, tokens),
-            outputs=self._boundary(place.stage, tokens),
             loss=self._micro_batch_loss,
         )
 

@@ -47,18 +47,8 @@ class Place:
 
     @property
     def stage(self) -> int:
-        """This rank's pipeline stage."""
+        """This rank's coordinate on the pipeline axis: its stage, if it holds one."""
         return self.along("pipeline")
-
-    @property
-    def is_first(self) -> bool:
-        """This rank holds the first stage."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """This rank holds the last stage."""
-        return self.stage == self.degrees.pipeline - 1
 
     @property
     def data_mesh(self) -> DeviceMesh:

@@ -53,7 +53,7 @@ class Optimizer:
 
     def __init__(
         self,
-        chain: Chain,
+        chains: Sequence[Chain],
         adapter: Adapter,
         training: Training,
         place: Place,
@@ -62,7 +62,7 @@ class Optimizer:
     ) -> None:
         self.training = training
         self.place = place
-        self.slots = _slots(chain, adapter, place, summed)
+        self.slots = _slots(chains, adapter, place, summed)
         self.steps = torch.zeros((), dtype=torch.int64)
         self._ends = place.ends() if place.degrees.pipeline > 1 else None
         used = [slot for slot in self.slots if slot.local.numel()]
@@ -149,11 +149,11 @@ class Optimizer:
 
 
 def _slots(
-    chain: Chain, adapter: Adapter, place: Place, summed: frozenset[str]
+    chains: Sequence[Chain], adapter: Adapter, place: Place, summed: frozenset[str]
 ) -> tuple[Slot, ...]:
     world = 1 if place.mesh is None else place.degrees.devices // place.degrees.pipeline
     slots = []
-    for raw_name, parameter in chain.named_parameters():
+    for raw_name, parameter in (pair for chain in chains for pair in chain.named_parameters()):
         name = raw_name.replace(PREFIX, "")
         if not parameter.requires_grad:
             continue

@@ -11,20 +11,24 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from planner.errors import LaunchError
 from planner.plan import Plan
+from planner.schedule import splits_backward
 from runtime import recompute, tensor
 from runtime.adapter import EMBEDDING, Adapter, Chain, parameter_names
 from runtime.initialize import Weights, materialize
 from runtime.mesh import Place
+from runtime.weight_gradients import WeightGradients, defer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelStage:
-    """The modules of one rank.  `summed` are parameters whose gradients are partial over tensor."""
+    """The modules of one stage.  `summed`: parameters whose gradients are partial over tensor."""
 
     chain: Chain
     summed: frozenset[str]
     wrapped: bool
     """Data parallelism or mixed precision is at work (the chain is an FSDPModule)."""
+    store: WeightGradients | None
+    """Where weight gradients wait, if the schedule makes them apart."""
 
 
 def activation_type(plan: Plan) -> torch.dtype:
@@ -33,11 +37,21 @@ def activation_type(plan: Plan) -> torch.dtype:
 
 
 def parallel_stage(
-    plan: Plan, adapter: Adapter, place: Place, *, device: torch.device, weights: Weights | None
+    plan: Plan,
+    adapter: Adapter,
+    place: Place,
+    *,
+    stage: int,
+    device: torch.device,
+    weights: Weights | None,
 ) -> ParallelStage:
-    """Build this rank's stage."""
-    placed = plan.stages[place.stage].layers
+    """Build one of this rank's stages."""
+    placed = plan.stages[stage].layers
     layers = {item.layer: adapter.layer(item.layer) for item in placed}
+    store = WeightGradients() if splits_backward(plan.schedule) else None
+    if store is not None:
+        for layer in layers.values():
+            defer(layer, store)
     adapter.tie(layers)
     _check_parameters(layers, adapter)
     summed = set()
@@ -71,7 +85,7 @@ def parallel_stage(
             _over_data(layer, plan, place, root=False)
     if wraps:
         _over_data(chain, plan, place, root=True)
-    return ParallelStage(chain=chain, summed=frozenset(summed), wrapped=wraps)
+    return ParallelStage(chain=chain, summed=frozenset(summed), wrapped=wraps, store=store)
 
 
 def _check_parameters(layers: dict[str, nn.Module], adapter: Adapter) -> None:

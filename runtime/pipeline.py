@@ -7,58 +7,65 @@ compute-only list by itself; which computation comes when is planner.schedule's 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from planner.errors import LaunchError
 from planner.schedule import Order
+from runtime.weight_gradients import WeightGradients
 
 GRADIENTS_ON_THE_WAY = 2
 """Sent gradients that may be under way before a stage waits for the oldest.
 
-The stage before needs them in the order in which they leave and nothing else from this stage to get
-to them, so the wait always ends.
+torch writes the receive of a message into the other rank's list right behind its send, in one order
+of all ranks' actions.  What stands before that receive therefore needs nothing that this rank does
+later, and the wait always ends.
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePart:
+    """One of this rank's stages.
+
+    `inputs` and `outputs` are meta tensors of one micro-batch, so no rank asks for shapes.
+    """
+
+    stage: int
+    module: nn.Module
+    inputs: Tensor
+    outputs: Tensor
+    store: WeightGradients | None = None
+    """Where weight gradients wait between the two parts of a split backward."""
+
+
 class Pipeline:
-    """A stage and the schedule that drives it."""
+    """This rank's stages and the schedule that drives them."""
 
     def __init__(
         self,
-        module: nn.Module,
+        parts: Sequence[StagePart],
         orders: tuple[Order, ...],
         *,
-        stage: int,
         micro_batches: int,
         group: dist.ProcessGroup,
         device: torch.device,
-        inputs: Tensor,
-        outputs: Tensor,
         loss: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        """`inputs` and `outputs` are meta tensors of one micro-batch, so no rank asks for shapes.
-
-        `loss` must already be divided by the number of micro-batches.
-        """
-        self._stage = _Stage(
-            module,
-            stage,
-            len(orders),
-            device,
-            input_args=inputs,
-            output_args=outputs,
-            group=group,
-        )
+        """`loss` must already be divided by the number of micro-batches."""
+        count = 1 + max(action.stage for order in orders for action in order)
+        self._stages = [_Stage(part, count, device, group) for part in parts]
         self._schedule = _PipelineScheduleRuntime(
-            [self._stage], micro_batches, loss_fn=loss, scale_grads=False
+            self._stages, micro_batches, loss_fn=loss, scale_grads=False
         )
         self._schedule._prepare_schedule_with_comms(
             {
@@ -70,28 +77,32 @@ class Pipeline:
     def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """Run one step on all micro-batches; return their losses on the last stage."""
         losses: list[Tensor] = []
+        is_last = any(stage.is_last for stage in self._stages)
         self._schedule.step(
-            *((tokens,) if self._stage.is_first else ()),
-            target=targets if self._stage.is_last else None,
-            losses=losses if self._stage.is_last else None,
+            *((tokens,) if any(stage.is_first for stage in self._stages) else ()),
+            target=targets if is_last else None,
+            losses=losses if is_last else None,
             return_outputs=False,
         )
-        self._stage.finish_sends()
+        for stage in self._stages:
+            stage.finish_sends()
         return losses
 
     def received(self) -> int:
         """Return how many received activations and gradients are held now."""
-        tables = (self._stage.args_recv_info, self._stage.grad_recv_info)
         return sum(
             info.buffer is not None
-            for table in tables
+            for stage in self._stages
+            for table in (stage.args_recv_info, stage.grad_recv_info)
             for received in table.values()
             for info in received
         )
 
     def sent(self) -> int:
         """Return how many sent activations and gradients are held now."""
-        return len(self._stage.sent_activations) + len(self._stage.sent_gradients)
+        return sum(
+            len(stage.sent_activations) + len(stage.sent_gradients) for stage in self._stages
+        )
 
 
 class _Stage(PipelineStage):
@@ -102,8 +113,20 @@ class _Stage(PipelineStage):
     memory than the activations in flight.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, part: StagePart, stages: int, device: torch.device, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(
+            part.module,
+            part.stage,
+            stages,
+            device,
+            input_args=part.inputs,
+            output_args=part.outputs,
+            group=group,
+            dw_builder=part.store.taken if part.store else None,
+        )
+        self._store = part.store
         self.sent_activations: dict[int, list[dist.Work]] = {}
         self.sent_gradients: deque[list[dist.Work]] = deque()
 
@@ -137,14 +160,23 @@ class _Stage(PipelineStage):
             )
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any
+    ) -> None:
+        if self._store is not None:
+            self._store.deferring = not full_backward
+        super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
         # The next stage has sent this micro-batch's gradient, so it has had the activation.
         for work in self.sent_activations.pop(bwd_chunk_id, ()):
             work.wait()
         received = (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id])
         for info in received:
             info.buffer = None
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        if isinstance(self.submod, FSDPModule):
+            _add_in_reduce_type(self.submod)
 
     # The sends start here, and torch is told that there is nothing to send: it would keep them.
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -174,6 +206,19 @@ class _Stage(PipelineStage):
         for info in received:
             if not info.is_root_arg:
                 info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
+
+
+def _add_in_reduce_type(module: FSDPModule) -> None:
+    """Move gradients to where FSDP sums them in the type of the reduction.
+
+    It does so itself after each backward, but knows nothing of weight gradients made later.
+    """
+    wrapper = replicate if isinstance(module, ReplicateModule) else fully_shard
+    for state in wrapper.state(module)._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 def _started(send: dist.P2POp) -> dist.Work:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from planner.model import Architecture, ModelGraph
 from planner.plan import Plan
+from planner.schedule import rank_of_stage
 
 LIBRARY_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Families of transformers that runtime/huggingface.py runs."""
@@ -36,6 +37,20 @@ def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
         yield f"mesh.context: is {mesh.context}; context parallelism cannot be executed; use 1"
     if mesh.expert > 1:
         yield f"mesh.expert: is {mesh.expert}; expert parallelism cannot be executed; use 1"
+    if plan.schedule == "pipedream-2bw":
+        yield (
+            "schedule: pipedream-2bw trains with gradients of weights one step old, which is not "
+            "the training of one process; use 1f1b or zb-h1"
+        )
+    if architecture is not None and architecture.tied_embeddings and mesh.pipeline > 1:
+        ranks = rank_of_stage(
+            plan.schedule, stages=len(plan.stages), virtual_stages=plan.virtual_stages
+        )
+        if ranks[0] == ranks[-1]:
+            yield (
+                f"schedule: {plan.schedule} puts both ends of the model on one rank, as two copies "
+                "of the tied embedding; use a schedule with one stage per rank, or interleaved"
+            )
     if model.edges:
         yield "model.edges: the graph is not a chain; only chains of layers can be executed"
     if is_factory(plan.model.source):

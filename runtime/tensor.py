@@ -32,6 +32,7 @@ from torch.nn import functional
 
 from planner.errors import LaunchError
 from runtime.adapter import TensorStyle
+from runtime.weight_gradients import linear
 
 POSITIONS = 1  # activations are [sample, position, feature]
 SHARDS: dict[TensorStyle, dict[str, int]] = {
@@ -207,7 +208,7 @@ def _gathered(
 def _rows(module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
     weight, bias = _local(module._parameters["weight"]), _local(module._parameters.get("bias"))
     assert weight is not None
-    part = scatter(functional.linear(x, weight), group)
+    part = scatter(linear(module, x, weight), group)
     return part if bias is None else part + bias
 
 

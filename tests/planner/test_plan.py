@@ -43,6 +43,16 @@ def test_a_plan_without_its_stages_is_a_layout() -> None:
     assert plan().job == Job(seq_len=128, global_batch=16, precision="fp32")
 
 
+def test_stages_of_a_rank_follow_from_the_schedule() -> None:
+    four = {"stages": [{"layers": [{"layer": name}]} for name in LAYERS[:4]], "virtual_stages": 2}
+
+    assert plan(schedule="zbv", **four).stages_of_rank(0) == (0, 3)
+    assert plan(schedule="interleaved", **four).stages_of_rank(0) == (0, 2)
+    assert plan().stages_of_rank(1) == (1,)
+    assert plan(schedule="zbv", **four).layout.stages == 4
+    assert "zbv stages=2/rank" in plan(schedule="zbv", **four).layout.text()
+
+
 def test_a_plan_fits_the_model_that_it_was_made_for() -> None:
     plan().check_model(MODEL)
 
@@ -63,6 +73,10 @@ def test_a_plan_fits_the_model_that_it_was_made_for() -> None:
         ({"mesh": {"pipeline": 2, "data_shard": 0}}, r"mesh\.data_shard: is 0"),
         ({"precision": "fp12"}, "precision"),
         ({"schedule": "zigzag"}, "schedule"),
+        ({"virtual_stages": 2}, r"there are 2, .* every pipeline rank needs 2 stages"),
+        ({"schedule": "zbv"}, r"virtual_stages: is 1; zbv puts 2 stages on every rank"),
+        ({"schedule": "1f1b", "virtual_stages": 2, "mesh": {"data_shard": 2}},
+         r"virtual_stages: is 2; 1f1b puts 1 stage on every rank"),
         ({"timeout_s": 0.0}, "timeout_s"),
     ],
 )  # fmt: skip

@@ -52,6 +52,7 @@ def plan(
     cuts: Sequence[int] | None = None,
     zero: int = 0,
     schedule: str = "1f1b",
+    virtual_stages: int = 1,
     micro_batches: int | None = None,
     recompute: str = "none",
     precision: str = "fp32",
@@ -67,8 +68,9 @@ def plan(
     degrees = Mesh(**mesh)
     names = [name for name, _ in model.chain]
     if cuts is None:
-        least, more = divmod(len(names), degrees.pipeline)
-        cuts = [least + (stage < more) for stage in range(degrees.pipeline)]
+        count = degrees.pipeline * virtual_stages
+        least, more = divmod(len(names), count)
+        cuts = [least + (stage < more) for stage in range(count)]
     stages, start = [], 0
     for count in cuts:
         layers = names[start : start + count]
@@ -89,6 +91,7 @@ def plan(
         mesh=degrees,
         zero=zero,
         schedule=schedule,
+        virtual_stages=virtual_stages,
         micro_batch=GLOBAL_BATCH // data // micro_batches,
         micro_batches=micro_batches,
         training=Training(

@@ -28,6 +28,13 @@ LAYOUTS: list[dict[str, Any]] = [
     {"data_shard": 2, "data_replicate": 2, "zero": 1},
     {"pipeline": 2, "tensor": 2},
     {"data_shard": 4, "zero": 3},
+    {
+        "pipeline": 2,
+        "data_shard": 2,
+        "zero": 3,
+        "schedule": "interleaved-zb",
+        "virtual_stages": 2,
+    },
 ]
 
 
@@ -90,6 +97,7 @@ def test_bf16_computes_in_bf16_and_stays_near_fp32() -> None:
         {"pipeline": 2},
         {"pipeline": 2, "schedule": "gpipe", "recompute": "selective"},
         {"tensor": 2, "recompute": "full"},
+        {"pipeline": 2, "schedule": "zbv", "virtual_stages": 2, "recompute": "full"},
     ]
 
     for losses, types in (row for rows in on_ranks(2, in_bf16, layouts) for row in rows):
@@ -112,6 +120,19 @@ def test_bf16_needs_no_process_group() -> None:
 
     assert losses == pytest.approx(expected, rel=2e-3)
     assert losses != pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.ranks
+def test_weight_gradients_made_later_are_summed_in_fp32_too() -> None:
+    layouts: list[dict[str, Any]] = [
+        {"pipeline": 2, "micro_batches": 8},
+        {"pipeline": 2, "micro_batches": 8, "schedule": "zb-h1"},
+        {"pipeline": 2, "micro_batches": 8, "schedule": "zbv", "virtual_stages": 2},
+    ]
+
+    for whole, *split in on_ranks(2, in_bf16, layouts):
+        for losses, _ in split:
+            assert losses == pytest.approx(whole[0], rel=1e-6)
 
 
 def calls_and_layers() -> tuple[list[str], dict[str, int]]:

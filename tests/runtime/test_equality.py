@@ -196,6 +196,59 @@ FOUR = (
 )
 
 
+# Several stages per rank and split backwards: (schedule, stages per rank).
+SCHEDULES = (
+    ("zb-h1", 1),
+    ("interleaved", 2),
+    ("interleaved-zb", 2),
+    ("zbv", 2),
+    ("dualpipe-v", 2),
+)
+DEEP = {"layers": 6}
+
+TWO_SCHEDULED = (
+    *(
+        case(f"{schedule}{note}", family, schedule=schedule, virtual_stages=v, pipeline=2, **layout)
+        for schedule, v in SCHEDULES
+        for note, family, layout in (
+            ("", "reference", {}),
+            (", recompute full", "reference", {"recompute": "full"}),
+            (", recompute selective", "reference", {"recompute": "selective"}),
+            (", uneven", "reference", {"cuts": [1, 4] if v == 1 else [1, 2, 1, 1]}),
+            (", eight micro-batches", "reference", {"micro_batches": 8}),
+            (", recompute full", "qwen2", {"recompute": "full"}),
+            ("", "gpt2", {"model": {"tied_embeddings": False}}),
+            (", recompute selective", "factory", {"recompute": "selective"}),
+        )
+    ),
+    case("zb-h1, tied", model=TIED, schedule="zb-h1", pipeline=2),
+    case("interleaved, tied", model=TIED, schedule="interleaved", virtual_stages=2, pipeline=2),
+    case("interleaved, three", schedule="interleaved", virtual_stages=3, pipeline=2, model=DEEP),
+)
+
+FOUR_SCHEDULED = tuple(
+    case(
+        f"{schedule}{note}",
+        schedule=schedule,
+        virtual_stages=v,
+        **{"pipeline": 2, **layout},
+    )
+    for schedule, v in SCHEDULES
+    for note, layout in (
+        (", four deep", {"pipeline": 4, "model": DEEP, "micro_batches": 8}),
+        (" x data", {"data_replicate": 2}),
+        (" x zero 1", {"data_shard": 2, "zero": 1}),
+        (" x zero 2, full", {"data_shard": 2, "zero": 2, "recompute": "full"}),
+        (" x zero 3", {"data_shard": 2, "zero": 3}),
+        (" x zero 3, full", {"data_shard": 2, "zero": 3, "recompute": "full"}),
+        (" x zero 3, selective", {"data_shard": 2, "zero": 3, "recompute": "selective"}),
+        (" x tensor", {"tensor": 2}),
+        (" x tensor, full", {"tensor": 2, "recompute": "full"}),
+        (" x tensor, selective", {"tensor": 2, "recompute": "selective"}),
+    )
+)
+
+
 @functools.cache
 def alone(family: str, model: tuple[tuple[str, Any], ...]) -> Run:
     case = Case("alone", {}, family, dict(model))
@@ -266,6 +319,8 @@ GROUPS = {
     "data and pipeline on 4 ranks": (4, tuple(r for r in of(FOUR, "reference") if not r.divided)),
     "tensor on 4 ranks": (4, tuple(r for r in of(FOUR, "reference") if r.divided)),
     "library on 4 ranks": (4, of(FOUR, *LIBRARY, "factory")),
+    "schedules on 2 ranks": (2, TWO_SCHEDULED),
+    "schedules on 4 ranks": (4, FOUR_SCHEDULED),
 }
 
 
@@ -278,4 +333,6 @@ def test_any_plan_trains_like_one_process(group: str) -> None:
 
 
 def test_every_row_is_in_a_group() -> None:
-    assert sum(len(rows) for _, rows in GROUPS.values()) == len(TWO) + len(FOUR)
+    every = (TWO, FOUR, TWO_SCHEDULED, FOUR_SCHEDULED)
+
+    assert sum(len(rows) for _, rows in GROUPS.values()) == sum(map(len, every))

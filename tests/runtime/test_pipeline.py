@@ -2,49 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.schedule import in_flight, orders
-from runtime.pipeline import GRADIENTS_ON_THE_WAY, Pipeline
+from planner.schedule import in_flight, orders, rank_of_stage
+from runtime.pipeline import GRADIENTS_ON_THE_WAY, Pipeline, StagePart
+from runtime.weight_gradients import WeightGradients, defer
 from tests.runtime.ranks import on_ranks
 
 MICRO_BATCHES, WIDTH = 8, 8
 
 
-class Recorder(nn.Module):
-    """A linear stage that writes down what it is asked to do, and what its buffers hold."""
+class RecordingStore(WeightGradients):
+    """Writes down when the weight gradients of which micro-batch are made."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, seen: list[str]) -> None:
+        super().__init__()
+        self.stage, self.seen = stage, seen
+        self.micro_batch = 0
+
+    def taken(self) -> Callable[[], None]:
+        make, word = super().taken(), f"{self.stage}W{self.micro_batch}"
+
+        def recorded() -> None:
+            make()
+            self.seen.append(word)
+
+        return recorded if self.deferring else make
+
+
+class Recorder(nn.Module):
+    """A linear stage that writes down what it is asked to do."""
+
+    def __init__(self, stage: int, seen: list[str]) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.stage = stage
-        self.seen: list[str] = []
+        self.stage, self.seen = stage, seen
+        self.store = RecordingStore(stage, seen)
+        defer(self, self.store)
 
     def forward(self, x: Tensor) -> Tensor:
-        micro_batch = sum("F" in action for action in self.seen)
+        micro_batch = sum(action.startswith(f"{self.stage}F") for action in self.seen)
         self.seen.append(f"{self.stage}F{micro_batch}")
         y = self.linear(x)
-        y.register_hook(lambda grad: self.seen.append(f"{self.stage}B{micro_batch}"))
+
+        def backward(grad: Tensor) -> None:
+            self.store.micro_batch = micro_batch
+            kind = "I" if self.store.deferring else "B"
+            self.seen.append(f"{self.stage}{kind}{micro_batch}")
+
+        y.register_hook(backward)
         return y
 
 
-def run(name: str, wrong_shape: bool = False) -> tuple[str, int, int]:
-    stage, stages = dist.get_rank(), dist.get_world_size()
-    module = Recorder(stage)
+def run(name: str, virtual_stages: int, wrong_shape: bool = False) -> tuple[str, int, int]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    stages = ranks * virtual_stages
+    seen: list[str] = []
+    home = rank_of_stage(name, stages=stages, virtual_stages=virtual_stages)
+    modules = [Recorder(stage, seen) for stage in range(stages) if home[stage] == rank]
     hidden = torch.empty(2, WIDTH, device="meta", requires_grad=True)
     declared = hidden[:1].detach().requires_grad_() if wrong_shape else hidden
     pipeline = Pipeline(
-        module,
-        orders(name, stages=stages, micro_batches=MICRO_BATCHES),
-        stage=stage,
+        [
+            StagePart(
+                stage=module.stage,
+                module=module,
+                inputs=declared,
+                outputs=declared,
+                store=module.store,
+            )
+            for module in modules
+        ],
+        orders(name, stages=stages, micro_batches=MICRO_BATCHES, virtual_stages=virtual_stages),
         micro_batches=MICRO_BATCHES,
         group=dist.group.WORLD,
         device=torch.device("cpu"),
-        inputs=declared,
-        outputs=declared,
         loss=lambda output, target: (output - target).square().mean() / MICRO_BATCHES,
     )
     received, sent = [0], [0]
@@ -53,21 +90,22 @@ def run(name: str, wrong_shape: bool = False) -> tuple[str, int, int]:
         received.append(pipeline.received())
         sent.append(pipeline.sent())
 
-    module.register_forward_hook(count)
+    for module in modules:
+        module.register_forward_hook(count)
     x = torch.ones(2 * MICRO_BATCHES, WIDTH)
     for _ in range(2):
-        module.seen.clear()
+        seen.clear()
         pipeline.run(x, x)
     assert (pipeline.received(), pipeline.sent()) == (0, 0)
-    return " ".join(module.seen), max(received), max(sent)
+    return " ".join(seen), max(received), max(sent)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_ranks_act_as_written(name: str) -> None:
     written = orders(name, stages=3, micro_batches=MICRO_BATCHES)
 
-    for stage, (seen, received, sent) in enumerate(on_ranks(3, run, name)):
+    for stage, (seen, received, sent) in enumerate(on_ranks(3, run, name, 1)):
         alive, first, last = in_flight(written[stage]), stage == 0, stage == 2
         assert seen == " ".join(map(str, written[stage]))
         # Activations in flight and one ahead, a gradient in use and one ahead; two on the way.
@@ -76,6 +114,32 @@ def test_ranks_act_as_written(name: str) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "virtual_stages", "ranks"),
+    [
+        ("interleaved", 2, 2),
+        ("interleaved", 3, 4),
+        ("interleaved-zb", 2, 4),
+        ("zbv", 2, 3),
+        ("dualpipe-v", 2, 3),
+    ],
+)
+def test_ranks_of_several_stages_act_as_written(name: str, virtual_stages: int, ranks: int) -> None:
+    written = orders(
+        name,
+        stages=ranks * virtual_stages,
+        micro_batches=MICRO_BATCHES,
+        virtual_stages=virtual_stages,
+    )
+
+    for rank, (seen, received, sent) in enumerate(on_ranks(ranks, run, name, virtual_stages)):
+        assert seen == " ".join(map(str, written[rank]))
+        alive = in_flight(written[rank])
+        assert received <= alive + 3 * virtual_stages
+        assert sent <= alive + GRADIENTS_ON_THE_WAY * virtual_stages
+
+
+@pytest.mark.ranks
 def test_a_stage_that_makes_another_shape_than_declared_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"stage 0 made .*\[2, 8\].* and declared .*\[1, 8\]"):
-        on_ranks(2, run, "1f1b", True)
+        on_ranks(2, run, "1f1b", 1, True)

@@ -36,6 +36,18 @@ def test_every_family_is_supported_in_one_process(family: str) -> None:
         ("mixtral", {}, {"expert": 2}, "mesh.expert: is 2; expert parallelism cannot"),
         ("llama", {}, {"precision": "fp16"}, "precision: fp16 cannot be trained here; use bf16"),
         ("reference", {"qk_norm": True}, {}, "the reference transformer has no query/key norms"),
+        (
+            "llama",
+            {},
+            {"schedule": "pipedream-2bw", "pipeline": 2},
+            "schedule: pipedream-2bw trains with gradients of weights one step old",
+        ),
+        (
+            "llama",
+            {"tied_embeddings": True},
+            {"schedule": "zbv", "virtual_stages": 2, "pipeline": 2},
+            "schedule: zbv puts both ends of the model on one rank",
+        ),
         ("mamba", {}, {}, "no adapter runs 'mamba'; known: reference, gpt2"),
         ("gpt2", {"max_positions": 8}, {}, "seq_len: is 16; the model has 8 learned positions"),
     ],
