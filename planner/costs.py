@@ -33,7 +33,7 @@ from planner.collectives import Level, Levels, group_levels
 from planner.layer_figures import LayerFigures
 from planner.memory import Sharing, States
 from planner.model import Layer, ModelGraph
-from planner.native import refusal
+from planner.native import caveat, refusal
 from planner.operator_table import FP32, RECOMPUTES, Setting
 from planner.plan import Axis, Job, Layout
 from planner.prediction import Assumption
@@ -158,7 +158,11 @@ class CostTables:
         self.job = job
         self.profile = profile
         self._rates = rates(cluster, job, profile)
-        self._assumptions = tuple(assumptions(cluster, profile, self._rates))
+        warning = caveat(model)
+        self._assumptions = (
+            *assumptions(cluster, profile, self._rates),
+            *((warning,) if warning else ()),
+        )
         self._layers = {layer.kind: layer for layer in model.layers}
         self._figures = LayerFigures(model, cluster, profile, self._rates)
         self._states: dict[tuple[object, ...], _Held] = {}

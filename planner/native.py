@@ -7,9 +7,26 @@ from collections.abc import Iterator
 from planner.cluster import ClusterSpec
 from planner.model import Architecture, ModelGraph
 from planner.plan import Job, Layout
+from planner.prediction import Assumption
 
+FAMILIES = frozenset(
+    {"reference", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+)
+"""Families that the runtime has an adapter for; other models can be planned, not launched."""
 WITHOUT_TENSOR_PLAN = frozenset({"gpt2"})
 """Families for which `transformers` says no way to divide them by tensor parallelism."""
+
+
+def caveat(model: ModelGraph) -> Assumption | None:
+    """Return the warning that a plan of this model can be studied but not launched, if so."""
+    if model.architecture is None or model.architecture.family in FAMILIES:
+        return None
+    return Assumption(
+        what=f"the runtime has no adapter for the family {model.architecture.family}: "
+        "this plan can be studied, not launched",
+        provenance="assumed",
+        source="planner/native.py",
+    )
 
 
 def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> str | None:
