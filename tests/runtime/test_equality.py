@@ -68,8 +68,8 @@ class Case:
         return cases.plan(self.graph(), **self.layout)
 
     @property
-    def divided(self) -> bool:
-        return self.layout.get("tensor", 1) > 1
+    def axis(self) -> str:
+        return next((axis for axis in ("tensor", "pipeline") if axis in self.layout), "data")
 
 
 def case(
@@ -316,8 +316,10 @@ LIBRARY = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
 GROUPS = {
     "reference on 2 ranks": (2, of(TWO, "reference")),
     "library on 2 ranks": (2, of(TWO, *LIBRARY, "factory")),
-    "data and pipeline on 4 ranks": (4, tuple(r for r in of(FOUR, "reference") if not r.divided)),
-    "tensor on 4 ranks": (4, tuple(r for r in of(FOUR, "reference") if r.divided)),
+    **{
+        f"{axis} on 4 ranks": (4, tuple(r for r in of(FOUR, "reference") if r.axis == axis))
+        for axis in ("data", "pipeline", "tensor")
+    },
     "library on 4 ranks": (4, of(FOUR, *LIBRARY, "factory")),
     "schedules on 2 ranks": (2, TWO_SCHEDULED),
     "schedules on 4 ranks": (4, FOUR_SCHEDULED),
