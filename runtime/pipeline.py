@@ -1,7 +1,7 @@
 """One rank's part of a pipeline, run by torch from our own action lists.
 
-The only file that knows torch's private names.  torch's runtime adds the sends and receives to a
-compute-only list by itself; which computation comes when is planner.schedule's decision alone.
+The only file that knows the private names of torch's pipelining.  torch adds the sends and receives
+to a compute-only list; which computation comes when is planner.schedule's decision alone.
 """
 
 from __future__ import annotations
