@@ -117,7 +117,7 @@ def _hybrid(mesh: DeviceMesh) -> DeviceMesh:
 def _end_groups(mesh: DeviceMesh) -> dict[int, dist.ProcessGroup]:
     """Make a two-rank group of the first and last stage of every pipeline.
 
-    >>> import math  # ranks [0..7] as 4 stages x 2 pipelines pair up as (0, 6), (1, 7)
+    Ranks 0 to 7 as 4 stages of 2 pipelines pair up as (0, 6) and (1, 7).
     """
     assert mesh.mesh_dim_names is not None
     stages = mesh.mesh.movedim(mesh.mesh_dim_names.index("pipeline"), 0)
