@@ -177,8 +177,6 @@ def _run(row: Row) -> Run:
     devices = _whole(row, "n_devices")
     tensor, pipeline = _whole(row, "tp", 1), _whole(row, "pp", 1)
     context = _whole(row, "cp", 1)
-    if pipeline > architecture.layers:
-        raise _UnknownError("pp is larger than layers")
     data = _data_degree(row, devices, tensor * pipeline * context)
     micro_batch, global_batch = _batches(row, data, assumed)
     precision, _, extra = (row.get("precision", "") or "bf16").lower().partition("+")

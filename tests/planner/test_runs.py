@@ -85,7 +85,6 @@ def test_what_no_convention_gives_is_a_reason() -> None:
     assert "not valid" in reason(layers="many")
     assert "not valid" in reason(tp="0")
     assert "not valid" in reason(seq_len="inf")
-    assert "larger than layers" in reason(pp="64", n_devices="128")
     assert "precision 'int2'" in reason(precision="int2")
 
 
