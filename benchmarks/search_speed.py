@@ -76,6 +76,13 @@ CASES = [
     Case(model="mixtral-8x7b", cluster="8x8xh100-sxm-80gb", seq_len=4096, global_batch=512),
     Case(model="llama-3.1-8b", cluster="8x8xa100-sxm-40gb", seq_len=8192, global_batch=512),
     Case(model="llama-3.1-405b", cluster="128x8xh100-sxm-80gb", seq_len=8192, global_batch=1024),
+    Case(
+        model="deepseek-v3",
+        cluster="256x8xh800-sxm-80gb",
+        seq_len=4096,
+        global_batch=15360,
+        goal_s=5.0,
+    ),
 ]
 
 GROWTH = [

@@ -244,3 +244,19 @@ def test_pinned_gpipe_is_not_dominated_by_what_the_pins_exclude() -> None:
 
     assert answer.plan.schedule == "gpipe"
     assert all("1f1b" not in layout.text() for layout in pinned.candidates().layouts())
+
+
+@pytest.mark.parametrize(
+    ("case", "limit_s"),
+    [
+        (Case("llama-3.1-8b", "8xh100-sxm-80gb", 8192, 128), 1.0),
+        (Case("llama-3.1-405b", "2048x8xh100-sxm-80gb", 8192, 2048), 3.0),
+    ],
+    ids=["8b on 8", "405b on 16,384"],
+)
+def test_a_search_is_quick_and_solves_few_partition_problems(case: Case, limit_s: float) -> None:
+    answer = case.search()
+
+    assert answer.search_s < limit_s
+    assert answer.certificate.gap == 0
+    assert answer.solved <= 10
