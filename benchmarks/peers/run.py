@@ -15,7 +15,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.peers import dnn_partitioning, galvatron, piper, sailor_search
+from benchmarks.peers import (
+    dnn_partitioning,
+    galvatron,
+    piper,
+    sailor_search,
+    sailor_validation,
+)
 from benchmarks.peers.comparison import Comparison, table
 
 Adapter = Callable[[Path], list[Comparison]]
@@ -30,12 +36,14 @@ ADAPTERS: dict[str, tuple[Adapter, tuple[str, ...]]] = {
     ),
 }
 
+VALIDATION, RUNS = "sailor-validation", "validation_opt350_gh200.json"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare; 1 if there was nothing to compare or a peer has a better plan."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", choices=list(ADAPTERS))
+    parser.add_argument("--only", choices=[*ADAPTERS, VALIDATION])
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     arguments = parser.parse_args(argv)
     found: dict[str, list[Comparison]] = {}
@@ -48,13 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{path}: is not there; left out", file=sys.stderr)
                 continue
             found.setdefault(name, []).extend(compare(path))
+    errors: list[sailor_validation.Errors] = []
+    if arguments.only in (None, VALIDATION) and (arguments.folder / RUNS).is_file():
+        errors = sailor_validation.errors(arguments.folder / RUNS)
     if arguments.json:
-        print(json.dumps({n: [r.as_dict() for r in rows] for n, rows in found.items()}, indent=1))
+        answer = {name: [row.as_dict() for row in rows] for name, rows in found.items()}
+        print(json.dumps(answer | {VALIDATION: [row.as_dict() for row in errors]}, indent=1))
     else:
         for name, rows in found.items():
-            print(f"## {name}\n\n{table(rows)}\n", flush=True)
+            print(f"## {name}\n\n{table(rows)}\n")
+        print(f"## {VALIDATION}\n\n{sailor_validation.error_table(errors)}")
     verdicts = {row.verdict for rows in found.values() for row in rows}
-    return 0 if verdicts and not verdicts & {"worse", "only theirs"} else 1
+    nothing = not verdicts and not errors
+    return 1 if nothing or verdicts & {"worse", "only theirs"} else 0
 
 
 if __name__ == "__main__":

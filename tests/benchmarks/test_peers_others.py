@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.peers import dnn_partitioning, galvatron, sailor, sailor_search
+from benchmarks.peers import (
+    dnn_partitioning,
+    galvatron,
+    sailor,
+    sailor_search,
+    sailor_validation,
+)
 
 
 def assignment_problem(seed: int, layers: int = 4, strategies: int = 4) -> dict[str, Any]:
@@ -270,3 +278,68 @@ def test_sailor_an_all_reduce_goes_bucket_by_bucket() -> None:
     # Half a bucket is 250 MB, half of what is left 2 MB: at log2(MB) + 1 GB/s that is 2 GB/s.
     two_rings_s = 2 * sailor.send_s(2.5e8, [1.0, 1.0]) + 2 * 0.002 / 2
     assert sailor.all_reduce_s(5.04e8, 2, [1.0, 1.0]) == pytest.approx(two_rings_s)
+
+
+def grid(cuts: list[int], replicas: int) -> dict[str, Any]:
+    pipeline = {
+        "layers_per_stage": [list(range(a, b)) for a, b in pairwise(cuts)],
+        "stages": [[{"gpu": "G", "tp": 1}] * replicas] * (len(cuts) - 1),
+    }
+    return {"mbs": 1, "pipelines": [pipeline]}
+
+
+def test_sailor_one_stage_simulates_as_it_scores() -> None:
+    case = sailor.Case(iteration_problem(3))
+
+    simulated_s = sailor_validation.simulated_s(case, grid([0, 5], 2), 8)
+
+    assert simulated_s == pytest.approx(sailor.score(case, grid([0, 5], 2)).iteration_s)
+
+
+def test_sailor_a_transfer_keeps_both_ends_of_it_busy() -> None:
+    raw = iteration_problem(3)
+    layers_s = {"fwd_s": [0.01] * 5, "bwd_s": [0.02] * 5, "update_s": [0.5] * 5}
+    raw["profile"]["G"]["1"]["1"] = layers_s
+    raw["network"]["p2p_poly"]["G"]["1"]["G"]["1"] = [2.0]  # 2 MB take 1 ms
+
+    simulated_s = sailor_validation.simulated_s(sailor.Case(raw), grid([0, 2, 5], 1), 6)
+
+    # Six micro-batches through the longer stage, one through the other, 2 ms in each for passing.
+    assert simulated_s == pytest.approx(6 * 0.092 + 0.062 + 0.5)
+
+
+def test_sailor_errors_are_means_over_the_runs(tmp_path: Path) -> None:
+    raw = iteration_problem(3)
+    raw["model"]["config"] = {
+        "hidden_size": 128,
+        "num_layers": 4,
+        "heads": 2,
+        "head_dim": 64,
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+        "sequence_length": 64,
+    }
+    iteration_s = sailor.score(sailor.Case(raw), grid([0, 5], 2), batch=8).iteration_s
+    stored = {"theirs": {"iter_s": 0.0, "peak_mem_bytes": 5.0}, "blind": {"iter_s": 1.0}}
+    raw["measurements"] = [
+        {
+            "file": "invented",
+            "gbs": 8,
+            "plan": grid([0, 5], 2),
+            "measured_iter_s": iteration_s / factor,
+            "measured_peak_mem_bytes": 10.0,
+            "sailor_formula_pred_s": iteration_s,
+            "predictions_by_ported_simulators": stored,
+        }
+        for factor in (1.1, 0.7)
+    ]
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps(raw))
+
+    rows = {row.model: row for row in sailor_validation.errors(path)}
+
+    assert rows["ours, simulated"].time == pytest.approx(0.2)
+    assert rows["theirs"].time == 1.0
+    assert rows["theirs"].memory == 0.5
+    assert rows["blind"].memory is None
+    assert rows["ours, data sheets"].memory is not None
