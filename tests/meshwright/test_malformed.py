@@ -208,3 +208,43 @@ def test_each_wrong_input_gets_one_clear_message(
     assert output.err.count("meshwright: ") == 1
     assert expected in output.err
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["launch", "many.yaml"], "ranks"),
+        (["launch", "good.yaml", "--data", "nowhere.txt"], "nowhere.txt"),
+        (["launch", "good.yaml", "--data", "empty"], "empty"),
+        (["launch", "good.yaml", "--output", "/proc/nowhere"], "/proc/nowhere"),
+        (["launch", "good.yaml", "--resume"], "checkpoint"),
+        (["launch", "good.yaml", "--steps", "0"], "steps"),
+        (["launch", "good.yaml", "--on", "moon"], "moon"),
+        (["launch", "h100.yaml"], "h100-sxm-80gb"),
+        (["predict", "good.yaml", "--cluster", "1xrtx-4090"], "mesh"),
+        (["plan", "demo-4m", "--cluster", "local:2", "--output", "/proc/x/plan.yaml"], "/proc/x"),
+        (["show", "good.yaml", "--html", "/proc/x/page.html"], "/proc/x"),
+    ],
+)
+def test_a_good_plan_in_the_wrong_place_gets_one_clear_message(
+    arguments: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    demo = ["plan", "demo-4m", "--seq-len", "64", "--global-batch", "64"]
+    for file, cluster in (("good", "local:2"), ("many", "local:64"), ("h100", "2xh100-sxm-80gb")):
+        assert cli.main([*demo, "--cluster", cluster, "--output", f"{file}.yaml"]) == 0
+    before = sorted(tmp_path.rglob("*"))
+    capfd.readouterr()
+
+    code = cli.main(arguments)
+
+    output = capfd.readouterr()
+    assert code == 1, output
+    assert output.err.count("meshwright: ") == 1 and "Traceback" not in output.err
+    assert expected in output.err.split("meshwright: ")[1]
+    assert sorted(tmp_path.rglob("*")) == before
