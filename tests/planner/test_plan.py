@@ -116,5 +116,5 @@ def test_a_layout_reads_as_people_write_it() -> None:
     assert Layout().text() == "tp=1 pp=1 dp=1 zero=0 micro_batch=1x1"
     assert (
         Layout(tensor=2, context=2, expert=4, data_replicate=2, data_shard=4, zero=3).text()
-        == "tp=2 pp=1 dp=8 cp=2 ep=4 zero=3 micro_batch=1x1"
+        == "tp=2 pp=1 dp=8 cp=2 ep=4 zero=3 shard=4 micro_batch=1x1"
     )
