@@ -107,7 +107,7 @@ class Chain:
         )
         plan = plan_of(model, [list(self.kinds)], seq_len=seq_len, mesh=Mesh(tensor=tensor))
         stage = parallel_stage(
-            plan, self._adapter, _place(plan, device), device=device, weights=None
+            plan, self._adapter, _place(plan, device), stage=0, device=device, weights=None
         )
         self.module = stage.chain.to(dtype)
         self.vocabulary = model.architecture.vocab_size if model.architecture else 256

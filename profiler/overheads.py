@@ -216,7 +216,9 @@ def _over_data(chain: Chain, model: ModelGraph, *, zero: int, device: torch.devi
     world = dist.get_world_size()
     mesh = Mesh(data_shard=world) if zero else Mesh(data_replicate=world)
     plan = plan_of(model, [list(chain.kinds)], seq_len=chain.seq_len, mesh=mesh, zero=zero)
-    stage = parallel_stage(plan, chain.adapter, place_of(plan, device), device=device, weights=None)
+    stage = parallel_stage(
+        plan, chain.adapter, place_of(plan, device), stage=0, device=device, weights=None
+    )
     return stage.chain
 
 
@@ -266,7 +268,7 @@ def optimizer_s_per_parameter(chain: Chain, clock: Clock) -> float:
     A micro-batch before each step leaves in the caches what training leaves there.
     """
     place = Place(degrees=Mesh(), mesh=None)
-    optimizer = Optimizer(chain.module, chain.adapter, Training(), place, summed=frozenset())
+    optimizer = Optimizer([chain.module], chain.adapter, Training(), place, summed=frozenset())
     loss = torch.zeros((), device=clock.device)
     times = _interleaved(
         {
@@ -333,7 +335,8 @@ def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -
         losses = clock.seconds(
             lambda: engine._through_pipeline(engine._pipeline, tokens[:, :-1], tokens[:, 1:])
         )
-        engine._stage.chain.zero_grad()
+        for part in engine._parts:
+            part.chain.zero_grad()
         return losses, 0.0
 
     def each_layer() -> Seconds:
