@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         for name, rows in found.items():
             print(f"## {name}\n\n{table(rows)}\n")
-        print(f"## {VALIDATION}\n\n{sailor_validation.error_table(errors)}")
+        if errors:
+            print(f"## {VALIDATION}\n\n{sailor_validation.error_table(errors)}")
     verdicts = {row.verdict for rows in found.values() for row in rows}
     nothing = not verdicts and not errors
     return 1 if nothing or verdicts & {"worse", "only theirs"} else 0

@@ -159,7 +159,7 @@ def test_dnn_partitioning_no_split_of_a_chain_has_a_lower_largest_load(seed: int
     assert load_ms == dnn_partitioning.max_load_ms(case, accelerators, cpus)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_dnn_partitioning_a_useful_cpu_and_branches_are_solved_from_above(seed: int) -> None:
     edges = [(0, 1), (0, 2), (1, 3), (2, 3), (0, 3), (3, 4)]
     case = training_graph(seed, edges, 5)
@@ -167,9 +167,19 @@ def test_dnn_partitioning_a_useful_cpu_and_branches_are_solved_from_above(seed: 
     load_ms, accelerators, cpus = dnn_partitioning.best_split(case)
 
     best_ms = least_load_ms(case, edges, 5)
+    assert dnn_partitioning.least_load_ms(case) == pytest.approx(best_ms)
     most_sent = sum(edge["transfer_ms"] for edge in case["edges"])
     assert best_ms * (1 - 1e-12) <= load_ms <= best_ms + 2 * most_sent
     assert load_ms == dnn_partitioning.max_load_ms(case, accelerators, cpus)
+
+
+def test_dnn_partitioning_only_the_least_load_is_called_proven() -> None:
+    told = [dnn_partitioning.proven_split(training_graph(seed, CHAIN, 5)) for seed in range(6)]
+
+    for seed, (load_ms, proven) in enumerate(told):
+        best_ms = least_load_ms(training_graph(seed, CHAIN, 5), CHAIN, 5)
+        assert proven == (load_ms == pytest.approx(best_ms, rel=1e-9))
+    assert any(proven for _, proven in told)
 
 
 def test_dnn_partitioning_a_transfer_counts_once_on_each_device_and_never_on_a_cpu() -> None:
