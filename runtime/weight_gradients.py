@@ -33,6 +33,8 @@ class WeightGradients:
         """Return a function that makes all gradients kept so far, and keep them no longer."""
         waiting, self._waiting = self._waiting, []
 
+        # Inputs remember how they were made; with gradients on, so would every product of them.
+        @torch.no_grad()
         def make() -> None:
             while waiting:
                 weight, x, grad = waiting.pop()
@@ -107,7 +109,6 @@ def _product(x: Tensor, grad: Tensor) -> Tensor:
     return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-@torch.no_grad()
 def _accumulate(weight: nn.Parameter, grad: Tensor) -> None:
     """Add to a parameter's gradient as autograd would, whatever kind of tensor it is."""
     if isinstance(weight, DTensor):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,6 +71,20 @@ def test_a_weight_has_no_gradient_before_its_turn() -> None:
     assert set(gradients(module)) == set(dict(module.named_parameters())) - waiting
     store.taken()()
     assert set(gradients(module)) == set(dict(module.named_parameters()))
+
+
+def test_nothing_is_held_after_its_turn() -> None:
+    module, store = layers("none"), WeightGradients()
+    defer(module, store)
+    store.deferring = True
+    backward(module, 0)
+    held = [weakref.ref(tensor) for _, *pair in store._waiting for tensor in pair]
+
+    assert all(tensor() is not None for tensor in held)
+    store.taken()()
+
+    assert not any(tensor() is not None for tensor in held)
+    assert all(grad.grad_fn is None for grad in gradients(module).values())
 
 
 def test_a_frozen_weight_stays_without_gradient() -> None:
