@@ -92,7 +92,7 @@ class Reach:
         return {counts: (first[counts], last[counts]) for counts in self._every if counts in first}
 
     def least_s(self, whole_s: float) -> float:
-        """Ceiling, to a thousandth, below which the stages do not reach the end; inf if none is.
+        """Ceiling, to a hundredth, below which the stages do not reach the end; inf if none is.
 
         At most `whole_s`, which limits no stage.
         """
@@ -102,8 +102,11 @@ class Reach:
 
         if not enough(whole_s):
             return np.inf
-        low, high = 0.0, whole_s
-        while high - low > 1e-3 * high:
+        high = min(whole_s, 2 * whole_s / sum(self._full))
+        while not enough(high):
+            high = min(2 * high, whole_s)
+        low = 0.0
+        while high - low > 0.01 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if enough(middle) else (middle, high)
         return high

@@ -30,6 +30,8 @@ Indices = NDArray[np.intp]
 Booleans = NDArray[np.bool_]
 
 _TRANSIENT_BINS = 4
+# Up to so many alike contents of so many steps are solved without bounds.
+_OUTRIGHT, _OUTRIGHT_STEPS = 64, 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,15 @@ class StepTable:
         self.sync_s = self._over(sync_s, np.ones(len(hops))) if sync_s.any() else None
         self.sync_depends = knapsacks.sync_depends
         self.sync_limit_s = np.inf
-        self.stage_s = self._bounds()
-        self.settled: Booleans = ~np.isfinite(self.stage_s)
         # Sync of the choice that settled a step; read only where options differ in it.
         self._used_s = np.zeros(len(self.paths) if self.sync_depends else 0)
-        self._recall()
+        exact_s = self._outright()
+        self.stage_s = self._bounds() if exact_s is None else exact_s
+        self.settled: Booleans = ~np.isfinite(self.stage_s)
+        if exact_s is None:
+            self._recall()
+        else:
+            self.settled[:] = True
 
     def costs(self) -> Costs:
         """[step] What the objective counts."""
@@ -137,9 +143,7 @@ class StepTable:
         bounded = [step for step in steps if not self.settled[step]]
         for step in bounded:
             stage = self.paths.level(step)
-            kinds = [self._knapsacks.instance.layers[layer] for layer in self.layers(step)]
-            content = content_of(kinds)
-            for at, found in self._exact(stage, content):
+            for at, found in self._exact(stage, self._content(step)):
                 self._write(at, int(self.content[step]), found)
         return bool(bounded)
 
@@ -147,15 +151,17 @@ class StepTable:
         """Return the exact value for a stage, and for others where they come for free."""
         knapsacks, key = self._knapsacks, tuple(content)
         known = self._known.get((stage, key))
-        if known is not None and known.sync_s <= self.sync_limit_s:
-            return [(stage, known)]
         if knapsacks.alike(content):
             family = knapsacks.family_of(stage)
-            seconds = knapsacks.fastest_s(content, family).tolist()
             stages = knapsacks.families[family].stages.tolist()
+            if known is not None:
+                return [(s, self._known[s, key]) for s in stages]
+            seconds = knapsacks.fastest_s(content, family).tolist()
             found = [(s, Settled(time_s, 0.0)) for s, time_s in zip(stages, seconds, strict=True)]
             self._known.update({(s, key): value for s, value in found})
             return found
+        if known is not None and known.sync_s <= self.sync_limit_s:
+            return [(stage, known)]
         choice = knapsacks.fastest_choice(content, stage, sync_limit_s=self.sync_limit_s)
         value = Settled(np.inf, 0.0) if choice is None else Settled(choice.time_s, choice.sync_s)
         if self.sync_limit_s == np.inf:
@@ -186,6 +192,31 @@ class StepTable:
         """Take over what is known from other ceilings."""
         for (stage, content), found in self._known.items() if self._radix else ():
             self._write(stage, sum(self._radix[kind] * n for kind, n in content), found)
+
+    def _outright(self) -> Floats | None:
+        """[step] Exact seconds, if contents are so few and alike that bounds are not worth it."""
+        if not self._radix or self.sync_depends or len(self.paths) > _OUTRIGHT_STEPS:
+            return None
+        _, sample, number = np.unique(self.content, return_index=True, return_inverse=True)
+        if len(sample) > _OUTRIGHT:
+            return None
+        contents = [self._content(int(step)) for step in sample]
+        if not all(self._knapsacks.alike(content) for content in contents):
+            return None
+        scale = self._knapsacks.time_scale
+        seconds = np.empty((len(scale), len(contents)))
+        for at, content in enumerate(contents):
+            for family in self._knapsacks.families:
+                for stage, found in self._exact(int(family.stages[0]), content):
+                    seconds[stage, at] = found.time_s
+        held = [number[self.paths.steps(stage)] for stage in range(len(scale))]
+        staged = [factor * own[at] for factor, own, at in zip(scale, seconds, held, strict=True)]
+        exact_s: Floats = np.concatenate(staged) + self._fixed_s
+        return exact_s
+
+    def _content(self, step: int) -> list[tuple[int, int]]:
+        """Kinds, rising, and their number among the layers of a step."""
+        return content_of([self._knapsacks.instance.layers[layer] for layer in self.layers(step)])
 
     def _codes(self) -> None:
         """Number the contents: mixed-radix counts of kinds, or one number per step if too many.

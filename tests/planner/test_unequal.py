@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from planner import unequal
 from planner.inner import solve
 from planner.instance import Infeasible, Instance, Option, Solution, fits
 from planner.unequal import solve_unequal
@@ -161,6 +162,18 @@ def test_no_order_cuts_and_options_beat_the_solution(start: int) -> None:
     assert 20 < sum(feasible) < 60
 
 
+@pytest.mark.parametrize("start", range(240, 300, 30))
+def test_climbing_from_a_ceiling_far_too_low_changes_nothing(
+    start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unequal, "_FIRST", 0.3)
+    monkeypatch.setattr(unequal, "_RISE", 1.04)
+
+    feasible = [agrees_with_enumeration(random_unequal(seed)) for seed in range(start, start + 30)]
+
+    assert 10 < sum(feasible) < 30
+
+
 @pytest.mark.parametrize("start", range(300, 400, 50))
 def test_sync_may_differ_between_the_options_of_a_kind(start: int) -> None:
     feasible = [
@@ -238,6 +251,21 @@ def test_it_finds_the_best_of_all_orders_solved_as_chains() -> None:
     assert answer.split.objective_s == pytest.approx(min(times_s.values()), rel=1e-9)
     assert times_s[answer.order] == pytest.approx(answer.split.objective_s, rel=1e-9)
     assert max(times_s.values()) > 1.02 * min(times_s.values())
+
+
+def test_the_sum_over_stages_may_be_worth_a_slower_slowest_stage() -> None:
+    layer = (Option(name="none", forward_s=0.5, backward_s=0.5),)
+    fast = DeviceType(name="fast", stages=1, kinds=(layer,), capacity_bytes=1, exposed_s=2)
+    slow = replace(fast, name="slow", time_scale=3.0)
+
+    answer = solve_unequal(
+        UnequalInstance(layers=(0,) * 10, types=(slow, fast), in_flight=(2, 1), steady=1)
+    )
+
+    # 8 and 2 layers take (8 + 2) + (8 + 2 + 6 + 2); 9 and 1 take (9 + 2) + (9 + 2 + 3 + 2).
+    assert isinstance(answer, UnequalSolution)
+    assert sorted(answer.split.sizes()) == [1, 9]
+    assert answer.split.objective_s == pytest.approx(27)
 
 
 def test_one_type_alone_is_the_chain_solvers_problem() -> None:
