@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner.candidates import Candidates
 from planner.cluster import ClusterSpec
-from planner.formulation import instance_of, plan_of
-from planner.instance import Solution
+from planner.costs import CostTables
+from planner.formulation import plan_of
+from planner.inner import solve
+from planner.instance import Instance, Solution
+from planner.memory_reach import why_infeasible
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Job, Layout
 from planner.predict import placement_prediction, placements_of
 from planner.prediction import Prediction
@@ -17,6 +22,8 @@ from planner.units import bytes_text
 
 MISSES_LOOKED_AT = 8
 """Of the configurations with the least bytes, so many are looked at in full."""
+FACTORS = (2, 4, 8, 16)
+"""Of more devices or a shorter sequence: how far a way out is looked for."""
 
 
 def nothing_runs(model: ModelGraph, cluster: ClusterSpec, job: Job, refused: dict[str, int]) -> str:
@@ -36,89 +43,154 @@ def nothing_runs(model: ModelGraph, cluster: ClusterSpec, job: Job, refused: dic
 
 
 def closest_miss(candidates: Candidates) -> str:
-    """Name the layout that misses by least, its fullest stage and where the bytes are."""
+    """Name the layout that misses by least, its fullest stage, where the bytes are, a way out."""
     model, cluster, job = candidates.model, candidates.cluster, candidates.job
+    device = cluster.groups[0].accelerator
+    needs, layout = min(
+        ((_least_bytes(candidates, layout), layout) for layout in _leanest(candidates)),
+        key=lambda miss: miss[0],
+    )
+    leanest = _within(candidates, layout, needs)
+    index, stage = max(enumerate(leanest.stages), key=lambda s: s[1].peak_memory_bytes)
+    parts = sorted(stage.memory_parts.items(), key=lambda part: -part[1])[:4]
+    return (
+        f"no plan of {model.name} fits {cluster.devices} x {device.name} "
+        f"({bytes_text(device.memory_bytes)} each) at sequence {job.seq_len} and global batch "
+        f"{job.global_batch}. The closest, {layout.text()}, needs at least "
+        f"{bytes_text(needs)} on each; stage {index} holds "
+        + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts)
+        + f". {_ways_out(candidates)}"
+    )
+
+
+def _ways_out(candidates: Candidates) -> str:
+    """Say which single changes would let a plan fit: each is tried before it is named."""
+    found = [*_fewest_devices(candidates), *_longest_sequence(candidates)]
+    if candidates.pins != Pins():
+        open_ = _changed(candidates, pins=Pins())
+        if open_.families and _fits(open_):
+            found.append("with nothing fixed")
+    if not found:
+        return (
+            f"No change of devices or sequence alone, up to {FACTORS[-1]} times, would make it fit."
+        )
+    return f"It would fit {', or '.join(found)}."
+
+
+def _fewest_devices(candidates: Candidates) -> Iterator[str]:
+    """Yield the number of devices, doubled as often as needed, with which a plan fits."""
+    group = candidates.cluster.groups[0]
+    for factor in FACTORS:
+        devices = factor * group.devices
+        tiers = candidates.cluster.tiers
+        if not tiers:
+            return
+        widest = tiers[-1].model_copy(update={"devices": max(tiers[-1].devices, devices)})
+        larger = candidates.cluster.model_copy(
+            update={
+                "groups": (group.model_copy(update={"nodes": factor * group.nodes}),),
+                "tiers": (*tiers[:-1], widest),
+            }
+        )
+        if _fits(_changed(candidates, cluster=larger)):
+            yield f"on {devices} such devices"
+            return
+
+
+def _longest_sequence(candidates: Candidates) -> Iterator[str]:
+    """Yield the sequence, halved as often as needed, with which a plan fits."""
+    for factor in FACTORS:
+        if candidates.job.seq_len % factor:
+            return
+        shorter = replace(candidates.job, seq_len=candidates.job.seq_len // factor)
+        if _fits(_changed(candidates, job=shorter)):
+            yield f"at sequence {shorter.seq_len}"
+            return
+
+
+def _changed(
+    candidates: Candidates,
+    *,
+    cluster: ClusterSpec | None = None,
+    job: Job | None = None,
+    pins: Pins | None = None,
+) -> Candidates:
+    """Return the candidates of the same search with one thing changed."""
+    cluster, job = cluster or candidates.cluster, job or candidates.job
+    tables = CostTables(candidates.model, cluster, job, candidates.tables.profile)
+    return Candidates(candidates.model, cluster, job, tables, pins or candidates.pins)
+
+
+def _fits(candidates: Candidates) -> bool:
+    """Whether one of the leanest layouts fits."""
+    return any(
+        not why_infeasible(candidates.instance(layout))
+        for layout in _leanest(candidates, 4 * MISSES_LOOKED_AT)
+    )
+
+
+def _leanest(candidates: Candidates, count: int = MISSES_LOOKED_AT) -> list[Layout]:
+    """Return the layouts that hold least on a stage, if layers could be divided evenly.
+
+    One of them needs least: micro-batches are small and states divided all the way.
+    """
+    smallest: dict[object, int] = {}
+    for family in candidates.families:
+        least = smallest.get(family.degrees, family.micro_batch)
+        smallest[family.degrees] = min(least, family.micro_batch)
 
     def least_bytes(layout: Layout) -> float:
         table = candidates.costs(layout).kinds
         held = sum(
             layer.repeat * min(c.resident_bytes + c.stored_bytes for c in table[layer.kind])
-            for layer in model.layers
+            for layer in candidates.model.layers
         )
         peak = max(min(c.transient_bytes for c in options) for options in table.values())
         return held / layout.pipeline + peak
 
-    device = cluster.groups[0].accelerator
-    misses = []
-    for layout in heapq.nsmallest(MISSES_LOOKED_AT, _leanest_layouts(candidates), key=least_bytes):
-        leanest = _leanest(candidates, layout)
-        index, stage = max(enumerate(leanest.stages), key=lambda s: s[1].peak_memory_bytes)
-        misses.append((stage.peak_memory_bytes, index, stage, layout))
-    needs, index, stage, layout = min(misses, key=lambda miss: miss[0])
-    parts = sorted(stage.memory_parts.items(), key=lambda part: -part[1])[:4]
-    return (
-        f"no plan of {model.name} fits {cluster.devices} x {device.name} "
-        f"({bytes_text(device.memory_bytes)} each) at sequence {job.seq_len} and global batch "
-        f"{job.global_batch}. The closest, {layout.text()} with full recompute, needs "
-        f"{bytes_text(needs)} on stage {index}: "
-        + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts)
-        + f". {_way_out(layout, stage.memory_parts, device.memory_bytes)}"
+    lean = (
+        layout
+        for family in candidates.families
+        if family.micro_batch == smallest[family.degrees]
+        for layout in family.corners()
     )
+    return heapq.nsmallest(count, lean, key=least_bytes)
 
 
-def _leanest_layouts(candidates: Candidates) -> Iterator[Layout]:
-    """Yield layouts of which one needs least: small micro-batches, states divided all the way."""
-    smallest: dict[object, int] = {}
-    for family in candidates.families:
-        least = smallest.get(family.degrees, family.micro_batch)
-        smallest[family.degrees] = min(least, family.micro_batch)
-    for family in candidates.families:
-        if family.micro_batch == smallest[family.degrees]:
-            yield from family.corners()
+def _least_bytes(candidates: Candidates, layout: Layout) -> float:
+    """Return the least device memory in which a layout fits, to a thousandth."""
+    high = low = float(candidates.cluster.groups[0].accelerator.memory_bytes)
+    while not _fits_in(candidates, layout, high):
+        low, high = high, 2 * high
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _fits_in(candidates, layout, middle) else (middle, high)
+    return high
 
 
-def _leanest(candidates: Candidates, layout: Layout) -> Prediction:
-    """Return the prediction of a layout with full recompute and the most even split of memory."""
-    model, costs = candidates.model, candidates.costs(layout)
-    instance = instance_of(model, candidates.cluster, layout, costs, "full")
-    need = [
-        min(o.resident_bytes + o.stored_bytes for o in instance.options_of(layer))
-        for layer in range(len(instance.layers))
-    ]
-    cuts = _even_cuts(need, len(instance.stages))
-    options = [0] * len(instance.layers)
-    solution = Solution(
-        cuts=cuts,
-        options=tuple(options),
-        stage_s=(),
-        stage_bytes=(),
-        stage_sync_s=(),
-        objective_s=0.0,
-        lower_bound_s=0.0,
+def _fits_in(candidates: Candidates, layout: Layout, memory_bytes: float) -> bool:
+    return not why_infeasible(_with_memory(candidates, layout, memory_bytes))
+
+
+def _with_memory(candidates: Candidates, layout: Layout, memory_bytes: float) -> Instance:
+    """Return the partition problem of a layout on devices with so much memory."""
+    costs, instance = candidates.costs(layout), candidates.instance(layout)
+    capacity = (memory_bytes - costs.fixed_bytes) / costs.slack
+    stages = tuple(replace(stage, capacity_bytes=capacity) for stage in instance.stages)
+    return replace(instance, stages=stages)
+
+
+def _within(candidates: Candidates, layout: Layout, memory_bytes: float) -> Prediction:
+    """Return the prediction of the best plan of a layout that fits in so much memory."""
+    solution = solve(_with_memory(candidates, layout, memory_bytes))
+    assert isinstance(solution, Solution), "it was seen to fit"
+    plan = plan_of(
+        candidates.model,
+        candidates.cluster.name,
+        candidates.job,
+        layout,
+        candidates.costs(layout),
+        solution,
+        candidates.pins.recompute,
     )
-    plan = plan_of(model, candidates.cluster.name, candidates.job, layout, costs, solution, "full")
-    return placement_prediction(candidates.tables, layout, placements_of(plan, model))
-
-
-def _even_cuts(need: list[float], stages: int) -> tuple[int, ...]:
-    """Cut a chain into stages of about equal need, each with at least one layer."""
-    cuts, used, total = [0], 0.0, sum(need)
-    for layer, size in enumerate(need):
-        left = stages - len(cuts)
-        enough = used + size / 2 >= total * len(cuts) / stages
-        if left and layer > cuts[-1] and (enough or len(need) - layer == left):
-            cuts.append(layer)
-        used += size
-    return (*cuts, len(need))
-
-
-def _way_out(layout: Layout, parts: dict[str, float], capacity: float) -> str:
-    """Suggest the change that would help, by what fills the memory."""
-    states = sum(parts.get(name, 0.0) for name in ("parameters", "gradients", "optimizer"))
-    if states > capacity:
-        more = states / capacity
-        return (
-            f"Parameters, gradients and optimizer state alone are {more:.1f} times the device: "
-            f"use at least {int(-(-layout.devices * more // 1))} such devices."
-        )
-    return "Ask for a shorter sequence, or use more devices."
+    return placement_prediction(candidates.tables, layout, placements_of(plan, candidates.model))

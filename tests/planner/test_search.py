@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -227,14 +228,42 @@ def test_fewer_kinds_than_asked_for_are_all_returned() -> None:
     assert sum(answer.certificate.counts.values()) == answer.certificate.configurations
 
 
-def test_a_model_that_cannot_fit_names_the_closest_miss() -> None:
+def test_a_model_that_cannot_fit_names_the_closest_miss_and_ways_out_that_hold() -> None:
+    impossible = Case("llama-3.1-70b", "4x8xa100-sxm-40gb", 65536, 32)
     with pytest.raises(NoPlanFits) as raised:
-        Case("llama-3.1-70b", "8xa100-sxm-40gb", 4096, 8).search()
+        impossible.search()
 
     message = str(raised.value)
-    assert "The closest, tp=" in message
-    assert "on stage 0" in message
-    assert "times the device" in message
+    assert "The closest, tp=8" in message
+    assert "; stage " in message and "optimizer" in message
+    devices = int(re.findall(r"on (\d+) such devices", message)[0])
+    gibibytes = float(re.findall(r"at least ([\d.]+) GiB on each", message)[0])
+    sequence = int(re.findall(r"at sequence (\d+)$", message.rstrip("."))[0])
+    assert devices > 32 and gibibytes > 40 and sequence < 65536
+    assert replace(impossible, cluster=f"{devices // 8}x8xa100-sxm-40gb").search()
+    assert replace(impossible, seq_len=sequence).search()
+    cluster = resolve_cluster(impossible.cluster)
+    assert impossible.search(with_memory(cluster, (gibibytes + 0.1) * 2**30))
+    with pytest.raises(NoPlanFits):
+        replace(impossible, seq_len=2 * sequence).search()
+    with pytest.raises(NoPlanFits):
+        replace(impossible, cluster=f"{devices // 16}x8xa100-sxm-40gb").search()
+
+
+def test_a_pin_that_leaves_no_room_is_told() -> None:
+    pinned = Case("llama-3.2-3b", "4xa100-sxm-40gb", 4096, 32, Pins(schedule="gpipe", pipeline=2))
+    with pytest.raises(NoPlanFits, match="or with nothing fixed"):
+        pinned.search()
+
+    assert replace(pinned, pins=Pins()).search()
+
+
+def with_memory(cluster: ClusterSpec, memory_bytes: float) -> ClusterSpec:
+    group = cluster.groups[0]
+    device = group.accelerator.model_copy(update={"memory_bytes": int(memory_bytes)})
+    return cluster.model_copy(
+        update={"groups": (group.model_copy(update={"accelerator": device}),)}
+    )
 
 
 def test_pinned_gpipe_is_not_dominated_by_what_the_pins_exclude() -> None:
