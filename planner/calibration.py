@@ -39,6 +39,15 @@ class Figures:
     stores_input: bool
     provenance: Provenance
     spread: float
+    weight_share: float = 0.0
+    """Of backward_s, what a split backward leaves for W: half of the products of Linears."""
+    kept_bytes: float = 0.0
+    """Kept from I to W by each micro-batch: inputs of Linears and gradients of their outputs."""
+
+    @property
+    def weight_s(self) -> float:
+        """Seconds of W in a split backward."""
+        return self.weight_share * self.backward_s
 
     @property
     def whole_forward_s(self) -> float:

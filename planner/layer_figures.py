@@ -99,6 +99,9 @@ class LayerFigures:
         backward_host_s = self._rates.host_s(kernels, "backward")
         recompute_host_s = self._rates.host_s(sum(op.kernels for op in again), "forward")
         forward_tensor_s, backward_tensor_s = self._tensor_s(table.operators, again, groups)
+        late = [op for op in table.operators if self._weight_waits(layer, op)]
+        weight_s = sum(compute.backward_s(op, on) for op in late) / compute.MATMUL_BACKWARD
+        inputs = {name for op in late for name in op.inputs}
         return Figures(
             forward_s=max(forward_s, forward_host_s),
             forward_tensor_s=forward_tensor_s,
@@ -116,7 +119,21 @@ class LayerFigures:
             stores_input="x" in table.stored(recompute),
             provenance=on.curve.provenance,
             spread=on.curve.spread,
+            weight_share=weight_s / backward_s if backward_s else 0.0,
+            kept_bytes=sum(table.sizes[name] for name in inputs)
+            + sum(sum(op.outputs.values()) for op in late),
         )
+
+    def _weight_waits(self, layer: Layer, operator: Operator) -> bool:
+        """Whether a split backward makes the gradient of an operator's weight in W.
+
+        The runtime puts off Linears alone: not experts, whose matrices lie in one parameter, nor
+        the transposed ones of GPT-2's blocks.
+        """
+        if operator.kind != "matmul" or operator.name.startswith("expert"):
+            return False
+        a = self.model.architecture
+        return a is None or a.family != "gpt2" or layer.kind == "head"
 
     def _tensor_s(
         self, operators: Iterable[Operator], again: Iterable[Operator], groups: dict[str, Levels]

@@ -8,6 +8,7 @@ from planner.cluster import ClusterSpec
 from planner.model import Architecture, ModelGraph
 from planner.plan import Job, Layout
 from planner.prediction import Assumption
+from planner.schedule import obstacle, rank_of_stage
 
 FAMILIES = frozenset(
     {"reference", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
@@ -43,16 +44,36 @@ def _obstacles(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout
         yield "context parallelism cannot be executed"
     if layout.expert > 1:
         yield "expert parallelism cannot be executed"
-    if layout.schedule not in ("gpipe", "1f1b"):
-        yield f"the schedule {layout.schedule} is not priced"
+    if layout.pipeline > 1:
+        yield from _schedule_obstacles(model, layout)
     if model.edges:
         yield "the model's graph is not a chain"
-    if layout.pipeline > len(model.chain):
-        yield f"{layout.pipeline} stages need as many layers; the model has {len(model.chain)}"
+    if layout.stages > len(model.chain):
+        yield f"{layout.stages} stages need as many layers; the model has {len(model.chain)}"
     if layout.zero and layout.data_shard == 1 and layout.data > 1:
         yield f"ZeRO-{layout.zero} needs data_shard > 1"
     if layout.tensor > 1:
         yield from _tensor_obstacles(model.architecture, job, layout.tensor)
+
+
+def _schedule_obstacles(model: ModelGraph, layout: Layout) -> Iterator[str]:
+    shape = {
+        "stages": layout.stages,
+        "micro_batches": layout.micro_batches,
+        "virtual_stages": layout.virtual_stages,
+    }
+    found = obstacle(layout.schedule, **shape)
+    if found:
+        yield f"{found[0]} {found[1]}"
+        return
+    if layout.schedule == "pipedream-2bw":
+        yield "pipedream-2bw does not train like one process"
+    home = rank_of_stage(
+        layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+    )
+    a = model.architecture
+    if a is not None and a.tied_embeddings and home[0] == home[-1]:
+        yield f"{layout.schedule} puts both ends of the tied embedding on one rank"
 
 
 def _tensor_obstacles(a: Architecture | None, job: Job, degree: int) -> Iterator[str]:

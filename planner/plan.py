@@ -267,12 +267,17 @@ class Plan(Document):
             virtual_stages=self.virtual_stages,
         )
 
-    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a pipeline rank holds, in order."""
+    def rank_of_stage(self, stage: int) -> int:
+        """Return the pipeline rank that holds a stage."""
         ranks = rank_of_stage(
             self.schedule, stages=len(self.stages), virtual_stages=self.virtual_stages
         )
-        return tuple(stage for stage, holder in enumerate(ranks) if holder == rank)
+        return ranks[stage]
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a pipeline rank holds, in order."""
+        every = range(len(self.stages))
+        return tuple(stage for stage in every if self.rank_of_stage(stage) == rank)
 
     @property
     def job(self) -> Job:

@@ -9,7 +9,9 @@ equal for uniform stages without transfers, and at most 20 % above or 3 % below 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import reduce
+from operator import add
 
 from planner.arithmetic import step_flops
 from planner.cluster import ClusterSpec
@@ -21,7 +23,8 @@ from planner.operator_table import RECOMPUTES
 from planner.plan import Job, Layout, Plan
 from planner.prediction import Prediction, StagePrediction
 from planner.profile import Profile, Recompute
-from planner.schedule import Order, in_flight, orders
+from planner.rank_memory import rank_memory_parts
+from planner.schedule import Order, in_flight, orders, rank_of_stage, splits_backward
 from planner.simulate import Timeline, timeline
 
 Placement = tuple[tuple[str, Recompute], ...]
@@ -48,6 +51,8 @@ class StageSeconds:
     sync_s: float
     optimizer_s: float
     spread: float
+    weight_s: float = 0.0
+    """Of backward_s, what W takes if backwards are split."""
 
     @property
     def whole_forward_s(self) -> float:
@@ -59,6 +64,12 @@ class StageSeconds:
         """A backward action."""
         computing = self.backward_s + self.recompute_s
         return computing + self.backward_tensor_s + self.backward_shard_s + self.action_s
+
+    def __add__(self, other: StageSeconds) -> StageSeconds:
+        """Return the seconds of two stages of one rank."""
+        names = (field.name for field in fields(self))
+        total = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return StageSeconds(**{**total, "spread": max(self.spread, other.spread)})
 
 
 def predict(
@@ -106,10 +117,10 @@ def layout_prediction(
     seconds = [
         costs.kinds[kind][choice].forward_s + costs.kinds[kind][choice].backward_s for kind in chain
     ]
-    cuts = balanced_cuts(seconds, layout.pipeline)
+    cuts = balanced_cuts(seconds, layout.stages)
     placements = [
         tuple((kind, recompute) for kind in chain[cuts[s] : cuts[s + 1]])
-        for s in range(layout.pipeline)
+        for s in range(layout.stages)
     ]
     return placement_prediction(tables, layout, placements)
 
@@ -124,11 +135,19 @@ def placement_prediction(
     run = _run(costs, layout, stages)
     accelerator = cluster.groups[0].accelerator
     capacity = float(accelerator.memory_bytes)
-    memory = [
-        memory_parts(costs, placement, run.orders[s], first=s == 0, last=s == layout.pipeline - 1)
-        for s, placement in enumerate(placements)
+    home = rank_of_stage(
+        layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+    )
+    memory_of_rank = [
+        _rank_memory(costs, layout, [s for s, r in enumerate(home) if r == rank], placements, order)
+        for rank, order in enumerate(run.orders)
     ]
-    parts = step_parts(stages, run, layout, costs)
+    memory = [memory_of_rank[rank] for rank in home]
+    ranks = [
+        reduce(add, (stage for stage, r in zip(stages, home, strict=True) if r == rank))
+        for rank in range(layout.pipeline)
+    ]
+    parts = step_parts(ranks, run, layout, costs)
     step_s = sum(parts.values())
     low_s, high_s = _range(parts, max(stage.spread for stage in stages))
     flops = step_flops(model, seq_len=job.seq_len, global_batch=job.global_batch)
@@ -157,6 +176,23 @@ def placement_prediction(
     )
 
 
+def _rank_memory(
+    costs: LayoutCosts,
+    layout: Layout,
+    held: Sequence[int],
+    placements: Sequence[Placement],
+    order: Order,
+) -> dict[str, float]:
+    last = layout.stages - 1
+    if layout.virtual_stages == 1 and not _split(layout):
+        (s,) = held
+        return memory_parts(costs, placements[s], order, first=s == 0, last=s == last)
+    layers = {
+        s: [_parts(costs, kind, recompute) for kind, recompute in placements[s]] for s in held
+    }
+    return rank_memory_parts(costs, layers, order, last_stage=last)
+
+
 def stage_seconds(costs: LayoutCosts, placement: Placement) -> StageSeconds:
     """Add up the layers of a stage."""
     layers = [_parts(costs, kind, recompute) for kind, recompute in placement]
@@ -175,15 +211,17 @@ def stage_seconds(costs: LayoutCosts, placement: Placement) -> StageSeconds:
         sync_s=sum(layer.sync_s for layer in layers),
         optimizer_s=sum(layer.optimizer_s for layer in layers),
         spread=uncertain / computing if computing else 0.0,
+        weight_s=sum(f.weight_s for f in figures),
     )
 
 
 def step_parts(
     stages: Sequence[StageSeconds], run: Timeline, layout: Layout, costs: LayoutCosts
 ) -> dict[str, float]:
-    """Return seconds by cause, of the stage that computes longest; they add up to the step.
+    """Return seconds by cause, of the rank that computes longest; they add up to the step.
 
-    After its last backward each stage reduces its gradients; the optimizer waits for all of them,
+    `stages` are the seconds of each rank, all its stages together.
+    After its last backward each rank reduces its gradients; the optimizer waits for all of them,
     since it needs the norm of all gradients.
     """
     m = layout.micro_batches
@@ -198,7 +236,7 @@ def step_parts(
         "tensor communication": m * (stage.forward_tensor_s + stage.backward_tensor_s),
         "data communication": m * (stage.forward_shard_s + stage.backward_shard_s) + stage.sync_s,
         "optimizer": optimizer_s,
-        "fixed": costs.step_s + 2 * m * stage.action_s,
+        "fixed": costs.step_s + (3 if _split(layout) else 2) * m * stage.action_s,
     }
     # Idle, waiting for other stages or for their transfers.
     parts["pipeline"] = max(0.0, reduced_s + optimizer_s + costs.step_s - sum(parts.values()))
@@ -318,12 +356,24 @@ def _run(costs: LayoutCosts, layout: Layout, stages: Sequence[StageSeconds]) -> 
     Without a pipeline the runtime alternates forwards and backwards, whatever the schedule's name.
     """
     name = layout.schedule if layout.pipeline > 1 else "1f1b"
+    splits = _split(layout)
     return timeline(
-        orders(name, stages=layout.pipeline, micro_batches=layout.micro_batches),
+        orders(
+            name,
+            stages=layout.stages,
+            micro_batches=layout.micro_batches,
+            virtual_stages=layout.virtual_stages,
+        ),
         forward_s=[stage.whole_forward_s for stage in stages],
-        backward_s=[stage.whole_backward_s for stage in stages],
+        # W is an action of its own, and costs one.
+        backward_s=[stage.whole_backward_s + splits * stage.action_s for stage in stages],
+        weight_s=[stage.weight_s + stage.action_s for stage in stages] if splits else None,
         transfer_s=costs.transfer_s,
     )
+
+
+def _split(layout: Layout) -> bool:
+    return layout.pipeline > 1 and splits_backward(layout.schedule)
 
 
 def _parts(costs: LayoutCosts, kind: str, recompute: Recompute) -> StrategyParts:

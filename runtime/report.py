@@ -144,7 +144,7 @@ def summarise(
         step_time_s=median,
         step_time_spread=spread(timed_s),
         tokens_per_s=plan.global_batch * plan.seq_len / median if median else None,
-        stages=tuple(_stage(index, ranks) for index in range(plan.mesh.pipeline)),
+        stages=tuple(_stage(plan.rank_of_stage(index), ranks) for index in range(len(plan.stages))),
         wall_s=wall_s,
         output=orders.output,
         metrics=files[0],
@@ -165,8 +165,8 @@ def spread(values: Sequence[float]) -> float | None:
     return (high - low) / middle
 
 
-def _stage(index: int, ranks: Sequence[RankRecord]) -> StageMeasurement:
-    own = [rank for rank in ranks if rank.stage == index]
+def _stage(pipeline_rank: int, ranks: Sequence[RankRecord]) -> StageMeasurement:
+    own = [rank for rank in ranks if rank.stage == pipeline_rank]
     peaks = [rank.peak_memory_bytes for rank in own if rank.peak_memory_bytes is not None]
     return StageMeasurement(
         peak_memory_bytes=max(peaks, default=None),

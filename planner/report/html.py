@@ -18,7 +18,7 @@ from planner.report.text import layers_text, recompute_text
 from planner.simulate import Timeline
 from planner.units import GIB, bytes_text, seconds_text
 
-FORWARD, BACKWARD = "#4c78a8", "#f58518"
+FORWARD, BACKWARD, WEIGHTS = "#4c78a8", "#f58518", "#54a24b"
 MOST_SPANS = 4000
 """Actions drawn; of a longer timeline each stage shows its first ones."""
 
@@ -88,16 +88,23 @@ def time_figure(prediction: Prediction) -> go.Figure:
 
 
 def timeline_figure(timeline: Timeline) -> go.Figure:
-    """Gantt chart of every forward and backward on every stage."""
+    """Gantt chart of every forward and backward on every pipeline rank."""
     figure = go.Figure()
     most = MOST_SPANS // len(timeline.orders)
-    for kind, name, colour in (("F", "forward", FORWARD), ("B", "backward", BACKWARD)):
+    for kind, name, colour in (
+        ("F", "forward", FORWARD),
+        ("B", "backward", BACKWARD),
+        ("I", "gradients of inputs", BACKWARD),
+        ("W", "gradients of weights", WEIGHTS),
+    ):
         spans = [
             (rank, start_s, end_s, action.micro_batch)
             for rank in range(len(timeline.orders))
             for start_s, end_s, action in timeline.actions(rank)[:most]
             if action.kind == kind
         ]
+        if not spans:
+            continue
         figure.add_bar(
             name=name,
             orientation="h",
