@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test check format schemas clean
+.PHONY: help demo test matrix check format schemas clean
 .DEFAULT_GOAL := help
 
 help:  ## print these commands
@@ -14,6 +14,9 @@ demo: .venv/installed  ## profile this machine, plan, train a small model on rea
 
 test: .venv/installed  ## run the tests (no GPU needed)
 	$(BIN)/python -m pytest -q
+
+matrix: .venv/installed  ## run every combination of schedule and mesh against one process
+	$(BIN)/python -m pytest -q -m matrix
 
 check: .venv/installed  ## what CI asks for: format, lint, types, tests
 	$(BIN)/ruff format --check .

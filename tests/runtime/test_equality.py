@@ -321,6 +321,11 @@ GROUPS = {
         for axis in ("data", "pipeline", "tensor")
     },
     "library on 4 ranks": (4, of(FOUR, *LIBRARY, "factory")),
+    # Every third row meets every schedule and every layout, 3 dividing neither 8 nor 10.
+    "a third of the schedules on 2 ranks": (2, TWO_SCHEDULED[::3]),
+    "a third of the schedules on 4 ranks": (4, FOUR_SCHEDULED[::3]),
+}
+WHOLE = {
     "schedules on 2 ranks": (2, TWO_SCHEDULED),
     "schedules on 4 ranks": (4, FOUR_SCHEDULED),
 }
@@ -334,7 +339,21 @@ def test_any_plan_trains_like_one_process(group: str) -> None:
     check(rows, world)
 
 
-def test_every_row_is_in_a_group() -> None:
-    every = (TWO, FOUR, TWO_SCHEDULED, FOUR_SCHEDULED)
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize("group", WHOLE)
+def test_any_schedule_trains_like_one_process(group: str) -> None:
+    world, rows = WHOLE[group]
 
-    assert sum(len(rows) for _, rows in GROUPS.values()) == sum(map(len, every))
+    check(rows, world)
+
+
+def test_every_row_is_in_a_group() -> None:
+    rows = {id(row) for _, group in (GROUPS | WHOLE).values() for row in group}
+
+    assert rows == {id(row) for row in (*TWO, *FOUR, *TWO_SCHEDULED, *FOUR_SCHEDULED)}
+
+
+def test_a_third_of_the_schedules_meets_each_of_them() -> None:
+    for rows in (TWO_SCHEDULED, FOUR_SCHEDULED):
+        assert {r.layout["schedule"] for r in rows[::3]} == {r.layout["schedule"] for r in rows}
