@@ -119,7 +119,9 @@ class Room:
         write(MODEL, self.folder / "model.yaml")
         settings = {"data": str(self.text), "output": str(self.folder / "out"), **options}
         program = (
-            "import json, sys\n"
+            "import json, signal, sys\n"
+            # A shell's background jobs inherit an ignored interrupt; a launch at a terminal not.
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "from planner.document import read\n"
             "from planner.errors import MeshwrightError\n"
             "from planner.model import ModelGraph\n"
