@@ -40,6 +40,8 @@ def _obstacles(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout
         yield f"precision {job.precision} cannot be trained; use bf16, tf32 or fp32"
     if layout.devices > cluster.devices:
         yield f"it needs {layout.devices} devices, and the cluster has {cluster.devices}"
+    if any(group.accelerator != cluster.groups[0].accelerator for group in cluster.groups):
+        yield "devices that differ cannot share one job"
     if layout.context > 1:
         yield "context parallelism cannot be executed"
     if layout.expert > 1:

@@ -75,7 +75,7 @@ def changed(document: dict[str, Any], path: str, value: object) -> str:
     if value is ...:
         del place[last]
     else:
-        place[last] = value
+        place[last] = json.loads(json.dumps(value))  # a copy: aliases would be refused
     return yaml.safe_dump(copy)
 
 
@@ -171,6 +171,20 @@ CASES = {
         "groups[0].accelerator.memory_bytes",
     ),
     "cluster without tiers": (cluster_with("tiers", []), "tier"),
+    "groups of different devices": (
+        cluster_with(
+            "groups",
+            [
+                CLUSTER["groups"][0] | {"devices_per_node": 1},
+                CLUSTER["groups"][0]
+                | {
+                    "devices_per_node": 1,
+                    "accelerator": CLUSTER["groups"][0]["accelerator"] | {"name": "slow"},
+                },
+            ],
+        ),
+        "devices that differ",
+    ),
     "a link of speed 0": (cluster_with("tiers.0.bytes_per_s", 0), "tiers[0].bytes_per_s"),
     "a future format": (cluster_with("format", 2), "format"),
     "plan for another model": (plan_with("seq_len", 128), "model.digest"),
