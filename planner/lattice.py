@@ -4,31 +4,33 @@
                           | Infeasible        no split fits in memory
                           | Undecided         none was found, and too many to be sure
 
-Splits are paths through the lattice of ideals (`planner.ideals`), one step per stage.  A ceiling on
-stage seconds leaves narrow bands of it (`planner.bands`), in which every split under the ceiling
-lies.  The steps start with bounds (`planner.step_table`) that become exact when the cheapest path
-(`planner.paths`) wants to use them.  All costs being bounds, a path whose steps are exact is the
-optimum under the ceiling.
+Splits are paths through the lattice of ideals (`planner.ideals`), one step per stage.  The search
+rises from target to target, beginning at a bound for all splits.  A target allows no stage above
 
-A split with a stage above the ceiling takes at least steady · ceiling + (least sum) + (least sync).
-Once that meets the best split known, this one is optimal among all.  Where the lattice is too large
-for such a ceiling, it is the proven bound, and the best of several orders, each solved exactly as a
-chain, competes with what was found.
+    ceiling = (target - least sum - least sync) / steady
+
+which leaves narrow bands of ideals (`planner.bands`), and only those steps between them that some
+split below the target can take (`planner.sweep`).  Steps start with bounds on their seconds
+(`planner.step_bounds`) that become exact when the cheapest path wants to use them
+(`planner.settled`).  All costs being bounds, a path whose steps are exact is the optimum; if there
+is no path, the target is a bound for all splits, and the next one higher.
+
+Where a target leaves too much of the lattice, the last one is the proven bound of the best of
+several orders (`planner.orders`), each solved exactly as a chain.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import networkx
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.assembly import assembled, fastest_options
 from planner.bands import Bands
-from planner.cuts import meets
 from planner.fluid import Fluid
 from planner.frontier import FrontierStore
 from planner.graph_instance import GraphInstance, GraphSolution, Method, Undecided
@@ -39,15 +41,17 @@ from planner.knapsack import Knapsacks
 from planner.orders import Order, orders
 from planner.paths import Path
 from planner.settled import best_split
+from planner.step_bounds import StepBounds
 from planner.step_table import Known, StepTable
+from planner.sweep import Aim, Sweep
 from planner.units import bytes_text
 
-Indices = NDArray[np.intp]
-
-# Ceiling to begin with over the fluid bound, and how much it rises while nothing fits under it.
-_FIRST, _RISE = 1.06, 1.06
-# Ceilings this close together are not worth a search of their own.
-_LEAST_RISE = 1.002
+# Ideals of a graph from which on a first split from several orders is worth its time.
+_LARGE = 3000
+# By what share of the fluid bound targets rise, at first and as a share of the rise so far.
+_RISE_SMALL, _RISE_LARGE, _RISE_ON = 0.08, 0.01, 0.3
+# Targets this close together are not worth a search of their own.
+_LEAST_RISE = 0.004
 
 
 def solve_graph(
@@ -55,12 +59,12 @@ def solve_graph(
     *,
     frontiers: FrontierStore | None = None,
     most_ideals: int = 400_000,
-    most_pairs: int = 30_000_000,
+    most_pairs: int = 100_000_000,
 ) -> GraphSolution | Infeasible | Undecided:
     """Minimise the time of `problem` over all contiguous splits of its graph.
 
-    Exact unless the graph has more than `most_ideals` downsets, or the ceiling that the proof needs
-    leaves more than `most_pairs` pairs of them to compare.
+    Exact unless the graph has more than `most_ideals` downsets, or more than `most_pairs` pairs of
+    them would have to be compared at once.
     """
     layers, stages = len(problem.layers), len(problem.stages)
     if stages > layers:
@@ -69,19 +73,19 @@ def solve_graph(
     every = ideals(problem.readers(), most=most_ideals)
     if every is not None and len(every) == layers + 1:
         return _only_order(problem, store)
+    rival = _best_order(problem, store) if every is None or len(every) > _LARGE else None
     if every is None:
-        best, bound_s = None, _any_order_s(problem, store)
+        best, bound_s = rival, _any_order_s(problem, store)
     else:
-        best, bound_s = Lattice(problem, every, store).search(most_pairs)
-    if bound_s < math.inf and not (best and meets(bound_s, best.objective_s)):
-        best = _best_order(problem, store, best)
-        if best is None:
-            return Undecided(
-                f"none of the orders tried fits in memory, and the {layers} layers can be split "
-                f"in too many ways to try them all"
-            )
-    if best is None:
+        best, bound_s = Lattice(problem, every, store).search(rival, most_pairs)
+    if bound_s == math.inf:
         return Infeasible(_why_infeasible(problem))
+    best = best or _best_order(problem, store)
+    if best is None:
+        return Undecided(
+            f"none of the orders tried fits in memory, and the {layers} layers can be split in too "
+            f"many ways to try them all"
+        )
     split = replace(best.split, lower_bound_s=min(bound_s, best.objective_s))
     return replace(best, split=split)
 
@@ -102,61 +106,65 @@ class Lattice:
         self._bands = Bands(every, self._knapsacks, self._fluid, self._cut_s)
         self._known: Known = {}
 
-    def search(self, most_pairs: int) -> tuple[GraphSolution | None, float]:
-        """Return the best split under the highest ceiling tried, and a bound for all others.
+    def search(
+        self, rival: GraphSolution | None, most_pairs: int
+    ) -> tuple[GraphSolution | None, float]:
+        """Return the best split, or else `rival`, and a bound that no split is below.
 
-        The bound is inf if there are no others.
+        The bound is inf if nothing fits.
         """
         fluid = self._fluid
         if fluid.largest_s == math.inf:
             return None, math.inf
-        best: GraphSolution | None = None
-        searched_s = -math.inf
-        ceiling_s = min(_FIRST * max(fluid.largest_s, 1e-3 * fluid.whole_s), fluid.whole_s)
-        while ceiling_s > searched_s:
-            bands = self._bands.under(ceiling_s)
-            if self._bands.pairs(bands, ceiling_s) > most_pairs:
-                ceiling_s = (max(searched_s, fluid.largest_s) + ceiling_s) / 2
-                if ceiling_s < max(searched_s, fluid.largest_s) * _LEAST_RISE:
-                    break
+        steady, stages = self._problem.steady, len(self._problem.stages)
+        most_s = math.inf if rival is None else rival.objective_s
+        least_s = proven_s = fluid.beyond_s(fluid.largest_s, steady)
+        size_s = steady * fluid.largest_s + abs(fluid.fill_s) + fluid.sync_s
+        rise_s = size_s * (_RISE_LARGE if len(self._every) > _LARGE else _RISE_SMALL)
+        rises = True
+        while True:
+            target_s = min(proven_s + rise_s, most_s)
+            if target_s - least_s > (2 * steady + stages) * fluid.whole_s or not size_s:
+                target_s = most_s
+            table = self._table(target_s, most_pairs)
+            if table is None:
+                rises = False
+                rise_s /= 2
+                if rise_s < _LEAST_RISE * size_s:
+                    return rival, proven_s
                 continue
-            best = self._under(bands, ceiling_s, best)
-            searched_s = ceiling_s
-            ceiling_s = self._needed_s(best, searched_s)
-        if searched_s >= fluid.whole_s:
-            return best, math.inf
-        return best, fluid.beyond_s(max(searched_s, fluid.largest_s), self._problem.steady)
+            found = best_split(table, partial(self._assembled, table), cutoff_s=target_s)
+            if found is not None:
+                return found, found.objective_s
+            if target_s == most_s:
+                return rival, most_s
+            proven_s = target_s
+            if rises:
+                rise_s = max(rise_s, _RISE_ON * (proven_s - least_s))
 
-    def _needed_s(self, best: GraphSolution | None, searched_s: float) -> float:
-        """Ceiling above which no split can be better, or one somewhat higher if none is known."""
+    def _table(self, target_s: float, most_pairs: int) -> StepTable | None:
+        """Steps of all splits below the target; None if too many pairs must be compared for it."""
         fluid, steady = self._fluid, self._problem.steady
-        if best is None:
-            return min(_RISE * searched_s, fluid.whole_s)
-        if meets(fluid.beyond_s(searched_s, steady), best.objective_s):
-            return searched_s
-        if steady == 0:
-            return fluid.whole_s
-        return min((best.objective_s - fluid.fill_s - fluid.sync_s) / steady, fluid.whole_s)
-
-    def _under(
-        self, bands: list[Indices], ceiling_s: float, best: GraphSolution | None
-    ) -> GraphSolution | None:
-        """Best split with no stage above the ceiling, if it is better than `best`."""
-        hops = self._bands.hops(bands, ceiling_s)
-        table = StepTable(
-            self._knapsacks,
-            every=self._every,
-            bands=bands,
-            hops=hops,
-            cut_s=self._cut_s,
-            known=self._known,
+        ceiling_s = fluid.whole_s
+        if steady:
+            ceiling_s = min(ceiling_s, (target_s - fluid.fill_s - fluid.sync_s) / steady)
+        bands = self._bands.under(ceiling_s)
+        member = np.zeros(len(self._every), dtype=bool)
+        for band in bands:
+            member[band] = True
+        members = np.flatnonzero(member)
+        places = [np.searchsorted(members, band) for band in bands]
+        bounds = StepBounds(self._knapsacks, self._every, members, self._cut_s)
+        aim = Aim(ceiling_s=ceiling_s, cutoff_s=target_s, sync_s=fluid.sync_s)
+        hops = Sweep(bounds, places, aim).hops(most_pairs)
+        if hops is None:
+            return None
+        return StepTable(
+            bounds,
+            [(hop.smaller, hop.larger) for hop in hops],
+            self._known,
+            np.concatenate([hop.stage_s for hop in hops]),
         )
-        better = best_split(
-            table,
-            lambda path: self._assembled(table, path),
-            cutoff_s=math.inf if best is None else best.objective_s,
-        )
-        return best if better is None else better
 
     def _assembled(self, table: StepTable, path: Path) -> GraphSolution:
         """Choose the options of every stage and evaluate the split as that of a chain."""
@@ -186,10 +194,9 @@ def _only_order(problem: GraphInstance, store: FrontierStore) -> GraphSolution |
     return Infeasible(_why_infeasible(problem))
 
 
-def _best_order(
-    problem: GraphInstance, store: FrontierStore, best: GraphSolution | None
-) -> GraphSolution | None:
-    """Best of `best` and of several orders, each solved exactly as a chain."""
+def _best_order(problem: GraphInstance, store: FrontierStore) -> GraphSolution | None:
+    """Best of several orders, each solved exactly as a chain."""
+    best: GraphSolution | None = None
     for order in orders(problem).values():
         cutoff_s = math.inf if best is None else best.objective_s
         answer = solve(problem.chain_along(order), cutoff_s=cutoff_s, frontiers=store)

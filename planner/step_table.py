@@ -1,14 +1,7 @@
 """Seconds of every step through a lattice of ideals: exact, or bounded from below.
 
-The layers of a step (stage s, ideals I < J) are a knapsack.  A table starts from Lagrangian bounds
-
-    t(I, J) >= max_λ Σ_{l in J - I} min_k (t_k + λ x_k) - λ · budget_s(I, J)
-
-in which the sum is a difference of two sums over ideals.  The transient bytes are not additive: the
-levels that their largest may have are put in a few ranges; within one, options above the range are
-forbidden, its lowest level is charged (or the largest of the layers' smallest, if that is more),
-and the least of the bounds over the ranges holds.  `StepTable.settle` replaces the bound of a step
-by its exact value, and that of all steps with layers of the same kinds.
+A table starts from bounds (`planner.step_bounds`); `StepTable.settle` replaces the bound of a step
+by its exact value, and that of all steps of its stage with layers of the same kinds.
 """
 
 from __future__ import annotations
@@ -21,15 +14,13 @@ from numpy.typing import NDArray
 
 from planner.assembly import content_of
 from planner.cuts import Costs
-from planner.ideals import Ideals
-from planner.knapsack import Family, Knapsacks, Relaxed
 from planner.paths import Paths
+from planner.step_bounds import StepBounds
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Booleans = NDArray[np.bool_]
 
-_TRANSIENT_BINS = 4
 # Up to so many alike contents of so many steps are solved without bounds.
 _OUTRIGHT, _OUTRIGHT_STEPS = 64, 20_000
 
@@ -49,39 +40,25 @@ Known = dict[tuple[int, tuple[tuple[int, int], ...]], Settled]
 class StepTable:
     """[step] `stage_s`, and `settled` where it is exact; inf where the layers do not fit.
 
-    `known` keeps what is exact for the tables of other ceilings.
+    `hops` [stage] are the steps, from and to members of the bounds, by rising start.  Bounds that
+    are known already can be given; `known` keeps what is exact for the tables of other ceilings.
     """
 
     def __init__(
         self,
-        knapsacks: Knapsacks,
-        *,
-        every: Ideals,
-        bands: Sequence[Indices],
+        bounds: StepBounds,
         hops: Sequence[tuple[Indices, Indices]],
-        cut_s: Floats,
         known: Known,
+        bounds_s: Floats | None = None,
     ) -> None:
-        self._knapsacks = knapsacks
-        self._every = every
+        self._bounds = bounds
+        self._knapsacks = knapsacks = bounds.knapsacks
         self._known = known
-        self.paths = Paths([len(band) for band in bands], hops)
-        member = np.zeros(len(every), dtype=bool)
-        for band in bands:
-            member[band] = True
-        self._members = np.flatnonzero(member)
-        at = [np.searchsorted(self._members, band) for band in bands]
-        self._smaller = [at[s][starts] for s, (starts, _) in enumerate(hops)]
-        self._larger = [at[s + 1][ends] for s, (_, ends) in enumerate(hops)]
+        self._hops = hops
+        self.paths = Paths([len(bounds.members)] * (len(hops) + 1), hops)
         self._codes()
-        cut_s = cut_s[self._members]
         self._fixed_s = np.concatenate(
-            [
-                exposed_s + cut_s[smaller] + cut_s[larger]
-                for exposed_s, smaller, larger in zip(
-                    knapsacks.exposed_s, self._smaller, self._larger, strict=True
-                )
-            ]
+            [bounds.fixed_s(stage, *hop) for stage, hop in enumerate(hops)]
         )
         credits_s = np.array(knapsacks.instance.credits_s)
         self._forward_s: Floats | None = None
@@ -93,12 +70,16 @@ class StepTable:
         # Sync of the choice that settled a step; read only where options differ in it.
         self._used_s = np.zeros(len(self.paths) if self.sync_depends else 0)
         exact_s = self._outright()
-        self.stage_s = self._bounds() if exact_s is None else exact_s
-        self.settled: Booleans = ~np.isfinite(self.stage_s)
-        if exact_s is None:
-            self._recall()
-        else:
-            self.settled[:] = True
+        if exact_s is not None:
+            self.stage_s = exact_s
+            self.settled: Booleans = np.ones(len(exact_s), dtype=bool)
+            return
+        if bounds_s is None:
+            each = [bounds.stage_s(stage, *hop) for stage, hop in enumerate(hops)]
+            bounds_s = np.concatenate(each)
+        self.stage_s = bounds_s
+        self.settled = ~np.isfinite(bounds_s)
+        self._recall()
 
     def costs(self) -> Costs:
         """[step] What the objective counts."""
@@ -135,8 +116,8 @@ class StepTable:
         """Layers that the step adds, rising."""
         stage = self.paths.level(step)
         at = step - self.paths.steps(stage).start
-        smaller, larger = self._smaller[stage][at], self._larger[stage][at]
-        return self._every.difference(int(self._members[smaller]), int(self._members[larger]))
+        smaller, larger = (self._bounds.members[ends[at]] for ends in self._hops[stage])
+        return self._bounds.every.difference(int(smaller), int(larger))
 
     def settle(self, steps: Sequence[int]) -> bool:
         """Make exact what the steps take; False if everything was."""
@@ -229,99 +210,18 @@ class StepTable:
             radix.append(radix[-1] * (total + 1))
         if radix[-1] < 2**62:
             self._radix = radix[:-1]
-            codes = self._every.codes(np.array(radix[:-1])[layers], self._members)
-            self.content = np.concatenate(
-                [codes[b] - codes[a] for a, b in zip(self._smaller, self._larger, strict=True)]
-            )
+            codes = self._bounds.every.codes(np.array(radix[:-1])[layers], self._bounds.members)
+            self.content = np.concatenate([codes[b] - codes[a] for a, b in self._hops])
         else:
             self._radix = []
             self.content = np.arange(len(self.paths))
 
-    def _totals(self, per_kind: Floats) -> Floats:
-        """[column, member] Sums over ideals of `per_kind` [kind, column]."""
-        totals = self._every.totals(per_kind[self._knapsacks.layers], self._members)
-        return np.ascontiguousarray(totals.T)
-
     def _over(self, per_kind: Floats, scale: Floats) -> Floats:
         """[step] Sums over the layers of steps, times the scale of their stage."""
-        (until,) = self._totals(per_kind[:, None])
+        until = self._bounds.total(per_kind)
         return np.concatenate(
             [
                 factor * (until[larger] - until[smaller])
-                for factor, smaller, larger in zip(scale, self._smaller, self._larger, strict=True)
+                for factor, (smaller, larger) in zip(scale, self._hops, strict=True)
             ]
         )
-
-    def _bounds(self) -> Floats:
-        """[step] Lagrangian bounds on the stage seconds."""
-        knapsacks = self._knapsacks
-        bounds = [np.full(len(smaller), np.inf) for smaller in self._smaller]
-        levels = sorted({u for levels in knapsacks.options.levels for u in levels})
-        bins = len(levels) if len(levels) <= 2 * _TRANSIENT_BINS else _TRANSIENT_BINS
-        for part in np.array_split(levels, bins):
-            lowest, highest = float(part[0]), float(part[-1])
-            floors = self._floors(lowest, highest)
-            for family, relaxed in zip(knapsacks.families, knapsacks.relaxed, strict=True):
-                totals = self._charged(family, relaxed, highest)
-                for stage, scale in zip(family.stages.tolist(), family.scale.tolist(), strict=True):
-                    bound = self._bound(stage, scale, totals, relaxed.multipliers, floors)
-                    np.minimum(bounds[stage], bound, out=bounds[stage])
-        scaled = [scale * bound for scale, bound in zip(knapsacks.time_scale, bounds, strict=True)]
-        staged: Floats = np.concatenate(scaled) + self._fixed_s
-        return staged
-
-    def _charged(self, family: Family, relaxed: Relaxed, highest: float) -> Floats:
-        """[column, member] Sums over ideals, with options up to a transient of `highest`.
-
-        Columns: bytes that any option holds; layers that have no option; the leanest load; and for
-        each multiplier the least t + λ x.
-        """
-        kinds = np.arange(len(self._knapsacks.options.sizes))
-        allowed = np.array(self._knapsacks.allowed(kinds.tolist(), highest))
-        none = allowed == 0
-        columns = np.column_stack(
-            [
-                family.base_bytes,
-                none.astype(np.float64),
-                np.where(none, 0.0, relaxed.lean[kinds, allowed]),
-                np.where(none[:, None], 0.0, relaxed.least[kinds, allowed]),
-            ]
-        )
-        return self._totals(columns)
-
-    def _bound(
-        self,
-        stage: int,
-        scale: float,
-        totals: Floats,
-        multipliers: Floats,
-        floors: Sequence[tuple[float, Floats]],
-    ) -> Floats:
-        """[step of stage] Bound if the largest transient lies in the range of `floors`."""
-        smaller, larger = self._smaller[stage], self._larger[stage]
-        level = np.full(len(smaller), floors[0][0])
-        for floor, reached in floors[1:]:
-            level[reached[larger] > reached[smaller]] = floor
-        room = (self._knapsacks.free_bytes[stage] - level) / scale
-        base = totals[0] / scale
-        bound = np.zeros(len(smaller))
-        for multiplier, least in zip(multipliers, totals[3:], strict=True):
-            until = least + multiplier * base
-            charge = until[larger]
-            charge -= until[smaller]
-            charge -= multiplier * room
-            np.maximum(bound, charge, out=bound)
-        lean = totals[2] + base
-        fits = lean[larger] - lean[smaller] <= room + 1e-9 * (np.abs(room) + lean[-1])
-        fits &= totals[1][larger] == totals[1][smaller]
-        return np.where(fits, bound, np.inf)
-
-    def _floors(self, lowest: float, highest: float) -> list[tuple[float, Floats]]:
-        """Rising transient levels in the range, and how many layers of each ideal need them."""
-        smallest = np.array([levels[0] for levels in self._knapsacks.options.levels])
-        levels = np.unique(smallest[(smallest > lowest) & (smallest <= highest)])
-        if len(levels) > _TRANSIENT_BINS:
-            levels = levels[np.linspace(0, len(levels) - 1, _TRANSIENT_BINS).round().astype(int)]
-        levels = np.append(lowest, levels)
-        reached = self._totals((smallest[:, None] >= levels).astype(np.float64))
-        return list(zip(levels.tolist(), reached, strict=True))

@@ -19,6 +19,7 @@ from planner.ideals import Ideals
 from planner.knapsack import Knapsacks
 from planner.paths import Paths
 from planner.reach import Counts, Ranges, changed
+from planner.step_bounds import StepBounds
 from planner.step_table import Known, StepTable
 from planner.unequal_instance import UnequalInstance
 
@@ -54,15 +55,9 @@ class UnequalSteps:
         for counts in ranges:
             self._places[sum(counts)].append(counts)
         runs = [self._runs(position) for position in range(len(problem.in_flight))]
+        members = np.arange(len(every))
         self.tables = [
-            StepTable(
-                one,
-                every=every,
-                bands=[np.arange(every.layers + 1)] * (len(runs) + 1),
-                hops=runs,
-                cut_s=np.zeros(every.layers + 1),
-                known=known_of_type,
-            )
+            StepTable(StepBounds(one, every, members, np.zeros(len(every))), runs, known_of_type)
             for one, known_of_type in zip(knapsacks, known, strict=True)
         ]
         self._link(runs)

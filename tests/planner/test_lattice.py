@@ -64,11 +64,10 @@ def test_sync_may_differ_between_the_options_of_a_kind(start: int) -> None:
 
 
 @pytest.mark.parametrize("start", range(300, 420, 60))
-def test_climbing_from_a_ceiling_far_too_low_changes_nothing(
+def test_many_small_rises_of_the_target_change_nothing(
     start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lattice, "_FIRST", 0.3)
-    monkeypatch.setattr(lattice, "_RISE", 1.4)
+    monkeypatch.setattr(lattice, "_RISE_SMALL", 0.01)
 
     feasible = [agrees_with_enumeration(random_graph(seed)) for seed in range(start, start + 60)]
 
@@ -113,7 +112,7 @@ def test_the_lattice_of_a_chain_gives_what_the_chain_solver_gives(seed: int) -> 
 
     every = ideals(problem.readers(), most=100)
     assert every is not None
-    found, bound_s = Lattice(problem, every, FrontierStore()).search(10**6)
+    found, bound_s = Lattice(problem, every, FrontierStore()).search(None, 10**6)
 
     if isinstance(expected, Solution):
         assert found is not None

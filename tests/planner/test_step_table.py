@@ -13,6 +13,7 @@ from planner.graph_instance import GraphInstance
 from planner.ideals import ideals
 from planner.instance import Option, Stage
 from planner.knapsack import Knapsacks
+from planner.step_bounds import StepBounds
 from planner.step_table import StepTable
 from tests.planner.small_graphs import random_graph
 
@@ -29,14 +30,8 @@ def every_step(problem: GraphInstance) -> tuple[Knapsacks, StepTable]:
     ]
     hop = np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
     knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), FrontierStore())
-    table = StepTable(
-        knapsacks,
-        every=every,
-        bands=[np.arange(len(every))] * (len(problem.stages) + 1),
-        hops=[hop] * len(problem.stages),
-        cut_s=np.zeros(len(every)),
-        known={},
-    )
+    bounds = StepBounds(knapsacks, every, np.arange(len(every)), np.zeros(len(every)))
+    table = StepTable(bounds, [hop] * len(problem.stages), {})
     return knapsacks, table
 
 
