@@ -133,13 +133,19 @@ def option(name: str, time_s: float, stored: float) -> Option:
     )
 
 
-def two_towers(room: float = 14e9, *, send_s: float = 1e-4, depth: int = 4) -> GraphInstance:
+def two_towers(
+    room: float = 14e9,
+    *,
+    send_s: float = 1e-4,
+    depth: int = 4,
+    lengths: tuple[int, int] = (9, 6),
+) -> GraphInstance:
     """Two unlike encoders that end in one trunk."""
     text = (option("none", 0.008, 1.0e9), option("full", 0.011, 0.1e9))
     image = (option("none", 0.013, 1.6e9), option("full", 0.017, 0.1e9))
     graph = networkx.DiGraph()
-    networkx.add_path(graph, [*(f"text.{i}" for i in range(9)), "join"])
-    networkx.add_path(graph, [*(f"image.{i}" for i in range(6)), "join", "head"])
+    networkx.add_path(graph, [*(f"text.{i}" for i in range(lengths[0])), "join"])
+    networkx.add_path(graph, [*(f"image.{i}" for i in range(lengths[1])), "join", "head"])
     return graph_instance(
         graph,
         options={name: image if name.startswith("image") else text for name in graph},
@@ -182,6 +188,18 @@ def test_no_order_solved_as_a_chain_is_faster_and_parallel_branches_share_a_stag
         assert isinstance(chain, Solution)
         assert answer.objective_s <= chain.objective_s * (1 + 1e-12)
     assert any({name.split(".")[0] for name in held} >= {"text", "image"} for held in answer.stages)
+
+
+@pytest.mark.parametrize("room", [6e9, 9e9, 30e9])
+def test_it_is_the_best_of_all_orders_solved_as_chains(room: float) -> None:
+    problem = two_towers(room, send_s=5e-4, lengths=(5, 4))
+    graph = networkx.DiGraph(problem.edges)
+
+    every = [solve(problem.chain_along(o)) for o in networkx.all_topological_sorts(graph)]
+
+    assert len(every) == 126
+    best_s = min(chain.objective_s for chain in every if isinstance(chain, Solution))
+    assert objective_of(problem) == pytest.approx(best_s, rel=1e-12)
 
 
 def test_a_skip_connection_leaves_one_order_and_makes_the_cut_dearer() -> None:
