@@ -46,6 +46,10 @@ def _obstacles(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout
         yield "context parallelism cannot be executed"
     if layout.expert > 1:
         yield "expert parallelism cannot be executed"
+    if layout.offload != "none":
+        yield f"offload of {layout.offload} cannot be executed"
+    if layout.gradient_wire != "full":
+        yield f"gradients cannot travel as {layout.gradient_wire}"
     if layout.pipeline > 1:
         yield from _schedule_obstacles(model, layout)
     if model.edges:

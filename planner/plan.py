@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from planner.cluster import Precision
 from planner.document import Document, Part
@@ -30,6 +30,13 @@ ScheduleName = Literal[
     "dualpipe-v",
     "pipedream-2bw",
 ]
+Activations = Literal["keep", "offload", "compress"]
+"""What becomes of a layer's stored tensors between forward and backward: on the device, in pinned
+host memory, or packed into 8 bits."""
+Offload = Literal["none", "optimizer", "parameters"]
+"""What lives on the host: nothing, optimizer state and step, or parameters and gradients too."""
+GradientWire = Literal["full", "bf16", "fp16", "powersgd"]
+"""How gradients travel between data-parallel ranks: as they are, in 16 bits, or by low rank."""
 Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
 INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 
@@ -63,6 +70,8 @@ class Layout:
     order: tuple[Axis, ...] = INSIDE_OUT
     virtual_stages: int = 1
     """Pipeline stages on each rank."""
+    offload: Offload = "none"
+    gradient_wire: GradientWire = "full"
 
     @property
     def stages(self) -> int:
@@ -107,6 +116,10 @@ class Layout:
             parts.append(f"stages={self.virtual_stages}/rank")
         if self.order != INSIDE_OUT:
             parts.append(f"order={self._order_text()}")
+        if self.offload != "none":
+            parts.append(f"offload={self.offload}")
+        if self.gradient_wire != "full":
+            parts.append(f"gradients={self.gradient_wire}")
         return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
 
     def _order_text(self) -> str:
@@ -151,6 +164,15 @@ class PlacedLayer(Part):
 
     layer: Text
     recompute: Recompute = "none"
+    activations: Activations = "keep"
+    """Of what recomputation leaves to store; written only where they are not kept."""
+
+    @model_serializer(mode="wrap")
+    def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, str]:
+        fields: dict[str, str] = written(self)
+        if self.activations == "keep":
+            del fields["activations"]
+        return fields
 
 
 class Stage(Part):
@@ -202,6 +224,8 @@ class Plan(Document):
     micro_batch: Positive
     micro_batches: Positive
     """Per data-parallel rank and step: global_batch = micro_batch x micro_batches x data."""
+    offload: Offload = "none"
+    gradient_wire: GradientWire = "full"
     training: Training = Training()
     timeout_s: Rate = 600.0
     """A collective that waits longer ends the run."""
@@ -265,6 +289,8 @@ class Plan(Document):
             micro_batches=self.micro_batches,
             order=mesh.order,
             virtual_stages=self.virtual_stages,
+            offload=self.offload,
+            gradient_wire=self.gradient_wire,
         )
 
     def rank_of_stage(self, stage: int) -> int:

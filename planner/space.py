@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from planner import axis_orders
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
 from planner.pins import SCHEDULES, Pins
-from planner.plan import INSIDE_OUT, Axis, Job, Layout, ScheduleName
+from planner.plan import INSIDE_OUT, Axis, GradientWire, Job, Layout, Offload, ScheduleName
 
 LARGEST_MICRO_BATCH = 64
 LARGEST_CONTEXT = 64
@@ -257,6 +258,9 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         layout.zero,
         layout.data_replicate if layout.zero else 0,
         SCHEDULES.index(layout.schedule),
+        layout.virtual_stages,
+        get_args(Offload).index(layout.offload),
+        get_args(GradientWire).index(layout.gradient_wire),
         *(INSIDE_OUT.index(axis) for axis in layout.order),
         -layout.micro_batch,
     )

@@ -37,6 +37,7 @@ def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
         yield f"mesh.context: is {mesh.context}; context parallelism cannot be executed; use 1"
     if mesh.expert > 1:
         yield f"mesh.expert: is {mesh.expert}; expert parallelism cannot be executed; use 1"
+    yield from _saving_obstacles(plan)
     if plan.schedule == "pipedream-2bw":
         yield (
             "schedule: pipedream-2bw trains with gradients of weights one step old, which is not "
@@ -63,6 +64,20 @@ def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
     yield from _family_obstacles(plan, architecture)
     if mesh.tensor > 1:
         yield from _tensor_obstacles(plan, architecture)
+
+
+def _saving_obstacles(plan: Plan) -> Iterator[str]:
+    if plan.offload != "none":
+        yield f"offload: {plan.offload} cannot be executed; use none"
+    if plan.gradient_wire != "full":
+        yield f"gradient_wire: {plan.gradient_wire} cannot be executed; use full"
+    for index, stage in enumerate(plan.stages):
+        for item in stage.layers:
+            if item.activations != "keep":
+                yield (
+                    f"stages[{index}].layers: {item.layer} asks to {item.activations} activations, "
+                    "which cannot be executed; use keep"
+                )
 
 
 def _family_obstacles(plan: Plan, a: Architecture) -> Iterator[str]:
