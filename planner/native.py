@@ -1,97 +1,167 @@
-"""What the native backend, our runtime, can execute: the reason why it refuses a layout."""
+"""What the native backend, our runtime, cannot execute: the one list of its refusals.
+
+Each obstacle has its place in a plan, as `mesh.tensor`, and a text with the value seen and the way
+out.  The search asks `refusal` for every layout; `runtime.supported` asks `obstacle` about a plan's
+layout and adds what only a plan's stages and files tell.  Something stands here as possible only
+after it has trained like one process in tests/runtime/test_equality.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from planner import schedule
 from planner.cluster import ClusterSpec
 from planner.model import Architecture, ModelGraph
-from planner.plan import Job, Layout
+from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
-from planner.schedule import obstacle, rank_of_stage
 
-FAMILIES = frozenset(
-    {"reference", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
-)
+FAMILIES = ("reference", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Families that the runtime has an adapter for; other models can be planned, not launched."""
-WITHOUT_TENSOR_PLAN = frozenset({"gpt2"})
-"""Families for which `transformers` says no way to divide them by tensor parallelism."""
+UNDIVIDED = ("gpt2",)
+"""Those among them that tensor parallelism does not divide: their weights are transposed."""
+PRECISIONS = ("bf16", "tf32", "fp32")
+
+
+class Obstacle(NamedTuple):
+    """Why something cannot be executed.
+
+    >>> print(Obstacle("mesh.context", "is 2; use 1"))
+    mesh.context: is 2; use 1
+    """
+
+    place: str
+    """In a plan."""
+    text: str
+
+    def __str__(self) -> str:
+        """Return both, as they are shown to a user."""
+        return f"{self.place}: {self.text}"
+
+
+def obstacle(model: ModelGraph, job: Job, layout: Layout) -> Obstacle | None:
+    """Return why the runtime cannot train a model so, or None if it can."""
+    return next(_adapter_obstacles(model), None) or next(_obstacles(model, job, layout), None)
+
+
+def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> str | None:
+    """Return why no plan is made of a layout, or None if one can be.
+
+    Models without an adapter can be planned all the same, with a `caveat`.
+    """
+    found = next(_cluster_obstacles(cluster, layout), None)
+    found = found or next(_obstacles(model, job, layout), None)
+    return str(found) if found else None
 
 
 def caveat(model: ModelGraph) -> Assumption | None:
     """Return the warning that a plan of this model can be studied but not launched, if so."""
-    if model.architecture is None or model.architecture.family in FAMILIES:
+    found = next(_adapter_obstacles(model), None)
+    if found is None:
         return None
     return Assumption(
-        what=f"the runtime has no adapter for the family {model.architecture.family}: "
-        "this plan can be studied, not launched",
+        what=f"{found.text}: this plan can be studied, not launched",
         provenance="assumed",
         source="planner/native.py",
     )
 
 
-def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> str | None:
-    """Return why the native backend cannot run a layout, or None if it can."""
-    return next(_obstacles(model, cluster, job, layout), None)
+def activations_obstacle(activations: Activations) -> str | None:
+    """Return why what a layer stores cannot be treated so, or None if it can."""
+    if activations == "keep":
+        return None
+    return f"to {activations} activations cannot be executed; use keep"
 
 
-def _obstacles(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> Iterator[str]:
-    if job.precision not in ("fp32", "tf32", "bf16"):
-        yield f"precision {job.precision} cannot be trained; use bf16, tf32 or fp32"
+def _cluster_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
     if layout.devices > cluster.devices:
-        yield f"it needs {layout.devices} devices, and the cluster has {cluster.devices}"
+        yield Obstacle(
+            "mesh", f"it needs {layout.devices} devices, and the cluster has {cluster.devices}"
+        )
     if any(group.accelerator != cluster.groups[0].accelerator for group in cluster.groups):
-        yield "devices that differ cannot share one job"
+        yield Obstacle("cluster", "devices that differ cannot share one job")
+
+
+def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
+    a = model.architecture
+    if job.precision not in PRECISIONS:
+        yield Obstacle(
+            "precision", f"{job.precision} cannot be trained; use {' or '.join(PRECISIONS)}"
+        )
     if layout.context > 1:
-        yield "context parallelism cannot be executed"
+        yield Obstacle(
+            "mesh.context", f"is {layout.context}; context parallelism cannot be executed; use 1"
+        )
     if layout.expert > 1:
-        yield "expert parallelism cannot be executed"
+        yield Obstacle(
+            "mesh.expert", f"is {layout.expert}; expert parallelism cannot be executed; use 1"
+        )
     if layout.offload != "none":
-        yield f"offload of {layout.offload} cannot be executed"
+        yield Obstacle("offload", f"{layout.offload} cannot be executed; use none")
     if layout.gradient_wire != "full":
-        yield f"gradients cannot travel as {layout.gradient_wire}"
-    if layout.pipeline > 1:
-        yield from _schedule_obstacles(model, layout)
+        yield Obstacle("gradient_wire", f"{layout.gradient_wire} cannot be executed; use full")
+    if layout.stages > 1:
+        yield from _schedule_obstacles(a, layout)
     if model.edges:
-        yield "the model's graph is not a chain"
+        yield Obstacle(
+            "model.edges", "the graph is not a chain; only chains of layers can be executed"
+        )
     if layout.stages > len(model.chain):
-        yield f"{layout.stages} stages need as many layers; the model has {len(model.chain)}"
+        yield Obstacle(
+            "mesh.pipeline",
+            f"{layout.stages} stages need as many layers; the model has {len(model.chain)}",
+        )
     if layout.zero and layout.data_shard == 1 and layout.data > 1:
-        yield f"ZeRO-{layout.zero} needs data_shard > 1"
+        yield Obstacle(
+            "mesh.data_shard", f"is 1, which leaves ZeRO-{layout.zero} nothing to divide; use more"
+        )
     if layout.tensor > 1:
-        yield from _tensor_obstacles(model.architecture, job, layout.tensor)
+        yield from _tensor_obstacles(a, job, layout.tensor)
+    if a is not None and a.positions == "learned" and job.seq_len > a.max_positions:
+        yield Obstacle(
+            "seq_len", f"is {job.seq_len}; the model has {a.max_positions} learned positions"
+        )
 
 
-def _schedule_obstacles(model: ModelGraph, layout: Layout) -> Iterator[str]:
-    shape = {
-        "stages": layout.stages,
-        "micro_batches": layout.micro_batches,
-        "virtual_stages": layout.virtual_stages,
-    }
-    found = obstacle(layout.schedule, **shape)
+def _schedule_obstacles(a: Architecture | None, layout: Layout) -> Iterator[Obstacle]:
+    found = schedule.obstacle(
+        layout.schedule,
+        stages=layout.stages,
+        micro_batches=layout.micro_batches,
+        virtual_stages=layout.virtual_stages,
+    )
     if found:
-        yield f"{found[0]} {found[1]}"
+        yield Obstacle(*found)
         return
     if layout.schedule == "pipedream-2bw":
-        yield "pipedream-2bw does not train like one process"
-    home = rank_of_stage(
+        yield Obstacle(
+            "schedule",
+            "pipedream-2bw trains with gradients of weights one step old, which is not the "
+            "training of one process; use 1f1b or zb-h1",
+        )
+    home = schedule.rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
     )
-    a = model.architecture
     if a is not None and a.tied_embeddings and home[0] == home[-1]:
-        yield f"{layout.schedule} puts both ends of the tied embedding on one rank"
+        yield Obstacle(
+            "schedule",
+            f"{layout.schedule} puts both ends of the model on one rank, as two copies of the tied "
+            "embedding; use a schedule with one stage per rank, or interleaved",
+        )
 
 
-def _tensor_obstacles(a: Architecture | None, job: Job, degree: int) -> Iterator[str]:
+def _tensor_obstacles(a: Architecture | None, job: Job, degree: int) -> Iterator[Obstacle]:
+    place = "mesh.tensor"
     if a is None:
-        yield "a user's own modules cannot be divided by tensor parallelism"
+        yield Obstacle(place, "a user's own modules cannot be divided by tensor parallelism; use 1")
         return
-    if a.family in WITHOUT_TENSOR_PLAN:
-        yield f"{a.family} cannot be divided by tensor parallelism"
+    if a.family in UNDIVIDED:
+        yield Obstacle(place, f"tensor parallelism does not divide the family {a.family}; use 1")
     if a.latent is not None:
-        yield "latent attention cannot be divided by tensor parallelism"
+        yield Obstacle(place, "tensor parallelism does not divide latent attention; use 1")
     if a.patches is not None or a.classes:
-        yield "patches and class heads cannot be divided by tensor parallelism"
+        yield Obstacle(place, "tensor parallelism does not divide patches and class heads; use 1")
     figures = {
         "seq_len": job.seq_len,
         "heads": a.heads,
@@ -100,7 +170,42 @@ def _tensor_obstacles(a: Architecture | None, job: Job, degree: int) -> Iterator
         "vocab_size": a.vocab_size,
     }
     if a.experts is not None:
-        figures["expert ffn_size"] = a.experts.ffn_size
+        figures["experts.ffn_size"] = a.experts.ffn_size
     for name, figure in figures.items():
         if figure % degree:
-            yield f"tensor parallelism does not divide {name} {figure}"
+            yield Obstacle(place, f"{degree} does not divide {name} {figure}")
+
+
+def _adapter_obstacles(model: ModelGraph) -> Iterator[Obstacle]:
+    a = model.architecture
+    if a is None:
+        return
+    if a.family not in FAMILIES:
+        yield Obstacle(
+            "model.architecture.family",
+            f"no adapter runs '{a.family}'; known: {', '.join(FAMILIES)}, or your own "
+            "file.py:factory",
+        )
+    lack = _lack_of_reference(a) if a.family == "reference" else None
+    if lack:
+        yield Obstacle("model.architecture", f"the reference transformer has no {lack}")
+
+
+def _lack_of_reference(a: Architecture) -> str | None:
+    """Return the first thing that these figures ask for and the reference does not have."""
+    lacks = {
+        "layer norm": a.norm != "rms",
+        "plain MLP": not a.gated_mlp,
+        "positions other than rotary": a.positions != "rotary",
+        "query/key norms": a.qk_norm,
+        "norms behind attention and MLP": a.post_norms or not a.pre_norm,
+        "sliding window": a.sliding_window > 0,
+        "bidirectional attention": not a.causal,
+        "experts": a.experts is not None,
+        "latent attention": a.latent is not None,
+        "image patches": a.patches is not None,
+        "classification head": a.classes > 0 or a.head_transform,
+        "separate embedding width": a.embedding_size not in (0, a.hidden_size),
+        "token types": a.token_types > 0,
+    }
+    return next((name for name, lacking in lacks.items() if lacking), None)

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from planner.errors import LaunchError
+from planner.expressions import is_factory
 from planner.model import ModelGraph
 from runtime import huggingface, reference
 from runtime.adapter import Adapter
 from runtime.factory import FactoryChain
-from runtime.supported import is_factory
 
 
 def adapter_of(

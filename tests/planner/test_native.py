@@ -5,7 +5,7 @@ import pytest
 from planner.cluster import ClusterSpec
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
-from planner.native import refusal
+from planner.native import caveat, obstacle, refusal
 from planner.plan import Job, Layout
 
 JOB = Job(seq_len=4096, global_batch=64)
@@ -56,3 +56,26 @@ def test_models_that_cannot_be_divided_say_so(node: ClusterSpec, name: str, reas
     layout = Layout(tensor=2, data_replicate=4, micro_batches=16)
 
     assert reason in (refusal(resolve_model(name), node, JOB, layout) or "")
+
+
+def test_an_obstacle_has_its_place_in_a_plan(llama: ModelGraph) -> None:
+    found = obstacle(llama, JOB, Layout(tensor=3))
+
+    assert found == ("mesh.tensor", "3 does not divide seq_len 4096")
+
+
+def test_a_model_without_adapter_is_planned_with_a_caveat_and_not_launched(
+    node: ClusterSpec,
+) -> None:
+    model = resolve_model("deepseek-v3")
+    layout = Layout(data_replicate=8, micro_batches=8)
+
+    assert refusal(model, node, JOB, layout) is None
+    assert "can be studied, not launched" in caveat(model).what
+    assert obstacle(model, JOB, layout).place == "model.architecture.family"
+
+
+def test_positions_that_a_model_never_learned_are_refused(node: ClusterSpec) -> None:
+    reason = refusal(resolve_model("gpt2"), node, JOB, Layout())
+
+    assert reason == "seq_len: is 4096; the model has 1024 learned positions"

@@ -154,8 +154,8 @@ def test_what_the_backend_refuses_is_counted_and_never_chosen() -> None:
 
     refused = case.candidates().refused
     assert set(refused) >= {
-        "context parallelism cannot be executed",
-        "expert parallelism cannot be executed",
+        "mesh.context: is 2; context parallelism cannot be executed; use 1",
+        "mesh.expert: is 2; expert parallelism cannot be executed; use 1",
     }
     assert answer.certificate.counts["refused by the backend"] == sum(refused.values())
     assert answer.plan.layout.context == answer.plan.layout.expert == 1

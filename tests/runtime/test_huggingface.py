@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from planner import native
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime.engine import Engine
 from runtime.huggingface import FAMILIES, configuration, has_config
-from runtime.supported import LIBRARY_FAMILIES
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
@@ -155,4 +155,4 @@ def test_figures_that_the_library_would_not_follow_are_refused() -> None:
 
 
 def test_each_family_that_is_offered_has_an_adapter() -> None:
-    assert set(FAMILIES) == set(LIBRARY_FAMILIES)
+    assert {"reference", *FAMILIES} == set(native.FAMILIES)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from planner.model import Edge
-from runtime.supported import LIBRARY_FAMILIES, UNDIVIDED, is_factory, supported
+from planner.native import FAMILIES, UNDIVIDED
+from planner.plan import Stage
+from runtime.supported import supported
 from tests.runtime import cases
 
 
-@pytest.mark.parametrize("family", ["reference", *LIBRARY_FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_supported_in_one_process(family: str) -> None:
     graph = cases.transformer(family)
 
@@ -34,7 +36,7 @@ def test_every_family_is_supported_in_one_process(family: str) -> None:
         *((name, {}, {"tensor": 2}, f"does not divide the family {name}") for name in UNDIVIDED),
         ("llama", {}, {"context": 2}, "mesh.context: is 2; context parallelism cannot"),
         ("mixtral", {}, {"expert": 2}, "mesh.expert: is 2; expert parallelism cannot"),
-        ("llama", {}, {"precision": "fp16"}, "precision: fp16 cannot be trained here; use bf16"),
+        ("llama", {}, {"precision": "fp16"}, "precision: fp16 cannot be trained; use bf16"),
         ("reference", {"qk_norm": True}, {}, "the reference transformer has no query/key norms"),
         (
             "llama",
@@ -67,10 +69,31 @@ def test_a_graph_that_is_no_chain_is_refused() -> None:
     assert "model.edges: the graph is not a chain" in str(supported(cases.plan(graph), graph))
 
 
-def test_sources_are_told_apart() -> None:
-    assert is_factory("models/mine.py:factory")
-    assert not is_factory("meta-llama/Llama-3.1-8B")
-    assert not is_factory("mine.py")
+def test_a_layer_that_asks_for_what_cannot_be_done_is_named() -> None:
+    graph = cases.transformer()
+    plan = cases.plan(graph)
+    first, *others = plan.stages[0].layers
+    stage = Stage(layers=(first.model_copy(update={"activations": "compress"}), *others))
+    plan = plan.model_copy(update={"stages": (stage,)})
+
+    assert supported(plan, graph) == (
+        "stages[0].layers: embedding: to compress activations cannot be executed; use keep"
+    )
+
+
+def test_figures_say_nothing_about_a_users_own_modules() -> None:
+    graph = cases.transformer("mamba")
+
+    assert supported(cases.plan(graph, source="mine.py:chain"), graph) is None
+    assert "a user's own modules" in str(
+        supported(cases.plan(graph, source="mine.py:chain", tensor=2), graph)
+    )
+
+
+def test_a_model_that_nothing_builds_is_refused() -> None:
+    graph = cases.transformer().model_copy(update={"architecture": None})
+
+    assert "has no architecture" in str(supported(cases.plan(graph), graph))
 
 
 def test_the_question_needs_no_torch() -> None:
