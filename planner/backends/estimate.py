@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.backends.footprint import StageEstimate, fits, stages_of
 from planner.backends.placed import priced
 from planner.backends.rules import Rules, rules_of
 from planner.backends.step import step_parts
+from planner.catalog import accelerators
 from planner.runs import Run
 
 EXPERTS_SPREAD = 0.35
@@ -49,6 +50,8 @@ def _memory(stage: StageEstimate, kind: str) -> float:
 def estimate(run: Run) -> Estimate:
     """Return step time and memory of a run."""
     rules, known = rules_of(run)
+    if not rules.bridged:
+        run = _without_bridge(run)
     assumptions = list(run.assumed)
     if not known:
         assumptions.append(f"framework '{run.framework}' priced by the rules of {rules.name}")
@@ -73,6 +76,20 @@ def estimate(run: Run) -> Estimate:
         known_framework=known,
         assumptions=tuple(assumptions),
     )
+
+
+def _without_bridge(run: Run) -> Run:
+    """Return a run whose cards reach each other over PCIe alone."""
+    group = run.cluster.groups[0]
+    entry = accelerators().get(group.accelerator.name)
+    tiers = run.cluster.tiers
+    if entry is None or entry.bridge is None or not tiers or tiers[0].name != entry.bridge.name:
+        return run
+    [pcie] = [tier for tier in entry.tiers if tier.name == "pcie"]
+    others = tuple(tier for tier in tiers[1:] if tier.name != "pcie")
+    in_node = pcie.model_copy(update={"devices": group.devices_per_node})
+    cluster = run.cluster.model_copy(update={"tiers": (in_node, *others)})
+    return replace(run, cluster=cluster)
 
 
 def _spreads(run: Run, rules: Rules, *, open_points: int) -> tuple[float, float]:

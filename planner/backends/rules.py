@@ -15,6 +15,9 @@ from planner.runs import Run
 EIGHT_BITS = ("fp8", "mxfp8", "nvfp4")
 """Recipes in 8 bits and fewer: they keep frozen weights so, and sum gradients in bf16."""
 
+STALLING_NODES = 32
+"""Nodes above which nearly every run (93 %, against 7 % on one node) waits at each transfer."""
+
 Split = Literal["even", "by_cost"]
 
 
@@ -67,6 +70,8 @@ class Rules:
     host_pipelined_s: tuple[float, float] = (0.0, 0.0)
     """What one block takes where pipelines run over several nodes: a + b x tensor degree, b a
     quarter more for each further node that the tensor group spans."""
+    stalled_transfer_s: float = 0.0
+    """What each transfer between stages waits on more than STALLING_NODES nodes."""
     ring_step_s: float = 0.0
     """Latency that a ring over the network has per step beyond that of the catalogue."""
     host_step_s: float = 20e-3
@@ -83,6 +88,8 @@ class Rules:
     """Rate of matrix products on Hopper and later where the framework's libraries are older."""
     shard_rate: float = 1.0
     """Rate of ZeRO-3 collectives over that of large contiguous ones."""
+    bridged: bool = True
+    """Bridges between cards are used where the run has them."""
     dropout: bool = False
     """In models of the GPT kind (ungated MLPs); Llama's kind trains without."""
     keeps_sent: bool = False
@@ -202,6 +209,7 @@ KNOWN: dict[str, Rules] = {
         host_backward_s=1.2e-3,
         host_pipelined_s=(4.2e-3, 2.1e-3),
         ring_step_s=55e-6,
+        stalled_transfer_s=0.265,
         reduce_calls=6.0,
         sequence_parallel=True,
         split="by_cost",
@@ -240,7 +248,7 @@ KNOWN: dict[str, Rules] = {
     ),
     "internevo": Rules(name="internevo", spread=0.11, zero=1, gradient_bytes=2, reduce_bytes=2),
     "fsdp_qlora": replace(
-        TRANSFORMERS, name="fsdp_qlora", spread=0.42, zero=3, shard_overlap=0.0, shard_rate=0.35
+        TRANSFORMERS, name="fsdp_qlora", spread=0.22, zero=3, shard_overlap=0.0, bridged=False
     ),
     "torchtitan": replace(
         EAGER, name="torchtitan", zero=3, sequence_parallel=True, selective="operators"

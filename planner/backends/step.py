@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.backends.placed import Priced
-from planner.backends.rules import EIGHT_BITS, Rules
+from planner.backends.rules import EIGHT_BITS, STALLING_NODES, Rules
 from planner.backends.states import Parameters
 from planner.backends.work import Shape
 from planner.cluster import Collective
@@ -247,7 +247,7 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
         "context communication": total("context_s"),
         "expert communication": total("expert_s"),
         "data communication": total("shard_s") + reduce_s,
-        "pipeline": bubble_s + m * transfer_s,
+        "pipeline": bubble_s + m * transfer_s + _stalls_s(run, rules),
         "host": total("host_s") + m * rules.host_micro_batch_s,
         "optimizer": optimizer_s,
         "fixed": rules.host_step_s,
@@ -280,6 +280,18 @@ def _transfer_s(run: Run, rules: Rules, shape: Shape) -> float:
     one_s = collective_s("send_recv", size, group(run, ("pipeline",)))
     overlap = rules.pipeline_overlap if run.virtual > 1 else 0.0
     return 2 * one_s * run.virtual * (1 - overlap)
+
+
+def _stalls_s(run: Run, rules: Rules) -> float:
+    """Seconds that transfers between stages stall, of a whole step.
+
+    A stage between two others takes part in four transfers per micro-batch, which wait one by one;
+    the first micro-batch passes p - 1 of them forward, and the last one p - 1 backward.
+    """
+    if run.pipeline == 1 or run.cluster.groups[0].nodes <= STALLING_NODES:
+        return 0.0
+    each = 2 if run.pipeline == 2 else 4
+    return each * rules.stalled_transfer_s * (run.micro_batches + (run.pipeline - 1) / 2)
 
 
 def _update_s(

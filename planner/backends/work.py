@@ -36,13 +36,15 @@ SUSTAINED: dict[str, float] = {
     "gb300": 0.85,
     "h100-hbm2e-96gb": 0.9,
     "rtx-3090": 1.1,
+    "rtx-6000-ada": 0.75,
     "rtx-4090": 1.05,
     "rtx-5090": 1.05,
 }
 """Share of a short kernel's rate that products in 16 bits keep under a whole step's power, by
 accelerator; GeForce cards run above the clock that their sheets are for.  Fitted to the residuals
 of whole steps; GB200 and GB300 may draw 1.2 times the power of B200,
-the H100 with 96 GB 0.7 times that of others."""
+the H100 with 96 GB 0.7 times that of others, the RTX 6000 Ada 0.67 times that of an RTX 4090 on
+the same chip."""
 USUAL_SUSTAINED = 0.95
 KEEP_RATE = ("a100", "a800", "h100", "h800", "h200", "h20", "gh200")
 """Accelerators whose short kernels' rate holds for whole steps."""
