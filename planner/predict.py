@@ -9,7 +9,7 @@ equal for uniform stages without transfers, and at most 20 % above or 3 % below 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
 
@@ -25,6 +25,7 @@ from planner.prediction import Prediction, StagePrediction
 from planner.profile import Profile, Recompute
 from planner.rank_memory import rank_memory_parts
 from planner.schedule import Order, in_flight, orders, rank_of_stage, splits_backward
+from planner.seats import Passing, Seat, Seats, alike
 from planner.simulate import Timeline, timeline
 
 Placement = tuple[tuple[str, Recompute], ...]
@@ -76,8 +77,9 @@ def predict(
     plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profile | None = None
 ) -> Prediction:
     """Return what a plan should do."""
-    tables = CostTables(model, cluster, plan.job, profile)
-    prediction = placement_prediction(tables, plan.layout, placements_of(plan, model))
+    placements = placements_of(plan, model)
+    tables, seats = seated(plan, model, cluster, profile)
+    prediction = placement_prediction(tables, plan.layout, placements, seats)
     return prediction.model_copy(update={"plan_digest": plan.digest})
 
 
@@ -85,9 +87,17 @@ def plan_timeline(
     plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profile | None = None
 ) -> Timeline:
     """Return when each stage of a plan does which action."""
-    costs = CostTables(model, cluster, plan.job, profile).of(plan.layout)
     placements = placements_of(plan, model)
-    return _run(costs, plan.layout, [stage_seconds(costs, stage) for stage in placements])
+    _, seats = seated(plan, model, cluster, profile)
+    return _run(seats, plan.layout, _seconds(seats, placements))
+
+
+def seated(
+    plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profile | None = None
+) -> tuple[CostTables, Seats]:
+    """Return the costs under each stage of a plan; tables are those of the first stage."""
+    tables = CostTables(model, cluster, plan.job, profile)
+    return tables, alike(tables, plan.layout)
 
 
 def placements_of(plan: Plan, model: ModelGraph) -> list[Placement]:
@@ -126,20 +136,23 @@ def layout_prediction(
 
 
 def placement_prediction(
-    tables: CostTables, layout: Layout, placements: Sequence[Placement]
+    tables: CostTables,
+    layout: Layout,
+    placements: Sequence[Placement],
+    seats: Seats | None = None,
 ) -> Prediction:
-    """Return what given stages should do under a layout."""
-    model, cluster, job = tables.model, tables.cluster, tables.job
-    costs = tables.of(layout)
-    stages = [stage_seconds(costs, placement) for placement in placements]
-    run = _run(costs, layout, stages)
-    accelerator = cluster.groups[0].accelerator
-    capacity = float(accelerator.memory_bytes)
+    """Return what given stages should do under a layout; without `seats` they sit alike."""
+    model, job = tables.model, tables.job
+    seats = seats or alike(tables, layout)
+    costs = seats.stages[0].costs
+    stages = _seconds(seats, placements)
+    run = _run(seats, layout, stages)
+    capacities = [float(seat.accelerator.memory_bytes) for seat in seats.stages]
     home = rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
     )
     memory_of_rank = [
-        _rank_memory(costs, layout, [s for s, r in enumerate(home) if r == rank], placements, order)
+        _rank_memory(seats, layout, [s for s, r in enumerate(home) if r == rank], placements, order)
         for rank, order in enumerate(run.orders)
     ]
     memory = [memory_of_rank[rank] for rank in home]
@@ -151,7 +164,8 @@ def placement_prediction(
     step_s = sum(parts.values())
     low_s, high_s = _range(parts, max(stage.spread for stage in stages))
     flops = step_flops(model, seq_len=job.seq_len, global_batch=job.global_batch)
-    peak = peak_flops(accelerator, job.precision)
+    every_peak = sum(peak_flops(seat.accelerator, job.precision) for seat in seats.stages)
+    peak = every_peak / layout.stages
     peaks = [sum(of_stage.values()) for of_stage in memory]
     return Prediction(
         layout=layout.text(),
@@ -161,7 +175,7 @@ def placement_prediction(
         step_parts=parts,
         tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
-        fits=all(size <= capacity for size in peaks),
+        fits=all(size <= capacity for size, capacity in zip(peaks, capacities, strict=True)),
         stages=tuple(
             StagePrediction(
                 forward_s=stage.whole_forward_s,
@@ -170,14 +184,23 @@ def placement_prediction(
                 memory_capacity_bytes=capacity,
                 memory_parts=of_stage,
             )
-            for stage, size, of_stage in zip(stages, peaks, memory, strict=True)
+            for stage, size, capacity, of_stage in zip(
+                stages, peaks, capacities, memory, strict=True
+            )
         ),
-        assumptions=costs.assumptions,
+        assumptions=seats.assumptions,
     )
 
 
+def _seconds(seats: Seats, placements: Sequence[Placement]) -> list[StageSeconds]:
+    return [
+        stage_seconds(seat.costs, placement)
+        for seat, placement in zip(seats.stages, placements, strict=True)
+    ]
+
+
 def _rank_memory(
-    costs: LayoutCosts,
+    seats: Seats,
     layout: Layout,
     held: Sequence[int],
     placements: Sequence[Placement],
@@ -186,7 +209,16 @@ def _rank_memory(
     last = layout.stages - 1
     if layout.virtual_stages == 1 and not _split(layout):
         (s,) = held
-        return memory_parts(costs, placements[s], order, first=s == 0, last=s == last)
+        seat = seats.stages[s]
+        return memory_parts(
+            seat.costs,
+            placements[s],
+            order,
+            first=s == 0,
+            last=s == last,
+            passing=seat.passing,
+        )
+    costs = _roomiest([seats.stages[s] for s in held])
     layers = {
         s: [_parts(costs, kind, recompute) for kind, recompute in placements[s]] for s in held
     }
@@ -243,18 +275,34 @@ def step_parts(
     return parts
 
 
+def _roomiest(seats: Sequence[Seat]) -> LayoutCosts:
+    """Return the costs of a rank's stages, with the widest boundary that any of them has."""
+    costs = seats[0].costs
+    widest = [seat.passing.widest_bytes for seat in seats if seat.passing is not None]
+    return replace(costs, boundary_bytes=max(widest)) if widest else costs
+
+
 def memory_parts(
-    costs: LayoutCosts, placement: Placement, order: Order, *, first: bool, last: bool
+    costs: LayoutCosts,
+    placement: Placement,
+    order: Order,
+    *,
+    first: bool,
+    last: bool,
+    passing: Passing | None = None,
 ) -> dict[str, float]:
     """Return peak bytes of one rank of a stage by cause.
 
     Every micro-batch in flight also keeps the tensors that the pipeline received and sent (one that
     the first layer stores counts once); one more is received ahead, and a gradient is on its way.
+    `passing` says what crosses the stage's ends where that is not one activation of the stream.
     """
     layers = [_parts(costs, kind, recompute) for kind, recompute in placement]
     alive = in_flight(order)
     buffers = 0.0
-    if not (first and last):
+    if passing is not None:
+        buffers = passing.held_bytes * alive + passing.widest_bytes * 2
+    elif not (first and last):
         received = 0 if first or layers[0].figures.stores_input else 1
         sent = 0 if last else 1
         buffers = ((received + sent) * alive + 2) * costs.boundary_bytes
@@ -350,7 +398,7 @@ def _filled(seconds: Sequence[float], stages: int, limit: float) -> tuple[int, .
     return None if at > 0 else tuple(reversed(cuts))
 
 
-def _run(costs: LayoutCosts, layout: Layout, stages: Sequence[StageSeconds]) -> Timeline:
+def _run(seats: Seats, layout: Layout, stages: Sequence[StageSeconds]) -> Timeline:
     """Simulate the schedule of a layout on stages of these seconds.
 
     Without a pipeline the runtime alternates forwards and backwards, whatever the schedule's name.
@@ -368,7 +416,7 @@ def _run(costs: LayoutCosts, layout: Layout, stages: Sequence[StageSeconds]) -> 
         # W is an action of its own, and costs one.
         backward_s=[stage.whole_backward_s + splits * stage.action_s for stage in stages],
         weight_s=[stage.weight_s + stage.action_s for stage in stages] if splits else None,
-        transfer_s=costs.transfer_s,
+        transfer_s=seats.transfer_s,
     )
 
 

@@ -49,13 +49,14 @@ def timeline(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     weight_s: Sequence[float] | None = None,
-    transfer_s: float = 0.0,
+    transfer_s: float | Sequence[float] = 0.0,
     exposed_s: float = 0.0,
 ) -> Timeline:
     """Return the step in which each rank runs its order as early as it can.
 
     `forward_s` and `backward_s` are per stage and micro-batch; of the latter, `weight_s` is the
-    part that W takes in a split backward.  The timeline is the longest path through all
+    part that W takes in a split backward.  `transfer_s` may differ between boundaries: one for each
+    stage but the last.  The timeline is the longest path through all
     dependencies: order on a rank; forward after the stage before; backward after the stage behind
     and after the own forward; W after its I.
 
@@ -73,7 +74,7 @@ def timeline(
         forward_s=forward_s,
         backward_s=backward_s,
         weight_s=weight_s,
-        transfer_s=transfer_s,
+        transfer_s=[transfer_s] * (stages - 1) if isinstance(transfer_s, float) else transfer_s,
         exposed_s=exposed_s,
     )
     count = 1 + max((action.micro_batch for order in orders for action in order), default=-1)
@@ -148,7 +149,7 @@ def _steps(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     weight_s: Sequence[float] | None,
-    transfer_s: float,
+    transfer_s: Sequence[float],
     exposed_s: float,
 ) -> dict[tuple[int, Kind], _Step]:
     stages = len(rank_of)
@@ -158,11 +159,11 @@ def _steps(
         before = s > 0 and rank_of[s - 1] != rank_of[s]
         behind = s < last and rank_of[s + 1] != rank_of[s]
         own, gradient, weight = s, stages + s, 2 * stages + s
-        source, delay_s = (s - 1 if s else -1), (transfer_s if before else 0.0)
+        source, delay_s = (s - 1 if s else -1), (transfer_s[s - 1] if before else 0.0)
         steps[s, "F"] = _Step(
             forward_s[s] + (exposed_s if behind else 0.0), own, source, delay_s, -1
         )
-        source, delay_s = (gradient + 1 if s < last else -1), (transfer_s if behind else 0.0)
+        source, delay_s = (gradient + 1 if s < last else -1), (transfer_s[s] if behind else 0.0)
         sending_s = exposed_s if before else 0.0
         steps[s, "B"] = _Step(backward_s[s] + sending_s, gradient, source, delay_s, own)
         if weight_s is not None:
