@@ -218,6 +218,9 @@ def launch(
     on: Annotated[str, typer.Option("--on")] = "local",
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="Save here")] = None,
     checkpoint_every: Annotated[int | None, typer.Option("--checkpoint-every")] = None,
+    keep_checkpoints: Annotated[
+        int, typer.Option("--keep-checkpoints", help="Only the last so many stay")
+    ] = 2,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint")
     ] = False,
@@ -241,6 +244,7 @@ def launch(
         on=on,
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
         resume=resume,
         max_seconds=max_seconds,
         weights=weights,

@@ -2,23 +2,29 @@
 
     DIR/step-000030/
     ├── .metadata  *.distcp      written by torch.distributed.checkpoint, keyed by parameter name
-    └── meta.json                written last: step, position in the data, what was trained
+    ├── plan.yaml  model.yaml    what was trained, and how
+    └── meta.json                written last: step, position in the data, size of every file
 
-A checkpoint is written under a hidden name and renamed when it is whole, so that a folder
-`step-...` with `.metadata` and `meta.json` is complete.  Random numbers need no room: training
-seeds them anew in each step from the plan's seed and the step.  Ranks save and load together, in
-their process group; the launcher looks for checkpoints without torch.
+A checkpoint is written under a hidden name, put on the disk file by file, and renamed when it is
+whole; only then are old ones deleted.  So a folder `step-...` whose files have the sizes that
+`meta.json` tells is complete, and a crash at any moment costs no checkpoint that was complete
+before.  Random numbers need no room: training seeds them anew in each step from the plan's seed and
+the step.  Ranks save (runtime.saving) and load together; the launcher looks for checkpoints without
+torch.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from planner.document import Document, read
+from pydantic import Field
+
+from planner.document import Document, read, write
 from planner.errors import DocumentError, LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEEP = 2
+META = "meta.json"
+PLAN, MODEL = "plan.yaml", "model.yaml"
 
 
 class Progress(Document):
@@ -50,6 +58,8 @@ class Progress(Document):
     corpus: Text
     corpus_digest: Text
     loss: float
+    files: Mapping[Text, Count] = Field(default_factory=dict)
+    """The checkpoint's other files and their bytes."""
 
     def check(self, *, plan: Plan, model: ModelGraph, corpus: Corpus, folder: Path) -> None:
         """Refuse to go on with another model, or at a position that means other data."""
@@ -79,9 +89,22 @@ def complete(folder: Path) -> list[Path]:
     found = []
     for path in folder.glob("step-*"):
         match = re.fullmatch(r"step-(\d+)", path.name)
-        if match and (path / ".metadata").is_file() and (path / "meta.json").is_file():
+        if match and is_complete(path):
             found.append((int(match[1]), path))
     return [path for _, path in sorted(found)]
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Tell whether every file that was written is there in its whole length."""
+    if not (checkpoint / ".metadata").is_file() or not (checkpoint / META).is_file():
+        return False
+    try:
+        files = progress(checkpoint).files
+        return all((checkpoint / name).stat().st_size == size for name, size in files.items())
+    except DocumentError:
+        return True  # another format: `progress` says so to whoever wants to go on from here
+    except OSError:
+        return False
 
 
 def newest(folder: Path) -> Path | None:
@@ -92,36 +115,29 @@ def newest(folder: Path) -> Path | None:
 
 def progress(checkpoint: Path) -> Progress:
     """Return how far a checkpoint has come."""
-    return read(Progress, checkpoint / "meta.json")
+    return read(Progress, checkpoint / META)
 
 
-def save(
-    folder: Path, state: Mapping[str, Tensor], done: Progress, *, run: str, keep: int = KEEP
-) -> Path:
-    """Write a checkpoint together with all ranks; only the last `keep` stay.
+def commit(
+    temporary: Path, target: Path, done: Progress, *, plan: Plan, model: ModelGraph, keep: int
+) -> None:
+    """Make a written checkpoint count: on the disk, under its own name, the oldest gone.
 
-    `run` is the same on all ranks and new in each run, so that what a killed run left behind is
-    never written to.
+    One rank does it, when all have written their parts and have them on the disk.
     """
-    import torch.distributed as dist  # noqa: PLC0415
-    import torch.distributed.checkpoint as dcp  # noqa: PLC0415
-    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
-
-    _check_finite(state, done.step)
-    target = folder / f"step-{done.step:06}"
-    temporary = folder / f".{target.name}.{run}"
-    try:
-        dcp.save(dict(state), checkpoint_id=str(temporary))
-    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-        raise LaunchError(f"{target}: the checkpoint cannot be written: {_short(error)}") from error
-    # dcp.save ends on rank 0 when every rank has written its part.
-    if dist.get_rank() == 0:
-        write_json(done, temporary / "meta.json")
-        if target.exists():
-            _remove(target)
-        temporary.rename(target)
-        _prune(folder, keep)
-    return target
+    write(plan, temporary / PLAN)
+    write(model, temporary / MODEL)
+    for name in (PLAN, MODEL):
+        _to_disk(temporary / name)
+    sizes = {path.name: path.stat().st_size for path in temporary.iterdir() if path.is_file()}
+    write_json(done.model_copy(update={"files": dict(sorted(sizes.items()))}), temporary / META)
+    _to_disk(temporary / META)
+    _to_disk(temporary)
+    if target.exists():  # of this step, from a run that came no further
+        target.rename(temporary.with_name(f"{temporary.name}.before"))
+    temporary.rename(target)
+    _to_disk(target.parent)
+    _prune(target.parent, keep)
 
 
 def load(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
@@ -132,44 +148,31 @@ def load(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
     try:
         dcp.load(dict(state), checkpoint_id=str(checkpoint))
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-        raise LaunchError(f"{checkpoint}: cannot be loaded: {_short(error)}") from error
+        raise LaunchError(f"{checkpoint}: cannot be loaded: {short(error)}") from error
 
 
-def _check_finite(state: Mapping[str, Tensor], step: int) -> None:
-    """Refuse to save weights that no training can go on from."""
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415
-
-    spoilt = 0.0
-    device = torch.device("cpu")
-    for value in state.values():
-        local = value.to_local() if isinstance(value, DTensor) else value
-        device = local.device
-        if local.is_floating_point() and not bool(torch.isfinite(local).all()):
-            spoilt = 1.0
-    flag = torch.tensor(spoilt, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    if float(flag):
-        raise LaunchError(
-            f"step {step} left weights or optimizer state that are not finite; they are not saved. "
-            "Lower the learning rate"
-        )
-
-
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
     """Return one line of an error; a CheckpointException quotes the tracebacks of all ranks."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (error, _) = next(iter(failures.items()))
-        return f"rank {rank}: {_short(error)}"
+        return f"rank {rank}: {short(error)}"
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:300]}"
 
 
+def _to_disk(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _remove(checkpoint: Path) -> None:
     """Delete a checkpoint so that it is incomplete from the first moment on."""
-    (checkpoint / "meta.json").unlink(missing_ok=True)
+    (checkpoint / META).unlink(missing_ok=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 

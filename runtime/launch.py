@@ -48,6 +48,7 @@ def launch(
     steps: int = 20,
     checkpoint: Path | str | None = None,
     checkpoint_every: int | None = None,
+    keep_checkpoints: int = 2,
     resume: bool = False,
     output: Path | str | None = None,
     on: str = "local",
@@ -74,6 +75,7 @@ def launch(
         steps=steps,
         checkpoint_folder=checkpoint,
         checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
         resume=resume,
         output=output,
         on=on,
@@ -144,6 +146,7 @@ def _write_orders(ready: Preflight, say: Console, started_unix_s: float) -> Orde
         max_seconds=ready.max_seconds,
         checkpoint=str(ready.checkpoint) if ready.checkpoint else None,
         checkpoint_every=ready.checkpoint_every,
+        keep_checkpoints=ready.keep_checkpoints,
         resume=str(ready.resume) if ready.resume else None,
         weights=str(ready.weights) if ready.weights else None,
     )

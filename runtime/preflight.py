@@ -41,6 +41,7 @@ class Preflight:
     steps: int
     checkpoint: Path | None
     checkpoint_every: int | None
+    keep_checkpoints: int
     resume: Path | None
     max_seconds: float | None
     weights: Path | None
@@ -103,6 +104,7 @@ def preflight(
     steps: int,
     checkpoint_folder: Path | str | None,
     checkpoint_every: int | None,
+    keep_checkpoints: int,
     resume: bool,
     output: Path | str | None,
     on: str,
@@ -116,6 +118,7 @@ def preflight(
     for name, value in (
         ("steps", steps),
         ("checkpoint_every", checkpoint_every),
+        ("keep_checkpoints", keep_checkpoints),
         ("max_seconds", max_seconds),
     ):
         if value is not None and value <= 0:
@@ -159,6 +162,7 @@ def preflight(
         steps=steps,
         checkpoint=Path(checkpoint_folder).resolve() if checkpoint_folder is not None else None,
         checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
         resume=saved.resolve() if saved else None,
         max_seconds=max_seconds,
         weights=Path(weights).resolve() if weights is not None else None,

@@ -45,6 +45,7 @@ class Orders(Document):
     checkpoint: Text | None = None
     checkpoint_every: Positive | None = None
     """Steps; without it only the last step is saved."""
+    keep_checkpoints: Positive = 2
     resume: Text | None = None
     """The one checkpoint to go on from."""
     weights: Text | None = None

@@ -28,6 +28,7 @@ from runtime.checkpoint import Progress
 from runtime.data import Corpus, Samples, data_slice
 from runtime.live_memory import LiveMemory
 from runtime.run import Orders, RankRecord, StepRecord
+from runtime.saving import Saver
 
 MEMORY_STEP = 2
 """Which step of a run is watched for its peak memory: the first with the optimizer's state."""
@@ -118,7 +119,18 @@ class Loop:
         self.samples = Samples(corpus, seq_len=plan.seq_len, seed=plan.training.seed)
         self.steps_done = 0
         self.next_sample = 0
-        self.saved: Path | None = None
+        self.resumed: Path | None = None
+        self._saver = (
+            Saver(
+                Path(orders.checkpoint),
+                plan=plan,
+                model=model,
+                run=orders.run,
+                keep=orders.keep_checkpoints,
+            )
+            if orders.checkpoint
+            else None
+        )
         self._now_s = now_s
 
     def resume(self, saved: Path) -> None:
@@ -128,7 +140,7 @@ class Loop:
         checkpoint.load(saved, self.engine.state())
         self.steps_done = progress.step
         self.next_sample = progress.sample
-        self.saved = saved
+        self.resumed = saved
 
     def run(self) -> RankRecord:
         """Train until the steps or the seconds are used up; return what was measured."""
@@ -150,11 +162,14 @@ class Loop:
                 run.append_record(self._record(result, step_s[-1], peak.so_far_bytes()), metrics)
             out_of_time = self._out_of_time()
             every = self.orders.checkpoint_every
-            if out_of_time or step == self.orders.steps or (every and step % every == 0):
-                self._save(result.loss)
+            if self._saver is not None:
+                self._saver.check()
+                if out_of_time or step == self.orders.steps or (every and step % every == 0):
+                    self._saver.begin(self.engine.state(), self._progress(result.loss))
             if out_of_time:
                 stopped = "max_seconds"
                 break
+        saved = self._last_saved()
         return RankRecord(
             rank=self.rank,
             stage=self.engine.stage,
@@ -164,7 +179,7 @@ class Loop:
             peak_memory_bytes=peak.so_far_bytes(),
             memory_source=peak.source,
             stopped=stopped,
-            checkpoint=str(self.saved) if self.saved else None,
+            checkpoint=str(saved) if saved else None,
         )
 
     def _step(self) -> Result:
@@ -196,7 +211,8 @@ class Loop:
         """Stop on a loss or gradient that is not a number; nothing was saved since it went bad."""
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             return
-        last = f"the last good checkpoint is {self.saved}" if self.saved else "nothing was saved"
+        saved = self._last_saved()
+        last = f"the last good checkpoint is {saved}" if saved else "nothing was saved"
         raise LaunchError(
             f"step {self.steps_done + 1} gave loss {result.loss:g} and gradient norm "
             f"{result.grad_norm:g}; {last}. Lower the learning rate "
@@ -224,26 +240,23 @@ class Loop:
         dist.broadcast(over, src=0)
         return bool(over)
 
-    def _save(self, loss: float) -> None:
-        if self.orders.checkpoint is None:
-            return
-        self.saved = checkpoint.save(
-            Path(self.orders.checkpoint),
-            self.engine.state(),
-            Progress(
-                step=self.steps_done,
-                sample=self.next_sample,
-                epoch=self.samples.epoch(self.next_sample),
-                seq_len=self.plan.seq_len,
-                seed=self.plan.training.seed,
-                model=self.model.name,
-                model_digest=self.model.digest,
-                plan_digest=self.plan.digest,
-                corpus=self.corpus.source,
-                corpus_digest=self.corpus.digest,
-                loss=loss,
-            ),
-            run=self.orders.run,
+    def _last_saved(self) -> Path | None:
+        """Return the last complete checkpoint, when all that was begun is written."""
+        return (self._saver.finish() if self._saver else None) or self.resumed
+
+    def _progress(self, loss: float) -> Progress:
+        return Progress(
+            step=self.steps_done,
+            sample=self.next_sample,
+            epoch=self.samples.epoch(self.next_sample),
+            seq_len=self.plan.seq_len,
+            seed=self.plan.training.seed,
+            model=self.model.name,
+            model_digest=self.model.digest,
+            plan_digest=self.plan.digest,
+            corpus=self.corpus.source,
+            corpus_digest=self.corpus.digest,
+            loss=loss,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,19 +13,14 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from planner.document import read  # noqa: E402
 from planner.errors import DocumentError, LaunchError  # noqa: E402
 from planner.model import Layer, ModelGraph  # noqa: E402
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
-from runtime.checkpoint import (  # noqa: E402
-    Progress,
-    complete,
-    load,
-    newest,
-    progress,
-    save,
-)
+from runtime.checkpoint import Progress, complete, load, newest, progress  # noqa: E402
 from runtime.data import Corpus  # noqa: E402
 from runtime.engine import Engine  # noqa: E402
+from runtime.saving import Saver  # noqa: E402
 from tests.runtime import cases  # noqa: E402
 from tests.runtime.ranks import on_ranks  # noqa: E402
 
@@ -80,6 +77,14 @@ def done(step: int, **changes: object) -> Progress:
     return Progress.of({**values, **changes})
 
 
+def save(folder: Path, state: dict[str, torch.Tensor], done: Progress, *, run: str) -> Path:
+    saver = Saver(folder, plan=PLAN, model=MODEL, run=run)
+    saver.begin(state, done)
+    saved = saver.finish()
+    assert saved is not None
+    return saved
+
+
 def state(value: float) -> dict[str, torch.Tensor]:
     return {"model.a": torch.full((3,), value), "optim.steps": torch.tensor(int(value))}
 
@@ -93,7 +98,9 @@ def test_what_was_saved_is_loaded_in_place(tmp_path: Path) -> None:
 
     assert weights.tolist() == [7.0, 7.0, 7.0]
     assert int(target["optim.steps"]) == 7
-    assert progress(saved) == done(3)
+    assert progress(saved).model_copy(update={"files": {}}) == done(3)
+    assert read(Plan, saved / "plan.yaml") == PLAN
+    assert read(ModelGraph, saved / "model.yaml") == MODEL
 
 
 def test_the_newest_complete_checkpoint_counts_by_step_not_by_name(tmp_path: Path) -> None:
@@ -230,3 +237,58 @@ def test_steps_survive_where_a_rank_holds_none_of_a_parameter(tmp_path: Path) ->
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     assert [set(steps) for steps in per_rank] == [{2.0}, {2.0}]
+
+
+def test_training_does_not_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_the_disk, disk = threading.Event(), threading.Event()
+    to_disk = os.fsync
+
+    def slow(handle: int) -> None:
+        at_the_disk.set()
+        assert disk.wait(30)
+        to_disk(handle)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    saver = Saver(tmp_path, plan=PLAN, model=MODEL, run="r")
+    trained = state(1.0)
+
+    saver.begin(trained, done(1))
+    trained["model.a"].fill_(2.0)
+    assert at_the_disk.wait(30)
+    before = newest(tmp_path)
+    disk.set()
+    saved = saver.finish()
+
+    target = state(0.0)
+    load(tmp_path / "step-000001", target)
+    assert before is None
+    assert saved == tmp_path / "step-000001"
+    assert target["model.a"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_disk_that_fails_is_told_at_the_next_look_and_costs_no_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = save(tmp_path, state(1.0), done(1), run="r")
+    saver = Saver(tmp_path, plan=PLAN, model=MODEL, run="s", keep=1)
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    saver.begin(state(2.0), done(2))
+
+    with pytest.raises(LaunchError, match=r"step-000002: the checkpoint .*No space left"):
+        saver.finish()
+    assert complete(tmp_path) == [first]
+
+
+def test_a_file_that_was_cut_short_does_not_count(tmp_path: Path) -> None:
+    first = save(tmp_path, state(1.0), done(1), run="r")
+    second = save(tmp_path, state(2.0), done(2), run="r")
+    (file,) = second.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-1])
+
+    assert newest(tmp_path) == first
