@@ -19,11 +19,12 @@ from dataclasses import replace
 from planner import bounds
 from planner.calibration import Figures
 from planner.cluster import ClusterSpec
-from planner.costs import CostTables, LayoutCosts, StrategyCost, refusal
+from planner.costs import CostTables, LayoutCosts, StrategyCost
 from planner.dominance import dominates, twins
 from planner.formulation import instance_of
 from planner.instance import Instance
 from planner.model import ModelGraph
+from planner.native import Rules, refusal
 from planner.pins import Pins
 from planner.plan import Job, Layout
 from planner.space import (
@@ -48,12 +49,14 @@ class Candidates:
         job: Job,
         tables: CostTables,
         pins: Pins,
+        rules: Rules = refusal,
     ) -> None:
         self.model = model
         self.cluster = cluster
         self.job = job
         self.tables = tables
         self.pins = pins
+        self.rules = rules
         self.refused: dict[str, int] = {}
         self._counts: dict[str, int] = {}
         for layer in model.layers:
@@ -74,7 +77,7 @@ class Candidates:
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why the backend cannot run a layout, or None if it can."""
-        return refusal(self.model, self.cluster, self.job, layout)
+        return self.rules(self.model, self.cluster, self.job, layout)
 
     def layouts(self) -> Iterator[Layout]:
         """Yield every layout that the backend runs."""

@@ -118,7 +118,8 @@ def _changed(
     """Return the candidates of the same search with one thing changed."""
     cluster, job = cluster or candidates.cluster, job or candidates.job
     tables = CostTables(candidates.model, cluster, job, candidates.tables.profile)
-    return Candidates(candidates.model, cluster, job, tables, pins or candidates.pins)
+    pins = pins or candidates.pins
+    return Candidates(candidates.model, cluster, job, tables, pins, candidates.rules)
 
 
 def _fits(candidates: Candidates) -> bool:

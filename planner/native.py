@@ -4,11 +4,14 @@ Each obstacle has its place in a plan, as `mesh.tensor`, and a text with the val
 out.  The search asks `refusal` for every layout; `runtime.supported` asks `obstacle` about a plan's
 layout and adds what only a plan's stages and files tell.  Something stands here as possible only
 after it has trained like one process in tests/runtime/test_equality.py.
+
+A model without an adapter cannot be launched, but its plans can be studied: of them `refusal` asks
+only for `limit`, which is what no backend could do as the planner describes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from planner import schedule
@@ -22,6 +25,9 @@ FAMILIES = ("reference", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3"
 UNDIVIDED = ("gpt2",)
 """Those among them that tensor parallelism does not divide: their weights are transposed."""
 PRECISIONS = ("bf16", "tf32", "fp32")
+
+Rules = Callable[[ModelGraph, ClusterSpec, Job, Layout], str | None]
+"""Return why no plan is made of a layout, or None if one can be: `refusal` or `limit`."""
 
 
 class Obstacle(NamedTuple):
@@ -50,8 +56,17 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
 
     Models without an adapter can be planned all the same, with a `caveat`.
     """
+    if next(_adapter_obstacles(model), None):
+        return limit(model, cluster, job, layout)
     found = next(_cluster_obstacles(cluster, layout), None)
     found = found or next(_obstacles(model, job, layout), None)
+    return str(found) if found else None
+
+
+def limit(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> str | None:
+    """Return why no backend could run a layout as the planner describes it, or None."""
+    found = next(_cluster_obstacles(cluster, layout), None)
+    found = found or next(_limits(model, job, layout), None)
     return str(found) if found else None
 
 
@@ -84,11 +99,8 @@ def _cluster_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacl
 
 
 def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what the runtime cannot do, first where others can."""
     a = model.architecture
-    if job.precision not in PRECISIONS:
-        yield Obstacle(
-            "precision", f"{job.precision} cannot be trained; use {' or '.join(PRECISIONS)}"
-        )
     if layout.context > 1:
         yield Obstacle(
             "mesh.context", f"is {layout.context}; context parallelism cannot be executed; use 1"
@@ -97,27 +109,13 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
         yield Obstacle(
             "mesh.expert", f"is {layout.expert}; expert parallelism cannot be executed; use 1"
         )
-    if layout.offload != "none":
-        yield Obstacle("offload", f"{layout.offload} cannot be executed; use none")
-    if layout.gradient_wire != "full":
-        yield Obstacle("gradient_wire", f"{layout.gradient_wire} cannot be executed; use full")
+    if layout.tensor > 1 and a is not None and a.family in UNDIVIDED:
+        yield Obstacle(
+            "mesh.tensor", f"tensor parallelism does not divide the family {a.family}; use 1"
+        )
+    yield from _limits(model, job, layout)
     if layout.stages > 1:
         yield from _schedule_obstacles(a, layout)
-    if model.edges:
-        yield Obstacle(
-            "model.edges", "the graph is not a chain; only chains of layers can be executed"
-        )
-    if layout.stages > len(model.chain):
-        yield Obstacle(
-            "mesh.pipeline",
-            f"{layout.stages} stages need as many layers; the model has {len(model.chain)}",
-        )
-    if layout.zero and layout.data_shard == 1 and layout.data > 1:
-        yield Obstacle(
-            "mesh.data_shard", f"is 1, which leaves ZeRO-{layout.zero} nothing to divide; use more"
-        )
-    if layout.tensor > 1:
-        yield from _tensor_obstacles(a, job, layout.tensor)
     if a is not None and a.positions == "learned" and job.seq_len > a.max_positions:
         yield Obstacle(
             "seq_len", f"is {job.seq_len}; the model has {a.max_positions} learned positions"
@@ -125,15 +123,6 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
 
 
 def _schedule_obstacles(a: Architecture | None, layout: Layout) -> Iterator[Obstacle]:
-    found = schedule.obstacle(
-        layout.schedule,
-        stages=layout.stages,
-        micro_batches=layout.micro_batches,
-        virtual_stages=layout.virtual_stages,
-    )
-    if found:
-        yield Obstacle(*found)
-        return
     if layout.schedule == "pipedream-2bw":
         yield Obstacle(
             "schedule",
@@ -151,29 +140,71 @@ def _schedule_obstacles(a: Architecture | None, layout: Layout) -> Iterator[Obst
         )
 
 
-def _tensor_obstacles(a: Architecture | None, job: Job, degree: int) -> Iterator[Obstacle]:
+def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what no backend can do as the planner describes it."""
+    if job.precision not in PRECISIONS:
+        yield Obstacle(
+            "precision", f"{job.precision} cannot be trained; use {' or '.join(PRECISIONS)}"
+        )
+    if layout.offload != "none":
+        yield Obstacle("offload", f"{layout.offload} cannot be executed; use none")
+    if layout.gradient_wire != "full":
+        yield Obstacle("gradient_wire", f"{layout.gradient_wire} cannot be executed; use full")
+    if layout.stages > 1:
+        found = schedule.obstacle(
+            layout.schedule,
+            stages=layout.stages,
+            micro_batches=layout.micro_batches,
+            virtual_stages=layout.virtual_stages,
+        )
+        if found:
+            yield Obstacle(*found)
+    if model.edges:
+        yield Obstacle(
+            "model.edges", "the graph is not a chain; only chains of layers can be executed"
+        )
+    if layout.stages > len(model.chain):
+        yield Obstacle(
+            "mesh.pipeline",
+            f"{layout.stages} stages need as many layers; the model has {len(model.chain)}",
+        )
+    if layout.zero and layout.data_shard == 1 and layout.data > 1:
+        yield Obstacle(
+            "mesh.data_shard", f"is 1, which leaves ZeRO-{layout.zero} nothing to divide; use more"
+        )
+    if layout.context > 1 and job.seq_len % layout.context:
+        yield Obstacle("mesh.context", f"{layout.context} does not divide seq_len {job.seq_len}")
+    if layout.expert > 1:
+        yield from _expert_limits(model.architecture, layout.expert)
+    if layout.tensor > 1:
+        yield from _tensor_limits(model.architecture, job, layout)
+
+
+def _expert_limits(a: Architecture | None, degree: int) -> Iterator[Obstacle]:
+    count = a.experts.count if a is not None and a.experts is not None else 0
+    if not count or count % degree:
+        yield Obstacle("mesh.expert", f"{degree} does not divide {count} experts")
+
+
+def _tensor_limits(a: Architecture | None, job: Job, layout: Layout) -> Iterator[Obstacle]:
     place = "mesh.tensor"
     if a is None:
         yield Obstacle(place, "a user's own modules cannot be divided by tensor parallelism; use 1")
         return
-    if a.family in UNDIVIDED:
-        yield Obstacle(place, f"tensor parallelism does not divide the family {a.family}; use 1")
-    if a.latent is not None:
-        yield Obstacle(place, "tensor parallelism does not divide latent attention; use 1")
     if a.patches is not None or a.classes:
         yield Obstacle(place, "tensor parallelism does not divide patches and class heads; use 1")
     figures = {
-        "seq_len": job.seq_len,
+        "seq_len": job.seq_len // layout.context,
         "heads": a.heads,
         "kv_heads": a.kv_heads,
         "ffn_size": a.ffn_size,
         "vocab_size": a.vocab_size,
     }
-    if a.experts is not None:
+    if a.experts is not None and layout.expert == 1:
         figures["experts.ffn_size"] = a.experts.ffn_size
     for name, figure in figures.items():
-        if figure % degree:
-            yield Obstacle(place, f"{degree} does not divide {name} {figure}")
+        if figure % layout.tensor:
+            yield Obstacle(place, f"{layout.tensor} does not divide {name} {figure}")
 
 
 def _adapter_obstacles(model: ModelGraph) -> Iterator[Obstacle]:

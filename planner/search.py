@@ -48,6 +48,7 @@ from planner.frontier import FrontierStore
 from planner.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
 from planner.misses import closest_miss, nothing_runs
 from planner.model import ModelGraph
+from planner.native import Rules, refusal
 from planner.pins import Pins
 from planner.plan import Job, Layout, Plan
 from planner.predict import placement_prediction, placements_of
@@ -111,15 +112,17 @@ def search(
     solver: str = "exact",
     top: int = 1,
     progress: Progress | None = None,
+    rules: Rules = refusal,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
 
     `top` plans are found if there are so many of different kinds (see planner.space.kind).
+    `rules` say which layouts are refused; those of the native backend if nothing else is asked for.
     """
     started = time.process_time()
     pins = pins or Pins()
     tables = CostTables(model, cluster, job, profile)
-    candidates = Candidates(model, cluster, job, tables, pins)
+    candidates = Candidates(model, cluster, job, tables, pins, rules)
     if not candidates.families:
         raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))
     hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress)

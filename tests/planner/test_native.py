@@ -5,7 +5,7 @@ import pytest
 from planner.cluster import ClusterSpec
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
-from planner.native import caveat, obstacle, refusal
+from planner.native import caveat, limit, obstacle, refusal
 from planner.plan import Job, Layout
 
 JOB = Job(seq_len=4096, global_batch=64)
@@ -49,9 +49,7 @@ def test_half_precision_with_scaling_is_refused(llama: ModelGraph, node: Cluster
     assert "fp16" in (refusal(llama, node, job, Layout()) or "")
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("gpt2", "gpt2"), ("deepseek-v3", "latent"), ("vit-l-16", "patches")]
-)
+@pytest.mark.parametrize(("name", "reason"), [("gpt2", "gpt2"), ("vit-l-16", "patches")])
 def test_models_that_cannot_be_divided_say_so(node: ClusterSpec, name: str, reason: str) -> None:
     layout = Layout(tensor=2, data_replicate=4, micro_batches=16)
 
@@ -79,3 +77,33 @@ def test_positions_that_a_model_never_learned_are_refused(node: ClusterSpec) -> 
     reason = refusal(resolve_model("gpt2"), node, JOB, Layout())
 
     assert reason == "seq_len: is 4096; the model has 1024 learned positions"
+
+
+def test_a_family_without_an_adapter_is_planned_within_what_its_figures_divide(
+    node: ClusterSpec,
+) -> None:
+    deepseek = resolve_model("deepseek-v3")
+    divided = Layout(tensor=2, context=2, expert=8, data_shard=2, zero=1, micro_batches=32)
+
+    assert refusal(deepseek, node, JOB, divided) is None
+    assert "studied, not launched" in str(caveat(deepseek))
+    assert "not divide" in str(refusal(deepseek, node, JOB, Layout(tensor=3)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (Layout(context=3), "3 does not divide seq_len 4096"),
+        (Layout(expert=2, data_shard=2, zero=1), "2 does not divide 0 experts"),
+        (Layout(tensor=3), "3 does not divide"),
+    ],
+)
+def test_what_divides_nothing_is_beyond_every_backend(
+    llama: ModelGraph, node: ClusterSpec, layout: Layout, reason: str
+) -> None:
+    assert reason in str(limit(llama, node, JOB, layout))
+
+
+def test_a_backend_refuses_what_only_it_cannot_do(llama: ModelGraph, node: ClusterSpec) -> None:
+    assert limit(llama, node, JOB, Layout(context=2)) is None
+    assert refusal(llama, node, JOB, Layout(context=2)) is not None

@@ -19,6 +19,7 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.frontier import FrontierStore
 from planner.inner import solve
 from planner.instance import Solution
+from planner.native import Rules, limit, refusal
 from planner.pins import Pins
 from planner.plan import Job, Layout
 from planner.search import Answer, search
@@ -32,6 +33,7 @@ class Case:
     seq_len: int
     global_batch: int
     pins: Pins = field(default_factory=Pins)
+    rules: Rules = refusal
 
     @property
     def job(self) -> Job:
@@ -39,7 +41,8 @@ class Case:
 
     def candidates(self) -> Candidates:
         model, cluster = resolve_model(self.model), resolve_cluster(self.cluster)
-        return Candidates(model, cluster, self.job, CostTables(model, cluster, self.job), self.pins)
+        tables = CostTables(model, cluster, self.job)
+        return Candidates(model, cluster, self.job, tables, self.pins, self.rules)
 
     def search(self, cluster: ClusterSpec | None = None, **settings: object) -> Answer:
         return search(
@@ -47,6 +50,7 @@ class Case:
             cluster or resolve_cluster(self.cluster),
             self.job,
             pins=self.pins,
+            rules=self.rules,
             **settings,  # type: ignore[arg-type]
         )
 
@@ -131,11 +135,9 @@ def test_the_order_of_enumeration_does_not_matter(
         assert answer.certificate == usual.certificate
 
 
-def test_context_and_expert_degrees_are_searched_where_a_backend_runs_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(candidates_module, "refusal", lambda *_: None)
-    case = Case("mixtral-8x7b", "2x8xh200-sxm", 8192, 16, Pins(tensor=1, micro_batch=1))
+def test_context_and_expert_degrees_are_searched_where_a_backend_runs_them() -> None:
+    pins = Pins(tensor=1, micro_batch=1)
+    case = Case("mixtral-8x7b", "2x8xh200-sxm", 8192, 16, pins, rules=limit)
     exhaustive = optima(case)
 
     answer = case.search()
