@@ -17,7 +17,7 @@ from typing import NamedTuple
 from planner import schedule
 from planner.cluster import ClusterSpec
 from planner.model import Architecture, ModelGraph
-from planner.plan import Activations, Job, Layout
+from planner.plan import Job, Layout
 from planner.prediction import Assumption
 
 FAMILIES = ("reference", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -80,13 +80,6 @@ def caveat(model: ModelGraph) -> Assumption | None:
         provenance="assumed",
         source="planner/native.py",
     )
-
-
-def activations_obstacle(activations: Activations) -> str | None:
-    """Return why what a layer stores cannot be treated so, or None if it can."""
-    if activations == "keep":
-        return None
-    return f"to {activations} activations cannot be executed; use keep"
 
 
 def _cluster_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:

@@ -5,6 +5,8 @@ resident set of the process keeps freed memory, so every operator's results are 
 counts from the operator that made it until nothing refers to it any more.  Counted are tensors, not
 what a kernel or a collective library allocates inside itself.
 
+Tensors that runtime/host.py put on the host do not count.
+
 Two things bypass operators and are followed separately: FSDP2 frees and refills the storage of a
 gathered parameter in place (`UntypedStorage.resize_`), and tensors from before the watch do not
 count unless they are named in `existing`.
@@ -18,6 +20,8 @@ from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from runtime.host import on_host
 
 
 class LiveMemory:
@@ -46,7 +50,8 @@ class LiveMemory:
     def add(self, tensor: torch.Tensor) -> None:
         """Count a tensor that was made outside the `with` block; each storage counts once."""
         for plain in _plain_tensors(tensor):
-            self._count.see(plain)
+            if not on_host(plain):
+                self._count.see(plain)
 
     def __enter__(self) -> Self:
         """Begin to watch; the peak starts at what is alive now."""

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedule import splits_backward
-from runtime import recompute, tensor
+from runtime import activations, recompute, tensor
+from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, Adapter, Chain, parameter_names
 from runtime.initialize import Weights, materialize
 from runtime.mesh import Place
@@ -63,6 +64,8 @@ def parallel_stage(
     shared = _shared(layers)
     wraps = place.mesh is not None and (place.data_degree > 1 or plan.precision == "bf16")
     chain = Chain(layers)
+    traffic = Traffic(device)
+    first_moved = next((item for item in placed if item.activations == "offload"), None)
     done: dict[int, nn.Parameter] = {}
     for item in placed:
         layer = layers[item.layer]
@@ -77,7 +80,10 @@ def parallel_stage(
         )
         for buffer_name, buffer in list(layer.named_buffers()):
             _set_buffer(layer, buffer_name, buffer.to(device))
-        layer = recompute.wrapped(layer, item.recompute)
+        packing = activations.packing(layer, item.activations, traffic, first=item is first_moved)
+        layer = recompute.wrapped(layer, item.recompute, packing)
+        if packing is not None:
+            packing.around(layer)
         chain.place(item.layer, layer)
         if wraps:
             layer.register_forward_hook(_no_view)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _VersionWrapper,
+    create_selective_checkpoint_contexts,
+)
 
 from planner.profile import Recompute
+from runtime.activations import Packing
 
 PREFIX = "_checkpoint_wrapped_module."
 """Stands in the parameter names of a wrapped layer; names that leave this package have it not."""
@@ -34,8 +43,11 @@ KEPT_OPERATORS = (
 """Operators whose results `selective` keeps: matrix products, attention, costly communication."""
 
 
-def wrapped(layer: nn.Module, recompute: Recompute) -> nn.Module:
-    """Return the layer, or the layer that recomputes itself."""
+def wrapped(layer: nn.Module, recompute: Recompute, packing: Packing | None = None) -> nn.Module:
+    """Return the layer, or the layer that recomputes itself.
+
+    What `selective` keeps never comes by autograd's hooks, so it is handed to `packing` here.
+    """
     if recompute == "none":
         return layer
     if recompute == "full":
@@ -46,8 +58,43 @@ def wrapped(layer: nn.Module, recompute: Recompute) -> nn.Module:
         layer,
         checkpoint_impl=CheckpointImpl.NO_REENTRANT,
         preserve_rng_state=False,
-        context_fn=functools.partial(create_selective_checkpoint_contexts, _policy),
+        context_fn=functools.partial(_selective, packing),
     )
+
+
+def _selective(packing: Packing | None) -> tuple[Any, Any]:
+    """Return what surrounds the forward and what surrounds the recomputation."""
+    keeping, reading = create_selective_checkpoint_contexts(_policy)
+    if packing is not None:
+        keeping.storage = reading.storage = defaultdict(functools.partial(_Packed, packing))
+    return keeping, reading
+
+
+class _Packed(dict[int, Any]):
+    """The results of one operator, by call, as torch keeps them but packed."""
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+
+    def __setitem__(self, call: int, kept: Any) -> None:
+        super().__setitem__(call, tree_map_only(_VersionWrapper, self._pack, kept))
+
+    def get(self, call: int, default: Any = None) -> Any:
+        return tree_map_only(_Waiting, self._unpack, super().get(call, default))
+
+    def _pack(self, kept: _VersionWrapper) -> Any:
+        if not isinstance(kept.val, Tensor):
+            return kept
+        # A collective's result may still be on its way; what was not sent needs no wait.
+        return _Waiting(self._packing.pack(torch.ops._c10d_functional.wait_tensor(kept.val)))
+
+    def _unpack(self, waiting: _Waiting) -> _VersionWrapper:
+        return _VersionWrapper(self._packing.unpack(waiting.packed))
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    packed: Any
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from planner.expressions import is_factory
 from planner.model import ModelGraph
-from planner.native import activations_obstacle, obstacle
+from planner.native import obstacle
 from planner.plan import Plan
 
 
@@ -29,8 +29,3 @@ def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
         yield str(found)
     if model.architecture is None and not own_modules:
         yield f"model: {model.name} has no architecture and its source is no file.py:factory"
-    for index, stage in enumerate(plan.stages):
-        for item in stage.layers:
-            why = activations_obstacle(item.activations)
-            if why:
-                yield f"stages[{index}].layers: {item.layer}: {why}"

@@ -55,6 +55,9 @@ def plan(
     virtual_stages: int = 1,
     micro_batches: int | None = None,
     recompute: str = "none",
+    activations: str = "keep",
+    offload: str = "none",
+    gradient_wire: str = "full",
     precision: str = "fp32",
     seed: int = 0,
     clip_norm: float = 1.0,
@@ -76,7 +79,12 @@ def plan(
         layers = names[start : start + count]
         start += count
         stages.append(
-            Stage(layers=tuple(PlacedLayer(layer=n, recompute=recompute) for n in layers))
+            Stage(
+                layers=tuple(
+                    PlacedLayer(layer=n, recompute=recompute, activations=activations)
+                    for n in layers
+                )
+            )
         )
     data = degrees.data_shard * degrees.data_replicate
     micro_batches = micro_batches or (4 if degrees.pipeline > 1 else 2)
@@ -94,6 +102,8 @@ def plan(
         virtual_stages=virtual_stages,
         micro_batch=GLOBAL_BATCH // data // micro_batches,
         micro_batches=micro_batches,
+        offload=offload,
+        gradient_wire=gradient_wire,
         training=Training(
             learning_rate=3e-3,
             warmup_steps=2,

@@ -1,5 +1,6 @@
 """Live bytes are checked against allocations done by hand, and against torch's saved tensors."""
 
+import functools
 import gc
 import itertools
 import time
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from runtime.activations import GROUP
 from runtime.engine import Engine
 from runtime.live_memory import LiveMemory
 from tests.runtime import cases
@@ -246,11 +248,13 @@ def test_gathered_parameters_of_fsdp_come_and_go() -> None:
     on_ranks(2, work)
 
 
-def bytes_at_each_forward(schedule: str) -> tuple[list[int], int]:
+def bytes_at_each_forward(
+    schedule: str, micro_batches: int = cases.GLOBAL_BATCH, **layout: str
+) -> tuple[list[int], int]:
     """Return a rank's live bytes as each micro-batch begins, and what one leaves behind."""
     model = cases.transformer()
     engine = Engine(
-        cases.plan(model, pipeline=2, schedule=schedule, micro_batches=cases.GLOBAL_BATCH),
+        cases.plan(model, pipeline=2, schedule=schedule, micro_batches=micro_batches, **layout),
         model,
         device=torch.device("cpu"),
     )
@@ -264,7 +268,7 @@ def bytes_at_each_forward(schedule: str) -> tuple[list[int], int]:
         )
         engine.step(tokens)
         hook.remove()
-    x = tokens[:1, :-1]
+    x = tokens[: cases.GLOBAL_BATCH // micro_batches, :-1]
     with LiveMemory() as forward:
         for layer in engine.layers.values():  # stage 1 would take hidden states
             x = layer(x) if engine.is_first else x
@@ -281,3 +285,21 @@ def test_a_stage_holds_its_activations_once_per_micro_batch_in_flight() -> None:
     # Two micro-batches in flight, and gradients after the first backward; from then on no growth.
     assert alternating[1] - alternating[0] == stored
     assert len(set(alternating[2:])) == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_is_packed_is_not_held_by_the_device(recompute: str) -> None:
+    """The micro-batches here are two, so that activations are large enough to be packed."""
+    grown = {}
+    for how in ("keep", "offload", "compress"):
+        work = functools.partial(bytes_at_each_forward, activations=how, recompute=recompute)
+        begins, stored = on_ranks(2, work, "gpipe", 2)[0]
+        grown[how] = stored
+        assert {b - a for a, b in itertools.pairwise(begins)} == {stored}
+
+    # A stage's output waits until the next stage has sent its gradient; small tensors stay.
+    output = 4 * cases.SEQ_LEN * 32 * 4  # sample, position, feature, byte
+    left, small = grown["keep"] - output, grown["keep"] / 25
+    assert grown["offload"] <= output + small
+    assert grown["compress"] <= output + small + left * (1 / 4 + 1 / GROUP)

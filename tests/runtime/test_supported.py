@@ -10,7 +10,6 @@ import pytest
 
 from planner.model import Edge
 from planner.native import FAMILIES, UNDIVIDED
-from planner.plan import Stage
 from runtime.supported import supported
 from tests.runtime import cases
 
@@ -67,18 +66,6 @@ def test_a_graph_that_is_no_chain_is_refused() -> None:
     graph = cases.transformer().model_copy(update={"edges": edges})
 
     assert "model.edges: the graph is not a chain" in str(supported(cases.plan(graph), graph))
-
-
-def test_a_layer_that_asks_for_what_cannot_be_done_is_named() -> None:
-    graph = cases.transformer()
-    plan = cases.plan(graph)
-    first, *others = plan.stages[0].layers
-    stage = Stage(layers=(first.model_copy(update={"activations": "compress"}), *others))
-    plan = plan.model_copy(update={"stages": (stage,)})
-
-    assert supported(plan, graph) == (
-        "stages[0].layers: embedding: to compress activations cannot be executed; use keep"
-    )
 
 
 def test_figures_say_nothing_about_a_users_own_modules() -> None:

@@ -1,0 +1,89 @@
+"""Host memory beside a device: room to put tensors in, and the way there and back.
+
+On CUDA host memory is pinned and copies run on one side stream, beside computation.  Where the
+device is the CPU itself, the same copies are made between two places of the same memory, so that
+whatever uses this file does the same everywhere; room on the "host" is then made behind torch's
+back, and `on_host` tells it from what a device would hold.
+
+Memory of a copy under way is guarded without `record_stream`: whoever frees a tensor that was read
+or written by the side stream lets the computing stream wait for that copy first (`Copied.wait`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_rooms: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+
+
+def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return unfilled host memory for a tensor of a device.
+
+    >>> on_host(room((2, 3), torch.float32, torch.device("cpu"))), on_host(torch.empty(2, 3))
+    (True, False)
+    """
+    if device.type != "cpu":
+        return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+    size_bytes = math.prod(shape) * dtype.itemsize
+    plain = torch.from_numpy(np.empty(max(1, size_bytes), dtype=np.uint8))
+    storage = plain.untyped_storage()
+    _rooms[storage._cdata] = storage
+    return plain[:size_bytes].view(dtype).view(tuple(shape))
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Tell whether a tensor lies in a room of this file."""
+    return tensor.untyped_storage()._cdata in _rooms
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A copy that was started: where its result is, and when it will be there."""
+
+    tensor: Tensor
+    done: torch.cuda.Event | None = None
+
+    def wait(self) -> Tensor:
+        """Let the current stream go on only behind the copy; return its result."""
+        if self.done is not None:
+            torch.cuda.current_stream().wait_event(self.done)
+        return self.tensor
+
+
+def to_host(tensor: Tensor) -> Copied:
+    """Start to copy a contiguous tensor into new host memory."""
+    return _copied(tensor, room(tensor.shape, tensor.dtype, tensor.device), tensor.device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Copied:
+    """Start to copy a tensor from host memory into new memory of the device."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return _copied(tensor, made, device)
+
+
+def back_to_host(tensor: Tensor, home: Tensor) -> Copied:
+    """Start to copy a tensor of the device over its copy on the host."""
+    return _copied(tensor, home, tensor.device)
+
+
+def _copied(source: Tensor, target: Tensor, device: torch.device) -> Copied:
+    if device.type != "cuda":
+        return Copied(target.copy_(source))
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        target.copy_(source, non_blocking=True)
+    return Copied(target, side.record_event())
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

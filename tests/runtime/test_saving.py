@@ -1,0 +1,60 @@
+"""Plans that save memory train like one process, whatever they are combined with."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.test_equality import HYBRID, SCHEDULES, case, check
+
+RECOMPUTES = ("none", "selective", "full")
+# Micro-batches are as large as the job allows: what is small is not moved.
+MESHES_OF_TWO = {
+    "data": {"data_replicate": 2},
+    "zero 1": {"data_shard": 2, "zero": 1},
+    "zero 3": {"data_shard": 2, "zero": 3},
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipeline": 2},
+}
+MESHES_OF_FOUR = {
+    "zero 3, hybrid": {**HYBRID, "zero": 3, "micro_batches": 1},
+    "pipeline x data": {"pipeline": 2, "data_replicate": 2, "micro_batches": 2},
+    "pipeline x zero 3": {"pipeline": 2, "data_shard": 2, "zero": 3, "micro_batches": 2},
+    "pipeline x tensor": {"pipeline": 2, "tensor": 2, "micro_batches": 2},
+    "tensor x zero 3": {"tensor": 2, "data_shard": 2, "zero": 3, "micro_batches": 1},
+}
+SCHEDULED = {
+    f"pipeline {name}": {"pipeline": 2, "schedule": name, "virtual_stages": stages}
+    for name, stages in SCHEDULES
+}
+
+
+def offloading(meshes: dict) -> tuple:
+    return tuple(
+        case(f"{name}, recompute {recompute}, offload", recompute=recompute, **layout)
+        for name, layout in ((n, {**mesh, "activations": "offload"}) for n, mesh in meshes.items())
+        for recompute in RECOMPUTES
+    )
+
+
+TWO = offloading(MESHES_OF_TWO | SCHEDULED)
+FOUR = offloading(MESHES_OF_FOUR)
+# Every fourth row: 4 divides neither the 3 recomputes nor the 5 meshes.
+GROUPS = {"a fourth on 2 ranks": (2, TWO[::4]), "a fourth on 4 ranks": (4, FOUR[::4])}
+WHOLE = {"all on 2 ranks": (2, TWO), "all on 4 ranks": (4, FOUR)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("group", GROUPS)
+def test_saving_plans_train_like_one_process(group: str) -> None:
+    world, rows = GROUPS[group]
+
+    check(rows, world)
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize("group", WHOLE)
+def test_every_saving_plan_trains_like_one_process(group: str) -> None:
+    world, rows = WHOLE[group]
+
+    check(rows, world)
