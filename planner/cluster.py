@@ -82,7 +82,10 @@ class LinkTier(Part):
 
 
 class DeviceGroup(Part):
-    """Nodes that are alike."""
+    """Nodes that are alike.
+
+    Devices of a cluster are numbered group by group, node by node.
+    """
 
     name: Text
     accelerator: Accelerator
@@ -92,6 +95,18 @@ class DeviceGroup(Part):
     """Of one node."""
     host_link_bytes_per_s: Rate | None = None
     """Of one device, one direction."""
+    tiers: tuple[LinkTier, ...] | None = None
+    """Links inside the group where they are not the cluster's: fastest first."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        extents = [tier.devices for tier in self.tiers or ()]
+        if extents != sorted(extents) or any(extent > self.devices for extent in extents):
+            raise ValueError(
+                f"tiers reach {extents} devices; order them fastest first, widening, none beyond "
+                f"the {self.devices} of the group"
+            )
+        return self
 
     @property
     def devices(self) -> int:
@@ -122,6 +137,9 @@ class ClusterSpec(Document):
     def _consistent(self) -> Self:
         if not self.groups:
             raise ValueError("groups is empty; a cluster needs at least one device group")
+        names = [group.name for group in self.groups]
+        if len(set(names)) < len(names):
+            raise ValueError(f"groups are named {names}; every group needs its own name")
         extents = [tier.devices for tier in self.tiers]
         if extents != sorted(extents):
             raise ValueError(f"tiers reach {extents} devices; order them fastest first, widening")
@@ -136,3 +154,19 @@ class ClusterSpec(Document):
     def devices(self) -> int:
         """Devices in all groups."""
         return sum(group.devices for group in self.groups)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether devices differ between groups."""
+        return any(group.accelerator != self.groups[0].accelerator for group in self.groups)
+
+    def part(self, groups: tuple[DeviceGroup, ...]) -> ClusterSpec:
+        """Return the cluster that some of its groups are, with the links that they can use."""
+        own = groups[0].tiers if len(groups) == 1 else None
+        inside = own or ()
+        reach = inside[-1].devices if inside else 0
+        return ClusterSpec(
+            name=" + ".join(group.name for group in groups),
+            groups=groups,
+            tiers=(*inside, *(tier for tier in self.tiers if tier.devices > reach)),
+        )

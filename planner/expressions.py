@@ -2,8 +2,9 @@
 
 MODEL is a name of the catalogue, a Hugging Face `config.json` or a folder that has one, or a model
 document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a node type
-(`p5.48xlarge`, `4xp5.48xlarge`), `local`, `local:4`, or a cluster document.  A user's own modules
-(`file.py:factory`) are recognised here and built elsewhere, with torch.
+(`p5.48xlarge`, `4xp5.48xlarge`), several of these joined by `+`, `local`, `local:4`, or a cluster
+document.  A user's own modules (`file.py:factory`) are recognised here and built elsewhere, with
+torch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ MOST_DEVICES = 1_000_000
 NETWORK_LATENCY_S = 4.0e-6
 NETWORK_FRACTION = 0.79
 NODE_NETWORK_BYTES_PER_S = 12.5e9
-CLUSTER_FORMS = "write DEVICESxACCELERATOR, NODESxDEVICESxACCELERATOR, NODE-TYPE, NODESxNODE-TYPE"
+CLUSTER_FORMS = (
+    "write DEVICESxACCELERATOR, NODESxDEVICESxACCELERATOR, NODE-TYPE, NODESxNODE-TYPE, or several "
+    "of them joined by +"
+)
 
 
 def is_factory(text: str) -> bool:
@@ -79,6 +83,8 @@ def resolve_cluster(text: str) -> ClusterSpec:
         return local.cluster(_ranks(text))
     if _is_path(text):
         return read(ClusterSpec, _path(text))
+    if "+" in text:
+        return _joined(text)
     counts, name = _counts(text)
     if len(counts) <= 1 and _is_node_type(name):
         return _of_node_type(node_name(name), nodes_in=counts[0] if counts else 1)
@@ -92,6 +98,47 @@ def resolve_cluster(text: str) -> ClusterSpec:
             f"For CLUSTER, {CLUSTER_FORMS}, local or a cluster.yaml.",
         ) from error
     return _of_accelerator(accelerator, counts, text)
+
+
+def _joined(text: str) -> ClusterSpec:
+    """Return the cluster of several kinds of nodes, joined by the slowest of their networks.
+
+    >>> joined = resolve_cluster("4xa100-sxm-80gb+8xv100-sxm-32gb")
+    >>> [(group.name, group.devices) for group in joined.groups], joined.tiers[0].devices
+    ([('a100-sxm-80gb', 4), ('v100-sxm-32gb', 8)], 12)
+    """
+    terms = text.split("+")
+    parts = []
+    for term in terms:
+        if _is_path(term) or term.startswith("local"):
+            raise DocumentError(
+                "", f"'{text:.60}' joins '{term:.40}', which is no kind of node; {CLUSTER_FORMS}"
+            )
+        parts.append(resolve_cluster(term))
+    devices = sum(part.devices for part in parts)
+    networks = [_network_of(term, part.groups[0]) for term, part in zip(terms, parts, strict=True)]
+    slowest = min(networks, key=lambda tier: tier.bytes_per_s)
+    named: list[DeviceGroup] = []
+    for part in parts:
+        (group,) = part.groups
+        same = sum(other.accelerator == group.accelerator for other in named)
+        name = f"{group.name}-{same + 1}" if same else group.name
+        named.append(group.model_copy(update={"name": name, "tiers": part.tiers}))
+    return ClusterSpec(
+        name="+".join(part.name for part in parts),
+        groups=tuple(named),
+        tiers=(slowest.model_copy(update={"devices": devices}),),
+    )
+
+
+def _network_of(term: str, group: DeviceGroup) -> LinkTier:
+    """Return the tier between nodes of one kind."""
+    _, name = _counts(term)
+    node = nodes()[node_name(name)] if _is_node_type(name) else None
+    if node is not None and node.network is not None:
+        return node.network
+    entry = accelerators()[group.accelerator.name]
+    return _network(entry, group.devices_per_node, None)
 
 
 def cluster_of(

@@ -25,6 +25,8 @@ FAMILIES = ("reference", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3"
 UNDIVIDED = ("gpt2",)
 """Those among them that tensor parallelism does not divide: their weights are transposed."""
 PRECISIONS = ("bf16", "tf32", "fp32")
+GROUP_SCHEDULES = ("1f1b", "gpipe")
+"""Schedules for stages on devices that differ."""
 
 Rules = Callable[[ModelGraph, ClusterSpec, Job, Layout], str | None]
 """Return why no plan is made of a layout, or None if one can be: `refusal` or `limit`."""
@@ -87,8 +89,28 @@ def _cluster_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacl
         yield Obstacle(
             "mesh", f"it needs {layout.devices} devices, and the cluster has {cluster.devices}"
         )
-    if any(group.accelerator != cluster.groups[0].accelerator for group in cluster.groups):
-        yield Obstacle("cluster", "devices that differ cannot share one job")
+    if cluster.mixed:
+        yield from _group_obstacles(cluster, layout)
+
+
+def _group_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what keeps each stage of a pipeline from lying on one group of devices."""
+    each = layout.devices // layout.pipeline
+    for group in cluster.groups:
+        if group.devices % each:
+            yield Obstacle(
+                "mesh",
+                f"a stage takes {each} devices that are alike, which does not divide the "
+                f"{group.devices} of {group.name}",
+            )
+    if layout.pipeline > 1 and layout.order[-1] != "pipeline":
+        yield Obstacle("mesh.order", "where devices differ, pipeline must stand last")
+    if layout.schedule not in GROUP_SCHEDULES:
+        yield Obstacle(
+            "schedule",
+            f"{layout.schedule} is not planned where devices differ; use "
+            f"{' or '.join(GROUP_SCHEDULES)}",
+        )
 
 
 def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:

@@ -179,6 +179,15 @@ class Stage(Part):
     """Consecutive layers on one pipeline rank, in order."""
 
     layers: tuple[PlacedLayer, ...]
+    group: Text | None = None
+    """Whose devices run it, where devices differ: a name of `Plan.groups`."""
+
+
+class PlannedGroup(Part):
+    """Devices of the cluster that are alike; devices are numbered group by group."""
+
+    name: Text
+    devices: Positive
 
 
 class PlannedModel(Part):
@@ -229,6 +238,8 @@ class Plan(Document):
     training: Training = Training()
     timeout_s: Rate = 600.0
     """A collective that waits longer ends the run."""
+    groups: tuple[PlannedGroup, ...] | None = None
+    """All device groups of the cluster, where devices differ."""
     stages: tuple[Stage, ...]
     """In the order in which the model runs through them."""
 
@@ -270,7 +281,42 @@ class Plan(Document):
                         f"stages[{placed[item.layer]}]; a layer belongs to exactly one stage"
                     )
                 placed[item.layer] = index
+        self._check_groups()
         return self
+
+    def _check_groups(self) -> None:
+        """Refuse stages whose devices are not there, or not said."""
+        named = [(index, stage.group) for index, stage in enumerate(self.stages)]
+        if self.groups is None:
+            for index, group in named:
+                if group is not None:
+                    raise ValueError(
+                        f"stages[{index}].group: is {group}, and the plan lists no groups"
+                    )
+            return
+        sizes = {group.name: group.devices for group in self.groups}
+        if len(sizes) < len(self.groups):
+            raise ValueError(f"groups: are {list(sizes)}; every group needs its own name")
+        group_of_rank: dict[int, str] = {}
+        for index, group in named:
+            if group not in sizes:
+                raise ValueError(
+                    f"stages[{index}].group: is {group}; name one of {', '.join(sizes)}"
+                )
+            if group_of_rank.setdefault(self.rank_of_stage(index), group) != group:
+                raise ValueError(
+                    f"stages[{index}].group: is {group}, and another stage of the same rank runs "
+                    f"on {group_of_rank[self.rank_of_stage(index)]}"
+                )
+        if self.mesh.order[-1] != "pipeline":
+            raise ValueError("mesh.order: where devices differ, pipeline must stand last")
+        each = self.mesh.devices // self.mesh.pipeline
+        for name, devices in sizes.items():
+            needed = each * list(group_of_rank.values()).count(name)
+            if needed > devices:
+                raise ValueError(
+                    f"stages: those on {name} need {needed} devices, and it has {devices}"
+                )
 
     @property
     def layout(self) -> Layout:
@@ -305,6 +351,25 @@ class Plan(Document):
         every = range(len(self.stages))
         return tuple(stage for stage in every if self.rank_of_stage(stage) == rank)
 
+    def device_of_rank(self, rank: int) -> int:
+        """Return the device of the cluster that a rank uses; both count from 0.
+
+        Ranks are numbered along the mesh.  Where devices differ, each stage takes the next devices
+        of its group.
+        """
+        if self.groups is None:
+            return rank
+        each = self.mesh.devices // self.mesh.pipeline
+        group_of_rank = {self.rank_of_stage(s): stage.group for s, stage in enumerate(self.stages)}
+        own = group_of_rank[rank // each]
+        before = sum(group_of_rank[other] == own for other in range(rank // each))
+        first = 0
+        for group in self.groups:
+            if group.name == own:
+                break
+            first += group.devices
+        return first + before * each + rank % each
+
     @property
     def job(self) -> Job:
         """The work of one step."""
@@ -320,6 +385,9 @@ class Plan(Document):
             )
         expected = [name for name, _ in model.chain]
         placed = [item.layer for stage in self.stages for item in stage.layers]
+        if model.edges:
+            self._check_graph(model, placed)
+            return
         for position, (have, want) in enumerate(zip(placed, expected, strict=False)):
             if have != want:
                 raise DocumentError(
@@ -329,3 +397,20 @@ class Plan(Document):
             raise DocumentError(
                 "stages", f"place {len(placed)} layers; the model has {len(expected)}"
             )
+
+    def _check_graph(self, model: ModelGraph, placed: list[str]) -> None:
+        """Refuse layers that are lost or unknown, and edges that lead back."""
+        known = {name for name, _ in model.chain}
+        for name in placed:
+            if name not in known:
+                raise DocumentError("stages", f"there is no layer '{name}' in {model.name}")
+        for name, _ in model.chain:
+            if name not in placed:
+                raise DocumentError("stages", f"layer '{name}' is in none of them")
+        place = {name: at for at, name in enumerate(placed)}
+        for edge in model.edges:
+            if place[edge.source] > place[edge.target]:
+                raise DocumentError(
+                    "stages",
+                    f"layer '{edge.target}' stands before '{edge.source}', whose output it reads",
+                )

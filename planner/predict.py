@@ -18,6 +18,7 @@ from planner.cluster import ClusterSpec
 from planner.compute import peak_flops
 from planner.costs import CostTables, LayoutCosts, StrategyParts
 from planner.errors import DocumentError
+from planner.group_costs import GroupCosts
 from planner.model import ModelGraph
 from planner.operator_table import RECOMPUTES
 from planner.plan import Job, Layout, Plan
@@ -96,6 +97,16 @@ def seated(
     plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profile | None = None
 ) -> tuple[CostTables, Seats]:
     """Return the costs under each stage of a plan; tables are those of the first stage."""
+    if plan.groups is not None:
+        costs = GroupCosts(model, cluster, plan.job, profile)
+        groups = [stage.group or "" for stage in plan.stages]
+        for index, group in enumerate(groups):
+            if group not in costs.tables:
+                raise DocumentError(
+                    f"stages[{index}].group",
+                    f"is {group}; {cluster.name} has {', '.join(costs.tables)}",
+                )
+        return costs.tables[groups[0]], costs.seats(plan.layout, groups)
     tables = CostTables(model, cluster, plan.job, profile)
     return tables, alike(tables, plan.layout)
 

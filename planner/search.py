@@ -121,6 +121,20 @@ def search(
     """
     started = time.process_time()
     pins = pins or Pins()
+    if cluster.mixed:
+        from planner.mixed_search import search_mixed  # noqa: PLC0415 - it imports this module
+
+        return search_mixed(
+            model,
+            cluster,
+            job,
+            cluster_name=cluster_name or cluster.name,
+            profile=profile,
+            pins=pins,
+            solver=solver,
+            top=top,
+            progress=progress,
+        )
     tables = CostTables(model, cluster, job, profile)
     candidates = Candidates(model, cluster, job, tables, pins, rules)
     if not candidates.families:

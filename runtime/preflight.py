@@ -60,7 +60,9 @@ class Preflight:
 
     def environment(self, rank: int, *, port: int | str = "<a free port>") -> dict[str, str]:
         """Return what a rank's environment has beside the launcher's own."""
-        return rank_environment(rank, ranks=self.ranks, port=port)
+        result = rank_environment(rank, ranks=self.ranks, port=port)
+        # Threads and addresses are by rank; the device is the one that the plan gives to the rank.
+        return {**result, "LOCAL_RANK": str(self.plan.device_of_rank(rank))}
 
     def text(self) -> str:
         """Return the command and environment of each rank, as a shell would take them."""

@@ -24,16 +24,17 @@ def answer_text(
 
 
 def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
-    """Return one row per stage: layers, recompute, seconds, memory."""
+    """Return one row per stage: devices where they differ, layers, recompute, seconds, memory."""
     table = Table(title=f"{plan.model.name} on {plan.cluster}: {plan.layout.text()}")
     table.title_justify = "left"
-    for name in ("stage", "layers", "recompute"):
+    for name in ("stage", *(("devices",) if plan.groups else ()), "layers", "recompute"):
         table.add_column(name)
     if prediction is not None:
         for name in ("forward", "backward", "peak memory", "of"):
             table.add_column(name, justify="right")
     for index, stage in enumerate(plan.stages):
-        row = [str(index), layers_text(stage.layers), recompute_text(stage.layers)]
+        row = [str(index), *((stage.group or "",) if plan.groups else ())]
+        row += [layers_text(stage.layers), recompute_text(stage.layers)]
         if prediction is not None:
             cost = prediction.stages[index]
             row += [

@@ -85,6 +85,48 @@ def test_parts_that_disagree_are_refused(changes: dict[str, Any], says: str) -> 
         plan(**changes)
 
 
+GROUPS = [{"name": "large", "devices": 2}, {"name": "small", "devices": 4}]
+
+
+def on(*groups: str) -> list[dict[str, Any]]:
+    """Return two stages that run on these groups."""
+    return [{"layers": [{"layer": name}], "group": g} for name, g in zip("ab", groups, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"stages": on("large", "small")}, r"stages\[0\]\.group: is large, and the plan lists no"),
+        ({"stages": on("small", "huge"), "groups": GROUPS},
+         r"stages\[1\]\.group: is huge; name one of large, small"),
+        ({"groups": GROUPS}, r"stages\[0\]\.group: is None; name one of large, small"),
+        ({"stages": on("large", "large"), "groups": GROUPS},
+         "those on large need 4 devices, and it has 2"),
+        ({"stages": on("small", "small"), "groups": GROUPS[1:] * 2}, "needs its own name"),
+        ({"stages": on("large", "small"), "groups": GROUPS,
+          "mesh": {"pipeline": 2, "data_shard": 2, "order": ["pipeline", "tensor", "context",
+                                                             "data_shard", "data_replicate"]}},
+         "pipeline must stand last"),
+        ({"stages": [*on("large", "small"), *({**s, "layers": [{"layer": s["group"]}]}
+                                              for s in on("large", "small"))],
+          "groups": GROUPS, "schedule": "zbv", "virtual_stages": 2},
+         r"stages\[2\]\.group: is large, and another stage of the same rank runs on small"),
+    ],
+)  # fmt: skip
+def test_groups_that_do_not_hold_the_stages_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(DocumentError, match=says):
+        plan(**changes)
+
+
+def test_ranks_take_the_next_devices_of_their_stages_group() -> None:
+    behind = plan(stages=on("small", "large"), groups=GROUPS)
+    alone = plan(stages=on("small", "small"), groups=GROUPS)
+
+    assert [behind.device_of_rank(rank) for rank in range(4)] == [2, 3, 0, 1]
+    assert [alone.device_of_rank(rank) for rank in range(4)] == [2, 3, 4, 5]
+    assert [plan().device_of_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
+
+
 def test_a_plan_for_another_model_is_refused() -> None:
     with pytest.raises(DocumentError, match="made for another model") as caught:
         plan().check_model(resolve_model("local-25m"))

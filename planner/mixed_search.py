@@ -1,0 +1,307 @@
+"""The search where device groups differ: which groups, which layout, what runs where.
+
+Every non-empty set of the cluster's groups may be used, each group of it whole.  For each layout of
+such a set the order of the groups along the pipeline, the cuts and every layer's recomputation are
+chosen together, exactly (`planner.unequal`).  Layouts wait in `planner.layout_queue` by
+
+    T >= steady · τ + Σ_l min_g t_gl + 2 (P - 1) least crossing + least sync + step
+
+where no split has a slowest stage below τ: with P_g stages of group g, seconds t_gl of layer l on
+it and T_g = Σ_l t_gl, weighing the stages by 1 / T_g gives
+
+    τ Σ_g P_g / T_g  >=  Σ_g (seconds of g's stages) / T_g  >=  Σ_l min_g t_gl / T_g
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+
+from planner.certificate import (
+    BOUNDS,
+    CHOSEN,
+    COMMUNICATION,
+    OUT_OF_MEMORY,
+    REFUSED,
+    SLOWER,
+    Account,
+)
+from planner.cluster import ClusterSpec, DeviceGroup
+from planner.costs import refusal
+from planner.errors import DocumentError, NoPlanFits
+from planner.formulation import instance_of, plan_of
+from planner.frontier import FrontierStore
+from planner.group_costs import SEVERAL_KINDS, GroupCosts
+from planner.instance import Infeasible, Instance
+from planner.layout_queue import Found, Lost, best_first
+from planner.misses import nothing_runs
+from planner.model import ModelGraph
+from planner.native import GROUP_SCHEDULES
+from planner.pins import Pins
+from planner.plan import Job, Layout, Plan, PlannedGroup, Stage
+from planner.predict import placement_prediction, placements_of
+from planner.profile import Profile
+from planner.search import Answer, Ranked
+from planner.space import every_degrees, micro_batches, schedules, sharings
+from planner.unequal import solve_unequal
+from planner.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
+
+Progress = Callable[[int, int], None]
+
+
+def search_mixed(
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    job: Job,
+    *,
+    cluster_name: str,
+    profile: Profile | None,
+    pins: Pins,
+    solver: str,
+    top: int = 1,
+    progress: Progress | None = None,
+) -> Answer:
+    """Return the fastest plan that fits, with its proof."""
+    if solver != "exact":
+        raise DocumentError("solver", f"is '{solver}'; devices that differ need 'exact'")
+    if profile is not None:
+        raise DocumentError("profile", SEVERAL_KINDS)
+    started = time.process_time()
+    account = Account()
+    refused: dict[str, int] = {}
+    found: list[tuple[MixedSpace, Found[UnequalSolution]]] = []
+    misses: list[tuple[Layout, str]] = []
+    solved = 0
+    for groups in _choices(cluster):
+        space = MixedSpace(model, cluster.part(groups), job, pins)
+        best_s = min((one.objective_s for _, one in found), default=math.inf)
+        outcome = best_first(
+            space.layouts(refused),
+            bounds=[(BOUNDS[COMMUNICATION], space.bound_s)],
+            solve=space.solve,
+            account=account,
+            top=top,
+            below_s=best_s if top == 1 else math.inf,
+            progress=progress,
+        )
+        found += [(space, one) for one in outcome.best]
+        misses += outcome.misses
+        solved += outcome.solved
+    account.counts[REFUSED] += sum(refused.values())
+    if not found:
+        raise NoPlanFits(
+            _closest_miss(model, cluster, job, misses)
+            if misses
+            else nothing_runs(model, cluster, job, refused)
+        )
+    found.sort(key=lambda pair: pair[1].rank)
+    account.counts[CHOSEN] += 1
+    for _, loser in found[1:]:
+        account.lost(SLOWER, loser.layout, objective_s=loser.objective_s)
+    ranked = tuple(_ranked(space, one, cluster, cluster_name) for space, one in found[:top])
+    winner = found[0][1]
+    return Answer(
+        plan=ranked[0].plan,
+        prediction=ranked[0].prediction,
+        certificate=account.certificate(
+            objective_s=winner.objective_s,
+            lower_bound_s=winner.lower_bound_s,
+            optimal=winner.split.split.optimal,
+            solver="exact",
+        ),
+        search_s=time.process_time() - started,
+        top=ranked,
+        solved=solved,
+    )
+
+
+class MixedSpace:
+    """The layouts of some groups that use each of them whole."""
+
+    def __init__(self, model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.job = job
+        self.pins = pins
+        self.costs = GroupCosts(model, cluster, job)
+        self._frontiers = FrontierStore()
+
+    def layouts(self, refused: dict[str, int]) -> Iterator[Layout]:
+        """Yield every layout that can run; count the others by reason."""
+        for layout in self._every_layout():
+            why = refusal(self.model, self.cluster, self.job, layout)
+            if why is None:
+                yield layout
+            else:
+                refused[why] = refused.get(why, 0) + 1
+
+    def _every_layout(self) -> Iterator[Layout]:
+        for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
+            names = [n for n in schedules(degrees, self.pins) if n in GROUP_SCHEDULES]
+            for zero, shard in sharings(degrees, self.pins):
+                for size, count in micro_batches(self.job, degrees, self.pins):
+                    for name in names:
+                        yield Layout(
+                            tensor=degrees.tensor,
+                            context=degrees.context,
+                            expert=degrees.expert,
+                            pipeline=degrees.pipeline,
+                            data_replicate=degrees.data // shard,
+                            data_shard=shard,
+                            zero=zero,
+                            schedule=name,
+                            micro_batch=size,
+                            micro_batches=count,
+                        )
+
+    def instance(self, layout: Layout) -> UnequalInstance:
+        """Return the partition problem of a layout."""
+        chains = self._chains(layout)
+        stages = self.costs.stages_of(layout)
+        some = next(iter(chains.values()))
+        return UnequalInstance(
+            layers=some.layers,
+            types=tuple(
+                DeviceType(
+                    name=name,
+                    stages=stages[name],
+                    kinds=chain.kinds,
+                    capacity_bytes=chain.stages[0].capacity_bytes,
+                )
+                for name, chain in chains.items()
+            ),
+            in_flight=tuple(stage.in_flight for stage in some.stages),
+            steady=some.steady,
+            forward_apart=all(chain.forward_apart for chain in chains.values()),
+            cut_s=tuple(
+                tuple((cut_s,) * (len(some.layers) + 1) for cut_s in row)
+                for row in self._crossings_s(layout)
+            ),
+        )
+
+    def bound_s(self, layout: Layout) -> float:
+        """Least seconds of a step, memory ignored; see the head of this module."""
+        chains = list(self._chains(layout).values())
+        stages = list(self.costs.stages_of(layout).values())
+        layers, steady = chains[0].layers, chains[0].steady
+        time_s = [[min(o.time_s for o in table) for table in chain.kinds] for chain in chains]
+        sync_s = [[min(o.sync_s for o in table) for table in chain.kinds] for chain in chains]
+        kinds = {kind: layers.count(kind) for kind in set(layers)}
+        whole_s = [sum(n * times[kind] for kind, n in kinds.items()) for times in time_s]
+        if not all(whole_s):
+            return 0.0
+        weighed = sum(
+            n * min(times[kind] / whole for times, whole in zip(time_s, whole_s, strict=True))
+            for kind, n in kinds.items()
+        )
+        slowest_s = weighed / sum(n / whole for n, whole in zip(stages, whole_s, strict=True))
+        slowest_s = max(slowest_s, *(min(times[kind] for times in time_s) for kind in kinds))
+        fill_s = sum(n * min(times[kind] for times in time_s) for kind, n in kinds.items())
+        least_sync_s = {kind: min(table[kind] for table in sync_s) for kind in kinds}
+        once_s = max(
+            *least_sync_s.values(),
+            sum(n * least_sync_s[kind] for kind, n in kinds.items()) / layout.pipeline,
+        )
+        crossing_s = min(min(row) for row in self._crossings_s(layout))
+        crossings_s = 2 * (layout.pipeline - 1) * crossing_s
+        return steady * slowest_s + fill_s + crossings_s + once_s + self._step_s(layout)
+
+    def solve(self, layout: Layout, _: float) -> Found[UnequalSolution] | Lost:
+        """Return the best order of groups, cuts and options of a layout."""
+        answer = solve_unequal(self.instance(layout), frontiers=self._frontiers)
+        if isinstance(answer, Infeasible):
+            return Lost(OUT_OF_MEMORY, reason=answer.reason)
+        step_s = self._step_s(layout)
+        return Found(
+            answer.split.objective_s + step_s, answer.split.lower_bound_s + step_s, layout, answer
+        )
+
+    def _step_s(self, layout: Layout) -> float:
+        return max(costs.step_s for costs in self.costs.costs(layout).values())
+
+    def _chains(self, layout: Layout) -> dict[str, Instance]:
+        """Return the problem of each group as if it ran all stages."""
+        return {
+            group.name: instance_of(
+                self.model,
+                self.cluster.part((group,)),
+                layout,
+                self.costs.tables[group.name].of(layout),
+                self.pins.recompute,
+            )
+            for group in self.cluster.groups
+        }
+
+    def _crossings_s(self, layout: Layout) -> list[list[float]]:
+        """[group before][group after] Seconds that each of two neighbours spends on a boundary."""
+        costs = self.costs.costs(layout)
+        if layout.pipeline == 1:
+            return [[0.0]]
+        return [
+            [
+                self.costs.crossing_s(layout, before, after)
+                + max(costs[before].action_s, costs[after].action_s)
+                for after in costs
+            ]
+            for before in costs
+        ]
+
+
+def _choices(cluster: ClusterSpec) -> Iterator[tuple[DeviceGroup, ...]]:
+    """Yield every set of groups, the largest first."""
+    for count in range(len(cluster.groups), 0, -1):
+        yield from itertools.combinations(cluster.groups, count)
+
+
+def _ranked(
+    space: MixedSpace, found: Found[UnequalSolution], cluster: ClusterSpec, cluster_name: str
+) -> Ranked:
+    layout, groups = found.layout, found.split.stage_types
+    plain = plan_of(
+        space.model,
+        cluster_name,
+        space.job,
+        layout,
+        space.costs.tables[groups[0]].of(layout),
+        found.split.split,
+        space.pins.recompute,
+    )
+    plan = Plan(
+        **{
+            **dict(plain),
+            "groups": tuple(
+                PlannedGroup(name=group.name, devices=group.devices) for group in cluster.groups
+            ),
+            "stages": tuple(
+                Stage(layers=stage.layers, group=group)
+                for stage, group in zip(plain.stages, groups, strict=True)
+            ),
+        }
+    )
+    prediction = placement_prediction(
+        space.costs.tables[groups[0]],
+        layout,
+        placements_of(plan, space.model),
+        space.costs.seats(layout, groups),
+    )
+    return Ranked(
+        plan=plan,
+        objective_s=found.objective_s,
+        prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
+    )
+
+
+def _closest_miss(
+    model: ModelGraph, cluster: ClusterSpec, job: Job, misses: list[tuple[Layout, str]]
+) -> str:
+    """Say what the layout that divides its states the most lacks."""
+    layout, reason = min(
+        misses, key=lambda miss: (miss[0].micro_batch, -miss[0].zero, -miss[0].devices)
+    )
+    devices = " and ".join(f"{group.devices} x {group.name}" for group in cluster.groups)
+    return (
+        f"no plan of {model.name} fits {devices} at sequence {job.seq_len} and global batch "
+        f"{job.global_batch}. Of {len(misses)} layouts, {layout.text()}: {reason}"
+    )

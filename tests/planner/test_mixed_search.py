@@ -1,0 +1,166 @@
+"""The search on clusters of several kinds of devices, against every layout, order and cut."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.costs import CostTables
+from planner.errors import DocumentError, NoPlanFits
+from planner.expressions import resolve_cluster, resolve_model
+from planner.group_costs import GroupCosts
+from planner.mixed_search import MixedSpace
+from planner.model import ModelGraph
+from planner.operator_table import RECOMPUTES
+from planner.parameters import graph_of
+from planner.pins import Pins
+from planner.plan import Job, Layout
+from planner.predict import predict
+from planner.search import Answer, search
+from tests.planner.test_unequal import least_objective_s
+
+
+def llama(layers: int) -> ModelGraph:
+    """Return the first blocks of Llama-3.1-8B between its embedding and its head."""
+    whole = resolve_model("llama-3.1-8b").architecture
+    assert whole is not None
+    return graph_of(whole.model_copy(update={"layers": layers}), name=f"llama-of-{layers}")
+
+
+@dataclass(frozen=True)
+class Case:
+    cluster: str
+    layers: int
+    pins: Pins = field(default_factory=Pins)
+    global_batch: int = 12
+
+    @property
+    def model(self) -> ModelGraph:
+        return llama(self.layers)
+
+    @property
+    def job(self) -> Job:
+        return Job(seq_len=2048, global_batch=self.global_batch, precision="fp32")
+
+    def search(self, **settings: Any) -> Answer:
+        cluster = resolve_cluster(self.cluster)
+        return search(self.model, cluster, self.job, pins=self.pins, **settings)
+
+
+CASES = [
+    Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4),
+    Case("2xa100-sxm-40gb+2xv100-sxm-16gb", 3, Pins(data=1, tensor=1)),
+    Case("2xh100-sxm-80gb+2xa100-sxm-40gb+2xv100-sxm-32gb", 4, Pins(zero=1, micro_batch=1)),
+    Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 4, Pins(data=2, zero=1)),
+    Case("4xa100-sxm-40gb+4xv100-sxm-16gb", 4, Pins(tensor=4, schedule="gpipe")),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.cluster)
+def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
+    cluster = resolve_cluster(case.cluster)
+    best_s = math.inf
+    for count in range(1, len(cluster.groups) + 1):
+        for groups in itertools.combinations(cluster.groups, count):
+            space = MixedSpace(case.model, cluster.part(groups), case.job, case.pins)
+            for layout in space.layouts({}):
+                least_s = least_objective_s(space.instance(layout))
+                assert space.bound_s(layout) <= least_s * (1 + 1e-9)
+                best_s = min(best_s, least_s)
+
+    answer = case.search()
+
+    assert answer.certificate.optimal
+    assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
+    assert answer.prediction.fits
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.cluster)
+def test_a_stage_costs_what_its_own_group_takes(case: Case) -> None:
+    cluster = resolve_cluster(case.cluster)
+    answer = case.search()
+    plan = answer.plan
+
+    stage_s, sync_s = [], []
+    for stage in plan.stages:
+        group = next(g for g in cluster.groups if g.name == stage.group)
+        costs = CostTables(case.model, cluster.part((group,)), case.job).of(plan.layout)
+        kinds = {name: layer.kind for name, layer in case.model.chain}
+        held = [costs.kinds[kinds[p.layer]][RECOMPUTES.index(p.recompute)] for p in stage.layers]
+        stage_s.append(sum(cost.forward_s + cost.backward_s for cost in held))
+        sync_s.append(sum(cost.sync_s for cost in held))
+    crossing = GroupCosts(case.model, cluster, case.job)
+    for s, (before, after) in enumerate(itertools.pairwise(plan.stages)):
+        moved_s = crossing.crossing_s(plan.layout, before.group or "", after.group or "")
+        stage_s[s] += moved_s
+        stage_s[s + 1] += moved_s
+
+    if plan.schedule == "1f1b":
+        form_s = (plan.micro_batches - 1) * max(stage_s) + sum(stage_s) + max(sync_s)
+        assert answer.certificate.objective_s == pytest.approx(form_s)
+    capacities = {group.name: group.accelerator.memory_bytes for group in cluster.groups}
+    assert [stage.memory_capacity_bytes for stage in answer.prediction.stages] == [
+        capacities[stage.group or ""] for stage in plan.stages
+    ]
+    assert predict(plan, case.model, cluster) == answer.prediction
+
+
+def test_two_groups_of_one_device_change_nothing() -> None:
+    pins = Pins(data=1, tensor=1)
+    plain = resolve_cluster("4xa100-sxm-40gb")
+    twin = plain.groups[0].accelerator.model_copy(update={"tdp_w": 1.0})
+    half = plain.groups[0].model_copy(update={"devices_per_node": 2})
+    other = half.model_copy(update={"name": "others", "accelerator": twin})
+    halves = plain.model_copy(update={"groups": (half, other)})
+    case = Case("4xa100-sxm-40gb", 6, pins)
+
+    alike = case.search()
+    mixed = search(case.model, halves, case.job, pins=pins)
+
+    assert mixed.certificate.objective_s == pytest.approx(alike.certificate.objective_s)
+    assert alike.plan.groups is None
+    assert {stage.group for stage in mixed.plan.stages} == {"a100-sxm-40gb", "others"}
+
+
+def test_devices_that_only_hold_the_others_back_are_left_out() -> None:
+    answer = Case("4xh100-sxm-80gb+1xv100-sxm-16gb", 4).search()
+
+    assert {stage.group for stage in answer.plan.stages} == {"h100-sxm-80gb"}
+    assert answer.plan.mesh.devices == 4
+
+
+def test_ranks_find_the_devices_of_their_stage() -> None:
+    plan = Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 4, Pins(data=2, zero=1)).search().plan
+    order = [stage.group for stage in plan.stages]
+    assert sorted(map(str, order)) == ["a100-sxm-40gb", "v100-sxm-32gb", "v100-sxm-32gb"]
+
+    devices = [plan.device_of_rank(rank) for rank in range(6)]
+
+    assert sorted(devices) == list(range(6))
+    for rank, device in enumerate(devices):
+        assert order[rank // 2] == ("a100-sxm-40gb" if device < 2 else "v100-sxm-32gb")
+    assert devices[0] + 1 == devices[1]
+
+
+def test_what_does_not_fit_and_what_is_not_offered_is_told() -> None:
+    case = Case("1xa100-sxm-40gb+1xv100-sxm-16gb", 32)
+
+    with pytest.raises(NoPlanFits, match=r"fits 1 x a100-sxm-40gb and 1 x v100-sxm-16gb at seq"):
+        case.search()
+    with pytest.raises(DocumentError, match="devices that differ need 'exact'"):
+        case.search(solver="ilp")
+
+
+def test_a_group_that_a_stage_would_straddle_is_refused() -> None:
+    cluster: ClusterSpec = resolve_cluster("2xa100-sxm-40gb+3xv100-sxm-32gb")
+    space = MixedSpace(llama(4), cluster, Case("", 4).job, Pins())
+    refused: dict[str, int] = {}
+
+    layouts: list[Layout] = list(space.layouts(refused))
+
+    assert {layout.pipeline for layout in layouts} <= {5}
