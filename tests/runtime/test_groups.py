@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from planner.cluster import ClusterSpec
 from planner.pins import Pins
 from planner.plan import Plan
 from planner.search import search
-from runtime.preflight import preflight
+from runtime.launch import launch
 from tests.planner.test_cluster import DEVICE
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -73,19 +74,15 @@ def test_stages_on_two_kinds_of_devices_train_like_one_process(
         assert run.losses == pytest.approx(one.losses, rel=TOLERANCE)
 
 
-def test_each_rank_is_told_the_device_of_its_stages_group(tmp_path: Path) -> None:
+def test_each_rank_is_told_the_device_of_its_stages_group(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = planned(1, 2, Pins(pipeline=3))
-    path = tmp_path / "plan.yaml"
-    document.write(plan, path)
-    settings: dict[str, Any] = dict.fromkeys(
-        ("source", "tokenizer", "checkpoint_folder", "checkpoint_every", "max_seconds", "weights")
-    )
-    ready = preflight(
-        path, model=MODEL, steps=1, resume=False, output=tmp_path, on="local", device="cpu",
-        **settings,
-    )  # fmt: skip
+    document.write(plan, tmp_path / "plan.yaml")
 
-    devices = [int(ready.environment(rank, port=1)["LOCAL_RANK"]) for rank in range(3)]
+    launch(tmp_path / "plan.yaml", model=MODEL, dry_run=True, device="cpu", output=tmp_path)
 
+    lines = capsys.readouterr().out.splitlines()
+    devices = [int(re.findall(r"LOCAL_RANK=(\d+)", line)[0]) for line in lines]
     assert sorted(devices) == [0, 1, 2]
     assert devices.index(0) == [stage.group for stage in plan.stages].index("fast")
