@@ -211,6 +211,7 @@ def _core(
             kind="attention",
             inputs=(q, k, v),
             outputs={"core": out, "log_sum": log_sum},
+            fp32=("log_sum",),
             saved=(q, k, v, *saved),
             flops=4 * setting.tokens * attended * width,
             moved_bytes=query + key + value + out,

@@ -41,6 +41,10 @@ class Figures:
     spread: float
     weight_share: float = 0.0
     """Of backward_s, what a split backward leaves for W: half of the products of Linears."""
+    packable_share: float = 0.0
+    """Of stored_bytes, what floating tensors take."""
+    elements_per_stored_byte: float = 0.0
+    """Elements of those tensors, for each byte of stored_bytes."""
     kept_bytes: float = 0.0
     """Kept from I to W by each micro-batch: inputs of Linears and gradients of their outputs."""
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner import bounds
-from planner.calibration import Figures
 from planner.cluster import ClusterSpec
 from planner.costs import CostTables, LayoutCosts, StrategyCost
 from planner.dominance import dominates, twins
@@ -37,6 +36,7 @@ from planner.space import (
     schedules,
     sharings,
 )
+from planner.strategy import StrategyParts
 
 
 class Candidates:
@@ -110,7 +110,7 @@ class Candidates:
             some,
             kinds={
                 kind: tuple(
-                    _least([corner.kinds[kind][choice] for corner in corners], part.figures)
+                    _least([corner.kinds[kind][choice] for corner in corners], part)
                     for choice, part in enumerate(parts)
                 )
                 for kind, parts in some.parts.items()
@@ -177,12 +177,12 @@ def _plainest(job: Job, degrees: Degrees) -> Layout:
     )
 
 
-def _least(costs: list[StrategyCost], figures: Figures) -> StrategyCost:
+def _least(costs: list[StrategyCost], part: StrategyParts) -> StrategyCost:
     """Return the least of every figure, and the seconds without sharding."""
     return replace(
         costs[0],
-        forward_s=figures.whole_forward_s,
-        backward_s=figures.whole_backward_s,
+        forward_s=part.unshared_forward_s,
+        backward_s=part.unshared_backward_s,
         stored_bytes=min(cost.stored_bytes for cost in costs),
         transient_bytes=min(cost.transient_bytes for cost in costs),
         resident_bytes=min(cost.resident_bytes for cost in costs),

@@ -95,6 +95,8 @@ class DeviceGroup(Part):
     """Of one node."""
     host_link_bytes_per_s: Rate | None = None
     """Of one device, one direction."""
+    host_link_devices: Positive = 1
+    """Neighbouring devices that share one such link, behind a switch."""
     tiers: tuple[LinkTier, ...] | None = None
     """Links inside the group where they are not the cluster's: fastest first."""
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner import arithmetic, memory
+from planner.activations import Treated, treated
 from planner.calibration import Figures
 from planner.cluster import ClusterSpec
 from planner.collectives import Level, Levels, group_levels
@@ -35,11 +36,12 @@ from planner.memory import Sharing, States
 from planner.model import Layer, ModelGraph
 from planner.native import caveat, refusal
 from planner.operator_table import FP32, RECOMPUTES, Setting
-from planner.plan import Axis, Job, Layout
+from planner.plan import Activations, Axis, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Profile, Recompute
 from planner.rates import assumptions, rates
 from planner.sharding import Links, Traffic, traffic
+from planner.strategy import StrategyCost, StrategyParts, neighbour_bytes, strategy_cost
 
 __all__ = [
     "CostTables",
@@ -63,59 +65,11 @@ SHARD_AXES: tuple[Axis, ...] = ("context", "data_shard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyCost:
-    """One layer kind under one recompute choice, one rank, one micro-batch."""
-
-    recompute: Recompute
-    forward_s: float
-    backward_s: float
-    """Includes recomputation."""
-    stored_bytes: float
-    """Kept from forward to backward by each micro-batch in flight."""
-    transient_bytes: float
-    """Needed while this layer runs; of a stage's layers the largest counts, not the sum."""
-    resident_bytes: float
-    """Parameters, gradients and optimizer state."""
-    sync_s: float
-    """Exposed gradient reduction, first gather and optimizer, per step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyParts:
-    """The same record by cause; `planner.predict` adds these up."""
-
-    figures: Figures
-    states: States
-    gather_s: float
-    """Exposed gathering of parameters in each micro-batch's forward."""
-    backward_shard_s: float
-    """Exposed gathering and reduction in each micro-batch's backward."""
-    sync_s: float
-    """Exposed communication once per step."""
-    optimizer_s: float
-
-    @property
-    def forward_transient_bytes(self) -> float:
-        """Working memory of forward, gathered parameters included."""
-        return self.figures.forward_transient_bytes + self.states.forward_transient_bytes
-
-    @property
-    def backward_transient_bytes(self) -> float:
-        """Working memory of backward, gathered parameters and reduce buffers included."""
-        return self.figures.backward_transient_bytes + self.states.backward_transient_bytes
-
-    @property
-    def transient_bytes(self) -> float:
-        """Working memory of the worse pass."""
-        return max(self.forward_transient_bytes, self.backward_transient_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutCosts:
     """Every layer kind's strategies under one layout, and what a rank costs beside layers."""
 
     kinds: dict[str, tuple[StrategyCost, ...]]
-    """By Layer.kind, in the order none, selective, full."""
+    """By Layer.kind: none, selective, full, each with every way to treat activations."""
     boundary_s: float
     """Exposed seconds of one crossing of a stage boundary, one direction, one micro-batch."""
     fixed_bytes: float
@@ -151,12 +105,19 @@ class CostTables:
     """Costs of a model on a cluster, for any layout."""
 
     def __init__(
-        self, model: ModelGraph, cluster: ClusterSpec, job: Job, profile: Profile | None = None
+        self,
+        model: ModelGraph,
+        cluster: ClusterSpec,
+        job: Job,
+        profile: Profile | None = None,
+        activations: tuple[Activations, ...] = ("keep",),
     ) -> None:
+        """`activations` are the ways to treat them that layers may choose among."""
         self.model = model
         self.cluster = cluster
         self.job = job
         self.profile = profile
+        self.activations = activations
         self._rates = rates(cluster, job, profile)
         warning = caveat(model)
         self._assumptions = (
@@ -255,11 +216,13 @@ class CostTables:
             boundary_bytes = self._boundary_bytes(setting)
             transfer_s = self._rates.link_s("send_recv", boundary_bytes, links.neighbours)
             action_s = self._rates.overheads.pipeline_action_s if self._rates.overheads else 0.0
+        parts = {
+            kind: self._parts(layer, layout, figures[kind], links)
+            for kind, layer in self._layers.items()
+        }
         return _Shared(
-            parts={
-                kind: self._parts(layer, layout, figures[kind], links)
-                for kind, layer in self._layers.items()
-            },
+            parts=parts,
+            neighbours=neighbour_bytes(parts, self._chain),
             transfer_s=transfer_s,
             action_s=action_s,
             boundary_bytes=boundary_bytes,
@@ -273,14 +236,14 @@ class CostTables:
         waiting = _gpipe(layout)
         return {
             kind: tuple(
-                _cost(
-                    recompute,
+                strategy_cost(
                     part,
+                    neighbour_bytes=beside,
                     action_s=shared.action_s if kind in (first, last) else 0.0,
                     passing=kind == last and not waiting,
                     replacing=waiting or layout.micro_batches == 1,
                 )
-                for recompute, part in zip(RECOMPUTES, strategies, strict=True)
+                for part, beside in zip(strategies, shared.neighbours[kind], strict=True)
             )
             for kind, strategies in shared.parts.items()
         }
@@ -298,21 +261,29 @@ class CostTables:
             accumulated=layout.micro_batches > 1,
         )
         held = self._held(layer, layout, sharing)
-        if layout.pipeline > 1 and layer.kind == self._end_kinds[1]:
-            # The pipeline keeps what the last stage returned until its backward.
-            figures = tuple(
-                replace(f, stored_bytes=f.stored_bytes + f.returned_bytes) for f in figures
-            )
+        # The pipeline keeps what the last stage returned until its backward.
+        last = layout.pipeline > 1 and layer.kind == self._end_kinds[1]
         moving = traffic(held.parameters, sharing, links, self._rates)
         sync_s = self._sync_s(moving, figures[0], sharing) + self._tied_s(layer, layout, links)
         optimizer_s = self._rates.optimizer_s(held.optimized)
         return tuple(
-            self._strategy(choice, held.states, moving, sharing, sync_s, optimizer_s)
-            for choice in figures
+            replace(
+                plain,
+                activations=activations,
+                treated=treated(
+                    activations, choice, self._rates, passed=choice.returned_bytes if last else 0.0
+                ),
+            )
+            for recompute, choice in zip(RECOMPUTES, figures, strict=True)
+            for plain in [
+                self._strategy(recompute, choice, held.states, moving, sharing, sync_s, optimizer_s)
+            ]
+            for activations in self.activations
         )
 
     def _strategy(
         self,
+        recompute: Recompute,
         figures: Figures,
         states: States,
         moving: Traffic,
@@ -330,8 +301,11 @@ class CostTables:
             gather_s += self._rates.unit_s(figures.forward_ahead_s)
             backward_s += self._rates.unit_s(figures.backward_ahead_s)
         return StrategyParts(
+            recompute=recompute,
+            activations="keep",
             figures=figures,
             states=states,
+            treated=Treated(stored_bytes=figures.stored_bytes),
             gather_s=gather_s,
             backward_shard_s=backward_s,
             sync_s=sync_s,
@@ -394,9 +368,14 @@ class CostTables:
         return float(a.vocab_size * (a.embedding_size or a.hidden_size))
 
     @cached_property
+    def _chain(self) -> list[str]:
+        """Kinds of all layers in order."""
+        return [layer.kind for _, layer in self.model.chain]
+
+    @cached_property
     def _end_kinds(self) -> tuple[str | None, str | None]:
         """Kinds of the first and last layer, each None if other layers have the same kind."""
-        kinds = [layer.kind for _, layer in self.model.chain]
+        kinds = self._chain
         first, last = kinds[0], kinds[-1]
         return (
             first if kinds.count(first) == 1 else None,
@@ -432,6 +411,7 @@ class _Shared:
     """LayoutCosts without what schedule and number of micro-batches change."""
 
     parts: dict[str, tuple[StrategyParts, ...]]
+    neighbours: dict[str, tuple[float, ...]]
     transfer_s: float
     action_s: float
     boundary_bytes: float
@@ -442,30 +422,3 @@ class _Shared:
 def _gpipe(layout: Layout) -> bool:
     """Whether all micro-batches wait for their backward at once."""
     return layout.pipeline > 1 and layout.schedule == "gpipe"
-
-
-def _cost(
-    recompute: Recompute, part: StrategyParts, *, action_s: float, passing: bool, replacing: bool
-) -> StrategyCost:
-    """Add a strategy's parts up.
-
-    An end of the pipeline has one boundary but two actions, hence `action_s`.  A `passing` layer,
-    last in the model and never with two micro-batches in flight, holds its activations only while
-    it runs.  What a backward gathers again, and where all forwards come first (`replacing`) also
-    gradients, appears as activations of that backward go: of the two only the larger counts.
-    """
-    figures, states = part.figures, part.states
-    stored = 0.0 if passing else figures.stored_bytes
-    late, early = states.gathered_bytes, states.gradients_bytes
-    if replacing:
-        late, early = late + early, 0.0
-    resident = states.parameters_bytes + states.optimizer_bytes + early + max(0.0, late - stored)
-    return StrategyCost(
-        recompute=recompute,
-        forward_s=figures.whole_forward_s + part.gather_s,
-        backward_s=figures.whole_backward_s + part.backward_shard_s + action_s,
-        stored_bytes=stored,
-        transient_bytes=part.transient_bytes + (figures.stored_bytes if passing else 0.0),
-        resident_bytes=resident,
-        sync_s=part.sync_s + part.optimizer_s,
-    )

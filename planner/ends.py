@@ -155,6 +155,7 @@ def head(a: Architecture, setting: Setting) -> Table:
                 kind="memory",
                 inputs=("logits",),
                 outputs={"logits_fp32": logits * FP32},
+                fp32=("logits_fp32",),
                 moved_bytes=logits * (e + FP32),
                 backward_moved_bytes=logits * (e + FP32),
             )
@@ -181,6 +182,7 @@ def _loss(tensor: str, size: float, *, rows: float, tensor_degree: int) -> list[
             inputs=(tensor,),
             holds=("logits",),
             outputs={"log_probabilities": size},
+            fp32=("log_probabilities",),
             saved=("log_probabilities",),
             moved_bytes=3 * size,
             backward_moved_bytes=3 * size,

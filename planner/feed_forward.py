@@ -68,6 +68,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
             inputs=("router",),
             outputs={"scores": scores, "weights": tokens * experts.per_token * FP32},
             saved=("scores", "weights"),
+            fp32=("scores", "weights"),
             moved_bytes=4 * scores,
             backward_moved_bytes=4 * scores,
             kernels=6,

@@ -29,14 +29,12 @@ def instance_of(
     numbers = {name: number for number, name in enumerate(costs.kinds)}
     capacity = (cluster.groups[0].accelerator.memory_bytes - costs.fixed_bytes) / costs.slack
     last = layout.pipeline - 1
-    # A profile may have measured other seconds for the same forward before a recomputation.
-    same_forward = all(len({c.forward_s for c in table}) == 1 for table in costs.kinds.values())
+    # Options may differ in forward: packing takes seconds there, a profile has measured others.
+    tables = [allowed(table, layout, recompute) for table in costs.kinds.values()]
+    same_forward = all(len({cost.forward_s for cost in table}) == 1 for table in tables)
     return Instance(
         layers=tuple(numbers[layer.kind] for _, layer in model.chain),
-        kinds=tuple(
-            tuple(_option(cost) for cost in _allowed(table, recompute))
-            for table in costs.kinds.values()
-        ),
+        kinds=tuple(tuple(_option(cost) for cost in table) for table in tables),
         stages=tuple(
             Stage(
                 capacity_bytes=capacity,
@@ -63,11 +61,8 @@ def plan_of(
 ) -> Plan:
     """Return the plan that a solution of `instance_of` describes, with the same `recompute`."""
     names = [name for name, _ in model.chain]
-    choices = {
-        kind: [cost.recompute for cost in _allowed(table, recompute)]
-        for kind, table in costs.kinds.items()
-    }
-    chosen: list[Recompute] = [
+    choices = {kind: allowed(table, layout, recompute) for kind, table in costs.kinds.items()}
+    chosen = [
         choices[layer.kind][option]
         for (_, layer), option in zip(model.chain, solution.options, strict=True)
     ]
@@ -94,7 +89,11 @@ def plan_of(
         stages=tuple(
             PlanStage(
                 layers=tuple(
-                    PlacedLayer(layer=names[i], recompute=chosen[i])
+                    PlacedLayer(
+                        layer=names[i],
+                        recompute=chosen[i].recompute,
+                        activations=chosen[i].activations,
+                    )
                     for i in range(solution.cuts[s], solution.cuts[s + 1])
                 )
             )
@@ -103,15 +102,48 @@ def plan_of(
     )
 
 
-def _allowed(
-    table: tuple[StrategyCost, ...], recompute: Recompute | None
+def allowed(
+    table: tuple[StrategyCost, ...], layout: Layout, recompute: Recompute | None
 ) -> tuple[StrategyCost, ...]:
-    return tuple(cost for cost in table if recompute in (None, cost.recompute))
+    """Return what a layer may choose among.
+
+    To offload or to compress is left out where another choice is no worse in any figure: then no
+    optimum needs it.  Forward and backward count apart under GPipe alone.
+    """
+    apart = layout.schedule == "gpipe" and layout.pipeline > 1
+    asked = [cost for cost in table if recompute in (None, cost.recompute)]
+    return tuple(
+        cost
+        for at, cost in enumerate(asked)
+        if cost.activations == "keep"
+        or not any(_no_worse(other, cost, apart, first=i < at) for i, other in enumerate(asked))
+    )
+
+
+def _no_worse(other: StrategyCost, cost: StrategyCost, apart: bool, *, first: bool) -> bool:
+    """Whether `other` can stand for `cost`; of two that are equal the first can."""
+    theirs, mine = _figures(other, apart), _figures(cost, apart)
+    if other is cost or any(a > b for a, b in zip(theirs, mine, strict=True)):
+        return False
+    return first or theirs != mine
+
+
+def _figures(cost: StrategyCost, apart: bool) -> tuple[float, ...]:
+    return (
+        cost.forward_s if apart else cost.forward_s + cost.backward_s,
+        cost.backward_s if apart else 0.0,
+        cost.stored_bytes,
+        cost.transient_bytes,
+        cost.resident_bytes,
+        cost.sync_s,
+        cost.host_bytes,
+        cost.host_resident_bytes,
+    )
 
 
 def _option(cost: StrategyCost) -> Option:
     return Option(
-        name=cost.recompute,
+        name=cost.name,
         forward_s=cost.forward_s,
         backward_s=cost.backward_s,
         stored_bytes=cost.stored_bytes,

@@ -16,7 +16,7 @@ from planner.collectives import Level, group_levels
 from planner.costs import CostTables, LayoutCosts
 from planner.errors import DocumentError
 from planner.model import ModelGraph
-from planner.plan import Job, Layout
+from planner.plan import Activations, Job, Layout
 from planner.profile import Profile
 from planner.rates import Rates, rates
 from planner.seats import Seat, Seats
@@ -28,7 +28,12 @@ class GroupCosts:
     """Costs of a model on every group of a cluster, for any layout."""
 
     def __init__(
-        self, model: ModelGraph, cluster: ClusterSpec, job: Job, profile: Profile | None = None
+        self,
+        model: ModelGraph,
+        cluster: ClusterSpec,
+        job: Job,
+        profile: Profile | None = None,
+        activations: tuple[Activations, ...] = ("keep",),
     ) -> None:
         if profile is not None:
             raise DocumentError("profile", SEVERAL_KINDS)
@@ -36,7 +41,10 @@ class GroupCosts:
         self.cluster = cluster
         self.job = job
         self._alone = {group.name: cluster.part((group,)) for group in cluster.groups}
-        self.tables = {name: CostTables(model, alone, job) for name, alone in self._alone.items()}
+        self.tables = {
+            name: CostTables(model, alone, job, activations=activations)
+            for name, alone in self._alone.items()
+        }
         self._rates: dict[str, Rates] = {
             name: rates(alone, job, None) for name, alone in self._alone.items()
         }

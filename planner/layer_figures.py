@@ -102,6 +102,8 @@ class LayerFigures:
         late = [op for op in table.operators if self._weight_waits(layer, op)]
         weight_s = sum(compute.backward_s(op, on) for op in late) / compute.MATMUL_BACKWARD
         inputs = {name for op in late for name in op.inputs}
+        stored_bytes = table.stored_bytes(recompute)
+        packable_bytes, elements = table.packable(recompute, setting.element_bytes)
         return Figures(
             forward_s=max(forward_s, forward_host_s),
             forward_tensor_s=forward_tensor_s,
@@ -112,7 +114,9 @@ class LayerFigures:
             backward_ahead_s=max(
                 0.0, backward_s + recompute_s - backward_host_s - recompute_host_s
             ),
-            stored_bytes=table.stored_bytes(recompute),
+            stored_bytes=stored_bytes,
+            packable_share=packable_bytes / stored_bytes if stored_bytes else 0.0,
+            elements_per_stored_byte=elements / stored_bytes if stored_bytes else 0.0,
             forward_transient_bytes=table.forward_transient_bytes(recompute),
             backward_transient_bytes=table.backward_transient_bytes(recompute),
             returned_bytes=table.returned_bytes,

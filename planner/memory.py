@@ -94,6 +94,7 @@ class States:
     optimizer_bytes: float
     forward_transient_bytes: float
     backward_transient_bytes: float
+    host_bytes: float = 0.0
 
     @property
     def resident_bytes(self) -> float:
@@ -110,6 +111,7 @@ class States:
             optimizer_bytes=self.optimizer_bytes + other.optimizer_bytes,
             forward_transient_bytes=self.forward_transient_bytes + other.forward_transient_bytes,
             backward_transient_bytes=self.backward_transient_bytes + other.backward_transient_bytes,
+            host_bytes=self.host_bytes + other.host_bytes,
         )
 
 

@@ -94,6 +94,8 @@ class Operator:
     copied_bytes: float = 0.0
     """Memory traffic of a communication that must reorder its buffers, one direction."""
     axis: GroupAxis = "tensor"
+    fp32: tuple[str, ...] = ()
+    """Outputs in fp32, whatever the precision."""
 
     @property
     def communicates(self) -> bool:
@@ -161,6 +163,17 @@ class Table:
     def stored_bytes(self, recompute: Recompute) -> float:
         """Bytes kept from forward to backward by one micro-batch in flight."""
         return sum(self.stored(recompute).values())
+
+    def packable(self, recompute: Recompute, element_bytes: int) -> tuple[float, float]:
+        """Return bytes and elements of the stored floating tensors; token ids are not."""
+        wide = {name for operator in self.operators for name in operator.fp32}
+        sizes = self.stored(recompute)
+        if self.kind == "embedding":
+            sizes.pop("x", None)
+        elements = sum(
+            size / (FP32 if name in wide else element_bytes) for name, size in sizes.items()
+        )
+        return sum(sizes.values()), elements
 
     def forward_transient_bytes(self, recompute: Recompute) -> float:
         """Peak inside forward above what is stored at its end, beyond the layer's output."""

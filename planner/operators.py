@@ -31,6 +31,7 @@ def norm(
             inputs=(source,),
             outputs={f"{name}_moments": 2 * rows * FP32, name: size},
             saved=(source, f"{name}_moments"),
+            fp32=(f"{name}_moments",),
             moved_bytes=2 * size,
             backward_moved_bytes=3 * size,
         )
@@ -54,6 +55,7 @@ def norm(
         inputs=(source,),
         outputs={wide: count * FP32, root: rows * FP32, scaled: scaled_bytes, name: size},
         saved=(wide, root, scaled),
+        fp32=(wide, root, scaled) if a.family == "reference" else (wide, root),
         moved_bytes=count * 38,
         backward_moved_bytes=count * 60,
         kernels=8,

@@ -16,21 +16,21 @@ from operator import add
 from planner.arithmetic import step_flops
 from planner.cluster import ClusterSpec
 from planner.compute import peak_flops
-from planner.costs import CostTables, LayoutCosts, StrategyParts
+from planner.costs import CostTables, LayoutCosts
 from planner.errors import DocumentError
 from planner.group_costs import GroupCosts
 from planner.model import ModelGraph
-from planner.operator_table import RECOMPUTES
-from planner.plan import Job, Layout, Plan
+from planner.plan import Activations, Job, Layout, Plan
 from planner.prediction import Prediction, StagePrediction
 from planner.profile import Profile, Recompute
-from planner.rank_memory import rank_memory_parts
+from planner.rank_memory import host_bytes, moving_beside, rank_memory_parts
 from planner.schedule import Order, in_flight, orders, rank_of_stage, splits_backward
 from planner.seats import Passing, Seat, Seats, alike
 from planner.simulate import Timeline, timeline
+from planner.strategy import StrategyParts
 
-Placement = tuple[tuple[str, Recompute], ...]
-"""Layer kinds of one stage in order, each with its recompute choice."""
+Placement = tuple[tuple[str, Recompute, Activations], ...]
+"""Layer kinds of one stage in order, each with its choices."""
 
 LINK_SPREAD = 0.15
 """Relative error of collective seconds: the alpha-beta model misses NCCL's curves by 7-21 %."""
@@ -55,17 +55,25 @@ class StageSeconds:
     spread: float
     weight_s: float = 0.0
     """Of backward_s, what W takes if backwards are split."""
+    forward_host_s: float = 0.0
+    """Copies over the host link that nothing hides."""
+    backward_host_s: float = 0.0
+    packing_s: float = 0.0
+    unpacking_s: float = 0.0
 
     @property
     def whole_forward_s(self) -> float:
         """A forward action."""
-        return self.forward_s + self.forward_tensor_s + self.forward_shard_s + self.action_s
+        computing = self.forward_s + self.packing_s
+        waiting = self.forward_tensor_s + self.forward_shard_s + self.forward_host_s
+        return computing + waiting + self.action_s
 
     @property
     def whole_backward_s(self) -> float:
         """A backward action."""
-        computing = self.backward_s + self.recompute_s
-        return computing + self.backward_tensor_s + self.backward_shard_s + self.action_s
+        computing = self.backward_s + self.recompute_s + self.unpacking_s
+        waiting = self.backward_tensor_s + self.backward_shard_s + self.backward_host_s
+        return computing + waiting + self.action_s
 
     def __add__(self, other: StageSeconds) -> StageSeconds:
         """Return the seconds of two stages of one rank."""
@@ -98,7 +106,7 @@ def seated(
 ) -> tuple[CostTables, Seats]:
     """Return the costs under each stage of a plan; tables are those of the first stage."""
     if plan.groups is not None:
-        costs = GroupCosts(model, cluster, plan.job, profile)
+        costs = GroupCosts(model, cluster, plan.job, profile, activations_of(plan))
         groups = [stage.group or "" for stage in plan.stages]
         for index, group in enumerate(groups):
             if group not in costs.tables:
@@ -107,8 +115,13 @@ def seated(
                     f"is {group}; {cluster.name} has {', '.join(costs.tables)}",
                 )
         return costs.tables[groups[0]], costs.seats(plan.layout, groups)
-    tables = CostTables(model, cluster, plan.job, profile)
+    tables = CostTables(model, cluster, plan.job, profile, activations_of(plan))
     return tables, alike(tables, plan.layout)
+
+
+def activations_of(plan: Plan) -> tuple[Activations, ...]:
+    """Return the ways in which a plan treats activations, each once."""
+    return tuple(dict.fromkeys(item.activations for stage in plan.stages for item in stage.layers))
 
 
 def placements_of(plan: Plan, model: ModelGraph) -> list[Placement]:
@@ -116,7 +129,8 @@ def placements_of(plan: Plan, model: ModelGraph) -> list[Placement]:
     plan.check_model(model)
     kinds = {name: layer.kind for name, layer in model.chain}
     return [
-        tuple((kinds[item.layer], item.recompute) for item in stage.layers) for stage in plan.stages
+        tuple((kinds[item.layer], item.recompute, item.activations) for item in stage.layers)
+        for stage in plan.stages
     ]
 
 
@@ -127,20 +141,25 @@ def layout_prediction(
     layout: Layout,
     *,
     recompute: Recompute = "none",
+    activations: Activations = "keep",
     profile: Profile | None = None,
     tables: CostTables | None = None,
 ) -> Prediction:
     """Return what a layout should do with all layers alike and stages of equal time."""
-    tables = tables or CostTables(model, cluster, job, profile)
+    tables = tables or CostTables(model, cluster, job, profile, (activations,))
     costs = tables.of(layout)
-    choice = RECOMPUTES.index(recompute)
     chain = [layer.kind for _, layer in model.chain]
-    seconds = [
-        costs.kinds[kind][choice].forward_s + costs.kinds[kind][choice].backward_s for kind in chain
-    ]
-    cuts = balanced_cuts(seconds, layout.stages)
+    chosen = {
+        kind: next(
+            cost for cost in table if (cost.recompute, cost.activations) == (recompute, activations)
+        )
+        for kind, table in costs.kinds.items()
+    }
+    cuts = balanced_cuts(
+        [chosen[kind].forward_s + chosen[kind].backward_s for kind in chain], layout.stages
+    )
     placements = [
-        tuple((kind, recompute) for kind in chain[cuts[s] : cuts[s + 1]])
+        tuple((kind, recompute, activations) for kind in chain[cuts[s] : cuts[s + 1]])
         for s in range(layout.stages)
     ]
     return placement_prediction(tables, layout, placements)
@@ -167,6 +186,17 @@ def placement_prediction(
         for rank, order in enumerate(run.orders)
     ]
     memory = [memory_of_rank[rank] for rank in home]
+    on_host = [
+        host_bytes(
+            {
+                s: _layers(seats.stages[s].costs, placements[s])
+                for s, r in enumerate(home)
+                if r == rank
+            },
+            order,
+        )
+        for rank, order in enumerate(run.orders)
+    ]
     ranks = [
         reduce(add, (stage for stage, r in zip(stages, home, strict=True) if r == rank))
         for rank in range(layout.pipeline)
@@ -194,9 +224,10 @@ def placement_prediction(
                 peak_memory_bytes=size,
                 memory_capacity_bytes=capacity,
                 memory_parts=of_stage,
+                host_bytes=on_host[rank],
             )
-            for stage, size, capacity, of_stage in zip(
-                stages, peaks, capacities, memory, strict=True
+            for stage, size, capacity, of_stage, rank in zip(
+                stages, peaks, capacities, memory, home, strict=True
             )
         ),
         assumptions=seats.assumptions,
@@ -230,15 +261,13 @@ def _rank_memory(
             passing=seat.passing,
         )
     costs = _roomiest([seats.stages[s] for s in held])
-    layers = {
-        s: [_parts(costs, kind, recompute) for kind, recompute in placements[s]] for s in held
-    }
+    layers = {s: _layers(costs, placements[s]) for s in held}
     return rank_memory_parts(costs, layers, order, last_stage=last)
 
 
 def stage_seconds(costs: LayoutCosts, placement: Placement) -> StageSeconds:
     """Add up the layers of a stage."""
-    layers = [_parts(costs, kind, recompute) for kind, recompute in placement]
+    layers = _layers(costs, placement)
     figures = [layer.figures for layer in layers]
     computing = sum(f.whole_forward_s + f.whole_backward_s for f in figures)
     uncertain = sum((f.whole_forward_s + f.whole_backward_s) * f.spread for f in figures)
@@ -255,6 +284,10 @@ def stage_seconds(costs: LayoutCosts, placement: Placement) -> StageSeconds:
         optimizer_s=sum(layer.optimizer_s for layer in layers),
         spread=uncertain / computing if computing else 0.0,
         weight_s=sum(f.weight_s for f in figures),
+        forward_host_s=sum(layer.forward_host_s for layer in layers),
+        backward_host_s=sum(layer.backward_host_s for layer in layers),
+        packing_s=sum(layer.treated.packing_s for layer in layers),
+        unpacking_s=sum(layer.treated.unpacking_s for layer in layers),
     )
 
 
@@ -281,6 +314,11 @@ def step_parts(
         "optimizer": optimizer_s,
         "fixed": costs.step_s + (3 if _split(layout) else 2) * m * stage.action_s,
     }
+    more = {
+        "offload": m * (stage.forward_host_s + stage.backward_host_s),
+        "compression": m * (stage.packing_s + stage.unpacking_s),
+    }
+    parts |= {cause: seconds for cause, seconds in more.items() if seconds}
     # Idle, waiting for other stages or for their transfers.
     parts["pipeline"] = max(0.0, reduced_s + optimizer_s + costs.step_s - sum(parts.values()))
     return parts
@@ -308,13 +346,13 @@ def memory_parts(
     the first layer stores counts once); one more is received ahead, and a gradient is on its way.
     `passing` says what crosses the stage's ends where that is not one activation of the stream.
     """
-    layers = [_parts(costs, kind, recompute) for kind, recompute in placement]
+    layers = _layers(costs, placement)
     alive = in_flight(order)
     buffers = 0.0
     if passing is not None:
         buffers = passing.held_bytes * alive + passing.widest_bytes * 2
     elif not (first and last):
-        received = 0 if first or layers[0].figures.stores_input else 1
+        received = 0 if first or layers[0].stores_input else 1
         sent = 0 if last else 1
         buffers = ((received + sent) * alive + 2) * costs.boundary_bytes
     moments = list(_moments(layers, alive, replacing=_backwards_last(order)))
@@ -344,15 +382,16 @@ def _moments(
     behind.  So are gradients of a step's first backward if all forwards come first (`replacing`);
     with more micro-batches than are in flight, gradients are whole from then on.
     """
-    stored = sum(layer.figures.stored_bytes for layer in layers)
+    stored = sum(layer.stored_bytes for layer in layers)
     copies = behind_copies = sum(layer.states.gathered_bytes for layer in layers)
     gradients = behind = sum(layer.states.gradients_bytes for layer in layers)
     before = (alive - 1) * stored
-    for layer in layers:
-        before += layer.figures.stored_bytes
+    for layer, beside in zip(layers, moving_beside(layers), strict=True):
+        before += layer.stored_bytes
         behind -= layer.states.gradients_bytes
         behind_copies -= layer.states.gathered_bytes
-        forward, backward = layer.forward_transient_bytes, layer.backward_transient_bytes
+        forward = layer.forward_transient_bytes + beside
+        backward = layer.backward_transient_bytes + beside
         if not replacing:
             yield behind_copies, gradients, before, max(forward, backward)
             continue
@@ -435,8 +474,14 @@ def _split(layout: Layout) -> bool:
     return layout.pipeline > 1 and splits_backward(layout.schedule)
 
 
-def _parts(costs: LayoutCosts, kind: str, recompute: Recompute) -> StrategyParts:
-    return costs.parts[kind][RECOMPUTES.index(recompute)]
+def _layers(costs: LayoutCosts, placement: Placement) -> list[StrategyParts]:
+    """Return the parts of each layer of a stage."""
+    chosen = {
+        (kind, part.recompute, part.activations): part
+        for kind, parts in costs.parts.items()
+        for part in parts
+    }
+    return [chosen[choice] for choice in placement]
 
 
 def _range(parts: dict[str, float], spread: float) -> tuple[float, float]:

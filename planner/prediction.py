@@ -18,6 +18,8 @@ class StagePrediction(Part):
     memory_capacity_bytes: Amount
     memory_parts: dict[Text, Amount]
     """Bytes by cause; they add up to peak_memory_bytes."""
+    host_bytes: Amount = 0.0
+    """On the host, of one rank."""
 
 
 class Assumption(Part):

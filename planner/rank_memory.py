@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.costs import LayoutCosts, StrategyParts
+from planner.costs import LayoutCosts
 from planner.schedule import Order
+from planner.strategy import StrategyParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +63,18 @@ def rank_memory_parts(
 def _held(
     layers: Sequence[StrategyParts], boundary_bytes: float, *, first: bool, last: bool
 ) -> _Held:
-    figures = [layer.figures for layer in layers]
-    stored = [f.stored_bytes for f in figures]
-    kept = [f.kept_bytes for f in figures]
+    stored = [layer.stored_bytes for layer in layers]
+    kept = [layer.figures.kept_bytes for layer in layers]
     forward, backward, input_backward = [], [], []
-    for at, layer in enumerate(layers):
+    for at, (layer, beside) in enumerate(zip(layers, moving_beside(layers), strict=True)):
         so_far = sum(stored[: at + 1])
-        forward.append((so_far, layer.forward_transient_bytes))
-        backward.append((so_far, layer.backward_transient_bytes))
+        working = layer.backward_transient_bytes + beside
+        forward.append((so_far, layer.forward_transient_bytes + beside))
+        backward.append((so_far, working))
         # At its end the layer itself has left its part for W too.
         behind = sum(kept[at:])
-        input_backward.append((so_far + behind, layer.backward_transient_bytes))
-    received = 0 if first or figures[0].stores_input else 1
+        input_backward.append((so_far + behind, working))
+    received = 0 if first or layers[0].stores_input else 1
     sent = 0 if last else 1
     return _Held(
         stored=sum(stored),
@@ -107,3 +108,34 @@ def _fullest(order: Order, held: Mapping[int, _Held]) -> tuple[float, float, flo
             alive += own.kept if kind == "I" else 0.0
         most = max(most, moment, key=sum)
     return most
+
+
+def moving_beside(layers: Sequence[StrategyParts]) -> list[float]:
+    """Return for each layer of a stage the bytes that the layer before has on the way beside it.
+
+    Only offloaded layers leave or fetch anything while another one runs.
+    """
+    moving = [
+        layer.treated.moving_bytes if layer.activations == "offload" else 0.0 for layer in layers
+    ]
+    before = [0.0, *moving[:-1]]
+    return [
+        size if layer.activations == "offload" else 0.0
+        for layer, size in zip(layers, before, strict=True)
+    ]
+
+
+def host_bytes(stages: Mapping[int, Sequence[StrategyParts]], order: Order) -> float:
+    """Return the most bytes that a rank has on the host."""
+    resident = sum(layer.states.host_bytes for layers in stages.values() for layer in layers)
+    each = {
+        stage: sum(layer.treated.host_bytes for layer in layers) for stage, layers in stages.items()
+    }
+    alive = most = 0.0
+    for stage, kind, _ in order:
+        if kind == "F":
+            alive += each[stage]
+            most = max(most, alive)
+        elif kind != "W":
+            alive -= each[stage]
+    return resident + most

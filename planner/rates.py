@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from planner import compute
 from planner.cluster import ClusterSpec, Collective
 from planner.collectives import Curves, Levels, collective_s, curves_by_name
+from planner.errors import DocumentError
 from planner.plan import Job
 from planner.prediction import Assumption
 from planner.profile import Overheads, Profile
@@ -22,6 +23,9 @@ the rest stands for the kernels' contention for the same device."""
 OPTIMIZER_TRAFFIC_BYTES = 40
 """Memory traffic per parameter of fused AdamW in fp32: read p, g, m, v and write p, m, v (28), read
 g for the norm (4), read and write g to clip it (8)."""
+HOST_LINK_SHARE = 0.8
+"""Of a host link's quoted rate, what copies from and to pinned memory are taken to reach: headers
+and flow control of PCIe take a tenth to a fifth.  Assumed, not measured."""
 KERNEL_HOST_S = {"forward": 9e-6, "backward": 12e-6}
 """Seconds of the host for each kernel of a forward, in both passes: a Llama block of negligible
 size, transformers 5.23, torch 2.13, one EPYC core, 34 kernels in 304 and 399 µs (2026-11-21)."""
@@ -37,6 +41,8 @@ class Rates:
     curves: Curves
     overheads: Overheads | None
     on_cpu: bool
+    host_link_bytes_per_s: float | None = None
+    """Of one device while all devices of its node copy, one direction, as it is reached."""
 
     def link_s(self, operation: Collective, size_bytes: float, group: Levels) -> float:
         """Seconds of a collective."""
@@ -45,6 +51,17 @@ class Rates:
     def memory_s(self, moved_bytes: float) -> float:
         """Seconds of memory traffic."""
         return moved_bytes / (self.device.curve.memory * self.device.memory_bytes_per_s)
+
+    def host_copy_s(self, size_bytes: float) -> float:
+        """Seconds of a copy between device and host, one direction; on a CPU both are memory."""
+        if self.on_cpu:
+            return self.memory_s(2 * size_bytes)
+        if self.host_link_bytes_per_s is None:
+            raise DocumentError(
+                "groups[0].host_link_bytes_per_s",
+                "is not given, and what is offloaded to the host goes over that link",
+            )
+        return size_bytes / self.host_link_bytes_per_s
 
     def optimizer_s(self, parameters: float) -> float:
         """Seconds of clipping and AdamW for parameters held by a rank."""
@@ -93,12 +110,17 @@ class Rates:
 
 def rates(cluster: ClusterSpec, job: Job, profile: Profile | None) -> Rates:
     """Return the rates of a cluster's devices and links."""
-    accelerator = cluster.groups[0].accelerator
+    group = cluster.groups[0]
+    accelerator = group.accelerator
+    link = group.host_link_bytes_per_s
     return Rates(
         device=compute.device(accelerator, job.precision),
         curves=curves_by_name(profile.collectives if profile else ()),
         overheads=profile.overheads if profile else None,
         on_cpu=accelerator.kind == "cpu",
+        host_link_bytes_per_s=None
+        if link is None
+        else HOST_LINK_SHARE * link / min(group.host_link_devices, group.devices_per_node),
     )
 
 

@@ -202,7 +202,7 @@ def test_the_solver_never_counts_fewer_bytes_than_the_prediction(
     inner = sorted(rng.sample(range(1, len(chain)), pipeline - 1))
     cuts = (0, *inner, len(chain))
     stages = [
-        tuple((kind, rng.choice(["none", "selective", "full"])) for kind in chain[a:b])
+        tuple((kind, rng.choice(["none", "selective", "full"]), "keep") for kind in chain[a:b])
         for a, b in itertools.pairwise(cuts)
     ]
     flying = [
@@ -215,7 +215,7 @@ def test_the_solver_never_counts_fewer_bytes_than_the_prediction(
     for stage, alive, found in zip(stages, flying, predicted, strict=True):
         layers = [
             next(cost for cost in costs.kinds[kind] if cost.recompute == choice)
-            for kind, choice in stage
+            for kind, choice, _ in stage
         ]
         counted = costs.fixed_bytes + costs.slack * (
             sum(layer.resident_bytes + alive * layer.stored_bytes for layer in layers)

@@ -21,7 +21,7 @@ def test_one_stage_with_whole_backwards_peaks_as_a_stage_does(recompute: str, st
     of = plan(graph, "fp32", recompute, Mesh(pipeline=2), 0, "1f1b")
     costs = CostTables(graph, cluster(), of.job).of(of.layout)
     placement = placements_of(of, graph)[stage]
-    layers = [costs.parts[kind][RECOMPUTES.index(choice)] for kind, choice in placement]
+    layers = [costs.parts[kind][RECOMPUTES.index(choice)] for kind, choice, _ in placement]
     order = orders("1f1b", stages=2, micro_batches=4)[stage]
 
     walked = rank_memory_parts(costs, {stage: layers}, order, last_stage=1)
