@@ -137,7 +137,7 @@ def _block(a: Architecture, kind: str, setting: Setting) -> Table:
 def traced(layer: Layer, setting: Setting) -> Table:
     """One operator of a layer that was traced in fp32; times its samples, in the job's type."""
     trace = layer.trace
-    samples = float(setting.micro_batch)
+    samples = 1.0 * setting.micro_batch
     scale = samples * setting.element_bytes / FP32
     stored = trace.stored_bytes * scale if trace else 0.0
     output = trace.output_bytes * scale if trace else 0.0

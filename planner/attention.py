@@ -191,7 +191,7 @@ def _core(
             ),
         ]
         k, v, saved = "k_heads", "v_heads", (*saved, "mask")
-    if setting.context > 1:
+    if setting.divides_sequence:
         key, value = key * setting.context, value * setting.context
         operators.append(
             Operator(

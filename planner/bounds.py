@@ -58,6 +58,18 @@ def balanced_s(
     return steady * max(total_s / stages, slowest_s) + total_s + max(sync_s / stages, longest_s)
 
 
+def balanced_each_s(
+    counts: Sequence[int], fastest_s: Floats, *, stages: Floats, steady: Floats
+) -> Floats:
+    """[problem] `balanced_s` of many problems at once, nothing exposed or synchronised.
+
+    `fastest_s` [kind, problem]: fewest seconds of a layer, of which there are `counts` [kind].
+    """
+    total_s = np.asarray(counts, dtype=float) @ fastest_s
+    longest_s: Floats = np.maximum(total_s / stages, fastest_s.max(axis=0))
+    return steady * longest_s + total_s
+
+
 def counted_s(instance: Instance) -> float:
     """Least objective by how many layers of the main kind stages can hold; inf if they cannot.
 

@@ -63,6 +63,11 @@ class Figures:
         """Backward with recomputation and communication."""
         return self.backward_s + self.recompute_s + self.backward_tensor_s
 
+    @property
+    def passes_s(self) -> float:
+        """Both passes."""
+        return self.whole_forward_s + self.whole_backward_s
+
 
 Computed = Callable[[Setting, Recompute], Figures]
 
@@ -76,7 +81,7 @@ def calibrated(
 ) -> Figures:
     """Return the figures of a layer kind, measured where possible."""
     own = computed(setting, recompute)
-    if setting.context > 1 or setting.expert > 1:
+    if not corrects(measurements, setting):
         return own
     same_kind = [m for m in measurements if m.kind == kind and m.precision == setting.precision]
     if not same_kind:
@@ -98,6 +103,11 @@ def calibrated(
         tensor=nearest.tensor,
     )
     return _scaled(own, nearest, computed(there, nearest.recompute))
+
+
+def corrects(measurements: Sequence[LayerMeasurement], setting: Setting) -> bool:
+    """Whether measurements may change the figures of a setting."""
+    return bool(measurements) and setting.context == 1 and setting.expert == 1
 
 
 def _same_but_batch(m: LayerMeasurement, setting: Setting, recompute: Recompute) -> bool:

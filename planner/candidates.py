@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from planner import bounds
 from planner.cluster import ClusterSpec
 from planner.costs import CostTables, LayoutCosts, StrategyCost
@@ -86,16 +88,20 @@ class Candidates:
                 if self.refusal(layout) is None:
                     yield layout
 
-    def computation_s(self, family: Family) -> float:
-        """Least seconds of a step by computation and communication inside layers alone."""
-        fastest = self.tables.fastest_s(family.first, self.pins.recompute)
-        bound_s = bounds.balanced_s(
-            [(self._counts[kind], seconds, 0.0) for kind, seconds in fastest.items()],
-            stages=family.degrees.pipeline,
-            exposed_s=0.0,
-            steady=family.micro_batches - 1,
+    def computation_s(self) -> bounds.Floats:
+        """[family] Least seconds of a step by computation and communication inside layers alone."""
+        numbers: dict[tuple[object, ...], int] = {}
+        number = [numbers.setdefault(f.divided, len(numbers)) for f in self.families]
+        some = dict(zip(number, self.families, strict=True))
+        fastest_s = self.tables.fastest_s(
+            [some[n].first for n in range(len(numbers))], self.pins.recompute
         )
-        return bound_s + self.tables.step_s
+        return self.tables.step_s + bounds.balanced_each_s(
+            list(self._counts.values()),
+            fastest_s[:, number],
+            stages=np.array([float(f.degrees.pipeline) for f in self.families]),
+            steady=np.array([f.micro_batches - 1.0 for f in self.families]),
+        )
 
     def room_s(self, family: Family) -> float:
         """Least seconds with what each stage can hold under any sharing; inf if none fits.

@@ -14,6 +14,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.cluster import Collective, LinkTier
 from planner.plan import Axis, Layout
@@ -59,6 +63,11 @@ def group_levels(tiers: Sequence[LinkTier], layout: Layout, axes: Sequence[Axis]
     whole groups if D is a multiple of the ranks they span; else it holds as many members as fit
     without straddling its border, and the next tier joins the parts.
     """
+    return levels(tiers, group_steps(layout, axes), devices=layout.devices)
+
+
+def group_steps(layout: Layout, axes: Sequence[Axis]) -> tuple[tuple[int, int], ...]:
+    """Return (ranks, stride) of every axis of a group that has several ranks, innermost first."""
     degrees: dict[Axis, int] = {
         "tensor": layout.tensor,
         "context": layout.context,
@@ -72,7 +81,7 @@ def group_levels(tiers: Sequence[LinkTier], layout: Layout, axes: Sequence[Axis]
         if axis in axes and degrees[axis] > 1:
             steps.append((degrees[axis], stride))
         stride *= degrees[axis]
-    return levels(tiers, steps, devices=stride)
+    return tuple(steps)
 
 
 def levels(tiers: Sequence[LinkTier], steps: Sequence[tuple[int, int]], *, devices: int) -> Levels:
@@ -140,6 +149,36 @@ def collective_s(
         inner *= level.members
     slowest = max(range(len(seconds)), key=lambda i: seconds[i])
     return seconds[slowest] + sum(latencies) - latencies[slowest]
+
+
+def collectives_s(
+    operation: Collective,
+    sizes_bytes: NDArray[np.float64],
+    group: Levels,
+    curves: Curves | None = None,
+) -> NDArray[np.float64]:
+    """[size] Seconds of a collective of each size: `collective_s` of many at once."""
+    if not group:
+        return np.zeros(sizes_bytes.shape)
+    curves = curves or {}
+    if any((level.tier.name, operation) in curves for level in group):
+        sizes, place = np.unique(sizes_bytes, return_inverse=True)
+        each_s = [collective_s(operation, size, group, curves) for size in sizes.tolist()]
+        return np.array(each_s)[place]
+    total = ranks_of(group)
+    latencies, seconds, inner = [], [], 1
+    for level in group:
+        # Without a measured curve a level's seconds are arithmetic on the size, of arrays as well.
+        latency_s, whole_s = _level_s(
+            operation, cast(float, sizes_bytes), level, inner=inner, total=total, curves=curves
+        )
+        latencies.append(latency_s)
+        seconds.append(whole_s)
+        inner *= level.members
+    slowest = np.argmax(seconds, axis=0)
+    others_s = sum(latencies) - np.array(latencies)[slowest]
+    result: NDArray[np.float64] = np.max(seconds, axis=0) + others_s
+    return np.where(sizes_bytes > 0, result, 0.0)
 
 
 def _level_s(

@@ -129,10 +129,9 @@ def seconds(
     """Seconds of `kernels` kernels of one kind that do this work together."""
     curve = on.curve
     result = kernels * curve.launch_s
-    if flops:
+    if kind in ("attention", "matmul"):
+        fraction = curve.matmul
         if kind == "attention":
             fraction = curve.attention_backward if backward else curve.attention_forward
-        else:
-            fraction = curve.matmul
         result += flops / (fraction * on.sustained * on.peak_flops)
     return result + moved_bytes / (curve.memory * on.memory_bytes_per_s)

@@ -23,8 +23,12 @@ step in sync_s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner import arithmetic, memory
 from planner.activations import Treated, treated
@@ -176,21 +180,16 @@ class CostTables:
         """Seconds of a step that no layer causes, the same for all layouts."""
         return self._step_s
 
-    def fastest_s(self, layout: Layout, recompute: Recompute | None = None) -> dict[str, float]:
-        """Return least forward and backward seconds of each kind on one micro-batch.
+    def fastest_s(
+        self, layouts: Sequence[Layout], recompute: Recompute | None = None
+    ) -> NDArray[np.float64]:
+        """[kind, layout] Least forward and backward seconds of each kind on one micro-batch.
 
         Sharding, which only adds to them, is left out, so that they are the same for many layouts.
         With `recompute` only that choice counts.
         """
-        figures = self._figures.of(self._setting(layout), layout)
-        return {
-            kind: min(
-                figure.whole_forward_s + figure.whole_backward_s
-                for choice, figure in zip(RECOMPUTES, figures_of_kind, strict=True)
-                if recompute in (None, choice)
-            )
-            for kind, figures_of_kind in figures.items()
-        }
+        places = [(self._setting(layout), layout) for layout in layouts]
+        return self._figures.fastest_s(places, recompute)
 
     def _setting(self, layout: Layout) -> Setting:
         return Setting(

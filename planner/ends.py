@@ -38,7 +38,7 @@ def embedding(a: Architecture, setting: Setting) -> Table:
             saved=("x",),
             moved_bytes=2 * looked_up,
             backward_moved_bytes=2 * rows + 2 * looked_up,
-            workspace_bytes=looked_up if t > 1 else 0.0,
+            workspace_bytes=looked_up if setting.divides_tensors else 0.0,
         )
     ]
     tensor = "looked_up"
@@ -53,7 +53,7 @@ def embedding(a: Architecture, setting: Setting) -> Table:
             )
         )
         tensor = "projected"
-    if t > 1:
+    if setting.divides_tensors:
         operators.append(
             Operator(
                 name="embedding_scatter",
@@ -100,7 +100,7 @@ def head(a: Architecture, setting: Setting) -> Table:
     outputs = float(a.classes or a.vocab_size)
     rows = tokens
     if a.classes:
-        rows, t = float(setting.micro_batch), 1
+        rows, t = 1.0 * setting.micro_batch, 1
     else:
         gather, tensor = gathered(setting, tensor, "head_gather", full)
         operators += gather
@@ -161,7 +161,8 @@ def head(a: Architecture, setting: Setting) -> Table:
             )
         )
         tensor = "logits_fp32"
-    loss = _loss(tensor, logits * FP32, rows=rows, tensor_degree=t)
+    divided = setting.divides_tensors and not a.classes
+    loss = _loss(tensor, logits * FP32, rows=rows, divided=divided)
     if e != FP32:
         loss.insert(0, operators.pop())
     return Table(
@@ -173,7 +174,7 @@ def head(a: Architecture, setting: Setting) -> Table:
     )
 
 
-def _loss(tensor: str, size: float, *, rows: float, tensor_degree: int) -> list[Operator]:
+def _loss(tensor: str, size: float, *, rows: float, divided: bool) -> list[Operator]:
     """Cross entropy: log-softmax keeps its fp32 output, its input's gradient is as large."""
     operators = [
         Operator(
@@ -186,10 +187,10 @@ def _loss(tensor: str, size: float, *, rows: float, tensor_degree: int) -> list[
             saved=("log_probabilities",),
             moved_bytes=3 * size,
             backward_moved_bytes=3 * size,
-            workspace_bytes=size if tensor_degree > 1 else 0.0,
+            workspace_bytes=size if divided else 0.0,
         )
     ]
-    if tensor_degree > 1:
+    if divided:
         # Largest logit, sum of exponentials, chosen logit: one number per token each.
         operators.append(
             Operator(

@@ -44,8 +44,9 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     experts = a.experts
     assert experts is not None
     e = setting.element_bytes
-    spread = setting.expert > 1
+    spread = setting.spreads_experts
     divided = 1 if spread else setting.tensor
+    partial = setting.divides_tensors and not spread
     tokens = setting.stream_tokens if spread else setting.tokens
     full = tokens * a.hidden_size * e
     operators: list[Operator] = []
@@ -108,7 +109,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     if spread:
         operators.append(exchange("expert_down", "returned", sent * skew))
         returned = "returned"
-    routed = "mlp_out" if divided == 1 else "mlp_out_partial"
+    routed = "mlp_out_partial" if partial else "mlp_out"
     shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
     combined = "routed_out" if shared else routed
     operators.append(
@@ -149,7 +150,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
                 backward_moved_bytes=3 * full,
             )
         )
-    if divided > 1:
+    if partial:
         operators.append(
             Operator(
                 name="mlp_out_scatter",

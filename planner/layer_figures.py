@@ -7,19 +7,37 @@ layouts that differ in data parallelism, pipeline and schedule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner import arithmetic, collectives, compute
-from planner.calibration import Figures, calibrated
+from planner.calibration import Figures, calibrated, corrects
 from planner.cluster import ClusterSpec, Collective
-from planner.collectives import Levels, group_levels
+from planner.collectives import Levels, group_steps
 from planner.model import Layer, ModelGraph
-from planner.operator_table import BACKWARD_OF, RECOMPUTES, Operator, Setting
+from planner.operator_table import (
+    BACKWARD_OF,
+    RECOMPUTES,
+    GroupAxis,
+    ManySettings,
+    Operator,
+    Setting,
+    Table,
+)
 from planner.plan import Layout
 from planner.prediction import Assumption
 from planner.profile import Profile, Recompute
 from planner.rates import Rates
+
+Floats = NDArray[np.float64]
+Groups = tuple[Levels, Levels, Levels]
+"""Of tensor, context and expert parallelism."""
+LinkSeconds = Callable[[Collective, float, GroupAxis], float]
+"""Seconds of a collective of so many bytes in the group of an axis."""
 
 KindFigures = dict[str, tuple[Figures, ...]]
 """By Layer.kind, in the order none, selective, full."""
@@ -37,6 +55,7 @@ class LayerFigures:
         self._rates = rates
         self._layers = {layer.kind: layer for layer in model.layers}
         self._known: dict[tuple[object, ...], tuple[KindFigures, tuple[Assumption, ...]]] = {}
+        self._groups: dict[tuple[object, ...], Levels] = {}
 
     def of(self, setting: Setting, layout: Layout) -> KindFigures:
         """Return every kind's figures, in a setting whose groups lie as the layout says."""
@@ -46,16 +65,39 @@ class LayerFigures:
         """Return what was not measured of these figures, and where it came from."""
         return self._entry(setting, layout)[1]
 
+    def fastest_s(
+        self, places: Sequence[tuple[Setting, Layout]], recompute: Recompute | None = None
+    ) -> Floats:
+        """[kind, place] Fewest seconds of one micro-batch's passes; one recompute, or the best.
+
+        Settings that take the same branches share one table of operators (see `ManySettings`), so
+        that thousands take milliseconds.  What a profile corrects is worked out one by one.
+        """
+        result = np.empty((len(self._layers), len(places)))
+        choices = [choice for choice in RECOMPUTES if recompute in (None, choice)]
+        alike: dict[tuple[bool, ...], list[int]] = {}
+        for index, (setting, layout) in enumerate(places):
+            if self.profile is None or not corrects(self.profile.layers, setting):
+                alike.setdefault(setting.branches, []).append(index)
+                continue
+            for kind, figures in enumerate(self.of(setting, layout).values()):
+                each = zip(RECOMPUTES, figures, strict=True)
+                result[kind, index] = min(f.passes_s for choice, f in each if choice in choices)
+        for indices in alike.values():
+            many = ManySettings.of([places[index][0] for index in indices])
+            link_s = self._links_s([self._groups_of(places[index][1]) for index in indices])
+            for kind, layer in enumerate(self._layers.values()):
+                table = arithmetic.table(self.model, layer, many)
+                result[kind, indices] = np.min(
+                    [self._passes(table, choice, link_s).seconds for choice in choices], axis=0
+                )
+        return result
+
     def _entry(
         self, setting: Setting, layout: Layout
     ) -> tuple[KindFigures, tuple[Assumption, ...]]:
-        groups = (
-            group_levels(self.cluster.tiers, layout, ("tensor",)),
-            group_levels(self.cluster.tiers, layout, ("context",)),
-            self._expert_group(layout),
-        )
-        spans = (tuple((level.tier.name, level.members) for level in group) for group in groups)
-        key = (setting, *spans)
+        groups = self._groups_of(layout)
+        key = (setting, *(_spans(group) for group in groups))
         found = self._known.get(key)
         if found is None:
             figures = {
@@ -65,15 +107,29 @@ class LayerFigures:
             found = self._known[key] = (figures, self._origins(figures))
         return found
 
-    def _layer_figures(
-        self, layer: Layer, setting: Setting, groups: tuple[Levels, Levels, Levels]
-    ) -> tuple[Figures, ...]:
+    def _groups_of(self, layout: Layout) -> Groups:
+        """Experts take neighbouring ranks of tensor, context and data_shard, innermost first."""
+        experts = ((layout.expert, 1),) if layout.expert > 1 else ()
+        steps = (group_steps(layout, ("tensor",)), group_steps(layout, ("context",)), experts)
+        tensor, context, expert = (self._levels(each, layout.devices) for each in steps)
+        return tensor, context, expert
+
+    def _levels(self, steps: tuple[tuple[int, int], ...], devices: int) -> Levels:
+        key = (steps, devices)
+        if key not in self._groups:
+            self._groups[key] = collectives.levels(self.cluster.tiers, steps, devices=devices)
+        return self._groups[key]
+
+    def _layer_figures(self, layer: Layer, setting: Setting, groups: Groups) -> tuple[Figures, ...]:
         """Return the figures of one layer kind, one for each recompute choice."""
-        by_axis = dict(zip(("tensor", "context", "expert"), groups, strict=True))
         measurements = self.profile.layers if self.profile else ()
+        link_s = self._link_s(groups)
+        tables: dict[Setting, Table] = {}
 
         def computed(at: Setting, recompute: Recompute) -> Figures:
-            return self._computed(layer, at, recompute, by_axis)
+            if at not in tables:
+                tables[at] = arithmetic.table(self.model, layer, at)
+            return self._computed(layer, at, tables[at], recompute, link_s)
 
         return tuple(
             calibrated(measurements, layer.kind, setting, recompute, computed)
@@ -81,39 +137,29 @@ class LayerFigures:
         )
 
     def _computed(
-        self, layer: Layer, setting: Setting, recompute: Recompute, groups: dict[str, Levels]
+        self,
+        layer: Layer,
+        setting: Setting,
+        table: Table,
+        recompute: Recompute,
+        link_s: LinkSeconds,
     ) -> Figures:
-        """Return a layer's figures by arithmetic alone.
-
-        A pass takes what the device needs or what the host needs to start its kernels, whichever is
-        more; how far the device is behind tells what else the host may do unseen.
-        """
-        table = arithmetic.table(self.model, layer, setting)
-        again = table.recomputed(recompute)
+        """Return a layer's figures by arithmetic alone."""
         on = self._rates.device
-        forward_s = sum(compute.forward_s(op, on) for op in table.operators)
-        backward_s = sum(compute.backward_s(op, on) for op in table.operators)
-        recompute_s = sum(compute.forward_s(op, on) for op in again)
-        kernels = sum(op.kernels for op in table.operators)
-        forward_host_s = self._rates.host_s(kernels, "forward")
-        backward_host_s = self._rates.host_s(kernels, "backward")
-        recompute_host_s = self._rates.host_s(sum(op.kernels for op in again), "forward")
-        forward_tensor_s, backward_tensor_s = self._tensor_s(table.operators, again, groups)
+        passes = self._passes(table, recompute, link_s)
         late = [op for op in table.operators if self._weight_waits(layer, op)]
         weight_s = sum(compute.backward_s(op, on) for op in late) / compute.MATMUL_BACKWARD
         inputs = {name for op in late for name in op.inputs}
         stored_bytes = table.stored_bytes(recompute)
         packable_bytes, elements = table.packable(recompute, setting.element_bytes)
         return Figures(
-            forward_s=max(forward_s, forward_host_s),
-            forward_tensor_s=forward_tensor_s,
-            backward_s=max(backward_s, backward_host_s),
-            recompute_s=max(recompute_s, recompute_host_s),
-            backward_tensor_s=backward_tensor_s,
-            forward_ahead_s=max(0.0, forward_s - forward_host_s),
-            backward_ahead_s=max(
-                0.0, backward_s + recompute_s - backward_host_s - recompute_host_s
-            ),
+            forward_s=passes.forward_s,
+            forward_tensor_s=passes.forward_tensor_s,
+            backward_s=passes.backward_s,
+            recompute_s=passes.recompute_s,
+            backward_tensor_s=passes.backward_tensor_s,
+            forward_ahead_s=passes.forward_ahead_s,
+            backward_ahead_s=passes.backward_ahead_s,
             stored_bytes=stored_bytes,
             packable_share=packable_bytes / stored_bytes if stored_bytes else 0.0,
             elements_per_stored_byte=elements / stored_bytes if stored_bytes else 0.0,
@@ -123,10 +169,64 @@ class LayerFigures:
             stores_input="x" in table.stored(recompute),
             provenance=on.curve.provenance,
             spread=on.curve.spread,
-            weight_share=weight_s / backward_s if backward_s else 0.0,
+            weight_share=weight_s / passes.backward_device_s if weight_s else 0.0,
             kept_bytes=sum(table.sizes[name] for name in inputs)
             + sum(sum(op.outputs.values()) for op in late),
         )
+
+    def _passes(self, table: Table, recompute: Recompute, link_s: LinkSeconds) -> _Passes:
+        """Return the seconds of a layer's passes.
+
+        A pass takes what the device needs or what the host needs to start its kernels, whichever is
+        more; how far the device is behind tells what else the host may do unseen.
+        """
+        operators, again, on = table.operators, table.recomputed(recompute), self._rates.device
+        forward_s = sum(compute.forward_s(op, on) for op in operators)
+        backward_s = sum(compute.backward_s(op, on) for op in operators)
+        recompute_s = sum(compute.forward_s(op, on) for op in again)
+        kernels = sum(op.kernels for op in operators)
+        forward_host_s = self._rates.host_s(kernels, "forward")
+        backward_host_s = self._rates.host_s(kernels, "backward")
+        recompute_host_s = self._rates.host_s(sum(op.kernels for op in again), "forward")
+        forward_tensor_s, backward_tensor_s = _tensor_s(operators, again, link_s)
+        return _Passes(
+            forward_s=_larger(forward_s, forward_host_s),
+            backward_s=_larger(backward_s, backward_host_s),
+            recompute_s=_larger(recompute_s, recompute_host_s),
+            forward_tensor_s=forward_tensor_s,
+            backward_tensor_s=backward_tensor_s,
+            forward_ahead_s=_larger(0.0, forward_s - forward_host_s),
+            backward_ahead_s=_larger(
+                0.0, backward_s + recompute_s - backward_host_s - recompute_host_s
+            ),
+            backward_device_s=backward_s,
+        )
+
+    def _link_s(self, groups: Groups) -> LinkSeconds:
+        """Return the seconds of collectives in one place."""
+        by_axis = dict(zip(get_args(GroupAxis), groups, strict=True))
+
+        def link_s(operation: Collective, size_bytes: float, axis: GroupAxis) -> float:
+            return self._rates.link_s(operation, size_bytes, by_axis[axis])
+
+        return link_s
+
+    def _links_s(self, places: Sequence[Groups]) -> LinkSeconds:
+        """Return the seconds of collectives in many places: arrays [place]."""
+        members: dict[GroupAxis, dict[object, tuple[Levels, list[int]]]] = {}
+        for index, groups in enumerate(places):
+            for axis, group in zip(get_args(GroupAxis), groups, strict=True):
+                found = members.setdefault(axis, {})
+                found.setdefault(_spans(group), (group, []))[1].append(index)
+
+        def link_s(operation: Collective, size_bytes: float, axis: GroupAxis) -> float:
+            sizes = np.broadcast_to(np.asarray(size_bytes, dtype=float), (len(places),))
+            result = np.empty(len(places))
+            for group, indices in members[axis].values():
+                result[indices] = self._rates.links_s(operation, sizes[indices], group)
+            return cast(float, result)
+
+        return link_s
 
     def _weight_waits(self, layer: Layer, operator: Operator) -> bool:
         """Whether a split backward makes the gradient of an operator's weight in W.
@@ -138,28 +238,6 @@ class LayerFigures:
             return False
         a = self.model.architecture
         return a is None or a.family != "gpt2" or layer.kind == "head"
-
-    def _tensor_s(
-        self, operators: Iterable[Operator], again: Iterable[Operator], groups: dict[str, Levels]
-    ) -> tuple[float, float]:
-        """Return the seconds of communication inside a layer: forward, backward with recompute."""
-        forward_s = backward_s = 0.0
-        for operator in operators:
-            if operator.kind in BACKWARD_OF:
-                group, size = groups[operator.axis], operator.moved_bytes
-                forward_s += self._rates.link_s(cast(Collective, operator.kind), size, group)
-                backward_s += self._rates.link_s(BACKWARD_OF[operator.kind], size, group)
-        for operator in again:
-            if operator.kind in BACKWARD_OF:
-                group, size = groups[operator.axis], operator.moved_bytes
-                backward_s += self._rates.link_s(cast(Collective, operator.kind), size, group)
-        return forward_s, backward_s
-
-    def _expert_group(self, layout: Layout) -> Levels:
-        """Experts take neighbouring ranks of tensor, context and data_shard, innermost first."""
-        if layout.expert == 1:
-            return ()
-        return collectives.levels(self.cluster.tiers, [(layout.expert, 1)], devices=layout.devices)
 
     def _origins(self, figures: KindFigures) -> tuple[Assumption, ...]:
         kinds: dict[str, list[str]] = {}
@@ -176,3 +254,54 @@ class LayerFigures:
             )
             for origin, names in sorted(kinds.items())
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passes:
+    """Seconds of one layer on one micro-batch; arrays where settings are many."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    forward_tensor_s: float
+    backward_tensor_s: float
+    """Communication inside the layer, that of recomputation included."""
+    forward_ahead_s: float
+    backward_ahead_s: float
+    backward_device_s: float
+    """What the device alone needs."""
+
+    @property
+    def seconds(self) -> float:
+        """Both passes with recomputation and communication."""
+        forward_s = self.forward_s + self.forward_tensor_s
+        return forward_s + (self.backward_s + self.recompute_s + self.backward_tensor_s)
+
+
+def _tensor_s(
+    operators: Iterable[Operator], again: Iterable[Operator], link_s: LinkSeconds
+) -> tuple[float, float]:
+    """Return the seconds of communication inside a layer: forward, backward with recompute."""
+    forward_s = backward_s = 0.0
+    for operator in operators:
+        if operator.communicates:
+            size, axis = operator.moved_bytes, operator.axis
+            forward_s += link_s(cast(Collective, operator.kind), size, axis)
+            backward_s += link_s(BACKWARD_OF[operator.kind], size, axis)
+    for operator in again:
+        if operator.communicates:
+            kind = cast(Collective, operator.kind)
+            backward_s += link_s(kind, operator.moved_bytes, operator.axis)
+    return forward_s, backward_s
+
+
+def _larger(one: float, other: float) -> float:
+    """The larger, element by element where settings are many."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.maximum(one, other))
+    return max(one, other)
+
+
+def _spans(group: Levels) -> tuple[tuple[str, int], ...]:
+    """What tells one group's levels from another's."""
+    return tuple((level.tier.name, level.members) for level in group)

@@ -11,10 +11,12 @@ Which operators a transformer has is in `planner.arithmetic`; seconds are in `pl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
+
+import numpy as np
 
 from planner.cluster import Collective, Precision
 from planner.profile import Recompute
@@ -66,6 +68,81 @@ class Setting:
     def stream_tokens(self) -> float:
         """Tokens of the residual stream on a rank: sequence parallelism divides them further."""
         return self.tokens / self.tensor
+
+    @property
+    def branches(self) -> tuple[bool, ...]:
+        """What makes a layer have other operators, and not the same ones with other figures."""
+        return self.divides_tensors, self.divides_sequence, self.spreads_experts, self.batched
+
+    @property
+    def divides_tensors(self) -> bool:
+        """Whether tensor parallelism divides the layer."""
+        return self.tensor > 1
+
+    @property
+    def divides_sequence(self) -> bool:
+        """Whether context parallelism divides the sequence."""
+        return self.context > 1
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts are on several ranks."""
+        return self.expert > 1
+
+    @property
+    def batched(self) -> bool:
+        """Whether a micro-batch has several samples."""
+        return self.micro_batch > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManySettings(Setting):
+    """Settings that differ in figures alone: every operator of their table has arrays [setting].
+
+    Its integers are arrays too.  What a table is made of is arithmetic on them, and asks for the
+    branches below alone; so one pass over the operators of a layer serves thousands of settings.
+    """
+
+    taken: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, settings: Sequence[Setting]) -> ManySettings:
+        """Return settings of one sequence, one precision and the same branches as one."""
+        some = settings[0]
+        assert len({(s.seq_len, s.precision, s.branches) for s in settings}) == 1
+
+        def column(name: str) -> int:
+            return cast(int, np.array([getattr(s, name) for s in settings], dtype=float))
+
+        return cls(
+            micro_batch=column("micro_batch"),
+            seq_len=some.seq_len,
+            precision=some.precision,
+            tensor=column("tensor"),
+            context=column("context"),
+            expert=column("expert"),
+            taken=some.branches,
+        )
+
+    @property
+    def divides_tensors(self) -> bool:
+        """Whether tensor parallelism divides the layer."""
+        return self.taken[0]
+
+    @property
+    def divides_sequence(self) -> bool:
+        """Whether context parallelism divides the sequence."""
+        return self.taken[1]
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts are on several ranks."""
+        return self.taken[2]
+
+    @property
+    def batched(self) -> bool:
+        """Whether a micro-batch has several samples."""
+        return self.taken[3]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

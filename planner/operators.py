@@ -110,7 +110,7 @@ def matmul(
 
 def gathered(setting: Setting, source: str, name: str, size: float) -> tuple[list[Operator], str]:
     """Gather the sequence before a tensor-parallel region; nothing to do on one rank."""
-    if setting.tensor == 1:
+    if not setting.divides_tensors:
         return [], source
     gather = Operator(
         name=name,
@@ -135,7 +135,7 @@ def row_wise(
     weight_bytes: float,
 ) -> list[Operator]:
     """Multiply by a row-wise divided matrix and scatter the sums over the sequence."""
-    partial = name if setting.tensor == 1 else f"{name}_partial"
+    partial = name if not setting.divides_tensors else f"{name}_partial"
     result = [
         matmul(
             partial,
@@ -145,7 +145,7 @@ def row_wise(
             moved_bytes=in_bytes + weight_bytes + out_bytes,
         )
     ]
-    if setting.tensor > 1:
+    if setting.divides_tensors:
         result.append(
             Operator(
                 name=f"{name}_scatter",
@@ -174,4 +174,4 @@ def exchange(source: str, name: str, size: float) -> Operator:
 
 def _reordered(setting: Setting, size: float) -> float:
     """Bytes of the copies that bring positions to the front and back; one sample needs none."""
-    return size * (1 + 1 / setting.tensor) if setting.micro_batch > 1 else 0.0
+    return size * (1 + 1 / setting.tensor) if setting.batched else 0.0

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner import compute
 from planner.cluster import ClusterSpec, Collective
-from planner.collectives import Curves, Levels, collective_s, curves_by_name
+from planner.collectives import Curves, Levels, collective_s, collectives_s, curves_by_name
 from planner.errors import DocumentError
 from planner.plan import Job
 from planner.prediction import Assumption
 from planner.profile import Overheads, Profile
+
+Floats = NDArray[np.float64]
 
 OVERLAP = 0.9
 """Share of sharding collectives that can hide behind compute on an accelerator without a profile;
@@ -47,6 +52,10 @@ class Rates:
     def link_s(self, operation: Collective, size_bytes: float, group: Levels) -> float:
         """Seconds of a collective."""
         return collective_s(operation, size_bytes, group, self.curves)
+
+    def links_s(self, operation: Collective, sizes_bytes: Floats, group: Levels) -> Floats:
+        """[size] Seconds of a collective of each size."""
+        return collectives_s(operation, sizes_bytes, group, self.curves)
 
     def memory_s(self, moved_bytes: float) -> float:
         """Seconds of memory traffic."""

@@ -193,23 +193,38 @@ class _Hunt:
         self._progress = progress
         self._bests: dict[tuple[int, ...], _Best] = {}
         self._queue: list[_Entry] = []
+        bounds_s = candidates.computation_s().tolist()
+        self._waiting = sorted(((s, index) for index, s in enumerate(bounds_s)), reverse=True)
+        """Families of which only the first bound is known, with their index; the lowest is last."""
         self._opened = 0
 
     def run(self) -> list[_Best]:
         """Return the best configurations, one of each kind, fastest first."""
-        for family in self._candidates.families:
-            self._push(self._candidates.computation_s(family), COMPUTATION, family)
-        while self._queue:
-            entry = heapq.heappop(self._queue)
+        while (entry := self._next()) is not None:
             if self._settled(entry.bound_s):
                 heapq.heappush(self._queue, entry)
                 break
             self._advance(entry)
             if self._progress:
                 self._progress(self._opened, len(self._candidates.families))
-        for place, entry in enumerate(sorted(self._queue)):
-            self._outbounded(entry, listed=place < RUNNERS_UP)
+        for _ in range(RUNNERS_UP):
+            if (entry := self._next()) is not None:
+                self._outbounded(entry)
+        for entry in self._queue:
+            self._outbounded(entry, listed=False)
+        families = self._candidates.families
+        self.account.counts[BOUNDS[COMPUTATION]] += sum(families[i].size for _, i in self._waiting)
         return self._ranking()
+
+    def _next(self) -> _Entry | None:
+        """Take the entry with the lowest bound, the simplest of equals."""
+        while self._waiting:
+            bound_s, index = self._waiting[-1]
+            if self._queue and self._queue[0].bound_s < bound_s:
+                break
+            self._waiting.pop()
+            self._push(bound_s, COMPUTATION, self._candidates.families[index])
+        return heapq.heappop(self._queue) if self._queue else None
 
     def _advance(self, entry: _Entry) -> None:
         """Bring one entry a step further: a better bound, its layouts, or its solution."""

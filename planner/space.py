@@ -55,6 +55,14 @@ class Family:
     micro_batches: int
     sharings: tuple[Sharing, ...]
     schedules: tuple[ScheduleName, ...]
+    place: axis_orders.Spans = ()
+    """How far tensor and context groups reach within each tier."""
+
+    @property
+    def divided(self) -> tuple[object, ...]:
+        """What the computation inside layers depends on."""
+        degrees = self.degrees
+        return degrees.tensor, degrees.context, degrees.expert, self.micro_batch, self.place
 
     @property
     def size(self) -> int:
@@ -189,13 +197,14 @@ def families(cluster: ClusterSpec, job: Job, degrees: Degrees, pins: Pins) -> It
             inner = spans[:2]  # of tensor and context
             by_place.setdefault(inner, []).append(Sharing(zero, shard, replicate, order))
     for size, count in micro_batches(job, degrees, pins):
-        for found in by_place.values():
+        for place, found in by_place.items():
             yield Family(
                 degrees=degrees,
                 micro_batch=size,
                 micro_batches=count,
                 sharings=tuple(found),
                 schedules=schedules(degrees, pins),
+                place=place,
             )
 
 

@@ -30,7 +30,7 @@ def figures(value: object) -> object:
     """Return plain data with numbers that compare up to the last bits of a float."""
     if isinstance(value, dict):
         return {key: figures(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [figures(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 

@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from planner.cluster import LinkTier
 from planner.collectives import (
     Level,
     collective_s,
+    collectives_s,
     curves_by_name,
     group_levels,
     interpolated_s,
@@ -162,3 +164,16 @@ def test_a_mesh_without_switch_gives_two_members_one_link() -> None:
         seconds = collective_s("all_reduce", 1e9, (Level(mesh, members),))
 
         assert 2 * (members - 1) / members * 1e9 / seconds == pytest.approx(busbw)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_many_sizes_at_once_take_what_each_takes(operation: str, measured: bool) -> None:
+    points = ((1000, 1e-4), (100_000, 1e-2))
+    curves = curves_by_name([curve(2, *points, operation=operation)] if measured else [])
+    sizes = [0.0, 8.0, 5e3, 3e5, 1e9, 1e6, 5e3]
+
+    for group in ((), (Level(NVLINK, 4),), (Level(NVLINK, 4), Level(FABRIC, 4))):
+        together = collectives_s(operation, np.array(sizes), group, curves)
+        each = [collective_s(operation, size, group, curves) for size in sizes]
+        assert together.tolist() == pytest.approx(each, rel=1e-12)

@@ -89,8 +89,8 @@ def test_no_configuration_is_faster_and_no_bound_is_above_its_optimum(case: Case
     assert answer.certificate.gap == 0
     assert sum(answer.certificate.counts.values()) == answer.certificate.configurations
     assert answer.certificate.configurations == len(exhaustive) + sum(candidates.refused.values())
-    for family in candidates.families:
-        computation_s, room_s = candidates.computation_s(family), candidates.room_s(family)
+    for family, computation_s in zip(candidates.families, candidates.computation_s(), strict=True):
+        room_s = candidates.room_s(family)
         for layout in family.layouts():
             limit_s = exhaustive[layout] * (1 + 1e-12)
             communication_s = candidates.communication_s(layout)
