@@ -12,6 +12,9 @@ https://arxiv.org/abs/2205.05198, less the two dropout masks that training witho
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 from planner.attention import attention, attention_width, window
 from planner.ends import embedding, embedding_width, head
 from planner.feed_forward import experts, mlp
@@ -93,6 +96,43 @@ def largest_matrix(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float
         # The matrices of all experts are one parameter.
         widest = max(a.heads * a.head_dim, a.experts.count * a.experts.ffn_size)
     return float(a.hidden_size * widest) / tensor
+
+
+def matrix_sides(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float:
+    """Return rows plus columns of all matrices of a layer on a rank, added up.
+
+    Matrices are as `transformers` has them; of a layer that was traced one square is assumed, and
+    of experts each has its own.  One side of each is divided by the tensor degree.
+    """
+    a = model.architecture
+    if a is None or layer.trace is not None:
+        return 2.0 * math.sqrt(layer.parameters)
+    if layer.kind in ("embedding", "head"):
+        return a.vocab_size / tensor + embedding_width(a)
+    matrices = [*_attention_matrices(a)]
+    widths = [a.ffn_size]
+    if layer.kind == "moe_block" and a.experts is not None:
+        shared = a.experts.shared_ffn_size or a.experts.shared * a.experts.ffn_size
+        widths = [a.experts.ffn_size] * a.experts.count + [shared] * (shared > 0)
+        matrices.append((a.hidden_size, a.experts.count))
+    matrices += [(a.hidden_size, width) for width in widths for _ in range(3 if a.gated_mlp else 2)]
+    return float(sum(whole + divided / tensor for whole, divided in matrices))
+
+
+def _attention_matrices(a: Architecture) -> Iterator[tuple[int, int]]:
+    """Yield both sides of each projection, the one that tensor parallelism divides last."""
+    latent = a.latent
+    if latent is None:
+        for heads in (a.heads, a.kv_heads, a.kv_heads, a.heads):
+            yield a.hidden_size, heads * a.head_dim
+        return
+    query = a.heads * (latent.nope_head_dim + latent.rope_head_dim)
+    if latent.q_rank:
+        yield a.hidden_size, latent.q_rank
+    yield latent.q_rank or a.hidden_size, query
+    yield a.hidden_size, latent.kv_rank + latent.rope_head_dim
+    yield latent.kv_rank, a.heads * (latent.nope_head_dim + latent.value_head_dim)
+    yield a.hidden_size, a.heads * latent.value_head_dim
 
 
 def _block(a: Architecture, kind: str, setting: Setting) -> Table:

@@ -95,6 +95,8 @@ class DeviceGroup(Part):
     """Of one node."""
     host_link_bytes_per_s: Rate | None = None
     """Of one device, one direction."""
+    host_memory_bytes_per_s: Rate | None = None
+    """Of one node."""
     host_link_devices: Positive = 1
     """Neighbouring devices that share one such link, behind a switch."""
     tiers: tuple[LinkTier, ...] | None = None

@@ -23,7 +23,7 @@ step in sync_s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -43,8 +43,8 @@ from planner.operator_table import FP32, RECOMPUTES, Setting
 from planner.plan import Activations, Axis, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Profile, Recompute
-from planner.rates import assumptions, rates
-from planner.sharding import Links, Traffic, traffic
+from planner.rates import assumptions, host_assumptions, rates
+from planner.sharding import POWERSGD_RANK, Links, Traffic, traffic
 from planner.strategy import StrategyCost, StrategyParts, neighbour_bytes, strategy_cost
 
 __all__ = [
@@ -149,6 +149,8 @@ class CostTables:
             layout.pipeline,
             layout.order,
             layout.micro_batches > 1,
+            layout.offload,
+            layout.gradient_wire,
         )
         shared = self._layouts.get(key)
         if shared is None:
@@ -226,7 +228,11 @@ class CostTables:
             action_s=action_s,
             boundary_bytes=boundary_bytes,
             context_bytes=self._context_bytes(layout),
-            assumptions=(*self._figures.assumptions(setting, layout), *self._assumptions),
+            assumptions=(
+                *self._figures.assumptions(setting, layout),
+                *self._assumptions,
+                *self._of_host(layout),
+            ),
         )
 
     def _added_up(self, layout: Layout, shared: _Shared) -> dict[str, tuple[StrategyCost, ...]]:
@@ -258,13 +264,21 @@ class CostTables:
             data=layout.data * layout.context,
             pipelined=layout.pipeline > 1,
             accumulated=layout.micro_batches > 1,
+            offload=layout.offload,
+            wire=layout.gradient_wire,
         )
         held = self._held(layer, layout, sharing)
         # The pipeline keeps what the last stage returned until its backward.
         last = layout.pipeline > 1 and layer.kind == self._end_kinds[1]
-        moving = traffic(held.parameters, sharing, links, self._rates)
-        sync_s = self._sync_s(moving, figures[0], sharing) + self._tied_s(layer, layout, links)
+        moving = traffic(held.parameters, sharing, links, self._rates, sides=held.sides)
+        sync_s = self._tied_s(layer, layout, links)
         optimizer_s = self._rates.optimizer_s(held.optimized)
+        stream_s = 0.0
+        if layout.offload == "optimizer":
+            stream_s = 2 * self._rates.host_copy_s(held.states.host_bytes)
+        elif layout.offload == "parameters":
+            optimizer_s = self._rates.host_optimizer_s(held.optimized)
+        once = self._sync_s(moving, figures[0], sharing)
         return tuple(
             replace(
                 plain,
@@ -275,7 +289,12 @@ class CostTables:
             )
             for recompute, choice in zip(RECOMPUTES, figures, strict=True)
             for plain in [
-                self._strategy(recompute, choice, held.states, moving, sharing, sync_s, optimizer_s)
+                replace(
+                    self._strategy(recompute, choice, held.states, moving, sharing),
+                    sync_s=sync_s + once[0],
+                    stream_s=stream_s + once[1],
+                    optimizer_s=optimizer_s,
+                )
             ]
             for activations in self.activations
         )
@@ -287,15 +306,21 @@ class CostTables:
         states: States,
         moving: Traffic,
         sharing: Sharing,
-        sync_s: float,
-        optimizer_s: float,
     ) -> StrategyParts:
         """Hide what computation hides of a unit's communication in each micro-batch."""
-        gather_s = moving.forward_copies_s
-        gather_s += self._rates.exposed_s(moving.forward_gather_s, figures.forward_s)
-        backward_s = moving.backward_copies_s
-        computing_s = figures.backward_s + figures.recompute_s
-        backward_s += self._rates.exposed_s(moving.backward_s, computing_s)
+        again, each = sharing.gathers_again, sharing.reduces_each_micro_batch
+        fetched_s = moving.host_gather_s if again and not sharing.pipelined else 0.0
+        gather_s, forward_fetch_s = self._seen(
+            moving.forward_gather_s, fetched_s, figures.forward_s
+        )
+        gather_s += moving.forward_copies_s
+        returned_s = (moving.host_gather_s if again else 0.0) + (
+            moving.host_reduce_s if each or (again and not sharing.pipelined) else 0.0
+        )
+        backward_s, backward_fetch_s = self._seen(
+            moving.backward_s, returned_s, figures.backward_s + figures.recompute_s
+        )
+        backward_s += moving.backward_copies_s
         if sharing.wrapped:
             gather_s += self._rates.unit_s(figures.forward_ahead_s)
             backward_s += self._rates.unit_s(figures.backward_ahead_s)
@@ -307,20 +332,30 @@ class CostTables:
             treated=Treated(stored_bytes=figures.stored_bytes),
             gather_s=gather_s,
             backward_shard_s=backward_s,
-            sync_s=sync_s,
-            optimizer_s=optimizer_s,
+            sync_s=0.0,
+            optimizer_s=0.0,
+            forward_fetch_s=forward_fetch_s,
+            backward_fetch_s=backward_fetch_s,
         )
 
-    def _sync_s(self, moving: Traffic, plain: Figures, sharing: Sharing) -> float:
-        """Exposed sharding seconds once per step.
+    def _seen(self, links_s: float, host_s: float, window_s: float) -> tuple[float, float]:
+        """Return what a window leaves of a collective, and what a copy of the host adds to it."""
+        seen_s = self._rates.exposed_s(links_s, window_s)
+        return seen_s, self._rates.exposed_s(links_s + host_s, window_s) - seen_s
+
+    def _sync_s(self, moving: Traffic, plain: Figures, sharing: Sharing) -> tuple[float, float]:
+        """Exposed seconds once per step: of sharding, and of copies of the host.
 
         They hide behind the passes without recomputation, so that every choice has the same.
         """
-        result = moving.copies_per_step_s
-        result += self._rates.exposed_s(moving.gather_per_step_s, plain.forward_s)
-        if sharing.pipelined:
-            return result + moving.reduce_per_step_s
-        return result + self._rates.exposed_s(moving.reduce_per_step_s, plain.backward_s)
+        again = sharing.gathers_again and not sharing.pipelined
+        fetched_s = 0.0 if again else moving.host_gather_s
+        gather_s, fetch_s = self._seen(moving.gather_per_step_s, fetched_s, plain.forward_s)
+        late = not (again or sharing.reduces_each_micro_batch)
+        returned_s = moving.host_reduce_s if late else 0.0
+        window_s = 0.0 if sharing.pipelined else plain.backward_s
+        reduce_s, return_s = self._seen(moving.reduce_per_step_s, returned_s, window_s)
+        return moving.copies_per_step_s + gather_s + reduce_s, fetch_s + return_s
 
     def _held(self, layer: Layer, layout: Layout, sharing: Sharing) -> _Held:
         """Return what a rank holds of a layer; routed experts divide over other ranks."""
@@ -337,7 +372,10 @@ class CostTables:
         if sharing.pipelined:
             dense += self._tied_copy(layer) / layout.tensor
         largest = arithmetic.largest_matrix(self.model, layer, tensor=layout.tensor)
-        states = memory.states(dense, sharing, largest=largest)
+        sides = 0.0
+        if sharing.wire == "powersgd":
+            sides = arithmetic.matrix_sides(self.model, layer, tensor=layout.tensor)
+        states = memory.states(dense, sharing, largest=largest, factors=POWERSGD_RANK * sides)
         optimized = dense / (sharing.shard if sharing.sharded else 1)
         if routed:
             if layout.expert > 1:
@@ -345,7 +383,7 @@ class CostTables:
                 sharing = replace(sharing, shard=spread)
             states = states + memory.states(routed, sharing)
             optimized += routed / (sharing.shard if sharing.sharded else 1)
-        return _Held(parameters=dense + routed, optimized=optimized, states=states)
+        return _Held(parameters=dense + routed, optimized=optimized, states=states, sides=sides)
 
     def _tied_s(self, layer: Layer, layout: Layout, links: Links) -> float:
         """Seconds of summing a tied weight's gradients between the ends of a pipeline."""
@@ -365,6 +403,10 @@ class CostTables:
         if layer.kind != "head" or a is None or not a.tied_embeddings:
             return 0.0
         return float(a.vocab_size * (a.embedding_size or a.hidden_size))
+
+    def _of_host(self, layout: Layout) -> Iterator[Assumption]:
+        if layout.offload != "none" or "offload" in self.activations:
+            yield from host_assumptions(self.cluster)
 
     @cached_property
     def _chain(self) -> list[str]:
@@ -403,6 +445,8 @@ class _Held:
     parameters: float
     optimized: float
     states: States
+    sides: float
+    """Rows and columns of its matrices, added up; counted where gradients are factored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,14 @@ two moments 8, gradients 4; FSDP2 adds a working copy of e N wherever it wraps a
 (3) Under a pipeline what a backward gathered stays until the next forward of its layer: + e N when
     a backward is done, that is, when a micro-batch's activations are gone.
 
+Offload.  `optimizer`: the moments, 8 N/d, are on the host, and the step brings them to the device
+through three buckets, each as large as the largest parameter's moments and at least BUCKET_BYTES.
+`parameters`: the 16 N/d of parameters, gradients and moments are on the host; the device has the
+working copy, e N (ZeRO-3: while the unit works), gradients that wait whole for their reduction, and
+while a shard is copied its 4 N/d and, narrowed, e N/d.
+Gradients on the wire.  In 16 bits the reduction's input is 2 N; PowerSGD keeps what it left out of
+the last step, 4 N, and its factors.
+
 While a unit works it needs in forward, ZeRO-3 only, 3 e N (its copy, the gathered buffer it came
 from, the next unit's buffer), and in backward its fresh gradients e N, the reduction's input 4 N
 (not in a pipeline, which reduces when no activations are left), and for ZeRO-3 again copy and next
@@ -34,10 +42,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.cluster import Precision
+from planner.plan import GradientWire, Offload
 
 MASTER = 4
 """Bytes of a master parameter, of a gradient, and of each moment: fp32."""
 MOMENTS = 2
+BUCKETS = 3
+BUCKET_BYTES = 64 * 2**20
+"""Of moments that come to the device together, those in use, and those that go back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +65,8 @@ class Sharing:
     pipelined: bool
     accumulated: bool
     """A step has several micro-batches."""
+    offload: Offload = "none"
+    wire: GradientWire = "full"
 
     @property
     def working_bytes(self) -> int:
@@ -61,8 +75,14 @@ class Sharing:
 
     @property
     def wrapped(self) -> bool:
-        """Whether FSDP2 holds the layer: for data parallelism, or for mixed precision."""
-        return self.data > 1 or self.working_bytes != MASTER
+        """Whether FSDP2 holds the layer: for data, mixed precision, or parameters on the host."""
+        needed = self.working_bytes != MASTER or self.offload == "parameters"
+        return self.data > 1 or needed
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of a gradient in its reduction, where it is not of low rank."""
+        return 2 if self.wire in ("bf16", "fp16") else MASTER
 
     @property
     def sharded(self) -> bool:
@@ -95,6 +115,8 @@ class States:
     forward_transient_bytes: float
     backward_transient_bytes: float
     host_bytes: float = 0.0
+    bucket_bytes: float = 0.0
+    """Of moments on the host, the largest that come to the device together."""
 
     @property
     def resident_bytes(self) -> float:
@@ -112,14 +134,17 @@ class States:
             forward_transient_bytes=self.forward_transient_bytes + other.forward_transient_bytes,
             backward_transient_bytes=self.backward_transient_bytes + other.backward_transient_bytes,
             host_bytes=self.host_bytes + other.host_bytes,
+            bucket_bytes=max(self.bucket_bytes, other.bucket_bytes),
         )
 
 
-def states(parameters: float, sharing: Sharing, *, largest: float = 0.0) -> States:
+def states(
+    parameters: float, sharing: Sharing, *, largest: float = 0.0, factors: float = 0.0
+) -> States:
     """Return what a layer with this many parameters on the rank holds; the table is above.
 
     `largest` is its largest single parameter, whose fresh gradient waits to be added where autograd
-    accumulates by itself.
+    accumulates by itself; `factors` are the elements of its gradients' low-rank factors.
 
     >>> eight = Sharing(precision="bf16", zero=3, shard=8, data=8, pipelined=False,
     ...     accumulated=True)
@@ -127,24 +152,40 @@ def states(parameters: float, sharing: Sharing, *, largest: float = 0.0) -> Stat
     16.0
     """
     n, e, d = parameters, sharing.working_bytes, sharing.shard if sharing.sharded else 1
+    moments, on_host = MOMENTS * MASTER * n / d, 0.0
+    if sharing.offload == "optimizer":
+        moments, on_host = 0.0, moments
+    bucket = max(BUCKET_BYTES, MOMENTS * MASTER * min(largest, n) / d) if on_host else 0.0
     if not sharing.wrapped:
         return States(
             parameters_bytes=MASTER * n,
             gathered_bytes=0.0,
             gradients_bytes=MASTER * n,
-            optimizer_bytes=MOMENTS * MASTER * n,
+            optimizer_bytes=moments,
             forward_transient_bytes=0.0,
             backward_transient_bytes=e * largest if sharing.accumulated else 0.0,
+            host_bytes=on_host,
+            bucket_bytes=bucket,
         )
     once = sharing.pipelined or sharing.accumulated
     whole_gradients = not sharing.sharded or (once and not sharing.reduces_each_micro_batch)
     gathered = e * n if sharing.gathers_again else 0.0
-    reduced = 0.0 if sharing.pipelined else MASTER * n
+    reduced = 0.0 if sharing.pipelined else sharing.wire_bytes * n
+    masters, gradients = MASTER * n / d, MASTER * n / (1 if whole_gradients else d)
+    arriving = 0.0
+    if sharing.offload == "parameters":
+        on_host, moments, masters = (2 + MOMENTS) * MASTER * n / d, 0.0, 0.0
+        arriving = (MASTER + (e if e != MASTER else 0)) * n / d
+        gradients = gradients if whole_gradients and once else 0.0
+    if sharing.wire == "powersgd":
+        moments += MASTER * (n + factors)
     return States(
-        parameters_bytes=MASTER * n / d + (0.0 if gathered else e * n),
+        parameters_bytes=masters + (0.0 if gathered else e * n),
         gathered_bytes=gathered if sharing.pipelined else 0.0,
-        gradients_bytes=MASTER * n / (1 if whole_gradients else d),
-        optimizer_bytes=MOMENTS * MASTER * n / d,
-        forward_transient_bytes=3 * gathered,
-        backward_transient_bytes=e * n + reduced + 2 * gathered,
+        gradients_bytes=gradients,
+        optimizer_bytes=moments,
+        forward_transient_bytes=3 * gathered + arriving,
+        backward_transient_bytes=e * n + reduced + 2 * gathered + arriving,
+        host_bytes=on_host,
+        bucket_bytes=bucket,
     )

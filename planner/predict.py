@@ -23,7 +23,7 @@ from planner.model import ModelGraph
 from planner.plan import Activations, Job, Layout, Plan
 from planner.prediction import Prediction, StagePrediction
 from planner.profile import Profile, Recompute
-from planner.rank_memory import host_bytes, moving_beside, rank_memory_parts
+from planner.rank_memory import host_bytes, moving_beside, rank_memory_parts, streamed_bytes
 from planner.schedule import Order, in_flight, orders, rank_of_stage, splits_backward
 from planner.seats import Passing, Seat, Seats, alike
 from planner.simulate import Timeline, timeline
@@ -60,6 +60,8 @@ class StageSeconds:
     backward_host_s: float = 0.0
     packing_s: float = 0.0
     unpacking_s: float = 0.0
+    stream_s: float = 0.0
+    """Copies over the host link once per step."""
 
     @property
     def whole_forward_s(self) -> float:
@@ -288,6 +290,7 @@ def stage_seconds(costs: LayoutCosts, placement: Placement) -> StageSeconds:
         backward_host_s=sum(layer.backward_host_s for layer in layers),
         packing_s=sum(layer.treated.packing_s for layer in layers),
         unpacking_s=sum(layer.treated.unpacking_s for layer in layers),
+        stream_s=sum(layer.stream_s for layer in layers),
     )
 
 
@@ -302,7 +305,8 @@ def step_parts(
     """
     m = layout.micro_batches
     reduced_s = max(run.finish_s(s) + stage.sync_s for s, stage in enumerate(stages))
-    optimizer_s = max(stage.optimizer_s for stage in stages)
+    last = max(stages, key=lambda stage: stage.optimizer_s + stage.stream_s)
+    updated_s = last.optimizer_s + last.stream_s
     busiest = max(range(len(stages)), key=run.busy_s)
     stage = stages[busiest]
     parts = {
@@ -311,16 +315,16 @@ def step_parts(
         "recompute": m * stage.recompute_s,
         "tensor communication": m * (stage.forward_tensor_s + stage.backward_tensor_s),
         "data communication": m * (stage.forward_shard_s + stage.backward_shard_s) + stage.sync_s,
-        "optimizer": optimizer_s,
+        "optimizer": last.optimizer_s,
         "fixed": costs.step_s + (3 if _split(layout) else 2) * m * stage.action_s,
     }
     more = {
-        "offload": m * (stage.forward_host_s + stage.backward_host_s),
+        "offload": m * (stage.forward_host_s + stage.backward_host_s) + last.stream_s,
         "compression": m * (stage.packing_s + stage.unpacking_s),
     }
     parts |= {cause: seconds for cause, seconds in more.items() if seconds}
     # Idle, waiting for other stages or for their transfers.
-    parts["pipeline"] = max(0.0, reduced_s + optimizer_s + costs.step_s - sum(parts.values()))
+    parts["pipeline"] = max(0.0, reduced_s + updated_s + costs.step_s - sum(parts.values()))
     return parts
 
 
@@ -400,7 +404,7 @@ def _moments(
         if alive > 1:
             yield copies, gradients, before - stored, backward
     # The optimizer's moment.
-    yield 0.0, gradients, 0.0, 0.0
+    yield 0.0, gradients, 0.0, streamed_bytes(layers)
 
 
 def _backwards_last(order: Order) -> bool:

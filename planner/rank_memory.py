@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.costs import LayoutCosts
+from planner.memory import BUCKETS
 from planner.schedule import Order
 from planner.strategy import StrategyParts
 
@@ -41,8 +42,9 @@ def rank_memory_parts(
         stage: _held(layers, costs.boundary_bytes, first=stage == 0, last=stage == last_stage)
         for stage, layers in stages.items()
     }
-    activations, transient, buffers = _fullest(order, held)
     every = [layer for layers in stages.values() for layer in layers]
+    streaming = (0.0, streamed_bytes(every), 0.0)
+    activations, transient, buffers = max(_fullest(order, held), streaming, key=sum)
     dynamic = {
         "parameters": sum(
             layer.states.parameters_bytes + layer.states.gathered_bytes for layer in every
@@ -139,3 +141,9 @@ def host_bytes(stages: Mapping[int, Sequence[StrategyParts]], order: Order) -> f
         elif kind != "W":
             alive -= each[stage]
     return resident + most
+
+
+def streamed_bytes(layers: Sequence[StrategyParts]) -> float:
+    """Return the most bytes of moments from the host that the optimizer's step has at a time."""
+    bucket = max(layer.states.bucket_bytes for layer in layers)
+    return min(BUCKETS * bucket, sum(layer.states.host_bytes for layer in layers))

@@ -19,6 +19,7 @@ from planner.errors import DocumentError
 from planner.plan import Job
 from planner.prediction import Assumption
 from planner.profile import Overheads, Profile
+from planner.units import bytes_text
 
 Floats = NDArray[np.float64]
 
@@ -31,6 +32,10 @@ g for the norm (4), read and write g to clip it (8)."""
 HOST_LINK_SHARE = 0.8
 """Of a host link's quoted rate, what copies from and to pinned memory are taken to reach: headers
 and flow control of PCIe take a tenth to a fifth.  Assumed, not measured."""
+USUAL_HOST_MEMORY_BYTES_PER_S = 4e11
+"""Of one node, where a cluster does not say: two sockets with eight channels of DDR4-3200."""
+HOST_MEMORY_SHARE = 0.6
+"""Of a host's quoted memory bandwidth, what AdamW on all its cores is taken to reach.  Assumed."""
 KERNEL_HOST_S = {"forward": 9e-6, "backward": 12e-6}
 """Seconds of the host for each kernel of a forward, in both passes: a Llama block of negligible
 size, transformers 5.23, torch 2.13, one EPYC core, 34 kernels in 304 and 399 µs (2026-11-21)."""
@@ -48,6 +53,8 @@ class Rates:
     on_cpu: bool
     host_link_bytes_per_s: float | None = None
     """Of one device while all devices of its node copy, one direction, as it is reached."""
+    host_memory_bytes_per_s: float = 0.0
+    """Of one device's share of its host while all devices' processes work."""
 
     def link_s(self, operation: Collective, size_bytes: float, group: Levels) -> float:
         """Seconds of a collective."""
@@ -71,6 +78,16 @@ class Rates:
                 "is not given, and what is offloaded to the host goes over that link",
             )
         return size_bytes / self.host_link_bytes_per_s
+
+    def host_memory_s(self, moved_bytes: float) -> float:
+        """Seconds of memory traffic on the host."""
+        if self.on_cpu:
+            return self.memory_s(moved_bytes)
+        return moved_bytes / self.host_memory_bytes_per_s
+
+    def host_optimizer_s(self, parameters: float) -> float:
+        """Seconds of clipping and AdamW by the host, for parameters held by a rank."""
+        return self.host_memory_s(OPTIMIZER_TRAFFIC_BYTES * parameters)
 
     def optimizer_s(self, parameters: float) -> float:
         """Seconds of clipping and AdamW for parameters held by a rank."""
@@ -130,6 +147,31 @@ def rates(cluster: ClusterSpec, job: Job, profile: Profile | None) -> Rates:
         host_link_bytes_per_s=None
         if link is None
         else HOST_LINK_SHARE * link / min(group.host_link_devices, group.devices_per_node),
+        host_memory_bytes_per_s=HOST_MEMORY_SHARE
+        * (group.host_memory_bytes_per_s or USUAL_HOST_MEMORY_BYTES_PER_S)
+        / group.devices_per_node,
+    )
+
+
+def host_assumptions(cluster: ClusterSpec) -> Iterator[Assumption]:
+    """Yield what is taken for granted of the host, for layouts that offload to it."""
+    group = cluster.groups[0]
+    if group.accelerator.kind == "cpu":
+        return
+    link = group.host_link_bytes_per_s or 0.0
+    shared = f", shared by {group.host_link_devices} devices" * (group.host_link_devices > 1)
+    yield Assumption(
+        what=f"host link of {bytes_text(link)}/s per direction{shared}, of which copies reach "
+        f"{HOST_LINK_SHARE:.0%}",
+        provenance="quoted",
+        source=group.accelerator.sources.get("host_link_bytes_per_s", "cluster document"),
+    )
+    memory = group.host_memory_bytes_per_s
+    yield Assumption(
+        what=f"host memory of {bytes_text(memory or USUAL_HOST_MEMORY_BYTES_PER_S)}/s per node, of "
+        f"which an optimizer on the host reaches {HOST_MEMORY_SHARE:.0%}",
+        provenance="quoted" if memory else "assumed",
+        source="cluster document" if memory else "planner/rates.py",
     )
 
 

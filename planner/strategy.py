@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from planner.activations import Treated
 from planner.calibration import Figures
-from planner.memory import States
+from planner.memory import BUCKETS, States
 from planner.plan import Activations
 from planner.profile import Recompute
 
@@ -62,6 +62,11 @@ class StrategyParts:
     sync_s: float
     """Exposed communication once per step."""
     optimizer_s: float
+    forward_fetch_s: float = 0.0
+    """Of states on the host, exposed copies in each micro-batch's forward."""
+    backward_fetch_s: float = 0.0
+    stream_s: float = 0.0
+    """Of states on the host, exposed copies once per step."""
 
     @property
     def stored_bytes(self) -> float:
@@ -76,12 +81,12 @@ class StrategyParts:
     @property
     def forward_host_s(self) -> float:
         """Exposed copies over the host link in each micro-batch's forward."""
-        return self.treated.forward_host_s
+        return self.treated.forward_host_s + self.forward_fetch_s
 
     @property
     def backward_host_s(self) -> float:
         """Exposed copies over the host link in each micro-batch's backward."""
-        return self.treated.backward_host_s
+        return self.treated.backward_host_s + self.backward_fetch_s
 
     @property
     def unshared_forward_s(self) -> float:
@@ -110,7 +115,8 @@ class StrategyParts:
     @property
     def transient_bytes(self) -> float:
         """Working memory of the worse pass."""
-        return max(self.forward_transient_bytes, self.backward_transient_bytes)
+        working = max(self.forward_transient_bytes, self.backward_transient_bytes)
+        return max(working, BUCKETS * self.states.bucket_bytes)
 
 
 def strategy_cost(
@@ -139,12 +145,15 @@ def strategy_cost(
     return StrategyCost(
         recompute=part.recompute,
         activations=part.activations,
-        forward_s=part.unshared_forward_s + part.gather_s,
-        backward_s=part.unshared_backward_s + part.backward_shard_s + action_s,
+        forward_s=part.unshared_forward_s + part.gather_s + part.forward_fetch_s,
+        backward_s=part.unshared_backward_s
+        + part.backward_shard_s
+        + part.backward_fetch_s
+        + action_s,
         stored_bytes=stored,
         transient_bytes=transient + (neighbour_bytes if part.activations == "offload" else 0.0),
         resident_bytes=resident,
-        sync_s=part.sync_s + part.optimizer_s,
+        sync_s=part.sync_s + part.optimizer_s + part.stream_s,
         host_bytes=part.treated.host_bytes,
         host_resident_bytes=states.host_bytes,
     )
