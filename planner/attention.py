@@ -165,12 +165,36 @@ def _core(
     q, k, v = inputs
     operators = []
     saved: tuple[str, ...] = ("core", "log_sum")
-    attended = _attended(a, setting.seq_len)
+    attended, kernels, workspace = _attended(a, setting.seq_len), 1, 0.0
+    if setting.divides_sequence:
+        if a.family == "gpt2":
+            saved = (*saved, k, v)  # as long as its queries, which lie in one tensor with them
+        key, value = key * setting.context, value * setting.context
+        local = (key + value) / setting.context
+        operators.append(
+            Operator(
+                name="kv_gather",
+                kind="all_gather",
+                inputs=(k, v),
+                outputs={"k_all": key, "v_all": value},
+                moved_bytes=key + value,
+                # They travel in one buffer, and rank by rank.
+                copied_bytes=2 * (local + key + value),
+                workspace_bytes=local + key + value,
+                axis="context",
+            )
+        )
+        k, v = "k_all", "v_all"
+        # Two chunks of queries, each over the keys before it and over its own; outputs of the two
+        # are merged in fp32, half of the queries at a time.
+        kernels = 16
+        workspace = out + 1.5 * out * FP32 / setting.element_bytes
     if window(a, kind, setting.seq_len) < setting.seq_len:
         # With an explicit mask the fused kernel neither groups heads nor skips keys.
         attended = float(setting.seq_len)
-        key, value = query, out
-        mask = float(setting.seq_len**2 * setting.element_bytes)
+        shared = a.heads / a.kv_heads
+        key, value, kernels, workspace = key * shared, value * shared, 1, 0.0
+        mask = setting.seq_len**2 / setting.context * setting.element_bytes
         operators += [
             Operator(
                 name="repeat_heads",
@@ -191,19 +215,6 @@ def _core(
             ),
         ]
         k, v, saved = "k_heads", "v_heads", (*saved, "mask")
-    if setting.divides_sequence:
-        key, value = key * setting.context, value * setting.context
-        operators.append(
-            Operator(
-                name="kv_gather",
-                kind="all_gather",
-                inputs=(k, v),
-                outputs={"k_all": key, "v_all": value},
-                moved_bytes=key + value,
-                axis="context",
-            )
-        )
-        k, v = "k_all", "v_all"
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
     operators.append(
         Operator(
@@ -216,6 +227,8 @@ def _core(
             flops=4 * setting.tokens * attended * width,
             moved_bytes=query + key + value + out,
             backward_moved_bytes=2 * (query + key + value + out),
+            kernels=kernels,
+            workspace_bytes=workspace,
         )
     )
     return operators

@@ -2,7 +2,8 @@
 
 An exact measurement replaces the arithmetic; between two measured micro-batches figures are
 interpolated; elsewhere the arithmetic is scaled by measured over computed at the nearest setting of
-the same kind.  `Figures.provenance` says which of these it was.
+the same kind.  `Figures.provenance` says which of these it was.  Nothing is measured over context
+or expert ranks: there the seconds of communication stay the arithmetic's.
 """
 
 from __future__ import annotations
@@ -81,11 +82,16 @@ def calibrated(
 ) -> Figures:
     """Return the figures of a layer kind, measured where possible."""
     own = computed(setting, recompute)
-    if not corrects(measurements, setting):
-        return own
     same_kind = [m for m in measurements if m.kind == kind and m.precision == setting.precision]
     if not same_kind:
         return own
+    if setting.context > 1 or setting.expert > 1:
+        like = replace(setting, seq_len=setting.seq_len // setting.context, context=1, expert=1)
+        return replace(
+            _scaled_to_nearest(own, same_kind, like, recompute, computed),
+            forward_tensor_s=own.forward_tensor_s,
+            backward_tensor_s=own.backward_tensor_s,
+        )
     exact = {m.micro_batch: m for m in same_kind if _same_but_batch(m, setting, recompute)}
     if setting.micro_batch in exact:
         return _measured(own, exact[setting.micro_batch])
@@ -95,7 +101,17 @@ def calibrated(
         low, high = exact[max(below)], exact[min(above)]
         share = (setting.micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
         return _between(_measured(own, low), _measured(own, high), share)
-    nearest = min(same_kind, key=lambda m: _distance(m, setting, recompute))
+    return _scaled_to_nearest(own, same_kind, setting, recompute, computed)
+
+
+def _scaled_to_nearest(
+    own: Figures,
+    measurements: Sequence[LayerMeasurement],
+    setting: Setting,
+    recompute: Recompute,
+    computed: Computed,
+) -> Figures:
+    nearest = min(measurements, key=lambda m: _distance(m, setting, recompute))
     there = Setting(
         micro_batch=nearest.micro_batch,
         seq_len=nearest.seq_len,
@@ -107,7 +123,7 @@ def calibrated(
 
 def corrects(measurements: Sequence[LayerMeasurement], setting: Setting) -> bool:
     """Whether measurements may change the figures of a setting."""
-    return bool(measurements) and setting.context == 1 and setting.expert == 1
+    return any(m.precision == setting.precision for m in measurements)
 
 
 def _same_but_batch(m: LayerMeasurement, setting: Setting, recompute: Recompute) -> bool:

@@ -117,9 +117,7 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     """Yield what the runtime cannot do, first where others can."""
     a = model.architecture
     if layout.context > 1:
-        yield Obstacle(
-            "mesh.context", f"is {layout.context}; context parallelism cannot be executed; use 1"
-        )
+        yield from _context_obstacles(a, job, layout)
     if layout.expert > 1:
         yield Obstacle(
             "mesh.expert", f"is {layout.expert}; expert parallelism cannot be executed; use 1"
@@ -155,6 +153,28 @@ def _schedule_obstacles(a: Architecture | None, layout: Layout) -> Iterator[Obst
         )
 
 
+def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iterator[Obstacle]:
+    place, degree = "mesh.context", layout.context
+    if a is None:
+        yield Obstacle(
+            place, "a user's own modules cannot be divided by context parallelism; use 1"
+        )
+        return
+    if not a.causal or a.patches is not None or a.classes:
+        yield Obstacle(place, "context parallelism needs causal attention over tokens; use 1")
+    if a.latent is not None or a.positions == "alibi":
+        yield Obstacle(place, "context parallelism divides neither latents nor ALiBi; use 1")
+    # Each rank has one chunk from the front and one from the back, divided by tensor ranks again.
+    if job.seq_len % (2 * degree):
+        yield Obstacle(place, f"{degree} ranks need 2 x {degree} chunks of seq_len {job.seq_len}")
+    elif job.seq_len // degree % layout.tensor:
+        yield Obstacle(
+            place,
+            f"leaves {job.seq_len // degree} positions, which tensor={layout.tensor} does not "
+            "divide",
+        )
+
+
 def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what no backend can do as the planner describes it."""
     if job.precision not in PRECISIONS:
@@ -183,7 +203,7 @@ def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
             "mesh.pipeline",
             f"{layout.stages} stages need as many layers; the model has {len(model.chain)}",
         )
-    if layout.zero and layout.data_shard == 1 and layout.data > 1:
+    if layout.zero and layout.data_shard * layout.context == 1 and layout.data > 1:
         yield Obstacle(
             "mesh.data_shard", f"is 1, which leaves ZeRO-{layout.zero} nothing to divide; use more"
         )

@@ -70,7 +70,9 @@ class Engine:
             device=device,
             seed=plan.training.seed,
             weights=weights,
+            context=self._place.context,
         )
+        self._positions = self._place.context.positions(plan.seq_len).to(device)
         self.stages = plan.stages_of_rank(self._place.stage)
         self._parts = tuple(
             parallel_stage(
@@ -130,8 +132,8 @@ class Engine:
     def step(self, tokens: Tensor) -> StepResult:
         """Train on tokens [sample of this data rank, position], seq_len + 1 positions long.
 
-        There are micro_batch x micro_batches samples.  All tensor and pipeline ranks of a data rank
-        pass the same tokens.
+        There are micro_batch x micro_batches samples.  All tensor, context and pipeline ranks of a
+        data rank pass the same tokens.
         """
         samples = self.plan.micro_batch * self.plan.micro_batches
         expected = (samples, self.plan.seq_len + 1)
@@ -139,14 +141,16 @@ class Engine:
             raise LaunchError(f"a step takes tokens of shape {expected}, not {tuple(tokens.shape)}")
         tokens = tokens.to(self.device, non_blocking=True)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if self.plan.mesh.context > 1:
+            inputs, targets = inputs[:, self._positions], targets[:, self._positions]
         with self._loss_context():
             loss = (
                 self._all_micro_batches(inputs, targets)
                 if self._pipeline is None
                 else self._through_pipeline(self._pipeline, inputs, targets)
             )
-        # Every data rank and each of its tensor ranks holds the mean over its own samples.
-        holders = self.data_degree * self.plan.mesh.tensor
+        # Every rank that has tokens of its own, and each of its tensor ranks, holds their mean.
+        holders = self._place.replicas * self.plan.mesh.tensor
         loss, norm = self._optimizer.step(loss / holders).tolist()
         return StepResult(loss, norm)
 
@@ -178,7 +182,7 @@ class Engine:
         """
         if self._parts[0].wrapped:
             chain = self._parts[0].chain
-            sharded = self.plan.mesh.data_shard > 1
+            sharded = self._place.sharded
             chain.set_is_last_backward(last)
             chain.set_requires_gradient_sync(last or (sharded and self.plan.zero >= 2))
             chain.set_reshard_after_backward(last or (sharded and self.plan.zero == 3))
@@ -204,7 +208,8 @@ class Engine:
 
     def _new_pipeline(self) -> Pipeline:
         plan, place = self.plan, self._place
-        tokens = torch.empty(plan.micro_batch, plan.seq_len, dtype=torch.int64, device="meta")
+        length = plan.seq_len // plan.mesh.context
+        tokens = torch.empty(plan.micro_batch, length, dtype=torch.int64, device="meta")
         return Pipeline(
             [
                 StagePart(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from planner.errors import LaunchError
 from planner.model import Architecture, ModelGraph
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
+from runtime.context import WHOLE, Context, attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +53,30 @@ _STYLES: dict[str, TensorStyle | None] = {
     "replicated_with_grad_allreduce": None,
 }
 
+_CONTEXT_ATTENTION = "meshwright_context"
+"""What the library calls our attention over divided sequences."""
+
 
 class Embedding(nn.Module):
     """Token vectors, and learned position vectors where the family has them."""
 
-    def __init__(self, tokens: nn.Embedding, positions: nn.Embedding | None) -> None:
+    def __init__(
+        self, tokens: nn.Embedding, positions: nn.Embedding | None, context: Context = WHOLE
+    ) -> None:
         super().__init__()
         self.tokens = tokens
         self.positions = positions
+        self.context = context
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return [sample, position, hidden]."""
         x = self.tokens(tokens)
         if self.positions is None:
             return x
-        return x + self.positions.weight[: tokens.shape[1]]
+        if self.context.degree == 1:
+            return x + self.positions.weight[: tokens.shape[1]]
+        held = self.context.positions(tokens.shape[1] * self.context.degree)
+        return x + self.positions(held.to(tokens.device))
 
 
 class Block(nn.Module):
@@ -93,6 +103,7 @@ class HuggingFace:
         seq_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        context: Context = WHOLE,
     ) -> None:
         assert model.architecture is not None
         self.model = model
@@ -105,8 +116,16 @@ class HuggingFace:
             else ()
         )
         name = model.architecture.family
+        # Takes seconds to import, so not at the top.
         self._modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         self._seq_len, self._dtype, self._device = seq_len, dtype, device
+        self._context = context
+        self._positions = context.positions(seq_len)
+        if context.degree > 1:
+            from transformers import AttentionInterface  # noqa: PLC0415 - as above
+
+            AttentionInterface.register(_CONTEXT_ATTENTION, _over_context)
+            self.config._attn_implementation = _CONTEXT_ATTENTION
         self._rotary = self._rotary_tables()
         self._masks: dict[int, Tensor] = {}
 
@@ -119,6 +138,7 @@ class HuggingFace:
                 return Embedding(
                     nn.Embedding(a.vocab_size, a.hidden_size),
                     nn.Embedding(a.max_positions, a.hidden_size) if learned else None,
+                    self._context,
                 )
         if name == HEAD:
             with torch.device("meta"):
@@ -217,14 +237,15 @@ class HuggingFace:
         if self.architecture.positions != "rotary":
             return None
         rotary = getattr(self._modeling, f"{self.family.classes}RotaryEmbedding")(self.config)
-        positions = torch.arange(self._seq_len).unsqueeze(0)
-        cos, sin = rotary(torch.zeros(1, dtype=self._dtype), positions)
+        cos, sin = rotary(torch.zeros(1, dtype=self._dtype), self._positions.unsqueeze(0))
         return cos.to(self._device), sin.to(self._device)
 
     def _fixed(self, index: int) -> dict[str, Any]:
         fixed: dict[str, Any] = {"use_cache": False, "attention_mask": self._mask(index)}
         if self._rotary is not None:
             fixed["position_embeddings"] = self._rotary
+        if self._context.degree > 1:
+            fixed["context"] = self._context
         return fixed
 
     def _mask(self, index: int) -> Tensor | None:
@@ -236,12 +257,27 @@ class HuggingFace:
         if not window or window >= self._seq_len:
             return None
         if window not in self._masks:
-            distance = torch.arange(self._seq_len)
-            distance = distance[:, None] - distance
+            distance = self._positions[:, None] - torch.arange(self._seq_len)
             self._masks[window] = ((distance >= 0) & (distance < window))[None, None].to(
                 self._device
             )
         return self._masks[window]
+
+
+def _over_context(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    context: Context,
+    scaling: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Attention as the library's layers call it; [sample, position, head, head_dim] comes back."""
+    mixed = attention(query, key, value, context, scale=scaling, mask=attention_mask)
+    return mixed.transpose(1, 2).contiguous(), None
 
 
 def _index(layer: str) -> int:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from planner.errors import LaunchError
 from planner.plan import Axis, Plan
 from planner.plan import Mesh as Degrees
+from runtime.context import WHOLE, Context
 
 # Groups cost sockets and memory for as long as the process lives, so equal meshes share them.
 _made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -25,6 +26,8 @@ class Place:
 
     degrees: Degrees
     mesh: DeviceMesh | None
+    sharded: bool = False
+    """Whether ZeRO divides anything."""
 
     def along(self, axis: Axis) -> int:
         """Return this rank's coordinate on an axis."""
@@ -51,17 +54,42 @@ class Place:
         return self.along("pipeline")
 
     @property
-    def data_mesh(self) -> DeviceMesh:
-        """The axes that ZeRO divides over: data_shard, or (data_replicate, data_shard)."""
-        assert self.mesh is not None
-        if self.degrees.data_shard == 1:
-            return self.mesh["data_replicate"]
-        if self.degrees.data_replicate == 1:
-            return self.mesh["data_shard"]
-        return _kept(
-            ("hybrid", self.degrees),
-            lambda: _hybrid(self.mesh),  # type: ignore[arg-type]
+    def replicas(self) -> int:
+        """Ranks that compute gradients of the same parameters from tokens of their own."""
+        return self.data_degree * self.degrees.context
+
+    @property
+    def context(self) -> Context:
+        """This rank's place among those that share a sequence."""
+        if self.degrees.context == 1:
+            return WHOLE
+        return Context(
+            rank=self.along("context"),
+            degree=self.degrees.context,
+            group=self.axis("context").get_group(),
         )
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """Ranks that replicate, those that ZeRO divides over, or (replicating, dividing) ranks.
+
+        ZeRO divides over the ranks that share a sequence too.
+        """
+        if not self.sharded:
+            return self._together("data_replicate", "context")
+        shard = self._together("data_shard", "context")
+        if self.degrees.data_replicate == 1:
+            return shard
+        return DeviceMesh._concatenate([self.axis("data_replicate"), shard])
+
+    def _together(self, data: Axis, other: Axis) -> DeviceMesh:
+        """Return one axis made of two."""
+        assert self.mesh is not None
+        names = [n for n in self.mesh.mesh_dim_names or () if n in (data, other)]
+        used = [n for n in names if getattr(self.degrees, n) > 1] or [data]
+        if len(used) == 1:
+            return self.mesh[used[0]]
+        return self.mesh[tuple(used)]._flatten(f"{data} x {other}")
 
     def ends(self) -> dist.ProcessGroup | None:
         """Return the group of the first and last stage of this rank's pipeline, if it is in one."""
@@ -91,7 +119,8 @@ def place_of(plan: Plan, device: torch.device) -> Place:
         (device.type, outermost_first, sizes),
         lambda: init_device_mesh(device.type, sizes, mesh_dim_names=outermost_first),
     )
-    return Place(degrees=degrees, mesh=mesh)
+    sharded = plan.zero > 0 and degrees.data_shard * degrees.context > 1
+    return Place(degrees=degrees, mesh=mesh, sharded=sharded)
 
 
 def _kept(key: Any, make: Any) -> Any:
@@ -99,19 +128,6 @@ def _kept(key: Any, make: Any) -> Any:
     if key not in made:
         made[key] = make()
     return made[key]
-
-
-def _hybrid(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the (data_replicate, data_shard) mesh, whichever of them lies further out."""
-    names = mesh.mesh_dim_names
-    assert names is not None
-    if names.index("data_replicate") < names.index("data_shard"):
-        return mesh["data_replicate", "data_shard"]
-    ranks = mesh["data_shard", "data_replicate"].mesh.t().contiguous()
-    groups = [mesh.get_group("data_replicate"), mesh.get_group("data_shard")]
-    return DeviceMesh.from_group(
-        groups, mesh.device_type, ranks, mesh_dim_names=("data_replicate", "data_shard")
-    )
 
 
 def _end_groups(mesh: DeviceMesh) -> dict[int, dist.ProcessGroup]:

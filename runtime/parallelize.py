@@ -62,7 +62,7 @@ def parallel_stage(
             summed |= {f"{name}.{parameter}" for parameter in partial}
         adapter.tie(layers)  # again, since `divide` made new parameters
     shared = _shared(layers)
-    wraps = place.mesh is not None and (place.data_degree > 1 or plan.precision == "bf16")
+    wraps = place.mesh is not None and (place.replicas > 1 or plan.precision == "bf16")
     chain = Chain(layers)
     traffic = Traffic(device)
     first_moved = next((item for item in placed if item.activations == "offload"), None)
@@ -128,7 +128,7 @@ def _over_data(module: nn.Module, plan: Plan, place: Place, *, root: bool) -> No
     if plan.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = place.data_mesh
-    if plan.mesh.data_shard == 1:
+    if not place.sharded:
         replicate(module, mesh=mesh, mp_policy=policy)
     else:
         # The root's own parameters are needed again at once; None lets FSDP keep them.

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from planner.model import Architecture, ModelGraph
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
+from runtime.context import WHOLE, Context, attention
 
 ROTARY_BASE = 10000.0
 NORM_EPSILON = 1e-5
@@ -35,11 +36,14 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; fewer key/value heads than query heads."""
 
-    def __init__(self, architecture: Architecture, rotary: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, architecture: Architecture, rotary: tuple[Tensor, Tensor], context: Context
+    ) -> None:
         super().__init__()
         a = architecture
         self.head_dim = a.head_dim
         self.rotary = rotary
+        self.context = context
         self.query = nn.Linear(a.hidden_size, a.heads * a.head_dim, bias=a.qkv_bias)
         self.key = nn.Linear(a.hidden_size, a.kv_heads * a.head_dim, bias=a.qkv_bias)
         self.value = nn.Linear(a.hidden_size, a.kv_heads * a.head_dim, bias=a.qkv_bias)
@@ -51,13 +55,13 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        mixed = functional.scaled_dot_product_attention(
-            rotated(query, self.rotary),
-            rotated(key, self.rotary),
-            value,
-            is_causal=True,
-            enable_gqa=True,
-        )
+        query, key = rotated(query, self.rotary), rotated(key, self.rotary)
+        if self.context.degree > 1:
+            mixed = attention(query, key, value, self.context)
+        else:
+            mixed = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
@@ -79,10 +83,12 @@ class GatedMlp(nn.Module):
 class Block(nn.Module):
     """Attention, then MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, architecture: Architecture, rotary: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, architecture: Architecture, rotary: tuple[Tensor, Tensor], context: Context
+    ) -> None:
         super().__init__()
         self.attention_norm = norm(architecture)
-        self.attention = Attention(architecture, rotary)
+        self.attention = Attention(architecture, rotary, context)
         self.mlp_norm = norm(architecture)
         self.mlp = GatedMlp(architecture)
 
@@ -98,11 +104,11 @@ def norm(architecture: Architecture) -> nn.RMSNorm:
 
 
 def rotary_tables(
-    head_dim: int, seq_len: int, dtype: torch.dtype, device: torch.device
+    head_dim: int, positions: Tensor, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [position, head_dim] (Su et al., 2021), halves side by side."""
     frequency = ROTARY_BASE ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angle = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequency)
+    angle = torch.outer(positions.float(), frequency)
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
@@ -118,7 +124,13 @@ class Reference:
     """Adapter of the reference transformer."""
 
     def __init__(
-        self, model: ModelGraph, *, seq_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        model: ModelGraph,
+        *,
+        seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: Context = WHOLE,
     ) -> None:
         assert model.architecture is not None
         self.model = model
@@ -129,7 +141,10 @@ class Reference:
             if model.architecture.tied_embeddings
             else ()
         )
-        self.rotary = rotary_tables(self.architecture.head_dim, seq_len, dtype, device)
+        self._context = context
+        self.rotary = rotary_tables(
+            self.architecture.head_dim, context.positions(seq_len), dtype, device
+        )
 
     def layer(self, name: str) -> nn.Module:
         """Return a layer on the meta device."""
@@ -139,7 +154,7 @@ class Reference:
                 return Embedding(a)
             if name == HEAD:
                 return Head(norm(a), nn.Linear(a.hidden_size, a.vocab_size, bias=False))
-            return Block(a, self.rotary)
+            return Block(a, self.rotary, self._context)
 
     def tie(self, layers: Mapping[str, nn.Module]) -> None:
         """Let the output projection be the token embedding, where both are here."""

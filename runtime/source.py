@@ -11,6 +11,7 @@ from planner.expressions import is_factory
 from planner.model import ModelGraph
 from runtime import huggingface, reference
 from runtime.adapter import Adapter
+from runtime.context import WHOLE, Context
 from runtime.factory import FactoryChain
 
 
@@ -23,11 +24,13 @@ def adapter_of(
     device: torch.device,
     seed: int,
     weights: Path | None,
+    context: Context = WHOLE,
 ) -> Adapter:
     """Return the adapter for a model that `supported` has nothing against.
 
     `dtype` is the type of activations.  `weights` is a folder whose config.json, if it has one,
-    gives the settings that ModelGraph's figures leave open.
+    gives the settings that ModelGraph's figures leave open.  `context` says which positions of a
+    sequence the layers are given.
     """
     if is_factory(source):
         if weights is not None:
@@ -35,8 +38,10 @@ def adapter_of(
         return FactoryChain(model, source, seed=seed, dtype=dtype)
     assert model.architecture is not None
     if model.architecture.family == "reference":
-        return reference.Reference(model, seq_len=seq_len, dtype=dtype, device=device)
+        return reference.Reference(
+            model, seq_len=seq_len, dtype=dtype, device=device, context=context
+        )
     folder = next((f for f in (weights, Path(source)) if f and huggingface.has_config(f)), None)
     return huggingface.HuggingFace(
-        model, folder=folder, seq_len=seq_len, dtype=dtype, device=device
+        model, folder=folder, seq_len=seq_len, dtype=dtype, device=device, context=context
     )

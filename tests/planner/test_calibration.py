@@ -119,6 +119,22 @@ def test_elsewhere_arithmetic_is_scaled_by_the_nearest_measurement(
     assert found.whole_forward_s == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("context", [2, 4])
+def test_over_context_ranks_arithmetic_is_scaled_and_communication_is_not(
+    gpt2: ModelGraph, node: ClusterSpec, context: int
+) -> None:
+    plain = CostTables(gpt2, node, JOB)
+    tables = CostTables(gpt2, node, JOB, profile(measurement()))
+    ratio = 0.010 / figures(plain, Layout(micro_batch=2, micro_batches=32)).whole_forward_s
+    layout = Layout(context=context, micro_batch=8, micro_batches=8)
+
+    found = figures(tables, layout)
+
+    assert found.provenance == "fitted"
+    assert found.forward_s == pytest.approx(ratio * figures(plain, layout).forward_s)
+    assert found.forward_tensor_s == figures(plain, layout).forward_tensor_s > 0
+
+
 def test_a_measurement_of_the_same_recompute_choice_is_nearer_than_any_other(
     gpt2: ModelGraph, node: ClusterSpec
 ) -> None:

@@ -24,7 +24,7 @@ def node() -> ClusterSpec:
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
-        (Layout(context=2), "context"),
+        (Layout(context=3), "3 ranks need 2 x 3 chunks of seq_len 4096"),
         (Layout(expert=2), "expert"),
         (Layout(tensor=3), "does not divide"),
         (Layout(tensor=16), "it needs 16 devices"),
@@ -105,5 +105,6 @@ def test_what_divides_nothing_is_beyond_every_backend(
 
 
 def test_a_backend_refuses_what_only_it_cannot_do(llama: ModelGraph, node: ClusterSpec) -> None:
-    assert limit(llama, node, JOB, Layout(context=2)) is None
-    assert refusal(llama, node, JOB, Layout(context=2)) is not None
+    odd = Job(seq_len=4098, global_batch=64)
+    assert limit(llama, node, odd, Layout(context=2)) is None
+    assert "2 x 2 chunks" in str(refusal(llama, node, odd, Layout(context=2)))

@@ -155,12 +155,9 @@ def test_what_the_backend_refuses_is_counted_and_never_chosen() -> None:
     answer = case.search()
 
     refused = case.candidates().refused
-    assert set(refused) >= {
-        "mesh.context: is 2; context parallelism cannot be executed; use 1",
-        "mesh.expert: is 2; expert parallelism cannot be executed; use 1",
-    }
+    assert "mesh.expert: is 2; expert parallelism cannot be executed; use 1" in refused
     assert answer.certificate.counts["refused by the backend"] == sum(refused.values())
-    assert answer.plan.layout.context == answer.plan.layout.expert == 1
+    assert answer.plan.layout.expert == 1
 
 
 def test_no_two_layouts_are_equally_simple() -> None:

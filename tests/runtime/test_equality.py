@@ -69,7 +69,9 @@ class Case:
 
     @property
     def axis(self) -> str:
-        return next((axis for axis in ("tensor", "pipeline") if axis in self.layout), "data")
+        return next(
+            (axis for axis in ("context", "tensor", "pipeline") if axis in self.layout), "data"
+        )
 
 
 def case(
@@ -82,6 +84,7 @@ TIED = {"tied_embeddings": True}
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 DENSE_FIRST = Experts(count=4, per_token=2, ffn_size=24, dense_layers=1)
 HALVES = {"pipeline": 2, "data_shard": 2}
+HALF_CONTEXT = {"context": 2, "pipeline": 2, "recompute": "full"}
 HYBRID = {"data_replicate": 2, "data_shard": 2}
 # The axes in another order: pipeline on the fastest links, tensor on the slowest.
 OUTSIDE_IN = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
@@ -128,6 +131,46 @@ TWO = (
     case("data", "factory", data_replicate=2),
     case("zero 3, recompute full", "factory", data_shard=2, zero=3, recompute="full"),
     case("pipeline, recompute selective", "factory", pipeline=2, recompute="selective"),
+)
+
+TWO_CONTEXT = (
+    case("context", context=2),
+    case("context, four micro-batches", context=2, micro_batches=4),
+    case("context, zero 1", context=2, zero=1),
+    case("context, zero 2", context=2, zero=2),
+    case("context, zero 3", context=2, zero=3),
+    case("context, zero 3, recompute full", context=2, zero=3, recompute="full"),
+    case("context, zero 3, recompute selective", context=2, zero=3, recompute="selective"),
+    case("context, tied", model=TIED, context=2),
+    *(
+        case("context, recompute selective", family, context=2, recompute="selective")
+        for family in ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
+    ),
+    case("context, window of 5", "mistral", model={"sliding_window": 5}, context=2),
+)
+
+FOUR_CONTEXT = (
+    case("context", context=4),
+    case("context, zero 3, recompute full", context=4, zero=3, recompute="full"),
+    case("context x data", context=2, data_replicate=2),
+    case("context x data, axes outside in", context=2, data_replicate=2, order=OUTSIDE_IN),
+    case("context x zero 1, hybrid", context=2, data_replicate=2, zero=1),
+    case("context x zero 3, hybrid", context=2, data_replicate=2, zero=3, order=OUTSIDE_IN),
+    case("context x zero 2", context=2, data_shard=2, zero=2),
+    case("context x zero 3", context=2, data_shard=2, zero=3, recompute="full"),
+    case("context x zero 3, outside in", context=2, data_shard=2, zero=3, order=OUTSIDE_IN),
+    case("context x tensor", context=2, tensor=2),
+    case("context x tensor x zero 3", context=2, tensor=2, zero=3, recompute="selective"),
+    case("context x tensor, outside in", context=2, tensor=2, zero=3, order=OUTSIDE_IN),
+    case("context x pipeline", context=2, pipeline=2),
+    case("context x pipeline x zero 3", context=2, pipeline=2, zero=3, recompute="selective"),
+    case("context x pipeline, tied", model=TIED, context=2, pipeline=2),
+    case("context x zbv", context=2, pipeline=2, schedule="zbv", virtual_stages=2),
+    case("context", "llama", context=4),
+    case("context x tensor x zero 1", "qwen3", context=2, tensor=2, zero=1),
+    case("context x tensor, selective", "mixtral", context=2, tensor=2, recompute="selective"),
+    case("context x pipeline x zero 3, full", "qwen3_moe", **HALF_CONTEXT, zero=3),
+    case("context x pipeline", "gpt2", context=2, pipeline=2),
 )
 
 FOUR = (
@@ -321,6 +364,8 @@ GROUPS = {
         for axis in ("data", "pipeline", "tensor")
     },
     "library on 4 ranks": (4, of(FOUR, *LIBRARY, "factory")),
+    "context on 2 ranks": (2, TWO_CONTEXT),
+    "context on 4 ranks": (4, FOUR_CONTEXT),
     # Every third row meets every schedule and every layout, 3 dividing neither 8 nor 10.
     "a third of the schedules on 2 ranks": (2, TWO_SCHEDULED[::3]),
     "a third of the schedules on 4 ranks": (4, FOUR_SCHEDULED[::3]),
@@ -351,7 +396,10 @@ def test_any_schedule_trains_like_one_process(group: str) -> None:
 def test_every_row_is_in_a_group() -> None:
     rows = {id(row) for _, group in (GROUPS | WHOLE).values() for row in group}
 
-    assert rows == {id(row) for row in (*TWO, *FOUR, *TWO_SCHEDULED, *FOUR_SCHEDULED)}
+    assert rows == {
+        id(row)
+        for row in (*TWO, *FOUR, *TWO_CONTEXT, *FOUR_CONTEXT, *TWO_SCHEDULED, *FOUR_SCHEDULED)
+    }
 
 
 def test_a_third_of_the_schedules_meets_each_of_them() -> None:

@@ -33,7 +33,13 @@ def test_every_family_is_supported_in_one_process(family: str) -> None:
             "2 does not divide vocab_size 63",
         ),
         *((name, {}, {"tensor": 2}, f"does not divide the family {name}") for name in UNDIVIDED),
-        ("llama", {}, {"context": 2}, "mesh.context: is 2; context parallelism cannot"),
+        ("llama", {}, {"context": 3}, "mesh.context: 3 ranks need 2 x 3 chunks of seq_len 16"),
+        (
+            "llama",
+            {},
+            {"context": 8, "tensor": 4},
+            "mesh.context: leaves 2 positions, which tensor=4 does not divide",
+        ),
         ("mixtral", {}, {"expert": 2}, "mesh.expert: is 2; expert parallelism cannot"),
         ("llama", {}, {"precision": "fp16"}, "precision: fp16 cannot be trained; use bf16"),
         ("reference", {"qk_norm": True}, {}, "the reference transformer has no query/key norms"),
@@ -74,6 +80,9 @@ def test_figures_say_nothing_about_a_users_own_modules() -> None:
     assert supported(cases.plan(graph, source="mine.py:chain"), graph) is None
     assert "a user's own modules" in str(
         supported(cases.plan(graph, source="mine.py:chain", tensor=2), graph)
+    )
+    assert "a user's own modules cannot be divided by context" in str(
+        supported(cases.plan(graph, source="mine.py:chain", context=2), graph)
     )
 
 
