@@ -129,7 +129,7 @@ def collective_s(
     """Seconds of a collective over all levels of a group.
 
     Between subgroups only one part in (ranks inside) of the buffer moves through each device, and
-    chunks flow through all levels at once: the slowest level's seconds, plus the others' latency.
+    chunks flow through all levels at once: every level's latency, and the slowest one's bandwidth.
 
     >>> nvlink = LinkTier(name="nvlink", devices=8, latency_s=0.0, bytes_per_s=450e9,
     ...     fractions={"all_reduce": 1.0})
@@ -147,8 +147,8 @@ def collective_s(
         latencies.append(latency_s)
         seconds.append(whole_s)
         inner *= level.members
-    slowest = max(range(len(seconds)), key=lambda i: seconds[i])
-    return seconds[slowest] + sum(latencies) - latencies[slowest]
+    moving_s = max(whole_s - waited_s for whole_s, waited_s in zip(seconds, latencies, strict=True))
+    return sum(latencies) + moving_s
 
 
 def collectives_s(

@@ -29,20 +29,26 @@ def backend_prediction(
 ) -> Prediction:
     """Return what a layout should do under a framework's rules, all blocks recomputed alike."""
     run = _run(model, cluster, job, layout, backend=backend, recompute=recompute)
+    return run_prediction(run, model, layout.text())
+
+
+def run_prediction(run: Run, model: ModelGraph, layout: str) -> Prediction:
+    """Return what a run should do by its framework's rules; `layout` is how it is written."""
     rules, _ = rules_of(run)
     result = estimate(run)
+    recompute = run.recompute or "none"
     seconds = stage_seconds(priced(run, rules), recompute)
-    accelerator = cluster.groups[0].accelerator
-    flops = step_flops(model, seq_len=job.seq_len, global_batch=job.global_batch)
-    peak = layout.devices * peak_flops(accelerator, job.precision)
+    accelerator = run.cluster.groups[0].accelerator
+    flops = step_flops(model, seq_len=run.seq_len, global_batch=run.global_batch)
+    peak = run.devices * peak_flops(accelerator, run.precision)  # type: ignore[arg-type]
     sources = [f"accounting rules of {rules.name}; ranges from its residuals, docs/accuracy.md"]
     return Prediction(
-        layout=f"{layout.text()} {backend}",
+        layout=f"{layout} {run.framework}",
         step_time_s=result.step_time_s,
         step_time_low_s=result.low_s,
         step_time_high_s=result.high_s,
         step_parts=result.step_parts,
-        tokens_per_s=job.global_batch * job.seq_len / result.step_time_s,
+        tokens_per_s=run.global_batch * run.seq_len / result.step_time_s,
         mfu=flops / (result.step_time_s * peak),
         fits=result.fits,
         stages=tuple(
@@ -60,7 +66,7 @@ def backend_prediction(
             for stage, (forward_s, backward_s) in zip(result.stages, seconds, strict=True)
         ),
         assumptions=tuple(
-            Assumption(what=what, provenance="quoted", source=f"backend {backend}")
+            Assumption(what=what, provenance="quoted", source=f"backend {run.framework}")
             for what in (*sources, *result.assumptions)
         ),
     )

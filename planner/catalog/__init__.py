@@ -110,6 +110,28 @@ class Rent(Part):
         return self
 
 
+class PurchasePrice(Part):
+    """What a device was sold for on a date."""
+
+    accelerator: Text
+    usd_per_device: Amount
+    low: Amount | None = None
+    high: Amount | None = None
+    with_node: Flag
+    """Its share of the server is in the price."""
+    date: Text
+    source: Text
+    confidence: Literal["high", "medium", "low"]
+    note: Text | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        low, high = self.low or self.usd_per_device, self.high or self.usd_per_device
+        if not low <= self.usd_per_device <= high:
+            raise ValueError(f"usd_per_device {self.usd_per_device} is not in {low} to {high}")
+        return self
+
+
 class Quantity(Part):
     """A figure with the range that its sources span."""
 
@@ -166,6 +188,12 @@ class _Rents(Document):
     rents: tuple[Rent, ...]
 
 
+class _Purchases(Document):
+    kind_of_document: ClassVar[str] = "list of purchases"
+    purchases: tuple[PurchasePrice, ...]
+    network: Quantity
+
+
 class _Facility(Document):
     kind_of_document: ClassVar[str] = "facility"
     facility: Facility
@@ -198,6 +226,22 @@ def models() -> dict[str, ModelEntry]:
 def rents() -> tuple[Rent, ...]:
     """Return all dated rents."""
     return _with_sources(_Rents, "prices.yaml").rents
+
+
+@cache
+def purchases() -> dict[str, PurchasePrice]:
+    """Return dated purchase prices by accelerator."""
+    return {price.accelerator: price for price in _bought().purchases}
+
+
+@cache
+def network_purchase() -> Quantity:
+    """Return what switches and cables cost for each device, in US dollars."""
+    return _bought().network
+
+
+def _bought() -> _Purchases:
+    return _with_sources(_Purchases, "purchases.yaml")
 
 
 @cache

@@ -1,0 +1,1 @@
+"""Hardware compared before it is bought or rented: studies, candidates, cost, energy, ranking."""

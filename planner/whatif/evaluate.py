@@ -1,0 +1,269 @@
+"""One model on one candidate: the best plan there, and what it takes to reach the goal with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from planner.catalog import facility
+from planner.cluster import ClusterSpec
+from planner.errors import DocumentError, NoPlanFits
+from planner.expressions import resolve_model
+from planner.model import ModelGraph
+from planner.pins import read_pins
+from planner.plan import Job, Plan
+from planner.prediction import Prediction
+from planner.search import search
+from planner.units import bytes_text
+from planner.whatif import economics
+from planner.whatif.candidates import Candidate, Priced, watts_of
+from planner.whatif.fine_tuning import tuned
+from planner.whatif.span import Span, exact, product
+from planner.whatif.study import Assumptions, Study
+
+TOKENS_PER_STEP = 4_194_304
+LONGEST_DEFAULT = 8192
+SECONDS_PER_DAY = 86_400.0
+FULL = 0.92
+"""Share of device memory above which a plan is called bound by it."""
+NOTABLE = 0.12
+"""Share of a step above which communication or the pipeline is named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one model on one candidate; fields of time and cost are None if none fits."""
+
+    candidate: str
+    model: str
+    devices: int
+    accelerator: str
+    fits: bool
+    binding: str
+    """What limits it, in words; the reason why nothing fits if nothing does."""
+    layout: str = ""
+    step_s: Span | None = None
+    tokens_per_s: Span | None = None
+    mfu: float = 0.0
+    step_parts: dict[str, float] = field(default_factory=dict)
+    memory_parts: tuple[dict[str, float], ...] = ()
+    peak_bytes: float = 0.0
+    capacity_bytes: float = 0.0
+    hours: Span | None = None
+    usd: Span | None = None
+    usd_per_device_hour: Span | None = None
+    price: str = ""
+    """Commitment, date and source of the price, in words."""
+    capital_usd: float | None = None
+    watts: Span | None = None
+    energy_kwh: Span | None = None
+    carbon_kg: Span | None = None
+    misses: tuple[str, ...] = ()
+    """Goals that it does not meet."""
+    provenance: dict[str, int] = field(default_factory=dict)
+    """How many figures behind the prediction are measured, fitted, quoted, assumed."""
+    optimal: bool = False
+    plan: Plan | None = None
+
+    @property
+    def headroom_bytes(self) -> float:
+        """Memory left on the fullest device."""
+        return self.capacity_bytes - self.peak_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, the plan as its document."""
+        result: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, Span):
+                value = value.as_dict()
+            elif isinstance(value, Plan):
+                value = value.model_dump(mode="json", exclude_none=True)
+            result[name] = value
+        return {**result, "headroom_bytes": self.headroom_bytes}
+
+
+def job_for(study: Study, model: ModelGraph) -> Job:
+    """Return the work of a step, what the study leaves open filled in."""
+    limit = model.architecture.max_positions if model.architecture else LONGEST_DEFAULT
+    seq_len = study.work.seq_len or min(limit, LONGEST_DEFAULT)
+    return Job(
+        seq_len=seq_len,
+        global_batch=study.work.global_batch or max(1, TOKENS_PER_STEP // seq_len),
+        precision=study.work.precision,
+    )
+
+
+def evaluate(study: Study, model_name: str, candidate: Candidate) -> Outcome:
+    """Return the outcome of one model on one candidate."""
+    model = resolve_model(model_name)
+    job = job_for(study, model)
+    blank = Outcome(
+        candidate=candidate.name,
+        model=model_name,
+        devices=candidate.devices,
+        accelerator="+".join(group.accelerator.name for group in candidate.cluster.groups),
+        fits=False,
+        binding="",
+        price=candidate.priced.how,
+    )
+    try:
+        plan, prediction, optimal = _best(study, model, candidate, job)
+    except (NoPlanFits, DocumentError) as error:
+        return replace(blank, binding=str(error))
+    fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)
+    step = Span(
+        value=prediction.step_time_s,
+        low=prediction.step_time_low_s,
+        high=prediction.step_time_high_s,
+    )
+    tokens = exact(float(job.global_batch * job.seq_len))
+    outcome = replace(
+        blank,
+        fits=True,
+        layout=prediction.layout,
+        step_s=step,
+        tokens_per_s=product([tokens, step.inverse]),
+        mfu=prediction.mfu,
+        step_parts=dict(prediction.step_parts),
+        memory_parts=tuple(dict(stage.memory_parts) for stage in prediction.stages),
+        peak_bytes=fullest.peak_memory_bytes,
+        capacity_bytes=fullest.memory_capacity_bytes,
+        binding=binding_of(prediction),
+        provenance=_provenance(prediction),
+        optimal=optimal,
+        plan=plan,
+    )
+    return _with_goal(study, candidate, outcome)
+
+
+def binding_of(prediction: Prediction) -> str:
+    """Say in words what keeps a plan from being faster."""
+    step_s = prediction.step_time_s
+    fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)
+    share = fullest.peak_memory_bytes / fullest.memory_capacity_bytes
+    parts = dict(prediction.step_parts)
+    again = parts.pop("recompute", 0.0)
+    computing = again + parts.pop("forward", 0.0) + parts.pop("backward", 0.0)
+    said = []
+    if share > FULL:
+        text = f"memory: {100 * share:.0f} % of {bytes_text(fullest.memory_capacity_bytes)}"
+        if again > 0.02 * step_s:
+            text += f", recomputation takes {100 * again / step_s:.0f} %"
+        said.append(text)
+    name, seconds = max(parts.items(), key=lambda part: part[1], default=("", 0.0))
+    if seconds > NOTABLE * step_s:
+        said.append(f"{name} {100 * seconds / step_s:.0f} % of the step")
+    if not said:
+        said.append(f"compute: {100 * computing / step_s:.0f} % of the step")
+    return "; ".join(said)
+
+
+def _best(
+    study: Study, model: ModelGraph, candidate: Candidate, job: Job
+) -> tuple[Plan | None, Prediction, bool]:
+    if study.work.tuning in ("lora", "qlora"):
+        prediction = tuned(model, candidate.cluster, job, quantised=study.work.tuning == "qlora")
+        return None, prediction, False
+    answer = search(
+        model,
+        candidate.cluster,
+        job,
+        cluster_name=candidate.name,
+        pins=read_pins(candidate.fix),
+    )
+    return answer.plan, answer.prediction, answer.certificate.optimal
+
+
+def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
+    """Add hours, cost, energy and carbon, and what of the goal is missed."""
+    assumed, goal = study.assumptions, study.goal
+    watts = watts_of(candidate.cluster, assumed)
+    outcome = replace(outcome, watts=watts, **_prices(candidate.cluster, candidate.priced, assumed))
+    if goal.tokens is not None and outcome.tokens_per_s is not None:
+        run_hours = economics.hours(goal.tokens, outcome.tokens_per_s, _goodput(candidate, assumed))
+        outcome = replace(outcome, hours=run_hours)
+        if outcome.usd_per_device_hour is not None:
+            usd = economics.rent_usd(outcome.devices, run_hours, outcome.usd_per_device_hour)
+            outcome = replace(outcome, usd=usd)
+        if watts is not None:
+            energy = economics.energy_kwh(watts, run_hours)
+            grams = assumed.carbon_g_per_kwh
+            if grams is None:
+                grams = carbon_of(assumed.country)
+            outcome = replace(
+                outcome, energy_kwh=energy, carbon_kg=economics.carbon_kg(energy, grams)
+            )
+    return replace(outcome, misses=tuple(_misses(study, outcome)))
+
+
+def carbon_of(country: str) -> float:
+    """Return grams of CO2 per kWh; DocumentError with the known countries."""
+    known = facility().carbon_g_per_kwh.by_country
+    if country not in known:
+        raise DocumentError(
+            "assumptions.country",
+            f"is '{country:.20}'; known are {', '.join(known)}; or give carbon_g_per_kwh",
+        )
+    return known[country]
+
+
+def power_usd_per_device_hour(cluster: ClusterSpec, assumed: Assumptions) -> Span | None:
+    """Return what a device's electricity costs an hour."""
+    watts = watts_of(cluster, assumed)
+    if watts is None:
+        return None
+    price = assumed.electricity_usd_per_kwh or facility().electricity_usd_per_kwh
+    electricity = Span(value=price.value, low=price.low, high=price.high)
+    return product([watts.times(1e-3 / cluster.devices), electricity])
+
+
+def _goodput(candidate: Candidate, assumed: Assumptions) -> Span:
+    goodput = assumed.goodput
+    span = Span(value=goodput.value, low=goodput.low, high=goodput.high)
+    if not candidate.spot:
+        return span
+    lost = assumed.spot_lost
+    kept = Span(value=1 - lost.value, low=1 - lost.high, high=1 - lost.low)
+    return product([span, kept])
+
+
+def _prices(cluster: ClusterSpec, priced: Priced, assumed: Assumptions) -> dict[str, Any]:
+    """Return the price of a device hour on the candidate's terms, and what is paid at once."""
+    if priced.rent_usd_per_device_hour is not None:
+        return {"usd_per_device_hour": priced.rent_usd_per_device_hour}
+    if priced.purchase is None and not priced.owned:
+        return {}
+    power = power_usd_per_device_hour(cluster, assumed) or exact(0.0)
+    if priced.purchase is None:
+        return {"usd_per_device_hour": power}
+    each = economics.owned_usd_per_device_hour(
+        priced.purchase, utilisation=assumed.utilisation, power_usd_per_device_hour=power
+    )
+    capital = priced.purchase.capital_usd_per_device.value * cluster.devices
+    return {"usd_per_device_hour": each, "capital_usd": capital}
+
+
+def _misses(study: Study, outcome: Outcome) -> list[str]:
+    goal, missed = study.goal, []
+    limits = (
+        ("deadline", outcome.hours, goal.deadline_days, 1 / 24, "days"),
+        ("budget", outcome.usd, goal.budget_usd, 1.0, "USD"),
+        ("power cap", outcome.watts, goal.power_cap_w, 1.0, "W"),
+        ("emission cap", outcome.carbon_kg, goal.emission_cap_kg, 1.0, "kg"),
+    )
+    for name, span, limit, unit, words in limits:
+        if limit is None:
+            continue
+        if span is None:
+            missed.append(f"{name}: not known")
+        elif span.value * unit > limit * (1 + 1e-12):
+            missed.append(f"{name}: {span.value * unit:,.4g} of {limit:,.4g} {words}")
+    return missed
+
+
+def _provenance(prediction: Prediction) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for assumption in prediction.assumptions:
+        counts[assumption.provenance] = counts.get(assumption.provenance, 0) + 1
+    return counts

@@ -1,0 +1,127 @@
+"""Fine-tuning with adapters (LoRA, QLoRA): the best layout by the rules of public fine-tuners.
+
+The search plans full training; with frozen weights the choice is small enough to look at all of
+it: replicas or ZeRO-3 over all devices, tensor parallelism inside a node, the micro-batch,
+recomputation on or off, frozen weights on the device or in host memory.
+
+Weights in host memory cross the host's link in both passes of every micro-batch, each rank its own
+share, hidden behind the layers' computation as far as that lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.backends.prediction import run_prediction
+from planner.cluster import ClusterSpec
+from planner.errors import DocumentError, NoPlanFits
+from planner.model import ModelGraph
+from planner.plan import Job
+from planner.prediction import Prediction
+from planner.runs import Run
+from planner.space import divisors
+from planner.units import bytes_text
+
+LARGEST_MICRO_BATCH = 32
+QUANTISED_BYTES, WORKING_BYTES = 0.53, 2.0
+"""Per frozen weight: 4 bits with a scale for every 64, or bf16."""
+
+
+def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool) -> Prediction:
+    """Return the fastest layout that fits; NoPlanFits says by how much the leanest misses."""
+    if model.architecture is None or model.architecture.experts is not None:
+        raise DocumentError("work.tuning", f"{model.name}: adapters of dense language models only")
+    best: Prediction | None = None
+    leanest: Prediction | None = None
+    for run, text in _runs(model, cluster, job, quantised=quantised):
+        found = run_prediction(run, model, text)
+        if "params" in run.offload:
+            found = _with_offload(found, run, cluster, model, quantised=quantised)
+        if found.fits and (best is None or found.step_time_s < best.step_time_s):
+            best = found
+        if leanest is None or _peak(found) < _peak(leanest):
+            leanest = found
+    if best is not None:
+        return best
+    if leanest is None:
+        raise NoPlanFits(
+            f"no layout divides a global batch of {job.global_batch} over {cluster.devices} devices"
+        )
+    device = cluster.groups[0].accelerator
+    raise NoPlanFits(
+        f"the leanest layout, {leanest.layout}, needs {bytes_text(_peak(leanest))} of "
+        f"{bytes_text(device.memory_bytes)} on each device"
+    )
+
+
+def _peak(prediction: Prediction) -> float:
+    return max(stage.peak_memory_bytes for stage in prediction.stages)
+
+
+def _runs(
+    model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool
+) -> Iterator[tuple[Run, str]]:
+    group, architecture = cluster.groups[0], model.architecture
+    assert architecture is not None
+    for tensor in divisors(group.devices_per_node):
+        if architecture.kv_heads % tensor or (tensor > 1 and quantised):
+            continue
+        data = cluster.devices // tensor
+        if job.global_batch % data:
+            continue
+        for zero in (0, 3) if data > 1 else (0,):
+            for micro_batch in divisors(job.global_batch // data):
+                if micro_batch > LARGEST_MICRO_BATCH:
+                    continue
+                for recompute in ("none", "full"):
+                    for offload in ("none", "params"):
+                        yield (
+                            Run(
+                                architecture=architecture,
+                                cluster=cluster,
+                                task="qlora" if quantised else "lora",
+                                framework="transformers",
+                                seq_len=job.seq_len,
+                                global_batch=job.global_batch,
+                                micro_batch=micro_batch,
+                                tensor=tensor,
+                                data=data,
+                                zero=zero,
+                                recompute=recompute,
+                                offload=offload,
+                                precision=job.precision,
+                                quantised=quantised,
+                            ),
+                            f"tp={tensor} dp={data} zero={zero} micro_batch={micro_batch} "
+                            f"recompute={recompute}"
+                            + (" offload=parameters" if offload == "params" else ""),
+                        )
+
+
+def _with_offload(
+    found: Prediction, run: Run, cluster: ClusterSpec, model: ModelGraph, *, quantised: bool
+) -> Prediction:
+    """Add the seconds of bringing weights from the host, and refuse what the host cannot hold."""
+    group = cluster.groups[0]
+    each = QUANTISED_BYTES if quantised else WORKING_BYTES
+    weights = each * model.parameters / run.tensor
+    share = weights / run.data if run.zero == 3 else weights
+    link, host = group.host_link_bytes_per_s, group.host_memory_bytes
+    if link is None:
+        return found.model_copy(update={"fits": False})
+    computing_s = sum(found.step_parts.get(name, 0.0) for name in ("forward", "backward"))
+    moved_s = 2 * run.micro_batches * share / link
+    seen_s = max(0.0, moved_s - computing_s)
+    longer = (found.step_time_s + seen_s) / found.step_time_s
+    fits = found.fits and (host is None or share * group.devices_per_node <= host)
+    return found.model_copy(
+        update={
+            "fits": fits,
+            "step_parts": {**found.step_parts, "offload": seen_s},
+            "step_time_s": found.step_time_s * longer,
+            "step_time_low_s": found.step_time_low_s * longer,
+            "step_time_high_s": found.step_time_high_s * longer,
+            "tokens_per_s": found.tokens_per_s / longer,
+            "mfu": found.mfu / longer,
+        }
+    )

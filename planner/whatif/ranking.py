@@ -1,0 +1,169 @@
+"""Outcomes compared: order with ties, Pareto front, cheapest within a deadline, what flips."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.whatif.evaluate import Outcome
+from planner.whatif.span import Span
+from planner.whatif.study import Order, Study
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """An outcome's place."""
+
+    outcome: Outcome
+    place: int
+    """From 1; tied outcomes keep their order by value and share the first one's place."""
+    tied: bool
+    """Its figure differs from the best one's by no more than the study's margin."""
+    pareto: bool
+    """No other is at least as good in time, cost and energy, and better in one."""
+
+
+def ordered_by(study: Study, outcomes: Sequence[Outcome]) -> Order:
+    """Return what outcomes are ranked by: the goal's figure, or time where that is not known."""
+    fitting = [outcome for outcome in outcomes if outcome.fits]
+    wanted = study.goal.by
+    if wanted != "time" and any(_figure(outcome, wanted) is None for outcome in fitting):
+        return "time"
+    return wanted
+
+
+def ranked(study: Study, outcomes: Sequence[Outcome]) -> list[Rank]:
+    """Return the outcomes that fit, best first; those that miss the goal come last.
+
+    Two are tied with the best if their figures differ by no more than the margin of the larger.
+    """
+    by = ordered_by(study, outcomes)
+    fitting = sorted(
+        (outcome for outcome in outcomes if outcome.fits),
+        key=lambda outcome: (len(outcome.misses) > 0, figure(outcome, by), outcome.candidate),
+    )
+    front = set(map(id, pareto(fitting)))
+    result: list[Rank] = []
+    for index, outcome in enumerate(fitting):
+        first = fitting[0]
+        tied = (
+            index > 0
+            and not outcome.misses
+            and not first.misses
+            and tie(figure(first, by), figure(outcome, by), study.assumptions.tie)
+        )
+        result.append(
+            Rank(
+                outcome=outcome,
+                place=1 if tied or index == 0 else index + 1,
+                tied=tied,
+                pareto=id(outcome) in front,
+            )
+        )
+    return result
+
+
+def tie(one: float, other: float, margin: float) -> bool:
+    """Whether two figures differ by no more than a share of the larger.
+
+    >>> tie(100.0, 117.0, 0.15), tie(117.0, 100.0, 0.15), tie(100.0, 120.0, 0.15)
+    (True, True, False)
+    """
+    return abs(one - other) <= margin * max(one, other)
+
+
+def figure(outcome: Outcome, by: Order) -> float:
+    """Return what an outcome is ranked by: less is better."""
+    value = _figure(outcome, by)
+    assert value is not None, "an order is chosen that all outcomes have"
+    return value
+
+
+def _figure(outcome: Outcome, by: Order) -> float | None:
+    """Return cost, time or energy of the goal, or of a token if the goal names none."""
+    if by == "time":
+        span = outcome.hours
+        if span is None:
+            assert outcome.tokens_per_s is not None
+            return 1 / outcome.tokens_per_s.value
+        return span.value
+    if by == "energy":
+        if outcome.energy_kwh is not None:
+            return outcome.energy_kwh.value
+        return _per_token(outcome, outcome.watts)
+    if outcome.usd is not None:
+        return outcome.usd.value
+    price = outcome.usd_per_device_hour
+    return _per_token(outcome, None if price is None else price.times(outcome.devices))
+
+
+def _per_token(outcome: Outcome, rate: Span | None) -> float | None:
+    if rate is None or outcome.tokens_per_s is None:
+        return None
+    return rate.value / outcome.tokens_per_s.value
+
+
+def pareto(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the outcomes that no other beats in time, cost and energy together."""
+    rows = [(outcome, _coordinates(outcome)) for outcome in outcomes]
+    return [
+        outcome
+        for outcome, mine in rows
+        if not any(_beats(other, mine) for _, other in rows if other is not mine)
+    ]
+
+
+def _coordinates(outcome: Outcome) -> tuple[float, float, float]:
+    """Return time, cost and energy; one that is not known is worse than any figure."""
+    values = (_figure(outcome, "time"), _figure(outcome, "cost"), _figure(outcome, "energy"))
+    return tuple(float("inf") if value is None else value for value in values)  # type: ignore[return-value]
+
+
+def _beats(other: Sequence[float], mine: Sequence[float]) -> bool:
+    pairs = list(zip(other, mine, strict=True))
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubt:
+    """How much one cause widens the range of the best outcome, and what it could flip."""
+
+    cause: str
+    share: float
+    """Of the variance of the logarithm of the figure."""
+
+
+def doubts(study: Study, best: Outcome) -> list[Doubt]:
+    """Return the causes of the best outcome's range, the largest first; shares add up to 1."""
+    spans: list[tuple[str, Span | None]] = [("step time (kernels, network)", best.step_s)]
+    assumed = study.assumptions.goodput
+    if best.hours is not None:
+        spans.append(("goodput", Span(value=assumed.value, low=assumed.low, high=assumed.high)))
+    if study.goal.by == "cost":
+        spans.append(("price", best.usd_per_device_hour))
+    widths = []
+    for cause, span in spans:
+        if span is not None:
+            below, above = span.spreads()
+            widths.append((cause, (below + above) ** 2))
+    whole = sum(width for _, width in widths)
+    if whole == 0:
+        return []
+    return sorted(
+        (Doubt(cause=cause, share=width / whole) for cause, width in widths),
+        key=lambda doubt: -doubt.share,
+    )
+
+
+def flips(study: Study, ranks: Sequence[Rank], margin: float = 0.15) -> list[str]:
+    """Name the candidates that would come first if figures moved against the best by a margin."""
+    meeting = [rank for rank in ranks if not rank.outcome.misses]
+    if len(meeting) < 2:
+        return []
+    by = ordered_by(study, [rank.outcome for rank in ranks])
+    best = figure(meeting[0].outcome, by)
+    return [
+        rank.outcome.candidate
+        for rank in meeting[1:]
+        if figure(rank.outcome, by) * (1 - margin) < best * (1 + margin)
+    ]

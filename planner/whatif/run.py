@@ -1,0 +1,289 @@
+"""A study carried out: every model on every candidate, in processes side by side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.errors import DocumentError
+from planner.whatif.candidates import Candidate, candidates_of
+from planner.whatif.changes import WORDS, changed
+from planner.whatif.evaluate import Outcome, evaluate
+from planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, ranked
+from planner.whatif.study import ChangeName, Study
+
+Progress = Callable[[int, int], None]
+FEW = 3
+"""So many evaluations are not worth starting processes for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """One candidate with one figure changed, planned again."""
+
+    change: ChangeName
+    factor: float
+    outcome: Outcome
+    time: float
+    """Seconds per token over those before."""
+    cost: float | None
+    """Cost at the same price, over that before."""
+    premium_usd_per_device_hour: float | None
+    """What the change may cost at most, an hour and device, to pay."""
+    plan_changed: bool
+
+    @property
+    def words(self) -> str:
+        """What was changed, as people say it."""
+        return f"{WORDS[self.change]} x {self.factor:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Everything a study found."""
+
+    study: Study
+    outcomes: tuple[Outcome, ...]
+    """In the order of candidates and models; fewer than asked for if it was interrupted."""
+    ranks: dict[str, list[Rank]]
+    """By model."""
+    marginal: tuple[Changed, ...] = ()
+    curves: tuple[tuple[Changed, ...], ...] = ()
+    doubts: tuple[Doubt, ...] = ()
+    flips: tuple[str, ...] = ()
+    interrupted: bool = False
+    base: Outcome | None = None
+    """What marginal values and curves are against."""
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Outcome | None:
+        """The first of the first model, if it fits and meets the goal."""
+        for ranks in self.ranks.values():
+            if ranks and not ranks[0].outcome.misses:
+                return ranks[0].outcome
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    study: Study
+    model: str
+    candidate: Candidate
+
+
+def run(study: Study, *, processes: int | None = None, progress: Progress | None = None) -> Result:
+    """Carry out a study; interrupting it keeps what is done."""
+    candidates = {candidate.name: candidate for candidate in candidates_of(study)}
+    tasks = [
+        _Task(study, model, candidate)
+        for model in study.models
+        for candidate in candidates.values()
+    ]
+    done: dict[int, Outcome] = {}
+    interrupted = False
+    try:
+        for index, outcome in _evaluated(tasks, processes, progress):
+            done[index] = outcome
+    except KeyboardInterrupt:
+        interrupted = True
+    outcomes = tuple(done[index] for index in sorted(done))
+    ranks = {
+        model: ranked(study, [outcome for outcome in outcomes if outcome.model == model])
+        for model in study.models
+    }
+    result = Result(
+        study=study,
+        outcomes=outcomes,
+        ranks=ranks,
+        interrupted=interrupted,
+        candidates=candidates,
+    )
+    return result if interrupted else _followed(result, processes)
+
+
+def _followed(result: Result, processes: int | None) -> Result:
+    """Add marginal values, curves and doubts, which are about single candidates."""
+    study = result.study
+    best = result.best or next((o for o in result.outcomes if o.fits), None)
+    if best is None:
+        return result
+    marginal: tuple[Changed, ...] = ()
+    base = best
+    if study.marginal is not None:
+        base = _base(result, study.marginal.offer, best)
+        wanted = [(c, f) for c, factors in study.marginal.changes.items() for f in factors]
+        marginal = tuple(_changes(result, base, wanted, processes))
+    curves = []
+    for curve in study.curves:
+        base = _base(result, curve.offer, best)
+        wanted = [(curve.change, factor) for factor in curve.factors]
+        curves.append(tuple(_changes(result, base, wanted, processes)))
+    first = result.ranks[best.model]
+    return Result(
+        study=study,
+        outcomes=result.outcomes,
+        ranks=result.ranks,
+        candidates=result.candidates,
+        marginal=marginal,
+        curves=tuple(curves),
+        doubts=tuple(doubts(study, best)),
+        flips=tuple(flips(study, first)),
+        base=base,
+    )
+
+
+def _base(result: Result, offer: str | None, best: Outcome) -> Outcome:
+    if offer is None:
+        return best
+    for outcome in result.outcomes:
+        if outcome.candidate == offer and outcome.fits:
+            return outcome
+    raise DocumentError(
+        "offer", f"'{offer}' is no candidate that fits; there are {', '.join(result.candidates)}"
+    )
+
+
+def _changes(
+    result: Result,
+    base: Outcome,
+    wanted: Sequence[tuple[ChangeName, float]],
+    processes: int | None,
+) -> Iterator[Changed]:
+    """Yield what each change of a candidate does to it, planned again at the same price."""
+    candidate = result.candidates[base.candidate]
+    possible, tasks = [], []
+    for change, factor in wanted:
+        cluster = changed(candidate.cluster, change, factor)
+        if cluster is None:
+            continue
+        other = Candidate(
+            name=f"{candidate.name}, {WORDS[change]} x {factor:g}",
+            cluster=cluster,
+            priced=candidate.priced,
+            spot=candidate.spot,
+            fix=candidate.fix,
+        )
+        possible.append((change, factor))
+        tasks.append(
+            _Task(_resized_work(result.study, base, change, cluster.devices), base.model, other)
+        )
+    outcomes = dict(_evaluated(tasks, processes, None))
+    for index, (change, factor) in enumerate(possible):
+        yield _compared(base, change, factor, outcomes[index])
+
+
+def _resized_work(study: Study, base: Outcome, change: ChangeName, devices: int) -> Study:
+    """Return the study with a global batch that grows with the devices, if they change."""
+    if change != "devices" or base.tokens_per_s is None or base.plan is None:
+        return study
+    each = base.plan.global_batch / base.devices
+    batch = max(1, round(each * devices))
+    work = study.work.model_copy(update={"global_batch": batch})
+    return study.model_copy(update={"work": work})
+
+
+def _compared(base: Outcome, change: ChangeName, factor: float, outcome: Outcome) -> Changed:
+    time = float("inf")
+    cost = premium = None
+    if outcome.fits and outcome.tokens_per_s is not None and base.tokens_per_s is not None:
+        time = base.tokens_per_s.value / outcome.tokens_per_s.value
+        cost = time * outcome.devices / base.devices
+        price = base.usd_per_device_hour
+        if price is not None:
+            premium = price.value * (1 / cost - 1)
+    return Changed(
+        change=change,
+        factor=factor,
+        outcome=outcome,
+        time=time,
+        cost=cost,
+        premium_usd_per_device_hour=premium,
+        plan_changed=outcome.layout != base.layout,
+    )
+
+
+def _evaluated(
+    tasks: Sequence[_Task], processes: int | None, progress: Progress | None
+) -> Iterator[tuple[int, Outcome]]:
+    """Yield outcomes with the index of their task, as they come."""
+    count = processes or os.cpu_count() or 1
+    if len(tasks) <= FEW or count == 1:
+        yield from _one_by_one(tasks, progress)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(count, len(tasks)), mp_context=context) as pool:
+        waiting = {pool.submit(_outcome, task): index for index, task in enumerate(tasks)}
+        try:
+            yield from _as_they_come(waiting, progress, len(tasks))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _as_they_come(
+    waiting: dict[Future[Outcome], int], progress: Progress | None, count: int
+) -> Iterator[tuple[int, Outcome]]:
+    while waiting:
+        ready, _ = wait(waiting, return_when=FIRST_COMPLETED)
+        for future in ready:
+            index = waiting.pop(future)
+            if progress:
+                progress(count - len(waiting), count)
+            yield index, future.result()
+
+
+def _one_by_one(tasks: Iterable[_Task], progress: Progress | None) -> Iterator[tuple[int, Outcome]]:
+    listed = list(tasks)
+    for index, task in enumerate(listed):
+        yield index, _outcome(task)
+        if progress:
+            progress(index + 1, len(listed))
+
+
+def _outcome(task: _Task) -> Outcome:
+    return evaluate(task.study, task.model, task.candidate)
+
+
+def result_json(result: Result) -> dict[str, Any]:
+    """Return everything a study found as plain data."""
+    return {
+        "study": result.study.model_dump(mode="json", exclude_none=True),
+        "ranked_by": ordered_by(result.study, result.outcomes),
+        "interrupted": result.interrupted,
+        "outcomes": [outcome.as_dict() for outcome in result.outcomes],
+        "ranks": {
+            model: [
+                {
+                    "candidate": rank.outcome.candidate,
+                    "place": rank.place,
+                    "tied": rank.tied,
+                    "pareto": rank.pareto,
+                }
+                for rank in ranks
+            ]
+            for model, ranks in result.ranks.items()
+        },
+        "marginal": [_changed_json(change) for change in result.marginal],
+        "curves": [[_changed_json(change) for change in curve] for curve in result.curves],
+        "doubts": [{"cause": doubt.cause, "share": doubt.share} for doubt in result.doubts],
+        "flips": list(result.flips),
+    }
+
+
+def _changed_json(change: Changed) -> dict[str, Any]:
+    return {
+        "change": change.change,
+        "factor": change.factor,
+        "fits": change.outcome.fits,
+        "layout": change.outcome.layout,
+        "step_time_s": change.outcome.step_s.value if change.outcome.step_s else None,
+        "time": change.time if change.outcome.fits else None,
+        "cost": change.cost,
+        "premium_usd_per_device_hour": change.premium_usd_per_device_hour,
+        "plan_changed": change.plan_changed,
+    }

@@ -1,0 +1,207 @@
+"""Study: a question about hardware, as a document: models, work, goal, candidates, assumptions."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from planner.catalog import Quantity
+from planner.cluster import Precision
+from planner.document import Document, Part
+from planner.units import Amount, Fraction, Positive, Rate, Text
+
+ChangeName = Literal[
+    "memory",
+    "memory_bandwidth",
+    "compute",
+    "node_links",
+    "network",
+    "domain",
+    "host_memory",
+    "devices",
+]
+USUAL: dict[ChangeName, tuple[float, ...]] = {
+    "memory": (1.25, 1.5, 2.0),
+    "memory_bandwidth": (1.5,),
+    "compute": (1.1,),
+    "node_links": (2.0,),
+    "network": (2.0,),
+    "domain": (2.0,),
+    "host_memory": (2.0,),
+    "devices": (0.9, 1.1),
+}
+"""What is changed where a study does not say."""
+Tuning = Literal["pretrain", "full", "lora", "qlora"]
+Order = Literal["cost", "time", "energy"]
+
+
+class Work(Part):
+    """One training step."""
+
+    seq_len: Positive | None = None
+    """The model's own, 8,192 at most, where it is not given."""
+    global_batch: Positive | None = None
+    """Sequences; about 4 million tokens where it is not given."""
+    precision: Precision = "bf16"
+    tuning: Tuning = "pretrain"
+
+
+class Goal(Part):
+    """What is to be reached, and within what."""
+
+    tokens: Rate | None = None
+    deadline_days: Rate | None = None
+    budget_usd: Rate | None = None
+    power_cap_w: Rate | None = None
+    emission_cap_kg: Rate | None = None
+    by: Order = "cost"
+    """What candidates are ranked by; without a price for all of them, time."""
+
+
+class Rental(Part):
+    """A rent per device and hour; the catalogue's dated offers where no figure is given."""
+
+    usd_per_device_hour: Rate | None = None
+    low: Rate | None = None
+    high: Rate | None = None
+    commitment: Literal["on_demand", "reserved", "spot"] = "on_demand"
+    provider: Text | None = None
+    date: Text | None = None
+    source: Text | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        value = self.usd_per_device_hour
+        if value is None:
+            if self.low is not None or self.high is not None:
+                raise ValueError("low and high are the range of usd_per_device_hour; give it too")
+            return self
+        if self.provider is not None:
+            raise ValueError("provider chooses among the catalogue's offers; a price needs none")
+        if self.date is None or self.source is None:
+            raise ValueError("a price needs its date and source")
+        if not (self.low or value) <= value <= (self.high or value):
+            raise ValueError(f"{value} is not between {self.low} and {self.high}")
+        return self
+
+
+class Buying(Part):
+    """A purchase per device, node included; the catalogue's dated price where none is given."""
+
+    usd_per_device: Rate | None = None
+    low: Rate | None = None
+    high: Rate | None = None
+    date: Text | None = None
+    source: Text | None = None
+    network_usd_per_device: Amount | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        value = self.usd_per_device
+        if value is not None and (self.date is None or self.source is None):
+            raise ValueError("a price needs its date and source")
+        if value is not None and not (self.low or value) <= value <= (self.high or value):
+            raise ValueError(f"{value} is not between {self.low} and {self.high}")
+        return self
+
+
+class Offer(Part):
+    """Clusters to compare, and on which terms they can be had."""
+
+    name: Text | None = None
+    cluster: Text
+    """As on the command line; `{n}` stands for each of `n`."""
+    n: tuple[Positive, ...] = ()
+    largest: bool = False
+    """Of `n`, only the largest that keeps the goal's power cap."""
+    rent: Rental | None = None
+    buy: Buying | None = None
+    owned: bool = False
+    """Nothing is paid but power."""
+    change: dict[ChangeName, Rate] = Field(default_factory=dict)
+    """The cluster as it could be: factors on its figures."""
+    fix: tuple[Text, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if ("{n}" in self.cluster) != bool(self.n):
+            raise ValueError("cluster holds {n} where n lists numbers, and only there")
+        if sum((self.rent is not None, self.buy is not None, self.owned)) > 1:
+            raise ValueError("rent, buy and owned exclude each other; make an offer of each")
+        if self.largest and not self.n:
+            raise ValueError("largest chooses among n; list numbers")
+        return self
+
+
+def _assumed(value: float, low: float, high: float, why: str) -> Quantity:
+    return Quantity(value=value, low=low, high=high, source=f"assumed: {why}")
+
+
+class Assumptions(Part):
+    """Figures that no plan knows; each default names its source."""
+
+    goodput: Quantity = _assumed(
+        0.9, 0.8, 0.97, "no public rate of failures by size was found; measure your own"
+    )
+    """Share of the wall clock that trains: failures, restarts, checkpoints, evaluation."""
+    spot_lost: Quantity = _assumed(0.15, 0.05, 0.4, "interruptions differ by region and month")
+    """Share of spot hours lost to restarts."""
+    utilisation: Fraction = 0.8
+    """Share of a bought device's hours that are used."""
+    years: Rate = 3.0
+    """Until bought devices are sold."""
+    residual: Quantity = _assumed(0.3, 0.1, 0.5, "no resale prices by age were found")
+    """Share of the price that they are sold for then."""
+    interest: Amount = 0.08
+    """A year."""
+    electricity_usd_per_kwh: Quantity | None = None
+    power_usage_effectiveness: Quantity | None = None
+    node_power_over_tdp: Quantity | None = None
+    network_w_per_device: Quantity | None = None
+    country: Text = "USA"
+    carbon_g_per_kwh: Amount | None = None
+    """Of the country's grid where it is not given."""
+    tie: Fraction = 0.15
+    """Candidates that differ by no more than this share are tied."""
+
+
+class Curve(Part):
+    """One candidate, re-planned with one figure changed step by step."""
+
+    change: ChangeName
+    factors: tuple[Rate, ...]
+    offer: Text | None = None
+    """Its name; the best candidate where it is not given."""
+
+
+class Marginal(Part):
+    """One candidate, re-planned with one thing changed at a time."""
+
+    offer: Text | None = None
+    changes: dict[ChangeName, tuple[Rate, ...]] = Field(default_factory=lambda: dict(USUAL))
+
+
+class Study(Document):
+    """Candidates for some training, and what decides between them."""
+
+    kind_of_document: ClassVar[str] = "study"
+
+    name: Text
+    question: Text | None = None
+    models: tuple[Text, ...]
+    """As on the command line: catalogue names, configurations."""
+    work: Work = Work()
+    goal: Goal = Goal()
+    offers: tuple[Offer, ...]
+    assumptions: Assumptions = Assumptions()
+    marginal: Marginal | None = None
+    curves: tuple[Curve, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.models:
+            raise ValueError("models is empty; name at least one")
+        if not self.offers:
+            raise ValueError("offers is empty; name at least one cluster")
+        return self
