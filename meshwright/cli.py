@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from meshwright import commands
-from planner.errors import MeshwrightError
+from meshwright import commands, studies
+from planner.errors import DocumentError, MeshwrightError
 from planner.instance import Infeasible, Solution
 from planner.report.text import answer_text, prediction_lines
 from planner.report.validation_text import validation_text
+from planner.report.whatif_text import result_text
 from planner.units import bytes_text, seconds_text
 from planner.validate import validation_json
 
@@ -365,11 +366,80 @@ def validate(
 
 
 @app.command()
+def whatif(
+    study: Annotated[str | None, typer.Argument(help="A STUDY.yaml")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Instead of a study")] = None,
+    clusters: Annotated[
+        str | None, typer.Option("--clusters", help="Separated by commas: 8xa10g,4xp5.48xlarge")
+    ] = None,
+    tokens: Annotated[float | None, typer.Option("--tokens", help="To train in all: 1e12")] = None,
+    deadline_days: Annotated[float | None, typer.Option("--deadline-days")] = None,
+    budget: Annotated[float | None, typer.Option("--budget", help="US dollars")] = None,
+    seq_len: Annotated[int | None, typer.Option("--seq-len")] = None,
+    global_batch: Annotated[int | None, typer.Option("--global-batch")] = None,
+    prices: Annotated[
+        str | None, typer.Option("--prices", help="Rents instead of the catalogue's")
+    ] = None,
+    processes: Annotated[int | None, typer.Option("--processes", help="Side by side")] = None,
+    html: Annotated[str | None, typer.Option("--html", help="Write a page here")] = None,
+    table: Annotated[str | None, typer.Option("--csv", help="Write all candidates here")] = None,
+    json: Json = False,
+) -> None:
+    """Compare clusters before they are bought or rented: time, cost, energy of the best plans."""
+    with _bar("planning candidates", quiet=json) as progress:
+        answered = studies.whatif(
+            study,
+            model=model,
+            clusters=[part.strip() for part in (clusters or "").split(",") if part.strip()],
+            tokens=tokens,
+            deadline_days=deadline_days,
+            budget=budget,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            prices=prices,
+            processes=processes,
+            html=html,
+            table=table,
+            progress=progress,
+        )
+    if json:
+        print(commands.as_json(answered.json()))
+        return
+    out.print(result_text(answered.result))
+    for curve in answered.break_even:
+        for other, share in curve.against:
+            said = (
+                "never cheaper" if share is None else f"cheaper above {100 * share:.0f} % of hours"
+            )
+            out.print(f"{curve.name} against {other}: {said}")
+    for path in (html, table):
+        if path:
+            out.print(f"written: {path}")
+
+
+@app.command()
 def catalog(
     shelf: Annotated[Shelf, typer.Argument(help="Which list")] = Shelf.MODELS,
+    imported: Annotated[
+        str | None, typer.Option("--import", help="A price list of SkyPilot or gpuhunt (CSV)")
+    ] = None,
+    provider: Annotated[str, typer.Option("--provider", help="Whose prices")] = "imported",
+    date: Annotated[str | None, typer.Option("--date", help="Of the prices")] = None,
+    output: Annotated[str, typer.Option("-o", "--output")] = "rents.yaml",
     json: Json = False,
 ) -> None:
     """List what can be named: accelerators, node types, models, dated prices."""
+    if imported is not None:
+        if shelf is not Shelf.PRICES or date is None:
+            raise DocumentError("import", "goes with `catalog prices` and the list's --date")
+        found = studies.import_prices(imported, provider=provider, date=date, output=output)
+        if json:
+            print(commands.as_json(found.model_dump(mode="json", exclude_none=True)))
+        else:
+            out.print(
+                f"{len(found.rents)} rents written to {output}; use: whatif --prices {output}"
+            )
+        return
     rows = commands.catalog(shelf.value)
     if json:
         print(commands.as_json(rows))

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from planner.catalog.imports import Rents
 from planner.cluster import ClusterSpec
 from planner.document import Document, schema, write_text
 from planner.model import ModelGraph
@@ -13,6 +14,7 @@ from planner.plan import Plan
 from planner.prediction import Certificate, Prediction
 from planner.problem import Problem
 from planner.profile import Profile
+from planner.whatif.study import Study
 
 DOCUMENTS: tuple[type[Document], ...] = (
     ModelGraph,
@@ -22,6 +24,8 @@ DOCUMENTS: tuple[type[Document], ...] = (
     Prediction,
     Certificate,
     Problem,
+    Study,
+    Rents,
 )
 FOLDER = Path("docs/schemas")
 

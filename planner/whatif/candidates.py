@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.catalog import facility, network_purchase, purchases, rents
+from planner.catalog import Rent, facility, network_purchase, purchases, rents
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
 from planner.whatif.changes import changed
 from planner.whatif.economics import Power, Purchase
 from planner.whatif.span import Span, exact
-from planner.whatif.study import Assumptions, Buying, Offer, Rental, Study
+from planner.whatif.study import Assumptions, Buying, Offer, Rental, Study, Tuning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class Candidate:
     cluster: ClusterSpec
     priced: Priced
     spot: bool
+    tuning: Tuning
     fix: tuple[str, ...]
 
     @property
@@ -43,12 +44,16 @@ class Candidate:
         return self.cluster.devices
 
 
-def candidates_of(study: Study) -> list[Candidate]:
-    """Return all candidates in the order of their offers; names are unique."""
+def candidates_of(study: Study, offers: Sequence[Rent] | None = None) -> list[Candidate]:
+    """Return all candidates in the order of their offers; names are unique.
+
+    `offers` are dated rents instead of the catalogue's.
+    """
+    known = rents() if offers is None else offers
     found: dict[str, Candidate] = {}
     for place, offer in enumerate(study.offers):
         try:
-            listed = list(_of_offer(study, offer))
+            listed = list(_of_offer(study, offer, known))
         except DocumentError as error:
             raise DocumentError(
                 f"offers[{place}].{error.path or 'cluster'}", error.message
@@ -91,9 +96,9 @@ def _span(quantity: object) -> Span:
     return Span(value=quantity.value, low=quantity.low, high=quantity.high)  # type: ignore[attr-defined]
 
 
-def _of_offer(study: Study, offer: Offer) -> Iterator[Candidate]:
+def _of_offer(study: Study, offer: Offer, known: Sequence[Rent]) -> Iterator[Candidate]:
     texts = [offer.cluster.replace("{n}", str(n)) for n in offer.n] or [offer.cluster]
-    listed = [_candidate(study, offer, text) for text in texts]
+    listed = [_candidate(study, offer, text, known) for text in texts]
     if not offer.largest:
         yield from listed
         return
@@ -107,8 +112,12 @@ def _of_offer(study: Study, offer: Offer) -> Iterator[Candidate]:
     yield max(within, key=lambda candidate: candidate.devices)
 
 
-def _candidate(study: Study, offer: Offer, text: str) -> Candidate:
+def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> Candidate:
     cluster = resolve_cluster(text)
+    if offer.host_memory_bytes is not None:
+        size = {"host_memory_bytes": offer.host_memory_bytes}
+        groups = tuple(group.model_copy(update=size) for group in cluster.groups)
+        cluster = cluster.model_copy(update={"groups": groups})
     for change, factor in offer.change.items():
         other = changed(cluster, change, factor)
         if other is None:
@@ -119,17 +128,18 @@ def _candidate(study: Study, offer: Offer, text: str) -> Candidate:
         name = offer.name.replace("{n}", text) if offer.n and "{n}" in offer.name else offer.name
         if offer.n and "{n}" not in offer.name:
             name = f"{offer.name} {text}"
-    priced = _priced(study, offer, cluster)
+    priced = _priced(study, offer, cluster, known)
     return Candidate(
         name=name,
         cluster=cluster,
         priced=priced,
         spot=offer.rent is not None and offer.rent.commitment == "spot",
+        tuning=offer.tuning or study.work.tuning,
         fix=offer.fix,
     )
 
 
-def _priced(study: Study, offer: Offer, cluster: ClusterSpec) -> Priced:
+def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]) -> Priced:
     if offer.owned:
         return Priced(owned=True, how="owned: power alone is paid")
     if offer.buy is not None:
@@ -140,10 +150,10 @@ def _priced(study: Study, offer: Offer, cluster: ClusterSpec) -> Priced:
             rent_usd_per_device_hour=exact(price.usd_per_device_hour),
             how=f"{price.commitment}, {price.date}, {price.source}",
         )
-    return _rented(offer.rent or Rental(), cluster)
+    return _rented(offer.rent or Rental(), cluster, known)
 
 
-def _rented(rental: Rental, cluster: ClusterSpec) -> Priced:
+def _rented(rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> Priced:
     """Return a given rent, or the middle of the catalogue's offers for the accelerators."""
     value = rental.usd_per_device_hour
     if value is not None:
@@ -159,13 +169,13 @@ def _rented(rental: Rental, cluster: ClusterSpec) -> Priced:
         )
     spans, words = [], []
     for group in cluster.groups:
-        known = _offers(group.accelerator.name, rental)
-        if not known:
+        found = _offers(group.accelerator.name, rental, known)
+        if not found:
             return Priced(how=f"no {rental.commitment} rent of {group.accelerator.name} is known")
-        prices = sorted(price for price, _ in known)
+        prices = sorted(price for price, _ in found)
         middle = statistics.median(prices)
         spans.append((group.devices, Span(value=middle, low=prices[0], high=prices[-1])))
-        dates = sorted({date for _, date in known})
+        dates = sorted({date for _, date in found})
         words.append(
             f"median of {len(prices)} {rental.commitment.replace('_', '-')} rents of "
             f"{group.accelerator.name}, {dates[0]}" + (f" to {dates[-1]}" if dates[1:] else "")
@@ -181,10 +191,10 @@ def _rented(rental: Rental, cluster: ClusterSpec) -> Priced:
     )
 
 
-def _offers(accelerator: str, rental: Rental) -> list[tuple[float, str]]:
+def _offers(accelerator: str, rental: Rental, known: Sequence[Rent]) -> list[tuple[float, str]]:
     """Return prices with their dates, of whole nodes."""
     result = []
-    for rent in rents():
+    for rent in known:
         if rent.accelerator != accelerator or rental.provider not in (None, rent.provider):
             continue
         price = rent.on_demand_usd_per_device_hour

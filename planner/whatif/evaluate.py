@@ -49,6 +49,9 @@ class Outcome:
     memory_parts: tuple[dict[str, float], ...] = ()
     peak_bytes: float = 0.0
     capacity_bytes: float = 0.0
+    tokens: float | None = None
+    """To train in all."""
+    tokens_in_budget: float | None = None
     hours: Span | None = None
     usd: Span | None = None
     usd_per_device_hour: Span | None = None
@@ -134,7 +137,7 @@ def evaluate(study: Study, model_name: str, candidate: Candidate) -> Outcome:
         optimal=optimal,
         plan=plan,
     )
-    return _with_goal(study, candidate, outcome)
+    return _with_goal(study, candidate, model, outcome)
 
 
 def binding_of(prediction: Prediction) -> str:
@@ -162,8 +165,8 @@ def binding_of(prediction: Prediction) -> str:
 def _best(
     study: Study, model: ModelGraph, candidate: Candidate, job: Job
 ) -> tuple[Plan | None, Prediction, bool]:
-    if study.work.tuning in ("lora", "qlora"):
-        prediction = tuned(model, candidate.cluster, job, quantised=study.work.tuning == "qlora")
+    if candidate.tuning in ("lora", "qlora"):
+        prediction = tuned(model, candidate.cluster, job, quantised=candidate.tuning == "qlora")
         return None, prediction, False
     answer = search(
         model,
@@ -175,17 +178,23 @@ def _best(
     return answer.plan, answer.prediction, answer.certificate.optimal
 
 
-def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
+def _with_goal(study: Study, candidate: Candidate, model: ModelGraph, outcome: Outcome) -> Outcome:
     """Add hours, cost, energy and carbon, and what of the goal is missed."""
     assumed, goal = study.assumptions, study.goal
     watts = watts_of(candidate.cluster, assumed)
     outcome = replace(outcome, watts=watts, **_prices(candidate.cluster, candidate.priced, assumed))
-    if goal.tokens is not None and outcome.tokens_per_s is not None:
-        run_hours = economics.hours(goal.tokens, outcome.tokens_per_s, _goodput(candidate, assumed))
-        outcome = replace(outcome, hours=run_hours)
+    tokens = goal.tokens
+    if goal.tokens_per_parameter is not None:
+        tokens = goal.tokens_per_parameter * model.parameters
+    if tokens is not None and outcome.tokens_per_s is not None:
+        run_hours = economics.hours(tokens, outcome.tokens_per_s, _goodput(candidate, assumed))
+        outcome = replace(outcome, hours=run_hours, tokens=tokens)
         if outcome.usd_per_device_hour is not None:
             usd = economics.rent_usd(outcome.devices, run_hours, outcome.usd_per_device_hour)
             outcome = replace(outcome, usd=usd)
+            if goal.budget_usd is not None:
+                affordable = tokens * goal.budget_usd / usd.value
+                outcome = replace(outcome, tokens_in_budget=affordable)
         if watts is not None:
             energy = economics.energy_kwh(watts, run_hours)
             grams = assumed.carbon_g_per_kwh

@@ -33,11 +33,17 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
         raise DocumentError("work.tuning", f"{model.name}: adapters of dense language models only")
     best: Prediction | None = None
     leanest: Prediction | None = None
+    lacks: list[str] = []
     for run, text in _runs(model, cluster, job, quantised=quantised):
         found = run_prediction(run, model, text)
         if "params" in run.offload:
+            short = _lacking_host(run, cluster, model, quantised=quantised)
+            if short is not None:
+                lacks.append(short)
+                continue
             found = _with_offload(found, run, cluster, model, quantised=quantised)
-        if found.fits and (best is None or found.step_time_s < best.step_time_s):
+        fits = found.fits and _peak(found) <= cluster.groups[0].accelerator.memory_bytes
+        if fits and (best is None or found.step_time_s < best.step_time_s):
             best = found
         if leanest is None or _peak(found) < _peak(leanest):
             leanest = found
@@ -51,6 +57,7 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
     raise NoPlanFits(
         f"the leanest layout, {leanest.layout}, needs {bytes_text(_peak(leanest))} of "
         f"{bytes_text(device.memory_bytes)} on each device"
+        + (f"; with weights on the host, {min(lacks, key=len)}" if lacks else "")
     )
 
 
@@ -101,22 +108,16 @@ def _runs(
 def _with_offload(
     found: Prediction, run: Run, cluster: ClusterSpec, model: ModelGraph, *, quantised: bool
 ) -> Prediction:
-    """Add the seconds of bringing weights from the host, and refuse what the host cannot hold."""
+    """Add the seconds of bringing weights from the host."""
     group = cluster.groups[0]
-    each = QUANTISED_BYTES if quantised else WORKING_BYTES
-    weights = each * model.parameters / run.tensor
-    share = weights / run.data if run.zero == 3 else weights
-    link, host = group.host_link_bytes_per_s, group.host_memory_bytes
-    if link is None:
-        return found.model_copy(update={"fits": False})
+    assert group.host_link_bytes_per_s is not None, "seen by _lacking_host"
+    share = _host_share_bytes(run, model, quantised=quantised)
     computing_s = sum(found.step_parts.get(name, 0.0) for name in ("forward", "backward"))
-    moved_s = 2 * run.micro_batches * share / link
+    moved_s = 2 * run.micro_batches * share / group.host_link_bytes_per_s
     seen_s = max(0.0, moved_s - computing_s)
     longer = (found.step_time_s + seen_s) / found.step_time_s
-    fits = found.fits and (host is None or share * group.devices_per_node <= host)
     return found.model_copy(
         update={
-            "fits": fits,
             "step_parts": {**found.step_parts, "offload": seen_s},
             "step_time_s": found.step_time_s * longer,
             "step_time_low_s": found.step_time_low_s * longer,
@@ -125,3 +126,25 @@ def _with_offload(
             "mfu": found.mfu / longer,
         }
     )
+
+
+def _host_share_bytes(run: Run, model: ModelGraph, *, quantised: bool) -> float:
+    """Return the weights that one rank keeps on the host."""
+    each = QUANTISED_BYTES if quantised else WORKING_BYTES
+    weights = each * model.parameters / run.tensor
+    return weights / run.data if run.zero == 3 else weights
+
+
+def _lacking_host(
+    run: Run, cluster: ClusterSpec, model: ModelGraph, *, quantised: bool
+) -> str | None:
+    """Say what a node's host lacks for the weights, if anything."""
+    group = cluster.groups[0]
+    if group.host_link_bytes_per_s is None:
+        return f"the host link of {group.accelerator.name} is not known"
+    if group.host_memory_bytes is None:
+        return "the node's host memory is not known: give host_memory_bytes"
+    needed = _host_share_bytes(run, model, quantised=quantised) * group.devices_per_node
+    if needed <= group.host_memory_bytes:
+        return None
+    return f"they need {bytes_text(needed)} of its {bytes_text(group.host_memory_bytes)}"

@@ -21,6 +21,16 @@ class Rank:
     """Its figure differs from the best one's by no more than the study's margin."""
     pareto: bool
     """No other is at least as good in time, cost and energy, and better in one."""
+    ties_at_usd_per_device_hour: float | None = None
+    """The price at which it would cost what the first one costs."""
+
+
+def _tie_price(first: Outcome, outcome: Outcome) -> float | None:
+    ours, best = _figure(outcome, "cost"), _figure(first, "cost")
+    price = outcome.usd_per_device_hour
+    if outcome is first or ours is None or best is None or price is None:
+        return None
+    return price.value * best / ours
 
 
 def ordered_by(study: Study, outcomes: Sequence[Outcome]) -> Order:
@@ -58,6 +68,7 @@ def ranked(study: Study, outcomes: Sequence[Outcome]) -> list[Rank]:
                 place=1 if tied or index == 0 else index + 1,
                 tied=tied,
                 pareto=id(outcome) in front,
+                ties_at_usd_per_device_hour=_tie_price(fitting[0], outcome),
             )
         )
     return result
@@ -167,3 +178,23 @@ def flips(study: Study, ranks: Sequence[Rank], margin: float = 0.15) -> list[str
         for rank in meeting[1:]
         if figure(rank.outcome, by) * (1 - margin) < best * (1 + margin)
     ]
+
+
+def measured_first(study: Study, best: Outcome) -> list[str]:
+    """Say which measurements would narrow the first one's range most, and what they take."""
+    known = doubts(study, best)
+    said = []
+    node = min(best.devices, 8)
+    for doubt in known:
+        share = f"{100 * doubt.share:.0f} % of the uncertainty"
+        if doubt.cause.startswith("step time") and best.step_s is not None:
+            hours = 20 * best.step_s.value * best.devices / 3600
+            said.append(
+                f"step time, {share}: `meshwright profile` on one node (about {node / 4:g} device "
+                f"hours), then 20 steps of the plan ({hours:,.1f} device hours)"
+            )
+        elif doubt.cause == "goodput":
+            said.append(f"goodput, {share}: a week's log of failures and restarts on the cluster")
+        elif doubt.cause == "price":
+            said.append(f"price, {share}: a dated quote")
+    return said

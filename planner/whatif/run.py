@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.catalog import Rent
 from planner.errors import DocumentError
 from planner.whatif.candidates import Candidate, candidates_of
 from planner.whatif.changes import WORDS, changed
@@ -76,9 +77,18 @@ class _Task:
     candidate: Candidate
 
 
-def run(study: Study, *, processes: int | None = None, progress: Progress | None = None) -> Result:
-    """Carry out a study; interrupting it keeps what is done."""
-    candidates = {candidate.name: candidate for candidate in candidates_of(study)}
+def run(
+    study: Study,
+    *,
+    processes: int | None = None,
+    progress: Progress | None = None,
+    offers: Sequence[Rent] | None = None,
+) -> Result:
+    """Carry out a study; interrupting it keeps what is done.
+
+    `offers` are dated rents instead of the catalogue's.
+    """
+    candidates = {candidate.name: candidate for candidate in candidates_of(study, offers)}
     tasks = [
         _Task(study, model, candidate)
         for model in study.models
@@ -166,6 +176,7 @@ def _changes(
             cluster=cluster,
             priced=candidate.priced,
             spot=candidate.spot,
+            tuning=candidate.tuning,
             fix=candidate.fix,
         )
         possible.append((change, factor))
@@ -263,6 +274,7 @@ def result_json(result: Result) -> dict[str, Any]:
                     "place": rank.place,
                     "tied": rank.tied,
                     "pareto": rank.pareto,
+                    "ties_at_usd_per_device_hour": rank.ties_at_usd_per_device_hour,
                 }
                 for rank in ranks
             ]

@@ -51,12 +51,20 @@ class Goal(Part):
     """What is to be reached, and within what."""
 
     tokens: Rate | None = None
+    tokens_per_parameter: Rate | None = None
+    """Instead of tokens, where models of several sizes are compared: 20 is compute-optimal."""
     deadline_days: Rate | None = None
     budget_usd: Rate | None = None
     power_cap_w: Rate | None = None
     emission_cap_kg: Rate | None = None
     by: Order = "cost"
     """What candidates are ranked by; without a price for all of them, time."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.tokens is not None and self.tokens_per_parameter is not None:
+            raise ValueError("tokens and tokens_per_parameter exclude each other")
+        return self
 
 
 class Rental(Part):
@@ -119,6 +127,10 @@ class Offer(Part):
     buy: Buying | None = None
     owned: bool = False
     """Nothing is paid but power."""
+    tuning: Tuning | None = None
+    """Instead of the study's own."""
+    host_memory_bytes: Positive | None = None
+    """Of a node, where the cluster does not say or says otherwise."""
     change: dict[ChangeName, Rate] = Field(default_factory=dict)
     """The cluster as it could be: factors on its figures."""
     fix: tuple[Text, ...] = ()

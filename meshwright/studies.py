@@ -1,0 +1,182 @@
+"""The command `whatif`: hardware compared before it is bought or rented."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner import document
+from planner.catalog.imports import Rents, imported
+from planner.errors import DocumentError
+from planner.whatif.break_even import BreakEven, break_evens
+from planner.whatif.run import Progress, Result, result_json, run
+from planner.whatif.study import Goal, Offer, Study, Work
+
+COLUMNS = (
+    "model",
+    "candidate",
+    "accelerator",
+    "devices",
+    "fits",
+    "layout",
+    "step_time_s",
+    "step_time_low_s",
+    "step_time_high_s",
+    "tokens_per_s",
+    "mfu",
+    "hours",
+    "usd",
+    "usd_low",
+    "usd_high",
+    "energy_kwh",
+    "carbon_kg",
+    "headroom_bytes",
+    "misses",
+    "binding",
+    "price",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A study's result, and where its reports were written."""
+
+    result: Result
+    break_even: list[BreakEven]
+
+    def json(self) -> dict[str, object]:
+        """Return plain data."""
+        return {
+            **result_json(self.result),
+            "break_even": [
+                {
+                    "name": curve.name,
+                    "utilisation": list(curve.utilisation),
+                    "usd_per_device_hour": list(curve.usd_per_device_hour),
+                    "against": dict(curve.against),
+                }
+                for curve in self.break_even
+            ],
+        }
+
+
+def whatif(
+    study: str | None = None,
+    *,
+    model: str | None = None,
+    clusters: Sequence[str] = (),
+    tokens: float | None = None,
+    deadline_days: float | None = None,
+    budget: float | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    prices: str | None = None,
+    html: str | None = None,
+    table: str | None = None,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> Answered:
+    """Compare clusters for some training: the best plan on each, its time, cost, energy, limits."""
+    question = _study(
+        study,
+        model=model,
+        clusters=clusters,
+        tokens=tokens,
+        deadline_days=deadline_days,
+        budget=budget,
+        seq_len=seq_len,
+        global_batch=global_batch,
+    )
+    offers = document.read(Rents, prices).rents if prices else None
+    result = run(question, processes=processes, progress=progress, offers=offers)
+    answered = Answered(result=result, break_even=break_evens(result))
+    if html:
+        from planner.report.whatif_html import study_page  # noqa: PLC0415 - loads plotly
+
+        document.write_text(study_page(result, answered.break_even), html)
+    if table:
+        document.write_text(table_text(result), table)
+    return answered
+
+
+def _study(
+    path: str | None,
+    *,
+    model: str | None,
+    clusters: Sequence[str],
+    tokens: float | None,
+    deadline_days: float | None,
+    budget: float | None,
+    seq_len: int | None,
+    global_batch: int | None,
+) -> Study:
+    given = {
+        "--model": model,
+        "--clusters": clusters or None,
+        "--tokens": tokens,
+        "--deadline-days": deadline_days,
+        "--budget": budget,
+        "--seq-len": seq_len,
+        "--global-batch": global_batch,
+    }
+    said = [name for name, value in given.items() if value is not None]
+    if path is not None:
+        if said:
+            raise DocumentError("study", f"says everything itself; leave out {', '.join(said)}")
+        return document.read(Study, path)
+    if model is None or not clusters:
+        raise DocumentError("study", "is missing; give a STUDY.yaml, or --model and --clusters")
+    return Study(
+        name=f"{model} on {', '.join(clusters)}",
+        models=(model,),
+        work=Work(seq_len=seq_len, global_batch=global_batch),
+        goal=Goal(tokens=tokens, deadline_days=deadline_days, budget_usd=budget),
+        offers=tuple(Offer(cluster=cluster) for cluster in clusters),
+    )
+
+
+def table_text(result: Result) -> str:
+    """Return all outcomes as CSV."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS)
+    writer.writeheader()
+    for outcome in result.outcomes:
+        step, usd = outcome.step_s, outcome.usd
+        writer.writerow(
+            {
+                "model": outcome.model,
+                "candidate": outcome.candidate,
+                "accelerator": outcome.accelerator,
+                "devices": outcome.devices,
+                "fits": int(outcome.fits),
+                "layout": outcome.layout,
+                "step_time_s": step.value if step else "",
+                "step_time_low_s": step.low if step else "",
+                "step_time_high_s": step.high if step else "",
+                "tokens_per_s": outcome.tokens_per_s.value if outcome.tokens_per_s else "",
+                "mfu": outcome.mfu if outcome.fits else "",
+                "hours": outcome.hours.value if outcome.hours else "",
+                "usd": usd.value if usd else "",
+                "usd_low": usd.low if usd else "",
+                "usd_high": usd.high if usd else "",
+                "energy_kwh": outcome.energy_kwh.value if outcome.energy_kwh else "",
+                "carbon_kg": outcome.carbon_kg.value if outcome.carbon_kg else "",
+                "headroom_bytes": outcome.headroom_bytes if outcome.fits else "",
+                "misses": "; ".join(outcome.misses),
+                "binding": outcome.binding,
+                "price": outcome.price,
+            }
+        )
+    return out.getvalue()
+
+
+def import_prices(path: str, *, provider: str, date: str, output: str) -> Rents:
+    """Read a price list of SkyPilot's or gpuhunt's and write it as dated rents."""
+    if Path(output).suffix not in (".yaml", ".yml"):
+        raise DocumentError("output", f"is {output}; rents are YAML, as in rents.yaml")
+    rents = imported(path, provider=provider, date=date)
+    document.write(rents, output)
+    return rents

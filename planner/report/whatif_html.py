@@ -1,0 +1,268 @@
+"""What a study found, as one page that needs no network: pictures, tables, assumptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+
+import jinja2
+import plotly.graph_objects as go
+
+from planner.report.html import figure_html
+from planner.report.whatif_text import (
+    days_text,
+    provenance_text,
+    range_text,
+    usd_text,
+    verdict,
+)
+from planner.units import GIB, bytes_text, count_text, seconds_text
+from planner.whatif.break_even import BreakEven
+from planner.whatif.evaluate import Outcome
+from planner.whatif.ranking import measured_first
+from planner.whatif.run import Changed, Result
+from planner.whatif.span import Span
+
+MOST_BARS = 24
+"""Candidates in a bar chart; the table has all of them."""
+
+
+def study_page(result: Result, break_even: Sequence[BreakEven] = ()) -> str:
+    """Return the report of a study."""
+    figures = [(name, figure) for name, figure in _figures(result, break_even) if figure.data]
+    template = resources.files("planner.report").joinpath("whatif.html").read_text("utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(template).render(
+        result=result,
+        study=result.study,
+        verdict=verdict(result),
+        provenance=provenance_text(result).splitlines(),
+        figures=[
+            (name, figure_html(figure, first=place == 0))
+            for place, (name, figure) in enumerate(figures)
+        ],
+        assumptions=_assumptions(result),
+        measure=measured_first(result.study, result.best) if result.best else [],
+        failed=[outcome for outcome in result.outcomes if not outcome.fits],
+        break_even=break_even,
+        seconds=seconds_text,
+        size=bytes_text,
+        count=count_text,
+        span=range_text,
+        days=days_text,
+        usd=usd_text,
+        percent=lambda share: f"{100 * (share - 1):+.1f} %",
+    )
+
+
+def _figures(result: Result, break_even: Sequence[BreakEven]) -> list[tuple[str, go.Figure]]:
+    first = [rank.outcome for ranks in result.ranks.values() for rank in ranks]
+    shown = first[:MOST_BARS]
+    figures = [
+        ("Cost against time", pareto_figure(result)),
+        ("Cost with its range", bars_figure(shown, "usd", "USD")),
+        ("Days with their range", bars_figure(shown, "hours", "days", scale=1 / 24)),
+        ("Step time by cause", parts_figure(shown)),
+        ("Memory of the fullest stage", memory_figure(shown)),
+        ("What one change is worth", tornado_figure(result.marginal)),
+    ]
+    figures += [
+        (f"Step time against {curve[0].words.split(' x ')[0]}", curve_figure(curve))
+        for curve in result.curves
+    ]
+    if break_even:
+        figures.append(("Buying against renting", break_even_figure(break_even)))
+    return figures
+
+
+def pareto_figure(result: Result) -> go.Figure:
+    """Scatter of days and dollars; the area of a dot is its energy."""
+    figure = go.Figure()
+    most = max(
+        (o.energy_kwh.value for o in result.outcomes if o.energy_kwh is not None), default=1.0
+    )
+    for model, ranks in result.ranks.items():
+        known = [r for r in ranks if r.outcome.hours and r.outcome.usd]
+        if not known:
+            continue
+        figure.add_scatter(
+            name=model,
+            mode="markers",
+            x=[r.outcome.hours.value / 24 for r in known if r.outcome.hours],
+            y=[r.outcome.usd.value for r in known if r.outcome.usd],
+            text=[f"{r.outcome.candidate}<br>{r.outcome.layout}" for r in known],
+            marker={
+                "size": [
+                    8 + 22 * ((r.outcome.energy_kwh.value / most) ** 0.5)
+                    if r.outcome.energy_kwh
+                    else 8
+                    for r in known
+                ],
+                "symbol": ["diamond" if r.pareto else "circle" for r in known],
+            },
+        )
+    figure.update_layout(xaxis_title="days", yaxis_title="USD")
+    figure.update_xaxes(type="log")
+    figure.update_yaxes(type="log")
+    return figure
+
+
+def bars_figure(
+    outcomes: Sequence[Outcome], field: str, unit: str, scale: float = 1.0
+) -> go.Figure:
+    """Bars of one figure with its range, best first."""
+    spans: list[tuple[Outcome, Span]] = []
+    for outcome in outcomes:
+        span = getattr(outcome, field)
+        if span is not None:
+            spans.append((outcome, span))
+    if not spans:
+        return go.Figure()
+    return go.Figure(
+        go.Bar(
+            x=[_name(outcome) for outcome, _ in spans],
+            y=[span.value * scale for _, span in spans],
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": [(span.high - span.value) * scale for _, span in spans],
+                "arrayminus": [(span.value - span.low) * scale for _, span in spans],
+            },
+        ),
+        layout={"yaxis": {"title": unit}},
+    )
+
+
+def parts_figure(outcomes: Sequence[Outcome]) -> go.Figure:
+    """Stacked bars: milliseconds of a step by cause."""
+    names = dict.fromkeys(name for o in outcomes for name, size in o.step_parts.items() if size > 0)
+    return go.Figure(
+        [
+            go.Bar(
+                name=name,
+                x=[_name(o) for o in outcomes],
+                y=[1e3 * o.step_parts.get(name, 0.0) for o in outcomes],
+            )
+            for name in names
+        ],
+        layout={"barmode": "stack", "yaxis": {"title": "ms"}},
+    )
+
+
+def memory_figure(outcomes: Sequence[Outcome]) -> go.Figure:
+    """Stacked bars: GiB by cause on the fullest stage, with the device's memory above."""
+    fullest = [max(o.memory_parts, key=lambda parts: sum(parts.values())) for o in outcomes]
+    names = dict.fromkeys(name for parts in fullest for name in parts)
+    bars = [
+        go.Bar(
+            name=name,
+            x=[_name(o) for o in outcomes],
+            y=[parts.get(name, 0.0) / GIB for parts in fullest],
+        )
+        for name in names
+    ]
+    free = go.Bar(
+        name="free",
+        x=[_name(o) for o in outcomes],
+        y=[max(0.0, o.headroom_bytes) / GIB for o in outcomes],
+        marker={"color": "rgba(128,128,128,0.25)"},
+    )
+    return go.Figure(
+        [*bars, free] if outcomes else [],
+        layout={"barmode": "stack", "yaxis": {"title": "GiB"}},
+    )
+
+
+def tornado_figure(changes: Sequence[Changed]) -> go.Figure:
+    """Bars of the change in time, the largest on top."""
+    known = sorted((c for c in changes if c.outcome.fits), key=lambda c: abs(c.time - 1))
+    if not known:
+        return go.Figure()
+    return go.Figure(
+        go.Bar(
+            orientation="h",
+            y=[c.words for c in known],
+            x=[100 * (c.time - 1) for c in known],
+            text=["plan changes" if c.plan_changed else "" for c in known],
+        ),
+        layout={"xaxis": {"title": "% of time"}},
+    )
+
+
+def curve_figure(changes: Sequence[Changed]) -> go.Figure:
+    """Step time over the factor; a diamond where the plan is another one."""
+    known = [c for c in changes if c.outcome.fits and c.outcome.step_s is not None]
+    symbols, last = [], None
+    for change in known:
+        symbols.append("circle" if last in (None, change.outcome.layout) else "diamond")
+        last = change.outcome.layout
+    return go.Figure(
+        [
+            go.Scatter(
+                x=[c.factor for c in known],
+                y=[c.outcome.step_s.value for c in known if c.outcome.step_s],
+                mode="lines+markers",
+                text=[c.outcome.layout for c in known],
+                marker={"symbol": symbols, "size": 10},
+            )
+        ]
+        if known
+        else [],
+        layout={"xaxis": {"title": "factor"}, "yaxis": {"title": "s"}},
+    )
+
+
+def break_even_figure(curves: Sequence[BreakEven]) -> go.Figure:
+    """Dollars per useful device hour over the share of hours used; rents as level lines."""
+    figure = go.Figure()
+    for curve in curves:
+        figure.add_scatter(
+            name=curve.name,
+            mode="lines",
+            x=[100 * share for share in curve.utilisation],
+            y=list(curve.usd_per_device_hour),
+        )
+    figure.update_layout(xaxis_title="% of hours used", yaxis_title="USD per useful device hour")
+    return figure
+
+
+def _name(outcome: Outcome) -> str:
+    return f"{outcome.candidate} {outcome.model}"
+
+
+def _assumptions(result: Result) -> list[tuple[str, str, str]]:
+    """Return (what, value, source) of every assumption that counts."""
+    from planner.catalog import facility  # noqa: PLC0415 - a file that only reports need
+
+    assumed, known = result.study.assumptions, facility()
+    quantities = [
+        ("goodput", assumed.goodput),
+        ("spot hours lost", assumed.spot_lost),
+        ("residual value", assumed.residual),
+        ("node power over design power", assumed.node_power_over_tdp or known.node_power_over_tdp),
+        ("network, W per device", assumed.network_w_per_device or known.network_w_per_device),
+        (
+            "power usage effectiveness",
+            assumed.power_usage_effectiveness or known.power_usage_effectiveness,
+        ),
+        (
+            "electricity, USD per kWh",
+            assumed.electricity_usd_per_kwh or known.electricity_usd_per_kwh,
+        ),
+    ]
+    rows = [(name, f"{q.value:g} ({q.low:g} to {q.high:g})", q.source) for name, q in quantities]
+    grams = assumed.carbon_g_per_kwh
+    rows.append(
+        (
+            "carbon, g per kWh",
+            f"{grams:g}" if grams is not None else assumed.country,
+            "the study" if grams is not None else known.carbon_g_per_kwh.source,
+        )
+    )
+    rows.append(
+        ("years until sold, interest", f"{assumed.years:g}, {assumed.interest:g}", "the study")
+    )
+    rows.append(("share of owned hours used", f"{assumed.utilisation:g}", "the study"))
+    return rows

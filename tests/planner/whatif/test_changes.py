@@ -1,0 +1,53 @@
+"""Clusters with one figure changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.expressions import resolve_cluster
+from planner.whatif.changes import changed
+from planner.whatif.study import USUAL
+
+
+def test_each_change_multiplies_its_figure_alone() -> None:
+    cluster = resolve_cluster("4x8xh100-sxm-80gb")
+    more = changed(cluster, "memory", 1.5)
+    assert more is not None
+    assert more.groups[0].accelerator.memory_bytes == round(
+        1.5 * cluster.groups[0].accelerator.memory_bytes
+    )
+    assert more.tiers == cluster.tiers
+    faster = changed(cluster, "network", 2.0)
+    assert faster is not None
+    assert [t.bytes_per_s for t in faster.tiers] == [450e9, 2 * cluster.tiers[1].bytes_per_s]
+    assert faster.groups == cluster.groups
+    inside = changed(cluster, "node_links", 2.0)
+    assert inside is not None
+    assert [t.bytes_per_s for t in inside.tiers] == [900e9, cluster.tiers[1].bytes_per_s]
+
+
+def test_a_wider_domain_joins_nodes_by_the_fast_tier() -> None:
+    cluster = resolve_cluster("9x8xh100-sxm-80gb")
+    wide = changed(cluster, "domain", 9.0)
+    assert wide is not None
+    assert wide.devices == 72
+    assert [tier.name for tier in wide.tiers] == [cluster.tiers[0].name]
+    assert wide.tiers[0].devices == 72
+    assert changed(cluster, "domain", 2.0) is None  # 72 devices have no 16-device domains
+
+
+def test_more_devices_are_more_nodes_or_a_larger_node() -> None:
+    nodes = changed(resolve_cluster("8x8xh100-sxm-80gb"), "devices", 1.5)
+    assert nodes is not None
+    assert (nodes.groups[0].nodes, nodes.devices, nodes.tiers[-1].devices) == (12, 96, 96)
+    one = changed(resolve_cluster("4xa10g"), "devices", 0.5)
+    assert one is not None
+    assert one.devices == 2
+    assert changed(resolve_cluster("1xa10g"), "devices", 1.2) is None
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_a_factor_of_one_changes_nothing(name: str) -> None:
+    cluster = resolve_cluster("4xp5.48xlarge")
+    same = changed(cluster, name, 1.0)  # type: ignore[arg-type]
+    assert same is None or same == cluster

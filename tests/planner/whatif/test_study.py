@@ -1,0 +1,203 @@
+"""Studies as documents, their candidates, and whole studies on small clusters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.catalog import rents
+from planner.errors import DocumentError
+from planner.whatif.break_even import break_evens
+from planner.whatif.candidates import candidates_of
+from planner.whatif.evaluate import evaluate
+from planner.whatif.ranking import ranked, tie
+from planner.whatif.run import result_json, run
+from planner.whatif.study import Study
+
+PRICE = {"usd_per_device_hour": 2.0, "date": "2026-11", "source": "a quote"}
+
+
+def study(**changes: Any) -> Study:
+    data: dict[str, Any] = {
+        "format": 1,
+        "name": "small",
+        "models": ["gpt2"],
+        "work": {"seq_len": 1024, "global_batch": 64},
+        "goal": {"tokens": 1e9},
+        "offers": [{"cluster": "4xa10g", "rent": PRICE}, {"cluster": "8xa10g", "rent": PRICE}],
+    }
+    return Study.of({**data, **changes})
+
+
+def test_an_offer_with_numbers_becomes_a_candidate_for_each() -> None:
+    asked = study(offers=[{"cluster": "{n}x8xh100-sxm-80gb", "n": [1, 4]}, {"cluster": "8xl4"}])
+    names = [(c.name, c.devices) for c in candidates_of(asked)]
+    assert names == [("1x8xh100-sxm-80gb", 8), ("4x8xh100-sxm-80gb", 32), ("8xl4", 8)]
+
+
+def test_the_catalogues_price_is_the_median_of_its_offers() -> None:
+    [candidate] = candidates_of(study(offers=[{"cluster": "8xh200-sxm"}]))
+    span = candidate.priced.rent_usd_per_device_hour
+    assert span is not None
+    prices = sorted(
+        rent.on_demand_usd_per_device_hour
+        for rent in rents()
+        if rent.accelerator == "h200-sxm" and rent.on_demand_usd_per_device_hour is not None
+    )
+    assert (span.low, span.high) == (prices[0], prices[-1])
+    assert span.low <= span.value <= span.high
+    assert "on-demand" in candidate.priced.how
+
+
+def test_the_largest_cluster_under_a_power_cap() -> None:
+    # 8 H100 draw 8 x (1.23 x 700 + 60) x 1.3 = 9,578 W: 52 nodes make 498 kW, 53 make 508.
+    asked = study(
+        goal={"tokens": 1e9, "power_cap_w": 500e3},
+        offers=[{"cluster": "{n}x8xh100-sxm-80gb", "n": [48, 52, 53, 64], "largest": True}],
+    )
+    assert [c.devices for c in candidates_of(asked)] == [416]
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "message"),
+    [
+        ({"offers": []}, "", "offers is empty"),
+        ({"offers": [{"cluster": "{n}xa10g"}]}, "offers[0]", "n lists numbers"),
+        ({"offers": [{"cluster": "8xa10"}]}, "offers[0].cluster", "did you mean 'a10g'"),
+        (
+            {"offers": [{"cluster": "8xa10g", "rent": {"usd_per_device_hour": 2.0}}]},
+            "offers[0].rent",
+            "date and source",
+        ),
+        (
+            {"offers": [{"cluster": "8xa10g", "rent": {"commitment": "reserved"}}]},
+            "offers[0].rent",
+            "no reserved prices",
+        ),
+        (
+            {"offers": [{"cluster": "8xa10g", "rent": {}, "owned": True}]},
+            "offers[0]",
+            "exclude each other",
+        ),
+        ({"offers": [{"cluster": "8xa10g"}, {"cluster": "8xa10g"}]}, "offers[1]", "twice"),
+        ({"goal": {"tokens": -1.0}}, "goal.tokens", "greater"),
+        ({"modles": ["gpt2"]}, "modles", "did you mean 'models'"),
+    ],
+)
+def test_a_wrong_study_is_refused_at_its_place(
+    changes: dict[str, Any], place: str, message: str
+) -> None:
+    with pytest.raises(DocumentError) as raised:
+        candidates_of(study(**changes))
+    assert raised.value.path.startswith(place)
+    assert message in str(raised.value)
+
+
+def test_a_study_by_hand() -> None:
+    asked = study(assumptions={"goodput": {"value": 0.8, "low": 0.8, "high": 0.8, "source": "x"}})
+    [first, _] = candidates_of(asked)
+    outcome = evaluate(asked, "gpt2", first)
+    assert outcome.fits
+    assert outcome.step_s is not None
+    assert outcome.hours is not None
+    assert outcome.usd is not None
+    # 1e9 tokens are 1e9 / 65,536 steps; 20 % of the time is lost; 4 devices at 2 USD.
+    hours = 1e9 / (64 * 1024) * outcome.step_s.value / 3600 / 0.8
+    assert outcome.hours.value == pytest.approx(hours)
+    assert outcome.usd.value == pytest.approx(8 * hours)
+
+
+def test_what_does_not_fit_says_why() -> None:
+    asked = study(models=["llama-3.1-405b"], offers=[{"cluster": "1xrtx-4090"}])
+    result = run(asked, processes=1)
+    [outcome] = result.outcomes
+    assert not outcome.fits
+    assert "no plan of llama-3.1-405b fits" in outcome.binding
+    assert result.best is None
+
+
+def test_missed_goals_are_named_and_ranked_behind() -> None:
+    asked = study(goal={"tokens": 1e11, "deadline_days": 0.5, "budget_usd": 1e6})
+    result = run(asked, processes=1)
+    assert all("deadline" in rank.outcome.misses[0] for rank in result.ranks["gpt2"])
+    assert result.best is None
+
+
+def test_processes_side_by_side_find_the_same() -> None:
+    many = study(
+        offers=[{"cluster": "{n}xa10g", "n": [1, 2, 4, 8], "rent": PRICE}], models=["gpt2"]
+    )
+    seen: list[tuple[int, int]] = []
+    together = run(many, processes=2, progress=lambda done, total: seen.append((done, total)))
+    alone = run(many, processes=1)
+    assert result_json(together) == result_json(alone)
+    assert seen[-1] == (4, 4)
+
+
+def test_marginal_values_are_planned_again() -> None:
+    asked = study(
+        models=["llama-3.2-1b"],
+        work={"seq_len": 4096, "global_batch": 32},
+        offers=[{"cluster": "8xa10g", "rent": PRICE}],
+        marginal={"changes": {"memory": [2.0], "compute": [1.0, 2.0], "network": [2.0]}},
+    )
+    result = run(asked, processes=1)
+    by_words = {change.words: change for change in result.marginal}
+    assert set(by_words) == {"device memory x 2", "compute x 1", "compute x 2"}  # one node
+    assert by_words["compute x 1"].time == pytest.approx(1.0)
+    assert by_words["compute x 1"].premium_usd_per_device_hour == pytest.approx(0.0)
+    faster = by_words["compute x 2"]
+    assert faster.time < 1
+    # At this premium a token costs what it did: (2 + p) time = 2.
+    assert faster.premium_usd_per_device_hour is not None
+    assert (2.0 + faster.premium_usd_per_device_hour) * faster.time == pytest.approx(2.0)
+    assert by_words["device memory x 2"].time <= 1 + 1e-9
+
+
+def test_buying_and_renting_meet() -> None:
+    asked = study(
+        offers=[
+            {"name": "bought", "cluster": "8xh200-sxm", "buy": {}},
+            {
+                "name": "rented",
+                "cluster": "8xh200-sxm",
+                "rent": {**PRICE, "usd_per_device_hour": 3.0},
+            },
+        ]
+    )
+    result = run(asked, processes=1)
+    bought, rented = break_evens(result)
+    assert bought.name == "bought"
+    [(name, share)] = bought.against
+    assert name == "rented"
+    assert share is not None
+    assert set(rented.usd_per_device_hour) == {3.0}
+    outcomes = {outcome.candidate: outcome for outcome in result.outcomes}
+    assert outcomes["bought"].step_s == outcomes["rented"].step_s
+    assert outcomes["bought"].capital_usd == pytest.approx(8 * (39_083.0 + 1_882.0))
+
+
+@pytest.mark.parametrize(("a", "b"), [(100.0, 115.0), (100.0, 118.0), (3.0, 3.0), (1.0, 9.0)])
+def test_a_tie_stays_a_tie_under_swapping(a: float, b: float) -> None:
+    assert tie(a, b, 0.15) == tie(b, a, 0.15)
+
+
+def test_a_cheaper_price_never_worsens_a_rank() -> None:
+    def place(price: float) -> int:
+        asked = study(
+            offers=[
+                {
+                    "name": "mine",
+                    "cluster": "4xa10g",
+                    "rent": {**PRICE, "usd_per_device_hour": price},
+                },
+                {"name": "other", "cluster": "8xa10g", "rent": PRICE},
+                {"name": "third", "cluster": "4xl4", "rent": PRICE},
+            ]
+        )
+        outcomes = [evaluate(asked, "gpt2", candidate) for candidate in candidates_of(asked)]
+        return [rank.outcome.candidate for rank in ranked(asked, outcomes)].index("mine")
+
+    places = [place(price) for price in (0.5, 1.0, 2.0, 4.0, 8.0)]
+    assert places == sorted(places)
