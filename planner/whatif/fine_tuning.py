@@ -10,6 +10,7 @@ share, hidden behind the layers' computation as far as that lasts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from planner.backends.prediction import run_prediction
@@ -33,7 +34,7 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
         raise DocumentError("work.tuning", f"{model.name}: adapters of dense language models only")
     best: Prediction | None = None
     leanest: Prediction | None = None
-    lacks: list[str] = []
+    lacks: list[tuple[float, str]] = []
     for run, text in _runs(model, cluster, job, quantised=quantised):
         found = run_prediction(run, model, text)
         if "params" in run.offload:
@@ -57,7 +58,7 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
     raise NoPlanFits(
         f"the leanest layout, {leanest.layout}, needs {bytes_text(_peak(leanest))} of "
         f"{bytes_text(device.memory_bytes)} on each device"
-        + (f"; with weights on the host, {min(lacks, key=len)}" if lacks else "")
+        + (f"; with weights on the host, {min(lacks)[1]}" if lacks else "")
     )
 
 
@@ -137,14 +138,14 @@ def _host_share_bytes(run: Run, model: ModelGraph, *, quantised: bool) -> float:
 
 def _lacking_host(
     run: Run, cluster: ClusterSpec, model: ModelGraph, *, quantised: bool
-) -> str | None:
-    """Say what a node's host lacks for the weights, if anything."""
+) -> tuple[float, str] | None:
+    """Return how many bytes a node's host would need for the weights and in words, if it lacks."""
     group = cluster.groups[0]
-    if group.host_link_bytes_per_s is None:
-        return f"the host link of {group.accelerator.name} is not known"
-    if group.host_memory_bytes is None:
-        return "the node's host memory is not known: give host_memory_bytes"
     needed = _host_share_bytes(run, model, quantised=quantised) * group.devices_per_node
+    if group.host_link_bytes_per_s is None:
+        return math.inf, f"the host link of {group.accelerator.name} is not known"
+    if group.host_memory_bytes is None:
+        return needed, "the node's host memory is not known: give host_memory_bytes"
     if needed <= group.host_memory_bytes:
         return None
-    return f"they need {bytes_text(needed)} of its {bytes_text(group.host_memory_bytes)}"
+    return needed, f"they need {bytes_text(needed)} of its {bytes_text(group.host_memory_bytes)}"
