@@ -19,7 +19,6 @@ from planner.cluster import ClusterSpec, Precision
 from planner.costs import refusal
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import is_factory, resolve_cluster, resolve_model
-from planner.inner import solve as solve_exactly
 from planner.instance import Fathomed, Infeasible, Solution
 from planner.model import ModelGraph
 from planner.pins import pinned_layout, read_pins
@@ -30,6 +29,7 @@ from planner.prediction import Certificate, Prediction
 from planner.problem import Problem
 from planner.profile import Profile
 from planner.search import Answer, Progress, search
+from planner.sided import solve as solve_exactly
 from planner.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:

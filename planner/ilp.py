@@ -16,9 +16,13 @@ Layers of a run are alike, so counting them is enough.  Over runs a, stages s, o
     Σ n (resident + in_flight · stored) + Σ_i θ_i level[s,i] <= free_s
     t_s = scale_s · Σ n (forward + backward) + exposed_s <= slowest    (or each share apart)
     Σ n sync <= longest_sync
+    Σ_s ranks_s · Σ n (host_resident + in_flight · host) <= host_capacity        of every host
+    sides (planner.sides): n = 0 where a layer may not be or an option is not allowed; a binary per
+    stage where layers lie together; Σ n <= most where a stage holds at most so many
 
-Costs of cuts depend on where a cut is.  With them every layer is a run of its own, done[a,s] holds
-exactly when it is, and the cut after stage s lies behind layer a if done[a,s] - done[a+1,s] is 1.
+A run ends where a side begins or ends.  Costs of cuts depend on where a cut is.  With them every
+layer is a run of its own, done[a,s] holds exactly when it is, and the cut after stage s lies behind
+layer a if done[a,s] - done[a+1,s] is 1.
 
 HiGHS works to tolerances, so quantities are scaled to be of the order of milliseconds and
 gigabytes.  PuLP calls a run that met its time limit "Optimal": `read` looks at `sol_status` and at
@@ -30,15 +34,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, overload
 
 import highspy
 import pulp
 
 from planner.errors import MeshwrightError
-from planner.instance import Infeasible, Instance, Option, Solution, Unfinished, fits, priced
+from planner.instance import (
+    Fathomed,
+    Infeasible,
+    Instance,
+    Option,
+    Solution,
+    Unfinished,
+    broken,
+    fits,
+    priced,
+)
 from planner.memory_reach import why_infeasible
+from planner.sides import AtMost, Chosen, Placed, Together
 
 # HiGHS accepts solutions this far outside of a limit, in scaled units; in gigabytes it is a byte.
 _TOLERANCE = 1e-9
@@ -72,26 +87,43 @@ class Outcome:
     found: bool
     proven: bool
     bound_s: float
+    impossible: bool = False
 
 
 @overload
 def solve(
-    instance: Instance, *, time_limit_s: None = None, gap: float = 1e-6
-) -> Solution | Infeasible: ...
+    instance: Instance,
+    *,
+    time_limit_s: None = None,
+    gap: float = 1e-6,
+    at_least_s: float = -math.inf,
+    cutoff_s: float = math.inf,
+) -> Solution | Infeasible | Fathomed: ...
 
 
 @overload
 def solve(
-    instance: Instance, *, time_limit_s: float, gap: float = 1e-6
-) -> Solution | Infeasible | Unfinished: ...
+    instance: Instance,
+    *,
+    time_limit_s: float,
+    gap: float = 1e-6,
+    at_least_s: float = -math.inf,
+    cutoff_s: float = math.inf,
+) -> Solution | Infeasible | Fathomed | Unfinished: ...
 
 
 def solve(
-    instance: Instance, *, time_limit_s: float | None = None, gap: float = 1e-6
-) -> Solution | Infeasible | Unfinished:
+    instance: Instance,
+    *,
+    time_limit_s: float | None = None,
+    gap: float = 1e-6,
+    at_least_s: float = -math.inf,
+    cutoff_s: float = math.inf,
+) -> Solution | Infeasible | Fathomed | Unfinished:
     """Minimise the time of `instance` to a relative `gap`, for at most `time_limit_s` seconds.
 
     A solution that met the time limit carries the bound proven until then and is not `optimal`.
+    `at_least_s` is a bound known before; only objectives below `cutoff_s` are of interest.
     """
     reason = why_infeasible(instance)
     if reason:
@@ -100,12 +132,17 @@ def solve(
     # A solution may exceed a capacity by the solver's tolerance.  Then it is asked again for one
     # that leaves a little free; the bound is that of the whole capacity.
     for margin in (0.0, 1e-9, 1e-7):
-        formulation = formulate(instance, margin=margin)
-        answer = read(formulation, _run(formulation, time_limit_s, gap), gap)
-        bound_s = answer.lower_bound_s if margin == 0.0 else bound_s
+        formulation = formulate(instance, margin=margin, at_least_s=at_least_s, cutoff_s=cutoff_s)
+        outcome = _run(formulation, time_limit_s, gap)
+        if outcome.impossible and margin == 0.0:
+            if cutoff_s < math.inf:
+                return Fathomed(cutoff_s)
+            return Infeasible(_why_not(instance))
+        answer = read(formulation, outcome, gap)
+        bound_s = max(at_least_s, answer.lower_bound_s) if margin == 0.0 else bound_s
         if isinstance(answer, Unfinished):
             break
-        if fits(instance, answer):
+        if fits(instance, answer) and broken(instance, answer) is None:
             return replace(answer, lower_bound_s=min(bound_s, answer.objective_s))
     if time_limit_s is None:
         raise MeshwrightError(
@@ -115,12 +152,21 @@ def solve(
     return Unfinished(bound_s)
 
 
-def formulate(instance: Instance, *, margin: float = 0.0) -> Formulation:
+def _why_not(instance: Instance) -> str:
+    """Name what cannot be kept together: all that is asked beside the memory of each stage."""
+    asked = dict.fromkeys(map(str, (*instance.sides, *instance.hosts)))
+    return f"no split that fits the devices keeps all of this: {'; '.join(asked)}"
+
+
+def formulate(
+    instance: Instance,
+    *,
+    margin: float = 0.0,
+    at_least_s: float = -math.inf,
+    cutoff_s: float = math.inf,
+) -> Formulation:
     """State the program; `margin` is the share of every capacity that stays free."""
-    if instance.cut_s:
-        runs = [(kind, 1) for kind in instance.layers]
-    else:
-        runs = [(kind, len(list(same))) for kind, same in groupby(instance.layers)]
+    runs = _runs(instance)
     chain_s = sum(min(o.time_s for o in instance.kinds[kind]) for kind in instance.layers)
     chain_s *= min(stage.time_scale for stage in instance.stages)
     program = pulp.LpProblem("partition", pulp.LpMinimize)
@@ -135,9 +181,31 @@ def formulate(instance: Instance, *, margin: float = 0.0) -> Formulation:
         for a, (kind, length) in enumerate(runs)
     ]
     stated = Formulation(instance, program, runs, count, _power_of_ten(chain_s) * 1e-3)
-    _state_objective(stated, done=_state_places(stated))
+    total = _state_objective(stated, done=_state_places(stated))
     _state_memory(stated, margin)
+    _state_hosts(stated, margin)
+    _state_sides(stated)
+    if at_least_s > -math.inf:  # a hair less, for the solver's tolerances
+        known_s = at_least_s - 1e-7 * abs(at_least_s)
+        program += total >= known_s / stated.unit_s, "no_faster_than_known"
+    if cutoff_s < math.inf:
+        program += total <= cutoff_s / stated.unit_s, "faster_than_the_cutoff"
     return stated
+
+
+def _runs(instance: Instance) -> list[tuple[int, int]]:
+    """Return (kind, layers) of layers in a row that nothing tells apart."""
+    if instance.cut_s:
+        return [(kind, 1) for kind in instance.layers]
+    begins = {
+        at
+        for side in instance.sides
+        if not isinstance(side, AtMost)
+        for at in (side.first, side.last + 1)
+    }
+    parts = accumulate(int(layer in begins) for layer in range(len(instance.layers)))
+    keys = zip(instance.layers, parts, strict=True)
+    return [(kind, len(list(same))) for (kind, _), same in groupby(keys)]
 
 
 def _power_of_ten(value: float) -> float:
@@ -199,7 +267,54 @@ def _state_memory(stated: Formulation, margin: float) -> None:
         program += pulp.lpSum(used) <= room / unit, f"stage{s}_fits_in_memory"
 
 
-def _state_objective(stated: Formulation, done: list[list[Any]]) -> None:
+def _state_hosts(stated: Formulation, margin: float) -> None:
+    """Every host within its memory; hosts that hold the same devices are alike."""
+    program = stated.program
+    for number, host in enumerate(dict.fromkeys(stated.instance.hosts)):
+        unit = _power_of_ten(host.capacity_bytes) * 1e-1
+        used = [
+            n * (ranks * (o.host_resident_bytes + stage.in_flight * o.host_bytes) / unit)
+            for s, (stage, ranks) in enumerate(zip(stated.instance.stages, host.ranks, strict=True))
+            for n, o, _ in stated.terms(s)
+            if ranks and (o.host_resident_bytes or o.host_bytes)
+        ]
+        room = host.capacity_bytes * (1 - margin) / unit
+        program += pulp.lpSum(used) <= room, f"host{number}_has_the_memory"
+
+
+def _state_sides(stated: Formulation) -> None:
+    """Every side by rows over the runs that it speaks of."""
+    program, stages = stated.program, range(len(stated.instance.stages))
+    ends = list(accumulate(length for _, length in stated.runs))
+    for number, side in enumerate(stated.instance.sides):
+        if isinstance(side, AtMost):
+            for s in side.stages:
+                held = pulp.lpSum(n for n, _, _ in stated.terms(s))
+                program += held <= side.layers, f"side{number}_on_stage{s}"
+            continue
+        inside = [
+            a
+            for a, ((_, length), end) in enumerate(zip(stated.runs, ends, strict=True))
+            if side.first <= end - length and end - 1 <= side.last
+        ]
+        home = []
+        if isinstance(side, Together):
+            home = [program.add_variable(f"home_{number}_{s}", cat=pulp.LpBinary) for s in stages]
+            program += pulp.lpSum(home) == 1, f"side{number}_has_one_stage"
+        for a in inside:
+            for s in stages:
+                on_stage = pulp.lpSum(stated.count[a][s])
+                if isinstance(side, Together):
+                    program += on_stage <= stated.runs[a][1] * home[s], f"side{number}_{a}_{s}"
+                elif isinstance(side, Placed) and s not in side.stages:
+                    program += on_stage == 0, f"side{number}_{a}_{s}"
+                elif isinstance(side, Chosen):
+                    for n, option in zip(stated.count[a][s], stated.options(a), strict=True):
+                        if option.name not in side.options:
+                            n.upBound = 0
+
+
+def _state_objective(stated: Formulation, done: list[list[Any]]) -> Any:
     """Seconds of the stages, of the slowest, of the longest synchronisation, and their sum."""
     instance, program, unit = stated.instance, stated.program, stated.unit_s
     slowest = program.add_variable("slowest", 0)
@@ -229,7 +344,9 @@ def _state_objective(stated: Formulation, done: list[list[Any]]) -> None:
             total += [
                 n * (-scale * instance.credits_s[stated.runs[a][0]]) for n, _, a in stated.terms(s)
             ]
-    program.setObjective(pulp.lpSum(total))
+    objective = pulp.lpSum(total)
+    program.setObjective(objective)
+    return objective
 
 
 def _cut_terms(stated: Formulation, done: list[list[Any]], stage: int) -> list[Any]:
@@ -270,7 +387,8 @@ def _run(stated: Formulation, time_limit_s: float | None, gap: float) -> Outcome
         # An exhausted tree leaves the last bound of its root in `mip_dual_bound`.
         objective = info.objective_function_value
         bound = max(bound, objective - gap * abs(objective))
-    return Outcome(found, proven, bound * stated.unit_s)
+    impossible = not found and program.status == pulp.LpStatusInfeasible
+    return Outcome(found, proven, bound * stated.unit_s, impossible)
 
 
 def read(stated: Formulation, outcome: Outcome, gap: float) -> Solution | Unfinished:
@@ -284,6 +402,25 @@ def read(stated: Formulation, outcome: Outcome, gap: float) -> Solution | Unfini
             for k in reversed(range(len(numbers))):
                 options += [k] * numbers[k]
         cuts.append(len(options))
+        _order_alike(stated.instance, options, cuts[-2])
     solution = priced(stated.instance, cuts, options, lower_bound_s=outcome.bound_s)
     # Closed to the gap that was asked for counts as optimal only if the solver says so.
     return replace(solution, tolerance=2 * gap if outcome.proven else 1e-9)
+
+
+def _order_alike(instance: Instance, options: list[int], first: int) -> None:
+    """Give later options to the earlier of the layers from `first` on that nothing tells apart.
+
+    What ends a run between two of them may have been a side that does not speak of options.
+    """
+    chosen = [side for side in instance.sides if isinstance(side, Chosen)]
+
+    def key(layer: int) -> tuple[object, ...]:
+        asked = (side for side in chosen if side.first <= layer <= side.last)
+        return instance.layers[layer], *asked
+
+    for _, same in groupby(range(first, len(options)), key=key):
+        layers = list(same)
+        options[layers[0] : layers[-1] + 1] = sorted(
+            options[layers[0] : layers[-1] + 1], reverse=True
+        )

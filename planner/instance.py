@@ -14,6 +14,12 @@ the first backward: with `forward_apart` the first term is steady · (max_s f_s 
 f_s the forward share of t_s (with half of what is exposed and of the cuts).  Without it the term
 above is a lower bound of GPipe's, and equal if one stage is the slowest both ways.
 
+Beside the devices, hosts and sides (planner.sides): of every host
+
+    Σ_s ranks_s · Σ_{l in s} (host_resident + in_flight_s · host) <= capacity
+
+and every side is kept.  Only `planner.sided` and `planner.ilp` look at these.
+
 Nothing here searches: `planner.inner` and `planner.ilp` return a `Solution` of an `Instance`.
 """
 
@@ -23,6 +29,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+
+from planner.sides import Host, Side
 
 # Sums of bytes taken in two orders differ in the last bits; no machine has room to this precision.
 ROUNDING = 1e-12
@@ -39,7 +47,7 @@ class Option:
 
     `stored_bytes` is held once per micro-batch in flight, `transient_bytes` only while the layer
     runs (a stage pays the largest of its layers), `resident_bytes` always.  `sync_s` is charged
-    once per step.
+    once per step.  `host_bytes` and `host_resident_bytes` are stored and resident on the host.
     """
 
     name: str
@@ -49,9 +57,13 @@ class Option:
     transient_bytes: float = 0.0
     resident_bytes: float = 0.0
     sync_s: float = 0.0
+    host_bytes: float = 0.0
+    host_resident_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for value in (
+            self.host_bytes,
+            self.host_resident_bytes,
             self.forward_s,
             self.backward_s,
             self.stored_bytes,
@@ -112,6 +124,8 @@ class Instance:
     fill: float = 1.0
     credits_s: tuple[float, ...] = ()
     cut_s: tuple[float, ...] = ()
+    hosts: tuple[Host, ...] = ()
+    sides: tuple[Side, ...] = ()
 
     def __post_init__(self) -> None:
         _refuse(not self.layers, "an instance needs at least one layer")
@@ -130,6 +144,10 @@ class Instance:
             f"{len(self.layers)} layers have {len(self.layers) + 1} cut positions",
         )
         _refuse(any(cut < 0 for cut in self.cut_s), "cut_s must not be negative")
+        _refuse(
+            any(len(host.ranks) != len(self.stages) for host in self.hosts),
+            "a host says for every stage how many of its devices it has",
+        )
         _refuse(
             self.forward_apart and any(len({o.forward_s for o in kind}) > 1 for kind in self.kinds),
             "forward_apart needs one forward_s for all options of a kind",
@@ -258,6 +276,30 @@ def fits(instance: Instance, solution: Solution) -> bool:
         used <= stage.capacity_bytes + ROUNDING * abs(stage.capacity_bytes)
         for used, stage in zip(solution.stage_bytes, instance.stages, strict=True)
     )
+
+
+def host_bytes(instance: Instance, host: Host, solution: Solution) -> float:
+    """Bytes that the devices of one host hold in its memory."""
+    total = 0.0
+    for s, (stage, ranks) in enumerate(zip(instance.stages, host.ranks, strict=True)):
+        for layer in range(solution.cuts[s], solution.cuts[s + 1]) if ranks else ():
+            option = instance.options_of(layer)[solution.options[layer]]
+            held = option.host_resident_bytes + stage.in_flight * option.host_bytes
+            total += ranks * held
+    return total
+
+
+def broken(instance: Instance, solution: Solution) -> Host | Side | None:
+    """Return a host that is too full or a side that is not kept, None if all is well."""
+    for host in instance.hosts:
+        if host_bytes(instance, host, solution) > host.capacity_bytes * (1 + ROUNDING):
+            return host
+    if not instance.sides:
+        return None
+    names = [
+        instance.options_of(layer)[option].name for layer, option in enumerate(solution.options)
+    ]
+    return next((side for side in instance.sides if not side.kept(solution.cuts, names)), None)
 
 
 def leanest_bytes(instance: Instance, stage: Stage, held: range) -> float:

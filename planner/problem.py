@@ -19,6 +19,9 @@
     stages:
       - {capacity_bytes: 16e9, count: 3}
       - {capacity_bytes: 24e9, speed: 1.2}
+    require:
+      - {layers: [0, 3], stages: [0]}
+      - {at_most: 6}
 
 It says what layers cost and what stages hold; `planner.instance` has the formulas.  How layers and
 stages come to such numbers (a model, a machine, a layout) is not its business.
@@ -34,7 +37,9 @@ from pydantic_core import CoreSchema
 from planner import instance as solver_side
 from planner.document import Document, Part, nearest
 from planner.instance import Instance
-from planner.units import Text
+from planner.requirements import Requirement
+from planner.sides import Host
+from planner.units import Count, Text
 
 MOST_LAYERS = 4096
 MOST_STAGES = 1024
@@ -65,6 +70,8 @@ class LayerOption(Part):
     """Instead of the kind's."""
     sync_s: Seconds | None = None
     """Instead of the kind's."""
+    host_bytes: Bytes = 0.0
+    """Stored on the host, like `stored_bytes` on the device."""
 
 
 class LayerKind(Part):
@@ -75,6 +82,8 @@ class LayerKind(Part):
     """Parameters, gradients, optimizer."""
     sync_s: Seconds = 0.0
     """Charged once per step; the stage with the largest sum counts."""
+    host_resident_bytes: Bytes = 0.0
+    """Parameters, gradients, optimizer on the host."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -121,6 +130,14 @@ class StageRoom(Part):
     count: Repeats = 1
 
 
+class HostRoom(Part):
+    """The memory of one host, and how many devices of each stage share it."""
+
+    capacity_bytes: Bytes
+    ranks: tuple[Count, ...]
+    """Of every stage in order."""
+
+
 class Problem(Document):
     """Split a chain of layers over the stages of a pipeline, and choose an option for each."""
 
@@ -140,6 +157,9 @@ class Problem(Document):
     stages: tuple[StageRoom, ...]
     cut_s: tuple[Seconds, ...] = ()
     """Seconds that a cut behind each layer but the last adds to both stages it parts."""
+    hosts: tuple[HostRoom, ...] = ()
+    require: tuple[Requirement, ...] = ()
+    """What else a split must keep."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -154,6 +174,7 @@ class Problem(Document):
                 f"cut_s: has {len(self.cut_s)} values; between {len(chain)} layers are "
                 f"{len(chain) - 1} places to cut"
             )
+        self._check_ties(len(chain), stages)
         if self.schedule == "gpipe":
             for name, kind in self.kinds.items():
                 if len({option.forward_s for option in kind.options}) > 1:
@@ -170,6 +191,31 @@ class Problem(Document):
                         f"stages[{at}].in_flight: is missing; a custom schedule says what it is"
                     )
         return self
+
+    def _check_ties(self, layers: int, stages: int) -> None:
+        for at, host in enumerate(self.hosts):
+            if len(host.ranks) != stages:
+                raise ValueError(
+                    f"hosts[{at}].ranks: has {len(host.ranks)} numbers; there are {stages} stages"
+                )
+        names = {option.name for kind in self.kinds.values() for option in kind.options}
+        for at, asked in enumerate(self.require):
+            if asked.layers is not None and asked.layers[1] >= layers:
+                raise ValueError(
+                    f"require[{at}].layers: is {list(asked.layers)}; the chain has layers 0 to "
+                    f"{layers - 1}"
+                )
+            if max(asked.stages or (0,)) >= stages:
+                raise ValueError(
+                    f"require[{at}].stages: is {list(asked.stages or ())}; there are stages 0 to "
+                    f"{stages - 1}"
+                )
+            for option in asked.options or ():
+                if option not in names:
+                    raise ValueError(
+                        f"require[{at}].options: '{option}' is not one of kinds' options; "
+                        f"{nearest(option, sorted(names))}"
+                    )
 
     def _chain(self) -> list[str]:
         """Kinds of all layers in order."""
@@ -209,6 +255,14 @@ class Problem(Document):
             forward_apart=self.schedule == "gpipe",
             fill=self.fill,
             cut_s=(0.0, *self.cut_s, 0.0) if self.cut_s else (),
+            hosts=tuple(
+                Host(capacity_bytes=host.capacity_bytes, ranks=host.ranks) for host in self.hosts
+            ),
+            sides=tuple(
+                side
+                for asked in self.require
+                if (side := asked.side(layers=len(self._chain()), stages=len(rooms))) is not None
+            ),
         )
 
     def _in_flight(self, stage: int, stages: int) -> int:
@@ -230,6 +284,8 @@ def _options(kind: LayerKind) -> tuple[solver_side.Option, ...]:
                 kind.resident_bytes if option.resident_bytes is None else option.resident_bytes
             ),
             sync_s=kind.sync_s if option.sync_s is None else option.sync_s,
+            host_bytes=option.host_bytes,
+            host_resident_bytes=kind.host_resident_bytes,
         )
         for option in kind.options
     )

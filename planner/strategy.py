@@ -14,6 +14,7 @@ from planner.calibration import Figures
 from planner.memory import BUCKETS, States
 from planner.plan import Activations
 from planner.profile import Recompute
+from planner.requirements import option_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +42,7 @@ class StrategyCost:
     @property
     def name(self) -> str:
         """Both choices in words."""
-        if self.activations == "keep":
-            return self.recompute
-        return f"{self.recompute}, {self.activations}"
+        return option_name(self.recompute, self.activations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 import planner.problem
+from planner import sided
 from planner.document import plain, read, schema, write
 from planner.errors import DocumentError
 from planner.inner import solve
 from planner.instance import Option, Solution, Stage
 from planner.problem import Problem
+from planner.sides import AtMost, Chosen, Host, Placed, Together
 
 EXAMPLE = "\n".join(
     line.removeprefix("    ")
@@ -133,3 +135,47 @@ def test_what_is_wrong_is_said_with_its_place(changes: dict[str, object], words:
         Problem.of(example(**changes))
 
     assert words in str(error.value)
+
+
+def test_hosts_and_requirements_become_ties_of_the_instance() -> None:
+    hosts = [{"capacity_bytes": 3e10, "ranks": [1, 1, 0, 0]}]
+    require = [
+        {"layers": [0, 3], "together": True},
+        {"layers": [4, 5], "stages": [1, 2]},
+        {"at_most": 6, "stages": [0]},
+        {"layers": [0, 1], "options": ["recompute"]},
+        {"at_most": 9},
+    ]
+
+    instance = Problem.of(example(hosts=hosts, require=require)).instance()
+
+    assert instance.hosts == (Host(capacity_bytes=3e10, ranks=(1, 1, 0, 0)),)
+    assert instance.sides == (
+        Together(first=0, last=3),
+        Placed(first=4, last=5, stages=(1, 2)),
+        AtMost(layers=6, stages=(0,)),
+        Chosen(first=0, last=1, options=("recompute",)),
+        AtMost(layers=9, stages=(0, 1, 2, 3)),
+    )
+    answer = sided.solve(instance)
+    assert isinstance(answer, Solution)
+    assert answer.cuts[1] in range(4, 7)
+    assert [instance.options_of(at)[answer.options[at]].name for at in (0, 1)] == ["recompute"] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hosts": [{"capacity_bytes": 1e9, "ranks": [1]}]}, "hosts[0].ranks: has 1 numbers"),
+        ({"require": [{"layers": [0, 99], "together": True}]}, "layers 0 to 16"),
+        ({"require": [{"layers": [0, 1], "stages": [9]}]}, "stages 0 to 3"),
+        ({"require": [{"layers": [0, 1], "options": ["kep"]}]}, "did you mean 'keep'"),
+        ({"require": [{"layers": [0, 1]}]}, "ask for one of"),
+        ({"require": [{"stages": [0]}]}, "layers: is missing"),
+    ],
+)
+def test_ties_that_make_no_sense_say_where(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(DocumentError) as refused:
+        Problem.of(example(**changes))
+
+    assert message in str(refused.value)

@@ -1,0 +1,76 @@
+"""Partition problems whose stages are tied together: shared hosts, and sides that a user asks for.
+
+Without ties `planner.inner` is exact.  With them its answer is the optimum of a relaxation: if it
+keeps every host and side it is the optimum here too, and if not it bounds the integer program
+(`planner.ilp`), which then decides.  Options that only some layers may take need no tie: such
+layers become kinds of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from planner import inner
+from planner.frontier import FrontierStore
+from planner.instance import Fathomed, Infeasible, Instance, Solution, broken
+from planner.sides import Chosen
+
+
+def solve(
+    instance: Instance,
+    *,
+    cutoff_s: float = math.inf,
+    frontiers: FrontierStore | None = None,
+) -> Solution | Infeasible | Fathomed:
+    """Minimise the time of `instance`, proven; only objectives below `cutoff_s` are of interest."""
+    if not instance.hosts and not instance.sides:
+        return inner.solve(instance, cutoff_s=cutoff_s, frontiers=frontiers)
+    narrow, kept = narrowed(instance)
+    if narrow is None:
+        return Infeasible("a layer has none of the options that are asked for")
+    plain = replace(narrow, hosts=(), sides=())
+    relaxed = inner.solve(plain, cutoff_s=cutoff_s, frontiers=frontiers)
+    if not isinstance(relaxed, Solution):
+        return relaxed
+    whole = replace(
+        relaxed,
+        options=tuple(
+            kept[kind][option] for kind, option in zip(narrow.layers, relaxed.options, strict=True)
+        ),
+    )
+    if broken(instance, whole) is None:
+        return whole
+    from planner import ilp  # noqa: PLC0415 - loads HiGHS
+
+    return ilp.solve(instance, at_least_s=relaxed.objective_s, cutoff_s=cutoff_s)
+
+
+def narrowed(instance: Instance) -> tuple[Instance | None, list[list[int]]]:
+    """Return the instance with only the options that are allowed, and which those are by kind.
+
+    None if a layer has no option left.
+    """
+    chosen = [side for side in instance.sides if isinstance(side, Chosen)]
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    layers = []
+    for layer, kind in enumerate(instance.layers):
+        allowed = tuple(
+            k
+            for k, option in enumerate(instance.kinds[kind])
+            if all(
+                option.name in side.options for side in chosen if side.first <= layer <= side.last
+            )
+        )
+        if not allowed:
+            return None, []
+        layers.append(numbers.setdefault((kind, allowed), len(numbers)))
+    narrow = replace(
+        instance,
+        layers=tuple(layers),
+        kinds=tuple(tuple(instance.kinds[kind][k] for k in allowed) for kind, allowed in numbers),
+        credits_s=tuple(instance.credits_s[kind] for kind, _ in numbers)
+        if instance.credits_s
+        else (),
+    )
+    return narrow, [list(allowed) for _, allowed in numbers]
