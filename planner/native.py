@@ -194,10 +194,6 @@ def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
         )
         if found:
             yield Obstacle(*found)
-    if model.edges:
-        yield Obstacle(
-            "model.edges", "the graph is not a chain; only chains of layers can be executed"
-        )
     if layout.stages > len(model.chain):
         yield Obstacle(
             "mesh.pipeline",

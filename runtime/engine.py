@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from planner import schedule
+from planner.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
@@ -196,9 +197,15 @@ class Engine:
     def _micro_batch_loss(self, output: Tensor, target: Tensor) -> Tensor:
         return self._adapter.loss(output, target) / self.plan.micro_batches
 
-    def _boundary(self, stage: int, tokens: Tensor) -> Tensor:
-        """Return a meta tensor of what a stage hands on: this rank's part of the positions."""
-        made = self._adapter.boundary(self.plan.stages[stage].layers[-1].layer, tokens)
+    def _boundary(self, stage: int, tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return meta tensors of what a stage hands on: this rank's part of the positions."""
+        if self._adapter.model.edges and stage < len(self.plan.stages) - 1:
+            crossing = crossings_of(self.plan, self._adapter.model)[stage]
+            return tuple(self._handed_on(name, tokens) for name in crossing)
+        return self._handed_on(self.plan.stages[stage].layers[-1].layer, tokens)
+
+    def _handed_on(self, layer: str, tokens: Tensor) -> Tensor:
+        made = self._adapter.boundary(layer, tokens)
         if self.plan.mesh.tensor > 1:
             made = made.chunk(self.plan.mesh.tensor, dim=1)[0].contiguous()
         return made.requires_grad_(made.is_floating_point())
@@ -231,6 +238,7 @@ class Engine:
             group=place.axis("pipeline").get_group(),
             device=self.device,
             loss=self._micro_batch_loss,
+            tokens_everywhere=bool(self._adapter.model.edges),
         )
 
 

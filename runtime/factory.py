@@ -1,11 +1,21 @@
-"""A user's own model: `file.py:factory`, a function that returns a chain of modules.
+"""A user's own model: `file.py:factory`, a function that returns modules, in a chain or a graph.
 
     def factory():                       # nn.Sequential, or a list of modules
         return nn.Sequential(Embedding(...), Block(...), ..., Head(...))
 
-Each module takes one tensor and returns one.  The first gets token numbers [sample, position], the
-last returns logits [sample, position, vocabulary]; or the file has its own `loss(output, targets)`,
-a mean over the samples, for targets [sample, position] that are the tokens one position on.
+    def factory():                       # or a dict: each with the names of what it reads
+        return {
+            "stem": (Stem(...), "tokens"),
+            "down": (Down(...), "stem"),
+            "up": (Up(...), "down", "stem"),
+            "head": (Head(...), "up"),
+        }
+
+Each module takes one tensor, or those that it reads in that order, and returns one.  `tokens` are
+token numbers [sample, position], what the first module of a chain gets.  The last module, which
+nobody reads, returns logits [sample, position, vocabulary]; or the file has its own
+`loss(output, targets)`, a mean over the samples, for targets [sample, position] that are the tokens
+one position on.  A module in a dict stands behind all that it reads.
 
 The factory runs on the CPU in every rank, under the plan's seed, so that all start alike; a rank
 then keeps its own layers only.  It also runs with fake tensors, to learn shapes and costs.
@@ -17,7 +27,8 @@ import importlib.util
 import itertools
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,15 +39,16 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
 from planner.errors import DocumentError, LaunchError
-from planner.model import Layer, LayerTrace, ModelGraph
+from planner.model import Edge, Layer, LayerTrace, ModelGraph
 from runtime.adapter import TensorStyle, next_token_loss
+from runtime.branches import TOKENS, Branches
 from runtime.trace import traced
 
 OUR_PACKAGES = ("planner", "runtime", "profiler", "meshwright")
 
 
-class FactoryChain:
-    """Adapter of a user's chain."""
+class FactoryModel:
+    """Adapter of a user's chain or graph."""
 
     def __init__(self, model: ModelGraph, source: str, *, seed: int, dtype: torch.dtype) -> None:
         self.model = model
@@ -46,13 +58,20 @@ class FactoryChain:
         self._file = _load(source)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
-            modules = _chain(self._file, source)
+            made = _made(self._file, source)
         names = [name for name, _ in model.chain]
-        if len(names) != len(modules):
+        if len(names) != len(made):
             raise LaunchError(
-                f"{source}: returns {len(modules)} modules, and the plan's model has {len(names)}"
+                f"{source}: returns {len(made)} modules, and the plan's model has {len(names)}"
             )
-        self._layers = dict(zip(names, modules, strict=True))
+        if made.named and list(made.reads) != names:
+            raise LaunchError(
+                f"{source}: its modules are {', '.join(made.reads)}; the plan's model has "
+                f"{', '.join(names)}"
+            )
+        self._layers = dict(zip(names, made.modules, strict=True))
+        self.reads = dict(zip(names, made.reads.values(), strict=True))
+        self._made: dict[torch.Size, dict[str, Tensor]] = {}
         self._loss = getattr(self._file, "loss", next_token_loss)
 
     def layer(self, name: str) -> nn.Module:
@@ -86,15 +105,26 @@ class FactoryChain:
         return 1
 
     def boundary(self, layer: str, tokens: Tensor) -> Tensor:
-        """Run the chain with fake tensors up to this layer, in the types that FSDP casts to."""
+        """Run the layers with fake tensors, in the types that FSDP casts to."""
+        if tokens.shape not in self._made:
+            self._made[tokens.shape] = self._outputs(tokens)
+        return self._made[tokens.shape][layer]
+
+    def _outputs(self, tokens: Tensor) -> dict[str, Tensor]:
         with FakeTensorMode():
-            x = torch.zeros(tokens.shape, dtype=tokens.dtype)
-            for name, module in zip(self._layers, _chain(self._file, self._source), strict=True):
+            held = {TOKENS: torch.zeros(tokens.shape, dtype=tokens.dtype)}
+            made = _made(self._file, self._source)
+            for name, of_file, module in zip(self._layers, made.reads, made.modules, strict=True):
                 cast = {n: p.to(self._dtype) for n, p in module.named_parameters()}
-                x = functional_call(module, cast, x.to(self._dtype) if x.is_floating_point() else x)
-                if name == layer:
-                    break
-        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+                inputs = tuple(
+                    x.to(self._dtype) if x.is_floating_point() else x
+                    for x in (held[one] for one in made.reads[of_file])
+                )
+                held[of_file] = held[name] = functional_call(module, cast, inputs)
+        return {
+            name: torch.empty(held[name].shape, dtype=held[name].dtype, device="meta")
+            for name in self._layers
+        }
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the file's own loss, or next-token cross-entropy."""
@@ -103,16 +133,17 @@ class FactoryChain:
 
 
 def graph_of_factory(source: str, *, seq_len: int) -> ModelGraph:
-    """Return the ModelGraph of a user's chain; figures are traced for one sample of `seq_len`.
+    """Return the ModelGraph of a user's modules; figures are traced for one sample of `seq_len`.
 
     Layers of one class with parameters of the same shapes and the same traced cost are one kind.
     """
     file = _load(source)
     try:
         with FakeTensorMode():
-            modules = _chain(file, source)
+            made = _made(file, source)
+            modules = made.modules
             tokens = torch.zeros((1, seq_len), dtype=torch.int64)
-            figures = [layer.figures for layer in traced(modules, tokens)]
+            figures = [layer.figures for layer in traced(modules, tokens, made.places)]
     except DocumentError:
         raise
     except Exception as error:
@@ -121,6 +152,8 @@ def graph_of_factory(source: str, *, seq_len: int) -> ModelGraph:
         ) from error
     kinds = _kinds(modules, figures)
     counts = _own_parameters(modules)
+    if made.named:
+        return _graph(source, made, zip(kinds, counts, figures, strict=True))
     layers = []
     rows = zip(kinds, counts, figures, strict=True)
     for (kind, count, trace), run in itertools.groupby(rows):
@@ -128,6 +161,21 @@ def graph_of_factory(source: str, *, seq_len: int) -> ModelGraph:
             Layer(name=kind, kind=kind, repeat=len(list(run)), parameters=count, trace=trace)
         )
     return ModelGraph(name=source.rpartition("/")[2], source=source, layers=tuple(layers))
+
+
+def _graph(source: str, made: _Made, rows: Iterable[tuple[str, int, LayerTrace]]) -> ModelGraph:
+    """Return the graph of named modules, each a layer of its own."""
+    layers = tuple(
+        Layer(name=name, kind=kind, parameters=count, trace=trace)
+        for name, (kind, count, trace) in zip(made.reads, rows, strict=True)
+    )
+    edges = tuple(
+        Edge(source=read, target=name)
+        for name, reads in made.reads.items()
+        for read in dict.fromkeys(reads)
+        if read != TOKENS
+    )
+    return ModelGraph(name=source.rpartition("/")[2], source=source, layers=layers, edges=edges)
 
 
 def _kinds(modules: Sequence[nn.Module], figures: Sequence[LayerTrace]) -> list[str]:
@@ -182,22 +230,85 @@ def _load(source: str) -> ModuleType:
     return module
 
 
-def _chain(file: ModuleType, source: str) -> list[nn.Module]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """What a factory returned: modules in order, and what each reads, by name."""
+
+    modules: list[nn.Module]
+    reads: dict[str, tuple[str, ...]]
+    named: bool
+    """The names are the user's; those of a chain count its modules."""
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """[module] Places in the order of what it reads; -1 for the tokens."""
+        place = {name: at for at, name in enumerate(self.reads)}
+        place[TOKENS] = -1
+        return [tuple(place[one] for one in reads) for reads in self.reads.values()]
+
+
+def _made(file: ModuleType, source: str) -> _Made:
     """Call the factory and check what it returns."""
     name = source.rpartition(":")[2]
     factory = getattr(file, name, None)
     if not callable(factory):
         raise DocumentError("", f"has no function '{name}'", file=source)
-    made = _theirs(source, factory)
-    modules = list(made) if isinstance(made, nn.Sequential | nn.ModuleList | list | tuple) else []
-    if not modules or not all(isinstance(module, nn.Module) for module in modules):
-        raise DocumentError(
-            "", f"{name}() must return an nn.Sequential or a list of modules", file=source
-        )
-    for module in modules:
+    returned = _theirs(source, factory)
+    if isinstance(returned, dict):
+        made = _named(returned, name, source)
+    else:
+        listed = isinstance(returned, nn.Sequential | nn.ModuleList | list | tuple)
+        modules = list(returned) if listed else []
+        if not modules or not all(isinstance(module, nn.Module) for module in modules):
+            raise DocumentError(
+                "",
+                f"{name}() must return an nn.Sequential, a list of modules, or a dict of modules "
+                "with what they read",
+                file=source,
+            )
+        before = [TOKENS, *(str(at) for at in range(len(modules) - 1))]
+        reads = {str(at): (read,) for at, read in enumerate(before)}
+        made = _Made(modules=modules, reads=reads, named=False)
+    for module in made.modules:
         for part in module.modules():
             _refuse_plan_dependent(part, source)
-    return modules
+    return made
+
+
+def _named(returned: dict[Any, Any], factory: str, source: str) -> _Made:
+    """Check a graph of modules: names, what each reads, and that one alone is read by nobody."""
+
+    def refused(why: str) -> DocumentError:
+        return DocumentError("", f"{factory}() returns a dict, and {why}", file=source)
+
+    modules: list[nn.Module] = []
+    reads: dict[str, tuple[str, ...]] = {}
+    for name, entry in returned.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise refused(f"{name!r} is no name; write letters, digits and _")
+        if name in (TOKENS, "names") or name in dir(Branches):
+            raise refused(f"'{name}' is taken; choose another name")
+        module, *inputs = entry if isinstance(entry, tuple) else (entry,)
+        if not isinstance(module, nn.Module) or not inputs:
+            raise refused(f"'{name}' is not (module, name of what it reads, ...)")
+        for one in inputs:
+            if one != TOKENS and one not in reads:
+                raise refused(
+                    f"'{name}' reads {one!r}, which does not stand before it; "
+                    f"before it are {', '.join([TOKENS, *reads])}"
+                )
+        modules.append(module)
+        reads[name] = tuple(inputs)
+    read = {one for inputs in reads.values() for one in inputs}
+    ends = [name for name in reads if name not in read]
+    if len(ends) != 1:
+        raise refused(f"nobody reads {', '.join(ends)}; one module alone, the last, gives the loss")
+    if list(reads)[-1] != ends[0]:
+        raise refused(f"'{ends[0]}', which nobody reads, must stand last")
+    return _Made(modules=modules, reads=reads, named=True)
 
 
 def _refuse_plan_dependent(module: nn.Module, source: str) -> None:

@@ -9,12 +9,15 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from planner.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedule import splits_backward
 from runtime import activations, recompute, tensor
 from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, Adapter, Chain, parameter_names
+from runtime.branches import TOKENS, Branches
+from runtime.factory import FactoryModel
 from runtime.initialize import Weights, materialize
 from runtime.mesh import Place
 from runtime.weight_gradients import WeightGradients, defer
@@ -63,7 +66,7 @@ def parallel_stage(
         adapter.tie(layers)  # again, since `divide` made new parameters
     shared = _shared(layers)
     wraps = place.mesh is not None and (place.replicas > 1 or plan.precision == "bf16")
-    chain = Chain(layers)
+    chain = _stage_module(plan, adapter, stage, layers)
     traffic = Traffic(device)
     first_moved = next((item for item in placed if item.activations == "offload"), None)
     done: dict[int, nn.Parameter] = {}
@@ -92,6 +95,20 @@ def parallel_stage(
     if wraps:
         _over_data(chain, plan, place, root=True)
     return ParallelStage(chain=chain, summed=frozenset(summed), wrapped=wraps, store=store)
+
+
+def _stage_module(plan: Plan, adapter: Adapter, stage: int, layers: dict[str, nn.Module]) -> Chain:
+    """Return the layers in order, or with what crosses the stage's ends if they form a graph."""
+    if not adapter.model.edges:
+        return Chain(layers)
+    assert isinstance(adapter, FactoryModel), "supported() lets only a user's own graphs through"
+    crossing = crossings_of(plan, adapter.model)
+    return Branches(
+        layers,
+        reads=adapter.reads,
+        received=crossing[stage - 1] if stage else (TOKENS,),
+        sent=crossing[stage] if stage < len(crossing) else tuple(layers)[-1:],
+    )
 
 
 def _check_parameters(layers: dict[str, nn.Module], adapter: Adapter) -> None:

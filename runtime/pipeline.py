@@ -42,8 +42,8 @@ class StagePart:
 
     stage: int
     module: nn.Module
-    inputs: Tensor
-    outputs: Tensor
+    inputs: Tensor | tuple[Tensor, ...]
+    outputs: Tensor | tuple[Tensor, ...]
     store: WeightGradients | None = None
     """Where weight gradients wait between the two parts of a split backward."""
 
@@ -60,8 +60,13 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         loss: Callable[[Tensor, Tensor], Tensor],
+        tokens_everywhere: bool = False,
     ) -> None:
-        """`loss` must already be divided by the number of micro-batches."""
+        """`loss` must already be divided by the number of micro-batches.
+
+        `tokens_everywhere` hands them to every stage, as an argument of that name.
+        """
+        self._everywhere = tokens_everywhere
         count = 1 + max(action.stage for order in orders for action in order)
         self._stages = [_Stage(part, count, device, group) for part in parts]
         self._schedule = _PipelineScheduleRuntime(
@@ -83,6 +88,7 @@ class Pipeline:
             target=targets if is_last else None,
             losses=losses if is_last else None,
             return_outputs=False,
+            **({"tokens": tokens} if self._everywhere else {}),
         )
         for stage in self._stages:
             stage.finish_sends()
@@ -152,13 +158,18 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        declared = self._stage_meta.outputs[0]
-        if not self.is_last and (output.shape, output.dtype) != (declared.shape, declared.dtype):
+        if not self.is_last:
+            made = output if isinstance(output, tuple) else (output,)
+            for one, declared in zip(made, self._stage_meta.outputs, strict=True):
+                self._check_output(one, declared)
+        return output
+
+    def _check_output(self, output: Tensor, declared: Any) -> None:
+        if (output.shape, output.dtype) != (declared.shape, declared.dtype):
             raise LaunchError(
                 f"stage {self.stage_index} made {output.dtype} {list(output.shape)} and declared "
                 f"{declared.dtype} {list(declared.shape)}; a layer must always return one shape"
             )
-        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any
@@ -223,7 +234,7 @@ def _add_in_reduce_type(module: FSDPModule) -> None:
 
 def _started(send: dist.P2POp) -> dist.Work:
     work: dist.Work = send.op(
-        send.tensor, group=send.group, tag=send.tag, group_dst=send.group_peer
+        send.tensor.contiguous(), group=send.group, tag=send.tag, group_dst=send.group_peer
     )
     return work
 

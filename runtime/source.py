@@ -12,7 +12,7 @@ from planner.model import ModelGraph
 from runtime import huggingface, reference
 from runtime.adapter import Adapter
 from runtime.context import WHOLE, Context
-from runtime.factory import FactoryChain
+from runtime.factory import FactoryModel
 
 
 def adapter_of(
@@ -35,7 +35,7 @@ def adapter_of(
     if is_factory(source):
         if weights is not None:
             raise LaunchError(f"weights: {source} gives its parameters their values by itself")
-        return FactoryChain(model, source, seed=seed, dtype=dtype)
+        return FactoryModel(model, source, seed=seed, dtype=dtype)
     assert model.architecture is not None
     if model.architecture.family == "reference":
         return reference.Reference(

@@ -29,3 +29,5 @@ def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
         yield str(found)
     if model.architecture is None and not own_modules:
         yield f"model: {model.name} has no architecture and its source is no file.py:factory"
+    if model.edges and not own_modules:
+        yield "model.edges: only graphs of your own modules (file.py:factory) can be executed"

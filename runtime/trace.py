@@ -26,21 +26,34 @@ class TracedLayer:
     output: Tensor
 
 
-def traced(layers: Sequence[nn.Module], inputs: Tensor) -> Iterator[TracedLayer]:
-    """Trace a chain layer by layer, forward and backward.  Call it under a FakeTensorMode.
+def traced(
+    layers: Sequence[nn.Module],
+    inputs: Tensor,
+    reads: Sequence[Sequence[int]] | None = None,
+) -> Iterator[TracedLayer]:
+    """Trace layer by layer, forward and backward.  Call it under a FakeTensorMode.
+
+    `reads` are the places of the layers whose outputs each one takes, -1 for `inputs`; a chain
+    needs none.  A tensor that several layers save counts for each of them.
 
     Stored bytes are what autograd saves, each storage once, parameters left out.  Transient bytes
     are the larger of two peaks: in forward above what remains after it, in backward above what was
     there before it (the output's gradient included, parameters' gradients left out).
     """
-    x = inputs
-    for layer in layers:
-        x = x.detach().requires_grad_(x.is_floating_point())
+    made: list[Tensor] = []
+    for at, layer in enumerate(layers):
+        places = reads[at] if reads is not None else (at - 1,)
+        taken = [
+            x.detach().requires_grad_(x.is_floating_point())
+            for x in (made[place] if place >= 0 else inputs for place in places)
+        ]
         owned = {_key(t) for t in (*layer.parameters(), *layer.buffers())}
         saved: dict[int, int] = {}
         flops, forward = FlopCounterMode(display=False), _Allocations()
         with _saved_storages(saved, owned), flops, forward:
-            output = layer(x)
+            output = layer(*taken)
+        if not isinstance(output, Tensor):
+            raise TypeError(f"{type(layer).__name__} returns {type(output).__name__}, no tensor")
         output_bytes = output.untyped_storage().nbytes()
         backward_transient = _backward_peak(layer, output) if output.requires_grad else 0
         yield TracedLayer(
@@ -52,7 +65,7 @@ def traced(layers: Sequence[nn.Module], inputs: Tensor) -> Iterator[TracedLayer]
             ),
             output,
         )
-        x = output
+        made.append(output.detach())
 
 
 def _backward_peak(layer: nn.Module, output: Tensor) -> int:

@@ -67,11 +67,13 @@ def test_an_obstacle_is_named(
     assert message in str(supported(cases.plan(graph, **layout), graph))
 
 
-def test_a_graph_that_is_no_chain_is_refused() -> None:
+def test_a_graph_that_is_not_of_the_users_own_modules_is_refused() -> None:
     edges = (Edge(source="embedding", target="head"),)
     graph = cases.transformer().model_copy(update={"edges": edges})
 
-    assert "model.edges: the graph is not a chain" in str(supported(cases.plan(graph), graph))
+    assert "model.edges: only graphs of your own modules" in str(
+        supported(cases.plan(graph), graph)
+    )
 
 
 def test_figures_say_nothing_about_a_users_own_modules() -> None:

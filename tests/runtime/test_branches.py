@@ -1,0 +1,168 @@
+"""Networks that branch train alike in one process and over pipelines that cut across branches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.errors import DocumentError
+from planner.model import ModelGraph
+from planner.plan import PlacedLayer, Plan, Stage
+from runtime.branches import Branches
+from runtime.engine import Engine
+from runtime.factory import graph_of_factory
+from tests.runtime import cases, networks
+from tests.runtime.ranks import on_ranks
+from tests.runtime.test_equality import TOLERANCE, Run, train
+
+NETWORKS = ("unet", "resnet", "vit", "encoder_decoder", "two_towers")
+
+
+@functools.cache
+def graph(name: str) -> ModelGraph:
+    return graph_of_factory(f"{networks.__file__}:{name}", seq_len=cases.SEQ_LEN)
+
+
+@functools.cache
+def alone(name: str) -> Run:
+    return on_ranks(1, train, cases.plan(graph(name)), graph(name))[0]
+
+
+def equals_one_process(plan: Plan, name: str) -> None:
+    one = alone(name)
+
+    runs = on_ranks(plan.mesh.devices, train, plan, graph(name))
+
+    weights = {parameter: value for run in runs for parameter, value in run.weights.items()}
+    assert weights.keys() == one.weights.keys()
+    for parameter, value in one.weights.items():
+        np.testing.assert_allclose(weights[parameter], value, rtol=TOLERANCE, atol=TOLERANCE)
+    for run in runs:
+        assert run.losses == pytest.approx(one.losses, rel=TOLERANCE)
+        assert run.norms == pytest.approx(one.norms, rel=TOLERANCE)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_two_stages_train_like_one_process(name: str, schedule: str) -> None:
+    equals_one_process(cases.plan(graph(name), pipeline=2, schedule=schedule), name)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("unet", {"pipeline": 3}),
+        ("unet", {"pipeline": 2, "recompute": "full"}),
+        ("encoder_decoder", {"pipeline": 4}),
+        ("encoder_decoder", {"pipeline": 2, "recompute": "selective"}),
+        ("two_towers", {"pipeline": 2, "data_shard": 2, "zero": 3}),
+        ("resnet", {"pipeline": 2, "data_replicate": 2}),
+        ("unet", {"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved"}),
+        ("two_towers", {"pipeline": 2, "schedule": "zb-h1"}),
+        ("encoder_decoder", {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"}),
+        ("unet", {"data_shard": 2, "zero": 3}),
+    ],
+    ids=str,
+)
+def test_other_layouts_train_like_one_process(name: str, layout: dict[str, Any]) -> None:
+    equals_one_process(cases.plan(graph(name), **layout), name)
+
+
+@pytest.mark.ranks
+def test_layers_may_be_taken_in_any_order_that_runs() -> None:
+    model = graph("two_towers")
+    order = ["pixels", "picture0", "words", "picture1", "text0", "text1", "both"]
+    plain = cases.plan(model, pipeline=2, cuts=[4, 3])
+    stages = tuple(
+        Stage(layers=tuple(PlacedLayer(layer=name) for name in part))
+        for part in (order[:4], order[4:])
+    )
+    plan = Plan(**{**dict(plain), "stages": stages})
+
+    plan.check_model(model)
+    equals_one_process(plan, "two_towers")
+
+
+def test_a_plan_that_turns_an_edge_round_is_refused() -> None:
+    model = graph("unet")
+    plain = cases.plan(model, pipeline=2)
+    backwards = Plan(**{**dict(plain), "stages": plain.stages[::-1]})
+
+    with pytest.raises(DocumentError, match="'up2' stands before 'middle', whose output it reads"):
+        backwards.check_model(model)
+
+
+def test_one_process_computes_what_the_modules_compute() -> None:
+    engine = Engine(cases.plan(graph("unet")), graph("unet"), device=torch.device("cpu"))
+    tokens = cases.global_tokens(0)
+
+    held = {"tokens": tokens[:, :-1]}
+    for name, (_, *reads) in networks.unet().items():  # type: ignore[misc]
+        held[name] = engine.layers[name](*(held[one] for one in reads))
+    expected = nn.functional.cross_entropy(held["head"].flatten(0, 1), tokens[:, 1:].flatten())
+
+    assert engine.step(tokens).loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_stage_passes_on_what_it_does_not_read_and_forgets_what_nobody_needs() -> None:
+    class Sum(nn.Module):
+        def forward(self, *read: Tensor) -> Tensor:
+            return sum(read, torch.zeros(()))
+
+    reads = {"b": ("a",), "c": ("b", "a"), "d": ("c", "tokens")}
+    stage = Branches(
+        {name: Sum() for name in reads},
+        reads=reads,
+        received=("skip", "a"),
+        sent=("skip", "b", "d"),
+    )
+    skip, a = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
+
+    passed, b, d = stage(skip, a, tokens=torch.full((2,), 10.0))
+    (2 * passed + d).sum().backward()
+
+    assert torch.equal(passed, skip)
+    assert torch.equal(b, a)
+    assert torch.equal(d, 2 * a + 10)
+    assert skip.grad is not None
+    assert skip.grad.tolist() == [2.0, 2.0]
+    assert a.grad is not None
+    assert a.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_graph_has_the_users_names_edges_and_traced_costs() -> None:
+    model = graph("unet")
+
+    assert [layer.name for layer in model.layers] == list(networks.unet())
+    assert ("pixels", "up1") in model.graph.edges
+    assert set(model.graph.predecessors("up2")) == {"middle", "down1"}
+    up = next(layer for layer in model.layers if layer.name == "up1")
+    assert up.parameters == 8 * (20 * 9 + 1)
+    assert up.trace is not None
+    assert up.trace.forward_flops == 2 * 16 * 8 * 20 * 9
+    assert up.trace.output_bytes == 4 * 8 * 16
+    # The second block of text is the first one's twin; so is no convolution of another shape.
+    kinds = {layer.name: layer.kind for layer in graph("two_towers").layers}
+    assert kinds["text0"] == kinds["text1"] != kinds["picture0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("two_ends", "nobody reads b, c; one module alone, the last, gives the loss"),
+        ("backwards", "'b' reads 'a', which does not stand before it; before it are tokens"),
+        ("nameless", r"'a' is not \(module, name of what it reads, ...\)"),
+        ("reserved", "'forward' is taken; choose another name"),
+        ("pair", "Pair returns tuple, no tensor"),
+    ],
+)
+def test_what_is_no_graph_is_refused(name: str, message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        graph_of_factory(f"{networks.__file__}:{name}", seq_len=cases.SEQ_LEN)
