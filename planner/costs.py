@@ -23,7 +23,7 @@ step in sync_s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -35,6 +35,7 @@ from planner.activations import Treated, treated
 from planner.calibration import Figures
 from planner.cluster import ClusterSpec
 from planner.collectives import Level, Levels, group_levels
+from planner.crossings import narrowest_bytes, sink_kind, widest_bytes
 from planner.layer_figures import LayerFigures
 from planner.memory import Sharing, States
 from planner.model import Layer, ModelGraph
@@ -137,7 +138,11 @@ class CostTables:
         self._step_s = self._rates.overheads.step_s if self._rates.overheads else 0.0
 
     def of(self, layout: Layout) -> LayoutCosts:
-        """Return the costs of a layout."""
+        """Return the costs of a layout.
+
+        Where layers form a graph, transfers are the least and buffers the most that any boundary
+        has.
+        """
         key = (
             layout.tensor,
             layout.context,
@@ -193,6 +198,21 @@ class CostTables:
         places = [(self._setting(layout), layout) for layout in layouts]
         return self._figures.fastest_s(places, recompute)
 
+    def output_bytes(self, layout: Layout) -> dict[str, float]:
+        """Bytes of one micro-batch's output on a rank, by kind of layer."""
+        setting = self._setting(layout)
+        stream = self._stream_bytes(setting)
+        scale = setting.micro_batch * setting.element_bytes / FP32
+        return {
+            kind: layer.trace.output_bytes * scale if layer.trace else stream
+            for kind, layer in self._layers.items()
+        }
+
+    def crossing_s(self, layout: Layout, sizes_bytes: Iterable[float]) -> float:
+        """Seconds until tensors of these sizes, sent one by one, are with the next stage."""
+        neighbours = self._group(layout, ("pipeline",))
+        return sum(self._rates.link_s("send_recv", size, neighbours) for size in sizes_bytes)
+
     def _setting(self, layout: Layout) -> Setting:
         return Setting(
             micro_batch=layout.micro_batch,
@@ -214,8 +234,8 @@ class CostTables:
         )
         transfer_s = action_s = boundary_bytes = 0.0
         if layout.pipeline > 1:
-            boundary_bytes = self._boundary_bytes(setting)
-            transfer_s = self._rates.link_s("send_recv", boundary_bytes, links.neighbours)
+            boundary_bytes, least_bytes = self._boundary_bytes(setting)
+            transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
             action_s = self._rates.overheads.pipeline_action_s if self._rates.overheads else 0.0
         parts = {
             kind: self._parts(layer, layout, figures[kind], links)
@@ -417,20 +437,45 @@ class CostTables:
     def _end_kinds(self) -> tuple[str | None, str | None]:
         """Kinds of the first and last layer, each None if other layers have the same kind."""
         kinds = self._chain
+        if self.model.edges:
+            return None, sink_kind(self.model)
         first, last = kinds[0], kinds[-1]
         return (
             first if kinds.count(first) == 1 else None,
             last if kinds.count(last) == 1 else None,
         )
 
-    def _boundary_bytes(self, setting: Setting) -> float:
-        """Bytes of one micro-batch's activation between layers on a rank."""
+    def _boundary_bytes(self, setting: Setting) -> tuple[float, float]:
+        """Most and least bytes of one micro-batch that cross a boundary on a rank."""
+        scale = setting.micro_batch * setting.element_bytes / FP32
+        if self.model.edges and self.model.architecture is None:
+            widest, narrowest = self._sample_crossings
+            return widest * scale, narrowest * scale
         a = self.model.architecture
-        if a is not None:
-            return setting.stream_tokens * a.hidden_size * setting.element_bytes
-        traces = [layer.trace for layer in self.model.layers if layer.trace]
-        largest = max((trace.output_bytes for trace in traces), default=0)
-        return largest * setting.micro_batch * setting.element_bytes / FP32
+        if a is None:
+            traces = [layer.trace for layer in self.model.layers if layer.trace]
+            largest = max((trace.output_bytes for trace in traces), default=0) * scale
+            return largest, largest
+        stream = self._stream_bytes(setting)
+        if self.model.edges:
+            return widest_bytes(self.model, dict.fromkeys(self._layers, stream)), stream
+        return stream, stream
+
+    def _stream_bytes(self, setting: Setting) -> float:
+        a = self.model.architecture
+        return setting.stream_tokens * a.hidden_size * setting.element_bytes if a else 0.0
+
+    @cached_property
+    def _sample_crossings(self) -> tuple[float, float]:
+        """Most and least bytes of one sample in fp32 that cross a boundary of a traced graph."""
+        output_bytes = {
+            kind: float(layer.trace.output_bytes) if layer.trace else 0.0
+            for kind, layer in self._layers.items()
+        }
+        return (
+            widest_bytes(self.model, output_bytes),
+            narrowest_bytes(self.model, output_bytes),
+        )
 
     def _context_bytes(self, layout: Layout) -> float:
         if self._rates.on_cpu:

@@ -17,6 +17,7 @@ from planner.arithmetic import step_flops
 from planner.cluster import ClusterSpec
 from planner.compute import peak_flops
 from planner.costs import CostTables, LayoutCosts
+from planner.crossings import in_order
 from planner.errors import DocumentError
 from planner.group_costs import GroupCosts
 from planner.model import ModelGraph
@@ -25,7 +26,7 @@ from planner.prediction import Prediction, StagePrediction
 from planner.profile import Profile, Recompute
 from planner.rank_memory import host_bytes, moving_beside, rank_memory_parts, streamed_bytes
 from planner.schedule import Order, in_flight, orders, rank_of_stage, splits_backward
-from planner.seats import Passing, Seat, Seats, alike
+from planner.seats import Passing, Seat, Seats, alike, branching
 from planner.simulate import Timeline, timeline
 from planner.strategy import StrategyParts
 
@@ -118,6 +119,9 @@ def seated(
                 )
         return costs.tables[groups[0]], costs.seats(plan.layout, groups)
     tables = CostTables(model, cluster, plan.job, profile, activations_of(plan))
+    if model.edges:
+        held = [[item.layer for item in stage.layers] for stage in plan.stages]
+        return tables, branching(tables, plan.layout, held)
     return tables, alike(tables, plan.layout)
 
 
@@ -148,6 +152,7 @@ def layout_prediction(
     tables: CostTables | None = None,
 ) -> Prediction:
     """Return what a layout should do with all layers alike and stages of equal time."""
+    model = in_order(model) if model.edges else model
     tables = tables or CostTables(model, cluster, job, profile, (activations,))
     costs = tables.of(layout)
     chain = [layer.kind for _, layer in model.chain]
@@ -164,7 +169,12 @@ def layout_prediction(
         tuple((kind, recompute, activations) for kind in chain[cuts[s] : cuts[s + 1]])
         for s in range(layout.stages)
     ]
-    return placement_prediction(tables, layout, placements)
+    seats = None
+    if model.edges:
+        names = [name for name, _ in model.chain]
+        held = [names[cuts[s] : cuts[s + 1]] for s in range(layout.stages)]
+        seats = branching(tables, layout, held)
+    return placement_prediction(tables, layout, placements, seats)
 
 
 def placement_prediction(
@@ -392,8 +402,9 @@ def _moments(
     before = (alive - 1) * stored
     for layer, beside in zip(layers, moving_beside(layers), strict=True):
         before += layer.stored_bytes
-        behind -= layer.states.gradients_bytes
-        behind_copies -= layer.states.gathered_bytes
+        # Sums taken in two orders differ in the last bits.
+        behind = max(0.0, behind - layer.states.gradients_bytes)
+        behind_copies = max(0.0, behind_copies - layer.states.gathered_bytes)
         forward = layer.forward_transient_bytes + beside
         backward = layer.backward_transient_bytes + beside
         if not replacing:

@@ -121,6 +121,10 @@ def search(
     """
     started = time.process_time()
     pins = pins or Pins()
+    if cluster.mixed and model.edges:
+        raise DocumentError(
+            "cluster", "has devices that differ, and a graph of layers needs devices that are alike"
+        )
     if cluster.mixed:
         from planner.mixed_search import search_mixed  # noqa: PLC0415 - it imports this module
 
@@ -139,6 +143,13 @@ def search(
     candidates = Candidates(model, cluster, job, tables, pins, rules)
     if not candidates.families:
         raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))
+    if model.edges:
+        from planner.graph_search import search_graph  # noqa: PLC0415 - it imports this module
+
+        name = cluster_name or cluster.name
+        return search_graph(
+            candidates, cluster_name=name, solver=solver, top=top, progress=progress
+        )
     hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress)
     bests = hunt.run()
     if not bests:

@@ -7,10 +7,12 @@ memory of its own; where layers form a graph, each boundary has the tensors that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cluster import Accelerator
 from planner.costs import CostTables, LayoutCosts
+from planner.crossings import crossings
 from planner.plan import Layout
 from planner.prediction import Assumption
 
@@ -64,4 +66,30 @@ def alike(tables: CostTables, layout: Layout) -> Seats:
     seat = Seat(costs=costs, accelerator=tables.cluster.groups[0].accelerator)
     return Seats(
         stages=(seat,) * layout.stages, transfer_s=(costs.transfer_s,) * (layout.stages - 1)
+    )
+
+
+def branching(tables: CostTables, layout: Layout, stages: Sequence[Sequence[str]]) -> Seats:
+    """Return the seats of stages that hold these layers of a graph, on devices that are alike."""
+    costs = tables.of(layout)
+    by_kind = tables.output_bytes(layout)
+    size_bytes = {name: by_kind[layer.kind] for name, layer in tables.model.chain}
+    crossing = crossings(tables.model, stages)
+    seats = []
+    for s, held in enumerate(stages):
+        received = crossing[s - 1] if s else ()
+        sent = crossing[s] if s < len(crossing) else ()
+        passing = Passing(
+            received_bytes=sum(size_bytes[name] for name in received),
+            made_bytes=sum(size_bytes[name] for name in sent if name in held),
+            sent_bytes=sum(size_bytes[name] for name in sent),
+        )
+        seats.append(
+            Seat(costs=costs, accelerator=tables.cluster.groups[0].accelerator, passing=passing)
+        )
+    return Seats(
+        stages=tuple(seats),
+        transfer_s=tuple(
+            tables.crossing_s(layout, [size_bytes[name] for name in names]) for names in crossing
+        ),
     )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from planner.cluster import ClusterSpec
 from planner.costs import refusal
-from planner.errors import LaunchError
+from planner.errors import DocumentError, LaunchError
 from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
@@ -39,6 +39,10 @@ def profile(
     quiet: bool = False,
 ) -> Profile:
     """Measure what the search of `job` on `cluster`, which must be this machine, will ask for."""
+    if model.edges:
+        raise DocumentError(
+            "model.edges", "a graph of layers cannot be measured; plan it without a profile"
+        )
     machine = resolve_cluster(cluster)
     device = _device_here(machine, cluster)
     wanted = {

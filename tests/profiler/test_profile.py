@@ -9,9 +9,9 @@ import pytest
 
 from planner import document
 from planner.architecture import graph_of
-from planner.errors import LaunchError
+from planner.errors import DocumentError, LaunchError
 from planner.expressions import resolve_cluster
-from planner.model import ModelGraph
+from planner.model import Edge, Layer, ModelGraph
 from planner.plan import Job, Layout
 from planner.predict import layout_prediction
 from planner.profile import Overheads, Profile
@@ -130,3 +130,11 @@ def test_measured_overheads_of_sharding_are_in_the_prediction(field: str, counte
 
     units, size = len(model.chain), 4 * model.parameters
     assert step_s(1e-3) - step_s(0.0) == pytest.approx(1e-3 * counted(units, size), rel=1e-6)
+
+
+def test_a_graph_of_layers_is_refused() -> None:
+    layers = tuple(Layer(name=name, kind=name, parameters=1) for name in "ab")
+    graph = ModelGraph(name="graph", layers=layers, edges=(Edge(source="a", target="b"),))
+
+    with pytest.raises(DocumentError, match="a graph of layers cannot be measured"):
+        profiles.profile(graph, "local:1", JOB)

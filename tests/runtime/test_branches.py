@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.crossings import crossings_of
 from planner.errors import DocumentError
+from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
-from planner.plan import PlacedLayer, Plan, Stage
+from planner.pins import Pins
+from planner.plan import Job, PlacedLayer, Plan, Stage
+from planner.search import search
 from runtime.branches import Branches
 from runtime.engine import Engine
 from runtime.factory import graph_of_factory
@@ -166,3 +173,34 @@ def test_a_graph_has_the_users_names_edges_and_traced_costs() -> None:
 def test_what_is_no_graph_is_refused(name: str, message: str) -> None:
     with pytest.raises(DocumentError, match=message):
         graph_of_factory(f"{networks.__file__}:{name}", seq_len=cases.SEQ_LEN)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["unet", "encoder_decoder", "two_towers"])
+def test_what_the_search_plans_trains_like_one_process(name: str) -> None:
+    plain = cases.plan(graph(name))
+    machine = resolve_cluster("local:2")
+    found = search(graph(name), machine, plain.job, pins=Pins(pipeline=2, schedule="1f1b"))
+    plan = Plan(**{**dict(found.plan), "training": plain.training})
+
+    assert found.certificate.optimal
+    equals_one_process(plan, name)
+
+
+def test_the_network_of_the_readme_can_be_planned(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (block,) = re.findall(r"```python\n(# unet\.py\n.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "unet.py").write_text(block)
+    before = list(sys.path)
+    try:
+        model = graph_of_factory(f"{tmp_path}/unet.py:factory", seq_len=128)
+    finally:
+        sys.path[:] = before
+
+    job = Job(seq_len=128, global_batch=16, precision="fp32")
+    answer = search(model, resolve_cluster("local:2"), job, pins=Pins(pipeline=2))
+
+    assert answer.certificate.optimal
+    crossing = crossings_of(answer.plan, model)[0]
+    assert len(crossing) > 1
+    assert set(crossing) <= {layer.name for layer in model.layers}

@@ -1,0 +1,190 @@
+"""The search for graphs of layers: which layout, which split, over all orders of the branches.
+
+For each layout the split of the graph and every layer's recomputation are chosen together: exactly
+over all orders in which branches can be taken while the graph has at most
+`planner.crossings.MOST_IDEALS` downsets, else as the best of several orders with a bound for all
+(`planner.lattice`).  A tensor that stages pass on is sent, and counted, at every boundary that it
+crosses.  For its buffers every stage sets aside what the widest boundary of any split needs; the
+prediction of the chosen plan counts what its own boundaries need.
+
+Layouts wait in `planner.layout_queue` by their computation and their least communication.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from planner.candidates import Candidates
+from planner.certificate import (
+    BOUNDS,
+    CHOSEN,
+    COMMUNICATION,
+    OUT_OF_MEMORY,
+    REFUSED,
+    SLOWER,
+    UNFINISHED,
+    Account,
+)
+from planner.costs import CostTables
+from planner.crossings import MOST_IDEALS, in_order
+from planner.errors import DocumentError, NoPlanFits
+from planner.formulation import instance_of, plan_of
+from planner.frontier import FrontierStore
+from planner.graph_instance import GraphInstance, GraphSolution, Undecided
+from planner.instance import Infeasible
+from planner.lattice import solve_graph
+from planner.layout_queue import Found, Lost, best_first
+from planner.misses import nothing_runs
+from planner.model import ModelGraph
+from planner.plan import Layout, Plan, PlannedModel
+from planner.predict import placement_prediction, placements_of
+from planner.search import Answer, Ranked
+from planner.seats import branching
+
+Progress = Callable[[int, int], None]
+MOST_PAIRS = 10_000_000
+"""Pairs of downsets compared at once; more leave a gap."""
+
+
+def search_graph(
+    candidates: Candidates,
+    *,
+    cluster_name: str,
+    solver: str,
+    top: int = 1,
+    progress: Progress | None = None,
+) -> Answer:
+    """Return the fastest plan that fits, with its proof; `candidates` are of a model with edges."""
+    if solver != "exact":
+        raise DocumentError("solver", f"is '{solver}'; graphs of layers need 'exact'")
+    started = time.process_time()
+    model, cluster, job = candidates.model, candidates.cluster, candidates.job
+    account = Account()
+    space = GraphSpace(candidates)
+    layouts = list(candidates.layouts())
+    if not layouts:
+        raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))
+    outcome = best_first(
+        layouts,
+        bounds=[(BOUNDS[COMMUNICATION], candidates.communication_s)],
+        solve=space.solve,
+        account=account,
+        top=top,
+        progress=progress,
+    )
+    account.counts[REFUSED] += sum(candidates.refused.values())
+    if not outcome.best:
+        reasons = [reason for _, reason in outcome.misses if reason]
+        raise NoPlanFits(
+            f"no plan of {model.name} fits {cluster.name} at sequence {job.seq_len} and global "
+            f"batch {job.global_batch}: {reasons[0] if reasons else 'every layout lacks memory'}"
+        )
+    winner, *losers = outcome.best
+    account.counts[CHOSEN] += 1
+    for loser in losers:
+        account.lost(SLOWER, loser.layout, objective_s=loser.objective_s)
+    ranked = tuple(space.ranked(found, cluster_name) for found in outcome.best[:top])
+    return Answer(
+        plan=ranked[0].plan,
+        prediction=ranked[0].prediction,
+        certificate=account.certificate(
+            objective_s=winner.objective_s,
+            lower_bound_s=winner.lower_bound_s,
+            optimal=winner.split.optimal,
+            solver="exact",
+        ),
+        search_s=time.process_time() - started,
+        top=ranked,
+        solved=outcome.solved,
+    )
+
+
+class GraphSpace:
+    """The partition problems of a graph's layouts."""
+
+    def __init__(self, candidates: Candidates) -> None:
+        self._candidates = candidates
+        self._tables: CostTables = candidates.tables
+        self._model: ModelGraph = in_order(candidates.model)
+        self._frontiers = FrontierStore()
+
+    def instance(self, layout: Layout) -> GraphInstance:
+        """Return the partition problem of a layout."""
+        costs, model = self._tables.of(layout), self._model
+        chain = instance_of(
+            model, self._candidates.cluster, layout, costs, self._candidates.pins.recompute
+        )
+        number = {name: at for at, (name, _) in enumerate(model.chain)}
+        sent_s = {
+            kind: self._tables.crossing_s(layout, [size])
+            for kind, size in self._tables.output_bytes(layout).items()
+        }
+        last = layout.pipeline - 1
+        # The action of its loss is in the last layer's own seconds.
+        actions = [2.0 if s < last else 1.0 for s in range(layout.pipeline)] if last else [0.0]
+        return GraphInstance(
+            names=tuple(number),
+            layers=chain.layers,
+            edges=tuple(
+                sorted({(number[edge.source], number[edge.target]) for edge in model.edges})
+            ),
+            kinds=chain.kinds,
+            output_s=tuple(sent_s[layer.kind] for _, layer in model.chain),
+            stages=tuple(
+                replace(stage, exposed_s=count * costs.action_s)
+                for stage, count in zip(chain.stages, actions, strict=True)
+            ),
+            steady=chain.steady,
+            forward_apart=chain.forward_apart,
+            fill=chain.fill,
+            credits_s=chain.credits_s,
+        )
+
+    def solve(self, layout: Layout, _: float) -> Found[GraphSolution] | Lost:
+        """Return the best split of a layout."""
+        answer = solve_graph(
+            self.instance(layout),
+            frontiers=self._frontiers,
+            most_ideals=MOST_IDEALS,
+            most_pairs=MOST_PAIRS,
+        )
+        if isinstance(answer, Infeasible):
+            return Lost(OUT_OF_MEMORY, reason=answer.reason)
+        if isinstance(answer, Undecided):
+            bound_s = self._candidates.communication_s(layout)
+            return Lost(UNFINISHED, bound_s=bound_s, reason=answer.reason)
+        step_s = self._tables.of(layout).step_s
+        return Found(answer.objective_s + step_s, answer.lower_bound_s + step_s, layout, answer)
+
+    def ranked(self, found: Found[GraphSolution], cluster_name: str) -> Ranked:
+        """Return the plan of a split and its prediction."""
+        original, job = self._candidates.model, self._candidates.job
+        names = [found.split.names[layer] for layer in found.split.order]
+        ordered = in_order(self._model, names)
+        plan = plan_of(
+            ordered,
+            cluster_name,
+            job,
+            found.layout,
+            self._tables.of(found.layout),
+            found.split.split,
+            self._candidates.pins.recompute,
+        )
+        # The plan is for the model as its source has it, whatever the order of its branches.
+        own = PlannedModel(name=plan.model.name, source=plan.model.source, digest=original.digest)
+        plan = Plan(**{**dict(plan), "model": own})
+        cuts = found.split.split.cuts
+        seats = branching(
+            self._tables, found.layout, [names[a:b] for a, b in itertools.pairwise(cuts)]
+        )
+        prediction = placement_prediction(
+            self._tables, found.layout, placements_of(plan, original), seats
+        )
+        return Ranked(
+            plan=plan,
+            objective_s=found.objective_s,
+            prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
+        )
