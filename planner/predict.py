@@ -20,6 +20,7 @@ from planner.costs import CostTables, LayoutCosts
 from planner.crossings import in_order
 from planner.errors import DocumentError
 from planner.group_costs import GroupCosts
+from planner.hosts import overfull, unknown
 from planner.model import ModelGraph
 from planner.plan import Activations, Job, Layout, Plan
 from planner.prediction import Prediction, StagePrediction
@@ -228,7 +229,8 @@ def placement_prediction(
         step_parts=parts,
         tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
-        fits=all(size <= capacity for size, capacity in zip(peaks, capacities, strict=True)),
+        fits=all(size <= capacity for size, capacity in zip(peaks, capacities, strict=True))
+        and overfull(tables.cluster, layout, on_host) is None,
         stages=tuple(
             StagePrediction(
                 forward_s=stage.whole_forward_s,
@@ -242,7 +244,7 @@ def placement_prediction(
                 stages, peaks, capacities, memory, home, strict=True
             )
         ),
-        assumptions=seats.assumptions,
+        assumptions=(*seats.assumptions, *unknown(tables.cluster, layout, on_host)),
     )
 
 

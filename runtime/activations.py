@@ -8,7 +8,8 @@ Tensors that share memory are packed once.
 
 Bytes that stay on the device, of B stored bytes of a layer and micro-batch:
     offload     none, but for the layers under way: forward holds a layer's B until the layer after
-                the next one begins, and backward has those of this layer and of the one before it
+                the next one begins, and backward has those of this layer and of the one before it.
+                When a row of offloaded layers ends, all of theirs have left
     compress    B / 2 in 16 bits and B / 4 in 32, and B / 64 or B / 128 of scales (4 bytes for every
                 GROUP elements); backward has the B of one layer, unpacked
 Both count storages of at least LEAST_ELEMENTS elements; compress only floating types.
@@ -99,6 +100,7 @@ class Packing:
             finally:
                 self._call.seen.clear()
                 self._call = None
+                self._ended()
 
         layer.forward = packed
 
@@ -142,6 +144,9 @@ class Packing:
         # Anew in each forward, since data parallelism puts gathered parameters in their place.
         parameters = {_storage(parameter) for parameter in self._layer.parameters()}
         return _Call(self._constants | parameters, None)
+
+    def _ended(self) -> None:
+        """The layer's forward is done."""
 
     def _parcel(self, span: Tensor, call: _Call) -> Parcel:
         raise NotImplementedError
@@ -204,6 +209,12 @@ class Traffic:
             for parcel in _alive(self._leaving.popleft()):
                 parcel.leave()
 
+    def end(self) -> None:
+        """A row of layers that offload ends: before anything else runs, all have left."""
+        while self._leaving:
+            for parcel in _alive(self._leaving.popleft()):
+                parcel.leave()
+
     def fetch(self, call: _Call) -> None:
         """A layer's backward begins: its parcels come back, and those of the layer before it."""
         for one in (call, call.previous):
@@ -217,14 +228,18 @@ class Traffic:
 class Offloading(Packing):
     """Moves tensors to the host."""
 
-    def __init__(self, layer: nn.Module, traffic: Traffic, *, first: bool) -> None:
+    def __init__(self, layer: nn.Module, traffic: Traffic, *, first: bool, last: bool) -> None:
         super().__init__(layer)
-        self._traffic, self._first = traffic, first
+        self._traffic, self._first, self._last = traffic, first, last
 
     def _begun(self) -> _Call:
         call = super()._begun()
         self._traffic.begin(call, first=self._first)
         return call
+
+    def _ended(self) -> None:
+        if self._last:
+            self._traffic.end()
 
     def _parcel(self, span: Tensor, call: _Call) -> Parcel:
         parcel = _Moved(span, call, self._traffic)
@@ -301,14 +316,14 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def packing(
-    layer: nn.Module, activations: Activations, traffic: Traffic, *, first: bool
+    layer: nn.Module, activations: Activations, traffic: Traffic, *, first: bool, last: bool
 ) -> Packing | None:
     """Return what packs a layer's tensors as its plan says; None keeps them.
 
-    `first` is the first of its stage's layers that offloads.
+    `first` and `last` are those of a row of layers of a stage that all offload.
     """
     if activations == "keep":
         return None
     if activations == "compress":
         return Compressing(layer)
-    return Offloading(layer, traffic, first=first)
+    return Offloading(layer, traffic, first=first, last=last)

@@ -68,9 +68,9 @@ def parallel_stage(
     wraps = place.mesh is not None and (place.replicas > 1 or plan.precision == "bf16")
     chain = _stage_module(plan, adapter, stage, layers)
     traffic = Traffic(device)
-    first_moved = next((item for item in placed if item.activations == "offload"), None)
+    moved = [False, *(item.activations == "offload" for item in placed), False]
     done: dict[int, nn.Parameter] = {}
-    for item in placed:
+    for at, item in enumerate(placed):
         layer = layers[item.layer]
         materialize(
             item.layer,
@@ -83,7 +83,9 @@ def parallel_stage(
         )
         for buffer_name, buffer in list(layer.named_buffers()):
             _set_buffer(layer, buffer_name, buffer.to(device))
-        packing = activations.packing(layer, item.activations, traffic, first=item is first_moved)
+        packing = activations.packing(
+            layer, item.activations, traffic, first=not moved[at], last=not moved[at + 2]
+        )
         layer = recompute.wrapped(layer, item.recompute, packing)
         if packing is not None:
             packing.around(layer)

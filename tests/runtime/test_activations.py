@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 
 
 def wrapped(layer: nn.Module, how: str, traffic: Traffic | None = None) -> nn.Module:
-    made = packing(layer, how, traffic or Traffic(CPU), first=traffic is None)  # type: ignore[arg-type]
+    alone = traffic is None
+    made = packing(layer, how, traffic or Traffic(CPU), first=alone, last=alone)  # type: ignore[arg-type]
     assert made is not None
     made.around(layer)
     return layer
@@ -174,13 +175,48 @@ def test_backward_fetches_one_layer_ahead(monkeypatch: pytest.MonkeyPatch) -> No
     layers = []
     for index, name in enumerate("abc"):
         layer = Square(name)
-        packing(layer, "offload", traffic, first=index == 0).around(layer)  # type: ignore[union-attr]
+        made = packing(layer, "offload", traffic, first=index == 0, last=index == 2)
+        made.around(layer)  # type: ignore[union-attr]
         layers.append(layer)
 
     nn.Sequential(*layers)(torch.randn(64, 64, requires_grad=True)).sum().backward()
 
     # A layer's name is heard when its backward ends.
     assert events == ["fetch", "fetch", "c", "fetch", "b", "a"]
+
+
+def test_all_have_left_when_a_row_of_layers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    traffic = Traffic(CPU)
+    monkeypatch.setattr(activations._Moved, "leave", lambda _: events.append("leave"))
+
+    class Square(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            events.append(self.name)
+            return x * x
+
+    layers = []
+    for name, ends in {
+        "a": (True, False),
+        "b": (False, True),
+        "kept": (),
+        "d": (True, True),
+    }.items():
+        layer = Square(name)
+        if ends:
+            made = packing(layer, "offload", traffic, first=ends[0], last=ends[1])
+            made.around(layer)  # type: ignore[union-attr]
+        layers.append(layer)
+
+    nn.Sequential(*layers)(torch.randn(64, 64, requires_grad=True))
+
+    # On a CPU a layer leaves when the next one begins; at the end of a row the last leaves too.
+    assert events == ["a", "leave", "b", "leave", "kept", "d", "leave"]
+    assert not traffic._leaving
 
 
 def test_nothing_is_held_when_backward_is_done() -> None:

@@ -1,0 +1,78 @@
+"""Memory of hosts: which pipeline ranks have devices on one node, and what they may fill there.
+
+Ranks are numbered with the innermost axis of a layout first, and nodes take them in that order, so
+a node has devices of one pipeline rank or of several.  Nodes with the same devices are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from planner.cluster import ClusterSpec
+from planner.collectives import group_steps
+from planner.plan import Layout
+from planner.prediction import Assumption
+from planner.sides import Host
+from planner.units import bytes_text
+
+USABLE = 0.5
+"""Of a host's memory: pinned blocks are powers of two, so what is held takes up to twice its bytes,
+and the operating system and the ranks' own processes need the rest."""
+
+
+def hosts(cluster: ClusterSpec, layout: Layout) -> tuple[Host, ...]:
+    """Return one host for each kind of node; none if the cluster does not say its memory."""
+    memory = cluster.groups[0].host_memory_bytes
+    if memory is None or len(cluster.groups) > 1:
+        return ()
+    return tuple(
+        Host(capacity_bytes=USABLE * memory, ranks=ranks)
+        for ranks in ranks_on_nodes(cluster, layout)
+    )
+
+
+def ranks_on_nodes(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Return for each kind of node how many devices of each pipeline rank it has."""
+    size = min(cluster.groups[0].devices_per_node, layout.devices)
+    steps = group_steps(layout, ("pipeline",))
+    degree, stride = steps[0] if steps else (1, layout.devices)
+    # Ranks repeat every degree x stride, and so do nodes, every so many of them.
+    period = math.lcm(size, degree * stride) // size
+    found: dict[tuple[int, ...], None] = {}
+    for node in range(min(period, -(-layout.devices // size))):
+        first, end = node * size, min((node + 1) * size, layout.devices)
+        numbers = Counter((rank // stride) % degree for rank in range(first, end))
+        found[tuple(numbers[rank] for rank in range(degree))] = None
+    return tuple(found)
+
+
+def overfull(
+    cluster: ClusterSpec, layout: Layout, rank_bytes: Sequence[float]
+) -> tuple[float, float] | None:
+    """Return bytes and room of the fullest host if it has too little; `rank_bytes` by rank."""
+    used = [
+        (sum(n * size for n, size in zip(host.ranks, rank_bytes, strict=True)), host.capacity_bytes)
+        for host in hosts(cluster, layout)
+    ]
+    most = max(used, default=(0.0, 0.0))
+    return most if most[0] > most[1] * (1 + 1e-12) else None
+
+
+def unknown(
+    cluster: ClusterSpec, layout: Layout, rank_bytes: Sequence[float]
+) -> Iterator[Assumption]:
+    """Yield that hosts are taken to have memory enough, where it matters and nobody says."""
+    if not any(rank_bytes) or cluster.groups[0].host_memory_bytes is not None:
+        return
+    most = max(
+        sum(n * size for n, size in zip(ranks, rank_bytes, strict=True))
+        for ranks in ranks_on_nodes(cluster, layout)
+    )
+    yield Assumption(
+        what=f"each host has room for the {bytes_text(most)} that its devices put there, up to "
+        "twice that as pinned blocks",
+        provenance="assumed",
+        source="the cluster does not say groups[0].host_memory_bytes",
+    )
