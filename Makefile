@@ -15,7 +15,7 @@ demo: .venv/installed  ## profile this machine, plan, train a small model on rea
 test: .venv/installed  ## run the tests (no GPU needed)
 	$(BIN)/python -m pytest -q
 
-matrix: .venv/installed  ## run every combination of schedule and mesh against one process
+matrix: .venv/installed  ## train under every mesh of 2, 4 and 8 ranks, compared with one process; writes docs/equality.md
 	$(BIN)/python -m pytest -q -m matrix
 
 check: .venv/installed  ## what CI asks for: format, lint, types, tests

@@ -3,7 +3,7 @@
 Each obstacle has its place in a plan, as `mesh.tensor`, and a text with the value seen and the way
 out.  The search asks `refusal` for every layout; `runtime.supported` asks `obstacle` about a plan's
 layout and adds what only a plan's stages and files tell.  Something stands here as possible only
-after it has trained like one process in tests/runtime/test_equality.py.
+after it has trained like one process in tests/runtime/test_matrix.py, whose rows it then joins.
 
 A model without an adapter cannot be launched, but its plans can be studied: of them `refusal` asks
 only for `limit`, which is what no backend could do as the planner describes it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,8 @@ def plan(
     schedule: str = "1f1b",
     virtual_stages: int = 1,
     micro_batches: int | None = None,
-    recompute: str = "none",
+    global_batch: int = GLOBAL_BATCH,
+    recompute: str | Sequence[str] = "none",
     activations: str = "keep",
     offload: str = "none",
     gradient_wire: str = "full",
@@ -66,7 +68,8 @@ def plan(
 ) -> Plan:
     """Return a plan of the standard job.  `cuts` are each stage's numbers of layers.
 
-    A step has two micro-batches, and four through a pipeline, unless the caller wants otherwise.
+    Several recompute choices take turns from layer to layer.  A step has two micro-batches, and
+    four through a pipeline, unless the caller wants otherwise.
     """
     degrees = Mesh(**mesh)
     names = [name for name, _ in model.chain]
@@ -74,18 +77,15 @@ def plan(
         count = degrees.pipeline * virtual_stages
         least, more = divmod(len(names), count)
         cuts = [least + (stage < more) for stage in range(count)]
-    stages, start = [], 0
-    for count in cuts:
-        layers = names[start : start + count]
-        start += count
-        stages.append(
-            Stage(
-                layers=tuple(
-                    PlacedLayer(layer=n, recompute=recompute, activations=activations)
-                    for n in layers
-                )
-            )
-        )
+    turns = itertools.cycle([recompute] if isinstance(recompute, str) else recompute)
+    placed = [
+        PlacedLayer(layer=name, recompute=choice, activations=activations)
+        for name, choice in zip(names, turns, strict=False)
+    ]
+    ends = list(itertools.accumulate(cuts))
+    stages = [
+        Stage(layers=tuple(placed[start:end])) for start, end in zip([0, *ends], ends, strict=False)
+    ]
     data = degrees.data_shard * degrees.data_replicate
     micro_batches = micro_batches or (4 if degrees.pipeline > 1 else 2)
     return Plan(
@@ -94,13 +94,13 @@ def plan(
         ),
         cluster="test",
         seq_len=SEQ_LEN,
-        global_batch=GLOBAL_BATCH,
+        global_batch=global_batch,
         precision=precision,
         mesh=degrees,
         zero=zero,
         schedule=schedule,
         virtual_stages=virtual_stages,
-        micro_batch=GLOBAL_BATCH // data // micro_batches,
+        micro_batch=global_batch // data // micro_batches,
         micro_batches=micro_batches,
         offload=offload,
         gradient_wire=gradient_wire,
@@ -118,10 +118,12 @@ def plan(
     )
 
 
-def global_tokens(step: int, vocabulary: int = 64) -> torch.Tensor:
+def global_tokens(
+    step: int, vocabulary: int = 64, global_batch: int = GLOBAL_BATCH
+) -> torch.Tensor:
     """Return the whole batch of a step, [sample, position]."""
     generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randint(vocabulary, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
+    return torch.randint(vocabulary, (global_batch, SEQ_LEN + 1), generator=generator)
 
 
 def library_loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from runtime.engine import Engine
 from runtime.live_memory import LiveMemory
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
-from tests.runtime.test_equality import Run, errors, train
+from tests.runtime.runs import Run, errors, train
 
 CPU = torch.device("cpu")
 

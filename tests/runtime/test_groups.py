@@ -18,7 +18,7 @@ from runtime.launch import launch
 from tests.planner.test_cluster import DEVICE
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
-from tests.runtime.test_equality import TOLERANCE, train
+from tests.runtime.runs import TOLERANCE, train
 
 MODEL = cases.transformer()
 

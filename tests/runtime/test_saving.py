@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.test_equality import HYBRID, SCHEDULES, case, check
+from tests.runtime.test_equality import case, check
 
+HYBRID = {"data_replicate": 2, "data_shard": 2}
+# (schedule, stages on each rank)
+SCHEDULES = (
+    ("zb-h1", 1),
+    ("interleaved", 2),
+    ("interleaved-zb", 2),
+    ("zbv", 2),
+    ("dualpipe-v", 2),
+)
 RECOMPUTES = ("none", "selective", "full")
 # Micro-batches are as large as the job allows: what is small is not moved.
 MESHES_OF_TWO = {
