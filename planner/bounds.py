@@ -17,7 +17,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -187,7 +188,8 @@ def _hosted_s(instance: Instance, chain: _Chain) -> Floats:
     The entry is the largest of these over a few prices, and the least over the placed layers'
     options and over θ: the largest of their transients, or one of the main kind above it.
     """
-    stages, options = instance.stages, instance.kinds[chain.main]
+    stages, options = instance.stages, undominated(instance.kinds[chain.main])
+    placed = {kind: undominated(instance.kinds[kind]) for kinds in chain.placed for kind in kinds}
     most = chain.needed
     numbers = np.arange(most + 1.0)
     result = np.full((len(stages), most + 1), np.inf)
@@ -201,7 +203,7 @@ def _hosted_s(instance: Instance, chain: _Chain) -> Floats:
     ]
     for kinds in dict.fromkeys(chain.placed):
         here = np.array([s for s, placed in enumerate(chain.placed) if placed == kinds])
-        for chosen in itertools.product(*(instance.kinds[kind] for kind in kinds)):
+        for chosen in itertools.product(*(placed[kind] for kind in kinds)):
             base_s = exposed_s[here] + scale[here] * sum(o.time_s for o in chosen)
             transient = max((o.transient_bytes for o in chosen), default=0.0)
             room = free[here] - sum(o.resident_bytes for o in chosen)
@@ -225,6 +227,27 @@ def _hosted_s(instance: Instance, chain: _Chain) -> Floats:
                 held_s[left < 0] = np.inf
                 result[here, 1:] = np.minimum(result[here, 1:], held_s[:, 1:])
     return result
+
+
+def undominated(options: Sequence[Option]) -> list[Option]:
+    """Return the options but those that another one beats or equals in every figure.
+
+    What they allow, the other one allows, so a least time over the rest is one over all.
+    """
+    figures = [_FIGURES(option) for option in options]
+    return [
+        option
+        for at, option in enumerate(options)
+        if not any(
+            all(theirs <= mine for theirs, mine in zip(other, figures[at], strict=True))
+            and (other != figures[at] or index < at)
+            for index, other in enumerate(figures)
+            if index != at
+        )
+    ]
+
+
+_FIGURES = attrgetter(*(field.name for field in fields(Option) if field.name != "name"))
 
 
 def _prices(options: Sequence[Option], in_flight: Floats) -> tuple[Floats, Floats]:

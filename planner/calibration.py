@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
 
 from planner.cluster import Provenance
 from planner.operator_table import Setting
@@ -69,6 +71,16 @@ class Figures:
         """Both passes."""
         return self.whole_forward_s + self.whole_backward_s
 
+
+def one_of(many: Figures, index: int) -> Figures:
+    """Return one of many figures that are arrays."""
+    values = {name: getattr(many, name) for name in _NAMES}
+    return Figures(
+        **{k: v.item(index) if isinstance(v, np.ndarray) else v for k, v in values.items()}
+    )
+
+
+_NAMES = tuple(field.name for field in fields(Figures))
 
 Computed = Callable[[Setting, Recompute], Figures]
 

@@ -34,7 +34,7 @@ from planner import arithmetic, memory
 from planner.activations import Treated, treated
 from planner.calibration import Figures
 from planner.cluster import ClusterSpec
-from planner.collectives import Level, Levels, group_levels
+from planner.collectives import Level, group_steps, levels
 from planner.crossings import narrowest_bytes, sink_kind, widest_bytes
 from planner.layer_figures import LayerFigures
 from planner.memory import Sharing, States
@@ -133,6 +133,8 @@ class CostTables:
         self._figures = LayerFigures(model, cluster, profile, self._rates)
         self._states: dict[tuple[object, ...], _Held] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
+        self._traffic: dict[tuple[object, ...], Traffic] = {}
+        self._known_links: dict[tuple[object, ...], Links] = {}
         self._kinds: dict[tuple[object, bool], dict[str, tuple[StrategyCost, ...]]] = {}
         self._slack = 1.0 if self._rates.on_cpu else ALLOCATOR_SLACK
         self._step_s = self._rates.overheads.step_s if self._rates.overheads else 0.0
@@ -210,7 +212,7 @@ class CostTables:
 
     def crossing_s(self, layout: Layout, sizes_bytes: Iterable[float]) -> float:
         """Seconds until tensors of these sizes, sent one by one, are with the next stage."""
-        neighbours = self._group(layout, ("pipeline",))
+        neighbours = self._links(layout).neighbours
         return sum(self._rates.link_s("send_recv", size, neighbours) for size in sizes_bytes)
 
     def _setting(self, layout: Layout) -> Setting:
@@ -227,11 +229,7 @@ class CostTables:
         """Work out what layouts that differ only in schedule and step length have in common."""
         setting = self._setting(layout)
         figures = self._figures.of(setting, layout)
-        links = Links(
-            shard=self._group(layout, SHARD_AXES),
-            replicate=self._group(layout, ("data_replicate",)),
-            neighbours=self._group(layout, ("pipeline",)),
-        )
+        links = self._links(layout)
         transfer_s = action_s = boundary_bytes = 0.0
         if layout.pipeline > 1:
             boundary_bytes, least_bytes = self._boundary_bytes(setting)
@@ -243,7 +241,9 @@ class CostTables:
         }
         return _Shared(
             parts=parts,
-            neighbours=neighbour_bytes(parts, self._chain),
+            neighbours=neighbour_bytes(parts, self._chain)
+            if "offload" in self.activations
+            else {kind: (0.0,) * len(choices) for kind, choices in parts.items()},
             transfer_s=transfer_s,
             action_s=action_s,
             boundary_bytes=boundary_bytes,
@@ -290,7 +290,7 @@ class CostTables:
         held = self._held(layer, layout, sharing)
         # The pipeline keeps what the last stage returned until its backward.
         last = layout.pipeline > 1 and layer.kind == self._end_kinds[1]
-        moving = traffic(held.parameters, sharing, links, self._rates, sides=held.sides)
+        moving = self._moving(held, sharing, links)
         sync_s = self._tied_s(layer, layout, links)
         optimizer_s = self._rates.optimizer_s(held.optimized)
         stream_s = 0.0
@@ -300,32 +300,46 @@ class CostTables:
             optimizer_s = self._rates.host_optimizer_s(held.optimized)
         once = self._sync_s(moving, figures[0], sharing)
         return tuple(
-            replace(
-                plain,
+            self._strategy(
+                recompute,
+                choice,
+                moving,
+                sharing,
                 activations=activations,
+                states=held.states,
                 treated=treated(
                     activations, choice, self._rates, passed=choice.returned_bytes if last else 0.0
                 ),
+                sync_s=sync_s + once[0],
+                stream_s=stream_s + once[1],
+                optimizer_s=optimizer_s,
             )
             for recompute, choice in zip(RECOMPUTES, figures, strict=True)
-            for plain in [
-                replace(
-                    self._strategy(recompute, choice, held.states, moving, sharing),
-                    sync_s=sync_s + once[0],
-                    stream_s=stream_s + once[1],
-                    optimizer_s=optimizer_s,
-                )
-            ]
             for activations in self.activations
         )
+
+    def _moving(self, held: _Held, sharing: Sharing, links: Links) -> Traffic:
+        """Return the traffic of a layer's states, the same for every micro-batch size."""
+        key = (held.parameters, held.sides, sharing, links.name)
+        found = self._traffic.get(key)
+        if found is None:
+            found = traffic(held.parameters, sharing, links, self._rates, sides=held.sides)
+            self._traffic[key] = found
+        return found
 
     def _strategy(
         self,
         recompute: Recompute,
         figures: Figures,
-        states: States,
         moving: Traffic,
         sharing: Sharing,
+        *,
+        activations: Activations,
+        states: States,
+        treated: Treated,
+        sync_s: float,
+        stream_s: float,
+        optimizer_s: float,
     ) -> StrategyParts:
         """Hide what computation hides of a unit's communication in each micro-batch."""
         again, each = sharing.gathers_again, sharing.reduces_each_micro_batch
@@ -346,21 +360,24 @@ class CostTables:
             backward_s += self._rates.unit_s(figures.backward_ahead_s)
         return StrategyParts(
             recompute=recompute,
-            activations="keep",
+            activations=activations,
             figures=figures,
             states=states,
-            treated=Treated(stored_bytes=figures.stored_bytes),
+            treated=treated,
             gather_s=gather_s,
             backward_shard_s=backward_s,
-            sync_s=0.0,
-            optimizer_s=0.0,
+            sync_s=sync_s,
+            optimizer_s=optimizer_s,
             forward_fetch_s=forward_fetch_s,
             backward_fetch_s=backward_fetch_s,
+            stream_s=stream_s,
         )
 
     def _seen(self, links_s: float, host_s: float, window_s: float) -> tuple[float, float]:
         """Return what a window leaves of a collective, and what a copy of the host adds to it."""
         seen_s = self._rates.exposed_s(links_s, window_s)
+        if not host_s:
+            return seen_s, 0.0
         return seen_s, self._rates.exposed_s(links_s + host_s, window_s) - seen_s
 
     def _sync_s(self, moving: Traffic, plain: Figures, sharing: Sharing) -> tuple[float, float]:
@@ -414,8 +431,21 @@ class CostTables:
         ends = (Level(links.neighbours[-1].tier, 2),)
         return self._rates.link_s("all_reduce", memory.MASTER * copy / divided, ends)
 
-    def _group(self, layout: Layout, axes: tuple[Axis, ...]) -> Levels:
-        return group_levels(self.cluster.tiers, layout, axes)
+    def _links(self, layout: Layout) -> Links:
+        name = (
+            group_steps(layout, SHARD_AXES),
+            group_steps(layout, ("data_replicate",)),
+            group_steps(layout, ("pipeline",)),
+            layout.devices,
+        )
+        if name not in self._known_links:
+            shard, replicate, neighbours = (
+                levels(self.cluster.tiers, steps, devices=layout.devices) for steps in name[:3]
+            )
+            self._known_links[name] = Links(
+                shard=shard, replicate=replicate, neighbours=neighbours, name=name
+            )
+        return self._known_links[name]
 
     def _tied_copy(self, layer: Layer) -> float:
         """Parameters of the output projection where the pipeline's last stage holds a copy."""

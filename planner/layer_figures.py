@@ -8,14 +8,13 @@ layouts that differ in data parallelism, pipeline and schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner import arithmetic, collectives, compute
-from planner.calibration import Figures, calibrated, corrects
+from planner.calibration import Figures, calibrated, corrects, one_of
 from planner.cluster import ClusterSpec, Collective
 from planner.collectives import Levels, group_steps
 from planner.model import Layer, ModelGraph
@@ -27,6 +26,7 @@ from planner.operator_table import (
     Operator,
     Setting,
     Table,
+    larger,
 )
 from planner.plan import Layout
 from planner.prediction import Assumption
@@ -55,6 +55,8 @@ class LayerFigures:
         self._rates = rates
         self._layers = {layer.kind: layer for layer in model.layers}
         self._known: dict[tuple[object, ...], tuple[KindFigures, tuple[Assumption, ...]]] = {}
+        self._together: dict[tuple[object, ...], tuple[KindFigures, int]] = {}
+        """Figures of many settings, and the place of one among them."""
         self._groups: dict[tuple[object, ...], Levels] = {}
 
     def of(self, setting: Setting, layout: Layout) -> KindFigures:
@@ -71,7 +73,8 @@ class LayerFigures:
         """[kind, place] Fewest seconds of one micro-batch's passes; one recompute, or the best.
 
         Settings that take the same branches share one table of operators (see `ManySettings`), so
-        that thousands take milliseconds.  What a profile corrects is worked out one by one.
+        that thousands take a tenth of a second, and all their figures are known afterwards.  What a
+        profile corrects is worked out one by one.
         """
         result = np.empty((len(self._layers), len(places)))
         choices = [choice for choice in RECOMPUTES if recompute in (None, choice)]
@@ -84,26 +87,42 @@ class LayerFigures:
                 each = zip(RECOMPUTES, figures, strict=True)
                 result[kind, index] = min(f.passes_s for choice, f in each if choice in choices)
         for indices in alike.values():
-            many = ManySettings.of([places[index][0] for index in indices])
-            link_s = self._links_s([self._groups_of(places[index][1]) for index in indices])
-            for kind, layer in enumerate(self._layers.values()):
-                table = arithmetic.table(self.model, layer, many)
-                result[kind, indices] = np.min(
-                    [self._passes(table, choice, link_s).seconds for choice in choices], axis=0
-                )
+            together = self._many([places[index] for index in indices])
+            for kind, of_kind in enumerate(together.values()):
+                each = zip(RECOMPUTES, of_kind, strict=True)
+                each_s = [f.passes_s for choice, f in each if choice in choices]
+                result[kind, indices] = np.min(each_s, axis=0)
         return result
+
+    def _many(self, places: Sequence[tuple[Setting, Layout]]) -> KindFigures:
+        """Return figures that are arrays [place], of settings that take the same branches."""
+        settings = ManySettings.of([setting for setting, _ in places])
+        groups = [self._groups_of(layout) for _, layout in places]
+        link_s = self._links_s(groups)
+        figures = {}
+        for kind, layer in self._layers.items():
+            table = arithmetic.table(self.model, layer, settings)
+            figures[kind] = tuple(
+                self._computed(layer, settings, table, choice, link_s) for choice in RECOMPUTES
+            )
+        for index, (setting, _) in enumerate(places):
+            self._together[_key(setting, groups[index])] = figures, index
+        return figures
 
     def _entry(
         self, setting: Setting, layout: Layout
     ) -> tuple[KindFigures, tuple[Assumption, ...]]:
         groups = self._groups_of(layout)
-        key = (setting, *(_spans(group) for group in groups))
+        key = _key(setting, groups)
         found = self._known.get(key)
         if found is None:
-            figures = {
-                kind: self._layer_figures(layer, setting, groups)
-                for kind, layer in self._layers.items()
-            }
+            figures = {}
+            together, index = self._together.get(key, ({}, 0))
+            for kind, layer in self._layers.items():
+                if together:
+                    figures[kind] = tuple(one_of(choice, index) for choice in together[kind])
+                else:
+                    figures[kind] = self._layer_figures(layer, setting, groups)
             found = self._known[key] = (figures, self._origins(figures))
         return found
 
@@ -144,62 +163,47 @@ class LayerFigures:
         recompute: Recompute,
         link_s: LinkSeconds,
     ) -> Figures:
-        """Return a layer's figures by arithmetic alone."""
-        on = self._rates.device
-        passes = self._passes(table, recompute, link_s)
+        """Return a layer's figures by arithmetic alone; arrays where settings are many.
+
+        A pass takes what the device needs or what the host needs to start its kernels, whichever is
+        more; how far the device is behind tells what else the host may do unseen.
+        """
+        again, on = table.recomputed(recompute), self._rates.device
+        forward_s = sum(compute.forward_s(op, on) for op in table.operators)
+        backward_s = sum(compute.backward_s(op, on) for op in table.operators)
+        recompute_s = sum(compute.forward_s(op, on) for op in again)
+        kernels = sum(op.kernels for op in table.operators)
+        forward_host_s = self._rates.host_s(kernels, "forward")
+        backward_host_s = self._rates.host_s(kernels, "backward")
+        recompute_host_s = self._rates.host_s(sum(op.kernels for op in again), "forward")
+        forward_tensor_s, backward_tensor_s = _tensor_s(table.operators, again, link_s)
         late = [op for op in table.operators if self._weight_waits(layer, op)]
         weight_s = sum(compute.backward_s(op, on) for op in late) / compute.MATMUL_BACKWARD
         inputs = {name for op in late for name in op.inputs}
         stored_bytes = table.stored_bytes(recompute)
         packable_bytes, elements = table.packable(recompute, setting.element_bytes)
         return Figures(
-            forward_s=passes.forward_s,
-            forward_tensor_s=passes.forward_tensor_s,
-            backward_s=passes.backward_s,
-            recompute_s=passes.recompute_s,
-            backward_tensor_s=passes.backward_tensor_s,
-            forward_ahead_s=passes.forward_ahead_s,
-            backward_ahead_s=passes.backward_ahead_s,
+            forward_s=larger(forward_s, forward_host_s),
+            forward_tensor_s=forward_tensor_s,
+            backward_s=larger(backward_s, backward_host_s),
+            recompute_s=larger(recompute_s, recompute_host_s),
+            backward_tensor_s=backward_tensor_s,
+            forward_ahead_s=larger(0.0, forward_s - forward_host_s),
+            backward_ahead_s=larger(
+                0.0, backward_s + recompute_s - backward_host_s - recompute_host_s
+            ),
             stored_bytes=stored_bytes,
-            packable_share=packable_bytes / stored_bytes if stored_bytes else 0.0,
-            elements_per_stored_byte=elements / stored_bytes if stored_bytes else 0.0,
+            packable_share=_share(packable_bytes, stored_bytes),
+            elements_per_stored_byte=_share(elements, stored_bytes),
             forward_transient_bytes=table.forward_transient_bytes(recompute),
             backward_transient_bytes=table.backward_transient_bytes(recompute),
             returned_bytes=table.returned_bytes,
             stores_input="x" in table.stored(recompute),
             provenance=on.curve.provenance,
             spread=on.curve.spread,
-            weight_share=weight_s / passes.backward_device_s if weight_s else 0.0,
+            weight_share=_share(weight_s, backward_s),
             kept_bytes=sum(table.sizes[name] for name in inputs)
             + sum(sum(op.outputs.values()) for op in late),
-        )
-
-    def _passes(self, table: Table, recompute: Recompute, link_s: LinkSeconds) -> _Passes:
-        """Return the seconds of a layer's passes.
-
-        A pass takes what the device needs or what the host needs to start its kernels, whichever is
-        more; how far the device is behind tells what else the host may do unseen.
-        """
-        operators, again, on = table.operators, table.recomputed(recompute), self._rates.device
-        forward_s = sum(compute.forward_s(op, on) for op in operators)
-        backward_s = sum(compute.backward_s(op, on) for op in operators)
-        recompute_s = sum(compute.forward_s(op, on) for op in again)
-        kernels = sum(op.kernels for op in operators)
-        forward_host_s = self._rates.host_s(kernels, "forward")
-        backward_host_s = self._rates.host_s(kernels, "backward")
-        recompute_host_s = self._rates.host_s(sum(op.kernels for op in again), "forward")
-        forward_tensor_s, backward_tensor_s = _tensor_s(operators, again, link_s)
-        return _Passes(
-            forward_s=_larger(forward_s, forward_host_s),
-            backward_s=_larger(backward_s, backward_host_s),
-            recompute_s=_larger(recompute_s, recompute_host_s),
-            forward_tensor_s=forward_tensor_s,
-            backward_tensor_s=backward_tensor_s,
-            forward_ahead_s=_larger(0.0, forward_s - forward_host_s),
-            backward_ahead_s=_larger(
-                0.0, backward_s + recompute_s - backward_host_s - recompute_host_s
-            ),
-            backward_device_s=backward_s,
         )
 
     def _link_s(self, groups: Groups) -> LinkSeconds:
@@ -256,28 +260,6 @@ class LayerFigures:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Passes:
-    """Seconds of one layer on one micro-batch; arrays where settings are many."""
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    forward_tensor_s: float
-    backward_tensor_s: float
-    """Communication inside the layer, that of recomputation included."""
-    forward_ahead_s: float
-    backward_ahead_s: float
-    backward_device_s: float
-    """What the device alone needs."""
-
-    @property
-    def seconds(self) -> float:
-        """Both passes with recomputation and communication."""
-        forward_s = self.forward_s + self.forward_tensor_s
-        return forward_s + (self.backward_s + self.recompute_s + self.backward_tensor_s)
-
-
 def _tensor_s(
     operators: Iterable[Operator], again: Iterable[Operator], link_s: LinkSeconds
 ) -> tuple[float, float]:
@@ -295,11 +277,18 @@ def _tensor_s(
     return forward_s, backward_s
 
 
-def _larger(one: float, other: float) -> float:
-    """The larger, element by element where settings are many."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return cast(float, np.maximum(one, other))
-    return max(one, other)
+def _share(part: float, whole: float) -> float:
+    """Return part / whole, 0 of nothing; element by element where settings are many."""
+    if not isinstance(whole, np.ndarray):
+        return part / whole if whole else 0.0
+    return cast(float, np.divide(part, whole, out=np.zeros(whole.shape), where=whole != 0))
+
+
+def _key(setting: Setting, groups: Groups) -> tuple[object, ...]:
+    """What figures depend on."""
+    return setting, *(
+        tuple((level.tier.name, level.members) for level in group) for group in groups
+    )
 
 
 def _spans(group: Levels) -> tuple[tuple[str, int], ...]:

@@ -256,18 +256,21 @@ class Table:
         """Peak inside forward above what is stored at its end, beyond the layer's output."""
         stored = self.stored(recompute)
         last_use = {n: i for i, op in enumerate(self.operators) for n in (*op.inputs, *op.holds)}
-        alive = {"x": self.input_bytes}
-        peak = 0.0
+        dying: list[list[str]] = [[] for _ in self.operators]
         for index, operator in enumerate(self.operators):
-            alive |= operator.outputs
-            peak = max(peak, sum(alive.values()) + operator.workspace_bytes)
-            for name in list(alive):
-                gone = last_use.get(name, -1) <= index and name != self.output
-                if gone and name not in stored and name != "x":
-                    del alive[name]
+            for name in operator.outputs:
+                if name != self.output and name not in stored:
+                    dying[last_use.get(name, index)].append(name)
+        alive = self.input_bytes
+        peak = 0.0
+        for operator, names in zip(self.operators, dying, strict=True):
+            alive = alive + sum(operator.outputs.values())
+            peak = larger(peak, alive + operator.workspace_bytes)
+            for name in names:
+                alive = alive - self.sizes[name]
         beyond = sum(size for name, size in stored.items() if name != self.output)
         held_input = 0.0 if "x" in stored else self.input_bytes
-        return max(0.0, peak - beyond - self.output_bytes - held_input)
+        return larger(0.0, peak - beyond - self.output_bytes - held_input)
 
     def backward_transient_bytes(self, recompute: Recompute) -> float:
         """Peak inside backward above what was stored at its begin.
@@ -289,7 +292,7 @@ class Table:
                 continue
             made = sum(self.sizes[name] for name in operator.inputs) + operator.workspace_bytes
             back = again if index < inside else 0.0
-            peak = max(peak, sum(gradients.values()) + made + back - freed)
+            peak = larger(peak, sum(gradients.values()) + made + back - freed)
             gradients |= {name: self.sizes[name] for name in operator.inputs}
             for name in operator.outputs:
                 gradients.pop(name, None)
@@ -323,6 +326,13 @@ class Table:
     @property
     def _outside(self) -> tuple[Operator, ...]:
         return self.operators[len(self.operators) - self.outside :]
+
+
+def larger(one: float, other: float) -> float:
+    """Return the larger, element by element where settings are many."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.maximum(one, other))
+    return max(one, other)
 
 
 def _saved(operators: Iterable[Operator]) -> set[str]:

@@ -251,13 +251,13 @@ class _Hunt:
                 for layout in item.layouts():
                     self._enlist(bound_s, layout)
         elif entry.known == ROOM:
+            better_s = max(bound_s, self._candidates.communication_s(item))
+            self._push(better_s, COMMUNICATION, item)
+        elif entry.known == COMMUNICATION:
             if self._candidates.dominator(item) is not None:
                 self.account.lost(DOMINATED, item)
             else:
-                better_s = max(bound_s, self._candidates.communication_s(item))
-                self._push(better_s, COMMUNICATION, item)
-        elif entry.known == COMMUNICATION:
-            self._push(max(bound_s, self._candidates.memory_s(item)), MEMORY, item)
+                self._push(max(bound_s, self._candidates.memory_s(item)), MEMORY, item)
         else:
             self._try(item, bound_s, rival)
 

@@ -42,6 +42,8 @@ class Links:
     shard: Levels
     replicate: Levels
     neighbours: Levels
+    name: tuple[object, ...] = ()
+    """What tells these levels from others of one cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
