@@ -36,6 +36,7 @@ from planner.stage_table import StageTable
 # Above the rounding that `cuts.meets` forgives, below anything that matters.
 _HAIR = 1e-11
 _COARSE = 2.0**10
+HOSTS_TOO_SMALL = "whatever fits the devices puts more on a host than it has room for"
 
 
 def solve(
@@ -47,6 +48,7 @@ def solve(
     """Minimise the time of `instance` exactly; only objectives below `cutoff_s` are of interest.
 
     `frontiers` kept by the caller spares the Pareto sets that earlier instances had in common.
+    Of hosts that several stages share, each stage alone is held to the whole.
     With a finite cutoff an instance that does not fit may be reported as fathomed.
 
     Among equally fast splits the one with the earliest cuts is returned; inside a stage the layers
@@ -76,7 +78,9 @@ def solve(
             ceiling_s = floor.ceiling_s(known_s)
     if best is not None:
         return best
-    return Infeasible(why_infeasible(instance)) if cutoff_s == math.inf else Fathomed(cutoff_s)
+    if cutoff_s < math.inf:
+        return Fathomed(cutoff_s)
+    return Infeasible(why_infeasible(instance) or HOSTS_TOO_SMALL)
 
 
 class _Floor:
@@ -200,6 +204,8 @@ def _simplest(instance: Instance, cuts: tuple[int, ...], options: list[int]) -> 
             taken = table[options[layer]]
             for simpler, option in enumerate(table[: options[layer]]):
                 if option.time_s != taken.time_s or option.sync_s > taken.sync_s:
+                    continue
+                if option.host_bytes > taken.host_bytes:
                     continue
                 before, options[layer] = options[layer], simpler
                 if stage_bytes(instance, stage, range(first, end), options) <= stage.capacity_bytes:

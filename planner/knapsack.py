@@ -9,6 +9,10 @@ depend on its option, all stages share the Pareto sets of (stored, seconds), and
 (free - level - Σ resident) / in_flight differs between them; otherwise only stages of equal
 in_flight share them.
 
+Where hosts have too little memory (planner.sides), a stage also has a limit on the bytes that it
+puts there: its part of a host that it has for itself, or the whole of one that it shares.  A choice
+that breaks the limit is replaced by the fastest that keeps it (planner.synced).
+
 `bounds_s` gives Lagrangian lower bounds for many contents at once,
 
     seconds >= max_λ Σ_l min_k (t_k + λ x_k) - λ · budget        λ >= 0, in s/byte.
@@ -56,6 +60,10 @@ class OptionTable:
         )
         self.least_time_s: Floats = self.time_s.min(axis=1)
         self.levels = [sorted({o.transient_bytes for o in options}) for options in kinds]
+        self.host, self.host_resident = np.zeros((2, *self.present.shape))
+        for kind, options in enumerate(kinds):
+            self.host[kind, : len(options)] = [o.host_bytes for o in options]
+            self.host_resident[kind, : len(options)] = [o.host_resident_bytes for o in options]
 
     def constant(self, values: Floats) -> bool:
         """Whether `values` [kind, option] are the same for all options of each kind."""
@@ -95,6 +103,8 @@ class Limits:
     transient_bytes: float
     budget_bytes: float
     sync_s: float
+    host_bytes: float = np.inf
+    in_flight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,11 @@ class Choice:
     time_s: float
     sync_s: float
     options: list[list[int]]
+
+
+def _refuse_both(both: bool) -> None:
+    if both:
+        raise ValueError("options that differ in sync_s leave no limit on hosts; use the program")
 
 
 class Knapsacks:
@@ -129,6 +144,14 @@ class Knapsacks:
             for at, s in enumerate(family.stages)
         }
         self._runs: dict[tuple[int, int, int], Runs] = {}
+        self.host_limit = np.full(len(stages), np.inf)
+        for host in instance.hosts:
+            for s, ranks in enumerate(host.ranks):
+                if ranks:
+                    limit = host.capacity_bytes * (1 + ROUNDING / 2) / ranks
+                    self.host_limit[s] = min(self.host_limit[s], limit)
+        self.host_limited = bool(np.isfinite(self.host_limit).any())
+        _refuse_both(self.host_limited and self.sync_depends)
 
     def _families(self) -> list[Family]:
         options = self.options
@@ -213,7 +236,7 @@ class Knapsacks:
 
         Then all stages of a family are cheapest to answer together.
         """
-        if self.sync_depends:
+        if self.sync_depends or self.host_limited:
             return False
         sizes = sorted(self.options.sizes[kind] ** min(count, 3) for kind, count in content)
         return len(content) <= 4 and int(np.prod(sizes[:-1])) <= 16
@@ -239,7 +262,13 @@ class Knapsacks:
             upper_s = best.time_s if best else np.inf
             if bounds_s[i] >= upper_s * (1 - ROUNDING) or bounds_s[i] == np.inf:
                 break
-            limits = Limits(levels[i], budgets[i], sync_limit_s)
+            limits = Limits(
+                levels[i],
+                budgets[i],
+                sync_limit_s,
+                float(self.host_limit[stage]),
+                float(self.in_flight[stage]),
+            )
             found = self._fastest_at(f, content, limits, upper_s)
             if found is not None:
                 best = found
@@ -262,24 +291,43 @@ class Knapsacks:
         seconds, points = found
         taken = [runs.options(n, point) for (runs, n), point in zip(groups, points, strict=True)]
         chosen = self._chosen(content, within, seconds, taken)
-        if chosen.sync_s <= limits.sync_s:
+        if chosen.sync_s <= limits.sync_s and self._on_host(content, chosen, limits):
             return chosen
         load, options = self.families[family].load, self.options
+        second, most = options.sync_s, limits.sync_s
+        if self.host_limited:
+            second, most = self._host_load(limits), limits.host_bytes
         synced = fastest_synced(
             [
                 Choices(
                     load_bytes=load[kind][within[kind]],
                     time_s=options.time_s[kind][within[kind]],
-                    sync_s=options.sync_s[kind][within[kind]],
+                    sync_s=second[kind][within[kind]],
                     count=count,
                 )
                 for kind, count in content
             ],
             limits.budget_bytes,
-            limits.sync_s,
+            most,
             upper_s,
         )
         return None if synced is None else self._chosen(content, within, *synced)
+
+    def _host_load(self, limits: Limits) -> Floats:
+        """[kind, option] Bytes on the host of a layer of a stage."""
+        load: Floats = self.options.host_resident + limits.in_flight * self.options.host
+        return load
+
+    def _on_host(self, content: Content, chosen: Choice, limits: Limits) -> bool:
+        """Whether a choice keeps the limit of the host."""
+        if limits.host_bytes == np.inf:
+            return True
+        load = self._host_load(limits)
+        used = sum(
+            float(load[kind][picks].sum())
+            for (kind, _), picks in zip(content, chosen.options, strict=True)
+        )
+        return used <= limits.host_bytes
 
     def _chosen(
         self, content: Content, within: dict[int, Indices], time_s: float, taken: list[list[int]]

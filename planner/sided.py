@@ -1,9 +1,9 @@
 """Partition problems whose stages are tied together: shared hosts, and sides that a user asks for.
 
-Without ties `planner.inner` is exact.  With them its answer is the optimum of a relaxation: if it
-keeps every host and side it is the optimum here too, and if not it bounds the integer program
-(`planner.ilp`), which then decides.  Options that only some layers may take need no tie: such
-layers become kinds of their own.
+Without ties `planner.inner` is exact, and with hosts of which each has devices of one stage.  With
+others its answer is the optimum of a relaxation: if it keeps every host and side it is the optimum
+here too, and if not it bounds the integer program (`planner.ilp`), which then decides.  Options
+that only some layers may take need no tie: such layers become kinds of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def solve(
     narrow, kept = narrowed(instance)
     if narrow is None:
         return Infeasible("a layer has none of the options that are asked for")
-    plain = replace(narrow, hosts=(), sides=())
+    synced_apart = any(len({o.sync_s for o in table}) > 1 for table in narrow.kinds)
+    plain = replace(narrow, hosts=() if synced_apart else narrow.hosts, sides=())
     relaxed = inner.solve(plain, cutoff_s=cutoff_s, frontiers=frontiers)
     if not isinstance(relaxed, Solution):
         return relaxed

@@ -138,6 +138,39 @@ def test_without_ties_the_program_is_the_exact_solver(start: int) -> None:
             assert program.objective_s == pytest.approx(exact.objective_s, rel=2e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize("start", range(300, 420, 40))
+def test_hosts_with_devices_of_one_stage_need_no_program(
+    start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ilp, "solve", None)
+    bound = 0
+    for seed in range(start, start + 40):
+        rng, instance = random.Random(seed), replace(tied(seed), sides=())
+        stages = len(instance.stages)
+        hosts = tuple(
+            Host(
+                capacity_bytes=rng.uniform(2, 25),
+                ranks=tuple(2 if s == own else 0 for s in range(stages)),
+            )
+            for own in range(stages)
+        )
+        instance = replace(instance, hosts=hosts)
+        best_s, free = least_s(instance), inner.solve(replace(instance, hosts=()))
+
+        answer = sided.solve(instance)
+
+        if best_s == math.inf:
+            assert isinstance(answer, Infeasible), seed
+            assert answer.reason
+            continue
+        assert isinstance(answer, Solution), seed
+        assert isinstance(free, Solution), seed
+        assert answer.objective_s == pytest.approx(best_s, rel=1e-9, abs=1e-9), seed
+        assert kept(instance, answer.cuts, answer.options)
+        bound += answer.objective_s > free.objective_s * (1 + 1e-9)
+    assert bound >= 2
+
+
 def test_most_ties_bind() -> None:
     bound = sum(
         broken(instance, answer) is not None
