@@ -175,7 +175,7 @@ def test_most_ties_bind() -> None:
     bound = sum(
         broken(instance, answer) is not None
         for instance in map(tied, range(120))
-        if isinstance(answer := inner.solve(instance), Solution)
+        if isinstance(answer := inner.solve(replace(instance, hosts=(), sides=())), Solution)
     )
 
     assert bound > 20
