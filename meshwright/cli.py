@@ -229,6 +229,22 @@ def launch(
     weights: Annotated[
         str | None, typer.Option("--weights", help="A Hugging Face folder of safetensors")
     ] = None,
+    training: Annotated[
+        list[str] | None,
+        typer.Option("--training", help="Change a setting: learning_rate=1e-4, warmup_steps=100"),
+    ] = None,
+    evaluate: Annotated[
+        str | None, typer.Option("--eval", help="Held-out text, a file or folder")
+    ] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option("--eval-every", help="Steps; default: after the last only")
+    ] = None,
+    evaluate_batches: Annotated[
+        int, typer.Option("--eval-batches", help="Global batches of one evaluation")
+    ] = 8,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write events for TensorBoard too")
+    ] = False,
     profile: ProfileOption = None,
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
@@ -249,6 +265,11 @@ def launch(
         resume=resume,
         max_seconds=max_seconds,
         weights=weights,
+        training=training or (),
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        evaluate_batches=evaluate_batches,
+        tensorboard=tensorboard,
         profile=profile,
         output=output,
         dry_run=dry_run,
@@ -262,6 +283,8 @@ def launch(
     losses = run.report.losses
     if losses:
         out.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
+    for evaluation in run.report.evaluations[-1:]:
+        out.print(f"held-out loss {evaluation.loss:.4f} after step {evaluation.step}")
     out.print(comparison_table(run.rows))
     out.print(f"metrics {run.report.metrics}, logs {run.report.logs}")
     if run.report.checkpoint:

@@ -200,6 +200,11 @@ def launch(
     dry_run: bool = False,
     max_seconds: float | None = None,
     weights: str | None = None,
+    training: Sequence[str] = (),
+    evaluate: str | None = None,
+    evaluate_every: int | None = None,
+    evaluate_batches: int = 8,
+    tensorboard: bool = False,
     profile: str | None = None,
     quiet: bool = False,
 ) -> Run | None:
@@ -234,6 +239,12 @@ def launch(
         dry_run=dry_run,
         max_seconds=max_seconds,
         weights=weights,
+        training=training,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        evaluate_batches=evaluate_batches,
+        tensorboard=tensorboard,
+        peak_step_s=prediction.mfu * prediction.step_time_s or None,
         quiet=quiet,
     )
     if report is None:

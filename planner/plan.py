@@ -17,7 +17,8 @@ from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.profile import Recompute
 from planner.schedule import obstacle, rank_of_stage
-from planner.units import Amount, Count, Positive, Rate, Text
+from planner.training import Training
+from planner.units import Positive, Rate, Text
 
 Backend = Literal["native"]
 ScheduleName = Literal[
@@ -197,21 +198,6 @@ class PlannedModel(Part):
     source: Text
     """A catalogue name, a Hugging Face folder or config.json, or `file.py:factory`."""
     digest: Text
-
-
-class Training(Part):
-    """The optimizer's settings; they cost no time, but the run needs them."""
-
-    optimizer: Literal["adamw"] = "adamw"
-    learning_rate: Rate = 3e-4
-    warmup_steps: Count = 0
-    beta1: Amount = 0.9
-    beta2: Amount = 0.95
-    epsilon: Rate = 1e-8
-    weight_decay: Amount = 0.1
-    clip_norm: Amount = 1.0
-    """0 means no clipping."""
-    seed: Count = 0
 
 
 class Plan(Document):

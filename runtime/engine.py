@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -136,14 +138,7 @@ class Engine:
         There are micro_batch x micro_batches samples.  All tensor, context and pipeline ranks of a
         data rank pass the same tokens.
         """
-        samples = self.plan.micro_batch * self.plan.micro_batches
-        expected = (samples, self.plan.seq_len + 1)
-        if tuple(tokens.shape) != expected:
-            raise LaunchError(f"a step takes tokens of shape {expected}, not {tuple(tokens.shape)}")
-        tokens = tokens.to(self.device, non_blocking=True)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        if self.plan.mesh.context > 1:
-            inputs, targets = inputs[:, self._positions], targets[:, self._positions]
+        inputs, targets = self._inputs_and_targets(tokens)
         with self._loss_context():
             loss = (
                 self._all_micro_batches(inputs, targets)
@@ -155,6 +150,27 @@ class Engine:
         loss, norm = self._optimizer.step(loss / holders).tolist()
         return StepResult(loss, norm)
 
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor) -> float:
+        """Return the mean loss of a batch like a step's, on every rank, and learn nothing."""
+        inputs, targets = self._inputs_and_targets(tokens)
+        with self._loss_context():
+            if self._pipeline is None:
+                count = self.plan.micro_batches
+                pairs = zip(inputs.chunk(count), targets.chunk(count), strict=True)
+                losses = [self._micro_batch_loss(self._parts[0].chain(x), y) for x, y in pairs]
+            else:
+                losses = self._pipeline.evaluate(inputs, targets)
+        for part in self._parts:
+            for module in part.chain.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # what no backward follows stays gathered
+        total = sum((_plain(loss) for loss in losses), torch.zeros((), device=self.device))
+        total = total / (self._place.replicas * self.plan.mesh.tensor)
+        if self._place.mesh is not None:
+            dist.all_reduce(total)
+        return float(total)
+
     def state(self) -> dict[str, Tensor]:
         """Return everything a checkpoint needs: flat, by parameter name, sharing live memory.
 
@@ -162,6 +178,17 @@ class Engine:
         parameters are DTensors; torch.distributed.checkpoint loads them in place under any plan.
         """
         return self._optimizer.state()
+
+    def _inputs_and_targets(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        samples = self.plan.micro_batch * self.plan.micro_batches
+        expected = (samples, self.plan.seq_len + 1)
+        if tuple(tokens.shape) != expected:
+            raise LaunchError(f"a step takes tokens of shape {expected}, not {tuple(tokens.shape)}")
+        tokens = tokens.to(self.device, non_blocking=True)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if self.plan.mesh.context > 1:
+            inputs, targets = inputs[:, self._positions], targets[:, self._positions]
+        return inputs, targets
 
     def _all_micro_batches(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward without a pipeline; return the mean loss."""

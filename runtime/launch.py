@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from planner.document import read, write
 from planner.errors import DocumentError, LaunchError
@@ -56,6 +58,12 @@ def launch(
     max_seconds: float | None = None,
     weights: Path | str | None = None,
     device: Device | None = None,
+    training: Sequence[str] = (),
+    evaluate: Path | str | None = None,
+    evaluate_every: int | None = None,
+    evaluate_batches: int = 8,
+    tensorboard: bool = False,
+    peak_step_s: float | None = None,
     quiet: bool = False,
 ) -> RunReport | None:
     """Run a plan, and return what it did and measured; a dry run prints its commands instead.
@@ -64,7 +72,10 @@ def launch(
     torch to trace.  `steps` counts from the start of training: a run resumed at step 30 with
     steps=50 does 20 more.  Without `data`, Python's own sources are the text; without `tokenizer`,
     that of the model's folder or else bytes.  `weights` is a folder of safetensors to start from.
-    Progress and warnings go to stderr unless `quiet`.
+    `training` changes the plan's training settings (`learning_rate=1e-4`).  `evaluate` is held-out
+    text whose loss is told every `evaluate_every` steps, and after the last.  `peak_step_s` is what
+    a step would take with every device at its peak; with it the MFU is told.  Progress and warnings
+    go to stderr unless `quiet`.
     """
     started_unix_s = time.time()
     ready = preflight(
@@ -82,6 +93,11 @@ def launch(
         max_seconds=max_seconds,
         weights=weights,
         device=device,
+        training=training,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        evaluate_batches=evaluate_batches,
+        tensorboard=tensorboard,
     )
     say = Console(stderr=True, quiet=quiet, soft_wrap=True, highlight=False, markup=False)
     for warning in ready.warnings:
@@ -95,7 +111,7 @@ def launch(
             held.enter_context(_alone_in(ready.checkpoint))
         shown = _Shown(steps=ready.steps, say=say)
         try:
-            orders = _write_orders(ready, say, started_unix_s)
+            orders = _write_orders(ready, say, started_unix_s, peak_step_s)
             _supervise(ready, orders, shown)
         except KeyboardInterrupt:
             after = f"after step {shown.step}" if shown.step else "before the first step"
@@ -121,7 +137,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def _write_orders(ready: Preflight, say: Console, started_unix_s: float) -> Orders:
+def _write_orders(
+    ready: Preflight, say: Console, started_unix_s: float, peak_step_s: float | None
+) -> Orders:
     """Prepare the data, check it against the model, and write what the ranks will read."""
     say.print(f"preparing {len(ready.files.paths)} files of {ready.files.source}")
     corpus = data.prepare(ready.files, tokenizer=ready.tokenizer)
@@ -130,8 +148,12 @@ def _write_orders(ready: Preflight, say: Console, started_unix_s: float) -> Orde
         f"{count_text(corpus.tokens)} tokens by {corpus.tokenizer}{left_out}; "
         f"{ready.ranks} ranks on {ready.device}, {ready.plan.layout.text()}; in {ready.output}"
     )
-    if ready.model.architecture is not None:
-        corpus.check_vocabulary(ready.model.architecture.vocab_size)
+    held_out = data.prepare(ready.evaluate, tokenizer=ready.tokenizer) if ready.evaluate else None
+    for text in (corpus, held_out):
+        if text is not None and ready.model.architecture is not None:
+            text.check_vocabulary(ready.model.architecture.vocab_size)
+    if held_out is not None and held_out.digest == corpus.digest:
+        raise LaunchError(f"evaluate: {held_out.source} is what is trained on; hold other text out")
     if ready.resume is not None:
         progress: Progress = checkpoint.progress(ready.resume)
         progress.check(plan=ready.plan, model=ready.model, corpus=corpus, folder=ready.resume)
@@ -149,6 +171,11 @@ def _write_orders(ready: Preflight, say: Console, started_unix_s: float) -> Orde
         keep_checkpoints=ready.keep_checkpoints,
         resume=str(ready.resume) if ready.resume else None,
         weights=str(ready.weights) if ready.weights else None,
+        evaluate=str(held_out.folder.resolve()) if held_out else None,
+        evaluate_every=ready.evaluate_every,
+        evaluate_batches=ready.evaluate_batches,
+        tensorboard=ready.tensorboard,
+        peak_step_s=peak_step_s,
     )
     for left_behind in ("logs", "ranks"):
         shutil.rmtree(ready.output / left_behind, ignore_errors=True)
@@ -269,7 +296,11 @@ class _Shown:
         self.step = 0
         self._steps = steps
         self._say = say
-        self._status = say.status("starting ranks") if say.is_terminal else None
+        self._bar: Bar | None = None
+        if say.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+            self._bar = Bar(*columns, console=say, transient=True)
+            self._task = self._bar.add_task("starting ranks", total=steps)
         self._next_line = 0
         self._metrics: Path | None = None
         self._offset = 0
@@ -278,8 +309,8 @@ class _Shown:
         """Show what is added to a metrics file from now on."""
         self._metrics = metrics
         self._offset = metrics.stat().st_size
-        if self._status:
-            self._status.start()
+        if self._bar:
+            self._bar.start()
 
     def refresh(self) -> None:
         """Show the newest step."""
@@ -287,16 +318,20 @@ class _Shown:
         for record in self._news(self._metrics):
             self.step = record.step
             line = self._line(record)
-            if self._status:
-                self._status.update(line)
-            elif record.step >= self._next_line or record.step == self._steps:
+            if self._bar:
+                self._bar.update(self._task, description=line, completed=record.step)
+            elif (
+                record.step >= self._next_line
+                or record.step == self._steps
+                or record.eval_loss is not None
+            ):
                 self._say.print(line)
                 self._next_line = record.step + max(1, self._steps // 10)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        if self._status:
-            self._status.stop()
+        if self._bar:
+            self._bar.stop()
 
     def _news(self, metrics: Path) -> list[StepRecord]:
         with metrics.open("rb") as file:
@@ -314,6 +349,10 @@ class _Shown:
             f"{seconds_text(record.step_s)} per step",
             f"{count_text(record.tokens_per_s)} tokens/s",
         ]
+        if record.mfu is not None:
+            parts.append(f"MFU {100 * record.mfu:.1f} %")
+        if record.eval_loss is not None:
+            parts.append(f"held-out loss {record.eval_loss:.4f}")
         if record.peak_memory_bytes:
             parts.append(f"peak {bytes_text(record.peak_memory_bytes)}")
         return "  ".join(parts)

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from planner.plan import Training
+from planner.training import Training
 from runtime.adapter import Adapter, Chain
+from runtime.learning_rate import learning_rate
 from runtime.mesh import Place
 from runtime.recompute import PREFIX
 
@@ -37,15 +38,6 @@ class Slot:
     """Matrices that lie one above the other in dim 1."""
     tied: bool
     """The other end of the pipeline holds a copy, and the two gradients must be summed."""
-
-
-def learning_rate(training: Training, step: int) -> float:
-    """Return the rate of a step (0 is the first): a linear warm-up, then constant.
-
-    >>> [learning_rate(Training(learning_rate=0.1, warmup_steps=2), step) for step in range(4)]
-    [0.05, 0.1, 0.1, 0.1]
-    """
-    return training.learning_rate * min(1.0, (step + 1) / max(1, training.warmup_steps))
 
 
 class Optimizer:

@@ -68,6 +68,12 @@ class Pipeline:
         """
         self._everywhere = tokens_everywhere
         count = 1 + max(action.stage for order in orders for action in order)
+        self._parts = tuple(parts)
+        self._rank_of = {
+            action.stage: rank for rank, order in enumerate(orders) for action in order
+        }
+        self._group, self._device = group, device
+        self._micro_batches, self._loss = micro_batches, loss
         self._stages = [_Stage(part, count, device, group) for part in parts]
         self._schedule = _PipelineScheduleRuntime(
             self._stages, micro_batches, loss_fn=loss, scale_grads=False
@@ -92,6 +98,38 @@ class Pipeline:
         )
         for stage in self._stages:
             stage.finish_sends()
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        """Run all micro-batches forward only; return their losses on the last stage.
+
+        Every rank takes its stages in the order of the model, one micro-batch after the other, so
+        that messages between two ranks are received in the order in which they are sent.
+        """
+        losses: list[Tensor] = []
+        sends: list[dist.Work] = []
+        pairs = zip(
+            tokens.chunk(self._micro_batches), targets.chunk(self._micro_batches), strict=True
+        )
+        for batch, target in pairs:
+            x = batch
+            for part in self._parts:
+                own = self._rank_of[part.stage]
+                before = self._rank_of.get(part.stage - 1)
+                after = self._rank_of.get(part.stage + 1)
+                if before is not None and before != own:
+                    x = torch.empty_like(part.inputs, device=self._device, requires_grad=False)
+                    dist.recv(x, group=self._group, group_src=before)
+                x = part.module(x)
+                if after is None:
+                    losses.append(self._loss(x, target))
+                elif after != own:
+                    send = dist.isend(x.contiguous(), group=self._group, group_dst=after)
+                    assert send is not None
+                    sends.append(send)
+        for send in sends:
+            send.wait()
         return losses
 
     def received(self) -> int:

@@ -6,12 +6,14 @@ message.  Nothing is started and nothing is written.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +47,10 @@ class Preflight:
     resume: Path | None
     max_seconds: float | None
     weights: Path | None
+    evaluate: Files | None
+    evaluate_every: int | None
+    evaluate_batches: int
+    tensorboard: bool
     output: Path
     warnings: tuple[str, ...]
 
@@ -113,6 +119,11 @@ def preflight(
     max_seconds: float | None,
     weights: Path | str | None,
     device: Device | None,
+    training: Sequence[str],
+    evaluate: Path | str | None,
+    evaluate_every: int | None,
+    evaluate_batches: int,
+    tensorboard: bool,
 ) -> Preflight:
     """Check a launch without starting or writing anything."""
     if on != "local":
@@ -122,10 +133,20 @@ def preflight(
         ("checkpoint_every", checkpoint_every),
         ("keep_checkpoints", keep_checkpoints),
         ("max_seconds", max_seconds),
+        ("evaluate_every", evaluate_every),
+        ("evaluate_batches", evaluate_batches),
     ):
         if value is not None and value <= 0:
             raise LaunchError(f"{name}: is {value}; it must be more than 0")
     plan = read(Plan, plan_path)
+    plan = plan.model_copy(update={"training": plan.training.changed(training)})
+    if evaluate is None and evaluate_every is not None:
+        raise LaunchError("evaluate_every: name the held-out text too (evaluate)")
+    if tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise LaunchError(
+            "tensorboard: is not installed; install it with: pip install tensorboard, or read the "
+            "same figures in metrics.jsonl"
+        )
     if model is None:
         model = resolve_model(plan.model.source)
     try:
@@ -168,6 +189,10 @@ def preflight(
         resume=saved.resolve() if saved else None,
         max_seconds=max_seconds,
         weights=Path(weights).resolve() if weights is not None else None,
+        evaluate=data.files(Path(evaluate)) if evaluate is not None else None,
+        evaluate_every=evaluate_every,
+        evaluate_batches=evaluate_batches,
+        tensorboard=tensorboard,
         output=folder.resolve(),
         warnings=tuple(warnings),
     )

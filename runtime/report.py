@@ -24,6 +24,13 @@ class StageMeasurement(Part):
     memory_source: Text
 
 
+class Evaluation(Part):
+    """The loss on held-out text after a step."""
+
+    step: Positive
+    loss: float
+
+
 class RunReport(Document):
     """What a run did and measured; times are per step, the slowest rank's clock."""
 
@@ -40,6 +47,7 @@ class RunReport(Document):
     stopped: Literal["steps", "max_seconds"]
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
+    evaluations: tuple[Evaluation, ...] = ()
     step_s: tuple[Amount, ...]
     """Every step of the run  [step]."""
     timed_steps: Count
@@ -49,6 +57,7 @@ class RunReport(Document):
     step_time_spread: Amount | None = None
     """Interquartile range over median."""
     tokens_per_s: Amount | None = None
+    mfu: Amount | None = None
     stages: tuple[StageMeasurement, ...]
     wall_s: Amount
     """From the launch to the end of the last rank."""
@@ -139,11 +148,17 @@ def summarise(
         stopped=ranks[0].stopped,
         losses=tuple(record.loss for record in done),
         grad_norms=tuple(record.grad_norm for record in done),
+        evaluations=tuple(
+            Evaluation(step=record.step, loss=record.eval_loss)
+            for record in done
+            if record.eval_loss is not None
+        ),
         step_s=tuple(slowest_s),
         timed_steps=len(timed_s),
         step_time_s=median,
         step_time_spread=spread(timed_s),
         tokens_per_s=plan.global_batch * plan.seq_len / median if median else None,
+        mfu=orders.peak_step_s / median if median and orders.peak_step_s else None,
         stages=tuple(_stage(plan.rank_of_stage(index), ranks) for index in range(len(plan.stages))),
         wall_s=wall_s,
         output=orders.output,

@@ -3,6 +3,7 @@
     OUTPUT/
     ├── orders.yaml  plan.yaml  model.yaml   written before the ranks start
     ├── metrics.jsonl                        one line per step, by rank 0
+    ├── tensorboard/                         the same as events, if asked for
     ├── logs/rank-00000.log                  all that a rank prints
     ├── ranks/rank-00000.json                what a rank measured, written when it is done
     ├── ranks/rank-00000.failure.json        why a rank stopped before that
@@ -21,7 +22,7 @@ from typing import ClassVar, Literal
 
 from planner.document import Document, Part, read_text, write_text
 from planner.errors import DocumentError
-from planner.units import Amount, Count, Positive, Rate, Text
+from planner.units import Amount, Count, Flag, Positive, Rate, Text
 
 Device = Literal["cuda", "cpu"]
 
@@ -49,6 +50,16 @@ class Orders(Document):
     resume: Text | None = None
     """The one checkpoint to go on from."""
     weights: Text | None = None
+    evaluate: Text | None = None
+    """The folder of the prepared corpus that is held out."""
+    evaluate_every: Positive | None = None
+    """Steps; without it only the last step is evaluated."""
+    evaluate_batches: Positive = 8
+    """Global batches that one evaluation takes."""
+    tensorboard: Flag = False
+    peak_step_s: Rate | None = None
+    """What a step would take with every device at its peak; divided by a step's time it is the
+    MFU."""
 
 
 class StepRecord(Part):
@@ -60,6 +71,11 @@ class StepRecord(Part):
     step_s: Amount
     tokens_per_s: Amount
     epoch: Count
+    learning_rate: Amount | None = None
+    mfu: Amount | None = None
+    """Of this step: the model's FLOPs per second over the devices' peak."""
+    eval_loss: float | None = None
+    """On the held-out corpus, after the step."""
     peak_memory_bytes: Count | None = None
     """Of rank 0 so far, where the device counts it."""
 
@@ -110,6 +126,11 @@ def model_file(output: Path) -> Path:
 def metrics_file(output: Path) -> Path:
     """Return where rank 0 writes a line for each step."""
     return output / "metrics.jsonl"
+
+
+def tensorboard_folder(output: Path) -> Path:
+    """Return where rank 0 writes events for TensorBoard."""
+    return output / "tensorboard"
 
 
 def log_file(output: Path, rank: int) -> Path:

@@ -26,7 +26,9 @@ from planner.plan import Plan
 from runtime import checkpoint, run
 from runtime.checkpoint import Progress
 from runtime.data import Corpus, Samples, data_slice
+from runtime.learning_rate import learning_rate
 from runtime.live_memory import LiveMemory
+from runtime.metrics import Metrics
 from runtime.run import Orders, RankRecord, StepRecord
 from runtime.saving import Saver
 
@@ -50,6 +52,10 @@ class Steps(Protocol):
 
     def step(self, tokens: Tensor) -> Result:
         """Train on this data rank's samples  [sample, seq_len + 1]."""
+        ...
+
+    def evaluate(self, tokens: Tensor) -> float:
+        """Return the mean loss of samples like a step's, and learn nothing."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -131,6 +137,10 @@ class Loop:
             if orders.checkpoint
             else None
         )
+        held_out = Corpus.open(Path(orders.evaluate)) if orders.evaluate else None
+        self._held_out = (
+            Samples(held_out, seq_len=plan.seq_len, seed=plan.training.seed) if held_out else None
+        )
         self._now_s = now_s
 
     def resume(self, saved: Path) -> None:
@@ -146,7 +156,11 @@ class Loop:
         """Train until the steps or the seconds are used up; return what was measured."""
         first = self.steps_done + 1
         watched = min(first + MEMORY_STEP - 1, self.orders.steps)
-        metrics = run.metrics_file(Path(self.orders.output))
+        metrics = (
+            Metrics(Path(self.orders.output), first=first, tensorboard=self.orders.tensorboard)
+            if self.rank == 0
+            else None
+        )
         step_s: list[float] = []
         peak = _Peak(self.orders.device)
         stopped: Literal["steps", "max_seconds"] = "steps"
@@ -158,9 +172,10 @@ class Loop:
             self._refuse_nonsense(result)
             self.steps_done = step
             self.next_sample += self.plan.global_batch
-            if self.rank == 0:
-                run.append_record(self._record(result, step_s[-1], peak.so_far_bytes()), metrics)
             out_of_time = self._out_of_time()
+            eval_loss = self._eval_loss(last=out_of_time)
+            if metrics is not None:
+                metrics.write(self._record(result, step_s[-1], eval_loss, peak.so_far_bytes()))
             every = self.orders.checkpoint_every
             if self._saver is not None:
                 self._saver.check()
@@ -169,6 +184,8 @@ class Loop:
             if out_of_time:
                 stopped = "max_seconds"
                 break
+        if metrics is not None:
+            metrics.close()
         saved = self._last_saved()
         return RankRecord(
             rank=self.rank,
@@ -182,14 +199,18 @@ class Loop:
             checkpoint=str(saved) if saved else None,
         )
 
-    def _step(self) -> Result:
+    def _own_batch(self, samples: Samples, first: int) -> Tensor:
+        """Return this data rank's part of the global batch that starts at sample `first`."""
         own = data_slice(
-            self.next_sample,
+            first,
             global_batch=self.plan.global_batch,
             rank=self.engine.data_rank,
             degree=self.engine.data_degree,
         )
-        tokens = torch.from_numpy(self.samples.batch(own.start, len(own)))
+        return torch.from_numpy(samples.batch(own.start, len(own)))
+
+    def _step(self) -> Result:
+        tokens = self._own_batch(self.samples, self.next_sample)
         # A step's random numbers depend on nothing before it, so none need to be saved.
         torch.manual_seed(
             step_seed(
@@ -207,6 +228,21 @@ class Loop:
     def _watched_step(self, peak: _Peak) -> Result:
         return peak.of(self._step, held=self.engine.state().values())
 
+    def _eval_loss(self, *, last: bool) -> float | None:
+        """Return the mean loss on held-out text, at the steps where it is due."""
+        step, every = self.steps_done, self.orders.evaluate_every
+        due = last or step == self.orders.steps or (every is not None and step % every == 0)
+        if self._held_out is None or not due:
+            return None
+        batch_tokens = self.plan.global_batch * self.plan.seq_len
+        whole = self._held_out.corpus.tokens // batch_tokens
+        count = min(self.orders.evaluate_batches, max(1, whole))
+        losses = [
+            self.engine.evaluate(self._own_batch(self._held_out, batch * self.plan.global_batch))
+            for batch in range(count)
+        ]
+        return sum(losses) / count
+
     def _refuse_nonsense(self, result: Result) -> None:
         """Stop on a loss or gradient that is not a number; nothing was saved since it went bad."""
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
@@ -220,7 +256,10 @@ class Loop:
             f"{self.next_sample} on"
         )
 
-    def _record(self, result: Result, step_s: float, peak_bytes: int | None) -> StepRecord:
+    def _record(
+        self, result: Result, step_s: float, eval_loss: float | None, peak_bytes: int | None
+    ) -> StepRecord:
+        at_peak_s = self.orders.peak_step_s
         return StepRecord(
             step=self.steps_done,
             loss=result.loss,
@@ -228,6 +267,9 @@ class Loop:
             step_s=step_s,
             tokens_per_s=self.plan.global_batch * self.plan.seq_len / step_s,
             epoch=self.samples.epoch(self.next_sample),
+            learning_rate=learning_rate(self.plan.training, self.steps_done - 1),
+            mfu=at_peak_s / step_s if at_peak_s else None,
+            eval_loss=eval_loss,
             peak_memory_bytes=peak_bytes,
         )
 

@@ -31,6 +31,7 @@ from planner.model import Architecture, Edge, Experts, Layer, ModelGraph
 from planner.plan import INSIDE_OUT, Mesh, PlacedLayer, Plan, Stage
 from planner.prediction import Certificate, Prediction
 from planner.profile import CollectiveCurve, LinkPoint, Profile
+from planner.training import RateSchedule, Training
 
 MANY = settings(
     max_examples=30,
@@ -149,6 +150,22 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
 
 
 @st.composite
+def trainings(draw: st.DrawFn) -> Training:
+    schedule = draw(st.sampled_from(get_args(RateSchedule)))
+    warmup, rest = draw(st.integers(0, 9)), draw(st.integers(1, 9))
+    return draw(
+        part(
+            Training,
+            rate_schedule=st.just(schedule),
+            warmup_steps=st.just(warmup),
+            rate_steps=st.just(warmup + rest),
+            decay_steps=st.integers(1, rest) if schedule == "wsd" else st.just(0),
+            floor=st.floats(0, 1),
+        )
+    )
+
+
+@st.composite
 def plans(draw: st.DrawFn) -> Plan:
     stages = draw(st.integers(1, 4))
     zero = draw(st.integers(0, 3))
@@ -193,6 +210,7 @@ BY_HAND: dict[Any, typing.Callable[[], st.SearchStrategy[Any]]] = {
     Architecture: architectures,
     ModelGraph: models,
     ClusterSpec: clusters,
+    Training: trainings,
     Plan: plans,
     CollectiveCurve: curves,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -27,6 +28,9 @@ def on_ranks(
 
     The first rank that raises ends all others, and its traceback is the error here.
     """
+    # What is garbage here must not be collected there: a process group would wait for its threads,
+    # which a fork does not have.
+    gc.collect()
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
         pipes, processes = [], []

@@ -2,208 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from planner.document import read, write
 from planner.errors import DocumentError, LaunchError, MeshwrightError
-from planner.model import Architecture, Layer, ModelGraph
-from planner.plan import Plan, PlannedModel, Training
+from planner.plan import PlannedModel, Training
 from runtime import checkpoint, preflight
 from runtime import launch as launching
 from runtime import run as files_of
 from runtime.launch import launch
 from runtime.preflight import cores
 from runtime.report import RunReport
-from runtime.run import Orders
-from runtime.supervise import last_lines
-
-ROOT = Path(files_of.__file__).resolve().parent.parent
-
-MODEL = ModelGraph(
-    name="tiny",
-    architecture=Architecture(
-        family="reference",
-        hidden_size=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        ffn_size=64,
-        vocab_size=258,
-        gated_mlp=True,
-    ),
-    layers=(
-        Layer(name="embedding", kind="embedding", parameters=258 * 32),
-        Layer(name="block", kind="block", repeat=2, parameters=9280),
-        Layer(name="head", kind="head", parameters=32 + 258 * 32),
-    ),
-)
-
-
-def plan_of(
-    *,
-    data: int = 1,
-    tensor: int = 1,
-    pipeline: int = 1,
-    zero: int = 0,
-    training: Training | None = None,
-) -> Plan:
-    names = [name for name, _ in MODEL.chain]
-    cut = len(names) // pipeline
-    stages = [names[i * cut : (i + 1) * cut] for i in range(pipeline)]
-    return Plan.of(
-        {
-            "model": {"name": "tiny", "source": "tiny", "digest": MODEL.digest},
-            "cluster": "local",
-            "seq_len": 16,
-            "global_batch": 8,
-            "precision": "fp32",
-            "mesh": {
-                "tensor": tensor,
-                "pipeline": pipeline,
-                "data_shard" if zero else "data_replicate": data,
-            },
-            "zero": zero,
-            "schedule": "1f1b",
-            "micro_batch": 2,
-            "micro_batches": 4 // data,
-            "training": (training or Training(learning_rate=0.01, warmup_steps=4)).model_dump(),
-            "timeout_s": 60.0,
-            "stages": [{"layers": [{"layer": name} for name in stage]} for stage in stages],
-        }
-    )
-
-
-@dataclass
-class Room:
-    """A folder with a text, where plans are launched."""
-
-    folder: Path
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    @property
-    def text(self) -> Path:
-        return self.folder / "text.txt"
-
-    def plan(self, plan: Plan) -> Path:
-        path = self.folder / f"{plan.digest[7:]}.yaml"
-        write(plan, path)
-        return path
-
-    def run(self, plan: Plan, **options: object) -> RunReport:
-        settings: dict[str, Any] = {
-            "model": MODEL,
-            "data": self.text,
-            "output": self.folder / "out",
-            "quiet": True,
-            **options,
-        }
-        report = launch(self.plan(plan), **settings)
-        assert report is not None
-        return report
-
-    def start(self, plan: Plan, **options: object) -> subprocess.Popen[str]:
-        """Launch from a process of its own and wait for the third step."""
-        write(MODEL, self.folder / "model.yaml")
-        settings = {"data": str(self.text), "output": str(self.folder / "out"), **options}
-        program = (
-            "import json, signal, sys\n"
-            # A shell's background jobs inherit an ignored interrupt; a launch at a terminal not.
-            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            "from planner.document import read\n"
-            "from planner.errors import MeshwrightError\n"
-            "from planner.model import ModelGraph\n"
-            "from runtime.launch import launch\n"
-            "try:\n"
-            "    model = read(ModelGraph, sys.argv[2])\n"
-            "    launch(sys.argv[1], model=model, **json.loads(sys.argv[3]))\n"
-            "except MeshwrightError as error:\n"
-            "    sys.exit(str(error))\n"
-        )
-        launcher = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                program,
-                str(self.plan(plan)),
-                str(self.folder / "model.yaml"),
-                json.dumps(settings),
-            ],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append(launcher)
-        self.wait_for_step(3, while_running=launcher)
-        return launcher
-
-    def wait_for_step(self, step: int, *, while_running: subprocess.Popen[str] | None) -> None:
-        metrics = files_of.metrics_file(self.folder / "out")
-        for _ in range(1200):
-            if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
-                return
-            if while_running is not None and while_running.poll() is not None:
-                break
-            time.sleep(0.1)
-        raise AssertionError(last_lines(files_of.log_file(self.folder / "out", 0)))
-
-    def ranks(self) -> dict[int, int]:
-        """Return the process of each living rank of the newest run here."""
-        token = f"MESHWRIGHT_RUN={read(Orders, self.folder / 'out' / 'orders.yaml').run}"
-        found = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (process / "environ").read_bytes().decode(errors="replace")
-                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            variables = environment.split("\0")
-            if token in variables and state != "Z":
-                rank = next(v for v in variables if v.startswith("RANK="))
-                found[int(rank.removeprefix("RANK="))] = int(process.name)
-        return found
-
-    def wait_until_empty(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self.ranks() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert self.ranks() == {}
-
-
-@pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
-    """Set up a room; whatever runs there at the end of the test is an orphan, and ended."""
-    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(preflight, "cuda_devices", lambda: 0)
-    (tmp_path / "text.txt").write_text("All happy families are alike. " * 200)
-    result = Room(tmp_path)
-    yield result
-    for launcher in result.started:
-        if launcher.poll() is None:
-            launcher.kill()
-            launcher.communicate()
-    if (tmp_path / "out" / "orders.yaml").exists():
-        orphans = result.ranks()
-        for process in orphans.values():
-            os.kill(process, signal.SIGKILL)
-        assert orphans == {}
-
-
-ENOUGH = 1_000_000  # steps that no test waits for
-
+from tests.runtime.rooms import ENOUGH, MODEL, ROOT, Room, plan_of
 
 # What is refused before anything starts ---------------------------------------------------------
 
@@ -217,6 +34,10 @@ ENOUGH = 1_000_000  # steps that no test waits for
         ({"checkpoint_every": 5}, "checkpoint_every: name the folder of the checkpoints"),
         ({"resume": True}, "resume: name the folder of the checkpoints"),
         ({"data": "nowhere.txt"}, "nowhere.txt: does not exist; give a text file or a folder"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints: is 0; it must be more than 0"),
+        ({"evaluate_every": 5}, "evaluate_every: name the held-out text too"),
+        ({"evaluate": "nowhere.txt"}, "nowhere.txt: does not exist"),
+        ({"training": ["clip=1"]}, "training: has no setting 'clip'"),
         ({"weights": "nowhere"}, r"nowhere: is no folder with \*\.safetensors"),
     ],
 )
@@ -345,6 +166,20 @@ def test_checkpoints_are_neither_overwritten_nor_misused(
         room.run(plan_of(), checkpoint=room.folder / "saved", **options)
 
 
+def test_text_that_is_trained_on_is_not_held_out(room: Room) -> None:
+    with pytest.raises(LaunchError, match=r"evaluate: .*text.txt is what is trained on"):
+        room.run(plan_of(), evaluate=room.text)
+
+
+def test_tensorboard_that_is_not_installed_is_refused(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+
+    with pytest.raises(LaunchError, match="tensorboard: is not installed; install it with"):
+        room.run(plan_of(), tensorboard=True)
+
+
 def test_resuming_nothing_is_refused(room: Room) -> None:
     (fake_checkpoint(room.folder / "saved", 30) / "meta.json").unlink()
 
@@ -415,11 +250,27 @@ def test_any_plan_goes_on_from_a_checkpoint_of_two_data_ranks(room: Room) -> Non
 def test_a_run_reports_what_it_measured(room: Room, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
 
-    report = room.run(plan_of(pipeline=2), steps=6, quiet=False)
+    held_out = room.folder / "held out.txt"
+    held_out.write_text("Every unhappy family is unhappy in its own way. " * 20)
+
+    report = room.run(
+        plan_of(pipeline=2),
+        steps=6,
+        quiet=False,
+        training=["learning_rate=0.02", "rate_schedule=linear", "rate_steps=8"],
+        evaluate=held_out,
+        evaluate_every=3,
+        peak_step_s=1e-3,
+    )
 
     assert (report.steps, report.ranks, report.timed_steps, report.stopped) == (6, 2, 4, "steps")
+    assert [evaluation.step for evaluation in report.evaluations] == [3, 6]
+    assert report.evaluations[1].loss < report.evaluations[0].loss
+    rates = [r.learning_rate for r in files_of.read_records(Path(report.metrics))]
+    assert rates == pytest.approx([0.005, 0.01, 0.015, 0.02, 0.02, 0.015])
     assert report.step_time_s is not None
     assert report.tokens_per_s == pytest.approx(8 * 16 / report.step_time_s)
+    assert report.mfu == pytest.approx(1e-3 / report.step_time_s)
     assert report.losses[-1] < report.losses[0]
     weights_bytes = 4 * min(258 * 32 + 9280, 258 * 32 + 32 + 9280)
     for stage in report.stages:
@@ -430,6 +281,7 @@ def test_a_run_reports_what_it_measured(room: Room, capfd: pytest.CaptureFixture
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "step 6/6  loss " in captured.err
+    assert "held-out loss " in captured.err
 
 
 @pytest.mark.ranks

@@ -17,7 +17,7 @@ from planner.errors import LaunchError  # noqa: E402
 from planner.model import Layer, ModelGraph  # noqa: E402
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
 from runtime import checkpoint, run  # noqa: E402
-from runtime.data import Corpus, files, prepare  # noqa: E402
+from runtime.data import Corpus, Samples, files, prepare  # noqa: E402
 from runtime.run import Orders  # noqa: E402
 from runtime.train import Loop, step_seed  # noqa: E402
 
@@ -54,6 +54,9 @@ class Averaging:
         self.seen.append(tokens)
         self.mean.mul_(0.9).add_(0.1 * tokens.double().mean() + torch.rand(1).double())
         return Result(loss=float(self.mean), grad_norm=1.0)
+
+    def evaluate(self, tokens: torch.Tensor) -> float:
+        return float(self.mean) + float(tokens.double().mean())
 
     def state(self) -> dict[str, torch.Tensor]:
         return {"model.mean": self.mean}
@@ -246,3 +249,44 @@ def test_ranks_that_share_samples_share_luck_and_others_do_not() -> None:
 
     assert len(seeds) == 2 * 3 * 3 * 3
     assert step_seed(1, step=2, stage=0, data_rank=1) == step_seed(1, step=2, stage=0, data_rank=1)
+
+
+def test_held_out_text_is_evaluated_every_so_often_and_at_the_end(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    folder = tmp_path / "held out"
+    folder.mkdir()
+    (folder / "text.txt").write_text("nobody trains on this " * 20)
+    held_out = prepare(files(folder), cache=tmp_path / "cache")
+    orders = {"evaluate": str(held_out.folder), "evaluate_every": 2, "evaluate_batches": 2}
+    engine, undisturbed = Averaging(), Averaging()
+
+    loop(engine, corpus, tmp_path / "out", 5, **orders).run()
+    loop(undisturbed, corpus, tmp_path / "without", 5).run()
+
+    records = list(run.read_records(run.metrics_file(tmp_path / "out")))
+    assert [record.eval_loss is not None for record in records] == [False, True, False, True, True]
+    batches = Samples(held_out, seq_len=10, seed=5).batch(0, 16).astype(float)
+    expected = records[-1].loss + (batches[:8].mean() + batches[8:].mean()) / 2
+    assert records[-1].eval_loss == pytest.approx(expected)
+    assert losses(tmp_path / "out") == losses(tmp_path / "without")
+
+
+def test_a_record_tells_rate_and_utilisation(corpus: Corpus, tmp_path: Path) -> None:
+    loop(Averaging(), corpus, tmp_path / "out", 2, peak_step_s=1e-3).run()
+
+    for record in run.read_records(run.metrics_file(tmp_path / "out")):
+        assert record.learning_rate == Training().learning_rate
+        assert record.mfu == pytest.approx(1e-3 / record.step_s)
+
+
+def test_tensorboard_reads_what_the_lines_say(corpus: Corpus, tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    loop(Averaging(), corpus, tmp_path / "out", 3, tensorboard=True).run()
+
+    events = reader.EventAccumulator(str(run.tensorboard_folder(tmp_path / "out")))
+    events.Reload()
+    seen = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert [step for step, _ in seen] == [1, 2, 3]
+    assert [value for _, value in seen] == pytest.approx(losses(tmp_path / "out"))

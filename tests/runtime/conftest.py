@@ -1,0 +1,33 @@
+"""What several tests of the runtime are given."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime import preflight
+from tests.runtime.rooms import Room
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+    """Set up a room; whatever runs there at the end of the test is an orphan, and ended."""
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: 0)
+    (tmp_path / "text.txt").write_text("All happy families are alike. " * 200)
+    result = Room(tmp_path)
+    yield result
+    for launcher in result.started:
+        if launcher.poll() is None:
+            launcher.kill()
+            launcher.communicate()
+    if (tmp_path / "out" / "orders.yaml").exists():
+        orphans = result.ranks()
+        for process in orphans.values():
+            os.kill(process, signal.SIGKILL)
+        assert orphans == {}

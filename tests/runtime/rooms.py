@@ -1,0 +1,179 @@
+"""A tiny model, and a room where launches of it are watched, killed and counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planner.document import read, write
+from planner.model import Architecture, Layer, ModelGraph
+from planner.plan import Plan, Training
+from runtime import run as files_of
+from runtime.launch import launch
+from runtime.report import RunReport
+from runtime.run import Orders
+from runtime.supervise import last_lines
+
+ROOT = Path(files_of.__file__).resolve().parent.parent
+
+MODEL = ModelGraph(
+    name="tiny",
+    architecture=Architecture(
+        family="reference",
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        ffn_size=64,
+        vocab_size=258,
+        gated_mlp=True,
+    ),
+    layers=(
+        Layer(name="embedding", kind="embedding", parameters=258 * 32),
+        Layer(name="block", kind="block", repeat=2, parameters=9280),
+        Layer(name="head", kind="head", parameters=32 + 258 * 32),
+    ),
+)
+
+
+def plan_of(
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    zero: int = 0,
+    training: Training | None = None,
+) -> Plan:
+    names = [name for name, _ in MODEL.chain]
+    cut = len(names) // pipeline
+    stages = [names[i * cut : (i + 1) * cut] for i in range(pipeline)]
+    return Plan.of(
+        {
+            "model": {"name": "tiny", "source": "tiny", "digest": MODEL.digest},
+            "cluster": "local",
+            "seq_len": 16,
+            "global_batch": 8,
+            "precision": "fp32",
+            "mesh": {
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "data_shard" if zero else "data_replicate": data,
+            },
+            "zero": zero,
+            "schedule": "1f1b",
+            "micro_batch": 2,
+            "micro_batches": 4 // data,
+            "training": (training or Training(learning_rate=0.01, warmup_steps=4)).model_dump(),
+            "timeout_s": 60.0,
+            "stages": [{"layers": [{"layer": name} for name in stage]} for stage in stages],
+        }
+    )
+
+
+@dataclass
+class Room:
+    """A folder with a text, where plans are launched."""
+
+    folder: Path
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    python_path: tuple[str, ...] = (str(ROOT),)
+    """Of the launches that `start` makes."""
+
+    @property
+    def text(self) -> Path:
+        return self.folder / "text.txt"
+
+    def plan(self, plan: Plan) -> Path:
+        path = self.folder / f"{plan.digest[7:]}.yaml"
+        write(plan, path)
+        return path
+
+    def run(self, plan: Plan, **options: object) -> RunReport:
+        settings: dict[str, Any] = {
+            "model": MODEL,
+            "data": self.text,
+            "output": self.folder / "out",
+            "quiet": True,
+            **options,
+        }
+        report = launch(self.plan(plan), **settings)
+        assert report is not None
+        return report
+
+    def start(self, plan: Plan, *, step: int = 3, **options: object) -> subprocess.Popen[str]:
+        """Launch from a process of its own and wait for a step; 0 waits for nothing."""
+        write(MODEL, self.folder / "model.yaml")
+        settings = {"data": str(self.text), "output": str(self.folder / "out"), **options}
+        program = (
+            "import json, signal, sys\n"
+            # A shell's background jobs inherit an ignored interrupt; a launch at a terminal not.
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "from planner.document import read\n"
+            "from planner.errors import MeshwrightError\n"
+            "from planner.model import ModelGraph\n"
+            "from runtime.launch import launch\n"
+            "try:\n"
+            "    model = read(ModelGraph, sys.argv[2])\n"
+            "    launch(sys.argv[1], model=model, **json.loads(sys.argv[3]))\n"
+            "except MeshwrightError as error:\n"
+            "    sys.exit(str(error))\n"
+        )
+        launcher = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                program,
+                str(self.plan(plan)),
+                str(self.folder / "model.yaml"),
+                json.dumps(settings),
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(self.python_path)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(launcher)
+        if step:
+            self.wait_for_step(step, while_running=launcher)
+        return launcher
+
+    def wait_for_step(self, step: int, *, while_running: subprocess.Popen[str] | None) -> None:
+        metrics = files_of.metrics_file(self.folder / "out")
+        for _ in range(1200):
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
+                return
+            if while_running is not None and while_running.poll() is not None:
+                break
+            time.sleep(0.1)
+        raise AssertionError(last_lines(files_of.log_file(self.folder / "out", 0)))
+
+    def ranks(self) -> dict[int, int]:
+        """Return the process of each living rank of the newest run here."""
+        token = f"MESHWRIGHT_RUN={read(Orders, self.folder / 'out' / 'orders.yaml').run}"
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (process / "environ").read_bytes().decode(errors="replace")
+                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            variables = environment.split("\0")
+            if token in variables and state != "Z":
+                rank = next(v for v in variables if v.startswith("RANK="))
+                found[int(rank.removeprefix("RANK="))] = int(process.name)
+        return found
+
+    def wait_until_empty(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.ranks() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.ranks() == {}
+
+
+ENOUGH = 1_000_000  # steps that no test waits for
