@@ -54,6 +54,9 @@ class Adapter(Protocol):
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over the samples of one micro-batch."""
 
+    def configuration(self) -> str | None:
+        """Return the config.json of the model as a library has it, if one does."""
+
     def tie(self, layers: Mapping[str, nn.Module]) -> None:
         """Share the weights that are tied, if both ends are among these layers."""
 

@@ -3,6 +3,7 @@
     DIR/step-000030/
     ├── .metadata  *.distcp      written by torch.distributed.checkpoint, keyed by parameter name
     ├── plan.yaml  model.yaml    what was trained, and how
+    ├── config.json              the model as Hugging Face transformers knows it, if it does
     └── meta.json                written last: step, position in the data, size of every file
 
 A checkpoint is written under a hidden name, put on the disk file by file, and renamed when it is
@@ -18,13 +19,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from planner.document import Document, read, write
+from planner.document import Document, read, write, write_text
 from planner.errors import DocumentError, LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 KEEP = 2
 META = "meta.json"
-PLAN, MODEL = "plan.yaml", "model.yaml"
+PLAN, MODEL, CONFIG = "plan.yaml", "model.yaml", "config.json"
 
 
 class Progress(Document):
@@ -119,7 +121,14 @@ def progress(checkpoint: Path) -> Progress:
 
 
 def commit(
-    temporary: Path, target: Path, done: Progress, *, plan: Plan, model: ModelGraph, keep: int
+    temporary: Path,
+    target: Path,
+    done: Progress,
+    *,
+    plan: Plan,
+    model: ModelGraph,
+    config: str | None,
+    keep: int,
 ) -> None:
     """Make a written checkpoint count: on the disk, under its own name, the oldest gone.
 
@@ -127,7 +136,9 @@ def commit(
     """
     write(plan, temporary / PLAN)
     write(model, temporary / MODEL)
-    for name in (PLAN, MODEL):
+    if config is not None:
+        write_text(config, temporary / CONFIG)
+    for name in (PLAN, MODEL, *((CONFIG,) if config is not None else ())):
         _to_disk(temporary / name)
     sizes = {path.name: path.stat().st_size for path in temporary.iterdir() if path.is_file()}
     write_json(done.model_copy(update={"files": dict(sorted(sizes.items()))}), temporary / META)
@@ -141,12 +152,15 @@ def commit(
 
 
 def load(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
-    """Fill `state` in place from a checkpoint that any plan wrote."""
+    """Fill `state` in place from a checkpoint that any plan wrote, with all ranks or alone."""
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
 
     try:
-        dcp.load(dict(state), checkpoint_id=str(checkpoint))
+        with warnings.catch_warnings():
+            # A process without a group reads alone, as it should.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(dict(state), checkpoint_id=str(checkpoint))
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         raise LaunchError(f"{checkpoint}: cannot be loaded: {short(error)}") from error
 

@@ -23,11 +23,11 @@ from planner.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime.initialize import Weights
 from runtime.mesh import place_of
 from runtime.optimizer import Optimizer
 from runtime.parallelize import activation_type, parallel_stage
 from runtime.pipeline import Pipeline, StagePart
+from runtime.published import Weights
 from runtime.source import adapter_of
 from runtime.supported import supported
 
@@ -170,6 +170,10 @@ class Engine:
         if self._place.mesh is not None:
             dist.all_reduce(total)
         return float(total)
+
+    def configuration(self) -> str | None:
+        """Return the config.json of the model as a library has it, if one does."""
+        return self._adapter.configuration()
 
     def state(self) -> dict[str, Tensor]:
         """Return everything a checkpoint needs: flat, by parameter name, sharing live memory.

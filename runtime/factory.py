@@ -78,6 +78,10 @@ class FactoryModel:
         """Return a layer as the factory made it."""
         return self._layers[name]
 
+    def configuration(self) -> str | None:
+        """No library has this model."""
+        return None
+
     def tie(self, layers: Mapping[str, nn.Module]) -> None:
         """Refuse weights that layers of two stages share; inside a stage the factory tied them."""
         here = {id(p) for layer in layers.values() for p in layer.parameters()}

@@ -8,6 +8,7 @@ projection.  Dropout is off: its masks would depend on the plan.
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -149,6 +150,12 @@ class HuggingFace:
         with torch.device("meta"):
             layer = getattr(self._modeling, self.family.classes + kind)(self.config, index)
         return Block(layer, self._fixed(index))
+
+    def configuration(self) -> str | None:
+        """Return the library's configuration of the model that is trained."""
+        settings = self.config.to_dict()
+        settings["architectures"] = [f"{self.family.classes}ForCausalLM"]
+        return json.dumps(settings, indent=2, default=str)
 
     def tie(self, layers: Mapping[str, nn.Module]) -> None:
         """Let the output projection be the token embedding, where both are here."""
@@ -303,11 +310,12 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
         "max_position_embeddings": a.max_positions,
         "tie_word_embeddings": a.tied_embeddings,
     }
+    experts_only = a.experts if a.family == "mixtral" else None
     if a.family == "gpt2":
         figures["n_inner"] = a.ffn_size
     else:
         figures |= {
-            "intermediate_size": a.ffn_size,
+            "intermediate_size": experts_only.ffn_size if experts_only else a.ffn_size,
             "num_key_value_heads": a.kv_heads,
             "head_dim": a.head_dim,
         }
@@ -344,7 +352,6 @@ def _figures_left_open(a: Architecture) -> dict[str, Any]:
         result["num_experts_per_tok"] = a.experts.per_token
     if a.family == "mixtral" and a.experts is not None:
         result["num_local_experts"] = a.experts.count
-        result["intermediate_size"] = a.experts.ffn_size
     if a.family == "qwen3_moe" and a.experts is not None:
         result["num_experts"] = a.experts.count
         result["moe_intermediate_size"] = a.experts.ffn_size

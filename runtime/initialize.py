@@ -7,59 +7,13 @@ name.  A rank makes one whole tensor at a time and keeps its part.
 from __future__ import annotations
 
 import hashlib
-import json
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from planner.errors import LaunchError
 from runtime.adapter import Adapter, parameter_names
-
-
-class Weights:
-    """Tensors of a local folder of safetensors files, read by name and by slice."""
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only where needed
-
-        self.folder = folder
-        self._open = safe_open
-        self._file: dict[str, Path] = {}
-        index = folder / "model.safetensors.index.json"
-        try:
-            if index.exists():
-                for name, file in json.loads(index.read_text())["weight_map"].items():
-                    self._file[name] = folder / file
-            else:
-                for path in sorted(folder.glob("*.safetensors")):
-                    with safe_open(path, framework="pt") as opened:
-                        self._file.update(dict.fromkeys(opened.keys(), path))
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise LaunchError(f"{folder}: the weights cannot be read: {error}") from error
-        if not self._file:
-            raise LaunchError(f"{folder}: has no *.safetensors file")
-
-    def read(self, name: str, shape: torch.Size, shard: tuple[int, int, int] | None) -> Tensor:
-        """Return a tensor in fp32, or its part `shard` = (dim, index, parts)."""
-        # Some published models leave out the outermost module's name.
-        known = next((n for n in (name, name.partition(".")[2]) if n in self._file), None)
-        if known is None:
-            raise LaunchError(f"{self.folder}: has no tensor '{name}'")
-        with self._open(self._file[known], framework="pt") as opened:
-            whole = opened.get_slice(known)
-            if tuple(whole.get_shape()) != tuple(shape):
-                raise LaunchError(
-                    f"{self.folder}: '{known}' has shape {whole.get_shape()}, "
-                    f"and the model needs {list(shape)}"
-                )
-            if shard is None:
-                return whole[...].float()
-            dim, index, parts = shard
-            length = shape[dim] // parts
-            cut = slice(index * length, (index + 1) * length)
-            return whole[(slice(None),) * dim + (cut,)].float()
+from runtime.published import Weights
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -112,7 +66,9 @@ def _made(
     published = adapter.published_name(name)
     shard = _shard(parameter)
     if weights is not None:
-        local = weights.read(published, parameter.shape, shard).to(device)
+        local = weights.read(published, parameter.shape, shard, pieces=adapter.pieces(name)).to(
+            device
+        )
     else:
         local = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         generator = torch.Generator(device).manual_seed(seed_of(seed, published))

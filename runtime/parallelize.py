@@ -18,8 +18,9 @@ from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, Adapter, Chain, parameter_names
 from runtime.branches import TOKENS, Branches
 from runtime.factory import FactoryModel
-from runtime.initialize import Weights, materialize
+from runtime.initialize import materialize
 from runtime.mesh import Place
+from runtime.published import Weights
 from runtime.weight_gradients import WeightGradients, defer
 
 

@@ -113,24 +113,30 @@ class Pipeline:
             tokens.chunk(self._micro_batches), targets.chunk(self._micro_batches), strict=True
         )
         for batch, target in pairs:
-            x = batch
+            x: Tensor | tuple[Tensor, ...] = batch
             for part in self._parts:
                 own = self._rank_of[part.stage]
                 before = self._rank_of.get(part.stage - 1)
                 after = self._rank_of.get(part.stage + 1)
                 if before is not None and before != own:
-                    x = torch.empty_like(part.inputs, device=self._device, requires_grad=False)
-                    dist.recv(x, group=self._group, group_src=before)
-                x = part.module(x)
+                    x = tuple(self._received(one, before) for one in _tuple(part.inputs))
+                x = part.module(*_tuple(x), **({"tokens": batch} if self._everywhere else {}))
                 if after is None:
                     losses.append(self._loss(x, target))
                 elif after != own:
-                    send = dist.isend(x.contiguous(), group=self._group, group_dst=after)
-                    assert send is not None
-                    sends.append(send)
+                    for one in _tuple(x):
+                        send = dist.isend(one.contiguous(), group=self._group, group_dst=after)
+                        assert send is not None
+                        sends.append(send)
         for send in sends:
             send.wait()
         return losses
+
+    def _received(self, declared: Tensor, source: int) -> Tensor:
+        """Wait for a tensor like a declared one from another rank of the pipeline."""
+        buffer = torch.empty_like(declared, device=self._device, requires_grad=False)
+        dist.recv(buffer, group=self._group, group_src=source)
+        return buffer
 
     def received(self) -> int:
         """Return how many received activations and gradients are held now."""
@@ -268,6 +274,10 @@ def _add_in_reduce_type(module: FSDPModule) -> None:
             for parameter in group.fsdp_params:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
+
+
+def _tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
 def _started(send: dist.P2POp) -> dist.Work:

@@ -156,6 +156,10 @@ class Reference:
                 return Head(norm(a), nn.Linear(a.hidden_size, a.vocab_size, bias=False))
             return Block(a, self.rotary, self._context)
 
+    def configuration(self) -> str | None:
+        """No library has this model."""
+        return None
+
     def tie(self, layers: Mapping[str, nn.Module]) -> None:
         """Let the output projection be the token embedding, where both are here."""
         if self.tied_names and EMBEDDING in layers and HEAD in layers:

@@ -33,12 +33,19 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, *, plan: Plan, model: ModelGraph, run: str, keep: int = KEEP
+        self,
+        folder: Path,
+        *,
+        plan: Plan,
+        model: ModelGraph,
+        run: str,
+        config: str | None = None,
+        keep: int = KEEP,
     ) -> None:
         self.saved: Path | None = None
         """The last checkpoint that is complete."""
         self._folder, self._run, self._keep = folder, run, keep
-        self._plan, self._model = plan, model
+        self._plan, self._model, self._config = plan, model, config
         self._group = dist.new_group(backend="gloo")
         # On GPUs the copy goes to pinned memory, which is taken once and kept.
         self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
@@ -98,7 +105,13 @@ class Saver:
         """Commit a checkpoint; return what was wrong, if anything was."""
         try:
             checkpoint.commit(
-                temporary, target, done, plan=self._plan, model=self._model, keep=self._keep
+                temporary,
+                target,
+                done,
+                plan=self._plan,
+                model=self._model,
+                config=self._config,
+                keep=self._keep,
             )
         except (OSError, MeshwrightError) as error:
             return f"{target}: the checkpoint cannot be written: {checkpoint.short(error)}"

@@ -58,6 +58,10 @@ class Steps(Protocol):
         """Return the mean loss of samples like a step's, and learn nothing."""
         ...
 
+    def configuration(self) -> str | None:
+        """Return the config.json of the model as a library has it, if one does."""
+        ...
+
     def state(self) -> dict[str, Tensor]:
         """Return all that must be saved, by name, to be read or filled in place."""
         ...
@@ -132,6 +136,7 @@ class Loop:
                 plan=plan,
                 model=model,
                 run=orders.run,
+                config=engine.configuration(),
                 keep=orders.keep_checkpoints,
             )
             if orders.checkpoint

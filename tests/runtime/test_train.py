@@ -58,6 +58,9 @@ class Averaging:
     def evaluate(self, tokens: torch.Tensor) -> float:
         return float(self.mean) + float(tokens.double().mean())
 
+    def configuration(self) -> str | None:
+        return None
+
     def state(self) -> dict[str, torch.Tensor]:
         return {"model.mean": self.mean}
 

@@ -1,0 +1,186 @@
+"""Export: a checkpoint's weights as other programs read them.
+
+No process group is needed, and only one file's tensors are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from planner.document import read
+from planner.errors import LaunchError
+from planner.model import ModelGraph
+from runtime import checkpoint
+from runtime.checkpoint import CONFIG, MODEL, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DType = Literal["fp32", "bf16", "fp16"]
+FILE_BYTES = 5 * 10**9
+"""The most that one file holds, if it holds more than one tensor."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written where."""
+
+    checkpoint: Path
+    step: int
+    folder: Path
+    files: tuple[str, ...]
+    parameters: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """One of the checkpoint's parameters, and what it weighs where it goes."""
+
+    key: str
+    shape: tuple[int, ...]
+    elements: int
+
+
+def to_huggingface(
+    saved: Path, output: Path, *, dtype: DType = "fp32", file_bytes: int = FILE_BYTES
+) -> Exported:
+    """Write a checkpoint as a folder that transformers' `from_pretrained` reads.
+
+    `saved` is a checkpoint, or a folder of them whose newest counts.  The tokenizer's files come
+    along if the plan's model is a folder that has them.
+    """
+    source, done = found(saved)
+    model = read(ModelGraph, source / MODEL)
+    if not (source / CONFIG).is_file():
+        raise LaunchError(
+            f"{source}: is of the model {model.name}, which is no model of the library transformers"
+        )
+    assert model.architecture is not None
+    parameters = _parameters(source)
+    width = 4 if dtype == "fp32" else 2
+    groups = list(_groups(parameters, largest=file_bytes // width))
+    temporary = _new(output)
+    try:
+        from runtime.published import write_shards  # noqa: PLC0415 - needs torch
+
+        total = sum(stored.elements for stored in parameters)
+        files = write_shards(
+            (_read(source, group, model.architecture.family, dtype) for group in groups),
+            temporary,
+            count=len(groups),
+            metadata={"total_size": width * total},
+        )
+        files.append(_configuration(source, temporary, dtype))
+        files += _tokenizer(model, temporary)
+        temporary.rename(output)
+    except OSError as error:
+        raise LaunchError(f"{output}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Exported(
+        checkpoint=source,
+        step=done.step,
+        folder=output,
+        files=tuple(file.name for file in files),
+        parameters=total,
+        size_bytes=sum((output / file.name).stat().st_size for file in files),
+    )
+
+
+def found(saved: Path) -> tuple[Path, Progress]:
+    """Return the checkpoint that is meant, and how far it has come; refuse one that is damaged."""
+    source = saved if (saved / checkpoint.META).is_file() else checkpoint.newest(saved)
+    if source is None:
+        raise LaunchError(f"{saved}: is no complete checkpoint, and no folder that has one")
+    done = checkpoint.progress(source)
+    if not checkpoint.is_complete(source):
+        raise LaunchError(f"{source}: files are missing or cut short; name another checkpoint")
+    return source, done
+
+
+def _parameters(source: Path) -> list[_Stored]:
+    import math  # noqa: PLC0415
+
+    from torch.distributed.checkpoint import FileSystemReader  # noqa: PLC0415 - needs torch
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
+
+    result = []
+    for key, value in FileSystemReader(str(source)).read_metadata().state_dict_metadata.items():
+        if key.startswith("model.") and isinstance(value, TensorStorageMetadata):
+            shape = tuple(value.size)
+            result.append(_Stored(key=key, shape=shape, elements=math.prod(shape)))
+    return result
+
+
+def _groups(parameters: Sequence[_Stored], *, largest: int) -> Iterator[list[_Stored]]:
+    """Yield the parameters of one file after the other."""
+    group: list[_Stored] = []
+    for stored in parameters:
+        if group and sum(s.elements for s in group) + stored.elements > largest:
+            yield group
+            group = []
+        group.append(stored)
+    if group:
+        yield group
+
+
+def _read(source: Path, group: Sequence[_Stored], family: str, dtype: DType) -> dict[str, Tensor]:
+    """Return the tensors of one file under the names that files have."""
+    import torch  # noqa: PLC0415
+
+    from runtime.published import in_files  # noqa: PLC0415
+
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    state = {stored.key: torch.empty(stored.shape) for stored in group}
+    checkpoint.load(source, state)
+    result = {}
+    for key, tensor in state.items():
+        name = key.removeprefix("model.")
+        # A state has a dim of their own for pieces, and only experts' matrices have them.
+        pieces = tensor.shape[1] if tensor.ndim == 4 else 1
+        for published, matrix in in_files(family, name, tensor, pieces=pieces):
+            result[published] = matrix.to(types[dtype])
+    return result
+
+
+def _configuration(source: Path, folder: Path, dtype: DType) -> Path:
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    config["dtype"] = names[dtype]
+    path = folder / CONFIG
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _tokenizer(model: ModelGraph, folder: Path) -> list[Path]:
+    source = Path(model.source or "")
+    source = source if source.is_dir() else source.parent
+    if not model.source or not (source / "tokenizer.json").is_file():
+        return []
+    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    return [Path(shutil.copy(source / name, folder / name)) for name in names]
+
+
+def _new(output: Path) -> Path:
+    """Return a hidden folder beside a new one, which may not hold anything yet."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise LaunchError(f"{output}: is there already; name a new folder")
+    temporary = output.with_name(f".{output.name}.new")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise LaunchError(f"{output}: cannot be written: {error.strerror}") from error
+    return temporary

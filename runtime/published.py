@@ -1,0 +1,181 @@
+"""Published weights: a folder of safetensors files, read by name and part, and written in shards.
+
+Names are those of the library's modules.  There a mixture keeps its experts in one parameter each
+for gate and up, [expert, 2 ffn, hidden], and for down, [expert, hidden, ffn]; published files have
+a matrix for every expert, under one of the names in EXPERTS.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.errors import LaunchError
+
+EXPERTS = {
+    "mixtral": {
+        "mlp.experts.gate_up_proj": (
+            "block_sparse_moe.experts.{}.w1.weight",
+            "block_sparse_moe.experts.{}.w3.weight",
+        ),
+        "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
+        "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
+    },
+    "qwen3_moe": {
+        "mlp.experts.gate_up_proj": (
+            "mlp.experts.{}.gate_proj.weight",
+            "mlp.experts.{}.up_proj.weight",
+        ),
+        "mlp.experts.down_proj": ("mlp.experts.{}.down_proj.weight",),
+    },
+}
+"""By family and the end of the library's name: the ends of the names of its matrices in files."""
+
+Cut = tuple[int, int, int]
+"""A part of a tensor: (dim, index, parts)."""
+
+
+class Weights:
+    """Tensors of a local folder of safetensors files, read by name and by slice."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only where needed
+
+        self.folder = folder
+        self._open = safe_open
+        self._file: dict[str, Path] = {}
+        index = folder / "model.safetensors.index.json"
+        try:
+            if index.exists():
+                for name, file in json.loads(index.read_text())["weight_map"].items():
+                    self._file[name] = folder / file
+            else:
+                for path in sorted(folder.glob("*.safetensors")):
+                    with safe_open(path, framework="pt") as opened:
+                        self._file.update(dict.fromkeys(opened.keys(), path))
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise LaunchError(f"{folder}: the weights cannot be read: {error}") from error
+        if not self._file:
+            raise LaunchError(f"{folder}: has no *.safetensors file")
+
+    def read(self, name: str, shape: torch.Size, cut: Cut | None, *, pieces: int = 1) -> Tensor:
+        """Return a tensor in fp32, or its part `cut`; nothing else of it is read.
+
+        Where dim 1 holds several `pieces` one above the other, each of them is cut.
+        """
+        known = self._known(name)
+        if known is not None:
+            return self._matrix(known, shape, cut, pieces=pieces)
+        ends = self._experts(name)
+        if ends is None:
+            raise LaunchError(f"{self.folder}: has no tensor '{name}'")
+        prefix, patterns = ends
+        if "{}" not in patterns[0]:
+            return self._matrix(self._known(prefix + patterns[0]) or "", shape, cut)
+        first, count = 0, shape[0]
+        if cut is not None and cut[0] == 0:
+            count //= cut[2]
+            first, cut = cut[1] * count, None
+        if cut is not None:
+            cut = (cut[0] - 1, *cut[1:])
+        one = torch.Size((shape[1] // len(patterns), *shape[2:]))
+        return torch.stack(
+            [
+                torch.cat(
+                    [
+                        self._matrix(self._required(prefix + p.format(expert)), one, cut)
+                        for p in patterns
+                    ]
+                )
+                for expert in range(first, first + count)
+            ]
+        )
+
+    def _known(self, name: str) -> str | None:
+        # Some published models leave out the outermost module's name.
+        return next((n for n in (name, name.partition(".")[2]) if n in self._file), None)
+
+    def _required(self, name: str) -> str:
+        known = self._known(name)
+        if known is None:
+            raise LaunchError(f"{self.folder}: has no tensor '{name}'")
+        return known
+
+    def _experts(self, name: str) -> tuple[str, tuple[str, ...]] | None:
+        """Return prefix and ends of the matrices that files have in place of a tensor."""
+        for names in EXPERTS.values():
+            for end, patterns in names.items():
+                prefix = name.removesuffix(end)
+                if name.endswith(end) and self._known(prefix + patterns[0].format(0)):
+                    return prefix, patterns
+        return None
+
+    def _matrix(self, name: str, shape: torch.Size, cut: Cut | None, *, pieces: int = 1) -> Tensor:
+        with self._open(self._file[name], framework="pt") as opened:
+            whole = opened.get_slice(name)
+            if tuple(whole.get_shape()) != tuple(shape):
+                raise LaunchError(
+                    f"{self.folder}: '{name}' has shape {whole.get_shape()}, "
+                    f"and the model needs {list(shape)}"
+                )
+            if cut is None:
+                return whole[...].float()
+            dim, index, parts = cut
+            pieces = pieces if dim == 1 else 1
+            piece = shape[dim] // pieces
+            length = piece // parts
+            begins = [number * piece + index * length for number in range(pieces)]
+            taken = [
+                whole[(slice(None),) * dim + (slice(begin, begin + length),)] for begin in begins
+            ]
+            return torch.cat(taken, dim).float()
+
+
+def in_files(
+    family: str, name: str, tensor: Tensor, *, pieces: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that files have for one of the library's, by name.
+
+    `tensor` has a dim of its own, dim 1, for its `pieces` if there are several.
+    """
+    for end, patterns in EXPERTS.get(family, {}).items():
+        if not name.endswith(end):
+            continue
+        prefix = name.removesuffix(end)
+        if "{}" not in patterns[0]:
+            yield prefix + patterns[0], tensor
+            return
+        for expert, matrices in enumerate(tensor if pieces > 1 else tensor.unsqueeze(1)):
+            for pattern, matrix in zip(patterns, matrices, strict=True):
+                yield prefix + pattern.format(expert), matrix
+        return
+    yield name, tensor.flatten(1, 2) if pieces > 1 else tensor
+
+
+def write_shards(
+    shards: Iterator[Mapping[str, Tensor]], folder: Path, *, count: int, metadata: dict[str, Any]
+) -> list[Path]:
+    """Write `count` files of tensors, and their index if there are several."""
+    from safetensors.torch import save_file  # noqa: PLC0415 - only where needed
+
+    files: list[Path] = []
+    where: dict[str, str] = {}
+    for number, tensors in enumerate(shards, start=1):
+        name = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        save_file(
+            {key: tensor.contiguous().clone() for key, tensor in tensors.items()},
+            folder / name,
+            metadata={"format": "pt"},
+        )
+        files.append(folder / name)
+        where.update(dict.fromkeys(tensors, name))
+    if count > 1:
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps({"metadata": metadata, "weight_map": where}, indent=2) + "\n")
+        files.append(index)
+    return files
