@@ -22,7 +22,7 @@ from planner.instance import Infeasible, Solution
 from planner.report.text import answer_text, prediction_lines
 from planner.report.validation_text import validation_text
 from planner.report.whatif_text import result_text
-from planner.units import bytes_text, seconds_text
+from planner.units import bytes_text, count_text, seconds_text
 from planner.validate import validation_json
 
 if TYPE_CHECKING:
@@ -289,6 +289,34 @@ def launch(
     out.print(f"metrics {run.report.metrics}, logs {run.report.logs}")
     if run.report.checkpoint:
         out.print(f"checkpoint {run.report.checkpoint}")
+
+
+class DType(StrEnum):
+    """Number formats of exported weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="A checkpoint, or a folder of them (the newest)")],
+    to: Annotated[str, typer.Option("--to", help="huggingface")],
+    output: Annotated[str, typer.Option("-o", "--output", help="A new folder")],
+    dtype: Annotated[DType, typer.Option("--dtype", help="Of the weights")] = DType.FP32,
+    json: Json = False,
+) -> None:
+    """Write a checkpoint as a folder that Hugging Face transformers loads."""
+    written = commands.export(source, to=to, output=output, dtype=dtype.value)
+    if json:
+        print(commands.as_json(commands.export_json(written)))
+        return
+    out.print(
+        f"{written.checkpoint}, step {written.step}: {count_text(written.parameters)} parameters, "
+        f"{bytes_text(written.size_bytes)} in {len(written.files)} files"
+    )
+    out.print(f"written to {written.folder}; AutoModelForCausalLM.from_pretrained reads it")
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Table:

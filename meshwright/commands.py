@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from planner import catalog as shelves
 from planner import document
@@ -34,6 +34,7 @@ from planner.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from planner.validate import Validation
+    from runtime.export import Exported
     from runtime.report import Comparison, RunReport
 
 TOKENS_PER_STEP = 2**20
@@ -252,6 +253,19 @@ def launch(
     return Run(
         plan=wanted, report=report, prediction=prediction, rows=comparison(report, prediction)
     )
+
+
+def export(
+    source: str, *, to: str, output: str, dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+) -> Exported:
+    """Write a checkpoint in the form that another program reads."""
+    if to != "huggingface":
+        raise DocumentError("to", f"is '{to}'; a checkpoint is exported to huggingface")
+    _need_torch("exporting a checkpoint")
+    from runtime.export import to_huggingface  # noqa: PLC0415 - the runtime
+
+    written: Exported = to_huggingface(Path(source), Path(output), dtype=dtype)
+    return written
 
 
 def profile(
@@ -542,6 +556,18 @@ def run_json(run: Run) -> dict[str, Any]:
             }
             for row in run.rows
         ],
+    }
+
+
+def export_json(written: Exported) -> dict[str, Any]:
+    """Return what `export --json` prints."""
+    return {
+        "checkpoint": str(written.checkpoint),
+        "step": written.step,
+        "folder": str(written.folder),
+        "files": list(written.files),
+        "parameters": written.parameters,
+        "bytes": written.size_bytes,
     }
 
 

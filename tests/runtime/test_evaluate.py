@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from planner.model import ModelGraph
 from runtime.engine import Engine
-from tests.runtime import cases
+from runtime.factory import graph_of_factory
+from tests.runtime import cases, networks
 from tests.runtime.ranks import on_ranks
 
 MODEL = cases.transformer()
@@ -35,8 +37,10 @@ LAYOUTS = {
 }
 
 
-def train_and_evaluate(layout: dict[str, Any]) -> tuple[list[float], list[float]]:
-    engine = Engine(cases.plan(MODEL, **layout), MODEL, device=torch.device("cpu"))
+def train_and_evaluate(
+    layout: dict[str, Any], model: ModelGraph = MODEL
+) -> tuple[list[float], list[float]]:
+    engine = Engine(cases.plan(model, **layout), model, device=torch.device("cpu"))
     trained, evaluated = [], []
     for step in range(3):
         own = [
@@ -68,4 +72,15 @@ def test_every_plan_evaluates_like_one_process(name: str) -> None:
 
     for found in ranks:
         assert found[0] == pytest.approx(alone[0], rel=1e-5)
+        assert found[1] == pytest.approx(alone[1], rel=1e-5)
+
+
+@pytest.mark.ranks
+def test_graphs_are_evaluated_through_a_pipeline_too() -> None:
+    model = graph_of_factory(f"{networks.__file__}:encoder_decoder", seq_len=cases.SEQ_LEN)
+    alone = train_and_evaluate({}, model)
+
+    ranks = on_ranks(2, train_and_evaluate, {"pipeline": 2}, model)
+
+    for found in ranks:
         assert found[1] == pytest.approx(alone[1], rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from meshwright.cli import main
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
@@ -149,3 +151,16 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="files are missing or cut short"):
         to_huggingface(tmp_path / "llama" / "step-000002", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = saved_alone("gpt2", tmp_path / "saved")
+    source, target = str(tmp_path / "saved"), str(tmp_path / "out")
+
+    assert main(["export", source, "--to", "huggingface", "-o", target, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+
+    assert (told["step"], told["parameters"]) == (2, model.parameters)
+    assert sorted(told["files"]) == sorted(path.name for path in Path(target).iterdir())
+    assert main(["export", source, "--to", "onnx", "-o", target]) == 1
+    assert "to: is 'onnx'; a checkpoint is exported to huggingface" in capsys.readouterr().err
