@@ -6,6 +6,7 @@ python plans/studies/make.py [STUDY.yaml ...]
 from __future__ import annotations
 
 import datetime
+import io
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ WIDTH = 150
 def answer(path: Path) -> str:
     """Return one study's answer as a section of Markdown."""
     found = whatif(str(path))
-    console = Console(record=True, width=WIDTH, file=Path("/dev/null").open("w"), highlight=False)
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
     console.print(result_text(found.result))
     for curve in found.break_even:
         for other, share in curve.against:
