@@ -7,7 +7,6 @@ the one nearest to `INSIDE_OUT` stands for all.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -46,13 +45,22 @@ def distinct_orders(
     pipeline context data_shard data_replicate tensor
     """
     divided = [axis for axis, degree in zip(INSIDE_OUT, degrees, strict=True) if degree > 1]
+    by_axis = dict(zip(INSIDE_OUT, degrees, strict=True))
+    reach = max((tier for tier in tiers if tier < math.prod(degrees)), default=0)
     result: dict[Spans, tuple[Axis, ...]] = {}
-    for permuted in itertools.permutations(divided):
-        left = iter(permuted)
-        order = tuple(next(left) if axis in divided else axis for axis in INSIDE_OUT)
-        result.setdefault(spans(tiers, degrees, order), order)
-        if not any(tier < math.prod(degrees) for tier in tiers):
-            break  # one tier holds all ranks
+
+    def extend(inner: tuple[Axis, ...], stride: int) -> None:
+        """Try every axis as the next one out.  Beyond all tiers the order makes no difference."""
+        left = [axis for axis in divided if axis not in inner]
+        if stride > reach or not left:
+            outward = iter((*inner, *left))
+            order = tuple(next(outward) if axis in divided else axis for axis in INSIDE_OUT)
+            result.setdefault(spans(tiers, degrees, order), order)
+            return
+        for axis in left:
+            extend((*inner, axis), stride * by_axis[axis])
+
+    extend((), 1)
     return result
 
 

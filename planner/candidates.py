@@ -13,6 +13,7 @@ and two for a single layout:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from planner.cluster import ClusterSpec
 from planner.costs import CostTables, LayoutCosts, StrategyCost
 from planner.dominance import dominates, twins
 from planner.formulation import instance_of
-from planner.instance import Instance
+from planner.instance import ROUNDING, Instance
 from planner.model import ModelGraph
 from planner.native import Rules, refusal
 from planner.pins import Pins
@@ -110,6 +111,8 @@ class Candidates:
         divided among as many ranks as there are under each ZeRO level (they only grow with fewer,
         see planner.memory), and 1F1B holds the fewest micro-batches.
         """
+        if not any(self._may_hold(layout) for layout in family.corners()):
+            return math.inf
         corners = [self.tables.of(layout) for layout in family.corners()]
         some = corners[0]
         least = replace(
@@ -128,6 +131,28 @@ class Candidates:
         layout = family.layout(family.sharings[0], "1f1b")
         instance = instance_of(self.model, self.cluster, layout, least, self.pins.recompute)
         return bounds.counted_s(instance) + some.step_s
+
+    def _may_hold(self, layout: Layout) -> bool:
+        """Whether stages may hold all layers of the commonest kind; no is certain, yes is not.
+
+        Before its first backward a rank has stored a micro-batch in every layer it has.  With u the
+        largest transient on it, n layers need n (w + a) + u bytes or more, w and a the resident and
+        stored bytes of the leanest choice whose transient is at most u.
+        """
+        kind, count = max(self._counts.items(), key=lambda item: item[1])
+        options = self.tables.held_alone(layout, kind)
+        room = self.tables.most_bytes(layout) * (1 + ROUNDING)
+        most = 0.0
+        for option in options:
+            left = room - option.transient_bytes
+            leanest = min(
+                other.resident_bytes + other.stored_bytes
+                for other in options
+                if other.transient_bytes <= option.transient_bytes
+            )
+            if left >= 0:
+                most = max(most, left // leanest if leanest else math.inf)
+        return layout.pipeline * most >= count
 
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""

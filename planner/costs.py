@@ -255,6 +255,29 @@ class CostTables:
             ),
         )
 
+    def held_alone(self, layout: Layout, kind: str) -> tuple[StrategyCost, ...]:
+        """[choice] What one kind holds under a layout, without the seconds of sharing.
+
+        Bytes are those of `of`, but for what a neighbour has on its way to the host.
+        """
+        figures = self._figures.of(self._setting(layout), layout)[kind]
+        parts = self._parts(self._layers[kind], layout, figures, None)
+        alone = _Shared(
+            parts={kind: parts},
+            neighbours={kind: (0.0,) * len(parts)},
+            transfer_s=0.0,
+            action_s=0.0,
+            boundary_bytes=0.0,
+            context_bytes=self._context_bytes(layout),
+            assumptions=(),
+        )
+        return self._added_up(layout, alone)[kind]
+
+    def most_bytes(self, layout: Layout) -> float:
+        """Bytes that a rank has for its layers at most: before buffers of the pipeline."""
+        largest = max(group.accelerator.memory_bytes for group in self.cluster.groups)
+        return (largest - self._context_bytes(layout)) / self._slack
+
     def _added_up(self, layout: Layout, shared: _Shared) -> dict[str, tuple[StrategyCost, ...]]:
         """Return the parts of every strategy added up, as the solver wants them."""
         first, last = self._end_kinds
@@ -274,9 +297,9 @@ class CostTables:
         }
 
     def _parts(
-        self, layer: Layer, layout: Layout, figures: tuple[Figures, ...], links: Links
+        self, layer: Layer, layout: Layout, figures: tuple[Figures, ...], links: Links | None
     ) -> tuple[StrategyParts, ...]:
-        """Add the states and the sharding communication to a layer's figures."""
+        """Add the states, and over links the sharding communication, to a layer's figures."""
         sharing = Sharing(
             precision=self.job.precision,
             zero=layout.zero,
@@ -290,8 +313,8 @@ class CostTables:
         held = self._held(layer, layout, sharing)
         # The pipeline keeps what the last stage returned until its backward.
         last = layout.pipeline > 1 and layer.kind == self._end_kinds[1]
-        moving = self._moving(held, sharing, links)
-        sync_s = self._tied_s(layer, layout, links)
+        moving = self._moving(held, sharing, links) if links else Traffic()
+        sync_s = self._tied_s(layer, layout, links) if links else 0.0
         optimizer_s = self._rates.optimizer_s(held.optimized)
         stream_s = 0.0
         if layout.offload == "optimizer":

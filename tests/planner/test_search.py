@@ -60,7 +60,13 @@ TIGHT = Case("llama-3.2-3b", "4xa100-sxm-40gb", 4096, 32)
 TIGHTER = Case("llama-3.1-8b", "8xa100-sxm-40gb", 8192, 32, Pins(micro_batch=1))
 EXPERTS = Case("mixtral-8x7b", "4x8xh100-sxm-80gb", 4096, 64, Pins(tensor=2))
 TWO_KINDS = Case("gemma-2-2b", "8xrtx-4090", 4096, 32)
-CASES = [ROOMY, TIGHT, TIGHTER, EXPERTS, TWO_KINDS]
+ALL_AXES = Case(
+    "mixtral-8x7b", "2x8xh100-sxm-80gb", 4096, 16, Pins(micro_batch=1, zero=3), rules=limit
+)
+DENSE_AND_EXPERTS = Case(
+    "deepseek-v3", "32x8xh100-sxm-80gb", 4096, 256, Pins(micro_batch=1, zero=3, pipeline=4, data=8)
+)
+CASES = [ROOMY, TIGHT, TIGHTER, EXPERTS, TWO_KINDS, ALL_AXES, DENSE_AND_EXPERTS]
 
 
 def optima(case: Case) -> dict[Layout, float]:
@@ -98,6 +104,14 @@ def test_no_configuration_is_faster_and_no_bound_is_above_its_optimum(case: Case
             assert room_s <= limit_s
             assert computation_s <= communication_s * (1 + 1e-12) <= limit_s * (1 + 1e-12)
             assert candidates.memory_s(layout) <= limit_s
+
+
+def test_cases_have_all_axes_and_memory_that_is_too_small_for_many() -> None:
+    for case in (ALL_AXES, DENSE_AND_EXPERTS):
+        exhaustive = optima(case)
+        for degree in ("tensor", "context", "expert", "pipeline"):
+            assert max(getattr(layout, degree) for layout in exhaustive) > 1
+        assert 3 < sum(map(math.isfinite, exhaustive.values())) < len(exhaustive) / 2
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
