@@ -2,7 +2,7 @@
 
 The search plans full training; with frozen weights the choice is small enough to look at all of
 it: replicas or ZeRO-3 over all devices, tensor parallelism inside a node, the micro-batch,
-recomputation on or off, frozen weights on the device or in host memory.
+recomputation (none, half of the blocks, all), frozen weights on the device or in host memory.
 
 Weights in host memory cross the host's link in both passes of every micro-batch, each rank its own
 share, hidden behind the layers' computation as far as that lasts.
@@ -81,7 +81,7 @@ def _runs(
             for micro_batch in divisors(job.global_batch // data):
                 if micro_batch > LARGEST_MICRO_BATCH:
                     continue
-                for recompute in ("none", "full"):
+                for recompute in ("none", "selective", "partial", "full"):
                     for offload in ("none", "params"):
                         yield (
                             Run(

@@ -1,0 +1,131 @@
+"""What-if answers against public facts about hardware, each planned again on both sides.
+
+python benchmarks/public_facts.py > docs/public-facts.md
+
+64 A100, 40 to 80 GB   MPT-70B, llm-foundry: 111 to 166 TFLOP/s per device
+H100 to H200           Llama-2-70B LoRA on 8 devices, MLPerf: 1.1 to 1.25 times as fast
+512 to 2,048 H100      Llama-3.1-405B: at least 0.9 of linear
+72-device domain       no gain for LoRA at 64 devices
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.architecture import architecture_of, graph_of
+from planner.arithmetic import step_flops
+from planner.expressions import resolve_cluster, resolve_model
+from planner.model import ModelGraph
+from planner.plan import Job
+from planner.search import search
+from planner.whatif.changes import changed
+from planner.whatif.fine_tuning import tuned
+
+MPT_70B = {
+    "model_type": "gpt2",
+    "n_embd": 8192,
+    "n_layer": 64,
+    "n_head": 64,
+    "n_positions": 2048,
+    "vocab_size": 50368,
+}
+"""Its shape, with learned positions instead of ALiBi."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One public figure and ours."""
+
+    what: str
+    public: str
+    ours: str
+    holds: bool
+
+
+def flops_per_device(model: ModelGraph, cluster: str, job: Job) -> tuple[float, str]:
+    """Return model FLOP/s per device of the best plan, and the plan."""
+    machine = resolve_cluster(cluster)
+    found = search(model, machine, job)
+    flops = step_flops(model, seq_len=job.seq_len, global_batch=job.global_batch)
+    step_s = found.prediction.step_time_s
+    return flops / step_s / machine.devices, found.plan.layout.text()
+
+
+def more_memory() -> Fact:
+    """64 A100 with 40 and with 80 GB on a 70B model."""
+    model = graph_of(architecture_of(MPT_70B, name="mpt-70b"), name="mpt-70b")
+    job = Job(seq_len=2048, global_batch=2048)
+    small, first = flops_per_device(model, "8x8xa100-sxm-40gb", job)
+    large, second = flops_per_device(model, "8x8xa100-sxm-80gb", job)
+    ratio = large / small
+    return Fact(
+        what="64 A100, 40 to 80 GB, MPT-70B",
+        public="111 to 166 TFLOP/s per device, 1.50 times",
+        ours=f"{small / 1e12:.0f} to {large / 1e12:.0f}, {ratio:.2f} times ({first}; {second})",
+        holds=1.3 <= ratio <= 1.7,
+    )
+
+
+def faster_memory() -> Fact:
+    """H100 and H200 on LoRA of a 70B model, 8 devices."""
+    model, job = resolve_model("llama-2-70b"), Job(seq_len=4096, global_batch=8)
+    steps = [
+        tuned(model, resolve_cluster(name), job, quantised=False)
+        for name in ("8xh100-sxm-80gb", "8xh200-sxm")
+    ]
+    ratio = steps[0].step_time_s / steps[1].step_time_s
+    return Fact(
+        what="H100 to H200, Llama-2-70B LoRA, 8 devices",
+        public="1.1 to 1.25 times as fast",
+        ours=f"{ratio:.2f} times ({steps[0].layout}; {steps[1].layout})",
+        holds=1.1 <= ratio <= 1.25,
+    )
+
+
+def scaling() -> Fact:
+    """405B on 512 and on 2,048 H100, the batch growing with the devices."""
+    model = resolve_model("llama-3.1-405b")
+    small, first = flops_per_device(
+        model, "64x8xh100-sxm-80gb", Job(seq_len=8192, global_batch=512)
+    )
+    large, second = flops_per_device(
+        model, "256x8xh100-sxm-80gb", Job(seq_len=8192, global_batch=2048)
+    )
+    return Fact(
+        what="512 to 2,048 H100, Llama-3.1-405B",
+        public="at least 0.9 of linear",
+        ours=f"{large / small:.3f} ({first}; {second})",
+        holds=large / small >= 0.9,
+    )
+
+
+def wide_domain() -> Fact:
+    """LoRA on 72 devices in nodes of 8 and in one domain."""
+    model, job = resolve_model("llama-2-70b"), Job(seq_len=4096, global_batch=72)
+    nodes = resolve_cluster("9x8xb200")
+    joined = changed(nodes, "domain", 9.0)
+    assert joined is not None
+    apart, together = (
+        tuned(model, cluster, job, quantised=False).step_time_s for cluster in (nodes, joined)
+    )
+    return Fact(
+        what="LoRA of a 70B model on 72 devices, nodes of 8 or one domain",
+        public="no gain",
+        ours=f"{apart / together:.3f} times",
+        holds=abs(apart / together - 1) <= 0.03,
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    facts = [more_memory(), faster_memory(), scaling(), wide_domain()]
+    print("# Public facts\n")
+    print("Written by `python benchmarks/public_facts.py`, both sides planned again.\n")
+    print("| what | public | ours | holds |\n|---|---|---|---|")
+    for fact in facts:
+        said = "yes" if fact.holds else "no"
+        print(f"| {fact.what} | {fact.public} | {fact.ours} | {said} |")
+
+
+if __name__ == "__main__":
+    main()
