@@ -181,8 +181,6 @@ def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
         yield Obstacle(
             "precision", f"{job.precision} cannot be trained; use {' or '.join(PRECISIONS)}"
         )
-    if layout.offload != "none":
-        yield Obstacle("offload", f"{layout.offload} cannot be executed; use none")
     if layout.gradient_wire != "full":
         yield Obstacle("gradient_wire", f"{layout.gradient_wire} cannot be executed; use full")
     if layout.stages > 1:

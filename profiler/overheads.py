@@ -268,7 +268,14 @@ def optimizer_s_per_parameter(chain: Chain, clock: Clock) -> float:
     A micro-batch before each step leaves in the caches what training leaves there.
     """
     place = Place(degrees=Mesh(), mesh=None)
-    optimizer = Optimizer([chain.module], chain.adapter, Training(), place, summed=frozenset())
+    optimizer = Optimizer(
+        [chain.module],
+        chain.adapter,
+        Training(),
+        place,
+        device=clock.device,
+        summed=frozenset(),
+    )
     loss = torch.zeros((), device=clock.device)
     times = _interleaved(
         {

@@ -25,7 +25,7 @@ from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime.mesh import place_of
 from runtime.optimizer import Optimizer
-from runtime.parallelize import activation_type, parallel_stage
+from runtime.parallelize import activation_type, gathers_anew, parallel_stage, reduces_at_once
 from runtime.pipeline import Pipeline, StagePart
 from runtime.published import Weights
 from runtime.source import adapter_of
@@ -93,6 +93,8 @@ class Engine:
             self._adapter,
             plan.training,
             self._place,
+            device=device,
+            offload=plan.offload,
             summed=frozenset().union(*(part.summed for part in self._parts)),
         )
         self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
@@ -207,17 +209,12 @@ class Engine:
         return total
 
     def _before_micro_batch(self, *, last: bool) -> None:
-        """Say what data parallelism does in this backward.
-
-        ZeRO-0 and 1 reduce once per step, 2 and 3 with every micro-batch; only ZeRO-3 gathers
-        parameters again for the next one.
-        """
+        """Say what data parallelism does in this backward: reduce, and let parameters go."""
         if self._parts[0].wrapped:
             chain = self._parts[0].chain
-            sharded = self._place.sharded
             chain.set_is_last_backward(last)
-            chain.set_requires_gradient_sync(last or (sharded and self.plan.zero >= 2))
-            chain.set_reshard_after_backward(last or (sharded and self.plan.zero == 3))
+            chain.set_requires_gradient_sync(last or reduces_at_once(self.plan, self._place))
+            chain.set_reshard_after_backward(last or gathers_anew(self.plan, self._place))
 
     def _through_pipeline(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> Tensor:
         losses = pipeline.run(inputs, targets)

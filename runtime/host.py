@@ -34,14 +34,20 @@ def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
         return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
     size_bytes = math.prod(shape) * dtype.itemsize
     plain = torch.from_numpy(np.empty(max(1, size_bytes), dtype=np.uint8))
-    storage = plain.untyped_storage()
-    _rooms[storage._cdata] = storage
+    settle(plain)
     return plain[:size_bytes].view(dtype).view(tuple(shape))
 
 
+def settle(tensor: Tensor) -> None:
+    """Count a tensor as one on the host: other programs put it there."""
+    storage = tensor.untyped_storage()
+    _rooms[storage._cdata] = storage
+
+
 def on_host(tensor: Tensor) -> bool:
-    """Tell whether a tensor lies in a room of this file."""
-    return tensor.untyped_storage()._cdata in _rooms
+    """Tell whether a tensor lies in host memory, or in what stands for it on a CPU."""
+    storage = tensor.untyped_storage()
+    return storage._cdata in _rooms
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +71,7 @@ def to_host(tensor: Tensor) -> Copied:
 
 def to_device(tensor: Tensor, device: torch.device) -> Copied:
     """Start to copy a tensor from host memory into new memory of the device."""
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return _copied(tensor, made, device)
+    return _copied(tensor, torch.empty_like(tensor, device=device), device)
 
 
 def back_to_host(tensor: Tensor, home: Tensor) -> Copied:

@@ -70,17 +70,28 @@ class Place:
         )
 
     @property
-    def data_mesh(self) -> DeviceMesh:
-        """Ranks that replicate, those that ZeRO divides over, or (replicating, dividing) ranks.
+    def replicating(self) -> DeviceMesh:
+        """Ranks that hold the same parameters and sum their gradients."""
+        if self.sharded:
+            return self.axis("data_replicate")
+        return self._together("data_replicate", "context")
 
-        ZeRO divides over the ranks that share a sequence too.
-        """
-        if not self.sharded:
-            return self._together("data_replicate", "context")
-        shard = self._together("data_shard", "context")
-        if self.degrees.data_replicate == 1:
-            return shard
-        return DeviceMesh._concatenate([self.axis("data_replicate"), shard])
+    @property
+    def sharding(self) -> DeviceMesh:
+        """Ranks that ZeRO divides over, those that share a sequence too; one where it does not."""
+        return self._together("data_shard", "context") if self.sharded else self.axis("data_shard")
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """Ranks that replicate, those that ZeRO divides over, or (replicating, dividing) ranks."""
+        return self.division if self.sharded else self.replicating
+
+    @property
+    def division(self) -> DeviceMesh:
+        """The ranks that ZeRO divides over, behind those that replicate, if any do."""
+        if self.replicating.size() == 1:
+            return self.sharding
+        return DeviceMesh._concatenate([self.replicating, self.sharding])
 
     def _together(self, data: Axis, other: Axis) -> DeviceMesh:
         """Return one axis made of two."""
@@ -98,6 +109,14 @@ class Place:
         return pairs.get(dist.get_rank())
 
 
+def wants_mesh(plan: Plan) -> bool:
+    """Tell whether even one rank needs a mesh: for what is FSDP's to do.
+
+    That is mixed precision, and parameters that live on the host.
+    """
+    return plan.precision == "bf16" or plan.offload == "parameters"
+
+
 def place_of(plan: Plan, device: torch.device) -> Place:
     """Return this rank's place in the plan's mesh; every rank of the job calls it together."""
     degrees = plan.mesh
@@ -108,9 +127,8 @@ def place_of(plan: Plan, device: torch.device) -> Place:
             f"start it with {degrees.devices} processes or plan again"
         )
     if not dist.is_initialized():
-        if plan.precision != "bf16":
+        if not wants_mesh(plan):
             return Place(degrees=degrees, mesh=None)
-        # Mixed precision is FSDP's, which wants a group even for one rank.
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     outermost_first = tuple(reversed(degrees.order))

@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from planner.plan import Offload
 from planner.training import Training
+from runtime.adamw import AdamW
 from runtime.adapter import Adapter, Chain
 from runtime.learning_rate import learning_rate
 from runtime.mesh import Place
@@ -29,7 +32,7 @@ class Slot:
 
     name: str
     parameter: nn.Parameter
-    local: nn.Parameter
+    local: Tensor
     copies: int
     """How many ranks hold these same values."""
     partial: bool
@@ -50,36 +53,24 @@ class Optimizer:
         training: Training,
         place: Place,
         *,
+        device: torch.device,
         summed: frozenset[str],
+        offload: Offload = "none",
     ) -> None:
         self.training = training
+        self.device = device
         self.place = place
         self.slots = _slots(chains, adapter, place, summed)
         self.steps = torch.zeros((), dtype=torch.int64)
         self._ends = place.ends() if place.degrees.pipeline > 1 else None
-        used = [slot for slot in self.slots if slot.local.numel()]
-        self._adamw = torch.optim.AdamW(
-            [
-                {
-                    "params": [slot.local for slot in used if slot.parameter.ndim > 1],
-                    "weight_decay": training.weight_decay,
-                },
-                {
-                    "params": [slot.local for slot in used if slot.parameter.ndim <= 1],
-                    "weight_decay": 0.0,
-                },
-            ],
-            lr=training.learning_rate,
-            betas=(training.beta1, training.beta2),
-            eps=training.epsilon,
-            fused=True,
+        # Its state is made now rather than at the first step, so that a checkpoint can load.
+        self._adamw = AdamW(
+            [slot.local for slot in self.slots],
+            [slot.parameter.ndim > 1 for slot in self.slots],
+            training,
+            device=device,
+            offload=offload,
         )
-        for slot in self.slots:  # now rather than at the first step, so that a checkpoint can load
-            self._adamw.state[slot.local] = {
-                "step": torch.zeros((), dtype=torch.float32, device=slot.local.device),
-                "exp_avg": torch.zeros_like(slot.local, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(slot.local, requires_grad=False),
-            }
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> Tensor:
@@ -97,20 +88,15 @@ class Optimizer:
         norm = report[1].sqrt()
         if self.training.clip_norm > 0 and grads:
             shrink = (self.training.clip_norm / (norm + _NORM_EPSILON)).clamp(max=1.0)
-            torch._foreach_mul_(grads, shrink)
-        rate = learning_rate(self.training, int(self.steps))
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        for slot, grad in zip(slots, grads, strict=True):
-            slot.local.grad = grad
-        self._adamw.step()
-        for slot in self.slots:
-            if not slot.local.numel():
-                # Other ranks hold the values; a checkpoint may take the count of steps from here.
-                self._adamw.state[slot.local]["step"] += 1
+            torch._foreach_mul_(grads, shrink.to(grads[0].device))
+        made = {id(slot): grad for slot, grad in zip(slots, grads, strict=True)}
+        self._adamw.step(
+            [made.get(id(slot)) for slot in self.slots],
+            rate=learning_rate(self.training, int(self.steps)),
+        )
         self.steps += 1
         for slot in slots:
-            slot.parameter.grad = slot.local.grad = None
+            slot.parameter.grad = None
         return torch.stack((report[0], norm))
 
     def state(self) -> dict[str, Tensor]:
@@ -118,17 +104,19 @@ class Optimizer:
 
         Parts of a divided parameter are DTensors, so any other plan can load them.
         """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # what comes back to the host must have arrived
         result: dict[str, Tensor] = {"train.step": self.steps}
-        for slot in self.slots:
-            result[f"model.{slot.name}"] = _whole(slot, slot.local.detach())
-            for key, value in self._adamw.state[slot.local].items():
+        for slot, moments in zip(self.slots, self._adamw.moments, strict=True):
+            result[f"model.{slot.name}"] = _whole(slot, slot.local)
+            for key, value in moments.named().items():
                 result[f"optim.{slot.name}.{key}"] = value if key == "step" else _whole(slot, value)
         return result
 
     def _sum_partial(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         partial = [grad for slot, grad in zip(slots, grads, strict=True) if slot.partial]
         if partial:
-            flat = torch.cat([grad.flatten() for grad in partial])
+            flat = torch.cat([grad.flatten() for grad in partial]).to(self.device)
             dist.all_reduce(flat, group=self.place.axis("tensor").get_group())
             parts = flat.split([grad.numel() for grad in partial])
             for grad, part in zip(partial, parts, strict=True):
@@ -137,7 +125,10 @@ class Optimizer:
     def _sum_tied(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         for slot, grad in zip(slots, grads, strict=True):
             if slot.tied and grad.numel():
-                dist.all_reduce(grad, group=self._ends)
+                whole = grad.to(self.device)
+                dist.all_reduce(whole, group=self._ends)
+                if whole is not grad:
+                    grad.copy_(whole)
 
 
 def _slots(
@@ -161,7 +152,7 @@ def _slots(
             Slot(
                 name=adapter.published_name(name),
                 parameter=parameter,
-                local=nn.Parameter(local),
+                local=local,
                 copies=2 * copies if tied else copies,
                 partial=name in summed,
                 pieces=adapter.pieces(name),
@@ -189,7 +180,7 @@ def _squared_norm(slots: Sequence[Slot], grads: Sequence[Tensor], *, like: Tenso
     total = torch.zeros((), dtype=torch.float32, device=like.device)
     for copies, group in by_copies.items():
         norms = torch.stack(torch._foreach_norm(group))
-        total += norms.square().sum() / copies
+        total += (norms.square().sum() / copies).to(like.device)
     return total
 
 
@@ -206,11 +197,7 @@ def _whole(slot: Slot, local: Tensor) -> Tensor:
         placements = tuple(Shard(2) if p.is_shard(dim=1) else p for p in placements)
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        placements,
-        run_check=False,
-        shape=shape.shape,
-        stride=shape.stride(),
-    )
+    # Made by hand, since `from_local` would move what lies on the host to the device.
+    meta = TensorMeta(shape.shape, shape.stride(), local.dtype)
+    spec = DTensorSpec(parameter.device_mesh, placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)

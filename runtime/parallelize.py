@@ -7,19 +7,24 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
 
 from planner.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedule import splits_backward
-from runtime import activations, recompute, tensor
+from runtime import activations, host, recompute, tensor
 from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, Adapter, Chain, parameter_names
 from runtime.branches import TOKENS, Branches
 from runtime.factory import FactoryModel
 from runtime.initialize import materialize
-from runtime.mesh import Place
+from runtime.mesh import Place, wants_mesh
 from runtime.published import Weights
 from runtime.weight_gradients import WeightGradients, defer
 
@@ -66,7 +71,7 @@ def parallel_stage(
             summed |= {f"{name}.{parameter}" for parameter in partial}
         adapter.tie(layers)  # again, since `divide` made new parameters
     shared = _shared(layers)
-    wraps = place.mesh is not None and (place.replicas > 1 or plan.precision == "bf16")
+    wraps = place.mesh is not None and (place.replicas > 1 or wants_mesh(plan))
     chain = _stage_module(plan, adapter, stage, layers)
     traffic = Traffic(device)
     moved = [False, *(item.activations == "offload" for item in placed), False]
@@ -94,9 +99,9 @@ def parallel_stage(
         if wraps:
             layer.register_forward_hook(_no_view)
         if wraps and item.layer not in shared:
-            _over_data(layer, plan, place, root=False)
+            _over_data(layer, plan, place, device, root=False)
     if wraps:
-        _over_data(chain, plan, place, root=True)
+        _over_data(chain, plan, place, device, root=True)
     return ParallelStage(chain=chain, summed=frozenset(summed), wrapped=wraps, store=store)
 
 
@@ -143,17 +148,47 @@ def _shared(layers: dict[str, nn.Module]) -> set[str]:
     return {name for names in users.values() if len(names) > 1 for name in names}
 
 
-def _over_data(module: nn.Module, plan: Plan, place: Place, *, root: bool) -> None:
+def _over_data(
+    module: nn.Module, plan: Plan, place: Place, device: torch.device, *, root: bool
+) -> None:
     policy = MixedPrecisionPolicy()
     if plan.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = place.data_mesh
-    if not place.sharded:
-        replicate(module, mesh=mesh, mp_policy=policy)
+    # The root's own parameters are needed again at once; None lets FSDP keep them.
+    reshard = (None if root else True) if gathers_anew(plan, place) else False
+    if plan.offload == "parameters":
+        fully_shard(
+            module,
+            mesh=place.division,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda"),
+        )
+        for parameter in module.parameters():
+            host.settle(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+    elif not place.sharded:
+        replicate(module, mesh=place.data_mesh, mp_policy=policy)
     else:
-        # The root's own parameters are needed again at once; None lets FSDP keep them.
-        reshard = (None if root else True) if plan.zero == 3 else False
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mesh=place.data_mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+
+def gathers_anew(plan: Plan, place: Place) -> bool:
+    """Tell whether a layer's parameters come to the device for each pass, and leave it behind it.
+
+    Those of ZeRO-3 come from other ranks, those on the host from there, whatever the ZeRO level.
+    """
+    return plan.offload == "parameters" or (place.sharded and plan.zero == 3)
+
+
+def reduces_at_once(plan: Plan, place: Place) -> bool:
+    """Tell whether each micro-batch's gradients leave for their owner: another rank, or the host.
+
+    Where they do not, a rank holds the gradients of all its parameters until the step's last
+    backward.
+    """
+    if plan.offload == "parameters" and place.replicas == 1:
+        return True
+    return place.sharded and plan.zero >= 2
 
 
 def _no_view(layer: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:

@@ -23,10 +23,10 @@ MIXED = cases.transformer("mixtral")
 # hold two matrices in one parameter, each divided by the tensor axis.
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor": 2, "data_shard": 2, "zero": 3},
-    {"pipeline": 4},
+    {"pipeline": 4, "offload": "optimizer"},
     {"pipeline": 2, "data_replicate": 2},
     {"data_shard": 2, "data_replicate": 2, "zero": 1},
-    {"pipeline": 2, "tensor": 2},
+    {"pipeline": 2, "tensor": 2, "offload": "parameters"},
     {"data_shard": 4, "zero": 3},
     {
         "pipeline": 2,

@@ -15,12 +15,13 @@ SCHEDULES = (
     ("zbv", 2),
     ("dualpipe-v", 2),
 )
+ZERO_3 = {"data_shard": 2, "zero": 3}
 RECOMPUTES = ("none", "selective", "full")
 # Micro-batches are as large as the job allows: what is small is not moved.
 MESHES_OF_TWO = {
     "data": {"data_replicate": 2},
     "zero 1": {"data_shard": 2, "zero": 1},
-    "zero 3": {"data_shard": 2, "zero": 3},
+    "zero 3": ZERO_3,
     "tensor": {"tensor": 2},
     "pipeline": {"pipeline": 2},
 }
@@ -45,8 +46,25 @@ def offloading(meshes: dict) -> tuple:
     )
 
 
-TWO = offloading(MESHES_OF_TWO | SCHEDULED)
-FOUR = offloading(MESHES_OF_FOUR)
+def on_host(meshes: dict) -> tuple:
+    return tuple(
+        case(f"{name}, {what} on the host", **{**layout, "offload": what})
+        for name, layout in meshes.items()
+        for what in ("optimizer", "parameters")
+    )
+
+
+TIED = {"tied_embeddings": True}
+TWO = (
+    *offloading(MESHES_OF_TWO | SCHEDULED),
+    *on_host(MESHES_OF_TWO | SCHEDULED),
+    case("zero 3, tied, parameters on the host", model=TIED, **ZERO_3, offload="parameters"),
+    case("pipeline, tied, parameters on the host", model=TIED, pipeline=2, offload="parameters"),
+    case("zero 3, parameters on the host", "mixtral", **ZERO_3, offload="parameters"),
+    case("zero 3, optimizer on the host", "gpt2", **ZERO_3, offload="optimizer"),
+    case("all on the host", **ZERO_3, offload="parameters", activations="offload"),
+)
+FOUR = (*offloading(MESHES_OF_FOUR), *on_host(MESHES_OF_FOUR))
 # Every fourth row: 4 divides neither the 3 recomputes nor the 5 meshes.
 GROUPS = {"a fourth on 2 ranks": (2, TWO[::4]), "a fourth on 4 ranks": (4, FOUR[::4])}
 WHOLE = {"all on 2 ranks": (2, TWO), "all on 4 ranks": (4, FOUR)}
