@@ -1,11 +1,12 @@
 """CPU seconds of whole searches, and what became of every configuration.
 
-    python benchmarks/search_speed.py [--growth] [--markdown]
+    python benchmarks/search_speed.py [--growth] [--all-axes] [--markdown]
 
 One line per case: how many configurations there are, how many each argument settled, how many
 partition problems were solved, and the CPU seconds of the search on one core.  Imports and reading
 documents are not counted; the first search of the process is run twice, and the second counts.
-`--growth` takes one model from 8 to 65,536 devices instead.
+`--growth` goes from 8 to 65,536 devices instead.  What the native backend cannot run is not searched,
+but for models that it has no adapter for; `--all-axes` asks for what no backend could run alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from planner.certificate import BOUNDS, DOMINATED, NO_FASTER, OUT_OF_MEMORY, REFUSED, SLOWER
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
+from planner.native import Rules, limit, refusal
 from planner.plan import Job
 from planner.search import Answer, search
 
@@ -83,16 +85,34 @@ CASES = [
         global_batch=15360,
         goal_s=5.0,
     ),
+    Case(
+        model="deepseek-v3",
+        cluster="256x8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=15360,
+        goal_s=5.0,
+    ),
 ]
+
+
+def _smallest(nodes: int) -> str:
+    """A model that fits so many nodes and needs a good part of them."""
+    return "llama-3.1-8b" if nodes < 4 else "llama-3.1-70b" if nodes < 128 else "llama-3.1-405b"
+
 
 GROWTH = [
     Case(
-        model="llama-3.1-8b" if nodes < 4 else "llama-3.1-70b",
+        model=model,
         cluster=f"{nodes}x8xh100-sxm-80gb",
         seq_len=8192,
         global_batch=max(128, 16 * nodes),
     )
-    for nodes in (1, 4, 16, 64, 256, 1024, 4096, 8192)
+    for model, every in (
+        (None, (1, 4, 16, 64, 128, 512, 2048, 8192)),
+        ("deepseek-v3", (32, 128, 512, 2048, 8192)),
+    )
+    for nodes in every
+    for model in [model or _smallest(nodes)]
 ]
 
 COLUMNS = [
@@ -109,20 +129,20 @@ COLUMNS = [
 ]
 
 
-def measured(case: Case) -> tuple[Answer | None, float]:
+def measured(case: Case, rules: Rules = refusal) -> tuple[Answer | None, float]:
     """Return the answer and the CPU seconds of the search alone; no answer where nothing fits."""
     model, cluster = resolve_model(case.model), resolve_cluster(case.cluster)
     job = Job(seq_len=case.seq_len, global_batch=case.global_batch)
     started = time.process_time()
     try:
-        answer = search(model, cluster, job)
+        answer = search(model, cluster, job, rules=rules)
     except NoPlanFits:
         answer = None
     return answer, time.process_time() - started
 
 
-def row(case: Case) -> list[str]:
-    answer, seconds = measured(case)
+def row(case: Case, rules: Rules) -> list[str]:
+    answer, seconds = measured(case, rules)
     cells = [f"{case.model} on {case.cluster}"]
     for _, outcome in COLUMNS:
         if answer is None:
@@ -141,11 +161,13 @@ def row(case: Case) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--all-axes", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
+    rules = limit if arguments.all_axes else refusal
     measured(CASES[0])
     header = ["case", *(name for name, _ in COLUMNS), "solved", "CPU s", "goal", "plan"]
-    rows = [header, *(row(case) for case in (GROWTH if arguments.growth else CASES))]
+    rows = [header, *(row(case, rules) for case in (GROWTH if arguments.growth else CASES))]
     if arguments.markdown:
         rows.insert(1, ["---"] * len(header))
         for cells in rows:
