@@ -5,8 +5,8 @@
 One line per case: how many configurations there are, how many each argument settled, how many
 partition problems were solved, and the CPU seconds of the search on one core.  Imports and reading
 documents are not counted; the first search of the process is run twice, and the second counts.
-`--growth` goes from 8 to 65,536 devices instead.  What the native backend cannot run is not searched,
-but for models that it has no adapter for; `--all-axes` asks for what no backend could run alone.
+`--growth` goes from 8 to 65,536 devices instead.  What the native backend refuses is left out, but
+for models that it has no adapter for; with `--all-axes` only what no backend could run is.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from rich.table import Table
 from meshwright import commands, studies
 from planner.errors import DocumentError, MeshwrightError
 from planner.instance import Infeasible, Solution
+from planner.native import CAVEAT_SOURCE
 from planner.report.text import answer_text, prediction_lines
 from planner.report.validation_text import validation_text
 from planner.report.whatif_text import result_text
@@ -123,7 +124,11 @@ def plan(
         out.print(top_table(answer))
     out.print(f"searched in {answer.search_s:.2f} s of CPU")
     if output:
-        out.print(f"plan written to {output}; run it with: meshwright launch {output}")
+        studied = any(a.source == CAVEAT_SOURCE for a in answer.prediction.assumptions)
+        then = (
+            "to be studied, not launched" if studied else f"run it with: meshwright launch {output}"
+        )
+        out.print(f"plan written to {output}; {then}")
 
 
 def top_table(answer: Answer) -> Table:

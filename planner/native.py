@@ -24,6 +24,8 @@ FAMILIES = ("reference", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3"
 """Families that the runtime has an adapter for; other models can be planned, not launched."""
 UNDIVIDED = ("gpt2",)
 """Those among them that tensor parallelism does not divide: their weights are transposed."""
+CAVEAT_SOURCE = "planner/native.py"
+"""Where an assumption comes from that says that a plan cannot be launched."""
 PRECISIONS = ("bf16", "tf32", "fp32")
 GROUP_SCHEDULES = ("1f1b", "gpipe")
 """Schedules for stages on devices that differ."""
@@ -80,7 +82,7 @@ def caveat(model: ModelGraph) -> Assumption | None:
     return Assumption(
         what=f"{found.text}: this plan can be studied, not launched",
         provenance="assumed",
-        source="planner/native.py",
+        source=CAVEAT_SOURCE,
     )
 
 
