@@ -74,7 +74,8 @@ def test_top_plans_lie_on_different_meshes_fastest_first(
 
     top = result["top"]
     meshes = {
-        tuple(ranked["plan"]["mesh"][axis] for axis in ("pipeline", "tensor")) for ranked in top
+        tuple(ranked["plan"]["mesh"][axis] for axis in ("pipeline", "tensor", "context"))
+        for ranked in top
     }
     assert len(meshes) == len(top) == 3
     assert top[0]["plan"] == result["plan"]
