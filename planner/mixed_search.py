@@ -1,8 +1,10 @@
 """The search where device groups differ: which groups, which layout, what runs where.
 
-Every non-empty set of the cluster's groups may be used, each group of it whole.  For each layout of
-such a set the order of the groups along the pipeline, the cuts and every layer's recomputation are
-chosen together, exactly (`planner.unequal`).  Layouts wait in `planner.layout_queue` by
+Every non-empty set of the cluster's groups may be used, each group of it whole: as stages of a
+pipeline, or, without one, as data-parallel ranks with shares of their own (`planner.share_search`).
+For each layout of a pipeline the order of the groups along it, the cuts and every layer's
+recomputation are chosen together, exactly (`planner.unequal`).  Layouts wait in
+`planner.layout_queue` by
 
     T >= steady · τ + Σ_l min_g t_gl + 2 (P - 1) least crossing + least sync + step
 
@@ -18,6 +20,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 from planner.certificate import (
     BOUNDS,
@@ -28,7 +31,7 @@ from planner.certificate import (
     SLOWER,
     Account,
 )
-from planner.cluster import ClusterSpec, DeviceGroup
+from planner.cluster import ClusterSpec
 from planner.costs import refusal
 from planner.errors import DocumentError, NoPlanFits
 from planner.formulation import instance_of, plan_of
@@ -44,10 +47,12 @@ from planner.plan import Job, Layout, Plan, PlannedGroup, Stage
 from planner.predict import placement_prediction, placements_of
 from planner.profile import Profile
 from planner.search import Answer, Ranked
+from planner.share_search import ShareSpace
 from planner.space import every_degrees, micro_batches, schedules, sharings
 from planner.unequal import solve_unequal
 from planner.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
 
+T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
 
@@ -71,11 +76,10 @@ def search_mixed(
     started = time.process_time()
     account = Account()
     refused: dict[str, int] = {}
-    found: list[tuple[MixedSpace, Found[UnequalSolution]]] = []
+    found: list[tuple[Space[Any], Found[Any]]] = []
     misses: list[tuple[Layout, str]] = []
     solved = 0
-    for groups in _choices(cluster):
-        space = MixedSpace(model, cluster.part(groups), job, pins)
+    for space in _spaces(model, cluster, job, pins):
         best_s = min((one.objective_s for _, one in found), default=math.inf)
         outcome = best_first(
             space.layouts(refused),
@@ -100,7 +104,7 @@ def search_mixed(
     account.counts[CHOSEN] += 1
     for _, loser in found[1:]:
         account.lost(SLOWER, loser.layout, objective_s=loser.objective_s)
-    ranked = tuple(_ranked(space, one, cluster, cluster_name) for space, one in found[:top])
+    ranked = tuple(space.ranked(one, cluster, cluster_name) for space, one in found[:top])
     winner = found[0][1]
     return Answer(
         plan=ranked[0].plan,
@@ -108,7 +112,7 @@ def search_mixed(
         certificate=account.certificate(
             objective_s=winner.objective_s,
             lower_bound_s=winner.lower_bound_s,
-            optimal=winner.split.split.optimal,
+            optimal=winner.split.optimal,
             solver="exact",
         ),
         search_s=time.process_time() - started,
@@ -117,8 +121,24 @@ def search_mixed(
     )
 
 
+class Space(Protocol[T]):
+    """Layouts of some groups of a cluster, and their best plans."""
+
+    def layouts(self, refused: dict[str, int]) -> Iterator[Layout]:
+        """Yield every layout that can run; count the others by reason."""
+
+    def bound_s(self, layout: Layout) -> float:
+        """Least seconds of a step."""
+
+    def solve(self, layout: Layout, cutoff_s: float, /) -> Found[T] | Lost:
+        """Return the best split of a layout."""
+
+    def ranked(self, found: Found[T], cluster: ClusterSpec, cluster_name: str) -> Ranked:
+        """Return the plan of a split and its prediction; `cluster` is the whole one."""
+
+
 class MixedSpace:
-    """The layouts of some groups that use each of them whole."""
+    """The layouts of some groups that use each of them whole, a stage on each."""
 
     def __init__(self, model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> None:
         self.model = model
@@ -218,6 +238,45 @@ class MixedSpace:
             answer.split.objective_s + step_s, answer.split.lower_bound_s + step_s, layout, answer
         )
 
+    def ranked(
+        self, found: Found[UnequalSolution], cluster: ClusterSpec, cluster_name: str
+    ) -> Ranked:
+        """Return the plan of a split and its prediction; `cluster` is the whole one."""
+        layout, groups = found.layout, found.split.stage_types
+        tables = self.costs.tables[groups[0]]
+        plain = plan_of(
+            self.model,
+            cluster_name,
+            self.job,
+            layout,
+            tables.of(layout),
+            found.split.split,
+            self.pins.recompute,
+        )
+        plan = Plan(
+            **{
+                **dict(plain),
+                "groups": tuple(
+                    PlannedGroup(name=group.name, devices=group.devices) for group in cluster.groups
+                ),
+                "stages": tuple(
+                    Stage(layers=stage.layers, group=group)
+                    for stage, group in zip(plain.stages, groups, strict=True)
+                ),
+            }
+        )
+        prediction = placement_prediction(
+            tables,
+            layout,
+            placements_of(plan, self.model),
+            self.costs.seats(layout, groups),
+        )
+        return Ranked(
+            plan=plan,
+            objective_s=found.objective_s,
+            prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
+        )
+
     def _step_s(self, layout: Layout) -> float:
         return max(costs.step_s for costs in self.costs.costs(layout).values())
 
@@ -249,48 +308,14 @@ class MixedSpace:
         ]
 
 
-def _choices(cluster: ClusterSpec) -> Iterator[tuple[DeviceGroup, ...]]:
-    """Yield every set of groups, the largest first."""
+def _spaces(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> Iterator[Space[Any]]:
+    """Yield the layouts of every set of groups, the largest first."""
     for count in range(len(cluster.groups), 0, -1):
-        yield from itertools.combinations(cluster.groups, count)
-
-
-def _ranked(
-    space: MixedSpace, found: Found[UnequalSolution], cluster: ClusterSpec, cluster_name: str
-) -> Ranked:
-    layout, groups = found.layout, found.split.stage_types
-    plain = plan_of(
-        space.model,
-        cluster_name,
-        space.job,
-        layout,
-        space.costs.tables[groups[0]].of(layout),
-        found.split.split,
-        space.pins.recompute,
-    )
-    plan = Plan(
-        **{
-            **dict(plain),
-            "groups": tuple(
-                PlannedGroup(name=group.name, devices=group.devices) for group in cluster.groups
-            ),
-            "stages": tuple(
-                Stage(layers=stage.layers, group=group)
-                for stage, group in zip(plain.stages, groups, strict=True)
-            ),
-        }
-    )
-    prediction = placement_prediction(
-        space.costs.tables[groups[0]],
-        layout,
-        placements_of(plan, space.model),
-        space.costs.seats(layout, groups),
-    )
-    return Ranked(
-        plan=plan,
-        objective_s=found.objective_s,
-        prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
-    )
+        for groups in itertools.combinations(cluster.groups, count):
+            part = cluster.part(groups)
+            yield MixedSpace(model, part, job, pins)
+            if part.mixed:
+                yield ShareSpace(model, part, job, pins)
 
 
 def _closest_miss(

@@ -191,6 +191,14 @@ class PlannedGroup(Part):
     devices: Positive
 
 
+class Share(Part):
+    """One data-parallel rank, where they differ: its devices, and how much of a step it takes."""
+
+    group: Text
+    """A name of `Plan.groups`."""
+    micro_batches: Positive
+
+
 class PlannedModel(Part):
     """Which model the plan is for."""
 
@@ -218,7 +226,10 @@ class Plan(Document):
     """Stages on each pipeline rank; the schedule says which (planner.schedule.rank_of_stage)."""
     micro_batch: Positive
     micro_batches: Positive
-    """Per data-parallel rank and step: global_batch = micro_batch x micro_batches x data."""
+    """Per data-parallel rank and step: global_batch = micro_batch x micro_batches x data.
+
+    Where `shares` differ it is the most that one takes.
+    """
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
     training: Training = Training()
@@ -226,6 +237,8 @@ class Plan(Document):
     """A collective that waits longer ends the run."""
     groups: tuple[PlannedGroup, ...] | None = None
     """All device groups of the cluster, where devices differ."""
+    shares: tuple[Share, ...] | None = None
+    """Of each data-parallel rank in order, where they lie on devices that differ."""
     stages: tuple[Stage, ...]
     """In the order in which the model runs through them."""
 
@@ -248,7 +261,9 @@ class Plan(Document):
             if found:
                 raise ValueError(f"{found[0]}: {found[1]}")
         data = mesh.data_shard * mesh.data_replicate
-        if self.global_batch != self.micro_batch * self.micro_batches * data:
+        if self.shares is not None:
+            self._check_shares(self.shares, data)
+        elif self.global_batch != self.micro_batch * self.micro_batches * data:
             raise ValueError(
                 f"global_batch: is {self.global_batch}, but micro_batch {self.micro_batch} x "
                 f"micro_batches {self.micro_batches} x data {data} is "
@@ -270,15 +285,51 @@ class Plan(Document):
         self._check_groups()
         return self
 
+    def _check_shares(self, shares: tuple[Share, ...], data: int) -> None:
+        """Refuse shares that do not add up, or whose ranks would wait for each other in a step."""
+        if len(shares) != data:
+            raise ValueError(f"shares: there are {len(shares)}, and data is {data}; give each one")
+        counts = [share.micro_batches for share in shares]
+        if max(counts) != self.micro_batches:
+            raise ValueError(
+                f"micro_batches: is {self.micro_batches}; the largest share is {max(counts)}"
+            )
+        if self.global_batch != self.micro_batch * sum(counts):
+            raise ValueError(
+                f"global_batch: is {self.global_batch}, but the shares are {sum(counts)} "
+                f"micro-batches of {self.micro_batch}"
+            )
+        if self.mesh.pipeline > 1 or self.zero > 1:
+            raise ValueError(
+                "shares: need mesh.pipeline 1 and zero 0 or 1; others talk in every micro-batch"
+            )
+        if self.zero and min(counts) == 1 < max(counts):
+            raise ValueError(
+                "shares: with zero 1 none may be 1 while others are more; the last micro-batch of "
+                "several gathers parameters once more"
+            )
+        groups = {group.name: group.devices for group in self.groups or ()}
+        each = self.mesh.devices // data
+        for index, share in enumerate(shares):
+            if share.group not in groups:
+                raise ValueError(
+                    f"shares[{index}].group: is {share.group}; name one of {', '.join(groups)}"
+                )
+        for name, devices in groups.items():
+            needed = each * sum(share.group == name for share in shares)
+            if needed > devices:
+                raise ValueError(
+                    f"shares: those on {name} need {needed} devices, and it has {devices}"
+                )
+
     def _check_groups(self) -> None:
         """Refuse stages whose devices are not there, or not said."""
         named = [(index, stage.group) for index, stage in enumerate(self.stages)]
-        if self.groups is None:
+        if self.groups is None or self.shares is not None:
             for index, group in named:
                 if group is not None:
-                    raise ValueError(
-                        f"stages[{index}].group: is {group}, and the plan lists no groups"
-                    )
+                    why = "has shares" if self.shares else "lists no groups"
+                    raise ValueError(f"stages[{index}].group: is {group}, and the plan {why}")
             return
         sizes = {group.name: group.devices for group in self.groups}
         if len(sizes) < len(self.groups):
@@ -340,21 +391,35 @@ class Plan(Document):
     def device_of_rank(self, rank: int) -> int:
         """Return the device of the cluster that a rank uses; both count from 0.
 
-        Ranks are numbered along the mesh.  Where devices differ, each stage takes the next devices
-        of its group.
+        Ranks are numbered along the mesh.  Where devices differ, each stage, or each data-parallel
+        rank, takes the next devices of its group.
         """
         if self.groups is None:
             return rank
-        each = self.mesh.devices // self.mesh.pipeline
-        group_of_rank = {self.rank_of_stage(s): stage.group for s, stage in enumerate(self.stages)}
-        own = group_of_rank[rank // each]
-        before = sum(group_of_rank[other] == own for other in range(rank // each))
+        if self.shares is not None:
+            owners = {data: share.group for data, share in enumerate(self.shares)}
+        else:
+            owners = {
+                self.rank_of_stage(s): stage.group or "" for s, stage in enumerate(self.stages)
+            }
+        each = self.mesh.devices // len(owners)
+        own = owners[rank // each]
+        before = sum(owners[other] == own for other in range(rank // each))
         first = 0
         for group in self.groups:
             if group.name == own:
                 break
             first += group.devices
         return first + before * each + rank % each
+
+    def micro_batches_of(self, data_rank: int) -> int:
+        """Return how many micro-batches of a step a data-parallel rank takes."""
+        return self.shares[data_rank].micro_batches if self.shares else self.micro_batches
+
+    def samples_of(self, data_rank: int) -> range:
+        """Return which samples of a step a data-parallel rank takes."""
+        first = self.micro_batch * sum(self.micro_batches_of(rank) for rank in range(data_rank))
+        return range(first, first + self.micro_batch * self.micro_batches_of(data_rank))
 
     @property
     def job(self) -> Job:

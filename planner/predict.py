@@ -91,9 +91,52 @@ def predict(
 ) -> Prediction:
     """Return what a plan should do."""
     placements = placements_of(plan, model)
+    if plan.shares is not None:
+        prediction = _shared_prediction(plan, model, cluster, placements)
+        return prediction.model_copy(update={"plan_digest": plan.digest})
     tables, seats = seated(plan, model, cluster, profile)
     prediction = placement_prediction(tables, plan.layout, placements, seats)
     return prediction.model_copy(update={"plan_digest": plan.digest})
+
+
+def _shared_prediction(
+    plan: Plan, model: ModelGraph, cluster: ClusterSpec, placements: Sequence[Placement]
+) -> Prediction:
+    """Return what unequal data-parallel ranks should do: the slowest ends the step.
+
+    Memory is that of the ranks whose devices it fills most.
+    """
+    costs = GroupCosts(model, cluster, plan.job, activations=activations_of(plan))
+    _check_known(plan, costs)
+    most: dict[str, int] = {}
+    ranks: list[str] = []
+    for share in plan.shares or ():
+        most[share.group] = max(most.get(share.group, 0), share.micro_batches)
+        ranks.append(share.group)
+    each = []
+    for group, micro_batches in most.items():
+        layout = replace(plan.layout, micro_batches=micro_batches)
+        seats = costs.seats(layout, [group] * layout.stages)
+        each.append(placement_prediction(costs.tables[group], layout, placements, seats))
+    slowest = max(each, key=lambda prediction: prediction.step_time_s)
+    fullest = max(
+        (prediction.stages for prediction in each),
+        key=lambda stages: stages[0].peak_memory_bytes / stages[0].memory_capacity_bytes,
+    )
+    accelerators = {group.name: group.accelerator for group in cluster.groups}
+    peak = sum(peak_flops(accelerators[group], plan.precision) for group in ranks)
+    flops = step_flops(model, seq_len=plan.seq_len, global_batch=plan.global_batch)
+    used = slowest.step_time_s * peak * plan.mesh.devices / len(ranks)
+    every = (assumption for prediction in each for assumption in prediction.assumptions)
+    return slowest.model_copy(
+        update={
+            "layout": plan.layout.text(),
+            "stages": fullest,
+            "fits": all(prediction.fits for prediction in each),
+            "mfu": flops / used if used else 0.0,
+            "assumptions": tuple(dict.fromkeys(every)),
+        }
+    )
 
 
 def plan_timeline(
@@ -111,19 +154,27 @@ def seated(
     """Return the costs under each stage of a plan; tables are those of the first stage."""
     if plan.groups is not None:
         costs = GroupCosts(model, cluster, plan.job, profile, activations_of(plan))
-        groups = [stage.group or "" for stage in plan.stages]
-        for index, group in enumerate(groups):
-            if group not in costs.tables:
-                raise DocumentError(
-                    f"stages[{index}].group",
-                    f"is {group}; {cluster.name} has {', '.join(costs.tables)}",
-                )
+        _check_known(plan, costs)
+        busiest = max(plan.shares or (), key=lambda share: share.micro_batches, default=None)
+        groups = [stage.group or (busiest.group if busiest else "") for stage in plan.stages]
         return costs.tables[groups[0]], costs.seats(plan.layout, groups)
     tables = CostTables(model, cluster, plan.job, profile, activations_of(plan))
     if model.edges:
         held = [[item.layer for item in stage.layers] for stage in plan.stages]
         return tables, branching(tables, plan.layout, held)
     return tables, alike(tables, plan.layout)
+
+
+def _check_known(plan: Plan, costs: GroupCosts) -> None:
+    """Refuse a plan whose groups are not those of the cluster."""
+    known = {group.name: group.devices for group in costs.cluster.groups}
+    for index, group in enumerate(plan.groups or ()):
+        if known.get(group.name, 0) < group.devices:
+            have = ", ".join(f"{name} with {devices}" for name, devices in known.items())
+            raise DocumentError(
+                f"groups[{index}]",
+                f"is {group.name} with {group.devices} devices; {costs.cluster.name} has {have}",
+            )
 
 
 def activations_of(plan: Plan) -> tuple[Activations, ...]:

@@ -145,3 +145,8 @@ class UnequalSolution:
     def stage_types(self) -> tuple[str, ...]:
         """Name of the device type of each stage."""
         return tuple(self.names[number] for number in self.order)
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no other order, cuts and options take less."""
+        return self.split.optimal

@@ -383,13 +383,3 @@ class Samples:
                 del self._epochs[old]
             self._epochs[epoch] = (order, ends)
         return self._epochs[epoch]
-
-
-def data_slice(first: int, *, global_batch: int, rank: int, degree: int) -> range:
-    """Return the samples of one data rank in the global batch that starts at sample `first`.
-
-    >>> [data_slice(80, global_batch=8, rank=r, degree=2) for r in range(2)]
-    [range(80, 84), range(84, 88)]
-    """
-    share = global_batch // degree
-    return range(first + rank * share, first + (rank + 1) * share)

@@ -137,8 +137,8 @@ class Engine:
     def step(self, tokens: Tensor) -> StepResult:
         """Train on tokens [sample of this data rank, position], seq_len + 1 positions long.
 
-        There are micro_batch x micro_batches samples.  All tensor, context and pipeline ranks of a
-        data rank pass the same tokens.
+        They are the samples that `plan.samples_of` names.  All tensor, context and pipeline ranks
+        of a data rank pass the same tokens.
         """
         inputs, targets = self._inputs_and_targets(tokens)
         with self._loss_context():
@@ -158,7 +158,7 @@ class Engine:
         inputs, targets = self._inputs_and_targets(tokens)
         with self._loss_context():
             if self._pipeline is None:
-                count = self.plan.micro_batches
+                count = self.plan.micro_batches_of(self.data_rank)
                 pairs = zip(inputs.chunk(count), targets.chunk(count), strict=True)
                 losses = [self._micro_batch_loss(self._parts[0].chain(x), y) for x, y in pairs]
             else:
@@ -186,7 +186,7 @@ class Engine:
         return self._optimizer.state()
 
     def _inputs_and_targets(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        samples = self.plan.micro_batch * self.plan.micro_batches
+        samples = len(self.plan.samples_of(self.data_rank))
         expected = (samples, self.plan.seq_len + 1)
         if tuple(tokens.shape) != expected:
             raise LaunchError(f"a step takes tokens of shape {expected}, not {tuple(tokens.shape)}")
@@ -197,8 +197,12 @@ class Engine:
         return inputs, targets
 
     def _all_micro_batches(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward without a pipeline; return the mean loss."""
-        count = self.plan.micro_batches
+        """Forward and backward without a pipeline; return the mean loss.
+
+        A rank with a share of its own returns the sum over it, divided by the mean share: the mean
+        over all ranks, of losses and of gradients, is then that over all samples.
+        """
+        count = self.plan.micro_batches_of(self.data_rank)
         total = torch.zeros((), device=self.device)
         pairs = zip(inputs.chunk(count), targets.chunk(count), strict=True)
         for index, (batch, target) in enumerate(pairs):
@@ -223,7 +227,9 @@ class Engine:
         return torch.stack([_plain(loss) for loss in losses]).sum()
 
     def _micro_batch_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return self._adapter.loss(output, target) / self.plan.micro_batches
+        plan = self.plan
+        mean_share = plan.global_batch / (plan.micro_batch * self.data_degree)
+        return self._adapter.loss(output, target) / mean_share
 
     def _boundary(self, stage: int, tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return meta tensors of what a stage hands on: this rank's part of the positions."""

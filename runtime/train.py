@@ -25,7 +25,7 @@ from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime import checkpoint, run
 from runtime.checkpoint import Progress
-from runtime.data import Corpus, Samples, data_slice
+from runtime.data import Corpus, Samples
 from runtime.learning_rate import learning_rate
 from runtime.live_memory import LiveMemory
 from runtime.metrics import Metrics
@@ -206,13 +206,8 @@ class Loop:
 
     def _own_batch(self, samples: Samples, first: int) -> Tensor:
         """Return this data rank's part of the global batch that starts at sample `first`."""
-        own = data_slice(
-            first,
-            global_batch=self.plan.global_batch,
-            rank=self.engine.data_rank,
-            degree=self.engine.data_degree,
-        )
-        return torch.from_numpy(samples.batch(own.start, len(own)))
+        own = self.plan.samples_of(self.engine.data_rank)
+        return torch.from_numpy(samples.batch(first + own.start, len(own)))
 
     def _step(self) -> Result:
         tokens = self._own_batch(self.samples, self.next_sample)

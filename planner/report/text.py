@@ -33,7 +33,7 @@ def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
         for name in ("forward", "backward", "peak memory", "of"):
             table.add_column(name, justify="right")
     for index, stage in enumerate(plan.stages):
-        row = [str(index), *((stage.group or "",) if plan.groups else ())]
+        row = [str(index), *((stage.group or shares_text(plan),) if plan.groups else ())]
         row += [layers_text(stage.layers), recompute_text(stage.layers)]
         if prediction is not None:
             cost = prediction.stages[index]
@@ -84,6 +84,18 @@ def certificate_lines(certificate: Certificate) -> list[RenderableType]:
             figure = f">= {seconds_text(loser.lower_bound_s or 0.0)}"
         lines.append(f"        {loser.layout}: {figure} ({loser.reason})")
     return lines
+
+
+def shares_text(plan: Plan) -> str:
+    """Return which data-parallel ranks take how many micro-batches of a step."""
+    counts: dict[tuple[str, int], int] = {}
+    for share in plan.shares or ():
+        key = (share.group, share.micro_batches)
+        counts[key] = counts.get(key, 0) + plan.mesh.devices // len(plan.shares or ())
+    return ", ".join(
+        f"{devices} x {group}: {micro_batches}"
+        for (group, micro_batches), devices in counts.items()
+    )
 
 
 def layers_text(layers: Sequence[PlacedLayer]) -> str:

@@ -22,6 +22,7 @@ from planner.pins import Pins
 from planner.plan import Job, Layout
 from planner.predict import predict
 from planner.search import Answer, search
+from planner.share_search import ShareSpace
 from tests.planner.test_unequal import least_objective_s
 
 
@@ -61,17 +62,56 @@ CASES = [
 ]
 
 
+def least_shared_s(case: Case, cluster: ClusterSpec, layout: Layout) -> float:
+    """Seconds of the best shares of every choice of recomputation; inf if none fits."""
+    micro_batches = case.global_batch // layout.micro_batch
+    costs = {
+        group.name: CostTables(case.model, cluster.part((group,)), case.job).of(layout)
+        for group in cluster.groups
+    }
+    kinds = [layer.kind for _, layer in case.model.chain]
+    best = math.inf
+    for choice in itertools.product(range(3), repeat=len(kinds)):
+        seconds, once_s = [], 0.0
+        for group in cluster.groups:
+            table = costs[group.name]
+            held = [table.kinds[kind][option] for kind, option in zip(kinds, choice, strict=True)]
+            in_all = sum(cost.resident_bytes + cost.stored_bytes for cost in held)
+            in_all += max(cost.transient_bytes for cost in held)
+            if table.fixed_bytes + table.slack * in_all > group.accelerator.memory_bytes:
+                break
+            ranks = group.devices // layout.tensor
+            seconds += [sum(cost.forward_s + cost.backward_s for cost in held)] * ranks
+            once_s = max(once_s, sum(cost.sync_s for cost in held))
+        else:
+            ends = {m * one for one in set(seconds) for m in range(1, micro_batches + 1)}
+            for end_s in sorted(ends):
+                done = [math.floor(end_s / one * (1 + 1e-12)) for one in seconds]
+                least = 2 if layout.zero and micro_batches > len(seconds) else 1
+                if min(done) >= least and sum(done) >= micro_batches:
+                    best = min(best, end_s + once_s)
+                    break
+    return best
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cluster)
 def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
     cluster = resolve_cluster(case.cluster)
     best_s = math.inf
     for count in range(1, len(cluster.groups) + 1):
         for groups in itertools.combinations(cluster.groups, count):
-            space = MixedSpace(case.model, cluster.part(groups), case.job, case.pins)
+            part = cluster.part(groups)
+            space = MixedSpace(case.model, part, case.job, case.pins)
             for layout in space.layouts({}):
                 least_s = least_objective_s(space.instance(layout))
                 assert space.bound_s(layout) <= least_s * (1 + 1e-9)
                 best_s = min(best_s, least_s)
+            if part.mixed:
+                shares = ShareSpace(case.model, part, case.job, case.pins)
+                for layout in shares.layouts({}):
+                    least_s = least_shared_s(case, part, layout)
+                    assert shares.bound_s(layout) <= least_s * (1 + 1e-9)
+                    best_s = min(best_s, least_s)
 
     answer = case.search()
 
@@ -83,7 +123,7 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cluster)
 def test_a_stage_costs_what_its_own_group_takes(case: Case) -> None:
     cluster = resolve_cluster(case.cluster)
-    answer = case.search()
+    answer = next(one for one in case.search(top=9).top if not one.plan.shares)
     plan = answer.plan
 
     stage_s, sync_s = [], []
@@ -102,7 +142,7 @@ def test_a_stage_costs_what_its_own_group_takes(case: Case) -> None:
 
     if plan.schedule == "1f1b":
         form_s = (plan.micro_batches - 1) * max(stage_s) + sum(stage_s) + max(sync_s)
-        assert answer.certificate.objective_s == pytest.approx(form_s)
+        assert answer.objective_s == pytest.approx(form_s)
     capacities = {group.name: group.accelerator.memory_bytes for group in cluster.groups}
     assert [stage.memory_capacity_bytes for stage in answer.prediction.stages] == [
         capacities[stage.group or ""] for stage in plan.stages
@@ -164,3 +204,30 @@ def test_a_group_that_a_stage_would_straddle_is_refused() -> None:
     layouts: list[Layout] = list(space.layouts(refused))
 
     assert {layout.pipeline for layout in layouts} <= {5}
+
+
+def test_faster_devices_take_more_micro_batches_and_end_with_the_others() -> None:
+    case = Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 2, Pins(pipeline=1, tensor=1), 96)
+
+    answer = case.search()
+
+    plan = answer.plan
+    assert plan.shares is not None
+    taken = {share.group: share.micro_batches for share in plan.shares}
+    assert taken["a100-sxm-40gb"] > taken["v100-sxm-32gb"]
+    assert plan.micro_batch * sum(share.micro_batches for share in plan.shares) == 96
+    assert answer.certificate.objective_s == pytest.approx(answer.prediction.step_time_s, rel=0.02)
+    assert answer.prediction.fits
+    assert predict(plan, case.model, resolve_cluster(case.cluster)) == answer.prediction
+    # With alike shares all would wait for the slow devices.
+    alike = Pins(pipeline=1, tensor=1, micro_batch=plan.micro_batch)
+    slow = search(case.model, resolve_cluster("6xv100-sxm-32gb"), case.job, pins=alike)
+    assert answer.prediction.step_time_s < slow.prediction.step_time_s
+
+
+def test_a_plan_for_other_groups_is_refused() -> None:
+    case = Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 2, Pins(pipeline=1, tensor=1), 96)
+    plan = case.search().plan
+
+    with pytest.raises(DocumentError, match=r"groups\[1\]: is v100-sxm-32gb with 4 devices; .* 2"):
+        predict(plan, case.model, resolve_cluster("2xa100-sxm-40gb+2xv100-sxm-32gb"))

@@ -118,6 +118,52 @@ def test_groups_that_do_not_hold_the_stages_are_refused(changes: dict[str, Any],
         plan(**changes)
 
 
+def shared(*counts: int, **changes: Any) -> Plan:
+    """Return a plan of ranks without a pipeline that take so many micro-batches."""
+    names = ("small", "small", "large")
+    parts = {
+        "mesh": {"data_replicate": 3},
+        "zero": 0,
+        "global_batch": 12,
+        "micro_batches": max(counts),
+        "groups": GROUPS,
+        "shares": [{"group": g, "micro_batches": c} for g, c in zip(names, counts, strict=False)],
+        "stages": [{"layers": [{"layer": name} for name in LAYERS]}],
+    }
+    return plan(**parts | changes)
+
+
+def test_shares_say_who_takes_which_samples_on_which_devices() -> None:
+    three = shared(1, 2, 3)
+
+    assert [three.micro_batches_of(rank) for rank in range(3)] == [1, 2, 3]
+    assert [three.samples_of(rank) for rank in range(3)] == [range(2), range(2, 6), range(6, 12)]
+    assert [three.device_of_rank(rank) for rank in range(3)] == [2, 3, 0]
+    assert plan().samples_of(1) == range(8, 16)
+
+
+@pytest.mark.parametrize(
+    ("counts", "changes", "says"),
+    [
+        ((3, 3), {}, r"shares: there are 2, and data is 3"),
+        ((1, 2, 2), {}, "global_batch: is 12, but the shares are 5 micro-batches of 2"),
+        ((1, 2, 3), {"micro_batches": 2}, "micro_batches: is 2; the largest share is 3"),
+        ((1, 2, 3), {"mesh": {"data_shard": 3}, "zero": 2}, "zero 0 or 1"),
+        ((1, 2, 3), {"mesh": {"data_shard": 3}, "zero": 1}, "with zero 1 none may be 1"),
+        ((1, 2, 3), {"groups": GROUPS[:1]}, r"shares\[0\]\.group: is small; name one of large"),
+        ((1, 2, 3), {"groups": [GROUPS[0], {"name": "small", "devices": 1}]},
+         "those on small need 2 devices, and it has 1"),
+        ((1, 2, 3), {"stages": [{"layers": [{"layer": "a"}], "group": "small"}]},
+         r"stages\[0\]\.group: is small, and the plan has shares"),
+    ],
+)  # fmt: skip
+def test_shares_that_do_not_add_up_are_refused(
+    counts: tuple[int, ...], changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(DocumentError, match=says):
+        shared(*counts, **changes)
+
+
 def test_ranks_take_the_next_devices_of_their_stages_group() -> None:
     behind = plan(stages=on("small", "large"), groups=GROUPS)
     alone = plan(stages=on("small", "small"), groups=GROUPS)

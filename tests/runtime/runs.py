@@ -36,7 +36,8 @@ def train(plan: Plan, model: ModelGraph, steps: int = STEPS) -> Run:
     losses, norms = [], []
     for step in range(steps):
         tokens = cases.global_tokens(step, global_batch=plan.global_batch)
-        result = engine.step(tokens.chunk(engine.data_degree)[engine.data_rank])
+        own = plan.samples_of(engine.data_rank)
+        result = engine.step(tokens[own.start : own.stop])
         losses.append(result.loss)
         norms.append(result.grad_norm)
     weights = {

@@ -25,7 +25,7 @@ from runtime.engine import Engine
 from runtime.factory import graph_of_factory
 from tests.runtime import cases, networks
 from tests.runtime.ranks import on_ranks
-from tests.runtime.test_equality import TOLERANCE, Run, train
+from tests.runtime.runs import TOLERANCE, Run, train
 
 NETWORKS = ("unet", "resnet", "vit", "encoder_decoder", "two_towers")
 

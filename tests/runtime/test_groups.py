@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from planner import document
 from planner.cluster import ClusterSpec
 from planner.pins import Pins
-from planner.plan import Plan
+from planner.plan import Mesh, Plan, PlannedGroup, Share
 from planner.search import search
+from runtime.engine import Engine
 from runtime.launch import launch
 from tests.planner.test_cluster import DEVICE
 from tests.runtime import cases
@@ -63,6 +65,16 @@ def test_stages_on_two_kinds_of_devices_train_like_one_process(
     plan = planned(fast, slow, pins)
     assert {stage.group for stage in plan.stages} == {"fast", "slow"}
 
+    equals_one_process(plan)
+
+
+def held_out_loss(plan: Plan) -> float:
+    engine = Engine(plan, MODEL, device=torch.device("cpu"))
+    own = plan.samples_of(engine.data_rank)
+    return engine.evaluate(cases.global_tokens(9)[own.start : own.stop])
+
+
+def equals_one_process(plan: Plan) -> None:
     (one,) = on_ranks(1, train, cases.plan(MODEL), MODEL)
     runs = on_ranks(plan.mesh.devices, train, plan, MODEL)
 
@@ -72,6 +84,51 @@ def test_stages_on_two_kinds_of_devices_train_like_one_process(
         np.testing.assert_allclose(weights[name], value, rtol=TOLERANCE, atol=TOLERANCE)
     for run in runs:
         assert run.losses == pytest.approx(one.losses, rel=TOLERANCE)
+        assert run.norms == pytest.approx(one.norms, rel=TOLERANCE)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("mesh", "shares", "recompute"),
+    [
+        ({"data_replicate": 2}, (3, 1), "none"),
+        ({"data_shard": 2, "zero": 1}, (5, 3), "none"),
+        ({"data_shard": 2, "zero": 1}, (2, 6), "selective"),
+        ({"data_replicate": 3}, (1, 2, 1), "full"),
+    ],
+)
+def test_unequal_shares_train_like_one_process(
+    mesh: dict[str, Any], shares: tuple[int, ...], recompute: str
+) -> None:
+    plain = cases.plan(MODEL, micro_batches=sum(shares), recompute=recompute)
+    groups = tuple(PlannedGroup(name=f"group{rank}", devices=1) for rank in range(len(shares)))
+    degrees = {axis: degree for axis, degree in mesh.items() if axis != "zero"}
+    plan = Plan(
+        **{
+            **dict(plain),
+            "mesh": Mesh(**degrees),
+            "zero": mesh.get("zero", 0),
+            "micro_batches": max(shares),
+            "groups": groups,
+            "shares": tuple(
+                Share(group=group.name, micro_batches=count)
+                for group, count in zip(groups, shares, strict=True)
+            ),
+        }
+    )
+
+    equals_one_process(plan)
+
+
+@pytest.mark.ranks
+def test_shares_that_the_search_plans_train_like_one_process() -> None:
+    plan = planned(1, 2, Pins(pipeline=1, data=3, tensor=1))
+    assert plan.shares is not None
+    assert len({share.micro_batches for share in plan.shares}) > 1
+
+    equals_one_process(plan)
+    (expected,) = on_ranks(1, held_out_loss, cases.plan(MODEL))
+    assert on_ranks(3, held_out_loss, plan) == pytest.approx([expected] * 3, rel=TOLERANCE)
 
 
 def test_each_rank_is_told_the_device_of_its_stages_group(

@@ -1,0 +1,229 @@
+"""Data-parallel ranks on devices that differ: how many micro-batches of a step each should take.
+
+Without a pipeline, every rank (or tensor-parallel group of one kind of devices) runs the whole
+model and may take a share of the step's micro-batches of its own; what ranks have in common comes
+once per step (ZeRO-0 and 1).  With t_g the seconds of a micro-batch on group g, m_r >= 1 the shares
+and M = Σ m_r,
+
+    T = max_r m_r t_{g(r)} + max_g sync_g + step,    memory on the smallest device held
+
+For one choice of recomputation the best shares are exact (`planner.shares`).  The choice is that of
+the whole model at its fastest within memory on one of the groups, whichever gives the least T; the
+shares of each group at its own fastest bound every common choice from below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from planner.certificate import OUT_OF_MEMORY
+from planner.cluster import ClusterSpec
+from planner.formulation import instance_of, plan_of
+from planner.frontier import FrontierStore
+from planner.group_costs import GroupCosts
+from planner.inner import solve
+from planner.instance import Infeasible, Instance, Solution, priced
+from planner.layout_queue import Found, Lost
+from planner.model import ModelGraph
+from planner.native import refusal
+from planner.pins import Pins
+from planner.plan import Job, Layout, Plan, PlannedGroup, Share
+from planner.predict import placements_of, predict
+from planner.search import Ranked
+from planner.shares import Replica, fastest_shares
+from planner.space import LARGEST_MICRO_BATCH, divisors
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A choice of recomputation for one whole model, and the share of each rank."""
+
+    groups: tuple[str, ...]
+    """[rank]"""
+    micro_batches: tuple[int, ...]
+    """[rank]"""
+    split: Solution
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no other shares and choice take less."""
+        return self.split.optimal
+
+
+class ShareSpace:
+    """The layouts without a pipeline that use each of some groups whole."""
+
+    def __init__(self, model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.job = job
+        self.pins = pins
+        self.costs = GroupCosts(model, cluster, job)
+        self._frontiers = FrontierStore()
+        some = cluster.groups[0].model_copy(
+            update={"nodes": cluster.devices, "devices_per_node": 1, "tiers": None}
+        )
+        self._alike = cluster.model_copy(update={"groups": (some,)})
+
+    def layouts(self, refused: dict[str, int]) -> Iterator[Layout]:
+        """Yield every layout that can run; count the others by reason."""
+        for layout in self._every_layout():
+            if not self.pins.allow(layout):
+                continue
+            why = refusal(self.model, self._alike, self.job, layout)
+            if why is None:
+                yield layout
+            else:
+                refused[why] = refused.get(why, 0) + 1
+
+    def _every_layout(self) -> Iterator[Layout]:
+        """`micro_batches` is the mean share, rounded up."""
+        common = math.gcd(*(group.devices for group in self.cluster.groups))
+        for tensor in divisors(common):
+            data = self.cluster.devices // tensor
+            for size in divisors(self.job.global_batch):
+                count = self.job.global_batch // size
+                if count < data or (size > LARGEST_MICRO_BATCH and self.pins.micro_batch is None):
+                    continue
+                for zero in (0, 1):
+                    if zero and data < count < 2 * data:
+                        continue
+                    yield Layout(
+                        tensor=tensor,
+                        data_replicate=1 if zero else data,
+                        data_shard=data if zero else 1,
+                        zero=zero,
+                        micro_batch=size,
+                        micro_batches=-(-count // data),
+                    )
+
+    def bound_s(self, layout: Layout) -> float:
+        """Least seconds of a step, memory ignored."""
+        chains = self._chains(layout)
+        fastest_s = {
+            name: sum(min(o.time_s for o in chain.kinds[kind]) for kind in chain.layers)
+            for name, chain in chains.items()
+        }
+        sync_s = max(
+            sum(min(o.sync_s for o in chain.kinds[kind]) for kind in chain.layers)
+            for chain in chains.values()
+        )
+        ranks = self.groups_of_ranks(layout)
+        shares = self._shares(layout, [fastest_s[group] for group in ranks])
+        step_s = self.costs.costs(layout)[ranks[0]].step_s
+        return _end_s(shares, [fastest_s[group] for group in ranks]) + sync_s + step_s
+
+    def groups_of_ranks(self, layout: Layout) -> tuple[str, ...]:
+        """[data-parallel rank] The group on whose devices it lies."""
+        return tuple(
+            group.name
+            for group in self.cluster.groups
+            for _ in range(group.devices // layout.tensor)
+        )
+
+    def solve(self, layout: Layout, _: float) -> Found[Shared] | Lost:
+        """Return the best shares of a layout."""
+        chains = self._chains(layout)
+        ranks = self.groups_of_ranks(layout)
+        best: tuple[float, tuple[int, ...], Solution] | None = None
+        least_s: dict[str, float] = {}
+        for name, chain in chains.items():
+            fastest = solve(chain, frontiers=self._frontiers)
+            if not isinstance(fastest, Solution):
+                reason = fastest.reason if isinstance(fastest, Infeasible) else ""
+                return Lost(OUT_OF_MEMORY, reason=reason)
+            least_s[name] = fastest.stage_s[0]
+            taken = {
+                other: priced(chains[other], fastest.cuts, fastest.options) for other in chains
+            }
+            rank_s = [taken[group].stage_s[0] for group in ranks]
+            shares = self._shares(layout, rank_s)
+            once_s = max(one.stage_sync_s[0] for one in taken.values())
+            total_s = _end_s(shares, rank_s) + once_s
+            if best is None or total_s < best[0]:
+                best = total_s, shares, fastest
+        assert best is not None, "there are groups"
+        total_s, shares, split = best
+        step_s = self.costs.costs(layout)[ranks[0]].step_s
+        rank_s = [least_s[group] for group in ranks]
+        least_sync_s = max(
+            sum(min(o.sync_s for o in chain.kinds[kind]) for kind in chain.layers)
+            for chain in chains.values()
+        )
+        bound_s = min(total_s, _end_s(self._shares(layout, rank_s), rank_s) + least_sync_s)
+        split = replace(split, objective_s=total_s, lower_bound_s=bound_s)
+        return Found(
+            total_s + step_s,
+            bound_s + step_s,
+            replace(layout, micro_batches=max(shares)),
+            Shared(ranks, shares, split),
+        )
+
+    def _shares(self, layout: Layout, rank_s: Sequence[float]) -> tuple[int, ...]:
+        """[rank] Shares with which the slowest ends first; every rank takes one at least.
+
+        With ZeRO-1 it is two, unless all take one (planner.plan says why).
+        """
+        count = self.job.global_batch // layout.micro_batch
+        least = 2 if layout.zero and count > len(rank_s) else 1
+        further = [Replica(fill_s=(least + 1) * one, steady_s=one) for one in rank_s]
+        more = fastest_shares(further, count - least * len(rank_s))
+        return tuple(least + one for one in more)
+
+    def _chains(self, layout: Layout) -> dict[str, Instance]:
+        """Return each group's problem of one stage, all with the memory of the smallest device."""
+        chains = {
+            group.name: instance_of(
+                self.model,
+                self.cluster.part((group,)),
+                layout,
+                self.costs.tables[group.name].of(layout),
+                self.pins.recompute,
+            )
+            for group in self.cluster.groups
+        }
+        room = min(chain.stages[0].capacity_bytes for chain in chains.values())
+        return {
+            name: replace(chain, stages=(replace(chain.stages[0], capacity_bytes=room),))
+            for name, chain in chains.items()
+        }
+
+    def ranked(self, found: Found[Shared], cluster: ClusterSpec, cluster_name: str) -> Ranked:
+        """Return the plan of some shares and its prediction."""
+        shared, layout = found.split, found.layout
+        mean = -(-self.job.global_batch // (layout.micro_batch * layout.data))
+        plain = plan_of(
+            self.model,
+            cluster_name,
+            replace(self.job, global_batch=layout.micro_batch * layout.data * mean),
+            replace(layout, micro_batches=mean),
+            self.costs.tables[shared.groups[0]].of(layout),
+            shared.split,
+            self.pins.recompute,
+        )
+        plan = Plan(
+            **{
+                **dict(plain),
+                "global_batch": self.job.global_batch,
+                "micro_batches": layout.micro_batches,
+                "groups": tuple(
+                    PlannedGroup(name=group.name, devices=group.devices) for group in cluster.groups
+                ),
+                "shares": tuple(
+                    Share(group=group, micro_batches=count)
+                    for group, count in zip(shared.groups, shared.micro_batches, strict=True)
+                ),
+            }
+        )
+        placements_of(plan, self.model)
+        return Ranked(
+            plan=plan,
+            objective_s=found.objective_s,
+            prediction=predict(plan, self.model, cluster),
+        )
+
+
+def _end_s(shares: Sequence[int], rank_s: Sequence[float]) -> float:
+    return max(count * seconds for count, seconds in zip(shares, rank_s, strict=True))
