@@ -220,3 +220,32 @@ def test_a_factory_is_a_function_in_a_python_file() -> None:
     assert not is_factory("b.py:")
     assert not is_factory("b.py:2x")
     assert not is_factory("llama-2-7b")
+
+
+def test_kinds_of_nodes_are_joined_by_the_slowest_of_their_networks() -> None:
+    joined = resolve_cluster("2x8xh100-sxm-80gb+p4d.24xlarge+4xa100-sxm-40gb")
+
+    assert [(group.name, group.devices) for group in joined.groups] == [
+        ("h100-sxm-80gb", 16),
+        ("a100-sxm-40gb", 8),
+        ("a100-sxm-40gb-2", 4),
+    ]
+    alone = resolve_cluster("2x8xh100-sxm-80gb")
+    assert joined.groups[0].tiers == alone.tiers
+    (network,) = joined.tiers
+    assert network.devices == 28
+    assert network.bytes_per_s <= alone.tiers[-1].bytes_per_s
+    part = joined.part(joined.groups[:1])
+    assert [(tier.name, tier.devices) for tier in part.tiers] == [
+        ("nvlink", 8),
+        ("network", 16),
+        ("network", 28),
+    ]
+    assert joined.mixed
+    assert not part.mixed
+
+
+@pytest.mark.parametrize("text", ["local+4xa100-sxm-40gb", "4xa100-sxm-40gb+~/mine"])
+def test_only_kinds_of_nodes_are_joined(text: str) -> None:
+    with pytest.raises(DocumentError, match="which is no kind of node"):
+        resolve_cluster(text)
