@@ -26,6 +26,8 @@ UNDIVIDED = ("gpt2",)
 """Those among them that tensor parallelism does not divide: their weights are transposed."""
 CAVEAT_SOURCE = "planner/native.py"
 """Where an assumption comes from that says that a plan cannot be launched."""
+GROUPED_BYTES = 16
+"""Rows of matrices in torch's grouped product are multiples of this (torch._grouped_mm)."""
 PRECISIONS = ("bf16", "tf32", "fp32")
 GROUP_SCHEDULES = ("1f1b", "gpipe")
 """Schedules for stages on devices that differ."""
@@ -129,11 +131,25 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
             "mesh.tensor", f"tensor parallelism does not divide the family {a.family}; use 1"
         )
     yield from _limits(model, job, layout)
+    if a is not None and a.experts is not None:
+        yield from _grouped_obstacles(a.experts.ffn_size, job, layout)
     if layout.stages > 1:
         yield from _schedule_obstacles(a, layout)
     if a is not None and a.positions == "learned" and job.seq_len > a.max_positions:
         yield Obstacle(
             "seq_len", f"is {job.seq_len}; the model has {a.max_positions} learned positions"
+        )
+
+
+def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what torch's product over all experts at once does not take: rows of odd length."""
+    width = ffn_size // (layout.tensor if layout.expert == 1 else 1)
+    multiple = GROUPED_BYTES // (2 if job.precision in ("bf16", "fp16") else 4)
+    if width % multiple:
+        yield Obstacle(
+            "mesh.tensor",
+            f"{layout.tensor} leaves a rank {width} of an expert's {ffn_size} columns; torch's "
+            f"grouped product takes multiples of {multiple}",
         )
 
 

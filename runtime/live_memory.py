@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from runtime.host import on_host
@@ -36,11 +37,16 @@ class LiveMemory:
     """
 
     def __init__(
-        self, existing: Iterable[torch.Tensor] = (), *, device: torch.device | str = "cpu"
+        self,
+        existing: Iterable[torch.Tensor] = (),
+        *,
+        device: torch.device | str = "cpu",
+        notice: tuple[int, Callable[[], None]] | None = None,
     ) -> None:
+        """`notice` is a change since the watch began, as `peak_change` counts, and what to call."""
         self._device = torch.device(device)
         self._on_cuda = self._device.type == "cuda"
-        self._count = _StorageCount()
+        self._count = _StorageCount(notice)
         self._watch: _Watch | None = None
         self._watching = False
         if not self._on_cuda:
@@ -84,6 +90,16 @@ class LiveMemory:
             return torch.cuda.max_memory_allocated(self._device)
         return self._count.peak_bytes
 
+    @property
+    def peak_change(self) -> int:
+        """How many storages had come, gone or changed size when the peak was reached; CPU only."""
+        return self._count.peak_change
+
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of those storages behind these tensors that are alive and counted."""
+        keys = {plain.untyped_storage()._cdata for t in tensors for plain in _plain_tensors(t)}
+        return self._count.bytes_of(keys)
+
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Take a tensor that came into being in the watch out of `peak_of_rest_bytes`.
 
@@ -107,9 +123,12 @@ class LiveMemory:
 class _StorageCount:
     """Sizes of the storages that are alive, each once, and their highest sum."""
 
-    def __init__(self) -> None:
+    def __init__(self, notice: tuple[int, Callable[[], None]] | None = None) -> None:
         self.current_bytes = 0
         self.peak_bytes = 0
+        self.peak_change = 0
+        self._notice = notice
+        self._begun = False
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._reset_bytes = 0
         self._changes: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
@@ -135,7 +154,13 @@ class _StorageCount:
         elif known[1] != size_bytes:
             self._alive[key] = (known[0], size_bytes)
             self._change(known[0], size_bytes - known[1])
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        if self.current_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_change = self.current_bytes, len(self._changes)
+        if self._begun and self._notice is not None and len(self._changes) == self._notice[0]:
+            self._notice[1]()
+
+    def bytes_of(self, keys: set[int]) -> int:
+        return sum(self._alive[key][1] for key in keys & self._alive.keys())
 
     def _forget(self, key: int) -> None:
         reference, size_bytes = self._alive.pop(key)
@@ -147,6 +172,8 @@ class _StorageCount:
 
     def reset_peak(self) -> None:
         self.peak_bytes = self._reset_bytes = self.current_bytes
+        self.peak_change = 0
+        self._begun = True
         self._changes.clear()
         self._left_out.clear()
 
@@ -211,7 +238,7 @@ def _follow_resizes(count: _StorageCount) -> Callable[[], None]:
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         result = original(storage, size)
-        if storage.device.type != "meta":
+        if storage.device.type != "meta" or count.knows(storage):  # a fake tensor's is on meta
             count.resize(storage)
         return result
 
@@ -249,9 +276,14 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return where the tensor's bytes are; None if it has none (sparse, meta)."""
+    """Return where the tensor's bytes are; None if it has none (sparse, meta).
+
+    Fake tensors, which stand for real ones, keep their storages on meta.
+    """
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError:
         return None
-    return None if storage.device.type == "meta" else storage
+    if storage.device.type == "meta" and not isinstance(tensor, FakeTensor):
+        return None
+    return storage

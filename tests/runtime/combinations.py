@@ -20,7 +20,7 @@ from planner import plan as plan_types
 from planner import schedule
 from planner.cluster import Precision
 from planner.errors import DocumentError
-from planner.model import ModelGraph
+from planner.model import Experts, ModelGraph
 from planner.native import FAMILIES, obstacle
 from planner.plan import INSIDE_OUT, Axis, Job, Layout, Plan
 from planner.profile import Recompute
@@ -196,7 +196,9 @@ def graph_of(model: tuple[str, bool, int]) -> ModelGraph:
     family, tied, blocks = model
     if family == OWN:
         return graph_of_factory(f"{chains.__file__}:factory", seq_len=cases.SEQ_LEN)
-    wide = {} if family == "gpt2" else {"heads": 8, "kv_heads": 4}
+    wide: dict[str, Any] = {} if family == "gpt2" else {"heads": 8, "kv_heads": 4}
+    if family in cases.MIXED:
+        wide["experts"] = Experts(count=4, per_token=2, ffn_size=32)  # 4 tensor ranks divide it
     return cases.transformer(family, tied_embeddings=tied, layers=blocks, **wide)
 
 

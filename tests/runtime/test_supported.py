@@ -55,6 +55,12 @@ def test_every_family_is_supported_in_one_process(family: str) -> None:
             {"schedule": "zbv", "virtual_stages": 2, "pipeline": 2},
             "schedule: zbv puts both ends of the model on one rank",
         ),
+        (
+            "mixtral",
+            {"kv_heads": 4},
+            {"tensor": 4},
+            "mesh.tensor: 4 leaves a rank 6 of an expert's 24 columns; torch's grouped product",
+        ),
         ("mamba", {}, {}, "no adapter runs 'mamba'; known: reference, gpt2"),
         ("gpt2", {"max_positions": 8}, {}, "seq_len: is 16; the model has 8 learned positions"),
     ],

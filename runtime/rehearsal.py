@@ -1,0 +1,174 @@
+"""One rank of a job of any size, rehearsed: the runtime's own code on tensors without data.
+
+Parameters, activations and collectives are fake: an operator gives results of the right shape and
+type, and nothing is computed, sent or stored.  What is alive at once is counted as on real
+tensors (runtime.live_memory), so a rank of a thousand shows its peak memory on a laptop.  Not
+counted is what no operator returns: a device's context, an allocator's slack, buffers inside
+kernels and collective libraries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.model import ModelGraph
+from planner.plan import Plan
+from runtime.engine import Engine
+from runtime.live_memory import LiveMemory
+from runtime.mesh import place_of
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What one rank held at the fullest moment of a step."""
+
+    peak_bytes: int
+    parameters_bytes: int
+    """Shards, and the whole copies that FSDP held then."""
+    gradients_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def activations_bytes(self) -> int:
+        """All else: what forward stored, working memory, what the pipeline received and sent."""
+        states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return self.peak_bytes - states
+
+
+def rank_at(plan: Plan, stage: int) -> int:
+    """Return the first rank of those that stand at this place of the pipeline axis.
+
+    >>> from planner.plan import Mesh, Plan
+    >>> rank_at(Plan.model_construct(mesh=Mesh(tensor=2, data_replicate=3, pipeline=4)), 2)
+    12
+    """
+    order = plan.mesh.order
+    inside = order[: order.index("pipeline")]
+    return stage * math.prod(getattr(plan.mesh, axis) for axis in inside)
+
+
+def rehearse(plan: Plan, model: ModelGraph, *, rank: int) -> Rehearsal:
+    """Run three steps of one rank: to set up, to find the fullest moment, and to look into it.
+
+    The process must not be in a process group; for the time of the call it is in a fake one.
+    """
+    dist.init_process_group("fake", rank=rank, world_size=plan.mesh.devices, store=FakeStore())
+    try:
+        _make_groups(plan)
+        with FakeTensorMode(), _NoValues():
+            engine = Engine(plan, model, device=CPU)
+            samples = plan.micro_batch * plan.micro_batches
+            tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
+            engine.step(tokens)
+            with LiveMemory(_everything(engine)) as live:
+                engine.step(tokens)
+            found: list[Rehearsal] = []
+            look = _Look(engine, found)
+            with LiveMemory(_everything(engine), notice=(live.peak_change, look)) as again:
+                look.live = again
+                engine.step(tokens)
+        assert found and found[0].peak_bytes == live.peak_bytes, "two steps are not alike"
+        return found[0]
+    finally:
+        dist.destroy_process_group()
+
+
+def _make_groups(plan: Plan) -> None:
+    """Make the process groups while tensors still have values; the engine finds them again."""
+    place = place_of(plan, CPU)
+    if place.mesh is not None:
+        place.data_mesh  # noqa: B018 - made on first use, and kept
+        if plan.mesh.pipeline > 1:
+            place.ends()
+
+
+class _NoValues(TorchDispatchMode):
+    """Answers 1 to whoever asks a fake tensor for its value, and keeps meshes of ranks real.
+
+    Asked for are the report of a step, the count of steps, and torch's vote of a pipeline's ranks
+    on whether all of them know their shapes: they do.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Only meshes are real here, and constants that are about to become fake.
+        if args and type(args[0]) is Tensor and func is not torch.ops.aten.lift_fresh.default:
+            with unset_fake_temporarily():
+                return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Look:
+    """Tells what is alive by kind, when called in the middle of a step."""
+
+    def __init__(self, engine: Engine, found: list[Rehearsal]) -> None:
+        self.live: LiveMemory | None = None
+        self._engine = engine
+        self._found = found
+
+    def __call__(self) -> None:
+        """Note what is alive now."""
+        live, state = self.live, self._engine.state()
+        assert live is not None
+        shards = [value for name, value in state.items() if name.startswith("model.")]
+        optimizer = [value for name, value in state.items() if name.startswith("optim.")]
+        self._found.append(
+            Rehearsal(
+                peak_bytes=live.current_bytes,
+                parameters_bytes=live.bytes_of([*shards, *_whole_copies(self._engine)]),
+                gradients_bytes=live.bytes_of(_gradients(self._engine)),
+                optimizer_bytes=live.bytes_of(optimizer),
+            )
+        )
+
+
+def _everything(engine: Engine) -> Iterator[Tensor]:
+    """Yield what lives from step to step."""
+    yield from engine.state().values()
+    for layer in engine.layers.values():
+        yield from layer.buffers()
+    yield from _whole_copies(engine)
+
+
+def _fsdp_parameters(engine: Engine) -> Iterator[Any]:
+    """Yield FSDP's own records of the parameters that it divides."""
+    for module in (m for part in engine._parts for m in part.chain.modules()):
+        if isinstance(module, FSDPModule):
+            wrapper = replicate if isinstance(module, ReplicateModule) else fully_shard
+            for group in wrapper.state(module)._fsdp_param_groups:
+                yield from group.fsdp_params
+
+
+def _whole_copies(engine: Engine) -> Iterator[Tensor]:
+    for parameter in _fsdp_parameters(engine):
+        yield from parameter.all_gather_outputs
+        if hasattr(parameter, "_unsharded_param"):
+            yield parameter._unsharded_param.detach()
+
+
+def _gradients(engine: Engine) -> Iterator[Tensor]:
+    owners = [slot.parameter for slot in engine._optimizer.slots]
+    for parameter in _fsdp_parameters(engine):
+        if parameter.unsharded_accumulated_grad is not None:
+            yield parameter.unsharded_accumulated_grad
+        if hasattr(parameter, "_unsharded_param"):
+            owners.append(parameter._unsharded_param)
+    for owner in (*owners, *(slot.local for slot in engine._optimizer.slots)):
+        if owner.grad is not None:
+            yield owner.grad

@@ -1,0 +1,94 @@
+"""A rehearsed rank holds what a real one holds, kind by kind."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from planner.model import ModelGraph
+from planner.plan import Mesh, Plan
+from runtime.engine import Engine
+from runtime.live_memory import LiveMemory
+from runtime.rehearsal import Rehearsal, rank_at, rehearse
+from tests.runtime import cases
+from tests.runtime.ranks import on_ranks
+
+FIGURES = {"hidden_size": 128, "heads": 8, "kv_heads": 4, "head_dim": 16, "ffn_size": 384}
+
+
+def rehearsed(plan: Plan, model: ModelGraph, rank: int) -> Rehearsal:
+    """Rehearse in a process of its own, which may be in no process group yet."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as apart:
+        return apart.submit(rehearse, plan, model, rank=rank).result()
+
+
+def real_peak_bytes(plan: Plan, model: ModelGraph) -> int:
+    engine = Engine(plan, model, device=torch.device("cpu"))
+    tokens = torch.zeros(plan.micro_batch * plan.micro_batches, plan.seq_len + 1, dtype=torch.int64)
+    engine.step(tokens)
+    with LiveMemory(engine.state().values()) as live:
+        engine.step(tokens)
+    return live.peak_bytes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("reference", {"data_replicate": 2, "precision": "bf16"}),
+        ("reference", {"data_shard": 2, "zero": 3, "recompute": "full"}),
+        ("llama", {"tensor": 2, "recompute": "selective"}),
+        ("reference", {"pipeline": 2, "schedule": "zbv", "virtual_stages": 2}),
+        ("mixtral", {"context": 2, "zero": 1, "precision": "bf16"}),
+    ],
+)
+def test_a_rehearsed_rank_peaks_where_a_real_one_does(family: str, layout: dict[str, Any]) -> None:
+    graph = cases.transformer(family, **FIGURES)
+    plan = cases.plan(graph, global_batch=64, **layout)
+
+    measured = on_ranks(2, real_peak_bytes, plan, graph)
+
+    for place in range(plan.mesh.pipeline):
+        rank = rank_at(plan, place)
+        # A real collective lets go of its buffers a moment later than one that never began.
+        assert rehearsed(plan, graph, rank).peak_bytes == pytest.approx(measured[rank], rel=0.02)
+
+
+def test_the_first_of_a_thousand_ranks_holds_its_share_of_every_row() -> None:
+    graph = cases.transformer(**FIGURES)
+    plan = cases.plan(
+        graph, global_batch=1024, data_shard=1024, zero=1, precision="bf16", micro_batches=1
+    )
+
+    found = rehearsed(plan, graph, 0)
+
+    # FSDP divides rows: of at most 1,024 of them the first rank has one, whatever its length.
+    rows = [128, 128, *(6 * [128] + [384] + 2 * [1]) * 3, 1]
+    assert sum(rows) * 8 <= found.optimizer_bytes <= sum(rows) * 8 + 1000
+    assert found.activations_bytes > 0
+
+
+def test_kinds_of_one_rank_are_counted_whole() -> None:
+    graph = cases.transformer(**FIGURES)
+    plan = cases.plan(graph)
+
+    found = rehearsed(plan, graph, 0)
+
+    assert found.parameters_bytes == 4 * graph.parameters
+    assert found.gradients_bytes == 4 * graph.parameters
+    steps = found.optimizer_bytes - 8 * graph.parameters
+    assert 0 <= steps < 1000  # a count of steps for each parameter
+
+
+def test_places_of_the_pipeline_are_told_apart_by_the_order_of_axes() -> None:
+    outside_in = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
+    mesh = {"tensor": 2, "data_replicate": 2, "pipeline": 2}
+    inside = Plan.model_construct(mesh=Mesh(**mesh))
+    outside = Plan.model_construct(mesh=Mesh(**mesh, order=outside_in))
+
+    assert [rank_at(inside, place) for place in (0, 1)] == [0, 4]
+    assert [rank_at(outside, place) for place in (0, 1)] == [0, 1]
