@@ -35,14 +35,21 @@ _BELOW = 1.0 - 1e-11
 
 
 def balanced_s(
-    layers: Iterable[tuple[int, float, float]], *, stages: int, exposed_s: float, steady: float
+    layers: Iterable[tuple[int, float, float]],
+    *,
+    stages: int,
+    exposed_s: float,
+    steady: float,
+    fill: float = 1.0,
+    credits_s: float = 0.0,
 ) -> float:
     """Least objective if every layer ran at its fastest and all stages could be alike.
 
     `layers`: how many of a kind there are, its fewest seconds, its least sync.  With S the sum of
-    all seconds and of the exposed ones,
+    all seconds and of the exposed ones, and C the credits, which no split changes,
 
-        T = steady max_s t_s + Σ_s t_s + sync >= steady max(S / P, max_l t_l) + S + sync
+        T = steady max_s t_s + fill Σ_s t_s - C + sync
+          >= steady max(S / P, max_l t_l) + fill S - C + sync
 
     since the slowest stage takes at least the mean and at least any layer of it; the sync of the
     stage with the longest is at least its mean and that of any layer.
@@ -56,11 +63,18 @@ def balanced_s(
         slowest_s = max(slowest_s, fastest_s)
         sync_s += count * least_sync_s
         longest_s = max(longest_s, least_sync_s)
-    return steady * max(total_s / stages, slowest_s) + total_s + max(sync_s / stages, longest_s)
+    once_s = fill * total_s - credits_s + max(sync_s / stages, longest_s)
+    return steady * max(total_s / stages, slowest_s) + once_s
 
 
 def balanced_each_s(
-    counts: Sequence[int], fastest_s: Floats, *, stages: Floats, steady: Floats
+    counts: Sequence[int],
+    fastest_s: Floats,
+    *,
+    stages: Floats,
+    steady: Floats,
+    fill: Floats,
+    credits_s: Floats,
 ) -> Floats:
     """[problem] `balanced_s` of many problems at once, nothing exposed or synchronised.
 
@@ -68,7 +82,7 @@ def balanced_each_s(
     """
     total_s = np.asarray(counts, dtype=float) @ fastest_s
     longest_s: Floats = np.maximum(total_s / stages, fastest_s.max(axis=0))
-    return steady * longest_s + total_s
+    return steady * longest_s + fill * total_s - credits_s
 
 
 def counted_s(instance: Instance) -> float:
@@ -195,11 +209,13 @@ def _hosted_s(instance: Instance, chain: _Chain) -> Floats:
     result = np.full((len(stages), most + 1), np.inf)
     levels = sorted({o.transient_bytes for o in options})
     in_flight = np.array([stage.in_flight for stage in stages])
+    waiting = np.array([stage.waiting for stage in stages])
     free = np.array([s.free_bytes + ROUNDING * abs(s.capacity_bytes) for s in stages])
     scale = np.array([stage.time_scale for stage in stages])
     exposed_s = np.array([stage.exposed_s for stage in stages])
     prices = [
-        _prices([o for o in options if o.transient_bytes <= level], in_flight) for level in levels
+        _prices([o for o in options if o.transient_bytes <= level], in_flight, waiting)
+        for level in levels
     ]
     for kinds in dict.fromkeys(chain.placed):
         here = np.array([s for s, placed in enumerate(chain.placed) if placed == kinds])
@@ -208,6 +224,7 @@ def _hosted_s(instance: Instance, chain: _Chain) -> Floats:
             transient = max((o.transient_bytes for o in chosen), default=0.0)
             room = free[here] - sum(o.resident_bytes for o in chosen)
             room -= in_flight[here] * sum(o.stored_bytes for o in chosen)
+            room -= waiting[here] * sum(o.kept_bytes for o in chosen)
             alone_s = np.where(room >= transient, base_s, np.inf)
             result[here, 0] = np.minimum(result[here, 0], alone_s)
             for index, level in enumerate(levels):
@@ -250,14 +267,16 @@ def undominated(options: Sequence[Option]) -> list[Option]:
 _FIGURES = attrgetter(*(field.name for field in fields(Option) if field.name != "name"))
 
 
-def _prices(options: Sequence[Option], in_flight: Floats) -> tuple[Floats, Floats]:
+def _prices(options: Sequence[Option], in_flight: Floats, waiting: Floats) -> tuple[Floats, Floats]:
     """[price, stage] Prices y of a second and z of a byte at which every option costs at least 1.
 
     Optimal prices make one or two options cost exactly 1; those that leave another below are
     replaced by the trivial price of the fastest option, y = 1 / min t, z = 0.
     """
     time_s = np.array([o.time_s for o in options])
-    held = np.array([o.resident_bytes + in_flight * o.stored_bytes for o in options])
+    held = np.array(
+        [o.resident_bytes + in_flight * o.stored_bytes + waiting * o.kept_bytes for o in options]
+    )
     fastest_s, leanest = float(time_s.min()), held.min(axis=0)
     stages = len(in_flight)
     infinite = np.full(stages, np.inf)

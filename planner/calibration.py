@@ -57,6 +57,21 @@ class Figures:
         return self.weight_share * self.backward_s
 
     @property
+    def credit_s(self) -> float:
+        """Seconds that the layer takes from a zero-bubble schedule's fill: min(2 w, f + w, b + w).
+
+        f, b and w are seconds of F, I and W; what is left of f + b + w is max(f, b, f + b - w), the
+        bubble of like ranks.
+        """
+        return min(self.credits_s)
+
+    @property
+    def credits_s(self) -> tuple[float, float, float]:
+        """What `credit_s` is the least of."""
+        weight_s = self.weight_s
+        return 2 * weight_s, self.whole_forward_s + weight_s, self.whole_backward_s
+
+    @property
     def whole_forward_s(self) -> float:
         """Forward with its communication."""
         return self.forward_s + self.forward_tensor_s

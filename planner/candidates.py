@@ -2,8 +2,9 @@
 
 Bounds come in steps, each dearer and at least as high as the one before.  Two for a whole family:
 
-    computation     layers at their fastest, nothing shared or sent
-    room            the same, with what each stage can hold if states are shared as far as they go
+    computation     layers at their fastest, nothing shared or sent, under the best of its schedules
+    room            the same for one schedule, with what each stage can hold if states are shared as
+                    far as they go
 
 and two for a single layout:
 
@@ -14,30 +15,33 @@ and two for a single layout:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner import bounds
 from planner.cluster import ClusterSpec
 from planner.costs import CostTables, LayoutCosts, StrategyCost
 from planner.dominance import dominates, twins
-from planner.formulation import instance_of
+from planner.formulation import boundaries_s, instance_of, layout_pace
 from planner.instance import ROUNDING, Instance
 from planner.model import ModelGraph
 from planner.native import Rules, refusal
 from planner.pins import Pins
 from planner.plan import Job, Layout
+from planner.schedule import splits_backward
 from planner.space import (
     Degrees,
     Family,
+    Timetable,
     canonical,
     every_degrees,
     families,
     micro_batches,
-    schedules,
     sharings,
+    timetables,
 )
 from planner.strategy import StrategyParts
 
@@ -64,6 +68,7 @@ class Candidates:
         self._counts: dict[str, int] = {}
         for layer in model.layers:
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
+        self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self.families = list(self._families())
 
     def _families(self) -> Iterator[Family]:
@@ -71,10 +76,12 @@ class Candidates:
         for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
             reason = self.refusal(_plainest(self.job, degrees))
             if reason is None:
-                yield from families(self.cluster, self.job, degrees, self.pins)
+                yield from families(self.model, self.cluster, self.job, degrees, self.pins)
                 continue
-            count = len(sharings(degrees, self.pins)) * len(schedules(degrees, self.pins))
-            count *= len(micro_batches(self.job, degrees, self.pins))
+            count = len(sharings(degrees, self.pins)) * sum(
+                len(timetables(self.model, degrees.pipeline, number, self.pins))
+                for _, number in micro_batches(self.job, degrees, self.pins)
+            )
             if count:
                 self.refused[reason] = self.refused.get(reason, 0) + count
 
@@ -90,26 +97,71 @@ class Candidates:
                     yield layout
 
     def computation_s(self) -> bounds.Floats:
-        """[family] Least seconds of a step by computation and communication inside layers alone."""
+        """[family] Least seconds of a step by computation and communication inside layers alone.
+
+        A family of several timetables has the least of theirs.
+        """
         numbers: dict[tuple[object, ...], int] = {}
         number = [numbers.setdefault(f.divided, len(numbers)) for f in self.families]
         some = dict(zip(number, self.families, strict=True))
-        fastest_s = self.tables.fastest_s(
-            [some[n].first for n in range(len(numbers))], self.pins.recompute
-        )
+        firsts = [some[n].first for n in range(len(numbers))]
+        self._divided = numbers
+        self._fastest_s, credits_s = self.tables.passes_s(firsts, self.pins.recompute)
+        self._credits_s = np.array(list(self._counts.values())) @ credits_s
+        every_s = self._timetables_s(self.families)
+        firsts_at = np.cumsum([0, *(len(family.timetables) for family in self.families[:-1])])
+        least_s: bounds.Floats = np.minimum.reduceat(every_s, firsts_at)
+        return least_s
+
+    def timetables_s(self, family: Family) -> list[float]:
+        """[timetable] `computation_s` of each part of a family."""
+        return [float(seconds) for seconds in self._timetables_s([family])]
+
+    def _timetables_s(self, families: Sequence[Family]) -> bounds.Floats:
+        """[timetable of the families in turn] Least seconds by computation alone."""
+        number, stages, paces = [], [], []
+        for family in families:
+            found = self._paces(family.degrees.pipeline, family.micro_batches, family.timetables)
+            paces.append(found)
+            number += [self._divided[family.divided]] * len(found)
+            stages += [float(family.degrees.pipeline)] * len(found)
+        steady, fill, credited = np.concatenate(paces).T
         return self.tables.step_s + bounds.balanced_each_s(
             list(self._counts.values()),
-            fastest_s[:, number],
-            stages=np.array([float(f.degrees.pipeline) for f in self.families]),
-            steady=np.array([f.micro_batches - 1.0 for f in self.families]),
+            self._fastest_s[:, number],
+            stages=np.array(stages),
+            steady=steady,
+            fill=fill,
+            credits_s=credited * self._credits_s[number],
         )
+
+    def _paces(
+        self, pipeline: int, count: int, found: tuple[Timetable, ...]
+    ) -> NDArray[np.float64]:
+        """[timetable, 3] Steady, fill, and what a credit counts for."""
+        key = (pipeline, count, found)
+        if key not in self._known_paces:
+            rows = []
+            for name, virtual in found:
+                steady, fill = layout_pace(
+                    self.model,
+                    Layout(
+                        pipeline=pipeline,
+                        micro_batches=count,
+                        schedule=name,
+                        virtual_stages=virtual,
+                    ),
+                )
+                rows.append((steady, fill, fill if splits_backward(name) else 0.0))
+            self._known_paces[key] = np.array(rows)
+        return self._known_paces[key]
 
     def room_s(self, family: Family) -> float:
         """Least seconds with what each stage can hold under any sharing; inf if none fits.
 
-        Every figure is the least of the family: seconds are those of computation, states are
-        divided among as many ranks as there are under each ZeRO level (they only grow with fewer,
-        see planner.memory), and 1F1B holds the fewest micro-batches.
+        Every figure is the least of the family, which has one timetable: seconds are those of
+        computation, states are divided among as many ranks as there are under each ZeRO level (they
+        only grow with fewer, see planner.memory).
         """
         if not any(self._may_hold(layout) for layout in family.corners()):
             return math.inf
@@ -125,11 +177,12 @@ class Candidates:
                 for kind, parts in some.parts.items()
             },
             boundary_s=0.0,
+            transfer_s=0.0,
+            action_s=0.0,
             fixed_bytes=min(corner.fixed_bytes for corner in corners),
             slack=min(corner.slack for corner in corners),
         )
-        layout = family.layout(family.sharings[0], "1f1b")
-        instance = instance_of(self.model, self.cluster, layout, least, self.pins.recompute)
+        instance = instance_of(self.model, self.cluster, family.first, least, self.pins.recompute)
         return bounds.counted_s(instance) + some.step_s
 
     def _may_hold(self, layout: Layout) -> bool:
@@ -163,11 +216,20 @@ class Candidates:
             choices = [cost for cost in table if allowed in (None, cost.recompute)]
             fastest_s = min(cost.forward_s + cost.backward_s for cost in choices)
             rows.append((self._counts[kind], fastest_s, min(cost.sync_s for cost in choices)))
+        steady, fill = layout_pace(self.model, layout)
+        credits_s = 0.0
+        if layout.pipeline > 1 and splits_backward(layout.schedule):
+            credits_s = fill * sum(
+                self._counts[kind] * min(part.figures.credit_s for part in parts)
+                for kind, parts in costs.parts.items()
+            )
         bound_s = bounds.balanced_s(
             rows,
             stages=layout.pipeline,
-            exposed_s=2 * (layout.pipeline - 1) * costs.boundary_s,
-            steady=layout.micro_batches - 1,
+            exposed_s=sum(boundaries_s(costs, layout)),
+            steady=steady,
+            fill=fill,
+            credits_s=credits_s,
         )
         return bound_s + costs.step_s
 

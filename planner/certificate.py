@@ -13,8 +13,11 @@ from planner.prediction import Certificate, Loser
 from planner.units import seconds_text
 
 CLOSED_FORM = (
-    "T = (m-1) max_s t_s + sum_s t_s + max_s sync_s + step_s, with max_s f_s + max_s b_s for "
-    "max_s t_s under GPipe; memory of every stage held"
+    "T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s over pipeline "
+    "ranks r on m micro-batches; steady = m-1 and fill = 1 under 1F1B and GPipe (there with "
+    "max_r f_r + max_r b_r for max_r t_r), m-p and p interleaved, p being the largest stage's part "
+    "of a rank, m and p(P-1)/P with split backwards, m and 0 under pipedream-2bw; memory of every "
+    "rank held; ranks of several stages share the longest run of like layers evenly"
 )
 RUNNERS_UP = 5
 

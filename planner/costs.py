@@ -45,8 +45,9 @@ from planner.plan import Activations, Axis, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Profile, Recompute
 from planner.rates import assumptions, host_assumptions, rates
+from planner.schedule import splits_backward
 from planner.sharding import POWERSGD_RANK, Links, Traffic, traffic
-from planner.strategy import StrategyCost, StrategyParts, neighbour_bytes, strategy_cost
+from planner.strategy import Holding, StrategyCost, StrategyParts, neighbour_bytes, strategy_cost
 
 __all__ = [
     "CostTables",
@@ -78,7 +79,7 @@ class LayoutCosts:
     boundary_s: float
     """Exposed seconds of one crossing of a stage boundary, one direction, one micro-batch."""
     fixed_bytes: float
-    """Per rank: device context, collective library, pipeline buffers."""
+    """Per rank: device context, collective library."""
     slack: float
     """Reserved over allocated bytes."""
     step_s: float
@@ -135,7 +136,7 @@ class CostTables:
         self._layouts: dict[tuple[object, ...], _Shared] = {}
         self._traffic: dict[tuple[object, ...], Traffic] = {}
         self._known_links: dict[tuple[object, ...], Links] = {}
-        self._kinds: dict[tuple[object, bool], dict[str, tuple[StrategyCost, ...]]] = {}
+        self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
         self._slack = 1.0 if self._rates.on_cpu else ALLOCATOR_SLACK
         self._step_s = self._rates.overheads.step_s if self._rates.overheads else 0.0
 
@@ -158,22 +159,19 @@ class CostTables:
             layout.micro_batches > 1,
             layout.offload,
             layout.gradient_wire,
+            _weight_versions(layout),
         )
         shared = self._layouts.get(key)
         if shared is None:
             shared = self._layouts[key] = self._build(layout)
-        waiting = _gpipe(layout)
-        kinds = self._kinds.get((key, waiting))
+        holding = _holding(layout)
+        kinds = self._kinds.get((key, holding))
         if kinds is None:
-            kinds = self._kinds[key, waiting] = self._added_up(layout, shared)
-        buffers = 0.0
-        if layout.pipeline > 1:
-            alive = layout.micro_batches if waiting else min(layout.micro_batches, layout.pipeline)
-            buffers = 2 * (alive + 1) * shared.boundary_bytes
+            kinds = self._kinds[key, holding] = self._added_up(layout, shared, holding)
         return LayoutCosts(
             kinds=kinds,
             boundary_s=shared.transfer_s + shared.action_s,
-            fixed_bytes=shared.context_bytes + self._slack * buffers,
+            fixed_bytes=shared.context_bytes,
             slack=self._slack,
             step_s=self._step_s,
             parts=shared.parts,
@@ -197,8 +195,14 @@ class CostTables:
         Sharding, which only adds to them, is left out, so that they are the same for many layouts.
         With `recompute` only that choice counts.
         """
+        return self.passes_s(layouts, recompute)[0]
+
+    def passes_s(
+        self, layouts: Sequence[Layout], recompute: Recompute | None = None
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[kind, layout] `fastest_s`, and the least `Figures.credit_s` of any choice."""
         places = [(self._setting(layout), layout) for layout in layouts]
-        return self._figures.fastest_s(places, recompute)
+        return self._figures.passes_s(places, recompute)
 
     def output_bytes(self, layout: Layout) -> dict[str, float]:
         """Bytes of one micro-batch's output on a rank, by kind of layer."""
@@ -271,25 +275,27 @@ class CostTables:
             context_bytes=self._context_bytes(layout),
             assumptions=(),
         )
-        return self._added_up(layout, alone)[kind]
+        return self._added_up(layout, alone, _holding(layout))[kind]
 
     def most_bytes(self, layout: Layout) -> float:
         """Bytes that a rank has for its layers at most: before buffers of the pipeline."""
         largest = max(group.accelerator.memory_bytes for group in self.cluster.groups)
         return (largest - self._context_bytes(layout)) / self._slack
 
-    def _added_up(self, layout: Layout, shared: _Shared) -> dict[str, tuple[StrategyCost, ...]]:
+    def _added_up(
+        self, layout: Layout, shared: _Shared, holding: Holding
+    ) -> dict[str, tuple[StrategyCost, ...]]:
         """Return the parts of every strategy added up, as the solver wants them."""
         first, last = self._end_kinds
-        waiting = _gpipe(layout)
         return {
             kind: tuple(
                 strategy_cost(
                     part,
                     neighbour_bytes=beside,
                     action_s=shared.action_s if kind in (first, last) else 0.0,
-                    passing=kind == last and not waiting,
-                    replacing=waiting or layout.micro_batches == 1,
+                    holding=holding,
+                    last=kind == last,
+                    once=layout.micro_batches == 1,
                 )
                 for part, beside in zip(strategies, shared.neighbours[kind], strict=True)
             )
@@ -309,6 +315,7 @@ class CostTables:
             accumulated=layout.micro_batches > 1,
             offload=layout.offload,
             wire=layout.gradient_wire,
+            versions=_weight_versions(layout),
         )
         held = self._held(layer, layout, sharing)
         # The pipeline keeps what the last stage returned until its backward.
@@ -560,6 +567,20 @@ class _Shared:
     assumptions: tuple[Assumption, ...]
 
 
-def _gpipe(layout: Layout) -> bool:
-    """Whether all micro-batches wait for their backward at once."""
-    return layout.pipeline > 1 and layout.schedule == "gpipe"
+def counted_by_rank(layout: Layout) -> bool:
+    """Whether memory is that of planner.rank_memory: several stages a rank, or split backwards."""
+    split = layout.pipeline > 1 and splits_backward(layout.schedule)
+    return layout.virtual_stages > 1 or split
+
+
+def _holding(layout: Layout) -> Holding:
+    if counted_by_rank(layout):
+        return "whole, last stage too" if layout.schedule == "dualpipe-v" else "whole"
+    if layout.pipeline > 1 and layout.schedule == "gpipe":
+        return "all forwards first"
+    return "each backward soon"
+
+
+def _weight_versions(layout: Layout) -> int:
+    """How often a rank holds its parameters."""
+    return 2 if layout.pipeline > 1 and layout.schedule == "pipedream-2bw" else 1

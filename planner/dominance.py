@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.costs import LayoutCosts
+from planner.costs import LayoutCosts, counted_by_rank
 from planner.plan import INSIDE_OUT, Layout
 from planner.schedule import most_in_flight
 from planner.space import complexity
@@ -40,26 +40,19 @@ def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts)
 
     if each option has w' + q' a' + max(0, u' - u) <= w + q a.  Seconds add up over layers, so it is
     enough that no option takes longer.  The twin wins outright if it synchronises less on every
-    layer.
+    layer.  Where ranks have several stages or split backwards, each layer has a q of its own, alike
+    for both twins: then a' <= a, and the inequality at q = 0, are enough.
     """
-    if by.fixed_bytes > costs.fixed_bytes or by.slack > costs.slack:
+    if _beside_layers(by, costs):
         return False
-    if by.boundary_s > costs.boundary_s or by.step_s > costs.step_s:
-        return False
-    in_flight = {
-        (
-            most_in_flight(twin.schedule, s, stages=p, micro_batches=m),
-            most_in_flight(layout.schedule, s, stages=p, micro_batches=m),
-        )
-        for p, m in [(layout.pipeline, layout.micro_batches)]
-        for s in {0, p - 1, max(0, p - m)}
-    }
+    by_rank = counted_by_rank(layout)
+    in_flight = {(0, 0)} if by_rank else _in_flight(twin, layout)
     faster = True
     for kind, table in costs.kinds.items():
         for mine, other in zip(by.kinds[kind], table, strict=True):
             if mine.forward_s + mine.backward_s > other.forward_s + other.backward_s:
                 return False
-            if mine.sync_s > other.sync_s:
+            if mine.sync_s > other.sync_s or (by_rank and mine.stored_bytes > other.stored_bytes):
                 return False
             faster = faster and mine.sync_s < other.sync_s
             transient = max(0.0, mine.transient_bytes - other.transient_bytes)
@@ -68,3 +61,29 @@ def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts)
                 if held > other.resident_bytes + q_other * other.stored_bytes:
                     return False
     return faster or complexity(twin) < complexity(layout)
+
+
+def _beside_layers(by: LayoutCosts, costs: LayoutCosts) -> bool:
+    """Whether the twin costs more in anything that no layer causes."""
+    names = (
+        "fixed_bytes",
+        "boundary_bytes",
+        "slack",
+        "boundary_s",
+        "transfer_s",
+        "action_s",
+        "step_s",
+    )
+    return any(getattr(by, name) > getattr(costs, name) for name in names)
+
+
+def _in_flight(twin: Layout, layout: Layout) -> set[tuple[int, int]]:
+    """Return how many micro-batches stages hold, of the twin and of the layout."""
+    return {
+        (
+            most_in_flight(twin.schedule, s, stages=p, micro_batches=m),
+            most_in_flight(layout.schedule, s, stages=p, micro_batches=m),
+        )
+        for p, m in [(layout.pipeline, layout.micro_batches)]
+        for s in {0, p - 1, max(0, p - m)}
+    }

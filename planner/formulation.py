@@ -1,19 +1,42 @@
 """A layout as a partition problem, and a solved partition problem as a plan.
 
-instance_of(layout)           what there is to choose: cuts and each layer's recomputation
+instance_of(layout)           what there is to choose: cuts, each layer's recomputation and so on
 plan_of(layout, solution)     what was chosen
+
+With one stage a rank, stages are the consecutive layers between cuts.  With several, what is cut is
+the chain in the order of ranks (planner.ranks), and t_s, mem_s of planner.instance are those of a
+rank, all its stages together:
+
+    T = steady · max_r t_r + Σ_r (fill · t_r - credit_r) + max_r Σ sync + step_s
+
+With ρ the largest stage's share of an average rank, and c_l = `Figures.credit_s`, the least over a
+layer's choices, which makes the bubble of like ranks max(f, b, f + b - w):
+
+    schedule             steady   fill             credit_r
+    1f1b, gpipe          m - 1    1                0
+    interleaved          m - ρ    ρ                0
+    split backwards      m        ρ (P - 1) / P    fill Σ c_l
+    pipedream-2bw        m        0                0
 """
 
 from __future__ import annotations
 
+import itertools
+
 from planner.cluster import ClusterSpec
-from planner.costs import LayoutCosts, StrategyCost
-from planner.instance import Instance, Option, Solution, Stage
+from planner.costs import LayoutCosts, counted_by_rank
+from planner.instance import Instance, Solution, Stage
+from planner.layer_options import allowed, option_of
 from planner.model import ModelGraph
+from planner.pipeline_model import pace
 from planner.plan import Job, Layout, Mesh, PlacedLayer, Plan, PlannedModel
 from planner.plan import Stage as PlanStage
 from planner.profile import Recompute
-from planner.schedule import most_in_flight
+from planner.rank_problem import RankProblem, input_stored
+from planner.ranks import largest_stage, run_of
+from planner.schedule import most_in_flight, rank_of_stage, splits_backward
+
+__all__ = ["allowed", "boundaries_s", "instance_of", "layout_pace", "plan_of"]
 
 SHORTEST_TIMEOUT_S = 120.0
 
@@ -26,28 +49,93 @@ def instance_of(
     recompute: Recompute | None = None,
 ) -> Instance:
     """Return the partition problem of one layout; `recompute` allows that choice alone."""
-    numbers = {name: number for number, name in enumerate(costs.kinds)}
     capacity = (cluster.groups[0].accelerator.memory_bytes - costs.fixed_bytes) / costs.slack
-    last = layout.pipeline - 1
+    steady, fill = layout_pace(model, layout)
+    exposed_s = boundaries_s(costs, layout)
+    if counted_by_rank(layout):
+        problem = RankProblem(model, layout, costs, recompute)
+        return problem.instance(capacity, steady=steady, fill=fill, exposed_s=exposed_s)
+    numbers = {name: number for number, name in enumerate(costs.kinds)}
     # Options may differ in forward: packing takes seconds there, a profile has measured others.
     tables = [allowed(table, layout, recompute) for table in costs.kinds.values()]
     same_forward = all(len({cost.forward_s for cost in table}) == 1 for table in tables)
     return Instance(
-        layers=tuple(numbers[layer.kind] for _, layer in model.chain),
-        kinds=tuple(tuple(_option(cost) for cost in table) for table in tables),
-        stages=tuple(
-            Stage(
-                capacity_bytes=capacity,
-                in_flight=most_in_flight(
-                    layout.schedule, s, stages=layout.pipeline, micro_batches=layout.micro_batches
-                ),
-                exposed_s=costs.boundary_s * ((s > 0) + (s < last)),
-            )
-            for s in range(layout.pipeline)
-        ),
-        steady=layout.micro_batches - 1,
+        layers=tuple(numbers[kind] for kind in model.chain_kinds),
+        kinds=tuple(tuple(option_of(cost) for cost in table) for table in tables),
+        stages=_stages(model, layout, costs, capacity, exposed_s),
+        steady=steady,
+        fill=fill,
         forward_apart=layout.schedule == "gpipe" and layout.pipeline > 1 and same_forward,
     )
+
+
+def _stages(
+    model: ModelGraph,
+    layout: Layout,
+    costs: LayoutCosts,
+    capacity_bytes: float,
+    exposed_s: list[float],
+) -> tuple[Stage, ...]:
+    """Return the stages of ranks that have one each.
+
+    Beside its layers a stage holds what the pipeline received, unless its first layer stores that,
+    and sent, for each micro-batch in flight, and one of each on the way (planner.predict).
+    """
+    last = layout.pipeline - 1
+    received = 0 if input_stored(model, costs) else 1
+    result = []
+    for s in range(layout.pipeline):
+        in_flight = most_in_flight(
+            layout.schedule, s, stages=layout.pipeline, micro_batches=layout.micro_batches
+        )
+        held = (received * (s > 0) + (s < last)) * in_flight + 2 if last else 0
+        result.append(
+            Stage(
+                capacity_bytes=capacity_bytes,
+                in_flight=in_flight,
+                exposed_s=exposed_s[s],
+                fixed_bytes=held * costs.boundary_bytes,
+            )
+        )
+    return tuple(result)
+
+
+def layout_pace(model: ModelGraph, layout: Layout) -> tuple[float, float]:
+    """Return `steady` and `fill` of a layout."""
+    if layout.pipeline == 1:
+        return layout.micro_batches - 1.0, 1.0
+    share, run = 1.0, run_of(model)
+    if layout.virtual_stages > 1 and run is not None:
+        share = largest_stage(run, layout.pipeline, layout.virtual_stages)
+    return pace(
+        layout.schedule,
+        ranks=layout.pipeline,
+        micro_batches=layout.micro_batches,
+        largest_stage=share,
+    )
+
+
+def boundaries_s(costs: LayoutCosts, layout: Layout) -> list[float]:
+    """[rank] Exposed seconds of a micro-batch that no layer counts: transfers and actions.
+
+    A stage runs a forward and a backward, or an F, an I and a W, each one action; the layers at the
+    ends of the model count one of them (see planner.strategy).  Each of a stage's ends that meets
+    another rank has a transfer there.
+    """
+    ranks, virtual = layout.pipeline, layout.virtual_stages
+    if not counted_by_rank(layout):
+        last = ranks - 1
+        return [costs.boundary_s * ((s > 0) + (s < last)) for s in range(ranks)]
+    home = rank_of_stage(layout.schedule, stages=layout.stages, virtual_stages=virtual)
+    actions = 3 if splits_backward(layout.schedule) else 2
+    result = [virtual * actions * costs.action_s] * ranks
+    result[home[0]] -= costs.action_s
+    result[home[-1]] -= costs.action_s
+    for one, next_ in itertools.pairwise(home):
+        if one != next_:
+            result[one] += costs.transfer_s
+            result[next_] += costs.transfer_s
+    return result
 
 
 def plan_of(
@@ -62,9 +150,16 @@ def plan_of(
     """Return the plan that a solution of `instance_of` describes, with the same `recompute`."""
     names = [name for name, _ in model.chain]
     choices = {kind: allowed(table, layout, recompute) for kind, table in costs.kinds.items()}
+    if layout.virtual_stages > 1:
+        placed = RankProblem(model, layout, costs, recompute).placed(solution)
+    else:
+        placed = [
+            [(at, solution.options[at]) for at in range(first, end)]
+            for first, end in itertools.pairwise(solution.cuts)
+        ]
     chosen = [
-        choices[layer.kind][option]
-        for (_, layer), option in zip(model.chain, solution.options, strict=True)
+        [(names[at], choices[model.chain_kinds[at]][option]) for at, option in stage]
+        for stage in placed
     ]
     return Plan(
         model=PlannedModel(name=model.name, source=model.source or model.name, digest=model.digest),
@@ -83,71 +178,21 @@ def plan_of(
         ),
         zero=layout.zero,
         schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
         micro_batch=layout.micro_batch,
         micro_batches=layout.micro_batches,
+        offload=layout.offload,
+        gradient_wire=layout.gradient_wire,
         timeout_s=max(SHORTEST_TIMEOUT_S, 10.0 * (solution.objective_s + costs.step_s)),
         stages=tuple(
             PlanStage(
                 layers=tuple(
                     PlacedLayer(
-                        layer=names[i],
-                        recompute=chosen[i].recompute,
-                        activations=chosen[i].activations,
+                        layer=name, recompute=choice.recompute, activations=choice.activations
                     )
-                    for i in range(solution.cuts[s], solution.cuts[s + 1])
+                    for name, choice in stage
                 )
             )
-            for s in range(layout.pipeline)
+            for stage in chosen
         ),
-    )
-
-
-def allowed(
-    table: tuple[StrategyCost, ...], layout: Layout, recompute: Recompute | None
-) -> tuple[StrategyCost, ...]:
-    """Return what a layer may choose among.
-
-    To offload or to compress is left out where another choice is no worse in any figure: then no
-    optimum needs it.  Forward and backward count apart under GPipe alone.
-    """
-    apart = layout.schedule == "gpipe" and layout.pipeline > 1
-    asked = [cost for cost in table if recompute in (None, cost.recompute)]
-    return tuple(
-        cost
-        for at, cost in enumerate(asked)
-        if cost.activations == "keep"
-        or not any(_no_worse(other, cost, apart, first=i < at) for i, other in enumerate(asked))
-    )
-
-
-def _no_worse(other: StrategyCost, cost: StrategyCost, apart: bool, *, first: bool) -> bool:
-    """Whether `other` can stand for `cost`; of two that are equal the first can."""
-    theirs, mine = _figures(other, apart), _figures(cost, apart)
-    if other is cost or any(a > b for a, b in zip(theirs, mine, strict=True)):
-        return False
-    return first or theirs != mine
-
-
-def _figures(cost: StrategyCost, apart: bool) -> tuple[float, ...]:
-    return (
-        cost.forward_s if apart else cost.forward_s + cost.backward_s,
-        cost.backward_s if apart else 0.0,
-        cost.stored_bytes,
-        cost.transient_bytes,
-        cost.resident_bytes,
-        cost.sync_s,
-        cost.host_bytes,
-        cost.host_resident_bytes,
-    )
-
-
-def _option(cost: StrategyCost) -> Option:
-    return Option(
-        name=cost.name,
-        forward_s=cost.forward_s,
-        backward_s=cost.backward_s,
-        stored_bytes=cost.stored_bytes,
-        transient_bytes=cost.transient_bytes,
-        resident_bytes=cost.resident_bytes,
-        sync_s=cost.sync_s,
     )

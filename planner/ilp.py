@@ -8,12 +8,12 @@ Layers of a run are alike, so counting them is enough.  Over runs a, stages s, o
     minimise    steady · slowest + Σ_s (fill · t_s - credit_s) + longest_sync
 
     Σ_{s,k} n[a,s,k] = N_a                              every layer sits on one stage
-    Σ_{a,k} n[a,s,k] >= 1                               every stage has a layer
+    Σ_{a,k} n[a,s,k] >= least_s                         every stage has layers enough
     done[a,s] = 1 only if run a ends on stage s or before; done[a,s-1] <= done[a,s]
     Σ_k n[a+1,s,k] <= N_{a+1} · done[a,s]               runs keep their order: stages are contiguous
     Σ_i level[s,i] = 1                                  the largest transient of a stage is θ_i
     n[a,s,k] <= N_a · Σ_{θ_i >= transient(a,k)} level[s,i]
-    Σ n (resident + in_flight · stored) + Σ_i θ_i level[s,i] <= free_s
+    Σ n (resident + in_flight · stored + waiting · kept) + Σ_i θ_i level[s,i] <= free_s
     t_s = scale_s · Σ n (forward + backward) + exposed_s <= slowest    (or each share apart)
     Σ n sync <= longest_sync
     Σ_s ranks_s · Σ n (host_resident + in_flight · host) <= host_capacity        of every host
@@ -236,7 +236,8 @@ def _state_places(stated: Formulation) -> list[list[Any]]:
                 program += follows, f"run{a}_follows_the_one_before_on_stage{s}"
     for s in stages:
         held = pulp.lpSum(n for n, _, _ in stated.terms(s))
-        program += held >= 1, f"stage{s}_has_a_layer"
+        least = stated.instance.stages[s].least_layers
+        program += held >= least, f"stage{s}_has_layers_enough"
     return done
 
 
@@ -256,7 +257,7 @@ def _state_memory(stated: Formulation, margin: float) -> None:
         program += pulp.lpSum(levels.values()) == 1, f"stage{s}_has_one_transient_level"
         used = [v * (u / unit) for u, v in levels.items()]
         for n, option, a in stated.terms(s):
-            needs = option.resident_bytes + stage.in_flight * option.stored_bytes
+            needs = stage.held_bytes(option)
             if needs + option.transient_bytes > room:
                 n.upBound = 0
                 continue

@@ -54,7 +54,7 @@ def solve(
     Among equally fast splits the one with the earliest cuts is returned; inside a stage the layers
     that come first take the later options of their kind (recompute the first layers).
     """
-    if len(instance.stages) > len(instance.layers):
+    if sum(stage.least_layers for stage in instance.stages) > len(instance.layers):
         return Infeasible(why_infeasible(instance))
     knapsacks = Knapsacks(instance, frontiers if frontiers is not None else FrontierStore())
     floor = _Floor(knapsacks)

@@ -5,7 +5,8 @@ each layer takes one of its options (keep activations, recompute some, offload, 
 t_s the seconds stage s spends on one micro-batch,
 
     t_s   = time_scale_s · Σ_{l in s} (forward + backward) + exposed_s + cut_s at both ends
-    mem_s = fixed_s + Σ_{l in s} (resident + in_flight_s · stored) + max_{l in s} transient
+    mem_s = fixed_s + Σ_{l in s} (resident + in_flight_s · stored + waiting_s · kept)
+          + max_{l in s} transient
     T     = steady · max_s t_s + Σ_s (fill · t_s - credit_s) + max_s Σ_{l in s} sync
 
 T is minimised subject to mem_s <= capacity_s.  1F1B on m micro-batches has steady = m - 1,
@@ -45,9 +46,10 @@ def _refuse(condition: bool, what: str) -> None:
 class Option:
     """One way to run one layer; `backward_s` includes recomputation and stalls.
 
-    `stored_bytes` is held once per micro-batch in flight, `transient_bytes` only while the layer
-    runs (a stage pays the largest of its layers), `resident_bytes` always.  `sync_s` is charged
-    once per step.  `host_bytes` and `host_resident_bytes` are stored and resident on the host.
+    `stored_bytes` is held once per micro-batch in flight, `kept_bytes` once per micro-batch that
+    waits for the gradients of its weights, `transient_bytes` only while the layer runs (a stage
+    pays the largest of its layers), `resident_bytes` always.  `sync_s` is charged once per step.
+    `host_bytes` and `host_resident_bytes` are stored and resident on the host.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Option:
     sync_s: float = 0.0
     host_bytes: float = 0.0
     host_resident_bytes: float = 0.0
+    kept_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for value in (
@@ -67,6 +70,7 @@ class Option:
             self.forward_s,
             self.backward_s,
             self.stored_bytes,
+            self.kept_bytes,
             self.transient_bytes,
             self.resident_bytes,
             self.sync_s,
@@ -85,16 +89,21 @@ class Stage:
     """The room and the pace of one pipeline stage.
 
     `in_flight` counts the micro-batches whose stored bytes are alive at once; interleaved
-    schedules have fractions.  `time_scale` multiplies seconds: 2.0 is a device half as fast.
+    schedules have fractions.  `waiting` counts those whose backward is split and that still owe the
+    gradients of weights.  `time_scale` multiplies seconds: 2.0 is a device half as fast.
     """
 
     capacity_bytes: float
     in_flight: float = 1.0
+    waiting: float = 0.0
     time_scale: float = 1.0
     exposed_s: float = 0.0
     fixed_bytes: float = 0.0
+    least_layers: int = 1
 
     def __post_init__(self) -> None:
+        _refuse(not self.waiting >= 0, f"waiting is {self.waiting}; it must not be < 0")
+        _refuse(self.least_layers < 1, f"least_layers is {self.least_layers}; a stage needs one")
         _refuse(not self.in_flight > 0, f"in_flight is {self.in_flight}; it must exceed 0")
         _refuse(not self.time_scale > 0, f"time_scale is {self.time_scale}; it must exceed 0")
         _refuse(not self.exposed_s >= 0, f"exposed_s is {self.exposed_s}; it must not be < 0")
@@ -104,6 +113,11 @@ class Stage:
     def free_bytes(self) -> float:
         """Bytes left for layers."""
         return self.capacity_bytes - self.fixed_bytes
+
+    def held_bytes(self, option: Option) -> float:
+        """Bytes of a layer that add up: all but its transient ones."""
+        stored = self.in_flight * option.stored_bytes + self.waiting * option.kept_bytes
+        return option.resident_bytes + stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +236,7 @@ def stage_bytes(instance: Instance, stage: Stage, held: range, options: Sequence
     chosen = [instance.options_of(layer)[options[layer]] for layer in held]
     return (
         stage.fixed_bytes
-        + sum(o.resident_bytes + stage.in_flight * o.stored_bytes for o in chosen)
+        + sum(stage.held_bytes(o) for o in chosen)
         + max((o.transient_bytes for o in chosen), default=0.0)
     )
 
@@ -271,8 +285,9 @@ def priced(
 
 
 def fits(instance: Instance, solution: Solution) -> bool:
-    """Whether each stage has at least one layer and stays within its capacity."""
-    return all(size > 0 for size in solution.sizes()) and all(
+    """Whether each stage has layers enough and stays within its capacity."""
+    sizes = zip(solution.sizes(), instance.stages, strict=True)
+    return all(size >= stage.least_layers for size, stage in sizes) and all(
         used <= stage.capacity_bytes + ROUNDING * abs(stage.capacity_bytes)
         for used, stage in zip(solution.stage_bytes, instance.stages, strict=True)
     )
@@ -313,11 +328,7 @@ def leanest_bytes(instance: Instance, stage: Stage, held: range) -> float:
     return min(
         level
         + sum(
-            min(
-                o.resident_bytes + stage.in_flight * o.stored_bytes
-                for o in table
-                if o.transient_bytes <= level
-            )
+            min(stage.held_bytes(o) for o in table if o.transient_bytes <= level)
             for table in tables
         )
         for level in levels

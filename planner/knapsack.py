@@ -4,10 +4,10 @@ The transient bytes of a stage are the largest of its layers, so every level tha
 have is tried: options above the level are forbidden, the level is charged, and the rest is a
 knapsack over bytes that add up.  The least over the levels is exact.
 
-Bytes that add up are resident + in_flight · stored.  Where the resident bytes of a layer do not
-depend on its option, all stages share the Pareto sets of (stored, seconds), and only the budget
-(free - level - Σ resident) / in_flight differs between them; otherwise only stages of equal
-in_flight share them.
+Bytes that add up are resident + in_flight · stored + waiting · kept.  Where the resident and the
+kept bytes of a layer do not depend on its option, all stages share the Pareto sets of (stored,
+seconds), and only the budget (free - level - Σ (resident + waiting · kept)) / in_flight differs
+between them; otherwise only stages of equal in_flight and waiting share them.
 
 Where hosts have too little memory (planner.sides), a stage also has a limit on the bytes that it
 puts there: its part of a host that it has for itself, or the whole of one that it shares.  A choice
@@ -46,17 +46,24 @@ class OptionTable:
     """The options of all kinds as arrays [kind, option]; kinds with fewer are padded with inf."""
 
     def __init__(self, kinds: Sequence[Sequence[Option]]) -> None:
-        shape = (len(kinds), max(map(len, kinds)), 5)
+        shape = (len(kinds), max(map(len, kinds)), 6)
         numbers = np.full(shape, np.inf)
         for row, options in zip(numbers, kinds, strict=True):
             row[: len(options)] = [
-                (o.time_s, o.stored_bytes, o.transient_bytes, o.resident_bytes, o.sync_s)
+                (
+                    o.time_s,
+                    o.stored_bytes,
+                    o.transient_bytes,
+                    o.resident_bytes,
+                    o.sync_s,
+                    o.kept_bytes,
+                )
                 for o in options
             ]
         self.sizes = [len(options) for options in kinds]
         self.present = np.isfinite(numbers[:, :, 0])
-        self.time_s, self.stored, self.transient, self.resident, self.sync_s = (
-            np.ascontiguousarray(numbers[:, :, column]) for column in range(5)
+        self.time_s, self.stored, self.transient, self.resident, self.sync_s, self.kept = (
+            np.ascontiguousarray(numbers[:, :, column]) for column in range(6)
         )
         self.least_time_s: Floats = self.time_s.min(axis=1)
         self.levels = [sorted({o.transient_bytes for o in options}) for options in kinds]
@@ -133,6 +140,7 @@ class Knapsacks:
         self.time_scale = np.array([s.time_scale for s in stages])
         self.exposed_s = np.array([s.exposed_s for s in stages])
         self.in_flight = np.array([s.in_flight for s in stages])
+        self.waiting = np.array([s.waiting for s in stages])
         capacity = np.array([s.capacity_bytes for s in stages])
         # Half of the allowance of instance.fits, which re-adds the bytes in another order.
         self.free_bytes = capacity * (1 + ROUNDING / 2) - [s.fixed_bytes for s in stages]
@@ -154,17 +162,21 @@ class Knapsacks:
         _refuse_both(self.host_limited and self.sync_depends)
 
     def _families(self) -> list[Family]:
-        options = self.options
-        if options.constant(options.resident):
-            every = np.arange(len(self.in_flight))
-            return [Family(every, self.in_flight, options.stored, options.resident[:, 0])]
-        least = options.resident.min(axis=1)
-        beyond = options.resident - least[:, None]
-        families = []
-        for in_flight in sorted(set(self.in_flight.tolist())):
-            stages = np.flatnonzero(self.in_flight == in_flight)
-            load = beyond + in_flight * options.stored
-            families.append(Family(stages, np.ones(len(stages)), load, least))
+        options, families = self.options, []
+        if options.constant(options.resident) and options.constant(options.kept):
+            for waiting in sorted(set(self.waiting.tolist())):
+                stages = np.flatnonzero(self.waiting == waiting)
+                base = options.resident[:, 0] + waiting * options.kept[:, 0]
+                families.append(Family(stages, self.in_flight[stages], options.stored, base))
+            return families
+        pairs = zip(self.in_flight.tolist(), self.waiting.tolist(), strict=True)
+        for in_flight, waiting in sorted(set(pairs)):
+            stages = np.flatnonzero((self.in_flight == in_flight) & (self.waiting == waiting))
+            load = options.resident + in_flight * options.stored
+            if waiting:
+                load = load + waiting * options.kept
+            least = options.resident.min(axis=1)
+            families.append(Family(stages, np.ones(len(stages)), load - least[:, None], least))
         return families
 
     def content(self, first: int, count: int) -> list[tuple[int, int]]:

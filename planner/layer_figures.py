@@ -70,13 +70,19 @@ class LayerFigures:
     def fastest_s(
         self, places: Sequence[tuple[Setting, Layout]], recompute: Recompute | None = None
     ) -> Floats:
-        """[kind, place] Fewest seconds of one micro-batch's passes; one recompute, or the best.
+        """[kind, place] Fewest seconds of one micro-batch's passes; one recompute, or the best."""
+        return self.passes_s(places, recompute)[0]
+
+    def passes_s(
+        self, places: Sequence[tuple[Setting, Layout]], recompute: Recompute | None = None
+    ) -> tuple[Floats, Floats]:
+        """[kind, place] Fewest seconds of a micro-batch's passes, and `Figures.credit_s` of any.
 
         Settings that take the same branches share one table of operators (see `ManySettings`), so
         that thousands take a tenth of a second, and all their figures are known afterwards.  What a
         profile corrects is worked out one by one.
         """
-        result = np.empty((len(self._layers), len(places)))
+        result, credit_s = (np.empty((len(self._layers), len(places))) for _ in range(2))
         choices = [choice for choice in RECOMPUTES if recompute in (None, choice)]
         alike: dict[tuple[bool, ...], list[int]] = {}
         for index, (setting, layout) in enumerate(places):
@@ -86,13 +92,15 @@ class LayerFigures:
             for kind, figures in enumerate(self.of(setting, layout).values()):
                 each = zip(RECOMPUTES, figures, strict=True)
                 result[kind, index] = min(f.passes_s for choice, f in each if choice in choices)
+                credit_s[kind, index] = min(f.credit_s for f in figures)
         for indices in alike.values():
             together = self._many([places[index] for index in indices])
             for kind, of_kind in enumerate(together.values()):
                 each = zip(RECOMPUTES, of_kind, strict=True)
                 each_s = [f.passes_s for choice, f in each if choice in choices]
                 result[kind, indices] = np.min(each_s, axis=0)
-        return result
+                credit_s[kind, indices] = np.min([_least(f.credits_s) for f in of_kind], axis=0)
+        return result, credit_s
 
     def _many(self, places: Sequence[tuple[Setting, Layout]]) -> KindFigures:
         """Return figures that are arrays [place], of settings that take the same branches."""
@@ -294,3 +302,9 @@ def _key(setting: Setting, groups: Groups) -> tuple[object, ...]:
 def _spans(group: Levels) -> tuple[tuple[str, int], ...]:
     """What tells one group's levels from another's."""
     return tuple((level.tier.name, level.members) for level in group)
+
+
+def _least(seconds: tuple[float, ...]) -> Floats:
+    """[place] The least of several, each one number or one for each place."""
+    found: Floats = np.min(np.broadcast_arrays(*seconds), axis=0)
+    return found

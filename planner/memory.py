@@ -67,6 +67,8 @@ class Sharing:
     """A step has several micro-batches."""
     offload: Offload = "none"
     wire: GradientWire = "full"
+    versions: int = 1
+    """How often the parameters are held: twice where a pipeline never drains."""
 
     @property
     def working_bytes(self) -> int:
@@ -158,7 +160,7 @@ def states(
     bucket = max(BUCKET_BYTES, MOMENTS * MASTER * min(largest, n) / d) if on_host else 0.0
     if not sharing.wrapped:
         return States(
-            parameters_bytes=MASTER * n,
+            parameters_bytes=sharing.versions * MASTER * n,
             gathered_bytes=0.0,
             gradients_bytes=MASTER * n,
             optimizer_bytes=moments,
@@ -180,7 +182,7 @@ def states(
     if sharing.wire == "powersgd":
         moments += MASTER * (n + factors)
     return States(
-        parameters_bytes=masters + (0.0 if gathered else e * n),
+        parameters_bytes=sharing.versions * (masters + (0.0 if gathered else e * n)),
         gathered_bytes=gathered if sharing.pipelined else 0.0,
         gradients_bytes=gradients,
         optimizer_bytes=moments,

@@ -17,9 +17,10 @@ from planner.units import bytes_text
 def why_infeasible(instance: Instance) -> str:
     """Name the limit that no split can keep; empty if some split fits."""
     layers, stages = len(instance.layers), len(instance.stages)
-    if stages > layers:
+    least = sum(stage.least_layers for stage in instance.stages)
+    if least > layers:
         return (
-            f"{_count(stages, 'stage')} need at least {_count(stages, 'layer')}; "
+            f"{_count(stages, 'stage')} need at least {_count(least, 'layer')}; "
             f"the chain has {layers}"
         )
     ends = [_longest_runs(instance, stage) for stage in instance.stages]
@@ -29,7 +30,7 @@ def why_infeasible(instance: Instance) -> str:
     reached = np.zeros(layers + 1, dtype=bool)
     reached[0] = True
     for s, end in enumerate(ends):
-        before, reached = reached, _reached(reached, end)
+        before, reached = reached, _reached(reached, end, instance.stages[s].least_layers)
         if not reached.any():
             return _stuck(instance, s, np.flatnonzero(before))
     return "" if reached[layers] else _too_many(instance, int(np.flatnonzero(reached)[-1]))
@@ -45,11 +46,7 @@ def _longest_runs(instance: Instance, stage: Stage) -> NDArray[np.intp]:
         lean = np.array(
             [
                 min(
-                    (
-                        o.resident_bytes + stage.in_flight * o.stored_bytes
-                        for o in table
-                        if o.transient_bytes <= level
-                    ),
+                    (stage.held_bytes(o) for o in table if o.transient_bytes <= level),
                     default=np.inf,
                 )
                 for table in instance.kinds
@@ -65,12 +62,12 @@ def _longest_runs(instance: Instance, stage: Stage) -> NDArray[np.intp]:
     return longest
 
 
-def _reached(before: NDArray[np.bool_], end: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """Positions where a stage can end if it begins at one of `before`."""
+def _reached(before: NDArray[np.bool_], end: NDArray[np.intp], least: int) -> NDArray[np.bool_]:
+    """Positions where a stage of at least so many layers can end if it begins at `before`."""
     change = np.zeros(len(before) + 1, dtype=int)
     for first in np.flatnonzero(before[:-1]):
-        if end[first] > first:
-            change[first + 1] += 1
+        if end[first] >= first + least:
+            change[first + least] += 1
             change[end[first] + 1] -= 1
     after: NDArray[np.bool_] = np.cumsum(change)[:-1] > 0
     return after
@@ -99,10 +96,17 @@ def _stuck(instance: Instance, s: int, firsts: NDArray[np.intp]) -> str:
             f"the stages before stage {s} must hold all layers, and none is left for it: "
             "ask for fewer stages"
         )
-    needs = min(leanest_bytes(instance, stage, range(first, first + 1)) for first in begins)
+    least = stage.least_layers
+    begins = [first for first in begins if first + least <= len(instance.layers)] or begins[:1]
+    ends = [min(first + least, len(instance.layers)) for first in begins]
+    needs = min(
+        leanest_bytes(instance, stage, range(first, end))
+        for first, end in zip(begins, ends, strict=True)
+    )
     which = f"layer {begins[0]}" if len(begins) == 1 else f"any of layers {begins[0]}..{begins[-1]}"
+    which += f" and the {least - 1} behind it" if least > 1 else ""
     return (
-        f"stage {s} cannot hold {which}, where the stages before it may stop: one needs at least "
+        f"stage {s} cannot hold {which}, where the stages before it may stop: that needs at least "
         f"{bytes_text(needs)} in its leanest option, and {bytes_text(stage.free_bytes)} are free"
     )
 

@@ -48,7 +48,7 @@ from planner.predict import placement_prediction, placements_of
 from planner.profile import Profile
 from planner.search import Answer, Ranked
 from planner.share_search import ShareSpace
-from planner.space import every_degrees, micro_batches, schedules, sharings
+from planner.space import every_degrees, micro_batches, sharings, timetables
 from planner.unequal import solve_unequal
 from planner.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
 
@@ -159,10 +159,11 @@ class MixedSpace:
 
     def _every_layout(self) -> Iterator[Layout]:
         for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
-            names = [n for n in schedules(degrees, self.pins) if n in GROUP_SCHEDULES]
             for zero, shard in sharings(degrees, self.pins):
                 for size, count in micro_batches(self.job, degrees, self.pins):
-                    for name in names:
+                    for name, _ in timetables(self.model, degrees.pipeline, count, self.pins):
+                        if name not in GROUP_SCHEDULES:
+                            continue
                         yield Layout(
                             tensor=degrees.tensor,
                             context=degrees.context,
@@ -193,6 +194,7 @@ class MixedSpace:
                 for name, chain in chains.items()
             ),
             in_flight=tuple(stage.in_flight for stage in some.stages),
+            buffer_bytes=tuple(stage.fixed_bytes for stage in some.stages),
             steady=some.steady,
             forward_apart=all(chain.forward_apart for chain in chains.values()),
             cut_s=tuple(

@@ -184,6 +184,11 @@ class ModelGraph(Document):
         return self
 
     @cached_property
+    def chain_kinds(self) -> tuple[str, ...]:
+        """The kind of every single layer in order."""
+        return tuple(layer.kind for _, layer in self.chain)
+
+    @cached_property
     def chain(self) -> tuple[tuple[str, Layer], ...]:
         """Every single layer in order, with its own name: `block.0`, `block.1`, ...
 

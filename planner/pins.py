@@ -4,14 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from planner.cluster import ClusterSpec
 from planner.document import nearest
 from planner.errors import DocumentError
-from planner.plan import Job, Layout, ScheduleName
+from planner.plan import (
+    INSIDE_OUT,
+    Activations,
+    Axis,
+    GradientWire,
+    Job,
+    Layout,
+    Offload,
+    ScheduleName,
+)
 from planner.profile import Recompute
+from planner.schedule import FOLDED, LOOPED
 
-SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
+SCHEDULES: tuple[ScheduleName, ...] = (
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    "zb-h1",
+    "interleaved-zb",
+    "zbv",
+    "dualpipe-v",
+    "pipedream-2bw",
+)
+"""From the simplest: among equally fast plans it wins."""
+Allowance = Literal["stale", "compress", "offload"]
+"""What changes the arithmetic of training and must be asked for: weights one step old, 8-bit
+activations and gradients.  To offload changes nothing, and is free to use without."""
 SHORT_NAMES = {
     "tp": "tensor",
     "cp": "context",
@@ -22,7 +46,27 @@ SHORT_NAMES = {
     "zero": "zero",
     "micro_batch": "micro_batch",
     "schedule": "schedule",
+    "v": "virtual_stages",
     "recompute": "recompute",
+    "activations": "activations",
+    "offload": "offload",
+    "gradients": "gradient_wire",
+    "order": "order",
+}
+WORDS: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "recompute": get_args(Recompute),
+    "activations": get_args(Activations),
+    "offload": get_args(Offload),
+    "gradient_wire": get_args(GradientWire),
+}
+AXES: dict[str, tuple[Axis, ...]] = {
+    "tp": ("tensor",),
+    "cp": ("context",),
+    "dp": ("data_shard", "data_replicate"),
+    "shard": ("data_shard",),
+    "replicate": ("data_replicate",),
+    "pp": ("pipeline",),
 }
 
 
@@ -40,10 +84,17 @@ class Pins:
     zero: int | None = None
     micro_batch: int | None = None
     schedule: ScheduleName | None = None
+    virtual_stages: int | None = None
     recompute: Recompute | None = None
+    activations: Activations | None = None
+    offload: Offload | None = None
+    gradient_wire: GradientWire | None = None
+    order: tuple[Axis, ...] | None = None
+    """All axes, the innermost first."""
+    allowed: frozenset[Allowance] = frozenset()
 
     def allow(self, layout: Layout) -> bool:
-        """Whether a layout keeps every pin; recomputation is not the layout's."""
+        """Whether a layout keeps every pin; recomputation and activations are not the layout's."""
         pinned = (
             (self.tensor, layout.tensor),
             (self.context, layout.context),
@@ -53,9 +104,12 @@ class Pins:
             (self.data_shard, layout.data_shard),
             (self.zero, layout.zero),
             (self.micro_batch, layout.micro_batch),
+            (self.schedule, layout.schedule),
+            (self.virtual_stages, layout.virtual_stages),
+            (self.offload, layout.offload),
+            (self.gradient_wire, layout.gradient_wire),
+            (self.order, layout.order),
         )
-        if layout.pipeline > 1 and self.schedule not in (None, layout.schedule):
-            return False
         return all(pin in (None, value) for pin, value in pinned)
 
 
@@ -65,7 +119,7 @@ def read_pins(texts: Sequence[str]) -> Pins:
     >>> read_pins(["tp=8", "zero=3,recompute=full"]).recompute
     'full'
     """
-    values: dict[str, int | str] = {}
+    values: dict[str, int | str | tuple[Axis, ...]] = {}
     for item in (part.strip() for text in texts for part in text.split(",")):
         name, sign, value = item.partition("=")
         field = SHORT_NAMES.get(name) or (name if name in SHORT_NAMES.values() else None)
@@ -77,12 +131,29 @@ def read_pins(texts: Sequence[str]) -> Pins:
     return Pins(**values)  # type: ignore[arg-type]
 
 
+def read_allowances(texts: Sequence[str]) -> frozenset[Allowance]:
+    """Read `stale`, `stale,compress`, ... as the command line gives them.
+
+    >>> sorted(read_allowances(["stale,offload"]))
+    ['offload', 'stale']
+    """
+    found: set[Allowance] = set()
+    for word in (part.strip() for text in texts for part in text.split(",")):
+        if word not in get_args(Allowance):
+            known = list(get_args(Allowance))
+            raise DocumentError("allow", f"'{word}' is not known; {nearest(word, known)}")
+        found.add(word)  # type: ignore[arg-type]
+    return frozenset(found)
+
+
 def _names() -> list[str]:
     return list(SHORT_NAMES)
 
 
-def _pin_value(field: str, value: str, item: str) -> int | str:
-    words = {"schedule": SCHEDULES, "recompute": ("none", "selective", "full")}.get(field)
+def _pin_value(field: str, value: str, item: str) -> int | str | tuple[Axis, ...]:
+    if field == "order":
+        return _order(value, item)
+    words = WORDS.get(field)
     if words is not None:
         if value not in words:
             raise DocumentError("fix", f"'{item}': {field} is one of {', '.join(words)}")
@@ -92,6 +163,22 @@ def _pin_value(field: str, value: str, item: str) -> int | str:
         bounds = "0, 1, 2 or 3" if field == "zero" else "a whole number from 1"
         raise DocumentError("fix", f"'{item}': {field} is {bounds}")
     return int(value)
+
+
+def _order(value: str, item: str) -> tuple[Axis, ...]:
+    """Read `pp-tp-dp`: axes from the innermost; those that are not named follow as usual."""
+    axes: list[Axis] = []
+    for name in value.split("-"):
+        if name not in AXES:
+            raise DocumentError(
+                "fix",
+                f"'{item}': order names axes from the innermost, as in pp-tp-dp; "
+                f"{nearest(name, list(AXES))}",
+            )
+        axes.extend(AXES[name])
+    if len(set(axes)) < len(axes):
+        raise DocumentError("fix", f"'{item}': order names an axis twice")
+    return (*axes, *(axis for axis in INSIDE_OUT if axis not in axes))
 
 
 def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins) -> Layout:
@@ -130,9 +217,18 @@ def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins) -> Layout:
         data_shard=shard,
         zero=zero,
         schedule=pins.schedule or "1f1b",
+        virtual_stages=pins.virtual_stages or _usual_stages(pins.schedule),
+        offload=pins.offload or "none",
+        gradient_wire=pins.gradient_wire or "full",
+        order=pins.order or INSIDE_OUT,
         micro_batch=micro_batch,
         micro_batches=job.global_batch // (data * micro_batch),
     )
 
 
-assert set(SHORT_NAMES.values()) == {field.name for field in fields(Pins)}
+def _usual_stages(schedule: ScheduleName | None) -> int:
+    """Return the fewest stages on a rank that a schedule takes."""
+    return 2 if schedule in (*FOLDED, *LOOPED) else 1
+
+
+assert {*SHORT_NAMES.values(), "allowed"} == {field.name for field in fields(Pins)}

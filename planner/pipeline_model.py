@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.errors import DocumentError
-from planner.schedule import most_in_flight, obstacle
+from planner.schedule import most_in_flight, obstacle, splits_backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,20 +81,11 @@ def closed_form(
     if found:
         raise DocumentError(*found)
     share = largest_stage if largest_stage is not None else 1.0 / virtual_stages
-    fill, credit = 1.0, 0.0
-    steady = float(micro_batches - 1)
-    if name == "interleaved":
-        steady, fill = micro_batches - share, share
-    elif name == "pipedream-2bw":
-        steady, fill = float(micro_batches), 0.0
-    elif name not in ("1f1b", "gpipe"):
-        steady = float(micro_batches)
-        fill = share * (ranks - 1) / ranks
-        credit = 2.0 * fill
+    steady, fill = pace(name, ranks=ranks, micro_batches=micro_batches, largest_stage=share)
     return ClosedForm(
         steady=steady,
         fill=fill,
-        credit=credit,
+        credit=2.0 * fill if splits_backward(name) else 0.0,
         in_flight=tuple(
             most_in_flight(
                 name,
@@ -109,6 +100,73 @@ def closed_form(
         forward_apart=name == "gpipe",
         weight_versions=2 if name == "pipedream-2bw" else 1,
     )
+
+
+def pace(
+    name: str, *, ranks: int, micro_batches: int, largest_stage: float = 1.0
+) -> tuple[float, float]:
+    """Return `steady` and `fill` of a schedule that can run in this shape.
+
+    >>> pace("interleaved", ranks=4, micro_batches=8, largest_stage=0.5)
+    (7.5, 0.5)
+    """
+    if name == "interleaved":
+        return micro_batches - largest_stage, largest_stage
+    if name == "pipedream-2bw":
+        return float(micro_batches), 0.0
+    if splits_backward(name):
+        return float(micro_batches), largest_stage * (ranks - 1) / ranks
+    return micro_batches - 1.0, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How many micro-batches the stages of a rank hold at most, each stage's counted.
+
+    `alive` counts from F to the end of I, `waiting` from the start of I to W.  Early stages hold
+    the most: at any moment, of the last j of the V stages no more than j / V · `alive` are alive.
+    So if no stage holds less than the one before it, x_0 <= x_1 <= ..., which makes x a sum of
+    suffixes,
+
+        Σ_c alive_c x_c <= alive / V · Σ_c x_c
+    """
+
+    alive: int
+    waiting: int
+
+
+def held(name: str, rank: int, *, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Held:
+    """Return what a rank holds under a schedule; tests count the orders of planner.schedule.
+
+    >>> [held("zb-h1", rank, ranks=4, micro_batches=8).waiting for rank in range(4)]
+    [1, 2, 3, 4]
+    """
+    stages, most = ranks * virtual_stages, micro_batches * virtual_stages
+    alive, waiting = 0, 0
+    if name in ("zb-h1", "interleaved-zb"):
+        alive, waiting = stages - rank, rank + 1
+    elif name == "zbv":
+        alive, waiting = stages, max(2, 2 * rank + 1)
+    elif name == "dualpipe-v":
+        alive, waiting = stages + 1, max(2, rank + 1)
+    else:
+        alive = most_in_flight(
+            name,
+            rank,
+            stages=stages,
+            micro_batches=micro_batches,
+            virtual_stages=virtual_stages,
+        )
+    if name in ("zb-h1", "interleaved-zb"):
+        waiting = min(waiting, micro_batches)
+    return Held(min(alive, most), min(waiting, most))
+
+
+def most_on_first_stage(name: str, *, ranks: int, micro_batches: int, virtual_stages: int) -> int:
+    """Return how many micro-batches the model's first stage holds at most."""
+    if virtual_stages == 1:
+        return held(name, 0, ranks=ranks, micro_batches=micro_batches).alive
+    return min(micro_batches, 2 * ranks)
 
 
 def uniform_step_s(

@@ -2,15 +2,17 @@
 
 Objective, the closed form that the certificate speaks of:
 
-    T = (m - 1) max_s t_s + sum_s t_s + max_s sync_s + step_s,      mem_s <= capacity
+    T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s,   mem_r <= capacity
 
-with t_s the seconds of stage s on one micro-batch.  Families of configurations wait in a queue,
-ordered by the highest lower bound that is known of each.  The first one gets its next bound (see
-planner.candidates) and goes back to its place; a family whose bounds are all known makes place for
-its layouts, and a layout that is first again with all of its bounds has its partition problem
-solved.  When the first of the queue is not below the best objective found,
-no configuration that is left is either, and the search ends with a proof.  So no problem is solved
-whose bounds exceed the optimum, and no dear bound is worked out where a cheap one exceeds it.
+with t_r the seconds of rank r on one micro-batch, and steady, fill and credit those of the schedule
+(planner.formulation).  Families of configurations wait in a queue, ordered by the highest lower
+bound that is known of each.  The first one gets its next bound (see planner.candidates) and goes
+back to its place; a family of several schedules makes place for one family of each, a family whose
+bounds are all known makes place for its layouts, and a layout that is first again with all of its
+bounds has its partition problem solved.  When the first of the queue is not below the best
+objective found, no configuration that is left is either, and the search ends with a proof.  So no
+problem is solved whose bounds exceed the optimum, and no dear bound is worked out where a cheap one
+exceeds it.
 """
 
 from __future__ import annotations
@@ -244,7 +246,11 @@ class _Hunt:
         if rival is not None and not _may_beat(bound_s, complexity(entry.first), rival):
             self._outbounded(entry)
         elif isinstance(item, Family):
-            if entry.known == COMPUTATION:
+            if len(item.timetables) > 1:
+                parts_s = self._candidates.timetables_s(item)
+                for part_s, part in zip(parts_s, item.by_timetable(), strict=True):
+                    self._push(max(bound_s, part_s), COMPUTATION, part)
+            elif entry.known == COMPUTATION:
                 self._push(max(bound_s, self._candidates.room_s(item)), ROOM, item)
             else:
                 self._opened += 1

@@ -2,24 +2,38 @@
 
 A family has its degrees and its micro-batch, which is what computation depends on; its layouts
 differ in what is shared and sent: ZeRO level, over how many ranks, in which order the axes lie on
-the links, and the schedule.  Degrees are divisors: tensor x context x data x pipeline = devices;
-micro-batches divide each data-parallel rank's share of the global batch.
+the links, and the schedule with its stages per rank.  Degrees are divisors: tensor x context x data
+x pipeline = devices; micro-batches divide each data-parallel rank's share of the global batch.
+
+Stages per rank are 2 to 8 for the schedules that take several, as planner.ranks shares layers among
+them; a number that leaves the largest stage as large as a smaller one does is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import get_args
+from functools import lru_cache
+from typing import NamedTuple, get_args
 
 from planner import axis_orders
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
 from planner.pins import SCHEDULES, Pins
 from planner.plan import INSIDE_OUT, Axis, GradientWire, Job, Layout, Offload, ScheduleName
+from planner.ranks import MOST_COMBINED, Run, run_of, virtual_stages
+from planner.schedule import FOLDED, LOOPED, obstacle
 
 LARGEST_MICRO_BATCH = 64
 LARGEST_CONTEXT = 64
+MOST_VIRTUAL_STAGES = 8
+
+
+class Timetable(NamedTuple):
+    """A schedule, and how many stages it runs on each rank."""
+
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +68,7 @@ class Family:
     micro_batch: int
     micro_batches: int
     sharings: tuple[Sharing, ...]
-    schedules: tuple[ScheduleName, ...]
+    timetables: tuple[Timetable, ...]
     place: axis_orders.Spans = ()
     """How far tensor and context groups reach within each tier."""
 
@@ -67,9 +81,14 @@ class Family:
     @property
     def size(self) -> int:
         """How many layouts there are."""
-        return len(self.sharings) * len(self.schedules)
+        return len(self.sharings) * len(self.timetables)
 
-    def layout(self, sharing: Sharing, schedule: ScheduleName) -> Layout:
+    def by_timetable(self) -> Iterator[Family]:
+        """Yield the part of the family that each timetable makes up."""
+        for timetable in self.timetables:
+            yield replace(self, timetables=(timetable,))
+
+    def layout(self, sharing: Sharing, timetable: Timetable) -> Layout:
         """Return one layout."""
         return Layout(
             tensor=self.degrees.tensor,
@@ -79,7 +98,8 @@ class Family:
             data_replicate=sharing.replicate,
             data_shard=sharing.shard,
             zero=sharing.zero,
-            schedule=schedule,
+            schedule=timetable.schedule,
+            virtual_stages=timetable.virtual_stages,
             micro_batch=self.micro_batch,
             micro_batches=self.micro_batches,
             order=sharing.order,
@@ -88,20 +108,20 @@ class Family:
     def layouts(self) -> Iterator[Layout]:
         """Yield every layout."""
         for sharing in self.sharings:
-            for schedule in self.schedules:
-                yield self.layout(sharing, schedule)
+            for timetable in self.timetables:
+                yield self.layout(sharing, timetable)
 
     def corners(self) -> Iterator[Layout]:
         """Yield the layouts that divide states among the most ranks, for each ZeRO level."""
         for level in {sharing.zero: None for sharing in self.sharings}:
             widest = next(sharing for sharing in self.sharings if sharing.zero == level)
-            for schedule in self.schedules:
-                yield self.layout(widest, schedule)
+            for timetable in self.timetables:
+                yield self.layout(widest, timetable)
 
     @property
     def first(self) -> Layout:
         """The least complex layout."""
-        return self.layout(self.sharings[0], self.schedules[0])
+        return self.layout(self.sharings[0], self.timetables[0])
 
 
 def divisors(number: int) -> list[int]:
@@ -123,7 +143,7 @@ def layouts(
     """
     pins = pins or Pins()
     for degrees in every_degrees(model, cluster, job, pins):
-        for family in families(cluster, job, degrees, pins):
+        for family in families(model, cluster, job, degrees, pins):
             yield from family.layouts()
 
 
@@ -162,11 +182,47 @@ def micro_batches(job: Job, degrees: Degrees, pins: Pins) -> list[tuple[int, int
     ]
 
 
-def schedules(degrees: Degrees, pins: Pins) -> tuple[ScheduleName, ...]:
-    """Return the schedules that differ; without a pipeline there is only one."""
-    if degrees.pipeline == 1:
-        return SCHEDULES[:1]
-    return tuple(name for name in SCHEDULES if pins.schedule in (None, name))
+def timetables(model: ModelGraph, pipeline: int, count: int, pins: Pins) -> tuple[Timetable, ...]:
+    """Return the timetables that differ and can run `count` micro-batches, simplest first.
+
+    Without a pipeline there is only one.  A graph of layers has one stage a rank and whole
+    backwards.
+    """
+    every = _timetables(run_of(model), pipeline, count, pins)
+    if model.edges:
+        return tuple(one for one in every if one.schedule in ("1f1b", "gpipe"))
+    return every
+
+
+@lru_cache(maxsize=1 << 14)
+def _timetables(run: Run | None, pipeline: int, count: int, pins: Pins) -> tuple[Timetable, ...]:
+    every: list[Timetable] = []
+    for name in SCHEDULES if pipeline > 1 else SCHEDULES[:1]:
+        if pins.schedule not in (None, name):
+            continue
+        if name == "pipedream-2bw" and "stale" not in pins.allowed:
+            continue
+        for virtual in _stages_per_rank(name, run, pipeline, pins.virtual_stages):
+            shape = {"stages": pipeline * virtual, "micro_batches": count}
+            if pipeline == 1 or obstacle(name, virtual_stages=virtual, **shape) is None:
+                every.append(Timetable(name, virtual))
+    return tuple(every)
+
+
+def _stages_per_rank(
+    name: ScheduleName, run: Run | None, pipeline: int, pinned: int | None
+) -> list[int]:
+    """Return the numbers of stages per rank that a schedule takes."""
+    if name not in LOOPED and name not in FOLDED:
+        return _allowed([1], pinned)
+    if run is None:
+        return []
+    if name in FOLDED:
+        combined = run.before + run.behind <= MOST_COMBINED
+        return _allowed([2] if combined and run.alike >= 2 * pipeline else [], pinned)
+    if pinned is not None:
+        return [pinned] if 1 < pinned <= run.alike // pipeline else []
+    return virtual_stages(run, pipeline, most=MOST_VIRTUAL_STAGES)
 
 
 def sharings(degrees: Degrees, pins: Pins) -> list[tuple[int, int]]:
@@ -187,34 +243,40 @@ def sharings(degrees: Degrees, pins: Pins) -> list[tuple[int, int]]:
     return result
 
 
-def families(cluster: ClusterSpec, job: Job, degrees: Degrees, pins: Pins) -> Iterator[Family]:
+def families(
+    model: ModelGraph, cluster: ClusterSpec, job: Job, degrees: Degrees, pins: Pins
+) -> Iterator[Family]:
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
     tiers = tiers_of(cluster)
     by_place: dict[axis_orders.Spans, list[Sharing]] = {}
     for zero, shard in sharings(degrees, pins):
         replicate = degrees.data // shard
-        for spans, order in _orders(tiers, degrees, shard, replicate).items():
+        for spans, order in _orders(tiers, degrees, shard, replicate, pins).items():
             inner = spans[:2]  # of tensor and context
             by_place.setdefault(inner, []).append(Sharing(zero, shard, replicate, order))
     for size, count in micro_batches(job, degrees, pins):
-        for place, found in by_place.items():
+        every = timetables(model, degrees.pipeline, count, pins)
+        for place, found in by_place.items() if every else ():
             yield Family(
                 degrees=degrees,
                 micro_batch=size,
                 micro_batches=count,
                 sharings=tuple(found),
-                schedules=schedules(degrees, pins),
+                timetables=every,
                 place=place,
             )
 
 
 def _orders(
-    tiers: tuple[int, ...], degrees: Degrees, shard: int, replicate: int
+    tiers: tuple[int, ...], degrees: Degrees, shard: int, replicate: int, pins: Pins
 ) -> dict[axis_orders.Spans, tuple[Axis, ...]]:
     """Return the orders of axes that differ; experts take neighbouring ranks, so there is one."""
     each = (degrees.tensor, degrees.context, shard, replicate, degrees.pipeline)
-    if degrees.expert > 1:
-        return {axis_orders.spans(tiers, each, INSIDE_OUT): INSIDE_OUT}
+    if degrees.expert > 1 and pins.order not in (None, INSIDE_OUT):
+        return {}
+    if degrees.expert > 1 or pins.order is not None:
+        order = pins.order or INSIDE_OUT
+        return {axis_orders.spans(tiers, each, order): order}
     return axis_orders.distinct_orders(tiers, each)
 
 

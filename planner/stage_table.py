@@ -55,6 +55,9 @@ class StageTable:
         self.seconds = _on_grid(
             seconds if self._cut_s is None else seconds + self._cut_s, self._whole_s
         )
+        self._least_layers = [stage.least_layers for stage in instance.stages]
+        for stage, least in enumerate(self._least_layers):
+            self.seconds[stage, :, : least - 1] = np.inf
         self.settled: Booleans = ~np.isfinite(self.seconds)
         self.sync_limit_s = np.inf
         # Sync of the choice that settled an entry; read only where options differ in it.
@@ -119,6 +122,8 @@ class StageTable:
         staged = seconds * knapsacks.time_scale[stages] + knapsacks.exposed_s[stages]
         extra = 0.0 if self._cut_s is None else self._cut_s[same]
         for s, value in zip(stages, staged, strict=True):
+            if n < self._least_layers[s]:
+                continue
             self.seconds[s][same] = _on_grid(value + extra, self._whole_s)
             self.settled[s][same] = True
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from planner.activations import Treated
 from planner.calibration import Figures
@@ -15,6 +16,9 @@ from planner.memory import BUCKETS, States
 from planner.plan import Activations
 from planner.profile import Recompute
 from planner.requirements import option_name
+
+Holding = Literal["all forwards first", "each backward soon", "whole", "whole, last stage too"]
+"""What a rank holds when: see `strategy_cost`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,24 +127,33 @@ def strategy_cost(
     *,
     neighbour_bytes: float,
     action_s: float,
-    passing: bool,
-    replacing: bool,
+    holding: Holding,
+    last: bool,
+    once: bool,
 ) -> StrategyCost:
     """Add a strategy's parts up.
 
-    An end of the pipeline has one boundary but two actions, hence `action_s`.  A `passing` layer,
-    last in the model and never with two micro-batches in flight, holds its activations only while
-    it runs.  What a backward gathers again, and where all forwards come first (`replacing`) also
-    gradients, appears as activations of that backward go: of the two only the larger counts.
+    An end of the pipeline has one boundary but two actions, hence `action_s`.  The layer that is
+    `last` in the model goes backward right after its forward unless all forwards come first, so it
+    holds its activations only while it runs; dualpipe-v runs another stage between the two.  What a
+    backward gathers again, and where all forwards come first (or there is but one, `once`) also
+    gradients, appears as activations of that backward go: of the two only the larger counts.  Where
+    memory is counted by rank both are always there.
     While an offloaded layer runs, its neighbour's `neighbour_bytes` at most are on the way.
     """
     states = part.states
-    stored = 0.0 if passing else part.stored_bytes
+    first = holding == "all forwards first"
+    stored = 0.0 if last and not first else part.stored_bytes
+    passing = part.stored_bytes - stored
     late, early = states.gathered_bytes, states.gradients_bytes
-    if replacing:
+    if first or once:
         late, early = late + early, 0.0
     resident = states.parameters_bytes + states.optimizer_bytes + early + max(0.0, late - stored)
-    transient = part.transient_bytes + (part.stored_bytes if passing else 0.0)
+    if holding == "whole":
+        resident = states.resident_bytes
+    elif holding == "whole, last stage too":
+        resident, passing = states.resident_bytes + passing, 0.0
+    transient = part.transient_bytes + passing
     return StrategyCost(
         recompute=part.recompute,
         activations=part.activations,

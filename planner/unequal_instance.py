@@ -40,14 +40,14 @@ class DeviceType:
         if self.stages < 1:
             raise ValueError(f"{self.name!r} has {self.stages} stages; leave out unused types")
 
-    def at(self, in_flight: float) -> Stage:
-        """Return a stage of this type with so many micro-batches in flight."""
+    def at(self, in_flight: float, buffer_bytes: float = 0.0) -> Stage:
+        """Return a stage of this type where so much is in flight."""
         return Stage(
             capacity_bytes=self.capacity_bytes,
             in_flight=in_flight,
             time_scale=self.time_scale,
             exposed_s=self.exposed_s,
-            fixed_bytes=self.fixed_bytes,
+            fixed_bytes=self.fixed_bytes + buffer_bytes,
         )
 
 
@@ -55,7 +55,8 @@ class DeviceType:
 class UnequalInstance:
     """A partition problem on several device types; every stage of every type is used.
 
-    `layers[l]` is the kind of layer l; `in_flight[s]` counts micro-batches by position.
+    `layers[l]` is the kind of layer l; `in_flight[s]` counts micro-batches by position,
+    `buffer_bytes[s]` are bytes that any device holds there (empty means none).
     `cut_s[g][h][j]` is charged to both stages that meet before layer j, the first of type g, the
     second of type h; empty means none.
     """
@@ -63,6 +64,7 @@ class UnequalInstance:
     layers: tuple[int, ...]
     types: tuple[DeviceType, ...]
     in_flight: tuple[float, ...]
+    buffer_bytes: tuple[float, ...] = ()
     steady: float
     forward_apart: bool = False
     fill: float = 1.0
@@ -92,13 +94,18 @@ class UnequalInstance:
         for number in range(count):
             self.all_of(number)  # checks the rest
 
+    @property
+    def _positions(self) -> list[tuple[float, float]]:
+        buffers = self.buffer_bytes or (0.0,) * len(self.in_flight)
+        return list(zip(self.in_flight, buffers, strict=True))
+
     def all_of(self, number: int) -> Instance:
         """Return the chain with every stage on devices of one type, cuts free of charge."""
         one = self.types[number]
         return Instance(
             layers=self.layers,
             kinds=one.kinds,
-            stages=tuple(one.at(in_flight) for in_flight in self.in_flight),
+            stages=tuple(one.at(*position) for position in self._positions),
             steady=self.steady,
             forward_apart=self.forward_apart,
             fill=self.fill,
@@ -122,8 +129,8 @@ class UnequalInstance:
             layers=tuple(layers),
             kinds=tuple(table for one in self.types for table in one.kinds),
             stages=tuple(
-                self.types[number].at(in_flight)
-                for number, in_flight in zip(order, self.in_flight, strict=True)
+                self.types[number].at(*position)
+                for number, position in zip(order, self._positions, strict=True)
             ),
             steady=self.steady,
             forward_apart=self.forward_apart,

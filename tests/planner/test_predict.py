@@ -9,6 +9,7 @@ import pytest
 from planner.cluster import ClusterSpec
 from planner.costs import CostTables
 from planner.expressions import resolve_cluster, resolve_model
+from planner.formulation import instance_of
 from planner.model import ModelGraph
 from planner.plan import Job, Layout, Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import balanced_cuts, layout_prediction, placement_prediction, predict
@@ -201,6 +202,7 @@ def test_the_solver_never_counts_fewer_bytes_than_the_prediction(
     chain = [layer.kind for _, layer in llama.chain]
     inner = sorted(rng.sample(range(1, len(chain)), pipeline - 1))
     cuts = (0, *inner, len(chain))
+    seats = instance_of(llama, node, layout, costs).stages
     stages = [
         tuple((kind, rng.choice(["none", "selective", "full"]), "keep") for kind in chain[a:b])
         for a, b in itertools.pairwise(cuts)
@@ -212,13 +214,14 @@ def test_the_solver_never_counts_fewer_bytes_than_the_prediction(
 
     predicted = placement_prediction(tables, layout, stages).stages
 
-    for stage, alive, found in zip(stages, flying, predicted, strict=True):
+    for stage, seat, alive, found in zip(stages, seats, flying, predicted, strict=True):
         layers = [
             next(cost for cost in costs.kinds[kind] if cost.recompute == choice)
             for kind, choice, _ in stage
         ]
         counted = costs.fixed_bytes + costs.slack * (
-            sum(layer.resident_bytes + alive * layer.stored_bytes for layer in layers)
+            seat.fixed_bytes
+            + sum(layer.resident_bytes + alive * layer.stored_bytes for layer in layers)
             + max(layer.transient_bytes for layer in layers)
         )
         assert counted >= found.peak_memory_bytes * (1 - 1e-9)

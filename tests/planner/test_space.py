@@ -49,7 +49,7 @@ def test_layouts_of_a_family_have_equal_computation_and_the_first_is_the_simples
     tables = CostTables(mixtral, four_nodes, JOB)
     pins = Pins(tensor=2, micro_batch=1)
     for degrees in itertools.islice(every_degrees(mixtral, four_nodes, JOB, pins), 0, 40, 3):
-        for family in families(four_nodes, JOB, degrees, pins):
+        for family in families(mixtral, four_nodes, JOB, degrees, pins):
             every = list(family.layouts())
 
             seconds = tables.fastest_s(every)

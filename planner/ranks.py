@@ -1,0 +1,197 @@
+"""What a rank of a pipeline holds when it has several stages: shares of a chain, told by counts.
+
+Where ranks have V stages each, the layers of a rank are not consecutive, so a rank is described by
+how many layers of the chain's longest run of like layers it holds.  The space of splits:
+
+    the layers before that run lie on the first stage, those behind it on the last;
+    of the n like layers on a rank, its stage c, in the order of the model, holds ⌊(n + c) / V⌋;
+    where other ranks hold neither end, the rank with the last stage has as many as the largest of
+    them in each of its stages but the last, which holds the rest.
+
+So the stages of a rank are equal up to one layer, and of every rank the same stages are the longer
+ones; the rank that also has the head of the model is relieved where the head is.  On a rank the
+layers that store less come first, so that no stage holds less than the one before it in the model,
+as `planner.pipeline_model.held` wants it: early stages have the most micro-batches in flight.
+
+A split is thus a number for each rank, and those are found as the cuts of a chain in the order of
+ranks (`Shares.entries`): the run, with the layers that have their place at the end where it is.
+Where the first and the last stage lie on one rank, their layers are one entry of that chain, whose
+options are all combinations.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from planner.model import ModelGraph
+from planner.schedule import rank_of_stage
+
+MOST_AT_AN_END = 4
+"""Layers before or behind the run of like layers; with more the chain is not one of like layers."""
+MOST_COMBINED = 2
+"""Layers that may be combined into one entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The longest run of like layers of a chain: how many, with what on either side."""
+
+    before: int
+    alike: int
+    behind: int
+
+
+@lru_cache(maxsize=64)
+def longest_run(kinds: tuple[str, ...]) -> Run | None:
+    """Return the longest run of like layers; None if too much lies beside it.
+
+    >>> longest_run(("embedding", "block", "block", "block", "head"))
+    Run(before=1, alike=3, behind=1)
+    """
+    best = Run(0, 0, len(kinds))
+    first = 0
+    for _, same in itertools.groupby(kinds):
+        count = len(list(same))
+        if count > best.alike:
+            best = Run(first, count, len(kinds) - first - count)
+        first += count
+    return best if max(best.before, best.behind) <= MOST_AT_AN_END else None
+
+
+def run_of(model: ModelGraph) -> Run | None:
+    """Return the longest run of like layers of a model's chain."""
+    return longest_run(model.chain_kinds)
+
+
+def virtual_stages(run: Run | None, ranks: int, *, most: int) -> list[int]:
+    """Return the numbers of stages a rank that differ in the largest stage, from 2 to `most`.
+
+    Of n like layers on an average rank the largest stage has ⌈n / V⌉; a V for which a smaller one
+    does as well is left out.
+
+    >>> virtual_stages(Run(1, 32, 1), 4, most=8)
+    [2, 3, 4, 8]
+    """
+    result, smallest = [], 0
+    for count in range(2, most + 1):
+        if run is None or ranks < 2 or run.alike < ranks * count:
+            break
+        largest = -(-run.alike // (ranks * count))
+        if not smallest or largest < smallest:
+            result.append(count)
+            smallest = largest
+    return result
+
+
+def largest_stage(run: Run, ranks: int, virtual: int) -> float:
+    """Return the share of an average rank's like layers that lie in its largest stage.
+
+    >>> largest_stage(Run(1, 32, 1), 4, 3)
+    0.375
+    """
+    return min(1.0, -(-run.alike // (ranks * virtual)) * ranks / run.alike)
+
+
+@lru_cache(maxsize=1 << 12)
+def shares_of(
+    kinds: tuple[str, ...], schedule: str, ranks: int, virtual_stages: int
+) -> Shares | None:
+    """Return how ranks share a chain, None if its layers are not alike enough."""
+    run = longest_run(kinds)
+    if run is None or run.alike < ranks * virtual_stages:
+        return None
+    home = rank_of_stage(schedule, stages=ranks * virtual_stages, virtual_stages=virtual_stages)
+    if home[0] == home[-1] and run.before + run.behind > MOST_COMBINED:
+        return None
+    return Shares(run, virtual_stages, home)
+
+
+class Shares:
+    """A chain in the order of ranks, and what each of its entries stands for.
+
+    `home` [stage] is the rank that holds it; `entries` are positions in the model's chain, of like
+    layers any; with fewer entries than `least_entries` [rank] a rank has an empty stage.
+    """
+
+    def __init__(self, run: Run, virtual_stages: int, home: tuple[int, ...]) -> None:
+        self.run = run
+        self.virtual_stages = virtual_stages
+        self.home = home
+        self.ranks = len(home) // virtual_stages
+        self.folded = home[0] == home[-1]
+        ends = [(at,) for at in range(run.before)]
+        last = [(run.before + run.alike + at,) for at in range(run.behind)]
+        like = [(run.before + at,) for at in range(run.alike)]
+        self.entries: list[tuple[int, ...]] = [*ends, *like, *last]
+        if self.folded:
+            combined = tuple(at for entry in ends + last for at in entry)
+            self.entries = [combined, *like] if combined else [*like]
+        self.least_entries = [self._least_entries(rank) for rank in range(self.ranks)]
+
+    def relieved(self, rank: int) -> bool:
+        """Whether the last stage of a rank takes what its others leave."""
+        return not self.folded and self.run.behind > 0 and rank == self.home[-1]
+
+    def full_stages(self, rank: int) -> int:
+        """How many stages of a rank are alike at least; all its like layers lie on as few."""
+        return self.virtual_stages - self.relieved(rank)
+
+    def _least_entries(self, rank: int) -> int:
+        first, last = self.home[0] == rank, self.home[-1] == rank
+        if self.relieved(rank):
+            return self.virtual_stages - 1 + self.run.behind + self.run.before * first
+        begins = first and self.run.before > 0
+        ends = last and self.run.behind > 0
+        bare = range(begins, self.virtual_stages - ends)
+        like = max((self.virtual_stages - at for at in bare), default=0)
+        if self.folded:
+            return max(1, like + (begins or ends))
+        return max(1, like + self.run.before * first + self.run.behind * last)
+
+    def placed(
+        self, cuts: Sequence[int], choices: Sequence[Sequence[int]], order: Sequence[int]
+    ) -> list[list[tuple[int, int]]]:
+        """Return (position in the model's chain, choice) of every stage's layers.
+
+        `cuts` are those of the entries; `choices` [entry] are one choice for each layer that the
+        entry stands for, and `order` lists the choices of like layers from the one that stores
+        least.
+        """
+        run, entries = self.run, self.entries
+        ends: dict[int, int] = {}
+        like: list[list[int]] = []
+        for first, end in itertools.pairwise(cuts):
+            own: list[int] = []
+            for entry, chosen in zip(entries[first:end], choices[first:end], strict=True):
+                if run.before <= entry[0] < run.before + run.alike:
+                    own.extend(chosen)
+                else:
+                    ends.update(zip(entry, chosen, strict=True))
+            like.append(sorted(own, key=order.index))
+        stages: list[list[tuple[int, int]]] = []
+        at = run.before
+        sizes = [self._sizes(rank, [len(own) for own in like]) for rank in range(self.ranks)]
+        for rank in self.home:
+            size = sizes[rank].pop(0)
+            stages.append(list(zip(range(at, at + size), like[rank][:size], strict=True)))
+            del like[rank][:size]
+            at += size
+        stages[0][:0] = [(position, ends[position]) for position in range(run.before)]
+        behind = range(run.before + run.alike, run.before + run.alike + run.behind)
+        stages[-1].extend((position, ends[position]) for position in behind)
+        return stages
+
+    def _sizes(self, rank: int, numbers: Sequence[int]) -> list[int]:
+        """Return how many of its like layers each stage of a rank holds."""
+        virtual, own = self.virtual_stages, numbers[rank]
+        even = [(own + at) // virtual for at in range(virtual)]
+        if not self.relieved(rank):
+            return even
+        largest = max(numbers)
+        sizes = [(largest + at) // virtual for at in range(virtual - 1)]
+        if sum(sizes) > own:
+            sizes = [(own + at) // (virtual - 1) for at in range(virtual - 1)]
+        return [*sizes, own - sum(sizes)]
