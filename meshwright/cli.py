@@ -90,7 +90,12 @@ def plan(
     precision: PrecisionOption = None,
     profile: ProfileOption = None,
     fix: Annotated[
-        list[str] | None, typer.Option("--fix", help="Pin a choice: tp=8, zero=3, recompute=full")
+        list[str] | None,
+        typer.Option("--fix", help="Pin a choice: tp=8, schedule=zbv, order=pp-tp"),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", help="What changes the arithmetic: stale weights, compress"),
     ] = None,
     solver: Annotated[Solver, typer.Option("--solver")] = Solver.EXACT,
     top: Annotated[
@@ -111,6 +116,7 @@ def plan(
             precision=precision.value if precision else None,
             profile=profile,
             fix=fix or (),
+            allow=allow or (),
             solver=solver.value,
             top=top,
             output=output,

@@ -102,12 +102,16 @@ def plan(
     precision: Precision | None = None,
     profile: str | None = None,
     fix: Sequence[str] = (),
+    allow: Sequence[str] = (),
     solver: str = "exact",
     top: int = 1,
     output: str | None = None,
     progress: Progress | None = None,
 ) -> Answer:
-    """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too."""
+    """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
+
+    `allow` names what the search may do to the arithmetic of training: `stale` weights, `compress`.
+    """
     if top < 1:
         raise DocumentError("top", f"is {top}; it is a whole number from 1")
     graph, machine = model_of(model, seq_len=seq_len), resolve_cluster(cluster)
@@ -119,7 +123,7 @@ def plan(
         job,
         cluster_name=cluster,
         profile=measured,
-        pins=read_pins(fix),
+        pins=read_pins(fix, allow),
         solver=solver,
         top=top,
         progress=progress,
@@ -158,7 +162,7 @@ def predict(
         raise DocumentError("cluster", "is missing; say on which machine, as in --cluster local")
     graph, machine = model_of(model_or_plan, seq_len=seq_len), resolve_cluster(cluster)
     job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
-    pins = read_pins([layout] if layout else [])
+    pins = read_pins([layout] if layout else [], ["stale,compress"])
     wanted_layout = pinned_layout(machine, job, pins)
     if backend != "native":
         from planner.backends.prediction import (  # noqa: PLC0415 - rules of every framework

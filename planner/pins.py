@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -113,8 +113,8 @@ class Pins:
         return all(pin in (None, value) for pin, value in pinned)
 
 
-def read_pins(texts: Sequence[str]) -> Pins:
-    """Read `tp=8`, `pp=4,zero=3`, ... as the command line gives them.
+def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
+    """Read `tp=8`, `pp=4,zero=3`, ... as the command line gives them, and what is allowed.
 
     >>> read_pins(["tp=8", "zero=3,recompute=full"]).recompute
     'full'
@@ -128,7 +128,21 @@ def read_pins(texts: Sequence[str]) -> Pins:
         if field in values:
             raise DocumentError("fix", f"'{item}': {name} is given twice")
         values[field] = _pin_value(field, value, item)
-    return Pins(**values)  # type: ignore[arg-type]
+    pins = Pins(**values, allowed=read_allowances(allow))  # type: ignore[arg-type]
+    for needed, word in _needed(pins):
+        if word not in pins.allowed:
+            raise DocumentError("fix", f"{needed} changes training: add --allow {word}")
+    return pins
+
+
+def _needed(pins: Pins) -> Iterator[tuple[str, Allowance]]:
+    """Yield pins that need an allowance, as they are written, and which."""
+    if pins.schedule == "pipedream-2bw":
+        yield "schedule=pipedream-2bw", "stale"
+    if pins.activations == "compress":
+        yield "activations=compress", "compress"
+    if pins.gradient_wire not in (None, "full"):
+        yield f"gradients={pins.gradient_wire}", "compress"
 
 
 def read_allowances(texts: Sequence[str]) -> frozenset[Allowance]:

@@ -59,7 +59,7 @@ class Case:
 ROOMY = Case("gpt2", "4xv100-sxm-32gb", 1024, 32)
 TIGHT = Case("llama-3.2-3b", "4xa100-sxm-40gb", 4096, 32)
 TIGHTER = Case("llama-3.1-8b", "8xa100-sxm-40gb", 8192, 32, Pins(micro_batch=1))
-EXPERTS = Case("mixtral-8x7b", "4x8xh100-sxm-80gb", 4096, 64, Pins(tensor=2, micro_batch=1))
+EXPERTS = Case("mixtral-8x7b", "4x8xh100-sxm-80gb", 4096, 64, Pins(tensor=2, micro_batch=1, zero=1))
 TWO_KINDS = Case("gemma-2-2b", "8xrtx-4090", 4096, 32)
 ALL_AXES = Case(
     "mixtral-8x7b", "2x8xh100-sxm-80gb", 4096, 16, Pins(micro_batch=1, zero=3), rules=limit
