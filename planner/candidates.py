@@ -31,7 +31,7 @@ from planner.model import ModelGraph
 from planner.native import Rules, refusal
 from planner.pins import Pins
 from planner.plan import Job, Layout
-from planner.schedule import splits_backward
+from planner.schedule import FOLDED, splits_backward
 from planner.space import (
     Degrees,
     Family,
@@ -68,6 +68,8 @@ class Candidates:
         self._counts: dict[str, int] = {}
         for layer in model.layers:
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
+        self._may_hold_plain: dict[object, bool] = {}
+        self._room_plain_s: dict[object, float] = {}
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self.families = list(self._families())
 
@@ -162,9 +164,41 @@ class Candidates:
         Every figure is the least of the family, which has one timetable: seconds are those of
         computation, states are divided among as many ranks as there are under each ZeRO level (they
         only grow with fewer, see planner.memory).
+
+        What does not fit under 1F1B fits under no other timetable but GPipe, which may hold
+        gradients where activations were, and those that are folded, whose ends lie on one rank:
+        each rank holds as many micro-batches or more, and more beside them.
         """
-        if not any(self._may_hold(layout) for layout in family.corners()):
+        schedule = family.timetables[0].schedule
+        if schedule in ("1f1b", "gpipe"):
+            may_hold = self._plain_may_hold if schedule == "1f1b" else self._any_may_hold
+            return self._counted_s(family) if may_hold(family) else math.inf
+        if not self._plain_may_hold(family):
             return math.inf
+        if schedule not in FOLDED and math.isinf(self._plain_room_s(family)):
+            return math.inf
+        return self._counted_s(family)
+
+    def _plain_may_hold(self, family: Family) -> bool:
+        """`_any_may_hold` under 1F1B."""
+        key = _beside_timetable(family)
+        if key not in self._may_hold_plain:
+            plain = replace(family, timetables=(Timetable(),))
+            self._may_hold_plain[key] = self._any_may_hold(plain)
+        return self._may_hold_plain[key]
+
+    def _plain_room_s(self, family: Family) -> float:
+        """`room_s` under 1F1B."""
+        key = _beside_timetable(family)
+        if key not in self._room_plain_s:
+            plain = replace(family, timetables=(Timetable(),))
+            self._room_plain_s[key] = self._counted_s(plain)
+        return self._room_plain_s[key]
+
+    def _any_may_hold(self, family: Family) -> bool:
+        return any(self._may_hold(layout) for layout in family.corners())
+
+    def _counted_s(self, family: Family) -> float:
         corners = [self.tables.of(layout) for layout in family.corners()]
         some = corners[0]
         least = replace(
@@ -256,6 +290,11 @@ class Candidates:
             if dominates(twin, self.tables.of(twin), layout, costs):
                 return twin
         return None
+
+
+def _beside_timetable(family: Family) -> tuple[object, ...]:
+    """What tells a family from others, but for its timetables."""
+    return family.degrees, family.micro_batch, family.place
 
 
 def _plainest(job: Job, degrees: Degrees) -> Layout:
