@@ -28,7 +28,7 @@ CAVEAT_SOURCE = "planner/native.py"
 """Where an assumption comes from that says that a plan cannot be launched."""
 GROUPED_BYTES = 16
 """Rows of matrices in torch's grouped product are multiples of this (torch._grouped_mm)."""
-PRECISIONS = ("bf16", "tf32", "fp32")
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 GROUP_SCHEDULES = ("1f1b", "gpipe")
 """Schedules for stages on devices that differ."""
 
@@ -197,10 +197,12 @@ def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what no backend can do as the planner describes it."""
     if job.precision not in PRECISIONS:
         yield Obstacle(
-            "precision", f"{job.precision} cannot be trained; use {' or '.join(PRECISIONS)}"
+            "precision",
+            f"{job.precision} has not been held against another precision on a device that has it, "
+            f"so it cannot be trained; use {' or '.join(PRECISIONS)}",
         )
     if layout.gradient_wire != "full":
-        yield Obstacle("gradient_wire", f"{layout.gradient_wire} cannot be executed; use full")
+        yield from _wire_limits(job, layout)
     if layout.stages > 1:
         found = schedule.obstacle(
             layout.schedule,
@@ -225,6 +227,24 @@ def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
         yield from _expert_limits(model.architecture, layout.expert)
     if layout.tensor > 1:
         yield from _tensor_limits(model.architecture, job, layout)
+
+
+def _wire_limits(job: Job, layout: Layout) -> Iterator[Obstacle]:
+    place, wire = "gradient_wire", layout.gradient_wire
+    if layout.data * layout.context == 1:
+        yield Obstacle(place, f"is {wire}, and without data parallelism nothing travels; use full")
+    if wire != "powersgd":
+        return
+    if layout.zero or layout.data_shard > 1:
+        yield Obstacle(
+            place, f"is powersgd, which needs whole gradients on every rank, not ZeRO-{layout.zero}"
+        )
+    if layout.offload == "parameters":
+        yield Obstacle(place, "is powersgd, which cannot reduce gradients on the host; use bf16")
+    if job.precision == "fp16":
+        yield Obstacle(
+            place, "is powersgd, whose memory does not follow the loss scale of fp16; use bf16"
+        )
 
 
 def _expert_limits(a: Architecture | None, degree: int) -> Iterator[Obstacle]:

@@ -74,7 +74,8 @@ class AdamW:
         for index, parameter in enumerate(self._parameters):
             if not parameter.numel():
                 # Other ranks hold the values; a checkpoint may take the count of steps from here.
-                self.moments[index].step.add_(1 if spoilt is None else 1 - spoilt)
+                at = self.moments[index].step
+                at.add_(1 if spoilt is None else (1 - spoilt).to(at.device))
         if not self._streamed:
             self._update(used, [self.moments[index] for index in used], grads, rate, spoilt)
             return

@@ -23,6 +23,8 @@ from planner.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
+from runtime.gradient_wire import PowerSGD
+from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
 from runtime.optimizer import Optimizer
 from runtime.parallelize import activation_type, gathers_anew, parallel_stage, reduces_at_once
@@ -40,6 +42,8 @@ class StepResult:
     """Mean over all tokens of the global batch, before the step."""
     grad_norm: float
     """Of the whole model, before clipping."""
+    skipped: bool = False
+    """Gradients overflowed in fp16: no weight moved, and the next step has a smaller loss scale."""
 
 
 class Engine:
@@ -88,6 +92,7 @@ class Engine:
             )
             for stage in self.stages
         )
+        low_rank = plan.gradient_wire == "powersgd"
         self._optimizer = Optimizer(
             [part.chain for part in self._parts],
             self._adapter,
@@ -95,6 +100,8 @@ class Engine:
             self._place,
             device=device,
             offload=plan.offload,
+            scale=LossScale(device, active=plan.precision == "fp16"),
+            low_rank=PowerSGD(self._place.replicating.get_group()) if low_rank else None,
             summed=frozenset().union(*(part.summed for part in self._parts)),
         )
         self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
@@ -149,8 +156,9 @@ class Engine:
             )
         # Every rank that has tokens of its own, and each of its tensor ranks, holds their mean.
         holders = self._place.replicas * self.plan.mesh.tensor
-        loss, norm = self._optimizer.step(loss / holders).tolist()
-        return StepResult(loss, norm)
+        loss = self._optimizer.scale.taken_off(loss) / holders
+        loss, norm = self._optimizer.step(loss).tolist()
+        return StepResult(loss, norm, skipped=self._optimizer.scale.skips(norm))
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> float:
@@ -168,7 +176,9 @@ class Engine:
                 if isinstance(module, FSDPModule):
                     module.reshard()  # what no backward follows stays gathered
         total = sum((_plain(loss) for loss in losses), torch.zeros((), device=self.device))
-        total = total / (self._place.replicas * self.plan.mesh.tensor)
+        total = self._optimizer.scale.taken_off(total) / (
+            self._place.replicas * self.plan.mesh.tensor
+        )
         if self._place.mesh is not None:
             dist.all_reduce(total)
         return float(total)
@@ -180,7 +190,7 @@ class Engine:
     def state(self) -> dict[str, Tensor]:
         """Return everything a checkpoint needs: flat, by parameter name, sharing live memory.
 
-        Keys: model.<name>, optim.<name>.exp_avg / exp_avg_sq / step, train.step.  Divided
+        Keys: model.<name>, optim.<name>.exp_avg / exp_avg_sq / step, train.<...>.  Divided
         parameters are DTensors; torch.distributed.checkpoint loads them in place under any plan.
         """
         return self._optimizer.state()
@@ -229,7 +239,7 @@ class Engine:
     def _micro_batch_loss(self, output: Tensor, target: Tensor) -> Tensor:
         plan = self.plan
         mean_share = plan.global_batch / (plan.micro_batch * self.data_degree)
-        return self._adapter.loss(output, target) / mean_share
+        return self._optimizer.scale.applied(self._adapter.loss(output, target) / mean_share)
 
     def _boundary(self, stage: int, tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return meta tensors of what a stage hands on: this rank's part of the positions."""

@@ -19,7 +19,9 @@ from planner.plan import Offload
 from planner.training import Training
 from runtime.adamw import AdamW
 from runtime.adapter import Adapter, Chain
+from runtime.gradient_wire import PowerSGD
 from runtime.learning_rate import learning_rate
+from runtime.loss_scale import LossScale
 from runtime.mesh import Place
 from runtime.recompute import PREFIX
 
@@ -56,12 +58,17 @@ class Optimizer:
         device: torch.device,
         summed: frozenset[str],
         offload: Offload = "none",
+        scale: LossScale | None = None,
+        low_rank: PowerSGD | None = None,
     ) -> None:
+        """`scale` is fp16's; `low_rank` reduces gradients that nobody has reduced over replicas."""
         self.training = training
         self.device = device
         self.place = place
         self.slots = _slots(chains, adapter, place, summed)
         self.steps = torch.zeros((), dtype=torch.int64)
+        self.scale = scale or LossScale(device, active=False)
+        self._low_rank = low_rank
         self._ends = place.ends() if place.degrees.pipeline > 1 else None
         # Its state is made now rather than at the first step, so that a checkpoint can load.
         self._adamw = AdamW(
@@ -76,24 +83,36 @@ class Optimizer:
     def step(self, loss: Tensor) -> Tensor:
         """Apply the gradients; return [sum of `loss` over all ranks, gradient norm] on the device.
 
+        `loss` is without fp16's scale and the gradients are with it.  A norm that is not finite
+        means, in fp16, that the step changed nothing but the scale.
+
         The two share one all-reduce, the only collective here of a job without tensor axis or ties.
         """
         slots = [slot for slot in self.slots if slot.parameter.grad is not None]
         grads = [_local_grad(slot.parameter) for slot in slots]
         self._sum_partial(slots, grads)
+        if self._low_rank is not None:
+            self._low_rank.reduce([slot.name for slot in slots], grads)
         self._sum_tied(slots, grads)
         report = torch.stack((loss.float(), _squared_norm(slots, grads, like=loss)))
         if self.place.mesh is not None:
             dist.all_reduce(report)
-        norm = report[1].sqrt()
-        if self.training.clip_norm > 0 and grads:
+        norm = self.scale.taken_off(report[1].sqrt())
+        shrink = None
+        if self.training.clip_norm > 0:
             shrink = (self.training.clip_norm / (norm + _NORM_EPSILON)).clamp(max=1.0)
+        if self.scale.active:
+            shrink = self.scale.taken_off(torch.ones_like(norm) if shrink is None else shrink)
+        if shrink is not None and grads:
             torch._foreach_mul_(grads, shrink.to(grads[0].device))
+        spoilt = self.scale.spoilt(norm)
         made = {id(slot): grad for slot, grad in zip(slots, grads, strict=True)}
         self._adamw.step(
             [made.get(id(slot)) for slot in self.slots],
             rate=learning_rate(self.training, int(self.steps)),
+            spoilt=spoilt,
         )
+        self.scale.update(spoilt)
         self.steps += 1
         for slot in slots:
             slot.parameter.grad = None
@@ -106,7 +125,7 @@ class Optimizer:
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # what comes back to the host must have arrived
-        result: dict[str, Tensor] = {"train.step": self.steps}
+        result: dict[str, Tensor] = {"train.step": self.steps, **self.scale.state()}
         for slot, moments in zip(self.slots, self._adamw.moments, strict=True):
             result[f"model.{slot.name}"] = _whole(slot, slot.local)
             for key, value in moments.named().items():

@@ -9,7 +9,9 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
@@ -23,10 +25,13 @@ from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, Adapter, Chain, parameter_names
 from runtime.branches import TOKENS, Branches
 from runtime.factory import FactoryModel
+from runtime.gradient_wire import narrow
 from runtime.initialize import materialize
 from runtime.mesh import Place, wants_mesh
 from runtime.published import Weights
 from runtime.weight_gradients import WeightGradients, defer
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,7 @@ class ParallelStage:
 
 def activation_type(plan: Plan) -> torch.dtype:
     """Return the type in which layers compute and pass activations on."""
-    return torch.bfloat16 if plan.precision == "bf16" else torch.float32
+    return _HALVES.get(plan.precision, torch.float32)
 
 
 def parallel_stage(
@@ -71,7 +76,8 @@ def parallel_stage(
             summed |= {f"{name}.{parameter}" for parameter in partial}
         adapter.tie(layers)  # again, since `divide` made new parameters
     shared = _shared(layers)
-    wraps = place.mesh is not None and (place.replicas > 1 or wants_mesh(plan))
+    reduces = place.replicas > 1 and plan.gradient_wire != "powersgd"
+    wraps = place.mesh is not None and (reduces or wants_mesh(plan))
     chain = _stage_module(plan, adapter, stage, layers)
     traffic = Traffic(device)
     moved = [False, *(item.activations == "offload" for item in placed), False]
@@ -152,24 +158,31 @@ def _over_data(
     module: nn.Module, plan: Plan, place: Place, device: torch.device, *, root: bool
 ) -> None:
     policy = MixedPrecisionPolicy()
-    if plan.precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # The root's own parameters are needed again at once; None lets FSDP keep them.
-    reshard = (None if root else True) if gathers_anew(plan, place) else False
-    if plan.offload == "parameters":
-        fully_shard(
-            module,
-            mesh=place.division,
-            mp_policy=policy,
-            reshard_after_forward=reshard,
-            offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda"),
+    if plan.precision in _HALVES:
+        policy = MixedPrecisionPolicy(
+            param_dtype=_HALVES[plan.precision], reduce_dtype=torch.float32
         )
+    plain = plan.offload != "parameters" and plan.gradient_wire == "full"
+    if plain and not place.sharded:
+        replicate(module, mesh=place.data_mesh, mp_policy=policy)
+        return
+    offload = OffloadPolicy()
+    if plan.offload == "parameters":
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    fully_shard(
+        module,
+        mesh=place.division if plan.gradient_wire == "full" else place.sharding,
+        mp_policy=policy,
+        # The root's own parameters are needed again at once; None lets FSDP keep them.
+        reshard_after_forward=(None if root else True) if gathers_anew(plan, place) else False,
+        offload_policy=offload,
+    )
+    if plan.gradient_wire in ("bf16", "fp16"):
+        assert isinstance(module, FSDPModule)
+        narrow(module, plan.gradient_wire, place.replicating.get_group())
+    if plan.offload == "parameters":
         for parameter in module.parameters():
             host.settle(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
-    elif not place.sharded:
-        replicate(module, mesh=place.data_mesh, mp_policy=policy)
-    else:
-        fully_shard(module, mesh=place.data_mesh, mp_policy=policy, reshard_after_forward=reshard)
 
 
 def gathers_anew(plan: Plan, place: Place) -> bool:

@@ -41,6 +41,8 @@ class Result(Protocol):
 
     loss: float
     grad_norm: float
+    skipped: bool
+    """Loss or norm was not finite, and no weight moved: fp16 looks for its loss scale."""
 
 
 class Steps(Protocol):
@@ -169,6 +171,7 @@ class Loop:
         step_s: list[float] = []
         peak = _Peak(self.orders.device)
         stopped: Literal["steps", "max_seconds"] = "steps"
+        loss = 0.0
         while self.steps_done < self.orders.steps:
             step = self.steps_done + 1
             begin = time.perf_counter()
@@ -179,13 +182,15 @@ class Loop:
             self.next_sample += self.plan.global_batch
             out_of_time = self._out_of_time()
             eval_loss = self._eval_loss(last=out_of_time)
-            if metrics is not None:
+            if not result.skipped:
+                loss = result.loss
+            if metrics is not None and not result.skipped:
                 metrics.write(self._record(result, step_s[-1], eval_loss, peak.so_far_bytes()))
             every = self.orders.checkpoint_every
             if self._saver is not None:
                 self._saver.check()
                 if out_of_time or step == self.orders.steps or (every and step % every == 0):
-                    self._saver.begin(self.engine.state(), self._progress(result.loss))
+                    self._saver.begin(self.engine.state(), self._progress(loss))
             if out_of_time:
                 stopped = "max_seconds"
                 break
@@ -245,7 +250,7 @@ class Loop:
 
     def _refuse_nonsense(self, result: Result) -> None:
         """Stop on a loss or gradient that is not a number; nothing was saved since it went bad."""
-        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+        if result.skipped or (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             return
         saved = self._last_saved()
         last = f"the last good checkpoint is {saved}" if saved else "nothing was saved"

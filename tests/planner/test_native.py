@@ -43,10 +43,10 @@ def test_what_the_runtime_can_run_is_not_refused(llama: ModelGraph, node: Cluste
     assert refusal(llama, node, JOB, layout) is None
 
 
-def test_half_precision_with_scaling_is_refused(llama: ModelGraph, node: ClusterSpec) -> None:
-    job = Job(seq_len=4096, global_batch=64, precision="fp16")
+def test_quarter_precision_is_refused(llama: ModelGraph, node: ClusterSpec) -> None:
+    job = Job(seq_len=4096, global_batch=64, precision="fp8")
 
-    assert "fp16" in (refusal(llama, node, job, Layout()) or "")
+    assert "fp8" in (refusal(llama, node, job, Layout()) or "")
 
 
 @pytest.mark.parametrize(("name", "reason"), [("gpt2", "gpt2"), ("vit-l-16", "patches")])

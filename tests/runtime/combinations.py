@@ -306,6 +306,13 @@ BOUNDS: dict[Property, Bound] = {
     # Each micro-batch and each divided sum is rounded to 8 bits of mantissa on its own, and AdamW
     # makes full steps of gradients that are nothing but such rounding.
     ("precision", "bf16"): Bound(1e-4, 1e-2, 1e-1),
+    # With 11 bits, and gradients that are scaled before they are rounded.
+    ("precision", "fp16"): Bound(1e-4, 1e-2, 1e-1),
+    # Each rank's gradients are rounded to 8 bits of mantissa, or 11, before they are summed.
+    ("gradient_wire", "bf16"): Bound(1e-4, 1e-1, 1e-1),
+    ("gradient_wire", "fp16"): Bound(1e-4, 1e-2, 1e-1),
+    # Much of the first gradients comes steps later.
+    ("gradient_wire", "powersgd"): Bound(1e-2, 5e-1, 1.0),
     # Stored tensors are rounded to 8 bits.
     ("activations", "compress"): Bound(2e-4, 1e-2, 1e-1),
 }

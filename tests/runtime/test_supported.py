@@ -41,7 +41,31 @@ def test_every_family_is_supported_in_one_process(family: str) -> None:
             "mesh.context: leaves 2 positions, which tensor=4 does not divide",
         ),
         ("mixtral", {}, {"expert": 2}, "mesh.expert: is 2; expert parallelism cannot"),
-        ("llama", {}, {"precision": "fp16"}, "precision: fp16 cannot be trained; use bf16"),
+        ("llama", {}, {"precision": "fp8"}, "precision: fp8 has not been held against another"),
+        (
+            "llama",
+            {},
+            {"gradient_wire": "bf16"},
+            "gradient_wire: is bf16, and without data parallelism nothing travels; use full",
+        ),
+        (
+            "llama",
+            {},
+            {"gradient_wire": "powersgd", "data_shard": 2, "zero": 1},
+            "gradient_wire: is powersgd, which needs whole gradients on every rank, not ZeRO-1",
+        ),
+        (
+            "llama",
+            {},
+            {"gradient_wire": "powersgd", "data_replicate": 2, "offload": "parameters"},
+            "gradient_wire: is powersgd, which cannot reduce gradients on the host",
+        ),
+        (
+            "llama",
+            {},
+            {"gradient_wire": "powersgd", "data_replicate": 2, "precision": "fp16"},
+            "gradient_wire: is powersgd, whose memory does not follow the loss scale of fp16",
+        ),
         ("reference", {"qk_norm": True}, {}, "the reference transformer has no query/key norms"),
         (
             "llama",

@@ -37,6 +37,7 @@ MODEL = ModelGraph(name="toy", layers=(Layer(name="a", kind="block", parameters=
 class Result:
     loss: float
     grad_norm: float
+    skipped: bool = False
 
 
 class Averaging:
