@@ -513,7 +513,8 @@ class CostTables:
             return widest * scale, narrowest * scale
         a = self.model.architecture
         if a is None:
-            traces = [layer.trace for layer in self.model.layers if layer.trace]
+            # What the last layer returns crosses no boundary.
+            traces = [layer.trace for _, layer in self.model.chain[:-1] if layer.trace]
             largest = max((trace.output_bytes for trace in traces), default=0) * scale
             return largest, largest
         stream = self._stream_bytes(setting)

@@ -311,13 +311,16 @@ class MixedSpace:
 
 
 def _spaces(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> Iterator[Space[Any]]:
-    """Yield the layouts of every set of groups, the largest first."""
+    """Yield the layouts of every set of groups, the largest first.
+
+    Shares are soon solved, and what they reach need not be looked for along a pipeline.
+    """
     for count in range(len(cluster.groups), 0, -1):
         for groups in itertools.combinations(cluster.groups, count):
             part = cluster.part(groups)
-            yield MixedSpace(model, part, job, pins)
             if part.mixed:
                 yield ShareSpace(model, part, job, pins)
+            yield MixedSpace(model, part, job, pins)
 
 
 def _closest_miss(
