@@ -15,7 +15,19 @@ import argparse
 import time
 from dataclasses import dataclass
 
-from planner.certificate import BOUNDS, DOMINATED, NO_FASTER, OUT_OF_MEMORY, REFUSED, SLOWER
+from planner.certificate import (
+    BOUNDS,
+    COMMONEST,
+    COMMUNICATION,
+    COMPUTATION,
+    DOMINATED,
+    MEMORY,
+    NO_FASTER,
+    OUT_OF_MEMORY,
+    REFUSED,
+    ROOM,
+    SLOWER,
+)
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.native import Rules, limit, refusal
@@ -118,10 +130,11 @@ GROWTH = [
 COLUMNS = [
     ("configurations", None),
     ("refused", REFUSED),
-    ("computation", BOUNDS[0]),
-    ("+memory", BOUNDS[1]),
-    ("communication", BOUNDS[2]),
-    ("all bounds", BOUNDS[3]),
+    ("computation", BOUNDS[COMPUTATION]),
+    ("+commonest", BOUNDS[COMMONEST]),
+    ("+memory", BOUNDS[ROOM]),
+    ("communication", BOUNDS[COMMUNICATION]),
+    ("all bounds", BOUNDS[MEMORY]),
     ("dominated", DOMINATED),
     ("no fit", OUT_OF_MEMORY),
     ("no faster", NO_FASTER),

@@ -23,7 +23,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.instance import ROUNDING, Instance, Option
+from planner.instance import ROUNDING, Instance, Option, Stage
 
 Floats = NDArray[np.float64]
 
@@ -100,37 +100,102 @@ def counted_s(instance: Instance) -> float:
     steps below the upper one; the least over these intervals holds for every split.
     """
     chain = _Chain.of(instance)
-    hosted_s = _hosted_s(instance, chain)
-    stages = len(instance.stages)
-    empty_s, held_s = hosted_s[:, 0], hosted_s[:, 1:]
-    finite = np.isfinite(held_s)
-    times_s = np.sort(held_s[finite])
-    if len(times_s) < chain.needed or not np.isfinite(empty_s).all():
-        return math.inf
-    steps_s = np.full(held_s.shape, np.inf)
-    np.subtract(held_s, hosted_s[:, :-1], out=steps_s, where=finite)
-    base_s = float(empty_s.sum())
+    counted = _Counted(_hosted_s(instance, chain), chain)
+    return counted.least_s(instance.steady, instance.fill, once_s=chain.sync_s - chain.credits_s)
 
-    def filled_s(below_s: float) -> float:
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """How fast stages of equal room run layers of one kind, by the micro-batches in flight.
+
+    Counted once, it bounds every schedule that such stages may have.
+    """
+
+    hosted_s: Floats
+    """[micro-batches in flight, layers] Least seconds of a stage."""
+    chain: _Chain
+
+    @classmethod
+    def of(
+        cls,
+        options: Sequence[Option],
+        *,
+        layers: int,
+        capacity_bytes: float,
+        in_flight: Sequence[float],
+        others: Sequence[tuple[int, float]],
+    ) -> Alike:
+        """Count for every number of micro-batches `in_flight` that a stage may have.
+
+        `others`: how many layers of another kind there are beside them, and its fewest seconds;
+        they may be anywhere, and what they hold is left out.
+        """
+        chain = _Chain(
+            main=0,
+            needed=layers,
+            placed=((),) * len(in_flight),
+            others_s=sum(count * fastest_s for count, fastest_s in others),
+            slowest_s=max((fastest_s for _, fastest_s in others), default=0.0),
+            credits_s=0.0,
+            sync_s=0.0,
+        )
+        instance = Instance(
+            layers=(0,) * layers,
+            kinds=(tuple(options),),
+            stages=tuple(
+                Stage(capacity_bytes=capacity_bytes, in_flight=number) for number in in_flight
+            ),
+            steady=0.0,
+        )
+        return cls(_hosted_s(instance, chain), chain)
+
+    def least_s(
+        self, stages: Sequence[int], *, steady: float, fill: float, credits_s: float
+    ) -> float:
+        """Least objective of a schedule; `stages` are places in `in_flight`."""
+        counted = _Counted(self.hosted_s[list(stages)], self.chain)
+        return counted.least_s(steady, fill, once_s=-credits_s)
+
+
+class _Counted:
+    """The times that stages take by their layers of the main kind, as `counted_s` looks at them."""
+
+    def __init__(self, hosted_s: Floats, chain: _Chain) -> None:
+        self._chain = chain
+        self._stages = len(hosted_s)
+        self._empty_s, self._held_s = hosted_s[:, 0], hosted_s[:, 1:]
+        finite = np.isfinite(self._held_s)
+        self._times_s = np.sort(self._held_s[finite])
+        self._steps_s = np.full(self._held_s.shape, np.inf)
+        np.subtract(self._held_s, hosted_s[:, :-1], out=self._steps_s, where=finite)
+
+    def least_s(self, steady: float, fill: float, *, once_s: float) -> float:
+        """Least objective at a pace; `once_s` is added to it whatever the split."""
+        chain = self._chain
+        if len(self._times_s) < chain.needed or not np.isfinite(self._empty_s).all():
+            return math.inf
+        freest_s = self._filled_s(math.inf)
+        nth_s = float(self._times_s[chain.needed - 1])
+        lowest_s = max(nth_s, float(self._empty_s.max()), chain.slowest_s)
+        above = int(np.searchsorted(self._times_s, lowest_s, side="right"))
+        next_s = np.unique(self._times_s[above : above + CEILINGS * self._stages])
+        ceilings = [lowest_s, *next_s[:CEILINGS].tolist()]
+        best_s = steady * ceilings[-1] + fill * freest_s
+        for ceiling_s, next_s in itertools.pairwise(ceilings):
+            if steady * ceiling_s + fill * freest_s >= best_s:
+                break
+            best_s = min(best_s, steady * ceiling_s + fill * self._filled_s(next_s))
+        even_s = steady * (freest_s + chain.others_s) / self._stages + fill * freest_s
+        bound_s: float = max(best_s, even_s) * _BELOW + fill * chain.others_s + once_s
+        return bound_s
+
+    def _filled_s(self, below_s: float) -> float:
         """Least Σ τ_s with every stage below a ceiling."""
-        steps = steps_s[held_s < below_s]
-        if len(steps) > chain.needed:
-            steps = np.partition(steps, chain.needed - 1)[: chain.needed]
-        return base_s + float(steps.sum())
-
-    steady, fill = instance.steady, instance.fill
-    freest_s = filled_s(math.inf)
-    lowest_s = max(float(times_s[chain.needed - 1]), float(empty_s.max()), chain.slowest_s)
-    ceilings = [lowest_s, *np.unique(times_s[times_s > lowest_s])[:CEILINGS].tolist()]
-    best_s = steady * ceilings[-1] + fill * freest_s
-    for ceiling_s, next_s in itertools.pairwise(ceilings):
-        if steady * ceiling_s + fill * freest_s >= best_s:
-            break
-        best_s = min(best_s, steady * ceiling_s + fill * filled_s(next_s))
-    even_s = steady * (freest_s + chain.others_s) / stages + fill * freest_s
-    rest_s = fill * chain.others_s - chain.credits_s + chain.sync_s
-    bound_s: float = max(best_s, even_s) * _BELOW + rest_s
-    return bound_s
+        needed = self._chain.needed
+        steps = self._steps_s[self._held_s < below_s]
+        if len(steps) > needed:
+            steps = np.partition(steps, needed - 1)[:needed]
+        return float(self._empty_s.sum()) + float(steps.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """The configurations that one search looks at, and what each can be held against.
 
-Bounds come in steps, each dearer and at least as high as the one before.  Two for a whole family:
+Bounds come in steps, each dearer and at least as high as the one before.  For a whole family:
 
     computation     layers at their fastest, nothing shared or sent, under the best of its schedules
+    rooms           the same for each schedule, with room for the commonest layers alone
     room            the same for one schedule, with what each stage can hold if states are shared as
                     far as they go
 
@@ -14,7 +15,6 @@ and two for a single layout:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -26,12 +26,14 @@ from planner.cluster import ClusterSpec
 from planner.costs import CostTables, LayoutCosts, StrategyCost
 from planner.dominance import dominates, twins
 from planner.formulation import boundaries_s, instance_of, layout_pace
-from planner.instance import ROUNDING, Instance
+from planner.instance import Instance
+from planner.layer_options import allowed, option_of
 from planner.model import ModelGraph
 from planner.native import Rules, refusal
 from planner.pins import Pins
+from planner.pipeline_model import held
 from planner.plan import Job, Layout
-from planner.schedule import FOLDED, splits_backward
+from planner.schedule import splits_backward
 from planner.space import (
     Degrees,
     Family,
@@ -68,9 +70,9 @@ class Candidates:
         self._counts: dict[str, int] = {}
         for layer in model.layers:
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
-        self._may_hold_plain: dict[object, bool] = {}
-        self._room_plain_s: dict[object, float] = {}
+        self._commonest = max(self._counts.items(), key=lambda item: item[1])
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
+        self._known_in_flight: dict[tuple[object, ...], tuple[list[float], list[list[int]]]] = {}
         self.families = list(self._families())
 
     def _families(self) -> Iterator[Family]:
@@ -116,7 +118,7 @@ class Candidates:
         return least_s
 
     def timetables_s(self, family: Family) -> list[float]:
-        """[timetable] `computation_s` of each part of a family."""
+        """[timetable] `computation_s` of each timetable of a family."""
         return [float(seconds) for seconds in self._timetables_s([family])]
 
     def _timetables_s(self, families: Sequence[Family]) -> bounds.Floats:
@@ -158,47 +160,77 @@ class Candidates:
             self._known_paces[key] = np.array(rows)
         return self._known_paces[key]
 
+    def rooms_s(self, family: Family) -> list[float]:
+        """[timetable] Least seconds with what ranks can hold of the commonest layers alone.
+
+        One count of what a rank can hold serves all timetables of a family.  Bytes are the least of
+        them all: states are shared as far as they go, and what is left of them if all forwards come
+        first is least for every layer but the last (planner.strategy).  The other layers take their
+        fewest seconds anywhere, and no room.
+        """
+        kind, layers = self._commonest
+        if layers == 1:
+            return self.timetables_s(family)
+        number = self._divided[family.divided]
+        waiting = Timetable("gpipe" if family.degrees.pipeline > 1 else "1f1b")
+        corners = [family.layout(sharing, waiting) for sharing in family.widest()]
+        choices = zip(*(self.tables.held_alone(corner, kind) for corner in corners), strict=True)
+        leanest = tuple(_leanest(list(costs)) for costs in choices)
+        in_flight, ranks = self._in_flight(family)
+        alike = bounds.Alike.of(
+            [option_of(cost) for cost in allowed(leanest, corners[0], self.pins.recompute)],
+            layers=layers,
+            capacity_bytes=max(map(self.tables.most_bytes, corners)),
+            in_flight=in_flight,
+            others=[
+                (self._counts[other], float(self._fastest_s[at, number]))
+                for at, other in enumerate(self._counts)
+                if other != kind
+            ],
+        )
+        paces = self._paces(family.degrees.pipeline, family.micro_batches, family.timetables)
+        credits_s = float(self._credits_s[number])
+        return [
+            self.tables.step_s
+            + alike.least_s(of_rank, steady=steady, fill=fill, credits_s=credited * credits_s)
+            for of_rank, (steady, fill, credited) in zip(ranks, paces.tolist(), strict=True)
+        ]
+
+    def _in_flight(self, family: Family) -> tuple[list[float], list[list[int]]]:
+        """Return the numbers of micro-batches that ranks hold, and [timetable, rank] which of them.
+
+        Of a rank's stages all are taken to be full ones, which hold the most layers of it.
+        """
+        key = (family.degrees.pipeline, family.micro_batches, family.timetables)
+        if key not in self._known_in_flight:
+            ranks = family.degrees.pipeline
+            of_rank = [
+                [
+                    held(
+                        name,
+                        rank,
+                        ranks=ranks,
+                        micro_batches=family.micro_batches,
+                        virtual_stages=virtual,
+                    ).alive
+                    / virtual
+                    for rank in range(ranks)
+                ]
+                for name, virtual in family.timetables
+            ]
+            numbers = sorted({number for each in of_rank for number in each})
+            place = {number: at for at, number in enumerate(numbers)}
+            found = numbers, [[place[number] for number in each] for each in of_rank]
+            self._known_in_flight[key] = found
+        return self._known_in_flight[key]
+
     def room_s(self, family: Family) -> float:
         """Least seconds with what each stage can hold under any sharing; inf if none fits.
 
         Every figure is the least of the family, which has one timetable: seconds are those of
         computation, states are divided among as many ranks as there are under each ZeRO level (they
         only grow with fewer, see planner.memory).
-
-        What does not fit under 1F1B fits under no other timetable but GPipe, which may hold
-        gradients where activations were, and those that are folded, whose ends lie on one rank:
-        each rank holds as many micro-batches or more, and more beside them.
         """
-        schedule = family.timetables[0].schedule
-        if schedule in ("1f1b", "gpipe"):
-            may_hold = self._plain_may_hold if schedule == "1f1b" else self._any_may_hold
-            return self._counted_s(family) if may_hold(family) else math.inf
-        if not self._plain_may_hold(family):
-            return math.inf
-        if schedule not in FOLDED and math.isinf(self._plain_room_s(family)):
-            return math.inf
-        return self._counted_s(family)
-
-    def _plain_may_hold(self, family: Family) -> bool:
-        """`_any_may_hold` under 1F1B."""
-        key = _beside_timetable(family)
-        if key not in self._may_hold_plain:
-            plain = replace(family, timetables=(Timetable(),))
-            self._may_hold_plain[key] = self._any_may_hold(plain)
-        return self._may_hold_plain[key]
-
-    def _plain_room_s(self, family: Family) -> float:
-        """`room_s` under 1F1B."""
-        key = _beside_timetable(family)
-        if key not in self._room_plain_s:
-            plain = replace(family, timetables=(Timetable(),))
-            self._room_plain_s[key] = self._counted_s(plain)
-        return self._room_plain_s[key]
-
-    def _any_may_hold(self, family: Family) -> bool:
-        return any(self._may_hold(layout) for layout in family.corners())
-
-    def _counted_s(self, family: Family) -> float:
         corners = [self.tables.of(layout) for layout in family.corners()]
         some = corners[0]
         least = replace(
@@ -218,28 +250,6 @@ class Candidates:
         )
         instance = instance_of(self.model, self.cluster, family.first, least, self.pins.recompute)
         return bounds.counted_s(instance) + some.step_s
-
-    def _may_hold(self, layout: Layout) -> bool:
-        """Whether stages may hold all layers of the commonest kind; no is certain, yes is not.
-
-        Before its first backward a rank has stored a micro-batch in every layer it has.  With u the
-        largest transient on it, n layers need n (w + a) + u bytes or more, w and a the resident and
-        stored bytes of the leanest choice whose transient is at most u.
-        """
-        kind, count = max(self._counts.items(), key=lambda item: item[1])
-        options = self.tables.held_alone(layout, kind)
-        room = self.tables.most_bytes(layout) * (1 + ROUNDING)
-        most = 0.0
-        for option in options:
-            left = room - option.transient_bytes
-            leanest = min(
-                other.resident_bytes + other.stored_bytes
-                for other in options
-                if other.transient_bytes <= option.transient_bytes
-            )
-            if left >= 0:
-                most = max(most, left // leanest if leanest else math.inf)
-        return layout.pipeline * most >= count
 
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""
@@ -292,11 +302,6 @@ class Candidates:
         return None
 
 
-def _beside_timetable(family: Family) -> tuple[object, ...]:
-    """What tells a family from others, but for its timetables."""
-    return family.degrees, family.micro_batch, family.place
-
-
 def _plainest(job: Job, degrees: Degrees) -> Layout:
     """Return a layout of these degrees that shares nothing."""
     return Layout(
@@ -312,9 +317,14 @@ def _plainest(job: Job, degrees: Degrees) -> Layout:
 def _least(costs: list[StrategyCost], part: StrategyParts) -> StrategyCost:
     """Return the least of every figure, and the seconds without sharding."""
     return replace(
+        _leanest(costs), forward_s=part.unshared_forward_s, backward_s=part.unshared_backward_s
+    )
+
+
+def _leanest(costs: list[StrategyCost]) -> StrategyCost:
+    """Return the least bytes, nothing synchronised."""
+    return replace(
         costs[0],
-        forward_s=part.unshared_forward_s,
-        backward_s=part.unshared_backward_s,
         stored_bytes=min(cost.stored_bytes for cost in costs),
         transient_bytes=min(cost.transient_bytes for cost in costs),
         resident_bytes=min(cost.resident_bytes for cost in costs),

@@ -320,7 +320,7 @@ class CostTables:
         held = self._held(layer, layout, sharing)
         # The pipeline keeps what the last stage returned until its backward.
         last = layout.pipeline > 1 and layer.kind == self._end_kinds[1]
-        moving = self._moving(held, sharing, links) if links else Traffic()
+        moving = self._moving(held, sharing, links) if links else None
         sync_s = self._tied_s(layer, layout, links) if links else 0.0
         optimizer_s = self._rates.optimizer_s(held.optimized)
         stream_s = 0.0
@@ -328,7 +328,7 @@ class CostTables:
             stream_s = 2 * self._rates.host_copy_s(held.states.host_bytes)
         elif layout.offload == "parameters":
             optimizer_s = self._rates.host_optimizer_s(held.optimized)
-        once = self._sync_s(moving, figures[0], sharing)
+        once = self._sync_s(moving, figures[0], sharing) if moving else (0.0, 0.0)
         return tuple(
             self._strategy(
                 recompute,
@@ -361,7 +361,7 @@ class CostTables:
         self,
         recompute: Recompute,
         figures: Figures,
-        moving: Traffic,
+        moving: Traffic | None,
         sharing: Sharing,
         *,
         activations: Activations,
@@ -371,7 +371,22 @@ class CostTables:
         stream_s: float,
         optimizer_s: float,
     ) -> StrategyParts:
-        """Hide what computation hides of a unit's communication in each micro-batch."""
+        """Hide what computation hides of a unit's communication in each micro-batch.
+
+        With nothing `moving`, sharing takes no seconds.
+        """
+        if moving is None:
+            return StrategyParts(
+                recompute=recompute,
+                activations=activations,
+                figures=figures,
+                states=states,
+                treated=treated,
+                gather_s=0.0,
+                backward_shard_s=0.0,
+                sync_s=sync_s,
+                optimizer_s=optimizer_s,
+            )
         again, each = sharing.gathers_again, sharing.reduces_each_micro_batch
         fetched_s = moving.host_gather_s if again and not sharing.pipelined else 0.0
         gather_s, forward_fetch_s = self._seen(

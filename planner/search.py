@@ -29,6 +29,7 @@ from planner.candidates import Candidates
 from planner.certificate import (
     BOUNDS,
     CHOSEN,
+    COMMONEST,
     COMMUNICATION,
     COMPUTATION,
     DOMINATED,
@@ -246,11 +247,11 @@ class _Hunt:
         if rival is not None and not _may_beat(bound_s, complexity(entry.first), rival):
             self._outbounded(entry)
         elif isinstance(item, Family):
-            if len(item.timetables) > 1:
-                parts_s = self._candidates.timetables_s(item)
+            if entry.known == COMPUTATION:
+                parts_s = self._candidates.rooms_s(item)
                 for part_s, part in zip(parts_s, item.by_timetable(), strict=True):
-                    self._push(max(bound_s, part_s), COMPUTATION, part)
-            elif entry.known == COMPUTATION:
+                    self._push(max(bound_s, part_s), COMMONEST, part)
+            elif entry.known == COMMONEST:
                 self._push(max(bound_s, self._candidates.room_s(item)), ROOM, item)
             else:
                 self._opened += 1

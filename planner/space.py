@@ -111,10 +111,14 @@ class Family:
             for timetable in self.timetables:
                 yield self.layout(sharing, timetable)
 
+    def widest(self) -> Iterator[Sharing]:
+        """Yield the sharings that divide states among the most ranks, for each ZeRO level."""
+        for level in {sharing.zero: None for sharing in self.sharings}:
+            yield next(sharing for sharing in self.sharings if sharing.zero == level)
+
     def corners(self) -> Iterator[Layout]:
         """Yield the layouts that divide states among the most ranks, for each ZeRO level."""
-        for level in {sharing.zero: None for sharing in self.sharings}:
-            widest = next(sharing for sharing in self.sharings if sharing.zero == level)
+        for widest in self.widest():
             for timetable in self.timetables:
                 yield self.layout(widest, timetable)
 

@@ -101,9 +101,13 @@ def test_no_configuration_is_faster_and_no_bound_is_above_its_optimum(case: Case
     for family, family_s in zip(candidates.families, candidates.computation_s(), strict=True):
         parts_s = candidates.timetables_s(family)
         assert family_s == pytest.approx(min(parts_s), rel=1e-14)
-        for part, computation_s in zip(family.by_timetable(), parts_s, strict=True):
+        rooms_s = candidates.rooms_s(family)
+        for part, computation_s, of_rooms_s in zip(
+            family.by_timetable(), parts_s, rooms_s, strict=True
+        ):
             room_s = candidates.room_s(part)
-            assert computation_s <= room_s * (1 + 1e-9)
+            assert computation_s <= of_rooms_s * (1 + 1e-9)
+            assert of_rooms_s <= room_s * (1 + 1e-9)
             for layout in set(part.layouts()) & exhaustive.keys():
                 limit_s = exhaustive[layout] * (1 + 1e-12)
                 communication_s = candidates.communication_s(layout)
