@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -203,6 +204,8 @@ class _Watch(TorchDispatchMode):
     def __init__(self, count: _StorageCount) -> None:
         super().__init__()
         self._count = count
+        # Outside a fake mode, fake tensors are how DTensor works out shapes.
+        self._fake = detect_fake_mode() is not None
         self._restore: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
@@ -221,7 +224,7 @@ class _Watch(TorchDispatchMode):
         given: set[int] | None = None
         for tensor in _tensors_in(result):
             storage = _storage(tensor)
-            if storage is None:
+            if storage is None or (isinstance(tensor, FakeTensor) and not self._fake):
                 continue
             if not self._count.knows(storage):
                 if given is None:

@@ -9,6 +9,7 @@ kernels and collective libraries.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from planner.model import ModelGraph
 from planner.plan import Plan
@@ -70,7 +72,7 @@ def rehearse(plan: Plan, model: ModelGraph, *, rank: int) -> Rehearsal:
     dist.init_process_group("fake", rank=rank, world_size=plan.mesh.devices, store=FakeStore())
     try:
         _make_groups(plan)
-        with FakeTensorMode(), _NoValues():
+        with _shapes_apart(), FakeTensorMode(), _NoValues():
             engine = Engine(plan, model, device=CPU)
             samples = plan.micro_batch * plan.micro_batches
             tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
@@ -95,6 +97,31 @@ def _make_groups(plan: Plan) -> None:
         place.data_mesh  # noqa: B018 - made on first use, and kept
         if plan.mesh.pipeline > 1:
             place.ends()
+
+
+class _Apart:
+    """A `with` block outside all modes, any number of times and nested."""
+
+    def __init__(self) -> None:
+        self._inside: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        self._inside.append(_disable_current_modes())
+        self._inside[-1].__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        self._inside.pop().__exit__(*failure)
+
+
+@contextlib.contextmanager
+def _shapes_apart() -> Iterator[None]:
+    """Let DTensor work out shapes of whole tensors where nobody counts them."""
+    before = ShardingPropagator._fake_mode_lock
+    ShardingPropagator._fake_mode_lock = _Apart()
+    try:
+        yield
+    finally:
+        ShardingPropagator._fake_mode_lock = before
 
 
 class _NoValues(TorchDispatchMode):
@@ -156,10 +183,9 @@ def _fsdp_parameters(engine: Engine) -> Iterator[Any]:
 
 
 def _whole_copies(engine: Engine) -> Iterator[Tensor]:
+    # Only these: a fake parameter that looks into a freed storage would fill it by being touched.
     for parameter in _fsdp_parameters(engine):
         yield from parameter.all_gather_outputs
-        if hasattr(parameter, "_unsharded_param"):
-            yield parameter._unsharded_param.detach()
 
 
 def _gradients(engine: Engine) -> Iterator[Tensor]:

@@ -37,25 +37,30 @@ def real_peak_bytes(plan: Plan, model: ModelGraph) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "figures", "layout"),
     [
-        ("reference", {"data_replicate": 2, "precision": "bf16"}),
-        ("reference", {"data_shard": 2, "zero": 3, "recompute": "full"}),
-        ("llama", {"tensor": 2, "recompute": "selective"}),
-        ("reference", {"pipeline": 2, "schedule": "zbv", "virtual_stages": 2}),
-        ("mixtral", {"context": 2, "zero": 1, "precision": "bf16"}),
+        ("reference", {}, {"data_replicate": 2, "precision": "bf16"}),
+        # Eight layers of which a quarter stays: copies that are not let go of would be the peak.
+        ("reference", {"layers": 8}, {"data_shard": 4, "zero": 3, "recompute": "full"}),
+        # Logits that outweigh all else: shapes of whole tensors must not count.
+        ("llama", {"vocab_size": 8192}, {"tensor": 2, "recompute": "selective"}),
+        ("reference", {}, {"pipeline": 2, "schedule": "zbv", "virtual_stages": 2}),
+        ("mixtral", {}, {"context": 2, "zero": 1, "precision": "bf16"}),
     ],
 )
-def test_a_rehearsed_rank_peaks_where_a_real_one_does(family: str, layout: dict[str, Any]) -> None:
-    graph = cases.transformer(family, **FIGURES)
+def test_a_rehearsed_rank_peaks_where_a_real_one_does(
+    family: str, figures: dict[str, int], layout: dict[str, Any]
+) -> None:
+    graph = cases.transformer(family, **FIGURES, **figures)
     plan = cases.plan(graph, global_batch=64, **layout)
 
-    measured = on_ranks(2, real_peak_bytes, plan, graph)
+    measured = on_ranks(plan.mesh.devices, real_peak_bytes, plan, graph)
 
+    # A real message is under way for a while, and its tensor stays.
+    near = 0.02 if plan.mesh.pipeline > 1 else 0.002
     for place in range(plan.mesh.pipeline):
         rank = rank_at(plan, place)
-        # A real collective lets go of its buffers a moment later than one that never began.
-        assert rehearsed(plan, graph, rank).peak_bytes == pytest.approx(measured[rank], rel=0.02)
+        assert rehearsed(plan, graph, rank).peak_bytes == pytest.approx(measured[rank], rel=near)
 
 
 def test_the_first_of_a_thousand_ranks_holds_its_share_of_every_row() -> None:
