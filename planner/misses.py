@@ -9,7 +9,7 @@ from dataclasses import replace
 from planner.candidates import Candidates
 from planner.cluster import ClusterSpec
 from planner.costs import CostTables
-from planner.formulation import plan_of
+from planner.formulation import plan_of, planned_bytes
 from planner.inner import solve
 from planner.instance import Instance, Solution
 from planner.memory_reach import why_infeasible
@@ -176,7 +176,8 @@ def _fits_in(candidates: Candidates, layout: Layout, memory_bytes: float) -> boo
 def _with_memory(candidates: Candidates, layout: Layout, memory_bytes: float) -> Instance:
     """Return the partition problem of a layout on devices with so much memory."""
     costs, instance = candidates.costs(layout), candidates.instance(layout)
-    capacity = (memory_bytes - costs.fixed_bytes) / costs.slack
+    device = candidates.cluster.groups[0].accelerator
+    capacity = (planned_bytes(device, memory_bytes) - costs.fixed_bytes) / costs.slack
     stages = tuple(replace(stage, capacity_bytes=capacity) for stage in instance.stages)
     return replace(instance, stages=stages)
 
