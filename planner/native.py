@@ -134,7 +134,7 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     if a is not None and a.experts is not None:
         yield from _grouped_obstacles(a.experts.ffn_size, job, layout)
     if layout.stages > 1:
-        yield from _schedule_obstacles(a, layout)
+        yield from _schedule_obstacles(a, job, layout)
     if a is not None and a.positions == "learned" and job.seq_len > a.max_positions:
         yield Obstacle(
             "seq_len", f"is {job.seq_len}; the model has {a.max_positions} learned positions"
@@ -153,13 +153,9 @@ def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obst
         )
 
 
-def _schedule_obstacles(a: Architecture | None, layout: Layout) -> Iterator[Obstacle]:
+def _schedule_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iterator[Obstacle]:
     if layout.schedule == "pipedream-2bw":
-        yield Obstacle(
-            "schedule",
-            "pipedream-2bw trains with gradients of weights one step old, which is not the "
-            "training of one process; use 1f1b or zb-h1",
-        )
+        yield from _stale_obstacles(job, layout)
     home = schedule.rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
     )
@@ -168,6 +164,28 @@ def _schedule_obstacles(a: Architecture | None, layout: Layout) -> Iterator[Obst
             "schedule",
             f"{layout.schedule} puts both ends of the model on one rank, as two copies of the tied "
             "embedding; use a schedule with one stage per rank, or interleaved",
+        )
+
+
+def _stale_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what does not go with weights of two ages, which belong to the pipeline alone.
+
+    FSDP, which divides parameters and computes in 16 bits, knows of one age.
+    """
+    two = "pipedream-2bw holds two versions of the weights"
+    if job.precision in ("bf16", "fp16"):
+        yield Obstacle("precision", f"is {job.precision}, and {two} in fp32; use fp32 or tf32")
+    for axis in ("tensor", "context", "data_shard"):
+        degree = getattr(layout, axis)
+        if degree > 1:
+            yield Obstacle(f"mesh.{axis}", f"is {degree}, and {two} undivided; use 1")
+    if layout.offload == "parameters":
+        yield Obstacle("offload", f"is parameters, and {two} on the device; use optimizer")
+    if layout.gradient_wire in ("bf16", "fp16"):
+        yield Obstacle(
+            "gradient_wire",
+            f"is {layout.gradient_wire}, and pipedream-2bw sums gradients in the optimizer's step; "
+            "use full or powersgd",
         )
 
 

@@ -54,7 +54,7 @@ class AdamW:
         offload: Offload,
     ) -> None:
         self.training = training
-        self._parameters, self._matrices = parameters, matrices
+        self.parameters, self._matrices = parameters, matrices
         self._device = device
         self._streamed = offload == "optimizer"
         self.moments = [_fresh(parameter, device, offload) for parameter in parameters]
@@ -69,9 +69,9 @@ class AdamW:
         used = [
             index
             for index, grad in enumerate(grads)
-            if grad is not None and self._parameters[index].numel()
+            if grad is not None and self.parameters[index].numel()
         ]
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self.parameters):
             if not parameter.numel():
                 # Other ranks hold the values; a checkpoint may take the count of steps from here.
                 at = self.moments[index].step
@@ -105,7 +105,7 @@ class AdamW:
     ) -> None:
         for matrix in (True, False):
             group = [
-                (self._parameters[index], grads[index], at)
+                (self.parameters[index], grads[index], at)
                 for index, at in zip(indices, moments, strict=True)
                 if self._matrices[index] == matrix
             ]

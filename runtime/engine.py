@@ -23,14 +23,21 @@ from planner.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime.gradient_wire import PowerSGD
+from runtime.gradient_wire import Mean, PowerSGD
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
 from runtime.optimizer import Optimizer
-from runtime.parallelize import activation_type, gathers_anew, parallel_stage, reduces_at_once
+from runtime.parallelize import (
+    activation_type,
+    gathers_anew,
+    parallel_stage,
+    reduces_at_once,
+    reduces_in_step,
+)
 from runtime.pipeline import Pipeline, StagePart
 from runtime.published import Weights
 from runtime.source import adapter_of
+from runtime.stale_pipeline import StalePipeline
 from runtime.supported import supported
 
 
@@ -41,7 +48,7 @@ class StepResult:
     loss: float
     """Mean over all tokens of the global batch, before the step."""
     grad_norm: float
-    """Of the whole model, before clipping."""
+    """Of the whole model, before clipping.  With pipedream-2bw that of the step before, or 0."""
     skipped: bool = False
     """Gradients overflowed in fp16: no weight moved, and the next step has a smaller loss scale."""
 
@@ -92,7 +99,6 @@ class Engine:
             )
             for stage in self.stages
         )
-        low_rank = plan.gradient_wire == "powersgd"
         self._optimizer = Optimizer(
             [part.chain for part in self._parts],
             self._adapter,
@@ -101,9 +107,10 @@ class Engine:
             device=device,
             offload=plan.offload,
             scale=LossScale(device, active=plan.precision == "fp16"),
-            low_rank=PowerSGD(self._place.replicating.get_group()) if low_rank else None,
+            mean=self._mean_over_replicas(),
             summed=frozenset().union(*(part.summed for part in self._parts)),
         )
+        self._norm = 0.0
         self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
 
     @property
@@ -157,6 +164,9 @@ class Engine:
         # Every rank that has tokens of its own, and each of its tensor ranks, holds their mean.
         holders = self._place.replicas * self.plan.mesh.tensor
         loss = self._optimizer.scale.taken_off(loss) / holders
+        if isinstance(self._pipeline, StalePipeline):
+            loss, self._norm = self._late_update(self._pipeline, loss)
+            return StepResult(loss, self._norm)
         loss, norm = self._optimizer.step(loss).tolist()
         return StepResult(loss, norm, skipped=self._optimizer.scale.skips(norm))
 
@@ -192,7 +202,14 @@ class Engine:
 
         Keys: model.<name>, optim.<name>.exp_avg / exp_avg_sq / step, train.<...>.  Divided
         parameters are DTensors; torch.distributed.checkpoint loads them in place under any plan.
+        All ranks ask together: a pipeline that never drains does so now.
         """
+        if isinstance(self._pipeline, StalePipeline):
+            self._pipeline.drain()
+            if self._pipeline.due():
+                _, self._norm = self._late_update(
+                    self._pipeline, torch.zeros((), device=self.device)
+                )
         return self._optimizer.state()
 
     def _inputs_and_targets(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,6 +253,22 @@ class Engine:
             return torch.zeros((), device=self.device)
         return torch.stack([_plain(loss) for loss in losses]).sum()
 
+    def _late_update(self, pipeline: StalePipeline, loss: Tensor) -> tuple[float, float]:
+        """Update by a step that is due, if any; return the loss of all ranks and the last norm."""
+        if not pipeline.due():
+            dist.all_reduce(loss)
+            return float(loss), self._norm
+        pipeline.begin_update()
+        self._optimizer.follow()
+        loss, norm = self._optimizer.step(loss).tolist()
+        return loss, norm
+
+    def _mean_over_replicas(self) -> Mean | None:
+        if self._place.replicas == 1 or not reduces_in_step(self.plan):
+            return None
+        kind = PowerSGD if self.plan.gradient_wire == "powersgd" else Mean
+        return kind(self._place.replicating.get_group())
+
     def _micro_batch_loss(self, output: Tensor, target: Tensor) -> Tensor:
         plan = self.plan
         mean_share = plan.global_batch / (plan.micro_batch * self.data_degree)
@@ -261,17 +294,27 @@ class Engine:
         plan, place = self.plan, self._place
         length = plan.seq_len // plan.mesh.context
         tokens = torch.empty(plan.micro_batch, length, dtype=torch.int64, device="meta")
+        parts = [
+            StagePart(
+                stage=stage,
+                module=part.chain,
+                inputs=self._boundary(stage - 1, tokens) if stage else tokens,
+                outputs=self._boundary(stage, tokens),
+                store=part.store,
+            )
+            for stage, part in zip(self.stages, self._parts, strict=True)
+        ]
+        if plan.schedule == "pipedream-2bw":
+            return StalePipeline(
+                parts[0],
+                stages=len(plan.stages),
+                micro_batches=plan.micro_batches,
+                groups=place.pipeline_groups(),
+                device=self.device,
+                loss=self._micro_batch_loss,
+            )
         return Pipeline(
-            [
-                StagePart(
-                    stage=stage,
-                    module=part.chain,
-                    inputs=self._boundary(stage - 1, tokens) if stage else tokens,
-                    outputs=self._boundary(stage, tokens),
-                    store=part.store,
-                )
-                for stage, part in zip(self.stages, self._parts, strict=True)
-            ],
+            parts,
             schedule.orders(
                 plan.schedule,
                 stages=len(plan.stages),

@@ -86,7 +86,28 @@ class _Matrix:
     """What this rank has not sent yet."""
 
 
-class PowerSGD:
+class Mean:
+    """The mean of whole gradients over a group, as they are, in one message."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def reduce(self, names: Sequence[str], grads: Sequence[Tensor]) -> None:
+        """Put the mean over the group into `grads`."""
+        self._reduce(grads)
+
+    def _reduce(self, tensors: Sequence[Tensor]) -> None:
+        if not tensors:
+            return
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        flat /= self._group.size()
+        dist.all_reduce(flat, group=self._group)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+class PowerSGD(Mean):
     """The mean of gradients over a group, sent by low rank.
 
     Its memory belongs to this rank's own gradients and is not saved: a run that is resumed starts
@@ -94,7 +115,7 @@ class PowerSGD:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        super().__init__(group)
         self._matrices: dict[str, _Matrix] = {}
 
     def reduce(self, names: Sequence[str], grads: Sequence[Tensor]) -> None:
@@ -111,10 +132,10 @@ class PowerSGD:
             for grad, memory in zip(matrices.values(), known, strict=True)
         ]
         left = [matrix @ memory.factor for matrix, memory in zip(wanted, known, strict=True)]
-        self._mean([*left, *rest])
+        self._reduce([*left, *rest])
         left = [torch.linalg.qr(factor).Q for factor in left]
         right = [matrix.t() @ factor for matrix, factor in zip(wanted, left, strict=True)]
-        self._mean(right)
+        self._reduce(right)
         for grad, memory, matrix, p, q in zip(
             matrices.values(), known, wanted, left, right, strict=True
         ):
@@ -129,17 +150,6 @@ class PowerSGD:
             factor = torch.randn(matrix.shape[1], RANK, generator=generator)
             self._matrices[name] = _Matrix(factor.to(matrix))
         return self._matrices[name]
-
-    def _mean(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their mean over the group, in one message."""
-        if not tensors:
-            return
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        flat /= self._group.size()
-        dist.all_reduce(flat, group=self._group)
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
 
 
 def _shrinks(n: int, m: int) -> bool:

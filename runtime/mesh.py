@@ -102,11 +102,32 @@ class Place:
             return self.mesh[used[0]]
         return self.mesh[tuple(used)]._flatten(f"{data} x {other}")
 
+    def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Return two groups of this rank's pipeline, for messages that must not meet."""
+        second = _kept(("second", self.degrees), lambda: _pipeline_groups(self.mesh))  # type: ignore[arg-type]
+        return self.axis("pipeline").get_group(), second[dist.get_rank()]
+
     def ends(self) -> dist.ProcessGroup | None:
         """Return the group of the first and last stage of this rank's pipeline, if it is in one."""
         assert self.mesh is not None
         pairs = _kept(("ends", self.degrees), lambda: _end_groups(self.mesh))  # type: ignore[arg-type]
         return pairs.get(dist.get_rank())
+
+
+def _pipeline_groups(mesh: DeviceMesh) -> dict[int, dist.ProcessGroup]:
+    """Make a second group of the ranks of every pipeline."""
+    groups = {}
+    for ranks in _pipelines(mesh).t().tolist():
+        group = dist.new_group(ranks)
+        groups |= dict.fromkeys(ranks, group)
+    return groups
+
+
+def _pipelines(mesh: DeviceMesh) -> torch.Tensor:
+    """Return the ranks  [stage, pipeline]."""
+    assert mesh.mesh_dim_names is not None
+    stages = mesh.mesh.movedim(mesh.mesh_dim_names.index("pipeline"), 0)
+    return stages.reshape(stages.shape[0], math.prod(stages.shape[1:]))
 
 
 def wants_mesh(plan: Plan) -> bool:
@@ -153,9 +174,7 @@ def _end_groups(mesh: DeviceMesh) -> dict[int, dist.ProcessGroup]:
 
     Ranks 0 to 7 as 4 stages of 2 pipelines pair up as (0, 6) and (1, 7).
     """
-    assert mesh.mesh_dim_names is not None
-    stages = mesh.mesh.movedim(mesh.mesh_dim_names.index("pipeline"), 0)
-    stages = stages.reshape(stages.shape[0], math.prod(stages.shape[1:]))
+    stages = _pipelines(mesh)
     groups = {}
     for first, last in zip(stages[0].tolist(), stages[-1].tolist(), strict=True):
         group = dist.new_group([first, last])

@@ -7,7 +7,7 @@ minds that parameters lie on different meshes; `state` puts the parts together a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from planner.plan import Offload
 from planner.training import Training
 from runtime.adamw import AdamW
 from runtime.adapter import Adapter, Chain
-from runtime.gradient_wire import PowerSGD
+from runtime.gradient_wire import Mean
 from runtime.learning_rate import learning_rate
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
@@ -59,16 +59,16 @@ class Optimizer:
         summed: frozenset[str],
         offload: Offload = "none",
         scale: LossScale | None = None,
-        low_rank: PowerSGD | None = None,
+        mean: Mean | None = None,
     ) -> None:
-        """`scale` is fp16's; `low_rank` reduces gradients that nobody has reduced over replicas."""
+        """`scale` is fp16's.  `mean` makes that over replicas, where backward does not."""
         self.training = training
         self.device = device
         self.place = place
         self.slots = _slots(chains, adapter, place, summed)
         self.steps = torch.zeros((), dtype=torch.int64)
         self.scale = scale or LossScale(device, active=False)
-        self._low_rank = low_rank
+        self._mean = mean
         self._ends = place.ends() if place.degrees.pipeline > 1 else None
         # Its state is made now rather than at the first step, so that a checkpoint can load.
         self._adamw = AdamW(
@@ -91,8 +91,8 @@ class Optimizer:
         slots = [slot for slot in self.slots if slot.parameter.grad is not None]
         grads = [_local_grad(slot.parameter) for slot in slots]
         self._sum_partial(slots, grads)
-        if self._low_rank is not None:
-            self._low_rank.reduce([slot.name for slot in slots], grads)
+        if self._mean is not None:
+            self._mean.reduce([slot.name for slot in slots], grads)
         self._sum_tied(slots, grads)
         report = torch.stack((loss.float(), _squared_norm(slots, grads, like=loss)))
         if self.place.mesh is not None:
@@ -117,6 +117,12 @@ class Optimizer:
         for slot in slots:
             slot.parameter.grad = None
         return torch.stack((report[0], norm))
+
+    def follow(self) -> None:
+        """Update the parameters where their values are now."""
+        # `data` has a version counter of its own: in-flight backwards do not need these values.
+        self.slots = tuple(replace(slot, local=slot.parameter.data) for slot in self.slots)
+        self._adamw.parameters = [slot.local for slot in self.slots]
 
     def state(self) -> dict[str, Tensor]:
         """Return parameters and optimizer state by published name, sharing the live memory.

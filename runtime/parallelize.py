@@ -76,7 +76,7 @@ def parallel_stage(
             summed |= {f"{name}.{parameter}" for parameter in partial}
         adapter.tie(layers)  # again, since `divide` made new parameters
     shared = _shared(layers)
-    reduces = place.replicas > 1 and plan.gradient_wire != "powersgd"
+    reduces = place.replicas > 1 and not reduces_in_step(plan)
     wraps = place.mesh is not None and (reduces or wants_mesh(plan))
     chain = _stage_module(plan, adapter, stage, layers)
     traffic = Traffic(device)
@@ -191,6 +191,12 @@ def gathers_anew(plan: Plan, place: Place) -> bool:
     Those of ZeRO-3 come from other ranks, those on the host from there, whatever the ZeRO level.
     """
     return plan.offload == "parameters" or (place.sharded and plan.zero == 3)
+
+
+def reduces_in_step(plan: Plan) -> bool:
+    """Tell whether the optimizer's step makes the mean of gradients over replicas, not backward."""
+    stale = plan.schedule == "pipedream-2bw" and plan.mesh.pipeline > 1
+    return stale or plan.gradient_wire == "powersgd"
 
 
 def reduces_at_once(plan: Plan, place: Place) -> bool:

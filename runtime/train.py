@@ -194,6 +194,7 @@ class Loop:
             if out_of_time:
                 stopped = "max_seconds"
                 break
+        self.engine.state()  # a pipeline that never drains does so now
         if metrics is not None:
             metrics.close()
         saved = self._last_saved()

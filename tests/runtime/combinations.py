@@ -209,6 +209,7 @@ def reason(row: Row) -> str | None:
         (row.pipeline == 1 and row.schedule != ("1f1b", 1), "a schedule without a pipeline"),
         (row.zero and row.data_shard * row.context == 1, "ZeRO without ranks to divide over"),
         (row.outside_in and sum(getattr(row, d) > 1 for d in DEGREES) < 2, "one axis has no order"),
+        (row.schedule[0] == "pipedream-2bw", "stale weights: tests/runtime/test_stale_pipeline.py"),
         (row.family == OWN and row.tied, "the user's own modules are not tied"),
     )
     found = next((why for holds, why in idle if holds), None)

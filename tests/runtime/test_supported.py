@@ -70,8 +70,14 @@ def test_every_family_is_supported_in_one_process(family: str) -> None:
         (
             "llama",
             {},
-            {"schedule": "pipedream-2bw", "pipeline": 2},
-            "schedule: pipedream-2bw trains with gradients of weights one step old",
+            {"schedule": "pipedream-2bw", "pipeline": 2, "precision": "bf16"},
+            "precision: is bf16, and pipedream-2bw holds two versions of the weights in fp32",
+        ),
+        (
+            "llama",
+            {},
+            {"schedule": "pipedream-2bw", "pipeline": 2, "data_shard": 2, "zero": 1},
+            "mesh.data_shard: is 2, and pipedream-2bw holds two versions of the weights undivided",
         ),
         (
             "llama",
