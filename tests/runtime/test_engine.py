@@ -102,7 +102,7 @@ def test_bf16_computes_in_bf16_and_stays_near_fp32() -> None:
 
     for losses, types in (row for rows in on_ranks(2, in_bf16, layouts) for row in rows):
         assert losses == pytest.approx(expected, rel=2e-3)
-        assert types == {torch.bfloat16, torch.float32, torch.int64}
+        assert types == {torch.bfloat16, torch.float32, torch.int64, torch.int32}
 
 
 def alone_in_bf16() -> list[float]:
