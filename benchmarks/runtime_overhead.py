@@ -1,0 +1,335 @@
+"""A step of the runtime against the shortest script in plain PyTorch for the same layout.
+
+    PYTHONPATH=$PWD python benchmarks/runtime_overhead.py [-o benchmarks/results]
+
+Two ranks of one core each on this machine, fp32.  The scripts below use torch's own DDP,
+fully_shard, parallelize_module and Schedule1F1B on the same layers, with AdamW and clipping; each
+pair of steps is taken one right after the other, so that a slow minute meets both.  Reported is the
+median of the pairs' ratios.  Writes runtime_overhead.json and docs/overhead.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from planner.document import write_text
+from planner.model import Architecture, ModelGraph
+from planner.parameters import graph_of
+from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
+from profiler.ranks import result_of
+from runtime import reference
+from runtime.adapter import Head
+from runtime.context import WHOLE
+from runtime.engine import Engine
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "overhead.md"
+CPU = torch.device("cpu")
+SEQ_LEN, GLOBAL_BATCH, VOCABULARY, LAYERS = 256, 8, 4096, 6
+ARCHITECTURE = Architecture(
+    family="reference",
+    hidden_size=512,
+    layers=LAYERS,
+    heads=8,
+    kv_heads=8,
+    head_dim=64,
+    ffn_size=1536,
+    vocab_size=VOCABULARY,
+    gated_mlp=True,
+)
+WARM_UP, PAIRS = 2, 7
+Step = Callable[[Tensor], float]
+"""Trains on tokens [sample of this rank's data, position + 1]; returns the loss it saw."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {"mesh": {"data_replicate": 2}, "micro_batches": 2},
+    "zero 3": {"mesh": {"data_shard": 2}, "zero": 3, "micro_batches": 2},
+    "tensor": {"mesh": {"tensor": 2}, "micro_batches": 2},
+    "pipeline": {"mesh": {"pipeline": 2}, "micro_batches": 4},
+}
+
+
+def plan_of(model: ModelGraph, layout: dict[str, Any]) -> Plan:
+    mesh = Mesh(**layout["mesh"])
+    names = [name for name, _ in model.chain]
+    half = len(names) // mesh.pipeline
+    data = mesh.data_shard * mesh.data_replicate
+    return Plan(
+        model=PlannedModel(name=model.name, source=model.name, digest=model.digest),
+        cluster="local:2",
+        seq_len=SEQ_LEN,
+        global_batch=GLOBAL_BATCH,
+        precision="fp32",
+        mesh=mesh,
+        zero=layout.get("zero", 0),
+        schedule="1f1b",
+        micro_batch=GLOBAL_BATCH // data // layout["micro_batches"],
+        micro_batches=layout["micro_batches"],
+        training=Training(weight_decay=0.1),
+        stages=tuple(
+            Stage(layers=tuple(PlacedLayer(layer=n) for n in names[at : at + half]))
+            for at in range(0, len(names), half)
+        ),
+    )
+
+
+# --- plain PyTorch -----------------------------------------------------------------------------
+
+
+def layers() -> list[nn.Module]:
+    rotary = reference.rotary_tables(64, torch.arange(SEQ_LEN), torch.float32, CPU)
+    blocks = [reference.Block(ARCHITECTURE, rotary, WHOLE) for _ in range(LAYERS)]
+    output = nn.Linear(ARCHITECTURE.hidden_size, VOCABULARY, bias=False)
+    return [
+        reference.Embedding(ARCHITECTURE),
+        *blocks,
+        Head(reference.norm(ARCHITECTURE), output),
+    ]
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def optimized(model: nn.Module, forward_backward: Callable[[Tensor], Tensor]) -> Step:
+    """Return a step: passes, clipping, AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+    def step(tokens: Tensor) -> float:
+        loss = forward_backward(tokens)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def in_turn(model: nn.Module, before: Callable[[bool], Any], count: int) -> Step:
+    """Return a step without a pipeline; `before` is told of each micro-batch if it is the last."""
+
+    def forward_backward(tokens: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for index, part in enumerate(tokens.chunk(count)):
+            with before(index == count - 1):
+                loss = loss_of(model(part[:, :-1]), part[:, 1:]) / count
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    return optimized(model, forward_backward)
+
+
+def plain_data(count: int) -> Step:
+    model = DistributedDataParallel(nn.Sequential(*layers()), gradient_as_bucket_view=True)
+    return in_turn(model, lambda last: torch.enable_grad() if last else model.no_sync(), count)
+
+
+def plain_zero_3(count: int) -> Step:
+    model = nn.Sequential(*layers())
+    for layer in (*model, model):
+        fully_shard(layer)
+    return in_turn(model, lambda last: torch.enable_grad(), count)
+
+
+def plain_tensor(count: int) -> Step:
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(*layers())
+    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    scattered = RowwiseParallel(output_layouts=Shard(1))
+    for layer in model:
+        if isinstance(layer, reference.Block):
+            local = SequenceParallel(use_local_output=True)
+            plan = {
+                "attention_norm": local,
+                "attention": whole,
+                **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
+                "attention.output": scattered,
+                "mlp_norm": local,
+                "mlp": whole,
+                "mlp.gate": ColwiseParallel(),
+                "mlp.up": ColwiseParallel(),
+                "mlp.down": scattered,
+            }
+        elif isinstance(layer, Head):
+            plan = {
+                "norm": SequenceParallel(),
+                "output": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+            }
+        else:
+            plan = {"tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))}
+        parallelize_module(layer, mesh, plan)
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": norms}], lr=3e-4, fused=True)
+
+    def step(tokens: Tensor) -> float:
+        total = torch.zeros(())
+        with loss_parallel():
+            for part in tokens.chunk(count):
+                loss = loss_of(model(part[:, :-1]), part[:, 1:]) / count
+                loss.backward()
+                total += loss.detach().full_tensor()
+        for parameter in model.parameters():
+            # torch leaves sums over ranks to be done, which the optimizer would do once each time.
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total.item()
+
+    return step
+
+
+def plain_pipeline(count: int) -> Step:
+    rank = dist.get_rank()
+    half = (LAYERS + 2) // 2
+    model = nn.Sequential(*layers()[rank * half : (rank + 1) * half])
+    samples = GLOBAL_BATCH // count
+    tokens = torch.empty(samples, SEQ_LEN, dtype=torch.int64, device="meta")
+    hidden = torch.empty(samples, SEQ_LEN, ARCHITECTURE.hidden_size, device="meta")
+    hidden.requires_grad_()
+    logits = torch.empty(samples, SEQ_LEN, VOCABULARY, device="meta", requires_grad=True)
+    stage = PipelineStage(
+        model,
+        rank,
+        2,
+        CPU,
+        input_args=hidden if rank else tokens,
+        output_args=logits if rank else hidden,
+    )
+    schedule = Schedule1F1B(stage, count, loss_fn=loss_of)
+
+    def forward_backward(tokens: Tensor) -> Tensor:
+        if rank == 0:
+            schedule.step(tokens[:, :-1].contiguous(), return_outputs=False)
+            return torch.zeros(())
+        losses: list[Tensor] = []
+        schedule.step(target=tokens[:, 1:], losses=losses, return_outputs=False)
+        return torch.stack([loss.detach() for loss in losses]).mean()
+
+    return optimized(model, forward_backward)
+
+
+PLAIN = {
+    "data": plain_data,
+    "zero 3": plain_zero_3,
+    "tensor": plain_tensor,
+    "pipeline": plain_pipeline,
+}
+
+# --- both --------------------------------------------------------------------------------------
+
+
+def work(
+    arguments: dict[str, Any], tell: Callable[[str, float], None]
+) -> dict[str, list[list[float]]]:
+    """Return seconds [pair] of (runtime, plain) by layout; every rank calls it."""
+    torch.set_num_threads(1)
+    results = {}
+    for index, (name, layout) in enumerate(LAYOUTS.items()):
+        tell(name, index / len(LAYOUTS))
+        results[name] = pairs(name, layout)
+    return results
+
+
+def pairs(name: str, layout: dict[str, Any]) -> list[list[float]]:
+    model = graph_of(ARCHITECTURE, name="overhead")
+    engine = Engine(plan_of(model, layout), model, device=CPU)
+    plain = PLAIN[name](layout["micro_batches"])
+    result = []
+    for index in range(WARM_UP + PAIRS):
+        generator = torch.Generator().manual_seed(index)
+        shape = (GLOBAL_BATCH, SEQ_LEN + 1)
+        tokens = torch.randint(VOCABULARY, shape, generator=generator)
+        tokens = tokens.chunk(engine.data_degree)[engine.data_rank]
+        both = [timed(lambda t: engine.step(t).loss, tokens), timed(plain, tokens)]
+        if index >= WARM_UP:
+            result.append(both)
+    return result
+
+
+def timed(step: Step, tokens: Tensor) -> float:
+    """Return the slower rank's seconds of one step."""
+    dist.barrier()
+    begin = time.perf_counter()
+    step(tokens)
+    seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return docs/overhead.md."""
+    lines = [
+        "# What the runtime costs beside plain PyTorch",
+        "",
+        "A step of the engine and of the shortest script with torch's own DDP, fully_shard, "
+        "parallelize_module or Schedule1F1B on the same layers, on two ranks of one core each, "
+        f"fp32, {LAYERS} blocks of width {ARCHITECTURE.hidden_size}, sequence {SEQ_LEN}, global "
+        f"batch {GLOBAL_BATCH}. Steps are taken in pairs, one right after the other; the last "
+        f"column is the median of {PAIRS} pairs' ratios, with their quartiles.",
+        "",
+        f"`PYTHONPATH=$PWD {result['command']}`, {result['date']}, torch {torch.__version__}, "
+        f"{os.cpu_count()} cores, load average {result['load'][0]:.0f} before and "
+        f"{result['load'][1]:.0f} after.",
+        "",
+        "| layout | runtime | plain PyTorch | runtime over plain |",
+        "|---|---|---|---|",
+    ]
+    for name, both in result["seconds"].items():
+        ours, theirs = (statistics.median(column) for column in zip(*both, strict=True))
+        low, middle, high = statistics.quantiles([a / b - 1 for a, b in both], n=4)
+        lines.append(
+            f"| {name} | {ours:.2f} s | {theirs:.2f} s | {100 * middle:+.1f} % "
+            f"({100 * low:+.1f} to {100 * high:+.1f}) |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", default="benchmarks/results")
+    options = parser.parse_args()
+    before = os.getloadavg()[0]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    seconds = result_of(
+        "benchmarks.runtime_overhead:work", {}, ranks=2, device="cpu", title="overhead"
+    )
+    priority = os.sched_getscheduler(0) == os.SCHED_FIFO
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "command": f"{'chrt -f 10 ' if priority else ''}python benchmarks/runtime_overhead.py",
+        "load": [before, os.getloadavg()[0]],
+        "seconds": seconds,
+    }
+    write_text(json.dumps(result, indent=1) + "\n", Path(options.output) / "runtime_overhead.json")
+    write_text(markdown(result), DOCUMENT)
+
+
+if __name__ == "__main__":
+    main()
