@@ -147,7 +147,11 @@ def graph_of_factory(source: str, *, seq_len: int) -> ModelGraph:
             made = _made(file, source)
             modules = made.modules
             tokens = torch.zeros((1, seq_len), dtype=torch.int64)
-            figures = [layer.figures for layer in traced(modules, tokens, made.places)]
+            loss_of = getattr(file, "loss", next_token_loss)
+            every = traced(
+                modules, tokens, made.places, loss=lambda output: loss_of(output, tokens)
+            )
+            figures = [layer.figures for layer in every]
     except DocumentError:
         raise
     except Exception as error:

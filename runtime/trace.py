@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from planner.model import LayerTrace
 
 @dataclass(frozen=True, slots=True)
 class TracedLayer:
-    """A layer's figures and its output, a fake tensor."""
+    """A layer's figures and its output, or the loss, a fake tensor."""
 
     figures: LayerTrace
     output: Tensor
@@ -30,11 +30,14 @@ def traced(
     layers: Sequence[nn.Module],
     inputs: Tensor,
     reads: Sequence[Sequence[int]] | None = None,
+    *,
+    loss: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[TracedLayer]:
     """Trace layer by layer, forward and backward.  Call it under a FakeTensorMode.
 
     `reads` are the places of the layers whose outputs each one takes, -1 for `inputs`; a chain
-    needs none.  A tensor that several layers save counts for each of them.
+    needs none.  A tensor that several layers save counts for each of them.  `loss` of the last
+    layer's output belongs to that layer, as in measurements; then it has no output here.
 
     Stored bytes are what autograd saves, each storage once, parameters left out.  Transient bytes
     are the larger of two peaks: in forward above what remains after it, in backward above what was
@@ -52,9 +55,12 @@ def traced(
         flops, forward = FlopCounterMode(display=False), _Allocations()
         with _saved_storages(saved, owned), flops, forward:
             output = layer(*taken)
-        if not isinstance(output, Tensor):
-            raise TypeError(f"{type(layer).__name__} returns {type(output).__name__}, no tensor")
-        output_bytes = output.untyped_storage().nbytes()
+            if not isinstance(output, Tensor):
+                kind = type(output).__name__
+                raise TypeError(f"{type(layer).__name__} returns {kind}, no tensor")
+            output_bytes = output.untyped_storage().nbytes()
+            if loss is not None and at == len(layers) - 1:
+                output = loss(output)
         backward_transient = _backward_peak(layer, output) if output.requires_grad else 0
         yield TracedLayer(
             LayerTrace(

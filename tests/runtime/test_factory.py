@@ -49,15 +49,16 @@ def test_alike_modules_are_one_kind() -> None:
     ]
 
 
-def test_a_linear_layer_costs_what_arithmetic_says() -> None:
+def test_a_last_layer_and_its_loss_cost_what_arithmetic_says() -> None:
     trace = graph().layers[-1].trace
 
     assert trace is not None
     assert trace.forward_flops == 2 * S * W * V
-    assert trace.stored_bytes == 4 * S * W  # its input
+    # Its input; of the loss the logarithms, the targets and one number.
+    assert trace.stored_bytes == 4 * S * W + 4 * S * V + 8 * S + 4
     assert trace.output_bytes == 4 * S * V
-    # Backward holds the output's gradient and makes the input's; the weight's counts elsewhere.
-    assert trace.transient_bytes == 4 * S * (V + W)
+    # Backward makes the gradient of the logarithms, and out of it that of the logits.
+    assert trace.transient_bytes == 2 * 4 * S * V
 
 
 def test_a_block_stores_what_autograd_saves() -> None:
