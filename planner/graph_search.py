@@ -41,7 +41,8 @@ from planner.misses import nothing_runs
 from planner.model import ModelGraph
 from planner.plan import Layout, Plan, PlannedModel
 from planner.predict import placement_prediction, placements_of
-from planner.search import Answer, Ranked
+from planner.ranked import Ranked
+from planner.search import Answer
 from planner.seats import branching
 
 Progress = Callable[[int, int], None]

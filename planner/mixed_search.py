@@ -46,7 +46,8 @@ from planner.pins import Pins
 from planner.plan import Job, Layout, Plan, PlannedGroup, Stage
 from planner.predict import placement_prediction, placements_of
 from planner.profile import Profile
-from planner.search import Answer, Ranked
+from planner.ranked import Ranked
+from planner.search import Answer
 from planner.share_search import ShareSpace
 from planner.space import every_degrees, micro_batches, sharings, timetables
 from planner.unequal import solve_unequal

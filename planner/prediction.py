@@ -59,6 +59,32 @@ class Loser(Part):
     reason: Text
 
 
+class Finalist(Part):
+    """A configuration close to the optimum of the closed form, and its simulated step."""
+
+    layout: Text
+    objective_s: Amount
+    """Its optimum in the closed form."""
+    step_time_s: Amount
+    """What the simulator says of that plan."""
+
+
+class Simulated(Part):
+    """What the simulator says of the plans that are nearly the fastest in the closed form."""
+
+    statement: Text
+    layout: Text
+    """The fastest simulated: the plan that was chosen."""
+    step_time_s: Amount
+    lower_bound_s: Amount | None = None
+    bound: Text
+    """Of what `lower_bound_s` is a bound, or that none is known."""
+    margin: Amount
+    """How far above the optimum of the closed form, relatively, a finalist's bound may be."""
+    finalists: tuple[Finalist, ...]
+    """The fastest simulated first."""
+
+
 class Certificate(Document):
     """Proof that no configuration of the space is faster, in the model that `model` names."""
 
@@ -77,3 +103,7 @@ class Certificate(Document):
     counts: dict[Text, Count]
     """How many configurations fell to which argument; they add up to `configurations`."""
     runners_up: tuple[Loser, ...] = ()
+    layout: Text | None = None
+    """The configuration with the least objective."""
+    simulated: Simulated | None = None
+    """The closest configurations in the simulator, which chose the plan among them."""

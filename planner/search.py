@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ from planner.certificate import (
 from planner.cluster import ClusterSpec
 from planner.costs import CostTables
 from planner.errors import DocumentError, NoPlanFits
-from planner.formulation import plan_of
+from planner.finalists import finalists, simulated
 from planner.frontier import FrontierStore
 from planner.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
 from planner.misses import closest_miss, nothing_runs
@@ -54,9 +54,9 @@ from planner.model import ModelGraph
 from planner.native import Rules, refusal
 from planner.pins import Pins
 from planner.plan import Job, Layout, Plan
-from planner.predict import placement_prediction, placements_of
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
+from planner.ranked import Ranked, ranked
 from planner.space import Family, complexity, kind
 
 TOLERANCE = 1e-9
@@ -65,15 +65,6 @@ TOLERANCE = 1e-9
 Progress = Callable[[int, int], None]
 Outcome = Solution | Infeasible | Fathomed | Unfinished
 Solve = Callable[[Instance, float], Outcome]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranked:
-    """A plan, its objective in the closed form, and what it should do."""
-
-    plan: Plan
-    objective_s: float
-    prediction: Prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +78,8 @@ class Answer:
     """CPU seconds of the search itself."""
     top: tuple[Ranked, ...]
     """The best plan of each kind, fastest first; the first is `plan`."""
+    closed_form: Ranked | None = None
+    """The optimum of the closed form, where finalists were simulated; it may be `plan`."""
     solved: int
     """How many partition problems were solved."""
 
@@ -158,21 +151,32 @@ def search(
     if not bests:
         raise NoPlanFits(closest_miss(candidates))
 
-    ranked = tuple(_ranked(candidates, best, cluster_name or cluster.name) for best in bests)
-    winner = bests[0]
+    name = cluster_name or cluster.name
+    every = [ranked(candidates, best.layout, best.solution, name) for best in bests]
+    winner, closed_form = bests[0], every[0]
     step_s = tables.of(winner.layout).step_s
+    order = finalists(candidates, closed_form, hunt.near(), hunt.solve, name)
+    chosen = order[0]
+    others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
+    top_plans = (chosen, *others)[:top]
     certificate = hunt.account.certificate(
         objective_s=winner.objective_s,
         lower_bound_s=winner.solution.lower_bound_s + step_s,
         optimal=winner.solution.optimal,
         solver=solver,
+    ).model_copy(
+        update={
+            "layout": winner.layout.text(),
+            "simulated": simulated(candidates, order, closed_form),
+        }
     )
     return Answer(
-        plan=ranked[0].plan,
-        prediction=ranked[0].prediction,
+        plan=chosen.plan,
+        prediction=chosen.prediction,
         certificate=certificate,
         search_s=time.process_time() - started,
-        top=ranked,
+        top=top_plans,
+        closed_form=closed_form,
         solved=hunt.solved,
     )
 
@@ -201,8 +205,8 @@ class _Hunt:
         self.account = Account()
         self.account.counts[REFUSED] = sum(candidates.refused.values())
         self.solved = 0
+        self.solve = solve
         self._candidates = candidates
-        self._solve = solve
         self._top = top
         self._progress = progress
         self._bests: dict[tuple[int, ...], _Best] = {}
@@ -211,6 +215,7 @@ class _Hunt:
         self._waiting = sorted(((s, index) for index, s in enumerate(bounds_s)), reverse=True)
         """Families of which only the first bound is known, with their index; the lowest is last."""
         self._opened = 0
+        self._near: list[Layout] = []
 
     def run(self) -> list[_Best]:
         """Return the best configurations, one of each kind, fastest first."""
@@ -221,6 +226,7 @@ class _Hunt:
             self._advance(entry)
             if self._progress:
                 self._progress(self._opened, len(self._candidates.families))
+        self._near = [entry.item for entry in sorted(self._queue) if isinstance(entry.item, Layout)]
         for _ in range(RUNNERS_UP):
             if (entry := self._next()) is not None:
                 self._outbounded(entry)
@@ -229,6 +235,12 @@ class _Hunt:
         families = self._candidates.families
         self.account.counts[BOUNDS[COMPUTATION]] += sum(families[i].size for _, i in self._waiting)
         return self._ranking()
+
+    def near(self) -> Iterator[Layout]:
+        """Yield the best of other kinds, then the layouts that were left, the closest first."""
+        for best in self._ranking_all():
+            yield best.layout
+        yield from self._near
 
     def _next(self) -> _Entry | None:
         """Take the entry with the lowest bound, the simplest of equals."""
@@ -292,7 +304,7 @@ class _Hunt:
             hair = TOLERANCE if simpler else -TOLERANCE
             cutoff_s = rival.objective_s * (1 + hair) - step_s
         self.solved += 1
-        found = self._solve(self._candidates.instance(layout), cutoff_s)
+        found = self.solve(self._candidates.instance(layout), cutoff_s)
         if isinstance(found, Infeasible):
             self.account.lost(OUT_OF_MEMORY, layout)
         elif isinstance(found, Fathomed):
@@ -402,23 +414,3 @@ def _wins(new: _Best, old: _Best) -> bool:
     if abs(new.objective_s - old.objective_s) <= TOLERANCE * old.objective_s:
         return complexity(new.layout) < complexity(old.layout)
     return new.objective_s < old.objective_s
-
-
-def _ranked(candidates: Candidates, best: _Best, cluster_name: str) -> Ranked:
-    plan = plan_of(
-        candidates.model,
-        cluster_name,
-        candidates.job,
-        best.layout,
-        candidates.costs(best.layout),
-        best.solution,
-        candidates.pins.recompute,
-    )
-    prediction = placement_prediction(
-        candidates.tables, best.layout, placements_of(plan, candidates.model)
-    )
-    return Ranked(
-        plan=plan,
-        objective_s=best.objective_s,
-        prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
-    )

@@ -31,7 +31,7 @@ from planner.native import refusal
 from planner.pins import Pins
 from planner.plan import Job, Layout, Plan, PlannedGroup, Share
 from planner.predict import placements_of, predict
-from planner.search import Ranked
+from planner.ranked import Ranked
 from planner.shares import Replica, fastest_shares
 from planner.space import LARGEST_MICRO_BATCH, divisors
 

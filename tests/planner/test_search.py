@@ -17,6 +17,7 @@ from planner.cluster import ClusterSpec
 from planner.costs import CostTables
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
+from planner.finalists import MARGIN
 from planner.frontier import FrontierStore
 from planner.inner import solve
 from planner.instance import Solution
@@ -92,7 +93,8 @@ def test_no_configuration_is_faster_and_no_bound_is_above_its_optimum(case: Case
 
     fastest = min(exhaustive, key=lambda layout: (exhaustive[layout], complexity(layout)))
     assert answer.certificate.objective_s == pytest.approx(exhaustive[fastest], rel=1e-12)
-    assert answer.plan.layout == fastest
+    assert answer.closed_form is not None
+    assert answer.closed_form.plan.layout == fastest
     assert answer.certificate.optimal
     assert answer.certificate.gap == 0
     assert sum(answer.certificate.counts.values()) == answer.certificate.configurations
@@ -167,7 +169,8 @@ def test_context_and_expert_degrees_are_searched_where_a_backend_runs_them() -> 
     answer = case.search()
 
     fastest = min(exhaustive, key=lambda layout: (exhaustive[layout], complexity(layout)))
-    assert answer.plan.layout == fastest
+    assert answer.closed_form is not None
+    assert answer.closed_form.plan.layout == fastest
     assert max(layout.context for layout in exhaustive) == 16
     assert max(layout.expert for layout in exhaustive) == 8
     assert answer.certificate.configurations == len(exhaustive)
@@ -240,7 +243,8 @@ def test_the_best_plans_of_each_kind_are_those_of_all_configurations() -> None:
     top = TIGHT.search(top=4).top
 
     assert len({kind(ranked.plan.layout) for ranked in top}) == 4
-    assert [ranked.objective_s for ranked in top] == pytest.approx(expected[:4], rel=1e-12)
+    assert [ranked.objective_s for ranked in top[1:]] == pytest.approx(expected[1:4], rel=1e-12)
+    assert expected[0] <= top[0].objective_s <= expected[0] * (1 + MARGIN)
 
 
 def test_fewer_kinds_than_asked_for_are_all_returned() -> None:
