@@ -17,7 +17,8 @@ CLOSED_FORM = (
     "ranks r on m micro-batches; steady = m-1 and fill = 1 under 1F1B and GPipe (there with "
     "max_r f_r + max_r b_r for max_r t_r), m-p and p interleaved, p being the largest stage's part "
     "of a rank, m and p(P-1)/P with split backwards, m and 0 under pipedream-2bw; memory of every "
-    "rank held, 4 % of an accelerator kept free; ranks of several stages share the longest run of like layers evenly"
+    "rank held, 4 % of an accelerator kept free; ranks of several stages share the longest run of "
+    "like layers evenly"
 )
 RUNNERS_UP = 5
 
