@@ -313,12 +313,12 @@ class DType(StrEnum):
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(help="A checkpoint, or a folder of them (the newest)")],
-    to: Annotated[str, typer.Option("--to", help="huggingface")],
+    to: Annotated[str, typer.Option("--to", help="huggingface, or peft for LoRA adapters")],
     output: Annotated[str, typer.Option("-o", "--output", help="A new folder")],
     dtype: Annotated[DType, typer.Option("--dtype", help="Of the weights")] = DType.FP32,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint as a folder that Hugging Face transformers loads."""
+    """Write a checkpoint as a folder that transformers or peft loads."""
     written = commands.export(source, to=to, output=output, dtype=dtype.value)
     if json:
         print(commands.as_json(commands.export_json(written)))
@@ -327,7 +327,7 @@ def export(
         f"{written.checkpoint}, step {written.step}: {count_text(written.parameters)} parameters, "
         f"{bytes_text(written.size_bytes)} in {len(written.files)} files"
     )
-    out.print(f"written to {written.folder}; AutoModelForCausalLM.from_pretrained reads it")
+    out.print(f"written to {written.folder}; {to} reads it")
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Table:

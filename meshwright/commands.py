@@ -263,12 +263,17 @@ def export(
     source: str, *, to: str, output: str, dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 ) -> Exported:
     """Write a checkpoint in the form that another program reads."""
-    if to != "huggingface":
-        raise DocumentError("to", f"is '{to}'; a checkpoint is exported to huggingface")
+    if to not in ("huggingface", "peft"):
+        raise DocumentError(
+            "to", f"is '{to}'; a checkpoint is exported to huggingface, its adapters to peft"
+        )
     _need_torch("exporting a checkpoint")
-    from runtime.export import to_huggingface  # noqa: PLC0415 - the runtime
+    from runtime.export import to_huggingface, to_peft  # noqa: PLC0415 - the runtime
 
-    written: Exported = to_huggingface(Path(source), Path(output), dtype=dtype)
+    if to == "peft":
+        written: Exported = to_peft(Path(source), Path(output))
+    else:
+        written = to_huggingface(Path(source), Path(output), dtype=dtype)
     return written
 
 

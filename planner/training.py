@@ -15,11 +15,27 @@ from pydantic import (
 
 from planner.document import Part, first_error, plain
 from planner.errors import DocumentError
-from planner.units import Amount, Count, Rate
+from planner.units import Amount, Count, Positive, Rate, Text
 
 RateSchedule = Literal["constant", "cosine", "linear", "wsd"]
 """How the learning rate goes on after the warm-up: as it is, down a cosine or a line to its floor,
 or (warm-up, stable, decay) as it is and down a line over the last steps."""
+
+
+class Lora(Part):
+    """Adapters of low rank beside frozen linear layers."""
+
+    rank: Positive
+    alpha: Rate = 16.0
+    """What the adapters add is scaled by alpha / rank."""
+    targets: tuple[Text, ...] = ("all-linear",)
+    """Ends of the names of the modules that get an adapter, or every linear layer of the blocks."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.targets:
+            raise ValueError("targets: is empty; name a module, or all-linear")
+        return self
 
 
 class Training(Part):
@@ -43,6 +59,8 @@ class Training(Part):
     """Over how many of the last steps `wsd` falls."""
     floor: Amount = 0.0
     """The lowest rate of a schedule that falls, as a part of the highest."""
+    lora: Lora | None = None
+    """Train adapters only; everything else is frozen."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -69,8 +87,8 @@ class Training(Part):
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what came later and is not used: plans of before keep their digests."""
         fields: dict[str, Any] = written(self)
-        for name in ("rate_schedule", "rate_steps", "decay_steps", "floor"):
-            if fields.get(name) == type(self).model_fields[name].default:
+        for name in ("rate_schedule", "rate_steps", "decay_steps", "floor", "lora"):
+            if name in fields and fields.get(name) == type(self).model_fields[name].default:
                 del fields[name]
         return fields
 
@@ -82,17 +100,22 @@ class Training(Part):
         """
         values = self.model_dump()
         for setting in settings:
-            name, equals, text = setting.partition("=")
+            path, equals, text = setting.partition("=")
             if not equals:
                 raise DocumentError("training", f"'{setting}' is not of the form name=value")
-            if name not in type(self).model_fields:
-                near = difflib.get_close_matches(name, list(type(self).model_fields), n=1)
-                known = f"did you mean '{near[0]}'?" if near else ", ".join(type(self).model_fields)
-                raise DocumentError("training", f"has no setting '{name}'; {known}")
+            cls: type[Part] = Training
+            place, name = values, path
+            if path.startswith("lora."):
+                place = values.setdefault("lora", {})
+                cls, name = Lora, path.removeprefix("lora.")
+            if name not in cls.model_fields:
+                near = difflib.get_close_matches(name, list(cls.model_fields), n=1)
+                known = f"did you mean '{near[0]}'?" if near else ", ".join(cls.model_fields)
+                raise DocumentError("training", f"has no setting '{path}'; {known}")
             value = plain(text)
             whole = isinstance(value, int) and not isinstance(value, bool)
-            is_real = type(self).model_fields[name].annotation is float
-            values[name] = float(value) if whole and is_real else value  # type: ignore[arg-type]
+            is_real = cls.model_fields[name].annotation is float
+            place[name] = float(value) if whole and is_real else value  # type: ignore[arg-type]
         try:
             return Training.model_validate(values)
         except ValidationError as error:

@@ -16,6 +16,7 @@ torch.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -60,16 +61,33 @@ class Progress(Document):
     corpus: Text
     corpus_digest: Text
     loss: float
+    frozen: Text | None = None
+    """Of which weights those are that were not trained, and so are not here."""
     files: Mapping[Text, Count] = Field(default_factory=dict)
     """The checkpoint's other files and their bytes."""
 
-    def check(self, *, plan: Plan, model: ModelGraph, corpus: Corpus, folder: Path) -> None:
+    def check(
+        self,
+        *,
+        plan: Plan,
+        model: ModelGraph,
+        corpus: Corpus,
+        folder: Path,
+        frozen: str | None = None,
+    ) -> None:
         """Refuse to go on with another model, or at a position that means other data."""
         if self.model_digest != model.digest:
             raise DocumentError(
                 "model_digest",
                 f"is {self.model_digest} ({self.model}), but the plan is for {model.name} with "
                 f"{model.digest}; this checkpoint is of another model",
+                file=str(folder),
+            )
+        if self.frozen != frozen:
+            raise DocumentError(
+                "frozen",
+                f"is {self.frozen or 'nothing'}, and this run would freeze {frozen or 'nothing'}; "
+                "adapters go on with the weights that they were trained on (--weights)",
                 file=str(folder),
             )
         for name, have, want, source in (
@@ -84,6 +102,23 @@ class Progress(Document):
                     "other samples: use the same, or train anew",
                     file=str(folder),
                 )
+
+
+def frozen_weights(plan: Plan, weights: Path | None) -> str | None:
+    """Return which weights adapters are trained on, or None where all weights are trained.
+
+    Of a folder of safetensors it tells the sizes of the files, and how each begins: with the list
+    of its tensors and the first of them.
+    """
+    if plan.training.lora is None:
+        return None
+    if weights is None:
+        return f"first values of seed {plan.training.seed}"
+    digest = hashlib.sha256()
+    for file in sorted(weights.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode() + opened.read(2**20))
+    return f"sha256:{digest.hexdigest()[:16]}"
 
 
 def complete(folder: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from planner.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
+from runtime import lora
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
@@ -99,6 +100,9 @@ class Engine:
             )
             for stage in self.stages
         )
+        if plan.training.lora is not None:
+            adapted = sum(part.adapted for part in self._parts)
+            lora.refuse_without_targets(adapted, plan.training.lora, self._place, model=model.name)
         self._optimizer = Optimizer(
             [part.chain for part in self._parts],
             self._adapter,

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Literal
 from planner.document import read
 from planner.errors import LaunchError
 from planner.model import ModelGraph
+from planner.plan import Plan
 from runtime import checkpoint
-from runtime.checkpoint import CONFIG, MODEL, Progress
+from runtime.checkpoint import CONFIG, MODEL, PLAN, Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +68,11 @@ def to_huggingface(
         raise LaunchError(
             f"{source}: is of the model {model.name}, which is no model of the library transformers"
         )
+    if done.frozen is not None:
+        raise LaunchError(
+            f"{source}: holds adapters without the weights that they were trained on; export them "
+            "--to peft"
+        )
     assert model.architecture is not None
     parameters = _parameters(source)
     width = 4 if dtype == "fp32" else 2
@@ -96,6 +102,48 @@ def to_huggingface(
         files=tuple(file.name for file in files),
         parameters=total,
         size_bytes=sum((output / file.name).stat().st_size for file in files),
+    )
+
+
+def to_peft(saved: Path, output: Path) -> Exported:
+    """Write a checkpoint's adapters as a folder that the library peft reads."""
+    import torch  # noqa: PLC0415
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    from runtime import lora  # noqa: PLC0415 - needs torch
+
+    source, done = found(saved)
+    plan = read(Plan, source / PLAN)
+    if plan.training.lora is None or not (source / CONFIG).is_file():
+        raise LaunchError(f"{source}: has no adapters of a model of the library transformers")
+    parameters = _parameters(source)
+    state = {stored.key: torch.empty(stored.shape) for stored in parameters}
+    checkpoint.load(source, state)
+    folder = Path(plan.model.source)
+    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    tensors, settings = lora.peft_files(
+        {key.removeprefix("model."): tensor for key, tensor in state.items()},
+        plan.training.lora,
+        base=str(folder.resolve()) if folder.exists() else plan.model.source,
+        transposed=config["model_type"] == "gpt2",
+    )
+    temporary = _new(output)
+    try:
+        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        (temporary / "adapter_config.json").write_text(settings, encoding="utf-8")
+        temporary.rename(output)
+    except OSError as error:
+        raise LaunchError(f"{output}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    files = ("adapter_model.safetensors", "adapter_config.json")
+    return Exported(
+        checkpoint=source,
+        step=done.step,
+        folder=output,
+        files=files,
+        parameters=sum(stored.elements for stored in parameters),
+        size_bytes=sum((output / file).stat().st_size for file in files),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from runtime import lora
 from runtime.adapter import Adapter, parameter_names
 from runtime.published import Weights
 
@@ -65,21 +66,23 @@ def _made(
         return nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
     published = adapter.published_name(name)
     shard = _shard(parameter)
-    if weights is not None:
+    adapters = lora.is_adapters(name)
+    if weights is not None and not adapters:
         local = weights.read(published, parameter.shape, shard, pieces=adapter.pieces(name)).to(
             device
         )
     else:
-        local = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        local = torch.empty(parameter.shape, device=device)
         generator = torch.Generator(device).manual_seed(seed_of(seed, published))
-        adapter.fill(name, local, generator)
+        (lora if adapters else adapter).fill(name, local, generator)
         if shard is not None:
             local = part(local, *shard, pieces=adapter.pieces(name)).clone()
+    local = local.to(parameter.dtype)
     if isinstance(parameter, DTensor):
         local = DTensor.from_local(
             local, parameter.device_mesh, parameter.placements, run_check=False
         )
-    return nn.Parameter(local)
+    return nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
 def part(whole: Tensor, dim: int, index: int, parts: int, *, pieces: int) -> Tensor:

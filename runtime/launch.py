@@ -156,7 +156,13 @@ def _write_orders(
         raise LaunchError(f"evaluate: {held_out.source} is what is trained on; hold other text out")
     if ready.resume is not None:
         progress: Progress = checkpoint.progress(ready.resume)
-        progress.check(plan=ready.plan, model=ready.model, corpus=corpus, folder=ready.resume)
+        progress.check(
+            plan=ready.plan,
+            model=ready.model,
+            corpus=corpus,
+            folder=ready.resume,
+            frozen=checkpoint.frozen_weights(ready.plan, ready.weights),
+        )
         say.print(f"going on from {ready.resume}")
     orders = Orders(
         run=secrets.token_hex(8),

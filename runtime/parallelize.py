@@ -20,7 +20,7 @@ from planner.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedule import splits_backward
-from runtime import activations, host, recompute, tensor
+from runtime import activations, host, lora, recompute, tensor
 from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, Adapter, Chain, parameter_names
 from runtime.branches import TOKENS, Branches
@@ -44,6 +44,8 @@ class ParallelStage:
     """Data parallelism or mixed precision is at work (the chain is an FSDPModule)."""
     store: WeightGradients | None
     """Where weight gradients wait, if the schedule makes them apart."""
+    adapted: int
+    """Modules with an adapter; 0 where the whole model is trained."""
 
 
 def activation_type(plan: Plan) -> torch.dtype:
@@ -63,12 +65,16 @@ def parallel_stage(
     """Build one of this rank's stages."""
     placed = plan.stages[stage].layers
     layers = {item.layer: adapter.layer(item.layer) for item in placed}
+    adapter.tie(layers)
+    _check_parameters(layers, adapter)
+    adapted = 0
+    if plan.training.lora is not None:
+        frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+        adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
     store = WeightGradients() if splits_backward(plan.schedule) else None
     if store is not None:
         for layer in layers.values():
             defer(layer, store)
-    adapter.tie(layers)
-    _check_parameters(layers, adapter)
     summed = set()
     if plan.mesh.tensor > 1:
         for name, layer in layers.items():
@@ -102,13 +108,17 @@ def parallel_stage(
         if packing is not None:
             packing.around(layer)
         chain.place(item.layer, layer)
+        if plan.training.lora is not None and stage == at == 0:
+            layer.register_forward_hook(lora.wants_gradient)
         if wraps:
             layer.register_forward_hook(_no_view)
         if wraps and item.layer not in shared:
             _over_data(layer, plan, place, device, root=False)
     if wraps:
         _over_data(chain, plan, place, device, root=True)
-    return ParallelStage(chain=chain, summed=frozenset(summed), wrapped=wraps, store=store)
+    return ParallelStage(
+        chain=chain, summed=frozenset(summed), wrapped=wraps, store=store, adapted=adapted
+    )
 
 
 def _stage_module(plan: Plan, adapter: Adapter, stage: int, layers: dict[str, nn.Module]) -> Chain:

@@ -31,13 +31,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 from planner.errors import LaunchError
+from runtime import lora
 from runtime.adapter import TensorStyle
 from runtime.weight_gradients import linear
 
 POSITIONS = 1  # activations are [sample, position, feature]
 SHARDS: dict[TensorStyle, dict[str, int]] = {
-    "columns": {"weight": 0, "bias": 0},
-    "rows": {"weight": 1},
+    "columns": {"weight": 0, "bias": 0, lora.B: 0},
+    "rows": {"weight": 1, lora.A: 1},
     "vocabulary": {"weight": 0},
     "logits": {"weight": 0, "bias": 0},
     "experts": {"gate_up_proj": 1, "down_proj": 2},
@@ -149,7 +150,8 @@ def _distribute(
             shape[placement.dim] //= mesh.size()
         local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         done[id(parameter)] = nn.Parameter(
-            DTensor.from_local(local, mesh, [placement], run_check=False)
+            DTensor.from_local(local, mesh, [placement], run_check=False),
+            requires_grad=parameter.requires_grad,
         )
         done[id(done[id(parameter)])] = done[id(parameter)]
     module._parameters[attribute] = done[id(parameter)]
@@ -172,7 +174,8 @@ def _on_local_parts(module: nn.Module, forward: Callable[..., Any]) -> Callable[
             return forward(*args, **kwargs)
         finally:
             for name in local:
-                del module.__dict__[name]
+                # An inner one of these, around the same module, may have done it.
+                module.__dict__.pop(name, None)
 
     return on_local_parts
 
@@ -208,7 +211,13 @@ def _gathered(
 def _rows(module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
     weight, bias = _local(module._parameters["weight"]), _local(module._parameters.get("bias"))
     assert weight is not None
-    part = scatter(linear(module, x, weight), group)
+    whole = linear(module, x, weight)
+    if lora.is_adapted(module):
+        a, b = (_local(module._parameters[name]) for name in (lora.A, lora.B))
+        assert a is not None
+        assert b is not None
+        whole = whole + lora.low_rank(module, x, a, b)
+    part = scatter(whole, group)
     return part if bias is None else part + bias
 
 

@@ -132,6 +132,8 @@ class Loop:
         self.steps_done = 0
         self.next_sample = 0
         self.resumed: Path | None = None
+        weights = Path(orders.weights) if orders.weights else None
+        self._frozen = checkpoint.frozen_weights(plan, weights)
         self._saver = (
             Saver(
                 Path(orders.checkpoint),
@@ -153,7 +155,13 @@ class Loop:
     def resume(self, saved: Path) -> None:
         """Go on where a checkpoint ends."""
         progress = checkpoint.progress(saved)
-        progress.check(plan=self.plan, model=self.model, corpus=self.corpus, folder=saved)
+        progress.check(
+            plan=self.plan,
+            model=self.model,
+            corpus=self.corpus,
+            folder=saved,
+            frozen=self._frozen,
+        )
         checkpoint.load(saved, self.engine.state())
         self.steps_done = progress.step
         self.next_sample = progress.sample
@@ -305,6 +313,7 @@ class Loop:
             corpus=self.corpus.source,
             corpus_digest=self.corpus.digest,
             loss=loss,
+            frozen=self._frozen,
         )
 
 

@@ -1,0 +1,245 @@
+"""Adapters on frozen weights: what is trained, under every plan alike, and as peft has it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from planner.errors import LaunchError
+from planner.model import ModelGraph
+from planner.plan import Plan
+from planner.training import Lora
+from runtime.checkpoint import Progress, load
+from runtime.engine import Engine
+from runtime.export import to_huggingface, to_peft
+from runtime.factory import graph_of_factory
+from runtime.saving import Saver
+from runtime.supported import supported
+from tests.runtime import cases, chains
+from tests.runtime.ranks import on_ranks
+from tests.runtime.runs import Run, train_all
+
+CPU = torch.device("cpu")
+ATTENTION = Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj"))
+EVERY = Lora(rank=4, alpha=8.0)
+
+
+def plan(model: ModelGraph, lora: Lora = EVERY, **layout: Any) -> Plan:
+    made = cases.plan(model, **layout)
+    # B is zero at first, and so is A's gradient, but for rounding: see `epsilon` in cases.plan.
+    training = made.training.model_copy(update={"lora": lora})
+    return made.model_copy(update={"training": training})
+
+
+def test_only_adapters_are_trained_and_kept() -> None:
+    model = cases.transformer("llama")
+    engine = Engine(plan(model, ATTENTION), model, device=CPU)
+    before = {name: p.detach().clone() for name, p in frozen(engine).items()}
+
+    for step in range(3):
+        engine.step(cases.global_tokens(step))
+
+    names = {name for name in engine.state() if name.startswith("model.")}
+    assert names == {
+        f"model.model.layers.{block}.self_attn.{module}.lora_{which}"
+        for block in range(3)
+        for module in ("q_proj", "v_proj", "o_proj")
+        for which in "ab"
+    }
+    for name, parameter in frozen(engine).items():
+        assert parameter.grad is None
+        assert torch.equal(parameter, before[name])
+
+
+def frozen(engine: Engine) -> dict[str, torch.nn.Parameter]:
+    named = engine._parts[0].chain.named_parameters()
+    return {name: p for name, p in named if not p.requires_grad}
+
+
+def test_training_begins_where_the_frozen_model_stands() -> None:
+    model = cases.transformer("llama")
+    batch = cases.global_tokens(0)
+
+    whole = Engine(cases.plan(model), model, device=CPU).evaluate(batch)
+    adapted = Engine(plan(model), model, device=CPU)
+
+    assert adapted.evaluate(batch) == pytest.approx(whole, rel=1e-6)
+    for _ in range(5):
+        adapted.step(batch)
+    assert adapted.evaluate(batch) < whole - 1e-3
+
+
+def test_sixteen_bit_training_keeps_frozen_weights_in_sixteen_bits() -> None:
+    model = cases.transformer("llama")
+    engine = Engine(plan(model, precision="bf16"), model, device=CPU)
+    try:
+        engine.step(cases.global_tokens(0))
+        types = {p.dtype for p in frozen(engine).values()}
+        assert types == {torch.bfloat16}
+        assert {slot.local.dtype for slot in engine._optimizer.slots} == {torch.float32}
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+TIED = {"tied_embeddings": True}
+ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "data": ("llama", {}, {"data_replicate": 2}),
+    "zero 1": ("llama", {}, {"data_shard": 2, "zero": 1}),
+    "zero 2": ("reference", {}, {"data_shard": 2, "zero": 2}),
+    "zero 3, recompute full": ("llama", {}, {"data_shard": 2, "zero": 3, "recompute": "full"}),
+    "tensor": ("llama", {}, {"tensor": 2}),
+    "tensor, recompute selective": ("reference", {}, {"tensor": 2, "recompute": "selective"}),
+    "pipeline": ("qwen3", TIED, {"pipeline": 2}),
+    "pipeline, embedding alone": ("llama", {}, {"pipeline": 2, "cuts": [1, 4]}),
+    "pipeline, head alone": ("llama", {}, {"pipeline": 2, "cuts": [4, 1]}),
+    "zbv": ("llama", {}, {"pipeline": 2, "schedule": "zbv", "virtual_stages": 2}),
+    "gpt2, pipeline": ("gpt2", {}, {"pipeline": 2}),
+    "mixtral, zero 3": ("mixtral", {}, {"data_shard": 2, "zero": 3}),
+    "context": ("llama", {}, {"context": 2}),
+    "factory, zero 2": ("factory", {}, {"data_shard": 2, "zero": 2}),
+}
+
+
+@functools.cache
+def graph(name: str) -> ModelGraph:
+    family, changes, _ = ROWS[name]
+    if family == "factory":
+        return graph_of_factory(f"{chains.__file__}:factory", seq_len=cases.SEQ_LEN)
+    return cases.transformer(family, **changes)
+
+
+@functools.cache
+def two_ranks() -> list[list[tuple[Run, float]]]:
+    rows = [
+        (name, plan(graph(name), **layout), graph(name)) for name, (_, _, layout) in ROWS.items()
+    ]
+    return on_ranks(2, train_all, rows)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ROWS)
+def test_every_plan_trains_adapters_like_one_process(name: str) -> None:
+    ((alone, _),) = train_all([(name, plan(graph(name)), graph(name))])
+
+    for rank in two_ranks():
+        found = rank[list(ROWS).index(name)][0]
+        assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+        assert found.norms == pytest.approx(alone.norms, rel=1e-4)
+        for key, weights in found.weights.items():
+            assert weights == pytest.approx(alone.weights[key], rel=1e-3, abs=2e-5), key
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"offload": "optimizer"}, "cannot be trained with offload optimizer; use none"),
+        ({"gradient_wire": "bf16"}, "cannot be trained with gradient_wire bf16; use full"),
+    ],
+)
+def test_what_has_not_been_shown_equal_is_refused(changes: dict[str, str], message: str) -> None:
+    model = cases.transformer("llama")
+    made = plan(model, data_replicate=2)
+
+    assert message in str(supported(made.model_copy(update=changes), model))
+    assert supported(made, model) is None
+
+
+def test_targets_that_nothing_has_are_refused() -> None:
+    model = cases.transformer("llama")
+
+    with pytest.raises(
+        LaunchError, match=r"training\.lora\.targets: no linear layer .* is named W"
+    ):
+        Engine(plan(model, Lora(rank=2, targets=("Wqkv",))), model, device=CPU)
+
+
+def trained_and_saved(model: ModelGraph, made: Plan, folder: str) -> float:
+    engine = Engine(made, model, device=CPU)
+    for step in range(3):
+        engine.step(cases.global_tokens(step).chunk(engine.data_degree)[engine.data_rank])
+    saver = Saver(Path(folder), plan=made, model=model, run="r", config=engine.configuration())
+    done = Progress(
+        step=3,
+        sample=24,
+        epoch=0,
+        seq_len=made.seq_len,
+        seed=0,
+        model=model.name,
+        model_digest=model.digest,
+        plan_digest=made.digest,
+        corpus="none",
+        corpus_digest="none",
+        loss=0.0,
+        frozen="first values of seed 0",
+    )
+    saver.begin(engine.state(), done)
+    saver.finish()
+    return engine.evaluate(cases.global_tokens(7).chunk(engine.data_degree)[engine.data_rank])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapters_are_written_as_peft_has_them(family: str, tmp_path: Path) -> None:
+    """Merged by peft's rule, W + (alpha / r) B A, the library's model gives the trained loss."""
+    model = cases.transformer(family)
+    made = plan(model, pipeline=2)
+    trained = on_ranks(2, trained_and_saved, model, made, str(tmp_path / "saved"))
+
+    to_peft(tmp_path / "saved", tmp_path / "adapters")
+
+    settings = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    base = Engine(cases.plan(model), model, device=CPU)
+    whole = AutoModelForCausalLM.from_config(base._adapter.config)
+    state = {n[6:]: v for n, v in base.state().items() if n.startswith("model.")}
+    whole.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        for name, a in tensors.items():
+            if name.endswith("lora_A.weight"):
+                path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                added = tensors[name.replace("lora_A", "lora_B")] @ a
+                added = added * (settings["lora_alpha"] / settings["r"])
+                weight = whole.get_submodule(path).weight
+                weight += added.T if settings["fan_in_fan_out"] else added
+    loss = cases.library_loss(whole, cases.global_tokens(7)).item()
+    assert loss == pytest.approx(trained[0], rel=1e-5)
+    assert settings["peft_type"] == "LORA"
+    with pytest.raises(LaunchError, match="holds adapters without the weights"):
+        to_huggingface(tmp_path / "saved", tmp_path / "whole")
+
+
+def test_adapters_go_on_under_another_plan(tmp_path: Path) -> None:
+    model = cases.transformer("llama")
+    on_ranks(2, trained_and_saved, model, plan(model, data_shard=2, zero=3), str(tmp_path))
+    engine = Engine(plan(model), model, device=CPU)
+    for step in range(3):
+        engine.step(cases.global_tokens(step))
+    again = Engine(plan(model), model, device=CPU)
+
+    load(tmp_path / "step-000003", again.state())
+
+    assert again.step(cases.global_tokens(3)).loss == pytest.approx(
+        engine.step(cases.global_tokens(3)).loss, rel=1e-5
+    )
+
+
+def test_peft_itself_reads_them(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = cases.transformer("llama")
+    trained = on_ranks(1, trained_and_saved, model, plan(model), str(tmp_path / "saved"))
+    to_peft(tmp_path / "saved", tmp_path / "adapters")
+    base = Engine(cases.plan(model), model, device=CPU)
+    whole = AutoModelForCausalLM.from_config(base._adapter.config)
+    whole.load_state_dict({n[6:]: v for n, v in base.state().items() if n.startswith("model.")})
+
+    adapted = peft.PeftModel.from_pretrained(whole, tmp_path / "adapters")
+
+    loss = cases.library_loss(adapted, cases.global_tokens(7)).item()
+    assert loss == pytest.approx(trained[0], rel=1e-5)
