@@ -35,6 +35,7 @@ from planner.profile import Recompute
 from planner.rank_problem import RankProblem, input_stored
 from planner.ranks import largest_stage, run_of
 from planner.schedule import most_in_flight, rank_of_stage, splits_backward
+from planner.training import Training
 
 __all__ = ["allowed", "boundaries_s", "instance_of", "layout_pace", "plan_of", "planned_bytes"]
 
@@ -195,6 +196,7 @@ def plan_of(
         offload=layout.offload,
         gradient_wire=layout.gradient_wire,
         timeout_s=max(SHORTEST_TIMEOUT_S, 10.0 * (solution.objective_s + costs.step_s)),
+        training=Training(lora=job.lora),
         stages=tuple(
             PlanStage(
                 layers=tuple(

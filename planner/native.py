@@ -120,6 +120,8 @@ def _group_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]
 def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what the runtime cannot do, first where others can."""
     a = model.architecture
+    if job.lora is not None:
+        yield from _lora_obstacles(model, job, layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     if layout.expert > 1:
@@ -151,6 +153,23 @@ def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obst
             f"{layout.tensor} leaves a rank {width} of an expert's {ffn_size} columns; torch's "
             f"grouped product takes multiples of {multiple}",
         )
+
+
+def _lora_obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what adapters have not been shown to train with like in one process."""
+    for name, value, fine in (
+        ("offload", layout.offload, "none"),
+        ("gradient_wire", layout.gradient_wire, "full"),
+        ("mesh.expert", layout.expert, 1),
+    ):
+        if value != fine:
+            yield Obstacle(name, f"adapters cannot be trained with {value} here; use {fine}")
+    if layout.schedule == "pipedream-2bw":
+        yield Obstacle("schedule", "adapters cannot be trained with pipedream-2bw here; use 1f1b")
+    if job.precision == "fp16":
+        yield Obstacle("precision", "adapters cannot be trained in fp16 here; use bf16")
+    if model.edges:
+        yield Obstacle("training.lora", "adapters need a chain of layers, and this is a graph")
 
 
 def _schedule_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iterator[Obstacle]:

@@ -17,7 +17,7 @@ from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.profile import Recompute
 from planner.schedule import obstacle, rank_of_stage
-from planner.training import Training
+from planner.training import Lora, Training
 from planner.units import Positive, Rate, Text
 
 Backend = Literal["native"]
@@ -49,6 +49,8 @@ class Job:
     seq_len: int
     global_batch: int
     precision: Precision = "bf16"
+    lora: Lora | None = None
+    """Adapters that alone are trained; None trains the whole model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,7 +426,12 @@ class Plan(Document):
     @property
     def job(self) -> Job:
         """The work of one step."""
-        return Job(seq_len=self.seq_len, global_batch=self.global_batch, precision=self.precision)
+        return Job(
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            precision=self.precision,
+            lora=self.training.lora,
+        )
 
     def check_model(self, model: ModelGraph) -> None:
         """Refuse a plan that was made for another model, or that loses or reorders layers."""

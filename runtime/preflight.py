@@ -142,6 +142,8 @@ def preflight(
     plan = plan.model_copy(update={"training": plan.training.changed(training)})
     if evaluate is None and evaluate_every is not None:
         raise LaunchError("evaluate_every: name the held-out text too (evaluate)")
+    if evaluate is not None and plan.schedule == "pipedream-2bw":
+        raise LaunchError("evaluate: a pipeline that never drains is not evaluated; use 1f1b")
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise LaunchError(
             "tensorboard: is not installed; install it with: pip install tensorboard, or read the "

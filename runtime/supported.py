@@ -27,16 +27,6 @@ def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
     found = obstacle(model, plan.job, plan.layout)
     if found:
         yield str(found)
-    if plan.training.lora is not None:
-        for name, value, fine in (
-            ("offload", plan.offload, "none"),
-            ("gradient_wire", plan.gradient_wire, "full"),
-            ("mesh.expert", plan.mesh.expert, 1),
-        ):
-            if value != fine:
-                yield f"training.lora: adapters cannot be trained with {name} {value}; use {fine}"
-        if model.edges:
-            yield "training.lora: only chains of layers can have adapters, and this is a graph"
     if model.architecture is None and not own_modules:
         yield f"model: {model.name} has no architecture and its source is no file.py:factory"
     if model.edges and not own_modules:

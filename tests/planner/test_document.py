@@ -31,7 +31,7 @@ from planner.model import Architecture, Edge, Experts, Layer, ModelGraph
 from planner.plan import INSIDE_OUT, Mesh, PlacedLayer, Plan, Stage
 from planner.prediction import Certificate, Prediction
 from planner.profile import CollectiveCurve, LinkPoint, Profile
-from planner.training import RateSchedule, Training
+from planner.training import Lora, RateSchedule, Training
 
 MANY = settings(
     max_examples=30,
@@ -166,6 +166,12 @@ def trainings(draw: st.DrawFn) -> Training:
 
 
 @st.composite
+def adapters(draw: st.DrawFn) -> Lora:
+    targets = st.lists(TEXT, min_size=1, max_size=3).map(tuple)
+    return draw(part(Lora, targets=targets))
+
+
+@st.composite
 def plans(draw: st.DrawFn) -> Plan:
     stages = draw(st.integers(1, 4))
     zero = draw(st.integers(0, 3))
@@ -210,6 +216,7 @@ BY_HAND: dict[Any, typing.Callable[[], st.SearchStrategy[Any]]] = {
     Architecture: architectures,
     ModelGraph: models,
     ClusterSpec: clusters,
+    Lora: adapters,
     Training: trainings,
     Plan: plans,
     CollectiveCurve: curves,

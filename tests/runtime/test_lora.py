@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from planner import native
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
@@ -139,15 +140,24 @@ def test_every_plan_trains_adapters_like_one_process(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"offload": "optimizer"}, "cannot be trained with offload optimizer; use none"),
-        ({"gradient_wire": "bf16"}, "cannot be trained with gradient_wire bf16; use full"),
+        (
+            {"offload": "optimizer"},
+            "offload: adapters cannot be trained with optimizer here; use none",
+        ),
+        (
+            {"gradient_wire": "bf16"},
+            "gradient_wire: adapters cannot be trained with bf16 here; use full",
+        ),
     ],
 )
 def test_what_has_not_been_shown_equal_is_refused(changes: dict[str, str], message: str) -> None:
     model = cases.transformer("llama")
     made = plan(model, data_replicate=2)
+    wanted = made.model_copy(update=changes)
+    obstacle = native.obstacle(model, wanted.job, wanted.layout)
 
-    assert message in str(supported(made.model_copy(update=changes), model))
+    assert message in str(obstacle)
+    assert str(obstacle) == supported(wanted, model)
     assert supported(made, model) is None
 
 
@@ -230,6 +240,7 @@ def test_adapters_go_on_under_another_plan(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_peft_itself_reads_them(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = cases.transformer("llama")
