@@ -140,10 +140,7 @@ def preflight(
             raise LaunchError(f"{name}: is {value}; it must be more than 0")
     plan = read(Plan, plan_path)
     plan = plan.model_copy(update={"training": plan.training.changed(training)})
-    if evaluate is None and evaluate_every is not None:
-        raise LaunchError("evaluate_every: name the held-out text too (evaluate)")
-    if evaluate is not None and plan.schedule == "pipedream-2bw":
-        raise LaunchError("evaluate: a pipeline that never drains is not evaluated; use 1f1b")
+    _check_evaluation(plan, evaluate=evaluate is not None, every=evaluate_every)
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise LaunchError(
             "tensorboard: is not installed; install it with: pip install tensorboard, or read the "
@@ -224,6 +221,13 @@ def _check_trains_on_text(model: ModelGraph) -> None:
             f"{model.name}: reads images or predicts classes; launch trains models that predict "
             "the next token of a text"
         )
+
+
+def _check_evaluation(plan: Plan, *, evaluate: bool, every: int | None) -> None:
+    if every is not None and not evaluate:
+        raise LaunchError("evaluate_every: name the held-out text too (evaluate)")
+    if evaluate and plan.schedule == "pipedream-2bw":
+        raise LaunchError("evaluate: a pipeline that never drains is not evaluated; use 1f1b")
 
 
 def _check_devices(plan: Plan, device: Device) -> list[str]:
