@@ -204,6 +204,12 @@ def layout_prediction(
     tables: CostTables | None = None,
 ) -> Prediction:
     """Return what a layout should do with all layers alike and stages of equal time."""
+    if cluster.mixed:
+        raise DocumentError(
+            "cluster",
+            "has devices that differ, and a layout does not say what runs where; plan with "
+            "--fix, then predict the plan",
+        )
     model = in_order(model) if model.edges else model
     tables = tables or CostTables(model, cluster, job, profile, (activations,))
     costs = tables.of(layout)

@@ -20,7 +20,7 @@ from planner.operator_table import RECOMPUTES
 from planner.parameters import graph_of
 from planner.pins import Pins
 from planner.plan import Job, Layout
-from planner.predict import predict
+from planner.predict import layout_prediction, predict
 from planner.search import Answer, search
 from planner.share_search import ShareSpace
 from tests.planner.test_unequal import least_objective_s
@@ -231,3 +231,11 @@ def test_a_plan_for_other_groups_is_refused() -> None:
 
     with pytest.raises(DocumentError, match=r"groups\[1\]: is v100-sxm-32gb with 4 devices; .* 2"):
         predict(plan, case.model, resolve_cluster("2xa100-sxm-40gb+2xv100-sxm-32gb"))
+
+
+def test_a_layout_alone_does_not_say_what_runs_where() -> None:
+    case = CASES[0]
+    layout = Layout(pipeline=3, micro_batches=12)
+
+    with pytest.raises(DocumentError, match="plan with --fix, then predict the plan"):
+        layout_prediction(case.model, resolve_cluster(case.cluster), case.job, layout)
