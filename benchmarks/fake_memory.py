@@ -11,9 +11,11 @@ slack.  Writes fake_memory.json and docs/memory.md; needs neither a GPU nor much
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import itertools
 import json
+import multiprocessing
 import statistics
 import sys
 import time
@@ -190,7 +192,7 @@ def rows_of(case: Case, model: ModelGraph) -> list[dict[str, Any]]:
     result = []
     for place in sorted({0, plan.mesh.pipeline - 1}):
         begin = time.perf_counter()
-        found = rehearse(plan, model, rank=rank_at(plan, place))
+        found = apart(plan, model, rank_at(plan, place))
         stage = plan.stages_of_rank(place)[0]
         parts = prediction.stages[stage].memory_parts
         parts = {name: size for name, size in parts.items() if name not in LEFT_OUT}
@@ -210,6 +212,13 @@ def rows_of(case: Case, model: ModelGraph) -> list[dict[str, Any]]:
             }
         )
     return result
+
+
+def apart(plan: Plan, model: ModelGraph, rank: int) -> Rehearsal:
+    """Rehearse in a process of its own: torch remembers groups of ranks by name."""
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(rehearse, plan, model, rank=rank).result()
 
 
 def parts_of(found: Rehearsal) -> dict[str, float]:
@@ -282,20 +291,26 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("-o", "--output", default="benchmarks/results")
     parser.add_argument("--match", default="", help="only layouts whose text has this")
+    parser.add_argument("--more", action="store_true", help="add to the rows that are there")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    table = Path(options.output) / "fake_memory.json"
+    rows = json.loads(table.read_text("utf-8"))["rows"] if options.more else []
+    done = {(row["model"], row["layout"], row["seq_len"], row["recompute"]) for row in rows}
+    date = datetime.date.today().isoformat()
     for case in cases():
         model = resolve_model(case.model)
-        if case.model not in options.models or options.match not in case.plan(model).layout.text():
+        layout = case.plan(model).layout.text()
+        if case.model not in options.models or options.match not in layout:
+            continue
+        if (case.model, layout, case.seq_len, case.recompute) in done:
             continue
         for row in rows_of(case, model):
             rows.append(row)
             print(line(row), f"{row['seconds']:.0f} s", file=sys.stderr, flush=True)
-    date = datetime.date.today().isoformat()
-    result = {"date": date, "torch": torch.__version__, "rows": rows}
-    write_text(json.dumps(result, indent=1) + "\n", Path(options.output) / "fake_memory.json")
-    if set(options.models) == set(MODELS) and not options.match:
-        write_text(markdown(rows, date), DOCUMENT)
+        result = {"date": date, "torch": torch.__version__, "rows": rows}
+        write_text(json.dumps(result, indent=1) + "\n", table)
+    rows.sort(key=lambda row: MODELS.index(row["model"]))
+    write_text(markdown(rows, date), DOCUMENT)
 
 
 if __name__ == "__main__":
