@@ -457,13 +457,22 @@ class CostTables:
         sides = 0.0
         if sharing.wire == "powersgd":
             sides = arithmetic.matrix_sides(self.model, layer, tensor=layout.tensor)
-        states = memory.states(dense, sharing, largest=largest, factors=POWERSGD_RANK * sides)
+        a = self.model.architecture
+        states = memory.states(
+            dense,
+            sharing,
+            largest=largest,
+            factors=POWERSGD_RANK * sides,
+            loss=a is not None and layer.kind == self._end_kinds[1],
+        )
         optimized = dense / (sharing.shard if sharing.sharded else 1)
         if routed:
             if layout.expert > 1:
                 spread = max(1, sharing.shard * layout.tensor // layout.expert)
                 sharing = replace(sharing, shard=spread)
-            states = states + memory.states(routed, sharing)
+            assert a is not None and a.experts is not None
+            pieces = max(1, a.experts.count // layout.expert)
+            states = states + memory.states(routed, sharing, pieces=pieces)
             optimized += routed / (sharing.shard if sharing.sharded else 1)
         return _Held(parameters=dense + routed, optimized=optimized, states=states, sides=sides)
 

@@ -33,6 +33,9 @@ from, the next unit's buffer), and in backward its fresh gradients e N, the redu
 (not in a pipeline, which reduces when no activations are left), and for ZeRO-3 again copy and next
 buffer.  The optimizer is fused and needs no temporaries.
 
+A loss holds its logits several times over, and lets go of them before its weight's gradient is
+made: fresh gradients and the reduction's input come after it, and under a pipeline the copies too.
+
 Sources: torch 2.13, distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py);
 Rajbhandari et al., 2020 (ZeRO) for the stages.
 """
@@ -119,6 +122,8 @@ class States:
     host_bytes: float = 0.0
     bucket_bytes: float = 0.0
     """Of moments on the host, the largest that come to the device together."""
+    after_loss_bytes: float = 0.0
+    """Of backward_transient_bytes, what comes when a loss's own working memory is gone."""
 
     @property
     def resident_bytes(self) -> float:
@@ -137,16 +142,38 @@ class States:
             backward_transient_bytes=self.backward_transient_bytes + other.backward_transient_bytes,
             host_bytes=self.host_bytes + other.host_bytes,
             bucket_bytes=max(self.bucket_bytes, other.bucket_bytes),
+            after_loss_bytes=self.after_loss_bytes + other.after_loss_bytes,
         )
 
 
+def padded(parameters: float, pieces: int, shard: int) -> float:
+    """Return parameters with what FSDP adds to divide them along a dim of `pieces`.
+
+    It gives each of `shard` ranks ceil(pieces / shard) of them, so that ranks hold more than their
+    share, and what is gathered has all ranks' pieces.  Source: torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param.py (padded_sharded_param_size).
+
+    >>> padded(8e9, pieces=8, shard=16) / 16
+    1000000000.0
+    """
+    return parameters * -(-pieces // shard) * shard / pieces
+
+
 def states(
-    parameters: float, sharing: Sharing, *, largest: float = 0.0, factors: float = 0.0
+    parameters: float,
+    sharing: Sharing,
+    *,
+    largest: float = 0.0,
+    factors: float = 0.0,
+    pieces: int = 0,
+    loss: bool = False,
 ) -> States:
     """Return what a layer with this many parameters on the rank holds; the table is above.
 
     `largest` is its largest single parameter, whose fresh gradient waits to be added where autograd
-    accumulates by itself; `factors` are the elements of its gradients' low-rank factors.
+    accumulates by itself; `factors` are the elements of its gradients' low-rank factors.  Its
+    parameters are divided into `pieces` at most, 0 being as many as one likes.  A layer with the
+    `loss` makes its weight's gradient when the loss is done.
 
     >>> eight = Sharing(precision="bf16", zero=3, shard=8, data=8, pipelined=False,
     ...     accumulated=True)
@@ -171,18 +198,22 @@ def states(
         )
     once = sharing.pipelined or sharing.accumulated
     whole_gradients = not sharing.sharded or (once and not sharing.reduces_each_micro_batch)
-    gathered = e * n if sharing.gathers_again else 0.0
-    reduced = 0.0 if sharing.pipelined else sharing.wire_bytes * n
-    masters, gradients = MASTER * n / d, MASTER * n / (1 if whole_gradients else d)
+    whole = padded(n, pieces, d) if pieces and sharing.sharded else n
+    moments, on_host, bucket = (
+        size * whole / n if n else 0.0 for size in (moments, on_host, bucket)
+    )
+    gathered = e * whole if sharing.gathers_again else 0.0
+    reduced = 0.0 if sharing.pipelined else sharing.wire_bytes * whole
+    masters, gradients = MASTER * whole / d, MASTER * (n if whole_gradients else whole / d)
     arriving = 0.0
     if sharing.offload == "parameters":
-        on_host, moments, masters = (2 + MOMENTS) * MASTER * n / d, 0.0, 0.0
-        arriving = (MASTER + (e if e != MASTER else 0)) * n / d
+        on_host, moments, masters = (2 + MOMENTS) * MASTER * whole / d, 0.0, 0.0
+        arriving = (MASTER + (e if e != MASTER else 0)) * whole / d
         gradients = gradients if whole_gradients and once else 0.0
     if sharing.wire == "powersgd":
         moments += MASTER * (n + factors)
     return States(
-        parameters_bytes=sharing.versions * (masters + (0.0 if gathered else e * n)),
+        parameters_bytes=sharing.versions * (masters + (0.0 if gathered else e * whole)),
         gathered_bytes=gathered if sharing.pipelined else 0.0,
         gradients_bytes=gradients,
         optimizer_bytes=moments,
@@ -190,4 +221,5 @@ def states(
         backward_transient_bytes=e * n + reduced + 2 * gathered + arriving,
         host_bytes=on_host,
         bucket_bytes=bucket,
+        after_loss_bytes=(e * n + reduced + (2 * gathered if sharing.pipelined else 0.0)) * loss,
     )

@@ -106,13 +106,22 @@ class StrategyParts:
     @property
     def forward_transient_bytes(self) -> float:
         """Working memory of forward: gathered parameters, tensors about to leave or be packed."""
-        working = self.figures.forward_transient_bytes + self.states.forward_transient_bytes
+        working, gathered = (
+            self.figures.forward_transient_bytes,
+            self.states.forward_transient_bytes,
+        )
+        if self.states.after_loss_bytes:  # the copies are gone when the loss begins
+            working = max(working, self.figures.returned_bytes + gathered)
+        else:
+            working += gathered
         return working + self.treated.moving_bytes
 
     @property
     def backward_transient_bytes(self) -> float:
         """Working memory of backward: gathered parameters, reduce buffers, tensors come back."""
-        working = self.figures.backward_transient_bytes + self.states.backward_transient_bytes
+        sharing = self.states.backward_transient_bytes
+        beside = sharing - self.states.after_loss_bytes
+        working = max(self.figures.backward_transient_bytes + beside, sharing)
         return working + self.treated.moving_bytes
 
     @property
