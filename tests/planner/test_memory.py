@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.memory import Sharing, states
+from planner.memory import Sharing, padded, states
 
 N = 1000.0
 ALONE = Sharing(precision="fp32", zero=0, shard=1, data=1, pipelined=False, accumulated=False)
@@ -64,3 +64,31 @@ def test_a_higher_level_never_holds_more(pipelined: bool) -> None:
     ]
 
     assert held == sorted(held, reverse=True)
+
+
+@pytest.mark.parametrize(("pieces", "shard"), [(8, 1), (8, 2), (8, 8), (128, 32)])
+def test_pieces_that_the_ranks_divide_need_no_padding(pieces: int, shard: int) -> None:
+    assert padded(1e9, pieces, shard) == 1e9
+
+
+def test_ranks_beyond_the_experts_divide_nothing_more() -> None:
+    """Of 8 experts over 16 ranks each of the first 8 holds one: an eighth, not a sixteenth."""
+    sixteen = Sharing(
+        precision="bf16", zero=3, shard=16, data=16, pipelined=False, accumulated=True
+    )
+    eight = replace(sixteen, shard=8)
+
+    over = states(8e9, sixteen, pieces=8)
+
+    assert over.resident_bytes == states(8e9, eight).resident_bytes
+    assert over.forward_transient_bytes == 2 * states(8e9, sixteen).forward_transient_bytes
+
+
+def test_a_loss_is_done_before_its_weights_gradient_is_reduced() -> None:
+    shared = Sharing(precision="bf16", zero=1, shard=8, data=8, pipelined=False, accumulated=True)
+
+    head = states(1e9, shared, loss=True)
+
+    assert head.after_loss_bytes == (2 + 4) * 1e9  # fresh in bf16, the reduction's input in fp32
+    assert states(1e9, shared).after_loss_bytes == 0
+    assert replace(head, after_loss_bytes=0.0) == states(1e9, shared)
