@@ -207,6 +207,17 @@ def test_nonsense_without_checkpoints_says_so(corpus: Corpus, tmp_path: Path) ->
         loop(FailsAt(1, Result(float("nan"), 1.0)), corpus, tmp_path / "out", 9).run()
 
 
+def test_a_skipped_step_is_no_nonsense_and_has_no_record(corpus: Corpus, tmp_path: Path) -> None:
+    engine = FailsAt(2, Result(float("nan"), float("inf"), skipped=True))
+    saved = tmp_path / "saved"
+
+    loop(engine, corpus, tmp_path / "out", 2, checkpoint=str(saved)).run()
+
+    records = losses(tmp_path / "out")
+    assert len(records) == 1
+    assert checkpoint.progress(checkpoint.newest(saved)).loss == records[0]  # the last that is one
+
+
 def test_no_step_begins_when_the_seconds_are_over(corpus: Corpus, tmp_path: Path) -> None:
     engine = Averaging()
 
