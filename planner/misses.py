@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
 from planner.candidates import Candidates
 from planner.cluster import ClusterSpec
@@ -14,10 +16,12 @@ from planner.inner import solve
 from planner.instance import Instance, Solution
 from planner.memory_reach import why_infeasible
 from planner.model import ModelGraph
-from planner.pins import Pins
+from planner.pins import SHORT_NAMES, Pins
 from planner.plan import Job, Layout
 from planner.predict import placement_prediction, placements_of
 from planner.prediction import Prediction
+from planner.profile import Recompute
+from planner.space import Family
 from planner.units import bytes_text
 
 MISSES_LOOKED_AT = 8
@@ -46,8 +50,11 @@ def closest_miss(candidates: Candidates) -> str:
     """Name the layout that misses by least, its fullest stage, where the bytes are, a way out."""
     model, cluster, job = candidates.model, candidates.cluster, candidates.job
     device = cluster.groups[0].accelerator
+    lean = _leanest(candidates)
+    if not lean:
+        return nothing_runs(model, cluster, job, {**candidates.refused, **_refused(candidates)})
     needs, layout = min(
-        ((_least_bytes(candidates, layout), layout) for layout in _leanest(candidates)),
+        ((_least_bytes(candidates, layout), layout) for layout in lean),
         key=lambda miss: miss[0],
     )
     leanest = _within(candidates, layout, needs)
@@ -63,18 +70,64 @@ def closest_miss(candidates: Candidates) -> str:
     )
 
 
+def _refused(candidates: Candidates) -> dict[str, int]:
+    """Count the refusals of layouts in families that could run otherwise, by reason."""
+    counts: dict[str, int] = {}
+    for family in candidates.families:
+        for layout in family.layouts():
+            reason = candidates.refusal(layout)
+            if reason is not None:
+                counts[reason] = counts.get(reason, 0) + 1
+    return counts
+
+
 def _ways_out(candidates: Candidates) -> str:
     """Say which single changes would let a plan fit: each is tried before it is named."""
-    found = [*_fewest_devices(candidates), *_longest_sequence(candidates)]
-    if candidates.pins != Pins():
-        open_ = _changed(candidates, pins=Pins())
-        if open_.families and _fits(open_):
-            found.append("with nothing fixed")
+    found = [
+        *_other_choices(candidates),
+        *_fewest_devices(candidates),
+        *_longest_sequence(candidates),
+    ]
     if not found:
         return (
             f"No change of devices or sequence alone, up to {FACTORS[-1]} times, would make it fit."
         )
     return f"It would fit {', or '.join(found)}."
+
+
+def _other_choices(candidates: Candidates) -> Iterator[str]:
+    """Yield each pin that stands in the way alone, with what would fit; all, if it takes several.
+
+    A pinned `recompute` is the layers' own; of other pins the leanest layout that fits says how.
+    """
+    pins, alone = candidates.pins, False
+    for name, field in SHORT_NAMES.items():
+        if getattr(pins, field) is None:
+            continue
+        if field in ("recompute", "activations"):
+            for value in reversed(get_args(Recompute)) if field == "recompute" else ():
+                if _fitting(_changed(candidates, pins=replace(pins, recompute=value))):
+                    alone = True
+                    yield f"with recompute={value}"
+                    break
+            continue
+        open_ = replace(pins, **{field: None})  # type: ignore[arg-type]
+        layout = _fitting(_changed(candidates, pins=open_))
+        if layout is not None:
+            alone = True
+            yield f"with {name}={_written(layout, field)}"
+    free = Pins(allowed=pins.allowed)
+    if not alone and pins != free and _fitting(_changed(candidates, pins=free)):
+        yield "with nothing fixed"
+
+
+def _written(layout: Layout, field: str) -> str:
+    """Return a layout's value as `--fix` takes it."""
+    value = getattr(layout, field)
+    if field != "order":
+        return str(value)
+    names = {"tensor": "tp", "context": "cp", "data_shard": "shard", "pipeline": "pp"}
+    return "-".join(names.get(axis, "replicate") for axis in value)
 
 
 def _fewest_devices(candidates: Candidates) -> Iterator[str]:
@@ -92,7 +145,7 @@ def _fewest_devices(candidates: Candidates) -> Iterator[str]:
                 "tiers": (*tiers[:-1], widest),
             }
         )
-        if _fits(_changed(candidates, cluster=larger)):
+        if _fitting(_changed(candidates, cluster=larger)):
             yield f"on {devices} such devices"
             return
 
@@ -103,7 +156,7 @@ def _longest_sequence(candidates: Candidates) -> Iterator[str]:
         if candidates.job.seq_len % factor:
             return
         shorter = replace(candidates.job, seq_len=candidates.job.seq_len // factor)
-        if _fits(_changed(candidates, job=shorter)):
+        if _fitting(_changed(candidates, job=shorter)):
             yield f"at sequence {shorter.seq_len}"
             return
 
@@ -122,23 +175,29 @@ def _changed(
     return Candidates(candidates.model, cluster, job, tables, pins, candidates.rules)
 
 
-def _fits(candidates: Candidates) -> bool:
-    """Whether one of the leanest layouts fits."""
-    return any(
-        not why_infeasible(candidates.instance(layout))
-        for layout in _leanest(candidates, 4 * MISSES_LOOKED_AT)
+def _fitting(candidates: Candidates) -> Layout | None:
+    """Return the leanest layout that fits, None if none of the leanest does."""
+    return next(
+        (
+            layout
+            for layout in _leanest(candidates, 4 * MISSES_LOOKED_AT)
+            if not why_infeasible(candidates.instance(layout))
+        ),
+        None,
     )
 
 
 def _leanest(candidates: Candidates, count: int = MISSES_LOOKED_AT) -> list[Layout]:
     """Return the layouts that hold least on a stage, if layers could be divided evenly.
 
-    One of them needs least: micro-batches are small and states divided all the way.
+    One of them needs least: micro-batches are small and states divided all the way.  Of a family's
+    timetables the simplest that can run stands for all; 1F1B, where it is asked for, holds least.
     """
-    smallest: dict[object, int] = {}
+    smallest: dict[object, Family] = {}
     for family in candidates.families:
-        least = smallest.get(family.degrees, family.micro_batch)
-        smallest[family.degrees] = min(least, family.micro_batch)
+        least = smallest.setdefault(family.degrees, family)
+        if family.micro_batch < least.micro_batch:
+            smallest[family.degrees] = family
 
     def least_bytes(layout: Layout) -> float:
         table = candidates.costs(layout).kinds
@@ -151,9 +210,10 @@ def _leanest(candidates: Candidates, count: int = MISSES_LOOKED_AT) -> list[Layo
 
     lean = (
         layout
-        for family in candidates.families
-        if family.micro_batch == smallest[family.degrees]
-        for layout in family.corners()
+        for family in smallest.values()
+        for part in itertools.islice(family.by_timetable(), 1)
+        for layout in part.corners()
+        if candidates.refusal(layout) is None
     )
     return heapq.nsmallest(count, lean, key=least_bytes)
 

@@ -22,7 +22,7 @@ from planner.frontier import FrontierStore
 from planner.inner import solve
 from planner.instance import Solution
 from planner.native import Rules, limit, refusal
-from planner.pins import Pins
+from planner.pins import Pins, read_pins
 from planner.plan import Job, Layout
 from planner.search import Answer, search
 from planner.space import Family, complexity, kind
@@ -279,10 +279,28 @@ def test_a_model_that_cannot_fit_names_the_closest_miss_and_ways_out_that_hold()
 
 def test_a_pin_that_leaves_no_room_is_told() -> None:
     pinned = Case("llama-3.2-3b", "4xa100-sxm-40gb", 4096, 32, Pins(schedule="gpipe", pipeline=2))
-    with pytest.raises(NoPlanFits, match="or with nothing fixed"):
+    with pytest.raises(NoPlanFits) as raised:
         pinned.search()
 
-    assert replace(pinned, pins=Pins()).search()
+    schedule = read_pins(re.findall(r"with (schedule=[\w-]+)", str(raised.value))).schedule
+    assert schedule not in (None, "gpipe")
+    assert replace(pinned, pins=replace(pinned.pins, schedule=schedule)).search()
+
+
+def test_a_pinned_recomputation_that_leaves_no_room_is_told() -> None:
+    pins = Pins(recompute="none", micro_batch=4, tensor=1)
+    pinned = Case("llama-3.1-8b", "8xa100-sxm-40gb", 8192, 32, pins)
+    with pytest.raises(NoPlanFits, match="with recompute=full"):
+        pinned.search()
+
+    assert replace(pinned, pins=replace(pins, recompute="full")).search()
+
+
+def test_pins_that_the_backend_refuses_everywhere_say_so() -> None:
+    folded = Case("gpt2", "4xv100-sxm-32gb", 1024, 32, Pins(schedule="zbv", pipeline=4))
+
+    with pytest.raises(NoPlanFits, match="tied embedding"):
+        folded.search()
 
 
 def with_memory(cluster: ClusterSpec, memory_bytes: float) -> ClusterSpec:
