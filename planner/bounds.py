@@ -301,12 +301,14 @@ def _hosted_s(instance: Instance, chain: _Chain) -> Floats:
                     continue  # the next level allows more for the same bytes
                 y, z = prices[index][0][:, here], prices[index][1][:, here]
                 left = room - max(level, transient)
-                most_held = z * left
-                over = numbers - most_held[:, :, None]
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    needs_s = np.where(over > 1e-12 * numbers, over / y[:, :, None], 0.0)
-                held_s = base_s[:, None] + scale[here, None] * needs_s.max(axis=0)
-                held_s[left < 0] = np.inf
+                with np.errstate(divide="ignore"):
+                    each_s = np.where(y > 0, 1 / y, 0.0)
+                saved_s = each_s * z * left
+                most_held = np.where(y > 0, np.inf, z * left).min(axis=0)
+                needs_s = (each_s[:, :, None] * numbers - saved_s[:, :, None]).max(axis=0)
+                held_s = base_s[:, None] + scale[here, None] * needs_s
+                beyond = numbers * (1 - 1e-12) > most_held[:, None]
+                held_s[beyond | (left < 0)[:, None]] = np.inf
                 result[here, 1:] = np.minimum(result[here, 1:], held_s[:, 1:])
     return result
 
