@@ -114,7 +114,7 @@ def _smallest(nodes: int) -> str:
 
 GROWTH = [
     Case(
-        model=model,
+        model=model or _smallest(nodes),
         cluster=f"{nodes}x8xh100-sxm-80gb",
         seq_len=8192,
         global_batch=max(128, 16 * nodes),
@@ -124,7 +124,6 @@ GROWTH = [
         ("deepseek-v3", (32, 128, 512, 2048, 8192)),
     )
     for nodes in every
-    for model in [model or _smallest(nodes)]
 ]
 
 COLUMNS = [
