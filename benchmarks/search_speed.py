@@ -107,20 +107,15 @@ CASES = [
 ]
 
 
-def _smallest(nodes: int) -> str:
-    """A model that fits so many nodes and needs a good part of them."""
-    return "llama-3.1-8b" if nodes < 4 else "llama-3.1-70b" if nodes < 128 else "llama-3.1-405b"
-
-
 GROWTH = [
     Case(
-        model=model or _smallest(nodes),
+        model=model,
         cluster=f"{nodes}x8xh100-sxm-80gb",
         seq_len=8192,
         global_batch=max(128, 16 * nodes),
     )
     for model, every in (
-        (None, (1, 4, 16, 64, 128, 512, 2048, 8192)),
+        ("llama-3.1-8b", (1, 4, 16, 64, 128, 512, 2048, 8192)),
         ("deepseek-v3", (32, 128, 512, 2048, 8192)),
     )
     for nodes in every
