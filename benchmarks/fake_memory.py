@@ -187,31 +187,36 @@ def cases() -> list[Case]:
 def rows_of(case: Case, model: ModelGraph) -> list[dict[str, Any]]:
     """Rehearse the ranks at both ends of a plan's pipeline, and predict them."""
     plan = case.plan(model)
-    cluster = resolve_cluster(f"{max(1, plan.mesh.devices // 8)}x8xh100-sxm-80gb")
-    prediction = predict(plan, model, cluster)
     result = []
     for place in sorted({0, plan.mesh.pipeline - 1}):
         begin = time.perf_counter()
         found = apart(plan, model, rank_at(plan, place))
-        stage = plan.stages_of_rank(place)[0]
-        parts = prediction.stages[stage].memory_parts
-        parts = {name: size for name, size in parts.items() if name not in LEFT_OUT}
-        result.append(
-            {
-                "model": case.model,
-                "layout": plan.layout.text(),
-                "ranks": plan.mesh.devices,
-                "seq_len": case.seq_len,
-                "recompute": case.recompute,
-                "place": place,
-                "error": sum(parts.values()) / found.peak_bytes - 1,
-                "rehearsed": parts_of(found),
-                "predicted": by_kind(parts),
-                "predicted_parts": parts,
-                "seconds": time.perf_counter() - begin,
-            }
-        )
+        row = {
+            "model": case.model,
+            "layout": plan.layout.text(),
+            "ranks": plan.mesh.devices,
+            "seq_len": case.seq_len,
+            "recompute": case.recompute,
+            "place": place,
+            "rehearsed": parts_of(found),
+            "seconds": time.perf_counter() - begin,
+        }
+        result.append(predicted(row, plan, model))
     return result
+
+
+def predicted(row: dict[str, Any], plan: Plan, model: ModelGraph) -> dict[str, Any]:
+    """Return a row with its prediction."""
+    cluster = resolve_cluster(f"{max(1, plan.mesh.devices // 8)}x8xh100-sxm-80gb")
+    stage = plan.stages_of_rank(row["place"])[0]
+    parts = predict(plan, model, cluster).stages[stage].memory_parts
+    parts = {name: size for name, size in parts.items() if name not in LEFT_OUT}
+    return {
+        **row,
+        "error": sum(parts.values()) / row["rehearsed"]["peak"] - 1,
+        "predicted": by_kind(parts),
+        "predicted_parts": parts,
+    }
 
 
 def apart(plan: Plan, model: ModelGraph, rank: int) -> Rehearsal:
@@ -254,9 +259,9 @@ def markdown(rows: Sequence[dict[str, Any]], date: str) -> str:
         f"bf16: {len(rows)} ranks, median |error| {100 * statistics.median(errors):.1f} %, worst "
         f"{100 * max(errors):.1f} %.",
         "",
-        "Working copies that FSDP has gathered count as parameters where the rank holds them at "
-        "its fullest moment; the planner counts those of a single layer as transient, which stands "
-        "under activations here.",
+        "Each pair of bytes is predicted / rehearsed. Working copies that FSDP has gathered count "
+        "as parameters where the rank holds them at its fullest moment; the planner counts those "
+        "of a single layer as transient, which stands under activations here.",
         "",
     ]
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -291,26 +296,36 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("-o", "--output", default="benchmarks/results")
     parser.add_argument("--match", default="", help="only layouts whose text has this")
-    parser.add_argument("--more", action="store_true", help="add to the rows that are there")
+    parser.add_argument("--more", action="store_true", help="rehearse only what is not there yet")
+    parser.add_argument("--again", action="store_true", help="only predict what is there again")
     options = parser.parse_args()
     table = Path(options.output) / "fake_memory.json"
-    rows = json.loads(table.read_text("utf-8"))["rows"] if options.more else []
-    done = {(row["model"], row["layout"], row["seq_len"], row["recompute"]) for row in rows}
+    old = options.more or options.again
+    rows = json.loads(table.read_text("utf-8"))["rows"] if old else []
+    found = {name_of(row): row for row in rows}
     date = datetime.date.today().isoformat()
+    rows = []
     for case in cases():
         model = resolve_model(case.model)
-        layout = case.plan(model).layout.text()
-        if case.model not in options.models or options.match not in layout:
-            continue
-        if (case.model, layout, case.seq_len, case.recompute) in done:
-            continue
-        for row in rows_of(case, model):
-            rows.append(row)
-            print(line(row), f"{row['seconds']:.0f} s", file=sys.stderr, flush=True)
+        plan = case.plan(model)
+        layout = plan.layout.text()
+        names = [
+            (case.model, layout, case.seq_len, case.recompute, place)
+            for place in sorted({0, plan.mesh.pipeline - 1})
+        ]
+        if names[0] in found:
+            rows += [predicted(found[name], plan, model) for name in names]
+        elif not options.again and case.model in options.models and options.match in layout:
+            rows += rows_of(case, model)
+            for row in rows[-len(names) :]:
+                print(line(row), f"{row['seconds']:.0f} s", file=sys.stderr, flush=True)
         result = {"date": date, "torch": torch.__version__, "rows": rows}
         write_text(json.dumps(result, indent=1) + "\n", table)
-    rows.sort(key=lambda row: MODELS.index(row["model"]))
     write_text(markdown(rows, date), DOCUMENT)
+
+
+def name_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("model", "layout", "seq_len", "recompute", "place"))
 
 
 if __name__ == "__main__":
