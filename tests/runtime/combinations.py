@@ -349,12 +349,18 @@ def pairs(properties: tuple[Property, ...]) -> set[Pair]:
     """Return the pairs of a row's properties that it tests.
 
     A row that need not be exact tests only pairs with what makes it so: a wide bound would hide
-    that two other things do not go together.
+    that two other things do not go together.  Of meshes it tests the axes.
     """
     inexact = {p for p in properties if p in BOUNDS}
     places = _places(tuple(name for name, _ in properties))
     every = ((properties[i], properties[j]) for i, j in places)
-    return {pair for pair in every if inexact.intersection(pair)} if inexact else set(every)
+    if not inexact:
+        return set(every)
+    return {p for p in every if inexact.intersection(p) and not _exact_only(p[0][0], p[1][0])}
+
+
+def _exact_only(one: str, other: str) -> bool:
+    return any(name == "mesh" or _TOGETHER in name for name in (one, other))
 
 
 @functools.cache
@@ -423,7 +429,14 @@ class _Search:
         missing = self.missing
         every = ((numbers[i], numbers[j]) for i, j in _places(tuple(name for name, _ in made)))
         found = [pair for pair in every if pair in missing]
-        return [pair for pair in found if inexact.intersection(pair)] if inexact else found
+        if not inexact:
+            return found
+        exact_only = {
+            number
+            for (name, _), number in zip(made, numbers, strict=True)
+            if _exact_only(name, name)
+        }
+        return [p for p in found if inexact.intersection(p) and exact_only.isdisjoint(p)]
 
     def filled(self, row: Row, pair: tuple[int, int]) -> Row:
         """Change a row's fields, in a random order, to bring more missing pairs; `pair` stays."""
