@@ -323,10 +323,12 @@ def test_pinned_gpipe_is_not_dominated_by_what_the_pins_exclude() -> None:
 @pytest.mark.parametrize(
     ("case", "limit_s"),
     [
-        (Case("llama-3.1-8b", "8xh100-sxm-80gb", 8192, 128), 1.0),
-        (Case("llama-3.1-405b", "2048x8xh100-sxm-80gb", 8192, 2048), 3.0),
+        # Twice what docs/search-speed.md measured and more: the machine may be busy.
+        (Case("llama-3.1-8b", "8xh100-sxm-80gb", 8192, 128), 1.5),
+        (Case("llama-3.1-405b", "2048x8xh100-sxm-80gb", 8192, 2048), 9.0),
+        (Case("deepseek-v3", "256x8xh100-sxm-80gb", 4096, 15360), 10.0),
     ],
-    ids=["8b on 8", "405b on 16,384"],
+    ids=["8b on 8", "405b on 16,384", "deepseek-v3 on 2,048"],
 )
 def test_a_search_is_quick_and_solves_few_partition_problems(case: Case, limit_s: float) -> None:
     answer = case.search()
