@@ -88,6 +88,10 @@ def plan(
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option("--lora", help="Train adapters only: rank=16, alpha=32, targets=[q_proj]"),
+    ] = None,
     profile: ProfileOption = None,
     fix: Annotated[
         list[str] | None,
@@ -114,6 +118,7 @@ def plan(
             seq_len=seq_len,
             global_batch=global_batch,
             precision=precision.value if precision else None,
+            lora=lora or (),
             profile=profile,
             fix=fix or (),
             allow=allow or (),

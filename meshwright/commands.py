@@ -30,6 +30,7 @@ from planner.problem import Problem
 from planner.profile import Profile
 from planner.search import Answer, Progress, search
 from planner.sided import solve as solve_exactly
+from planner.training import Training
 from planner.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def job_of(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
+    lora: Sequence[str] = (),
 ) -> Job:
     """Return the work of one step, with defaults that suit the model and the devices."""
     for name, value in (("seq-len", seq_len), ("global-batch", global_batch)):
@@ -90,6 +92,7 @@ def job_of(
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision or ("fp32" if on_cpu else "bf16"),
+        lora=Training().changed([f"lora.{setting}" for setting in lora]).lora,
     )
 
 
@@ -100,6 +103,7 @@ def plan(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
+    lora: Sequence[str] = (),
     profile: str | None = None,
     fix: Sequence[str] = (),
     allow: Sequence[str] = (),
@@ -110,13 +114,21 @@ def plan(
 ) -> Answer:
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
-    `allow` names what the search may do to the arithmetic of training: `stale` weights, `compress`.
+    `lora` are settings of adapters that alone are trained (`rank=16`).  `allow` names what the
+    search may do to the arithmetic of training: `stale` weights, `compress`.
     """
     if top < 1:
         raise DocumentError("top", f"is {top}; it is a whole number from 1")
     graph, machine = model_of(model, seq_len=seq_len), resolve_cluster(cluster)
     measured = _profile_for(graph, profile)
-    job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    job = job_of(
+        graph,
+        machine,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        lora=lora,
+    )
     answer = search(
         graph,
         machine,

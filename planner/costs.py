@@ -37,6 +37,7 @@ from planner.cluster import ClusterSpec
 from planner.collectives import Level, group_steps, levels
 from planner.crossings import narrowest_bytes, sink_kind, widest_bytes
 from planner.layer_figures import LayerFigures
+from planner.lora import adapter_parameters
 from planner.memory import Sharing, States
 from planner.model import Layer, ModelGraph
 from planner.native import caveat, refusal
@@ -453,6 +454,17 @@ class CostTables:
         )
         if sharing.pipelined:
             dense += self._tied_copy(layer) / layout.tensor
+        if self.job.lora is not None:
+            trained = adapter_parameters(
+                self.model, layer.kind, self.job.lora, tensor=layout.tensor
+            )
+            states = memory.frozen_states(dense + routed, sharing)
+            return _Held(
+                parameters=dense + routed + trained,
+                optimized=trained / (sharing.shard if sharing.sharded else 1),
+                states=states + memory.states(trained, sharing, largest=trained),
+                sides=0.0,
+            )
         largest = arithmetic.largest_matrix(self.model, layer, tensor=layout.tensor)
         sides = 0.0
         if sharing.wire == "powersgd":

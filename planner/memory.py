@@ -223,3 +223,33 @@ def states(
         bucket_bytes=bucket,
         after_loss_bytes=(e * n + reduced + (2 * gathered if sharing.pipelined else 0.0)) * loss,
     )
+
+
+def frozen_states(parameters: float, sharing: Sharing) -> States:
+    """Return what a layer's frozen parameters hold: no gradients and no optimizer state.
+
+    They are kept in the type of the computation, e bytes each (runtime/lora.py):
+
+        no data axis, fp32     4 N
+        ZeRO-0 to 2            e N/d + e N
+        ZeRO-3                 e N/d, and while a unit works what trained parameters need too
+
+    >>> eight = Sharing(precision="bf16", zero=3, shard=8, data=8, pipelined=False,
+    ...     accumulated=True)
+    >>> frozen_states(8e9, eight).resident_bytes / 8e9 * 8
+    2.0
+    """
+    n, e, d = parameters, sharing.working_bytes, sharing.shard if sharing.sharded else 1
+    if not sharing.wrapped:
+        gathered, held = 0.0, MASTER * n
+    else:
+        gathered = e * n if sharing.gathers_again else 0.0
+        held = e * n / d + (0.0 if gathered else e * n)
+    return States(
+        parameters_bytes=held,
+        gathered_bytes=gathered if sharing.pipelined else 0.0,
+        gradients_bytes=0.0,
+        optimizer_bytes=0.0,
+        forward_transient_bytes=3 * gathered,
+        backward_transient_bytes=2 * gathered,
+    )

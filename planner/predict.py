@@ -23,7 +23,7 @@ from planner.group_costs import GroupCosts
 from planner.hosts import overfull, unknown
 from planner.model import ModelGraph
 from planner.plan import Activations, Job, Layout, Plan
-from planner.prediction import Prediction, StagePrediction
+from planner.prediction import Assumption, Prediction, StagePrediction
 from planner.profile import Profile, Recompute
 from planner.rank_memory import host_bytes, moving_beside, rank_memory_parts, streamed_bytes
 from planner.schedule import Order, in_flight, orders, rank_of_stage, splits_backward
@@ -38,6 +38,13 @@ LINK_SPREAD = 0.15
 """Relative error of collective seconds: the alpha-beta model misses NCCL's curves by 7-21 %."""
 UNMODELLED_SPREAD = 0.05
 """Relative error of what no fit speaks of: clocks under power limits, stragglers, the host."""
+
+FULL_TIME = Assumption(
+    what="time of training adapters: that of training the whole model",
+    provenance="an upper bound; memory counts gradients and optimizer state of adapters alone",
+    source="planner/lora.py",
+)
+"""What a prediction for adapters says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +308,11 @@ def placement_prediction(
                 stages, peaks, capacities, memory, home, strict=True
             )
         ),
-        assumptions=(*seats.assumptions, *unknown(tables.cluster, layout, on_host)),
+        assumptions=(
+            *seats.assumptions,
+            *unknown(tables.cluster, layout, on_host),
+            *((FULL_TIME,) if job.lora is not None else ()),
+        ),
     )
 
 

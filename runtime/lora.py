@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import LaunchError
+from planner.lora import EVERY_LINEAR, is_target
 from planner.training import Lora
 from runtime.adapter import EMBEDDING, HEAD
 from runtime.mesh import Place
 
 A, B = "lora_a", "lora_b"
-EVERY_LINEAR = "all-linear"
 
 
 def adapt(layers: Mapping[str, nn.Module], lora: Lora, *, frozen: torch.dtype) -> int:
@@ -45,18 +45,6 @@ def adapt(layers: Mapping[str, nn.Module], lora: Lora, *, frozen: torch.dtype) -
                 _adapt(module, lora)
                 count += 1
     return count
-
-
-def is_target(path: str, lora: Lora) -> bool:
-    """Tell whether a module is aimed at, by the end of its path.
-
-    >>> is_target("layer.self_attn.q_proj", Lora(rank=4, targets=("q_proj",)))
-    True
-    >>> is_target("layer.self_attn.q_proj", Lora(rank=4, targets=("proj",)))
-    False
-    """
-    ends = (path == target or path.endswith(f".{target}") for target in lora.targets)
-    return EVERY_LINEAR in lora.targets or any(ends)
 
 
 def low_rank(module: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
