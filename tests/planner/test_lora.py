@@ -68,7 +68,5 @@ def test_adapters_fit_where_the_whole_model_does_not() -> None:
 
 
 def test_models_without_known_layers_are_refused() -> None:
-    with pytest.raises(
-        DocumentError, match="adapters are planned for the families ref"
-    ):
+    with pytest.raises(DocumentError, match="adapters are planned for the families ref"):
         adapter_parameters(resolve_model("deepseek-v3"), "block", Lora(rank=4))
