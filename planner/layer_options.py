@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner.instance import Option
+from planner.native import layer_obstacle
 from planner.plan import Layout
 from planner.profile import Recompute
 from planner.strategy import StrategyCost
@@ -17,7 +18,12 @@ def allowed(
     optimum needs it.  Forward and backward count apart under GPipe alone.
     """
     apart = layout.schedule == "gpipe" and layout.pipeline > 1
-    asked = [cost for cost in table if recompute in (None, cost.recompute)]
+    asked = [
+        cost
+        for cost in table
+        if recompute in (None, cost.recompute)
+        and not layer_obstacle(layout, cost.recompute, cost.activations)
+    ]
     return tuple(
         cost
         for at, cost in enumerate(asked)

@@ -17,8 +17,9 @@ from typing import NamedTuple
 from planner import schedule
 from planner.cluster import ClusterSpec
 from planner.model import Architecture, ModelGraph
-from planner.plan import Job, Layout
+from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
+from planner.profile import Recompute
 
 FAMILIES = ("reference", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Families that the runtime has an adapter for; other models can be planned, not launched."""
@@ -54,7 +55,8 @@ class Obstacle(NamedTuple):
 
 def obstacle(model: ModelGraph, job: Job, layout: Layout) -> Obstacle | None:
     """Return why the runtime cannot train a model so, or None if it can."""
-    return next(_adapter_obstacles(model), None) or next(_obstacles(model, job, layout), None)
+    found = next(_adapter_obstacles(model), None) or next(_obstacles(model, job, layout), None)
+    return found or next(_place_obstacles(layout), None)
 
 
 def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> str | None:
@@ -86,6 +88,20 @@ def caveat(model: ModelGraph) -> Assumption | None:
         provenance="assumed",
         source=CAVEAT_SOURCE,
     )
+
+
+def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activations) -> str | None:
+    """Return why a layer cannot be treated so, or None if it can.
+
+    What is recomputed from 8 bits may choose other experts than the forward did.  On one rank that
+    is one more inexactness; over several, tokens would arrive that nobody counted.
+    """
+    if layout.expert > 1 and recompute != "none" and activations == "compress":
+        return (
+            f"recompute {recompute} of compressed activations may send tokens to other experts "
+            f"than forward did, which expert={layout.expert} cannot follow; keep or offload them"
+        )
+    return None
 
 
 def _cluster_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
@@ -124,9 +140,9 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
         yield from _lora_obstacles(model, job, layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
-    if layout.expert > 1:
+    if layout.expert > 1 and a is None:
         yield Obstacle(
-            "mesh.expert", f"is {layout.expert}; expert parallelism cannot be executed; use 1"
+            "mesh.expert", "a user's own modules cannot be divided by expert parallelism; use 1"
         )
     if layout.tensor > 1 and a is not None and a.family in UNDIVIDED:
         yield Obstacle(
@@ -276,11 +292,26 @@ def _wire_limits(job: Job, layout: Layout) -> Iterator[Obstacle]:
         yield Obstacle(
             place, f"is powersgd, which needs whole gradients on every rank, not ZeRO-{layout.zero}"
         )
+    if layout.expert > 1:
+        yield Obstacle(
+            place, "is powersgd, which does not know that ranks hold different experts; use bf16"
+        )
     if layout.offload == "parameters":
         yield Obstacle(place, "is powersgd, which cannot reduce gradients on the host; use bf16")
     if job.precision == "fp16":
         yield Obstacle(
             place, "is powersgd, whose memory does not follow the loss scale of fp16; use bf16"
+        )
+
+
+def _place_obstacles(layout: Layout) -> Iterator[Obstacle]:
+    """Yield what no layout of the search's space has, and a plan written by hand may."""
+    ranks = layout.data_shard * layout.context * layout.tensor
+    if ranks % layout.expert:
+        yield Obstacle(
+            "mesh.expert",
+            f"{layout.expert} does not divide the {ranks} ranks of data_shard x context x tensor, "
+            "over which experts lie",
         )
 
 
@@ -306,6 +337,7 @@ def _tensor_limits(a: Architecture | None, job: Job, layout: Layout) -> Iterator
     }
     if a.experts is not None and layout.expert == 1:
         figures["experts.ffn_size"] = a.experts.ffn_size
+        figures["experts.shared_ffn_size"] = a.experts.shared_ffn_size
     for name, figure in figures.items():
         if figure % layout.tensor:
             yield Obstacle(place, f"{layout.tensor} does not divide {name} {figure}")
@@ -336,7 +368,7 @@ def _lack_of_reference(a: Architecture) -> str | None:
         "norms behind attention and MLP": a.post_norms or not a.pre_norm,
         "sliding window": a.sliding_window > 0,
         "bidirectional attention": not a.causal,
-        "experts": a.experts is not None,
+        "biases in experts": a.experts is not None and a.mlp_bias,
         "latent attention": a.latent is not None,
         "image patches": a.patches is not None,
         "classification head": a.classes > 0 or a.head_transform,

@@ -275,6 +275,7 @@ def optimizer_s_per_parameter(chain: Chain, clock: Clock) -> float:
         place,
         device=clock.device,
         summed=frozenset(),
+        factors={},
     )
     loss = torch.zeros((), device=clock.device)
     times = _interleaved(

@@ -16,7 +16,9 @@ from torch.nn import functional
 
 from planner.model import ModelGraph
 
-TensorStyle = Literal["gather", "columns", "rows", "vocabulary", "logits", "mixture", "experts"]
+TensorStyle = Literal[
+    "gather", "columns", "rows", "vocabulary", "logits", "mixture", "experts", "part"
+]
 """How tensor parallelism treats a module of a layer; runtime/tensor.py says what each does."""
 
 EMBEDDING = "embedding"

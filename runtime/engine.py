@@ -24,6 +24,7 @@ from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime import lora
+from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
@@ -52,6 +53,8 @@ class StepResult:
     """Of the whole model, before clipping.  With pipedream-2bw that of the step before, or 0."""
     skipped: bool = False
     """Gradients overflowed in fp16: no weight moved, and the next step has a smaller loss scale."""
+    expert_load: float | None = None
+    """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
 
 
 class Engine:
@@ -113,6 +116,7 @@ class Engine:
             scale=LossScale(device, active=plan.precision == "fp16"),
             mean=self._mean_over_replicas(),
             summed=frozenset().union(*(part.summed for part in self._parts)),
+            factors={name: factor for part in self._parts for name, factor in part.factors.items()},
         )
         self._norm = 0.0
         self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
@@ -170,9 +174,14 @@ class Engine:
         loss = self._optimizer.scale.taken_off(loss) / holders
         if isinstance(self._pipeline, StalePipeline):
             loss, self._norm = self._late_update(self._pipeline, loss)
-            return StepResult(loss, self._norm)
+            return StepResult(loss, self._norm, expert_load=self._expert_load())
         loss, norm = self._optimizer.step(loss).tolist()
-        return StepResult(loss, norm, skipped=self._optimizer.scale.skips(norm))
+        return StepResult(
+            loss,
+            norm,
+            skipped=self._optimizer.scale.skips(norm),
+            expert_load=self._expert_load(),
+        )
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> float:
@@ -189,6 +198,8 @@ class Engine:
             for module in part.chain.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # what no backward follows stays gathered
+            for load in part.loads.values():
+                load.taken()  # a step reports its own
         total = sum((_plain(loss) for loss in losses), torch.zeros((), device=self.device))
         total = self._optimizer.scale.taken_off(total) / (
             self._place.replicas * self.plan.mesh.tensor
@@ -243,6 +254,20 @@ class Engine:
             total += _plain(loss)
         return total
 
+    def _expert_load(self) -> float | None:
+        """Return how unevenly tokens fall on experts, of the whole global batch."""
+        a = self._adapter.model.architecture
+        if a is None or a.experts is None:
+            return None
+        names = [name for name, layer in self._adapter.model.chain if layer.kind == "moe_block"]
+        rows = torch.zeros((len(names), a.experts.count), device=self.device)
+        for part in self._parts:
+            for name, load in part.loads.items():
+                rows[names.index(name)] = load.taken()
+        if self._place.mesh is not None:
+            dist.all_reduce(rows)
+        return float(imbalance(rows)) if names else None
+
     def _before_micro_batch(self, *, last: bool) -> None:
         """Say what data parallelism does in this backward: reduce, and let parameters go."""
         if self._parts[0].wrapped:
@@ -271,7 +296,7 @@ class Engine:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):
             return None
         kind = PowerSGD if self.plan.gradient_wire == "powersgd" else Mean
-        return kind(self._place.replicating.get_group())
+        return kind(self._place.data.replicating.get_group())
 
     def _micro_batch_loss(self, output: Tensor, target: Tensor) -> Tensor:
         plan = self.plan

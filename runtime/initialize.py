@@ -76,7 +76,8 @@ def _made(
         generator = torch.Generator(device).manual_seed(seed_of(seed, published))
         (lora if adapters else adapter).fill(name, local, generator)
         if shard is not None:
-            local = part(local, *shard, pieces=adapter.pieces(name)).clone()
+            pieces = adapter.pieces(name) if shard[0] == 1 else 1
+            local = part(local, *shard, pieces=pieces).clone()
     local = local.to(parameter.dtype)
     if isinstance(parameter, DTensor):
         local = DTensor.from_local(

@@ -361,4 +361,6 @@ class _Shown:
             parts.append(f"held-out loss {record.eval_loss:.4f}")
         if record.peak_memory_bytes:
             parts.append(f"peak {bytes_text(record.peak_memory_bytes)}")
+        if record.expert_load:
+            parts.append(f"busiest expert {record.expert_load:.2f} x mean")
         return "  ".join(parts)

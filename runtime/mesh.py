@@ -21,6 +21,29 @@ _made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataRanks:
+    """Ranks that hold the same modules and sum their gradients: what data parallelism runs on."""
+
+    replicating: DeviceMesh
+    """Those with copies of the same part; one rank if ZeRO divides over all."""
+    sharding: DeviceMesh
+    """Those that ZeRO divides over; one rank where it does not."""
+    sharded: bool
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks that replicate, or those that ZeRO divides over behind them."""
+        return self.division if self.sharded else self.replicating
+
+    @property
+    def division(self) -> DeviceMesh:
+        """The ranks that ZeRO divides over, behind those that replicate, if any do."""
+        if self.replicating.size() == 1:
+            return self.sharding
+        return DeviceMesh._concatenate([self.replicating, self.sharding])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where this rank stands.  `mesh` is None for a process that runs alone without a group."""
 
@@ -70,28 +93,44 @@ class Place:
         )
 
     @property
-    def replicating(self) -> DeviceMesh:
-        """Ranks that hold the same parameters and sum their gradients."""
-        if self.sharded:
-            return self.axis("data_replicate")
-        return self._together("data_replicate", "context")
+    def data(self) -> DataRanks:
+        """Ranks that hold the same parameters; those that share a sequence are among them."""
+        both = self._together("data_replicate", "context")
+        if not self.sharded:
+            return DataRanks(replicating=both, sharding=self.axis("data_shard"), sharded=False)
+        return DataRanks(
+            replicating=self.axis("data_replicate"),
+            sharding=self._together("data_shard", "context"),
+            sharded=True,
+        )
 
     @property
-    def sharding(self) -> DeviceMesh:
-        """Ranks that ZeRO divides over, those that share a sequence too; one where it does not."""
-        return self._together("data_shard", "context") if self.sharded else self.axis("data_shard")
+    def expert_mesh(self) -> DeviceMesh:
+        """All ranks by pipeline, data_replicate, those with the same experts, and experts.
+
+        Experts take neighbouring ranks, of the tensor, context and data_shard axes together.
+        """
+        return _kept(
+            ("experts", self.degrees),
+            lambda: _expert_mesh(self.mesh, self.degrees),  # type: ignore[arg-type]
+        )
 
     @property
-    def data_mesh(self) -> DeviceMesh:
-        """Ranks that replicate, those that ZeRO divides over, or (replicating, dividing) ranks."""
-        return self.division if self.sharded else self.replicating
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        d = self.degrees
+        return d.data_replicate * d.data_shard * d.context * d.tensor // d.expert
 
     @property
-    def division(self) -> DeviceMesh:
-        """The ranks that ZeRO divides over, behind those that replicate, if any do."""
-        if self.replicating.size() == 1:
-            return self.sharding
-        return DeviceMesh._concatenate([self.replicating, self.sharding])
+    def expert_data(self) -> DataRanks:
+        """Ranks that hold the same experts."""
+        mesh, replicate = self.expert_mesh, self.degrees.data_replicate
+        if self.sharded and self.expert_replicas > replicate:
+            return DataRanks(
+                replicating=mesh["data_replicate"], sharding=mesh["expert_shard"], sharded=True
+            )
+        whole = mesh["data_replicate", "expert_shard"]._flatten("same experts")
+        return DataRanks(replicating=whole, sharding=mesh["alone"], sharded=False)
 
     def _together(self, data: Axis, other: Axis) -> DeviceMesh:
         """Return one axis made of two."""
@@ -159,7 +198,10 @@ def place_of(plan: Plan, device: torch.device) -> Place:
         lambda: init_device_mesh(device.type, sizes, mesh_dim_names=outermost_first),
     )
     sharded = plan.zero > 0 and degrees.data_shard * degrees.context > 1
-    return Place(degrees=degrees, mesh=mesh, sharded=sharded)
+    place = Place(degrees=degrees, mesh=mesh, sharded=sharded)
+    if degrees.expert > 1:
+        _ = place.expert_data  # by all ranks together, also those whose stage has no experts
+    return place
 
 
 def _kept(key: Any, make: Any) -> Any:
@@ -167,6 +209,21 @@ def _kept(key: Any, make: Any) -> Any:
     if key not in made:
         made[key] = make()
     return made[key]
+
+
+def _expert_mesh(mesh: DeviceMesh, degrees: Degrees) -> DeviceMesh:
+    """Cut what is inside a replica of a stage anew, in neighbours."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    outer = ["pipeline", "data_replicate"]
+    inner = [name for name in names if name not in outer]
+    ranks = mesh.mesh.permute([names.index(name) for name in (*outer, *inner)])
+    ranks = ranks.reshape(degrees.pipeline, degrees.data_replicate, -1, 1, degrees.expert)
+    return DeviceMesh(
+        mesh.device_type,
+        ranks.contiguous(),
+        mesh_dim_names=(*outer, "expert_shard", "alone", "expert"),
+    )
 
 
 def _end_groups(mesh: DeviceMesh) -> dict[int, dist.ProcessGroup]:

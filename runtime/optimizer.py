@@ -6,7 +6,7 @@ minds that parameters lie on different meshes; `state` puts the parts together a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +43,8 @@ class Slot:
     """Matrices that lie one above the other in dim 1."""
     tied: bool
     """The other end of the pipeline holds a copy, and the two gradients must be summed."""
+    factor: float
+    """What the gradient must be multiplied with to be the mean over the global batch."""
 
 
 class Optimizer:
@@ -57,15 +59,19 @@ class Optimizer:
         *,
         device: torch.device,
         summed: frozenset[str],
+        factors: Mapping[str, float],
         offload: Offload = "none",
         scale: LossScale | None = None,
         mean: Mean | None = None,
     ) -> None:
-        """`scale` is fp16's.  `mean` makes that over replicas, where backward does not."""
+        """`summed` and `factors` are by parameter: see ParallelStage.
+
+        `scale` is fp16's.  `mean` makes that over replicas, where backward does not.
+        """
         self.training = training
         self.device = device
         self.place = place
-        self.slots = _slots(chains, adapter, place, summed)
+        self.slots = _slots(chains, adapter, place, summed, factors)
         self.steps = torch.zeros((), dtype=torch.int64)
         self.scale = scale or LossScale(device, active=False)
         self._mean = mean
@@ -90,6 +96,9 @@ class Optimizer:
         """
         slots = [slot for slot in self.slots if slot.parameter.grad is not None]
         grads = [_local_grad(slot.parameter) for slot in slots]
+        for slot, grad in zip(slots, grads, strict=True):
+            if slot.factor != 1.0:
+                grad.mul_(slot.factor)
         self._sum_partial(slots, grads)
         if self._mean is not None:
             self._mean.reduce([slot.name for slot in slots], grads)
@@ -157,7 +166,11 @@ class Optimizer:
 
 
 def _slots(
-    chains: Sequence[Chain], adapter: Adapter, place: Place, summed: frozenset[str]
+    chains: Sequence[Chain],
+    adapter: Adapter,
+    place: Place,
+    summed: frozenset[str],
+    factors: Mapping[str, float],
 ) -> tuple[Slot, ...]:
     world = 1 if place.mesh is None else place.degrees.devices // place.degrees.pipeline
     slots = []
@@ -182,6 +195,7 @@ def _slots(
                 partial=name in summed,
                 pieces=adapter.pieces(name),
                 tied=tied,
+                factor=factors.get(name, 1.0),
             )
         )
     return tuple(slots)
@@ -218,8 +232,10 @@ def _whole(slot: Slot, local: Tensor) -> Tensor:
         placements = parameter.placements
     if slot.pieces > 1:
         local, shape = (t.unflatten(1, (slot.pieces, -1)) for t in (local, shape))
-        # The divided dim moves behind the pieces.
-        placements = tuple(Shard(2) if p.is_shard(dim=1) else p for p in placements)
+        # A divided dim from there on moves behind the pieces.
+        placements = tuple(
+            Shard(p.dim + 1) if isinstance(p, Shard) and p.dim >= 1 else p for p in placements
+        )
     if not isinstance(parameter, DTensor):
         return local
     # Made by hand, since `from_local` would move what lies on the host to the device.

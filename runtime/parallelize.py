@@ -14,20 +14,21 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from planner.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedule import splits_backward
-from runtime import activations, host, lora, recompute, tensor
+from runtime import activations, experts, host, lora, recompute, tensor
 from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, Adapter, Chain, parameter_names
 from runtime.branches import TOKENS, Branches
+from runtime.experts import Load
 from runtime.factory import FactoryModel
 from runtime.gradient_wire import narrow
 from runtime.initialize import materialize
-from runtime.mesh import Place, wants_mesh
+from runtime.mesh import DataRanks, Place, wants_mesh
 from runtime.published import Weights
 from runtime.weight_gradients import WeightGradients, defer
 
@@ -36,10 +37,20 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelStage:
-    """The modules of one stage.  `summed`: parameters whose gradients are partial over tensor."""
+    """The modules of one stage."""
 
     chain: Chain
     summed: frozenset[str]
+    """Parameters whose gradients are partial over tensor."""
+    factors: dict[str, float]
+    """Of parameters whose gradients come out too large or small: what to multiply them with.
+
+    An expert's gradient is a sum over the tokens of all ranks that send to it.  Data parallelism
+    averages over the ranks with the same experts, n t / e of the n ranks with tokens of their own
+    (t the tensor, e the expert degree), where the mean over all tokens wants n.
+    """
+    loads: dict[str, Load]
+    """How many tokens the experts of each layer get."""
     wrapped: bool
     """Data parallelism or mixed precision is at work (the chain is an FSDPModule)."""
     store: WeightGradients | None
@@ -75,15 +86,13 @@ def parallel_stage(
     if store is not None:
         for layer in layers.values():
             defer(layer, store)
-    summed = set()
-    if plan.mesh.tensor > 1:
-        for name, layer in layers.items():
-            partial = tensor.divide(layer, adapter.tensor_plan(name), place.axis("tensor"))
-            summed |= {f"{name}.{parameter}" for parameter in partial}
-        adapter.tie(layers)  # again, since `divide` made new parameters
+    loads = _loads(layers, device)
+    factors = _over_experts(layers, plan, place) if plan.mesh.expert > 1 else {}
+    summed = _over_tensor(layers, plan, adapter, place) if plan.mesh.tensor > 1 else set()
     shared = _shared(layers)
     reduces = place.replicas > 1 and not reduces_in_step(plan)
-    wraps = place.mesh is not None and (reduces or wants_mesh(plan))
+    wraps_experts = plan.mesh.expert > 1 and (place.expert_replicas > 1 or wants_mesh(plan))
+    wraps = place.mesh is not None and (reduces or wants_mesh(plan) or wraps_experts)
     chain = _stage_module(plan, adapter, stage, layers)
     traffic = Traffic(device)
     moved = [False, *(item.activations == "offload" for item in placed), False]
@@ -101,6 +110,9 @@ def parallel_stage(
         )
         for buffer_name, buffer in list(layer.named_buffers()):
             _set_buffer(layer, buffer_name, buffer.to(device))
+        if wraps_experts:
+            for module in experts.modules_of(layer).values():
+                _over_data(module, plan, place.expert_data, device, root=False)
         packing = activations.packing(
             layer, item.activations, traffic, first=not moved[at], last=not moved[at + 2]
         )
@@ -113,12 +125,53 @@ def parallel_stage(
         if wraps:
             layer.register_forward_hook(_no_view)
         if wraps and item.layer not in shared:
-            _over_data(layer, plan, place, device, root=False)
+            _over_data(layer, plan, place.data, device, root=False)
     if wraps:
-        _over_data(chain, plan, place, device, root=True)
+        _over_data(chain, plan, place.data, device, root=True)
     return ParallelStage(
-        chain=chain, summed=frozenset(summed), wrapped=wraps, store=store, adapted=adapted
+        chain=chain,
+        summed=frozenset(summed),
+        factors=factors,
+        loads=loads,
+        wrapped=wraps,
+        store=store,
+        adapted=adapted,
     )
+
+
+def _loads(layers: dict[str, nn.Module], device: torch.device) -> dict[str, Load]:
+    """Count what the experts of each layer get, while the modules still have all of them."""
+    return {
+        name: Load(module, len(module.gate_up_proj), device)
+        for name, layer in layers.items()
+        for module in experts.modules_of(layer).values()
+    }
+
+
+def _over_experts(layers: dict[str, nn.Module], plan: Plan, place: Place) -> dict[str, float]:
+    """Divide the experts of all layers; return what to multiply their gradients with."""
+    factors = {}
+    for name, layer in layers.items():
+        for path, module in experts.modules_of(layer).items():
+            experts.spread(module, place.expert_mesh["expert"])
+            for parameter in experts.HIDDEN_DIM:
+                factors[f"{name}.{path}.{parameter}"] = plan.mesh.tensor / plan.mesh.expert
+    return factors
+
+
+def _over_tensor(
+    layers: dict[str, nn.Module], plan: Plan, adapter: Adapter, place: Place
+) -> set[str]:
+    """Divide all layers over the tensor axis; return the parameters with partial gradients."""
+    summed = set()
+    for name, layer in layers.items():
+        styles = adapter.tensor_plan(name)
+        if plan.mesh.expert > 1:
+            styles = tensor.apart(styles)
+        partial = tensor.divide(layer, styles, place.axis("tensor"))
+        summed |= {f"{name}.{parameter}" for parameter in partial}
+    adapter.tie(layers)  # again, since `divide` made new parameters
+    return summed
 
 
 def _stage_module(plan: Plan, adapter: Adapter, stage: int, layers: dict[str, nn.Module]) -> Chain:
@@ -165,37 +218,41 @@ def _shared(layers: dict[str, nn.Module]) -> set[str]:
 
 
 def _over_data(
-    module: nn.Module, plan: Plan, place: Place, device: torch.device, *, root: bool
+    module: nn.Module, plan: Plan, ranks: DataRanks, device: torch.device, *, root: bool
 ) -> None:
+    """Let data parallelism hold a module, but for what it holds already and experts kept apart."""
     policy = MixedPrecisionPolicy()
     if plan.precision in _HALVES:
         policy = MixedPrecisionPolicy(
             param_dtype=_HALVES[plan.precision], reduce_dtype=torch.float32
         )
+    others = _of_no_replica(module) if plan.mesh.expert > 1 else set()
     plain = plan.offload != "parameters" and plan.gradient_wire == "full"
-    if plain and not place.sharded:
-        replicate(module, mesh=place.data_mesh, mp_policy=policy)
+    if plain and not ranks.sharded:
+        replicate(module, mesh=ranks.mesh, mp_policy=policy, ignored_params=others)
         return
     offload = OffloadPolicy()
     if plan.offload == "parameters":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     fully_shard(
         module,
-        mesh=place.division if plan.gradient_wire == "full" else place.sharding,
+        mesh=ranks.division if plan.gradient_wire == "full" else ranks.sharding,
         mp_policy=policy,
         # The root's own parameters are needed again at once; None lets FSDP keep them.
-        reshard_after_forward=(None if root else True) if gathers_anew(plan, place) else False,
+        reshard_after_forward=(None if root else True) if gathers_anew(plan, ranks) else False,
+        shard_placement_fn=_divided_dims(module, ranks.sharding.size()).get,
         offload_policy=offload,
+        ignored_params=others,
     )
     if plan.gradient_wire in ("bf16", "fp16"):
         assert isinstance(module, FSDPModule)
-        narrow(module, plan.gradient_wire, place.replicating.get_group())
+        narrow(module, plan.gradient_wire, ranks.replicating.get_group())
     if plan.offload == "parameters":
         for parameter in module.parameters():
             host.settle(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
 
 
-def gathers_anew(plan: Plan, place: Place) -> bool:
+def gathers_anew(plan: Plan, place: Place | DataRanks) -> bool:
     """Tell whether a layer's parameters come to the device for each pass, and leave it behind it.
 
     Those of ZeRO-3 come from other ranks, those on the host from there, whatever the ZeRO level.
@@ -218,6 +275,32 @@ def reduces_at_once(plan: Plan, place: Place) -> bool:
     if plan.offload == "parameters" and place.replicas == 1:
         return True
     return place.sharded and plan.zero >= 2
+
+
+def _of_no_replica(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of experts inside a module that no other rank holds."""
+    return {
+        parameter
+        for path, inner in experts.modules_of(module).items()
+        if path and not isinstance(inner, FSDPModule)
+        for parameter in inner.parameters(recurse=False)
+    }
+
+
+def _divided_dims(module: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
+    """Return the dim along which ranks divide a parameter, where that is not the first.
+
+    The matrices of experts are divided by their hidden dim where experts do not fill all ranks.
+    """
+    dims = {}
+    for inner in experts.modules_of(module).values():
+        for name, dim in experts.HIDDEN_DIM.items():
+            parameter = inner._parameters[name]
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            assert parameter is not None and local is not None
+            if local.shape[0] % ranks and local.shape[dim] % ranks == 0:
+                dims[parameter] = Shard(dim)
+    return dims
 
 
 def _no_view(layer: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:

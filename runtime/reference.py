@@ -1,4 +1,4 @@
-"""A decoder transformer of our own: RMSNorm, rotary positions, grouped queries, SwiGLU.
+"""A decoder transformer of our own: RMSNorm, rotary positions, grouped queries, SwiGLU, experts.
 
 Every figure comes from planner.model.Architecture.  It is the model of the tests and of the demo,
 and plain enough to read in a minute.
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.model import Architecture, ModelGraph
+from planner.model import Architecture, Experts, ModelGraph
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
 from runtime.context import WHOLE, Context, attention
+from runtime.experts import mixed
 
 ROTARY_BASE = 10000.0
 NORM_EPSILON = 1e-5
@@ -68,29 +69,76 @@ class Attention(nn.Module):
 class GatedMlp(nn.Module):
     """SwiGLU (Shazeer, 2020): down(silu(gate(x)) up(x))."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, ffn_size: int) -> None:
         super().__init__()
         a = architecture
-        self.gate = nn.Linear(a.hidden_size, a.ffn_size, bias=a.mlp_bias)
-        self.up = nn.Linear(a.hidden_size, a.ffn_size, bias=a.mlp_bias)
-        self.down = nn.Linear(a.ffn_size, a.hidden_size, bias=a.mlp_bias)
+        self.gate = nn.Linear(a.hidden_size, ffn_size, bias=a.mlp_bias)
+        self.up = nn.Linear(a.hidden_size, ffn_size, bias=a.mlp_bias)
+        self.down = nn.Linear(ffn_size, a.hidden_size, bias=a.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position by itself."""
         return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
+class ExpertWeights(nn.Module):
+    """The matrices of a block's routed experts, each a SwiGLU; runtime/experts.py computes."""
+
+    def __init__(self, hidden_size: int, experts: Experts) -> None:
+        super().__init__()
+        count, ffn_size = experts.count, experts.ffn_size
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * ffn_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden_size, ffn_size))
+        self.act_fn = functional.silu
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return each token's weighted sum of its experts' outputs."""
+        return mixed(self, tokens, index, weights)
+
+
+class Mixture(nn.Module):
+    """Experts that a router chooses for each token, and experts that all tokens share.
+
+    The router's scores are a softmax over all experts; those of the chosen add up to one again.
+    """
+
+    def __init__(self, architecture: Architecture, experts: Experts) -> None:
+        super().__init__()
+        self.per_token = experts.per_token
+        self.router = nn.Linear(architecture.hidden_size, experts.count, bias=False)
+        self.experts = ExpertWeights(architecture.hidden_size, experts)
+        width = experts.shared_ffn_size or experts.shared * experts.ffn_size
+        self.shared = GatedMlp(architecture, width) if width else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position by itself."""
+        tokens = x.flatten(0, 1)
+        scores = functional.softmax(self.router(tokens).float(), dim=-1)
+        weights, index = scores.topk(self.per_token, dim=-1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        routed = self.experts(tokens, index, weights).view_as(x)
+        return routed if self.shared is None else routed + self.shared(x)
+
+
 class Block(nn.Module):
-    """Attention, then MLP, each behind a norm and added to the residual stream."""
+    """Attention, then MLP or experts, each behind a norm and added to the residual stream."""
 
     def __init__(
-        self, architecture: Architecture, rotary: tuple[Tensor, Tensor], context: Context
+        self,
+        architecture: Architecture,
+        rotary: tuple[Tensor, Tensor],
+        context: Context,
+        experts: Experts | None,
     ) -> None:
         super().__init__()
         self.attention_norm = norm(architecture)
         self.attention = Attention(architecture, rotary, context)
         self.mlp_norm = norm(architecture)
-        self.mlp = GatedMlp(architecture)
+        self.mlp = (
+            GatedMlp(architecture, architecture.ffn_size)
+            if experts is None
+            else Mixture(architecture, experts)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the residual stream after this block."""
@@ -154,7 +202,7 @@ class Reference:
                 return Embedding(a)
             if name == HEAD:
                 return Head(norm(a), nn.Linear(a.hidden_size, a.vocab_size, bias=False))
-            return Block(a, self.rotary, self._context)
+            return Block(a, self.rotary, self._context, self._experts(name))
 
     def configuration(self) -> str | None:
         """No library has this model."""
@@ -180,17 +228,35 @@ class Reference:
             return {"tokens": "vocabulary"}
         if layer == HEAD:
             return {"output": "logits"}
-        return {
+        attention: dict[str, TensorStyle] = {
             "attention": "gather",
             "attention.query": "columns",
             "attention.key": "columns",
             "attention.value": "columns",
             "attention.output": "rows",
-            "mlp": "gather",
-            "mlp.gate": "columns",
-            "mlp.up": "columns",
-            "mlp.down": "rows",
         }
+        experts = self._experts(layer)
+        if experts is None:
+            return attention | {
+                "mlp": "gather",
+                "mlp.gate": "columns",
+                "mlp.up": "columns",
+                "mlp.down": "rows",
+            }
+        routed: dict[str, TensorStyle] = {"mlp": "mixture", "mlp.experts": "experts"}
+        if experts.shared or experts.shared_ffn_size:
+            routed |= {
+                "mlp.shared.gate": "columns",
+                "mlp.shared.up": "columns",
+                "mlp.shared.down": "part",
+            }
+        return attention | routed
+
+    def _experts(self, layer: str) -> Experts | None:
+        """Return the experts of a block, if it has them."""
+        experts = self.architecture.experts
+        index = int(layer.rpartition(".")[2])
+        return experts if experts is not None and index >= experts.dense_layers else None
 
     def published_name(self, name: str) -> str:
         """Our names are the published ones; a tied projection is the embedding."""
@@ -199,8 +265,8 @@ class Reference:
         return name
 
     def pieces(self, name: str) -> int:
-        """No parameter here holds several matrices."""
-        return 1
+        """Experts keep their gate and up projections in one parameter [expert, 2 ffn, hidden]."""
+        return 2 if name.endswith("experts.gate_up_proj") else 1
 
     def boundary(self, layer: str, tokens: Tensor) -> Tensor:
         """Every layer but the head returns hidden states."""

@@ -94,7 +94,7 @@ def _make_groups(plan: Plan) -> None:
     """Make the process groups while tensors still have values; the engine finds them again."""
     place = place_of(plan, CPU)
     if place.mesh is not None:
-        place.data_mesh  # noqa: B018 - made on first use, and kept
+        place.data.mesh  # noqa: B018 - made on first use, and kept
         if plan.mesh.pipeline > 1:
             place.ends()
 

@@ -78,6 +78,8 @@ class StepRecord(Part):
     """On the held-out corpus, after the step."""
     peak_memory_bytes: Count | None = None
     """Of rank 0 so far, where the device counts it."""
+    expert_load: float | None = None
+    """Tokens of the busiest expert over the mean, averaged over layers."""
 
 
 class RankRecord(Document):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from planner.expressions import is_factory
 from planner.model import ModelGraph
-from planner.native import obstacle
+from planner.native import layer_obstacle, obstacle
 from planner.plan import Plan
 
 
@@ -27,6 +27,11 @@ def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
     found = obstacle(model, plan.job, plan.layout)
     if found:
         yield str(found)
+    for index, stage in enumerate(plan.stages):
+        for item in stage.layers:
+            reason = layer_obstacle(plan.layout, item.recompute, item.activations)
+            if reason:
+                yield f"stages[{index}].layers: {item.layer}: {reason}"
     if model.architecture is None and not own_modules:
         yield f"model: {model.name} has no architecture and its source is no file.py:factory"
     if model.edges and not own_modules:

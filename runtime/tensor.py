@@ -12,6 +12,7 @@ Korthikanti et al., 2022):
     vocabulary  an Embedding that holds its own rows; outputs are summed and scattered
     logits      gather, then columns; the output is a DTensor divided along the vocabulary
     experts     every expert makes its own part of the inner features; outputs are partial
+    part        a Linear that reads its own part of the input features; outputs stay partial
     mixture     a router with experts: gather in front, and behind the partial outputs are summed
                 and scattered
 Every other parameter is replicated.  It sees only this rank's positions or heads, so its gradient
@@ -41,6 +42,7 @@ SHARDS: dict[TensorStyle, dict[str, int]] = {
     "rows": {"weight": 1, lora.A: 1},
     "vocabulary": {"weight": 0},
     "logits": {"weight": 0, "bias": 0},
+    "part": {"weight": 1, lora.A: 1},
     "experts": {"gate_up_proj": 1, "down_proj": 2},
 }
 """Which dim of which parameter a style divides.
@@ -105,13 +107,14 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def divide(layer: nn.Module, plan: Mapping[str, TensorStyle], mesh: DeviceMesh) -> set[str]:
     """Divide a layer over the tensor axis; return the parameters whose gradients need a sum.
 
-    Parameters may be on the meta device.  One that two modules share stays shared.
+    Parameters may be on the meta device.  One that two modules share stays shared, and one that
+    is divided already (experts over their own axis) stays as it is.
     """
     done: dict[int, nn.Parameter] = {}
     for path, style in plan.items():
         module = layer.get_submodule(path)
         for attribute, dim in SHARDS.get(style, {}).items():
-            _distribute(module, attribute, Shard(dim), mesh, done)
+            distribute(module, attribute, Shard(dim), mesh, done)
         _run_in_style(module, style, mesh.get_group())
     replicated = set()
     for path, module in layer.named_modules():
@@ -121,14 +124,14 @@ def divide(layer: nn.Module, plan: Mapping[str, TensorStyle], mesh: DeviceMesh) 
             if parameter is not None and not isinstance(parameter, DTensor)
         ]
         for attribute in whole:
-            _distribute(module, attribute, Replicate(), mesh, done)
+            distribute(module, attribute, Replicate(), mesh, done)
             replicated.add(f"{path}.{attribute}" if path else attribute)
         if whole and plan.get(path) != "rows":  # `rows` adds its bias by itself
-            module.forward = _on_local_parts(module, module.forward)
+            module.forward = on_local_parts(module, module.forward)
     return replicated
 
 
-def _distribute(
+def distribute(
     module: nn.Module,
     attribute: str,
     placement: Placement,
@@ -161,7 +164,23 @@ def _local(parameter: Tensor | None) -> Tensor | None:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _on_local_parts(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def apart(plan: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
+    """Return a layer's plan where experts are on ranks of their own.
+
+    Then each rank routes the positions that it has, and what stands beside the experts is whole.
+
+    >>> apart({"mlp": "mixture", "mlp.experts": "experts", "attention": "gather"})
+    {'attention': 'gather'}
+    """
+    mixtures = [path for path, style in plan.items() if style == "mixture"]
+    return {
+        path: style
+        for path, style in plan.items()
+        if not any(path == mixture or path.startswith(f"{mixture}.") for mixture in mixtures)
+    }
+
+
+def on_local_parts(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward during which the module's parameters read as their local parts.
 
     An entry in the instance's __dict__ hides the parameter of the same name.
@@ -187,14 +206,14 @@ def _run_in_style(module: nn.Module, style: TensorStyle, group: dist.ProcessGrou
         )
         if style == "mixture":
             module.register_forward_hook(lambda _, args, output: scatter(output, group))
-    elif style in ("columns", "experts"):
-        module.forward = _on_local_parts(module, module.forward)
+    elif style in ("columns", "experts", "part"):
+        module.forward = on_local_parts(module, module.forward)
     elif style == "rows":
         module.forward = lambda x: _rows(module, x, group)
     elif style == "vocabulary":
         module.forward = lambda tokens: _vocabulary(module, tokens, group)
     else:
-        project = _on_local_parts(module, module.forward)
+        project = on_local_parts(module, module.forward)
         module.forward = lambda x: DTensor.from_local(
             project(gather(x, group)), _mesh_of(module), [Shard(-1)], run_check=False
         )

@@ -43,6 +43,7 @@ class Result(Protocol):
     grad_norm: float
     skipped: bool
     """Loss or norm was not finite, and no weight moved: fp16 looks for its loss scale."""
+    expert_load: float | None
 
 
 class Steps(Protocol):
@@ -285,6 +286,7 @@ class Loop:
             mfu=at_peak_s / step_s if at_peak_s else None,
             eval_loss=eval_loss,
             peak_memory_bytes=peak_bytes,
+            expert_load=result.expert_load,
         )
 
     def _out_of_time(self) -> bool:

@@ -177,14 +177,14 @@ def test_context_and_expert_degrees_are_searched_where_a_backend_runs_them() -> 
 
 
 def test_what_the_backend_refuses_is_counted_and_never_chosen() -> None:
-    case = Case("mixtral-8x7b", "8xh200-sxm", 8192, 8)
+    case = Case("gpt2", "8xh200-sxm", 1024, 8, Pins(pipeline=1))
 
     answer = case.search()
 
     refused = case.candidates().refused
-    assert "mesh.expert: is 2; expert parallelism cannot be executed; use 1" in refused
+    assert "mesh.tensor: tensor parallelism does not divide the family gpt2; use 1" in refused
     assert answer.certificate.counts["refused by the backend"] == sum(refused.values())
-    assert answer.plan.layout.expert == 1
+    assert answer.plan.layout.tensor == 1
 
 
 def test_no_two_layouts_are_equally_simple() -> None:

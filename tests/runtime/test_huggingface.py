@@ -106,13 +106,21 @@ def test_first_weights_have_the_library_spread() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_each_rank_reads_its_own_weights(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        ("qwen3", {"tensor": 2}),
+        ("gpt2", {"pipeline": 2}),
+        ("gpt2", {"context": 2}),
+        ("mixtral", {"expert": 2, "context": 2}),
+        ("qwen3_moe", {"expert": 2, "tensor": 2}),
+    ],
+)
+def test_each_rank_reads_its_own_weights(family: str, axes: dict[str, int], tmp_path: Path) -> None:
     graph = cases.transformer(family)
     published(family, {}, tmp_path)
     alone = Engine(cases.plan(graph), graph, device=CPU, weights=tmp_path)
     expected = alone.step(cases.global_tokens(0)).loss
-    axes = {"pipeline": 2} if family == "gpt2" else {"tensor": 2}
 
     losses = on_ranks(2, first_loss, cases.plan(graph, **axes), graph, tmp_path)
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from planner.model import Edge
+from planner.model import Edge, Experts
 from planner.native import FAMILIES, UNDIVIDED
+from planner.plan import Plan, Stage
 from runtime.supported import supported
 from tests.runtime import cases
 
@@ -40,7 +41,18 @@ def test_every_family_is_supported_in_one_process(family: str) -> None:
             {"context": 8, "tensor": 4},
             "mesh.context: leaves 2 positions, which tensor=4 does not divide",
         ),
-        ("mixtral", {}, {"expert": 2}, "mesh.expert: is 2; expert parallelism cannot"),
+        (
+            "mixtral",
+            {},
+            {"expert": 2},
+            "mesh.expert: 2 does not divide the 1 ranks of data_shard x context x tensor",
+        ),
+        (
+            "mixtral",
+            {},
+            {"expert": 8, "data_shard": 8, "zero": 1, "micro_batches": 1},
+            "mesh.expert: 8 does not divide 4 experts",
+        ),
         ("llama", {}, {"precision": "fp8"}, "precision: fp8 has not been held against another"),
         (
             "llama",
@@ -65,6 +77,30 @@ def test_every_family_is_supported_in_one_process(family: str) -> None:
             {},
             {"gradient_wire": "powersgd", "data_replicate": 2, "precision": "fp16"},
             "gradient_wire: is powersgd, whose memory does not follow the loss scale of fp16",
+        ),
+        (
+            "llama",
+            {},
+            {"expert": 2, "data_shard": 2, "zero": 1},
+            "mesh.expert: 2 does not divide 0 experts",
+        ),
+        (
+            "reference",
+            {"experts": Experts(count=4, per_token=2, ffn_size=24), "mlp_bias": True},
+            {},
+            "the reference transformer has no biases in experts",
+        ),
+        (
+            "reference",
+            {"experts": Experts(count=4, per_token=2, ffn_size=24, shared_ffn_size=25)},
+            {"tensor": 2},
+            "2 does not divide experts.shared_ffn_size 25",
+        ),
+        (
+            "mixtral",
+            {},
+            {"gradient_wire": "powersgd", "data_replicate": 2, "context": 2, "expert": 2},
+            "gradient_wire: is powersgd, which does not know that ranks hold different experts",
         ),
         ("reference", {"qk_norm": True}, {}, "the reference transformer has no query/key norms"),
         (
@@ -119,9 +155,28 @@ def test_figures_say_nothing_about_a_users_own_modules() -> None:
     assert "a user's own modules" in str(
         supported(cases.plan(graph, source="mine.py:chain", tensor=2), graph)
     )
+    assert "a user's own modules cannot be divided by expert" in str(
+        supported(cases.plan(graph, source="mine.py:chain", expert=2), graph)
+    )
     assert "a user's own modules cannot be divided by context" in str(
         supported(cases.plan(graph, source="mine.py:chain", context=2), graph)
     )
+
+
+def test_recomputing_from_8_bits_is_refused_where_experts_are_on_several_ranks() -> None:
+    graph = cases.transformer("mixtral")
+    layout = {"expert": 2, "tensor": 2}
+
+    def asked(recompute: str, activations: str) -> Plan:
+        plan = cases.plan(graph, recompute=recompute, **layout)
+        layers = tuple(
+            item.model_copy(update={"activations": activations}) for item in plan.stages[0].layers
+        )
+        return plan.model_copy(update={"stages": (Stage(layers=layers),)})
+
+    assert supported(asked("none", "compress"), graph) is None
+    assert supported(asked("full", "offload"), graph) is None
+    assert "may send tokens to other experts" in str(supported(asked("full", "compress"), graph))
 
 
 def test_a_model_that_nothing_builds_is_refused() -> None:

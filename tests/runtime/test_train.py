@@ -38,6 +38,7 @@ class Result:
     loss: float
     grad_norm: float
     skipped: bool = False
+    expert_load: float | None = None
 
 
 class Averaging:

@@ -1,0 +1,187 @@
+"""Mixtures of experts: tokens to the experts that their router chose, and back.
+
+An experts module has the matrices of all its experts in two parameters, `gate_up_proj` [expert,
+2 ffn, hidden] (gate above up) and `down_proj` [expert, hidden, ffn], and an activation `act_fn`;
+called with tokens [token, hidden], chosen experts and their weights [token, choice], it returns
+each token's weighted sum.  No token is dropped.
+
+Expert parallelism: neighbouring ranks hold the experts in equal parts, and every rank sends each of
+its tokens to the ranks of its experts.  Ranks tell one another first how many tokens come, so that
+the exchange has the sizes it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.nn import functional
+
+from runtime.tensor import distribute, on_local_parts
+
+HIDDEN_DIM = {"gate_up_proj": 2, "down_proj": 1}
+"""Which dim of an experts module's parameters is the hidden one."""
+_ALIGNMENT_BYTES = 16  # that grouped products ask of every row
+
+
+def mixed(
+    module: nn.Module,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Return each token's weighted sum of its experts' outputs, [token, hidden].
+
+    With a group, the module holds this rank's part of the experts, in the order of ranks.
+    """
+    each = index.shape[1]
+    ranks = 1 if group is None else group.size()
+    order = index.flatten().argsort(stable=True)
+    chosen = hidden[order // each]
+    rows = rows_of_experts(index, ranks * module.gate_up_proj.shape[0])
+    if group is None:
+        returned = _outputs(module, chosen, rows)
+    else:
+        route = _Route.of(rows, group)
+        arrived = _Exchange.apply(chosen, route.arriving, route.leaving, group)[route.by_expert]
+        made = _outputs(module, arrived, route.rows)
+        made = made[_inverse(route.by_expert)]
+        returned = _Exchange.apply(made, route.leaving, route.arriving, group)
+    weighted = returned * weights.flatten()[order].unsqueeze(-1)
+    return weighted[_inverse(order)].unflatten(0, (-1, each)).sum(1).to(hidden.dtype)
+
+
+def spread(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide an experts module over the ranks of a mesh, its parameters not yet filled."""
+    group = mesh.get_group()
+    for name in HIDDEN_DIM:
+        distribute(module, name, Shard(0), mesh, {})
+    module.forward = on_local_parts(
+        module,
+        lambda hidden, index, weights: mixed(module, hidden, index, weights, group=group),
+    )
+
+
+def modules_of(layer: nn.Module) -> dict[str, nn.Module]:
+    """Return a layer's experts modules by their path."""
+    return {
+        path: module
+        for path, module in layer.named_modules()
+        if all(name in module._parameters for name in HIDDEN_DIM)
+    }
+
+
+def rows_of_experts(index: Tensor, count: int) -> Tensor:
+    """Return how many tokens each of `count` experts is given, [expert]."""
+    chosen = index.flatten()
+    return index.new_zeros(count).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+class Load:
+    """How many tokens each expert of a layer was given since the last look."""
+
+    def __init__(self, module: nn.Module, count: int, device: torch.device) -> None:
+        self._rows = torch.zeros(count, dtype=torch.int64, device=device)
+        module.register_forward_pre_hook(self._add)
+
+    def _add(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._rows += rows_of_experts(args[1], len(self._rows))
+
+    def taken(self) -> Tensor:
+        """Return the counts [expert] and begin anew.
+
+        Recomputation counts a second time; that changes no ratio.
+        """
+        rows = self._rows.clone()
+        self._rows.zero_()
+        return rows
+
+
+def imbalance(rows: Tensor) -> Tensor:
+    """Return the busiest expert's tokens over the mean, averaged over layers, of [layer, expert].
+
+    >>> float(imbalance(torch.tensor([[4, 4, 4, 4], [12, 4, 0, 0]])))
+    2.0
+    """
+    busiest, mean = rows.max(dim=1).values, rows.float().mean(dim=1)
+    return (busiest / mean).mean()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Route:
+    """How many tokens go where, from this rank and to it."""
+
+    leaving: list[int]
+    arriving: list[int]
+    rows: Tensor
+    """Tokens that each of this rank's experts gets from all ranks."""
+    by_expert: Tensor
+    """The tokens that arrive, which come rank by rank, in the order of experts."""
+
+    @classmethod
+    def of(cls, rows: Tensor, group: dist.ProcessGroup) -> _Route:
+        """Ask the other ranks; `rows` are the tokens that this rank has for every expert."""
+        ops, ranks = torch.ops._c10d_functional, group.size()
+        own = rows.numel() // ranks
+        sizes = [own] * ranks
+        coming = ops.wait_tensor(ops.all_to_all_single(rows, sizes, sizes, group.group_name))
+        both = torch.stack((rows, coming)).unflatten(1, (ranks, own))
+        leaving, arriving = both.sum(2).tolist()
+        experts = torch.arange(own, device=rows.device).repeat(ranks)
+        by_expert = experts.repeat_interleave(coming, output_size=sum(arriving)).argsort(
+            stable=True
+        )
+        return cls(leaving=leaving, arriving=arriving, rows=both[1].sum(0), by_expert=by_expert)
+
+
+class _Exchange(torch.autograd.Function):
+    """Send rows to every rank; backward sends their gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, arriving: list[int], leaving: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sizes, ctx.group = (leaving, arriving), group
+        return _exchanged(x, arriving, leaving, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(grad, *ctx.sizes, ctx.group), None, None, None
+
+
+def _exchanged(
+    x: Tensor, arriving: list[int], leaving: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(
+        ops.all_to_all_single(x.contiguous(), arriving, leaving, group.group_name)
+    )
+
+
+def _outputs(module: nn.Module, x: Tensor, rows: Tensor) -> Tensor:
+    """Return what experts make of the tokens x [row, hidden], of which each has `rows` in order."""
+    gate, up = _product(x, module.gate_up_proj, rows).chunk(2, dim=-1)
+    return _product(module.act_fn(gate) * up, module.down_proj, rows)
+
+
+def _product(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+    """Return each expert's rows of x times its matrix of weights [expert, output, input]."""
+    if all(size * x.element_size() % _ALIGNMENT_BYTES == 0 for size in weights.shape[1:]):
+        ends = rows.cumsum(0, dtype=torch.int32)
+        return functional.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
+    parts = x.split(rows.tolist())
+    return torch.cat([functional.linear(*pair) for pair in zip(parts, weights, strict=True)])
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Return the order that undoes an order."""
+    result = torch.empty_like(order)
+    result[order] = torch.arange(len(order), device=order.device)
+    return result

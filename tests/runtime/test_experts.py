@@ -1,0 +1,222 @@
+"""Experts over ranks train like one process; the reference's mixture is the library's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+from planner.model import Experts
+from runtime import experts, reference
+from runtime.engine import Engine
+from tests.runtime import cases
+from tests.runtime.ranks import on_ranks
+from tests.runtime.test_equality import case, check
+
+OUTSIDE_IN = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
+EXPERTS = {"experts": Experts(count=4, per_token=2, ffn_size=24)}
+SHARED = {"experts": Experts(count=4, per_token=2, ffn_size=24, shared=1, dense_layers=1)}
+SIX = {"experts": Experts(count=6, per_token=2, ffn_size=24, shared_ffn_size=40)}
+WIDE = {"kv_heads": 4, "experts": Experts(count=4, per_token=2, ffn_size=24, shared=2)}
+HYBRID = {"data_replicate": 2, "data_shard": 2}
+SPLIT = {"schedule": "zbv", "virtual_stages": 2}
+
+TWO = (
+    case("mixture, tensor, selective", model=SHARED, tensor=2, recompute="selective"),
+    case("zero 3, selective", model=SHARED, expert=2, data_shard=2, zero=3, recompute="selective"),
+    case("over tensor", model=SHARED, expert=2, tensor=2, recompute="full"),
+    case("over context", model=SHARED, expert=2, context=2),
+    case("zero 2", "qwen3_moe", expert=2, data_shard=2, zero=2),
+    case("over tensor, selective", "mixtral", expert=2, tensor=2, recompute="selective"),
+)
+FOUR = (
+    case("mixture, more ranks than divide experts", model=SIX, data_shard=4, zero=3),
+    case("on 4, zero 1", model=SHARED, expert=4, data_shard=4, zero=1),
+    case("three experts on two ranks", model=SIX, expert=2, data_shard=4, zero=3),
+    case(
+        "hybrid", model=SHARED, expert=2, data_replicate=2, data_shard=2, zero=2, order=OUTSIDE_IN
+    ),
+    case("pipeline", model=SHARED, expert=2, pipeline=2, data_shard=2, zero=3, **SPLIT),
+    case("over tensor and data", model=SHARED, expert=4, tensor=2, data_shard=2, zero=3),
+    case("on 2 of 4 tensor ranks", model=WIDE, expert=2, tensor=4),
+    case("pipeline, full", "mixtral", expert=2, pipeline=2, tensor=2, recompute="full"),
+    case("over tensor and context", "qwen3_moe", expert=4, tensor=2, context=2, zero=1),
+)
+MORE_ON_TWO = (
+    case("mixture, zero 3", model=SHARED, data_shard=2, zero=3),
+    case("mixture, split backward", model=SHARED, pipeline=2, **SPLIT),
+    case("mixture, context", model=SHARED, context=2),
+    case("zero 1", model=SHARED, expert=2, data_shard=2, zero=1),
+    case("zero 3, full", model=EXPERTS, expert=2, data_shard=2, zero=3, recompute="full"),
+    case("over context, zero 3", model=SHARED, expert=2, context=2, zero=3),
+    *(
+        case(f"over {axis}", family, expert=2, recompute="selective", **{axis: 2}, **zero)
+        for family in cases.MIXED
+        for axis, zero in (("data_shard", {"zero": 3}), ("tensor", {}), ("context", {"zero": 2}))
+    ),
+)
+MORE_ON_FOUR = (
+    case("mixture, tensor x zero 3", model=SIX, tensor=2, data_shard=2, zero=3),
+    case("on 4, zero 3", model=EXPERTS, expert=4, data_shard=4, zero=3, recompute="full"),
+    *(
+        case(f"on 2 of 4, zero {zero}", model=SHARED, expert=2, data_shard=4, zero=zero)
+        for zero in (1, 2, 3)
+    ),
+    *(case(f"hybrid, zero {z}", model=SHARED, expert=2, **HYBRID, zero=z) for z in (1, 3)),
+    case("x pipeline", model=SHARED, expert=2, pipeline=2, data_shard=2, zero=1),
+    case("over tensor, data", model=SHARED, expert=2, tensor=2, data_replicate=2),
+    case("over tensor, zero 3", model=SHARED, expert=2, tensor=2, data_shard=2, zero=3),
+    case("over context, zero 3", model=SHARED, expert=2, context=2, data_shard=2, zero=3),
+    case("over context and data", model=SHARED, expert=4, context=2, data_shard=2, zero=2),
+    case("over tensor x context", model=SHARED, expert=2, tensor=2, context=2),
+    case("over tensor x pipeline", model=SHARED, expert=2, tensor=2, pipeline=2),
+    case("on 2 of 4, zero 3", "mixtral", expert=2, data_shard=4, zero=3),
+    case("over tensor, zero 3", "qwen3_moe", expert=2, tensor=2, data_shard=2, zero=3),
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("ranks", "rows"), [(2, TWO), (4, FOUR)], ids=["2", "4"])
+def test_experts_train_like_one_process(ranks: int, rows: tuple[Any, ...]) -> None:
+    check(rows, ranks)
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize(("ranks", "rows"), [(2, MORE_ON_TWO), (4, MORE_ON_FOUR)], ids=["2", "4"])
+def test_all_experts_train_like_one_process(ranks: int, rows: tuple[Any, ...]) -> None:
+    check(rows, ranks)
+
+
+def tokens_and_choices(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(10, 32, generator=generator)
+    scores = torch.randn(10, count, generator=generator)
+    weights, index = scores.softmax(-1).topk(2, dim=-1)
+    return tokens, index, weights
+
+
+def filled(module: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 0.3, generator=generator)
+    return module
+
+
+@pytest.mark.parametrize("ffn_size", [24, 21], ids=["aligned", "one expert after the other"])
+def test_each_token_gets_the_weighted_sum_of_its_experts(ffn_size: int) -> None:
+    figures = Experts(count=4, per_token=2, ffn_size=ffn_size)
+    module = filled(reference.ExpertWeights(32, figures))
+    tokens, index, weights = tokens_and_choices(4)
+    expected = torch.zeros_like(tokens)
+    for token in range(len(tokens)):
+        for choice in range(2):
+            expert = index[token, choice]
+            gate, up = (module.gate_up_proj[expert] @ tokens[token]).chunk(2)
+            made = module.down_proj[expert] @ (functional.silu(gate) * up)
+            expected[token] += weights[token, choice] * made
+
+    torch.testing.assert_close(module(tokens, index, weights), expected)
+
+
+def test_the_mixture_is_mixtrals() -> None:
+    a = cases.architecture("mixtral")
+    assert a.experts is not None
+    ours = filled(reference.Mixture(a, a.experts))
+    config = MixtralConfig(
+        hidden_size=a.hidden_size,
+        intermediate_size=a.experts.ffn_size,
+        num_local_experts=a.experts.count,
+        num_experts_per_tok=a.experts.per_token,
+    )
+    config._experts_implementation = "eager"
+    theirs = MixtralSparseMoeBlock(config)
+    theirs.load_state_dict(
+        {name.replace("router", "gate"): value for name, value in ours.state_dict().items()}
+    )
+    x = torch.randn(2, 8, a.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_shared_experts_are_added_for_every_token() -> None:
+    a = cases.architecture(experts=Experts(count=4, per_token=2, ffn_size=24, shared=2))
+    assert a.experts is not None
+    module = filled(reference.Mixture(a, a.experts))
+    x = torch.randn(2, 8, a.hidden_size)
+    assert module.shared is not None
+
+    whole = module(x)
+    shared = module.shared(x)
+    module.shared = None
+
+    torch.testing.assert_close(whole, module(x) + shared)
+    assert shared.abs().max() > 0
+
+
+def send_to_a_few(chosen: list[int]) -> None:
+    """All ranks choose only some experts; the others' ranks get nothing, and gradients of zero."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    figures = Experts(count=4, per_token=2, ffn_size=24)
+    whole = filled(reference.ExpertWeights(32, figures))
+    part = reference.ExpertWeights(32, figures)
+    experts.spread(part, mesh)
+    rank, own = mesh.get_rank(), 4 // mesh.size()
+    mine = slice(rank * own, (rank + 1) * own)
+    with torch.no_grad():
+        for name in experts.HIDDEN_DIM:
+            getattr(part, name).to_local().copy_(getattr(whole, name)[mine])
+    tokens, _, weights = tokens_and_choices(4)
+    index = torch.tensor(chosen).expand(len(tokens), 2)
+    tokens = tokens + rank
+    expected = whole(tokens, index, weights)
+    found = part(tokens, index, weights)
+
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for name in experts.HIDDEN_DIM:
+        total = getattr(whole, name).grad
+        dist.all_reduce(total)
+        own = getattr(part, name).grad.to_local()
+        torch.testing.assert_close(own, total[mine], rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("chosen", [[0, 3], [0, 1], [2, 2]], ids=["both", "first", "one"])
+def test_any_share_of_the_tokens_may_go_to_a_rank(chosen: list[int]) -> None:
+    on_ranks(2, send_to_a_few, chosen)
+
+
+def test_tokens_of_experts_are_counted() -> None:
+    index = torch.tensor([[0, 2], [2, 3], [0, 2]])
+
+    assert experts.rows_of_experts(index, 5).tolist() == [2, 0, 3, 1, 0]
+
+
+def expert_load(plan: Any, graph: Any) -> float | None:
+    engine = Engine(plan, graph, device=torch.device("cpu"))
+    batch = cases.global_tokens(0).chunk(engine.data_degree)[engine.data_rank]
+    return engine.step(batch).expert_load
+
+
+@pytest.mark.ranks
+def test_the_load_of_experts_is_that_of_the_whole_batch() -> None:
+    graph = cases.transformer(**SHARED)
+    alone = expert_load(cases.plan(graph), graph)
+    plan = cases.plan(
+        graph, expert=2, pipeline=2, data_shard=2, zero=1, cuts=[2, 3], recompute="full"
+    )
+
+    loads = on_ranks(4, expert_load, plan, graph)
+
+    assert alone is not None
+    assert 1.0 <= alone <= 4.0
+    assert loads == pytest.approx([alone] * 4)
+    assert expert_load(cases.plan(cases.transformer()), cases.transformer()) is None
