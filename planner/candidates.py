@@ -25,7 +25,7 @@ from planner import bounds
 from planner.cluster import ClusterSpec
 from planner.costs import CostTables, LayoutCosts, StrategyCost
 from planner.dominance import dominates, twins
-from planner.formulation import boundaries_s, instance_of, layout_pace
+from planner.formulation import boundaries_s, instance_of, layout_pace, unkept
 from planner.instance import Instance
 from planner.layer_options import allowed, option_of
 from planner.model import ModelGraph
@@ -33,6 +33,8 @@ from planner.native import Rules, refusal
 from planner.pins import Pins
 from planner.pipeline_model import held
 from planner.plan import Job, Layout
+from planner.rates import rates
+from planner.savings import Saving, least_s, savings
 from planner.schedule import splits_backward
 from planner.space import (
     Degrees,
@@ -73,14 +75,18 @@ class Candidates:
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self._known_in_flight: dict[tuple[object, ...], tuple[list[float], list[list[int]]]] = {}
+        self._rates = rates(cluster, job, tables.profile)
+        self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
         self.families = list(self._families())
 
     def _families(self) -> Iterator[Family]:
         """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
         for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
-            reason = self.refusal(_plainest(self.job, degrees))
+            plainest = _plainest(self.job, degrees)
+            reason = self.refusal(plainest)
             if reason is None:
-                yield from families(self.model, self.cluster, self.job, degrees, self.pins)
+                saved = self._savings(plainest)
+                yield from families(self.model, self.cluster, self.job, degrees, self.pins, saved)
                 continue
             count = len(sharings(degrees, self.pins)) * sum(
                 len(timetables(self.model, degrees.pipeline, number, self.pins))
@@ -89,8 +95,22 @@ class Candidates:
             if count:
                 self.refused[reason] = self.refused.get(reason, 0) + count
 
+    def _savings(self, plainest: Layout) -> tuple[Saving, ...]:
+        """Return what layouts with these degrees may save."""
+
+        def runs(saving: Saving) -> bool:
+            changed = replace(plainest, offload=saving.offload, gradient_wire=saving.wire)
+            return self.refusal(changed) is None
+
+        return savings(self.model, self.cluster, self.pins, runs)
+
     def refusal(self, layout: Layout) -> str | None:
-        """Return why the backend cannot run a layout, or None if it can."""
+        """Return why no plan is made of a layout, or None if one can be."""
+        lacking = unkept(self.model, layout, self.pins.require) if self.pins.require else None
+        if lacking is not None:
+            return f"it lacks stages that are asked for: {list(lacking.stages or ())}"
+        if self.pins.require and layout.virtual_stages > 1:
+            return "what is required of layers and stages needs one stage on each rank"
         return self.rules(self.model, self.cluster, self.job, layout)
 
     def layouts(self) -> Iterator[Layout]:
@@ -120,6 +140,15 @@ class Candidates:
     def timetables_s(self, family: Family) -> list[float]:
         """[timetable] `computation_s` of each timetable of a family."""
         return [float(seconds) for seconds in self._timetables_s([family])]
+
+    def savings_s(self, family: Family) -> list[float]:
+        """[saving] Least seconds by computation alone and what offloaded states add."""
+        computing_s = min(self.timetables_s(family))
+        return [computing_s + self._added_s(saving) for saving in family.savings]
+
+    def _added_s(self, saving: Saving) -> float:
+        added_s = least_s(saving, self._parameters, self.cluster.devices, self._rates)
+        return (1 - 1e-9) * added_s
 
     def _timetables_s(self, families: Sequence[Family]) -> bounds.Floats:
         """[timetable of the families in turn] Least seconds by computation alone."""
@@ -190,8 +219,10 @@ class Candidates:
         )
         paces = self._paces(family.degrees.pipeline, family.micro_batches, family.timetables)
         credits_s = float(self._credits_s[number])
+        added_s = self._added_s(family.savings[0])
         return [
             self.tables.step_s
+            + added_s
             + alike.least_s(of_rank, steady=steady, fill=fill, credits_s=credited * credits_s)
             for of_rank, (steady, fill, credited) in zip(ranks, paces.tolist(), strict=True)
         ]
@@ -232,12 +263,18 @@ class Candidates:
         only grow with fewer, see planner.memory).
         """
         corners = [self.tables.of(layout) for layout in family.corners()]
-        some = corners[0]
+        some, offloaded = corners[0], family.first.offload != "none"
         least = replace(
             some,
             kinds={
                 kind: tuple(
-                    _least([corner.kinds[kind][choice] for corner in corners], part)
+                    _least(
+                        [corner.kinds[kind][choice] for corner in corners],
+                        part,
+                        min(_on_host_s(corner.parts[kind][choice]) for corner in corners)
+                        if offloaded
+                        else 0.0,
+                    )
                     for choice, part in enumerate(parts)
                 )
                 for kind, parts in some.parts.items()
@@ -288,7 +325,8 @@ class Candidates:
     def instance(self, layout: Layout) -> Instance:
         """Return the partition problem of a layout."""
         costs = self.tables.of(layout)
-        return instance_of(self.model, self.cluster, layout, costs, self.pins.recompute)
+        pins = self.pins
+        return instance_of(self.model, self.cluster, layout, costs, pins.recompute, pins.require)
 
     def dominator(self, layout: Layout) -> Layout | None:
         """Return a candidate that can do all that this layout can, if one is known."""
@@ -314,10 +352,13 @@ def _plainest(job: Job, degrees: Degrees) -> Layout:
     )
 
 
-def _least(costs: list[StrategyCost], part: StrategyParts) -> StrategyCost:
+def _least(costs: list[StrategyCost], part: StrategyParts, sync_s: float) -> StrategyCost:
     """Return the least of every figure, and the seconds without sharding."""
     return replace(
-        _leanest(costs), forward_s=part.unshared_forward_s, backward_s=part.unshared_backward_s
+        _leanest(costs),
+        forward_s=part.unshared_forward_s,
+        backward_s=part.unshared_backward_s,
+        sync_s=sync_s,
     )
 
 
@@ -330,3 +371,13 @@ def _leanest(costs: list[StrategyCost]) -> StrategyCost:
         resident_bytes=min(cost.resident_bytes for cost in costs),
         sync_s=0.0,
     )
+
+
+def _on_host_s(part: StrategyParts) -> float:
+    """Seconds once per step that fall with the ranks that share states: moments and their update.
+
+    Copies of parameters and gradients are seen more or less beside their collectives, and not here.
+    """
+    if part.states.bucket_bytes:
+        return part.stream_s + part.optimizer_s
+    return part.optimizer_s

@@ -26,6 +26,8 @@ def twins(layout: Layout) -> Iterator[Layout]:
         yield replace(layout, zero=1)
     if layout.data_replicate > 1:
         yield replace(layout, zero=max(1, layout.zero), data_shard=layout.data, data_replicate=1)
+    if layout.gradient_wire == "fp16":
+        yield replace(layout, gradient_wire="bf16")
     if layout.order != INSIDE_OUT:
         yield replace(layout, order=INSIDE_OUT)
 
@@ -53,6 +55,10 @@ def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts)
             if mine.forward_s + mine.backward_s > other.forward_s + other.backward_s:
                 return False
             if mine.sync_s > other.sync_s or (by_rank and mine.stored_bytes > other.stored_bytes):
+                return False
+            if mine.host_bytes > other.host_bytes or mine.host_resident_bytes > (
+                other.host_resident_bytes
+            ):
                 return False
             faster = faster and mine.sync_s < other.sync_s
             transient = max(0.0, mine.transient_bytes - other.transient_bytes)

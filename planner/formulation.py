@@ -22,9 +22,11 @@ layer's choices, which makes the bubble of like ranks max(f, b, f + b - w):
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from planner.cluster import Accelerator, ClusterSpec
 from planner.costs import LayoutCosts, counted_by_rank
+from planner.hosts import hosts
 from planner.instance import Instance, Solution, Stage
 from planner.layer_options import allowed, option_of
 from planner.model import ModelGraph
@@ -34,10 +36,19 @@ from planner.plan import Stage as PlanStage
 from planner.profile import Recompute
 from planner.rank_problem import RankProblem, input_stored
 from planner.ranks import largest_stage, run_of
+from planner.requirements import Requirement
 from planner.schedule import most_in_flight, rank_of_stage, splits_backward
 from planner.training import Training
 
-__all__ = ["allowed", "boundaries_s", "instance_of", "layout_pace", "plan_of", "planned_bytes"]
+__all__ = [
+    "allowed",
+    "boundaries_s",
+    "instance_of",
+    "layout_pace",
+    "plan_of",
+    "planned_bytes",
+    "unkept",
+]
 
 SHORTEST_TIMEOUT_S = 120.0
 KEPT_FREE = 0.04
@@ -58,8 +69,45 @@ def instance_of(
     layout: Layout,
     costs: LayoutCosts,
     recompute: Recompute | None = None,
+    require: tuple[Requirement, ...] = (),
 ) -> Instance:
-    """Return the partition problem of one layout; `recompute` allows that choice alone."""
+    """Return the partition problem of one layout; `recompute` allows that choice alone.
+
+    Every one of `require` must be one that the layout can keep (see `unkept`).
+    """
+    instance = _free_instance(model, cluster, layout, costs, recompute)
+    layers, stages = len(instance.layers), len(instance.stages)
+    sides = [asked.side(layers=layers, stages=stages) for asked in require]
+    on_host = any(
+        option.host_bytes or option.host_resident_bytes
+        for table in instance.kinds
+        for option in table
+    )
+    return replace(
+        instance,
+        sides=tuple(side for side in sides if side is not None),
+        hosts=hosts(cluster, layout) if on_host else (),
+    )
+
+
+def unkept(
+    model: ModelGraph, layout: Layout, require: tuple[Requirement, ...]
+) -> Requirement | None:
+    """Return a requirement that no plan of a layout keeps, because it lacks the stages."""
+    layers = len(model.chain)
+    for asked in require:
+        if asked.side(layers=layers, stages=layout.pipeline) is None:
+            return asked
+    return None
+
+
+def _free_instance(
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    layout: Layout,
+    costs: LayoutCosts,
+    recompute: Recompute | None,
+) -> Instance:
     device = cluster.groups[0].accelerator
     capacity = (planned_bytes(device, device.memory_bytes) - costs.fixed_bytes) / costs.slack
     steady, fill = layout_pace(model, layout)

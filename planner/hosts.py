@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from planner.cluster import ClusterSpec
 from planner.collectives import group_steps
@@ -37,14 +38,22 @@ def ranks_on_nodes(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[int, ...
     """Return for each kind of node how many devices of each pipeline rank it has."""
     size = min(cluster.groups[0].devices_per_node, layout.devices)
     steps = group_steps(layout, ("pipeline",))
-    degree, stride = steps[0] if steps else (1, layout.devices)
-    # Ranks repeat every degree x stride, and so do nodes, every so many of them.
-    period = math.lcm(size, degree * stride) // size
+    return _kinds(size, layout.devices, *(steps[0] if steps else (1, layout.devices)))
+
+
+@lru_cache(maxsize=1 << 12)
+def _kinds(size: int, devices: int, ranks: int, stride: int) -> tuple[tuple[int, ...], ...]:
+    """Return the kinds of nodes of `size` devices; neighbours on the axis are `stride` apart."""
+    if stride % size == 0:
+        return tuple(tuple(size * (r == own) for r in range(ranks)) for own in range(ranks))
+    # What stands on nodes repeats with ranks x stride.
+    period = min(math.lcm(size, ranks * stride), devices)
     found: dict[tuple[int, ...], None] = {}
-    for node in range(min(period, -(-layout.devices // size))):
-        first, end = node * size, min((node + 1) * size, layout.devices)
-        numbers = Counter((rank // stride) % degree for rank in range(first, end))
-        found[tuple(numbers[rank] for rank in range(degree))] = None
+    for first in range(0, period, size):
+        numbers = Counter(
+            device // stride % ranks for device in range(first, min(first + size, devices))
+        )
+        found[tuple(numbers[rank] for rank in range(ranks))] = None
     return tuple(found)
 
 

@@ -274,7 +274,7 @@ def _state_hosts(stated: Formulation, margin: float) -> None:
     for number, host in enumerate(dict.fromkeys(stated.instance.hosts)):
         unit = _power_of_ten(host.capacity_bytes) * 1e-1
         used = [
-            n * (ranks * (o.host_resident_bytes + stage.in_flight * o.host_bytes) / unit)
+            n * (ranks * stage.on_host_bytes(o) / unit)
             for s, (stage, ranks) in enumerate(zip(stated.instance.stages, host.ranks, strict=True))
             for n, o, _ in stated.terms(s)
             if ranks and (o.host_resident_bytes or o.host_bytes)

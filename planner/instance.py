@@ -100,6 +100,8 @@ class Stage:
     exposed_s: float = 0.0
     fixed_bytes: float = 0.0
     least_layers: int = 1
+    most_in_flight: float | None = None
+    """Micro-batches that any layer may have on the host, where they are more than `in_flight`."""
 
     def __post_init__(self) -> None:
         _refuse(not self.waiting >= 0, f"waiting is {self.waiting}; it must not be < 0")
@@ -118,6 +120,11 @@ class Stage:
         """Bytes of a layer that add up: all but its transient ones."""
         stored = self.in_flight * option.stored_bytes + self.waiting * option.kept_bytes
         return option.resident_bytes + stored
+
+    def on_host_bytes(self, option: Option) -> float:
+        """Bytes that a layer has on the host."""
+        in_flight = self.in_flight if self.most_in_flight is None else self.most_in_flight
+        return option.host_resident_bytes + in_flight * option.host_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,8 +306,7 @@ def host_bytes(instance: Instance, host: Host, solution: Solution) -> float:
     for s, (stage, ranks) in enumerate(zip(instance.stages, host.ranks, strict=True)):
         for layer in range(solution.cuts[s], solution.cuts[s + 1]) if ranks else ():
             option = instance.options_of(layer)[solution.options[layer]]
-            held = option.host_resident_bytes + stage.in_flight * option.host_bytes
-            total += ranks * held
+            total += ranks * stage.on_host_bytes(option)
     return total
 
 

@@ -270,6 +270,7 @@ class Knapsacks:
         budgets = [float(self._budgets(self.families[f], content, u)[at]) for u in levels]
         bounds_s = self._level_bounds_s(f, content, levels, budgets)
         best: Choice | None = None
+        most = self.instance.stages[stage].most_in_flight
         for i in np.argsort(bounds_s, kind="stable").tolist():
             upper_s = best.time_s if best else np.inf
             if bounds_s[i] >= upper_s * (1 - ROUNDING) or bounds_s[i] == np.inf:
@@ -279,7 +280,7 @@ class Knapsacks:
                 budgets[i],
                 sync_limit_s,
                 float(self.host_limit[stage]),
-                float(self.in_flight[stage]),
+                float(self.in_flight[stage] if most is None else most),
             )
             found = self._fastest_at(f, content, limits, upper_s)
             if found is not None:

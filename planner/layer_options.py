@@ -63,4 +63,6 @@ def option_of(cost: StrategyCost) -> Option:
         transient_bytes=cost.transient_bytes,
         resident_bytes=cost.resident_bytes,
         sync_s=cost.sync_s,
+        host_bytes=cost.host_bytes,
+        host_resident_bytes=cost.host_resident_bytes,
     )

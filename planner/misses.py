@@ -21,6 +21,7 @@ from planner.plan import Job, Layout
 from planner.predict import placement_prediction, placements_of
 from planner.prediction import Prediction
 from planner.profile import Recompute
+from planner.savings import activations
 from planner.space import Family
 from planner.units import bytes_text
 
@@ -170,7 +171,13 @@ def _changed(
 ) -> Candidates:
     """Return the candidates of the same search with one thing changed."""
     cluster, job = cluster or candidates.cluster, job or candidates.job
-    tables = CostTables(candidates.model, cluster, job, candidates.tables.profile)
+    tables = CostTables(
+        candidates.model,
+        cluster,
+        job,
+        candidates.tables.profile,
+        activations(candidates.model, cluster, pins or candidates.pins),
+    )
     pins = pins or candidates.pins
     return Candidates(candidates.model, cluster, job, tables, pins, candidates.rules)
 

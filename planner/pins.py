@@ -20,6 +20,7 @@ from planner.plan import (
     ScheduleName,
 )
 from planner.profile import Recompute
+from planner.requirements import Requirement
 from planner.schedule import FOLDED, LOOPED
 
 SCHEDULES: tuple[ScheduleName, ...] = (
@@ -92,6 +93,8 @@ class Pins:
     order: tuple[Axis, ...] | None = None
     """All axes, the innermost first."""
     allowed: frozenset[Allowance] = frozenset()
+    require: tuple[Requirement, ...] = ()
+    """What a split must keep beside."""
 
     def allow(self, layout: Layout) -> bool:
         """Whether a layout keeps every pin; recomputation and activations are not the layout's."""
@@ -245,4 +248,4 @@ def _usual_stages(schedule: ScheduleName | None) -> int:
     return 2 if schedule in (*FOLDED, *LOOPED) else 1
 
 
-assert {*SHORT_NAMES.values(), "allowed"} == {field.name for field in fields(Pins)}
+assert {*SHORT_NAMES.values(), "allowed", "require"} == {field.name for field in fields(Pins)}

@@ -101,6 +101,16 @@ class RankProblem:
             exposed_s=exposed_s,
             fixed_bytes=fixed,
             least_layers=self._shares.least_entries[rank] if self._shares is not None else 1,
+            most_in_flight=None if self._shares is None else self._most_on_first_stage,
+        )
+
+    @cached_property
+    def _most_on_first_stage(self) -> int:
+        return most_on_first_stage(
+            self.layout.schedule,
+            ranks=self.layout.pipeline,
+            micro_batches=self.layout.micro_batches,
+            virtual_stages=self.layout.virtual_stages,
         )
 
     @cached_property
@@ -177,7 +187,7 @@ class RankProblem:
         A rank's micro-batches in flight are those of its stages on average, and those of the first
         stage of the model are more.  The layers at the ends wait for W as often as their rank does.
         """
-        option, layout = option_of(cost), self.layout
+        option = option_of(cost)
         kept = part.figures.kept_bytes if self._splits else 0.0
         if self._shares is None:
             return replace(option, kept_bytes=kept)
@@ -192,14 +202,8 @@ class RankProblem:
             return replace(option, kept_bytes=self._like_kept)
         if place == "last stage":
             return replace(option, kept_bytes=self._full_stages(self._shares.home[-1]) * kept)
-        most = most_on_first_stage(
-            layout.schedule,
-            ranks=layout.pipeline,
-            micro_batches=layout.micro_batches,
-            virtual_stages=layout.virtual_stages,
-        )
         full = self._full_stages(0)
-        more = max(1.0, most * full / self._held(0).alive)
+        more = max(1.0, self._most_on_first_stage * full / self._held(0).alive)
         return replace(option, stored_bytes=more * option.stored_bytes, kept_bytes=full * kept)
 
 
@@ -232,4 +236,6 @@ def _together(options: tuple[Option, ...]) -> Option:
         transient_bytes=max(option.transient_bytes for option in options),
         resident_bytes=sum(option.resident_bytes for option in options),
         sync_s=sum(option.sync_s for option in options),
+        host_bytes=sum(option.host_bytes for option in options),
+        host_resident_bytes=sum(option.host_resident_bytes for option in options),
     )

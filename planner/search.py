@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner import inner
+from planner import sided
 from planner.candidates import Candidates
 from planner.certificate import (
     BOUNDS,
@@ -57,6 +57,7 @@ from planner.plan import Job, Layout, Plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
 from planner.ranked import Ranked, ranked
+from planner.savings import activations
 from planner.space import Family, complexity, kind
 
 TOLERANCE = 1e-9
@@ -135,7 +136,7 @@ def search(
             top=top,
             progress=progress,
         )
-    tables = CostTables(model, cluster, job, profile)
+    tables = CostTables(model, cluster, job, profile, activations(model, cluster, pins))
     candidates = Candidates(model, cluster, job, tables, pins, rules)
     if not candidates.families:
         raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))
@@ -260,9 +261,7 @@ class _Hunt:
             self._outbounded(entry)
         elif isinstance(item, Family):
             if entry.known == COMPUTATION:
-                parts_s = self._candidates.rooms_s(item)
-                for part_s, part in zip(parts_s, item.by_timetable(), strict=True):
-                    self._push(max(bound_s, part_s), COMMONEST, part)
+                self._divide(bound_s, item)
             elif entry.known == COMMONEST:
                 self._push(max(bound_s, self._candidates.room_s(item)), ROOM, item)
             else:
@@ -279,6 +278,17 @@ class _Hunt:
                 self._push(max(bound_s, self._candidates.memory_s(item)), MEMORY, item)
         else:
             self._try(item, bound_s, rival)
+
+    def _divide(self, bound_s: float, family: Family) -> None:
+        """Put the parts of a family in its place: one for each saving, then for each timetable."""
+        if len(family.savings) > 1:
+            saved_s = self._candidates.savings_s(family)
+            for part_s, part in zip(saved_s, family.by_saving(), strict=True):
+                self._push(max(bound_s, part_s), COMPUTATION, part)
+            return
+        rooms_s = self._candidates.rooms_s(family)
+        for part_s, part in zip(rooms_s, family.by_timetable(), strict=True):
+            self._push(max(bound_s, part_s), COMMONEST, part)
 
     def _enlist(self, bound_s: float, layout: Layout) -> None:
         """Let a layout of a family stand for itself."""
@@ -385,7 +395,7 @@ def _solver(name: str) -> Solve:
     frontiers = FrontierStore()
 
     def exactly(instance: Instance, cutoff_s: float) -> Outcome:
-        return inner.solve(instance, cutoff_s=cutoff_s, frontiers=frontiers)
+        return sided.solve(instance, cutoff_s=cutoff_s, frontiers=frontiers)
 
     def by_program(instance: Instance, _: float) -> Outcome:
         from planner import ilp  # noqa: PLC0415 - loads HiGHS

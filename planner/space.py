@@ -2,7 +2,8 @@
 
 A family has its degrees and its micro-batch, which is what computation depends on; its layouts
 differ in what is shared and sent: ZeRO level, over how many ranks, in which order the axes lie on
-the links, and the schedule with its stages per rank.  Degrees are divisors: tensor x context x data
+the links, the schedule with its stages per rank, what states are on the host and how gradients
+travel (planner.savings).  Degrees are divisors: tensor x context x data
 x pipeline = devices; micro-batches divide each data-parallel rank's share of the global batch.
 
 Stages per rank are 2 to 8 for the schedules that take several, as planner.ranks shares layers among
@@ -22,6 +23,7 @@ from planner.model import ModelGraph
 from planner.pins import SCHEDULES, Pins
 from planner.plan import INSIDE_OUT, Axis, GradientWire, Job, Layout, Offload, ScheduleName
 from planner.ranks import MOST_COMBINED, Run, run_of, virtual_stages
+from planner.savings import Saving
 from planner.schedule import FOLDED, LOOPED, obstacle
 
 LARGEST_MICRO_BATCH = 64
@@ -69,6 +71,7 @@ class Family:
     micro_batches: int
     sharings: tuple[Sharing, ...]
     timetables: tuple[Timetable, ...]
+    savings: tuple[Saving, ...] = (Saving(),)
     place: axis_orders.Spans = ()
     """How far tensor and context groups reach within each tier."""
 
@@ -81,15 +84,23 @@ class Family:
     @property
     def size(self) -> int:
         """How many layouts there are."""
-        return len(self.sharings) * len(self.timetables)
+        return len(self.sharings) * len(self.timetables) * len(self.savings)
 
     def by_timetable(self) -> Iterator[Family]:
         """Yield the part of the family that each timetable makes up."""
         for timetable in self.timetables:
             yield replace(self, timetables=(timetable,))
 
-    def layout(self, sharing: Sharing, timetable: Timetable) -> Layout:
-        """Return one layout."""
+    def by_saving(self) -> Iterator[Family]:
+        """Yield the part of the family that each saving makes up."""
+        for saving in self.savings:
+            yield replace(self, savings=(saving,))
+
+    def layout(
+        self, sharing: Sharing, timetable: Timetable, saving: Saving | None = None
+    ) -> Layout:
+        """Return one layout; without `saving`, of the first."""
+        saving = saving or self.savings[0]
         return Layout(
             tensor=self.degrees.tensor,
             context=self.degrees.context,
@@ -103,13 +114,16 @@ class Family:
             micro_batch=self.micro_batch,
             micro_batches=self.micro_batches,
             order=sharing.order,
+            offload=saving.offload,
+            gradient_wire=saving.wire,
         )
 
     def layouts(self) -> Iterator[Layout]:
         """Yield every layout."""
         for sharing in self.sharings:
             for timetable in self.timetables:
-                yield self.layout(sharing, timetable)
+                for saving in self.savings:
+                    yield self.layout(sharing, timetable, saving)
 
     def widest(self) -> Iterator[Sharing]:
         """Yield the sharings that divide states among the most ranks, for each ZeRO level."""
@@ -120,12 +134,13 @@ class Family:
         """Yield the layouts that divide states among the most ranks, for each ZeRO level."""
         for widest in self.widest():
             for timetable in self.timetables:
-                yield self.layout(widest, timetable)
+                for saving in self.savings:
+                    yield self.layout(widest, timetable, saving)
 
     @property
     def first(self) -> Layout:
         """The least complex layout."""
-        return self.layout(self.sharings[0], self.timetables[0])
+        return self.layout(self.sharings[0], self.timetables[0], self.savings[0])
 
 
 def divisors(number: int) -> list[int]:
@@ -248,7 +263,12 @@ def sharings(degrees: Degrees, pins: Pins) -> list[tuple[int, int]]:
 
 
 def families(
-    model: ModelGraph, cluster: ClusterSpec, job: Job, degrees: Degrees, pins: Pins
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    job: Job,
+    degrees: Degrees,
+    pins: Pins,
+    saved: tuple[Saving, ...] = (Saving(),),
 ) -> Iterator[Family]:
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
     tiers = tiers_of(cluster)
@@ -267,6 +287,7 @@ def families(
                 micro_batches=count,
                 sharings=tuple(found),
                 timetables=every,
+                savings=saved,
                 place=place,
             )
 
