@@ -101,6 +101,10 @@ def plan(
         list[str] | None,
         typer.Option("--allow", help="What changes the arithmetic: stale weights, compress"),
     ] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option("--require", help="'layers 0-3 on stage 0', 'at most 9 layers on stage 1'"),
+    ] = None,
     solver: Annotated[Solver, typer.Option("--solver")] = Solver.EXACT,
     top: Annotated[
         int, typer.Option("--top", min=1, help="So many plans, each on another mesh")
@@ -122,6 +126,7 @@ def plan(
             profile=profile,
             fix=fix or (),
             allow=allow or (),
+            require=require or (),
             solver=solver.value,
             top=top,
             output=output,

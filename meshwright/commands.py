@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +28,7 @@ from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.problem import Problem
 from planner.profile import Profile
+from planner.requirements import read_requirements
 from planner.search import Answer, Progress, search
 from planner.sided import solve as solve_exactly
 from planner.training import Training
@@ -107,6 +108,7 @@ def plan(
     profile: str | None = None,
     fix: Sequence[str] = (),
     allow: Sequence[str] = (),
+    require: Sequence[str] = (),
     solver: str = "exact",
     top: int = 1,
     output: str | None = None,
@@ -116,6 +118,7 @@ def plan(
 
     `lora` are settings of adapters that alone are trained (`rank=16`).  `allow` names what the
     search may do to the arithmetic of training: `stale` weights, `compress`.
+    `require` says in words what its stages must keep (see planner.requirements).
     """
     if top < 1:
         raise DocumentError("top", f"is {top}; it is a whole number from 1")
@@ -135,7 +138,10 @@ def plan(
         job,
         cluster_name=cluster,
         profile=measured,
-        pins=read_pins(fix, allow),
+        pins=replace(
+            read_pins(fix, allow),
+            require=read_requirements(require, [name for name, _ in graph.chain]),
+        ),
         solver=solver,
         top=top,
         progress=progress,
@@ -198,6 +204,7 @@ def predict(
         job,
         wanted_layout,
         recompute=pins.recompute or "none",
+        activations=pins.activations or "keep",
         profile=_profile_for(graph, profile),
     )
 

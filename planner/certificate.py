@@ -26,6 +26,7 @@ CHOSEN = "chosen"
 REFUSED = "refused by the backend"
 DOMINATED = "dominated"
 OUT_OF_MEMORY = "out of memory"
+UNKEPT = "cannot keep what is required"
 SLOWER = "solved, slower"
 NO_FASTER = "solved, no split faster"
 UNFINISHED = "stopped early"
@@ -38,7 +39,17 @@ BOUNDS = (
 )
 """In the order in which they are worked out; each is at least the one before."""
 COMPUTATION, COMMONEST, ROOM, COMMUNICATION, MEMORY = range(len(BOUNDS))
-OUTCOMES = (CHOSEN, REFUSED, *BOUNDS, DOMINATED, OUT_OF_MEMORY, NO_FASTER, SLOWER, UNFINISHED)
+OUTCOMES = (
+    CHOSEN,
+    REFUSED,
+    *BOUNDS,
+    DOMINATED,
+    OUT_OF_MEMORY,
+    UNKEPT,
+    NO_FASTER,
+    SLOWER,
+    UNFINISHED,
+)
 
 
 @dataclass(slots=True)

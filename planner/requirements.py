@@ -58,6 +58,18 @@ class Requirement(Part):
             raise ValueError("stages and options must not be empty; leave out what is not asked")
         return self
 
+    def __str__(self) -> str:
+        """Say what it asks for."""
+        if self.at_most is not None:
+            where = "each stage" if self.stages is None else f"stages {list(self.stages)}"
+            return f"at most {self.at_most} layers on {where}"
+        first, last = self.layers or (0, 0)
+        if self.together:
+            return f"layers {first}-{last} together"
+        if self.options is not None:
+            return f"layers {first}-{last} {' or '.join(self.options)}"
+        return f"layers {first}-{last} on stages {list(self.stages or ())}"
+
     def side(self, *, layers: int, stages: int) -> Side | None:
         """Return what a solver keeps; None if no split into so many stages can."""
         here = tuple(range(stages) if self.stages is None else self.stages)

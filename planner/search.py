@@ -41,6 +41,7 @@ from planner.certificate import (
     RUNNERS_UP,
     SLOWER,
     UNFINISHED,
+    UNKEPT,
     Account,
 )
 from planner.cluster import ClusterSpec
@@ -62,6 +63,10 @@ from planner.space import Family, complexity, kind
 
 TOLERANCE = 1e-9
 """Objectives this close, relatively, are equal: then the simpler configuration wins."""
+
+TIES_LIMIT_S = 60.0
+"""For the integer program on one layout, where hosts or requirements tie stages together; what it
+leaves unproven the certificate says."""
 
 Progress = Callable[[int, int], None]
 Outcome = Solution | Infeasible | Fathomed | Unfinished
@@ -118,6 +123,10 @@ def search(
     """
     started = time.process_time()
     pins = pins or Pins()
+    if pins.require and (cluster.mixed or model.edges):
+        raise DocumentError(
+            "require", "speaks of layers in a chain and of stages on devices that are alike"
+        )
     if cluster.mixed and model.edges:
         raise DocumentError(
             "cluster", "has devices that differ, and a graph of layers needs devices that are alike"
@@ -149,6 +158,9 @@ def search(
         )
     hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress)
     bests = hunt.run()
+    if not bests and pins.require:
+        asked = "; ".join(map(str, pins.require))
+        raise NoPlanFits(f"no plan that fits the devices keeps all of this: {asked}")
     if not bests:
         raise NoPlanFits(closest_miss(candidates))
 
@@ -316,7 +328,8 @@ class _Hunt:
         self.solved += 1
         found = self.solve(self._candidates.instance(layout), cutoff_s)
         if isinstance(found, Infeasible):
-            self.account.lost(OUT_OF_MEMORY, layout)
+            required = bool(self._candidates.pins.require)
+            self.account.lost(UNKEPT if required else OUT_OF_MEMORY, layout)
         elif isinstance(found, Fathomed):
             bound_s = max(bound_s, found.lower_bound_s + step_s)
             self.account.lost(NO_FASTER, layout, bound_s=bound_s)
@@ -324,6 +337,8 @@ class _Hunt:
             bound_s = max(bound_s, found.lower_bound_s + step_s)
             self.account.lost(UNFINISHED, layout, bound_s=bound_s)
         else:
+            if not found.optimal:
+                self.account.unfinished_s.append(found.lower_bound_s + step_s)
             self._enter(
                 _Best(objective_s=found.objective_s + step_s, layout=layout, solution=found)
             )
@@ -395,7 +410,9 @@ def _solver(name: str) -> Solve:
     frontiers = FrontierStore()
 
     def exactly(instance: Instance, cutoff_s: float) -> Outcome:
-        return sided.solve(instance, cutoff_s=cutoff_s, frontiers=frontiers)
+        return sided.solve(
+            instance, cutoff_s=cutoff_s, frontiers=frontiers, time_limit_s=TIES_LIMIT_S
+        )
 
     def by_program(instance: Instance, _: float) -> Outcome:
         from planner import ilp  # noqa: PLC0415 - loads HiGHS

@@ -10,11 +10,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import overload
 
 from planner import inner
 from planner.frontier import FrontierStore
-from planner.instance import Fathomed, Infeasible, Instance, Solution, broken
+from planner.instance import Fathomed, Infeasible, Instance, Solution, Unfinished, broken
 from planner.sides import Chosen
+
+
+@overload
+def solve(
+    instance: Instance,
+    *,
+    cutoff_s: float = math.inf,
+    frontiers: FrontierStore | None = None,
+    time_limit_s: None = None,
+) -> Solution | Infeasible | Fathomed: ...
+
+
+@overload
+def solve(
+    instance: Instance,
+    *,
+    cutoff_s: float = math.inf,
+    frontiers: FrontierStore | None = None,
+    time_limit_s: float,
+) -> Solution | Infeasible | Fathomed | Unfinished: ...
 
 
 def solve(
@@ -22,8 +43,12 @@ def solve(
     *,
     cutoff_s: float = math.inf,
     frontiers: FrontierStore | None = None,
-) -> Solution | Infeasible | Fathomed:
-    """Minimise the time of `instance`, proven; only objectives below `cutoff_s` are of interest."""
+    time_limit_s: float | None = None,
+) -> Solution | Infeasible | Fathomed | Unfinished:
+    """Minimise the time of `instance`; only objectives below `cutoff_s` are of interest.
+
+    Without a limit on the seconds of the integer program the answer is proven.
+    """
     if not instance.hosts and not instance.sides:
         return inner.solve(instance, cutoff_s=cutoff_s, frontiers=frontiers)
     narrow, kept = narrowed(instance)
@@ -44,7 +69,10 @@ def solve(
         return whole
     from planner import ilp  # noqa: PLC0415 - loads HiGHS
 
-    return ilp.solve(instance, at_least_s=relaxed.objective_s, cutoff_s=cutoff_s)
+    known_s = relaxed.objective_s
+    if time_limit_s is None:
+        return ilp.solve(instance, at_least_s=known_s, cutoff_s=cutoff_s)
+    return ilp.solve(instance, time_limit_s=time_limit_s, at_least_s=known_s, cutoff_s=cutoff_s)
 
 
 def narrowed(instance: Instance) -> tuple[Instance | None, list[list[int]]]:
