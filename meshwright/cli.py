@@ -99,7 +99,9 @@ def plan(
     ] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option("--allow", help="What changes the arithmetic: stale weights, compress"),
+        typer.Option(
+            "--allow", help="offload to the host; stale weights or compress, which change training"
+        ),
     ] = None,
     require: Annotated[
         list[str] | None,

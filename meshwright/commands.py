@@ -117,7 +117,8 @@ def plan(
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
     `lora` are settings of adapters that alone are trained (`rank=16`).  `allow` names what the
-    search may do to the arithmetic of training: `stale` weights, `compress`.
+    search may do beside: `offload` to the host, and what changes the arithmetic of training,
+    `stale` weights and `compress`.
     `require` says in words what its stages must keep (see planner.requirements).
     """
     if top < 1:

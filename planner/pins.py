@@ -35,8 +35,8 @@ SCHEDULES: tuple[ScheduleName, ...] = (
 )
 """From the simplest: among equally fast plans it wins."""
 Allowance = Literal["stale", "compress", "offload"]
-"""What changes the arithmetic of training and must be asked for: weights one step old, 8-bit
-activations and gradients.  To offload changes nothing, and is free to use without."""
+"""What must be asked for.  Weights one step old, 8-bit activations and gradients change the
+arithmetic of training; to offload does not, but the search takes longer."""
 SHORT_NAMES = {
     "tp": "tensor",
     "cp": "context",

@@ -1,7 +1,8 @@
 """What layouts may put on the host or send in fewer bits, and the least that it costs a step.
 
-To offload changes no result, so it is always free to choose where a device has a link to its host;
-fewer bits lose something and must be allowed.  A CPU is its own host and gains nothing.
+To offload changes no result and fewer bits do.  Both must be allowed: the first because a search
+with it takes longer, the second because it loses something.  A CPU is its own host and gains
+nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def savings(
     offloads: tuple[Offload, ...] = ("none",)
     if pins.offload is not None:
         offloads = (pins.offload,)
-    elif reaches_host(model, cluster):
+    elif "offload" in pins.allowed and reaches_host(model, cluster):
         offloads = ("none", "optimizer", "parameters")
     wires: tuple[GradientWire, ...] = ("full",)
     if pins.gradient_wire is not None:
@@ -59,7 +60,7 @@ def activations(model: ModelGraph, cluster: ClusterSpec, pins: Pins) -> tuple[Ac
 
 def _activations(model: ModelGraph, cluster: ClusterSpec, pins: Pins) -> Iterator[Activations]:
     yield "keep"
-    if reaches_host(model, cluster):
+    if "offload" in pins.allowed and reaches_host(model, cluster):
         yield "offload"
     if "compress" in pins.allowed and not model.edges and not cluster.mixed:
         yield "compress"

@@ -25,6 +25,9 @@ def gpt2() -> ModelGraph:
     return resolve_model("gpt2")
 
 
+HOST = frozenset({"offload"})
+
+
 def small(memory: float, host: float | None = None, devices: int = 4) -> ClusterSpec:
     """A few A100s with little memory."""
     node = resolve_cluster(f"{devices}xa100-sxm-40gb")
@@ -54,7 +57,7 @@ def least_s(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> fl
 def test_no_layout_beats_the_plan(gpt2: ModelGraph, memory: float, host: float | None) -> None:
     cluster = small(memory, host, devices=2)
     job = Job(seq_len=1024, global_batch=4)
-    pins = Pins(tensor=1, context=1)
+    pins = Pins(tensor=1, context=1, allowed=HOST)
     best_s = least_s(gpt2, cluster, job, pins)
 
     if best_s == math.inf:
@@ -73,8 +76,8 @@ def test_the_host_is_used_where_the_device_is_too_small(gpt2: ModelGraph) -> Non
     cluster = small(2.2e9, devices=1)
 
     with pytest.raises(NoPlanFits):
-        search(gpt2, cluster, job, pins=Pins(offload="none", activations="keep"))
-    answer = search(gpt2, cluster, job)
+        search(gpt2, cluster, job)
+    answer = search(gpt2, cluster, job, pins=Pins(allowed=HOST))
 
     assert answer.plan.offload != "none" or any(
         item.activations == "offload" for stage in answer.plan.stages for item in stage.layers
@@ -85,7 +88,8 @@ def test_the_host_is_used_where_the_device_is_too_small(gpt2: ModelGraph) -> Non
 
 
 def test_where_all_fits_nothing_leaves_the_device(gpt2: ModelGraph) -> None:
-    answer = search(gpt2, small(40e9), Job(seq_len=1024, global_batch=8))
+    job = Job(seq_len=1024, global_batch=8)
+    answer = search(gpt2, small(40e9), job, pins=Pins(allowed=HOST))
 
     assert answer.plan.offload == "none"
     assert answer.prediction.stages[0].host_bytes == 0
@@ -94,14 +98,18 @@ def test_where_all_fits_nothing_leaves_the_device(gpt2: ModelGraph) -> None:
 def test_what_loses_something_must_be_allowed(gpt2: ModelGraph) -> None:
     cluster = small(8e9)
 
-    free = savings(gpt2, cluster, Pins(), lambda _: True)
-    allowed = savings(gpt2, cluster, Pins(allowed=frozenset({"compress"})), lambda _: True)
+    host, lossy = Pins(allowed=HOST), Pins(allowed=frozenset({"compress"}))
 
+    assert savings(gpt2, cluster, Pins(), lambda _: True) == (Saving(),)
+    free = savings(gpt2, cluster, host, lambda _: True)
+    allowed = savings(gpt2, cluster, lossy, lambda _: True)
+    assert [saving.offload for saving in free] == ["none", "optimizer", "parameters"]
     assert {saving.wire for saving in free} == {"full"}
     assert {saving.wire for saving in allowed} == {"full", "bf16", "fp16", "powersgd"}
-    assert activations(gpt2, cluster, Pins()) == ("keep", "offload")
-    assert "compress" in activations(gpt2, cluster, Pins(allowed=frozenset({"compress"})))
-    assert savings(gpt2, cluster, Pins(), lambda saving: saving.offload == "none") == (Saving(),)
+    assert activations(gpt2, cluster, Pins()) == ("keep",)
+    assert activations(gpt2, cluster, host) == ("keep", "offload")
+    assert activations(gpt2, cluster, lossy) == ("keep", "compress")
+    assert savings(gpt2, cluster, host, lambda saving: saving.offload == "none") == (Saving(),)
 
 
 def test_a_cpu_is_its_own_host(gpt2: ModelGraph) -> None:
@@ -114,7 +122,7 @@ def test_a_cpu_is_its_own_host(gpt2: ModelGraph) -> None:
 
     assert reaches_host(gpt2, cluster)
     assert not reaches_host(gpt2, local)
-    assert activations(gpt2, local, Pins()) == ("keep",)
+    assert activations(gpt2, local, Pins(allowed=HOST)) == ("keep",)
 
 
 def test_a_plan_keeps_what_is_required_and_is_no_faster(gpt2: ModelGraph) -> None:
