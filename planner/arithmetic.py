@@ -73,13 +73,16 @@ def local_parameters(
     """Return a layer's parameters on a rank: those of every rank's kind, and routed experts'.
 
     Matrices divide by the tensor degree; norms, routers and biases of row-wise matrices stay whole.
-    Routed experts divide by the expert degree, or by the tensor degree where that is 1.
+    Routed experts divide by the expert degree, or by the tensor degree where that is 1.  Beside
+    experts that are on ranks of their own, those that all tokens share are whole on every rank.
     """
     architecture = model.architecture
     if architecture is None or layer.trace is not None:
         return float(layer.parameters), 0.0
     routed = _routed_parameters(architecture) if layer.kind == "moe_block" else 0
     whole = _undivided_parameters(architecture, layer.kind)
+    if expert > 1 and layer.kind == "moe_block":
+        whole += _shared_parameters(architecture)
     dense = (layer.parameters - routed - whole) / tensor + whole
     return dense, routed / (expert if expert > 1 else tensor)
 
@@ -208,6 +211,13 @@ def _routed_parameters(a: Architecture) -> int:
     if a.experts is None:
         return 0
     return a.experts.count * (3 if a.gated_mlp else 2) * a.hidden_size * a.experts.ffn_size
+
+
+def _shared_parameters(a: Architecture) -> int:
+    if a.experts is None:
+        return 0
+    width = a.experts.shared_ffn_size or a.experts.shared * a.experts.ffn_size
+    return (3 if a.gated_mlp else 2) * a.hidden_size * width
 
 
 def _undivided_parameters(a: Architecture, kind: str) -> int:

@@ -481,9 +481,12 @@ class CostTables:
         if routed:
             if layout.expert > 1:
                 spread = max(1, sharing.shard * layout.tensor // layout.expert)
-                sharing = replace(sharing, shard=spread)
+                same = max(1, sharing.data * layout.tensor // layout.expert)
+                sharing = replace(sharing, shard=spread, data=same)
             assert a is not None and a.experts is not None
+            # Ranks that experts do not fill divide every expert's hidden dim.
             pieces = max(1, a.experts.count // layout.expert)
+            pieces = 0 if a.hidden_size % sharing.shard == 0 else pieces
             states = states + memory.states(routed, sharing, pieces=pieces)
             optimized += routed / (sharing.shard if sharing.sharded else 1)
         return _Held(parameters=dense + routed, optimized=optimized, states=states, sides=sides)

@@ -255,3 +255,18 @@ def test_a_traced_layer_costs_its_samples_in_the_jobs_type() -> None:
     assert found.stored_bytes("none") == 6000
     assert found.output_bytes == 1200
     assert step_flops(model, seq_len=1, global_batch=5) == 15e6
+
+
+def test_shared_experts_are_whole_where_routed_ones_are_on_ranks_of_their_own() -> None:
+    model = resolve_model("deepseek-v3")
+    block = next(layer for layer in model.layers if layer.kind == "moe_block")
+    a = model.architecture
+    assert a is not None
+    assert a.experts is not None
+    one = 3 * a.hidden_size * a.experts.ffn_size
+
+    inside, routed = local_parameters(model, block, tensor=2)
+    beside, spread = local_parameters(model, block, tensor=2, expert=8)
+
+    assert beside - inside == a.experts.shared * one / 2
+    assert (routed, spread) == (a.experts.count * one / 2, a.experts.count * one / 8)
