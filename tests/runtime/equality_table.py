@@ -19,7 +19,7 @@ trains tiny models on 2, 4 and 8 processes under plans that are generated from t
 every mesh with each of them, and every schedule and recompute choice under every ZeRO level with
 each of the others.  What the runtime refuses stands in `planner/native.py`.
 
-This page was written by that run, {date}, torch {torch}, gloo on CPU: {rows} rows of {steps} steps.
+This page was written by that run, {date}, torch {torch}, gloo on CPU: {done} of {rows} rows, {steps} steps each.
 Each figure is the largest relative error of losses, of gradient norms or of any weight over all
 ranks, against one process in the same precision.  Rows must stay below {exact:g}, and rows with a
 choice that rounds below its bounds of losses / norms / weights: {bounds}.
@@ -48,13 +48,14 @@ class Result:
         return all(self.errors[name] < most for name, most in bound(self.row)._asdict().items())
 
 
-def text(results: Sequence[Result]) -> str:
-    """Return the document."""
+def text(results: Sequence[Result], *, rows: int) -> str:
+    """Return the document of a run that has trained so many of all its rows."""
     bounds = "; ".join(f"{name} {value} {most.text}" for (name, value), most in BOUNDS.items())
     title = TITLE.format(
         date=datetime.date.today().isoformat(),
         torch=torch.__version__,
-        rows=len(results),
+        done=len(results),
+        rows=rows,
         steps=STEPS,
         exact=EXACT.loss,
         bounds=bounds,
