@@ -19,7 +19,8 @@ trains tiny models on 2, 4 and 8 processes under plans that are generated from t
 every mesh with each of them, and every schedule and recompute choice under every ZeRO level with
 each of the others.  What the runtime refuses stands in `planner/native.py`.
 
-This page was written by that run, {date}, torch {torch}, gloo on CPU: {done} of {rows} rows, {steps} steps each.
+This page was written by that run, {date}, torch {torch}, gloo on CPU: {done} of {rows} rows,
+{steps} steps each.
 Each figure is the largest relative error of losses, of gradient norms or of any weight over all
 ranks, against one process in the same precision.  Rows must stay below {exact:g}, and rows with a
 choice that rounds below its bounds of losses / norms / weights: {bounds}.
