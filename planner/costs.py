@@ -239,7 +239,7 @@ class CostTables:
         if layout.pipeline > 1:
             boundary_bytes, least_bytes = self._boundary_bytes(setting)
             transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
-            action_s = self._rates.overheads.pipeline_action_s if self._rates.overheads else 0.0
+            action_s = self._rates.action_s
         parts = {
             kind: self._parts(layer, layout, figures[kind], links)
             for kind, layer in self._layers.items()

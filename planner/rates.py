@@ -42,6 +42,11 @@ size, transformers 5.23, torch 2.13, one EPYC core, 34 kernels in 304 and 399 µ
 UNIT_HOST_S = 0.65e-3
 """Seconds of the host for each FSDP2 unit and pass: 1.3 ms a unit and step on the same host."""
 
+ACTION_HOST_S = 0.5e-3
+"""Seconds of the host for each pipeline action, without a profile: a micro-batch's forward and
+backward on a stage take 0.5 to 1 ms beside its layers in fits to Megatron's published runs
+(`planner.backends.rules`, host_micro_batch_s), and every stage of a rank has its own."""
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -55,6 +60,11 @@ class Rates:
     """Of one device while all devices of its node copy, one direction, as it is reached."""
     host_memory_bytes_per_s: float = 0.0
     """Of one device's share of its host while all devices' processes work."""
+
+    @property
+    def action_s(self) -> float:
+        """Seconds of the host for one action of a pipeline's schedule."""
+        return self.overheads.pipeline_action_s if self.overheads else ACTION_HOST_S
 
     def link_s(self, operation: Collective, size_bytes: float, group: Levels) -> float:
         """Seconds of a collective."""
@@ -206,7 +216,8 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
     overlap = "nothing" if used.on_cpu else f"{OVERLAP:.0%}"
     yield Assumption(
         what=f"{overlap} of sharding communication can hide behind computation; the optimizer "
-        "moves 40 bytes per parameter; a step has no fixed seconds",
+        "moves 40 bytes per parameter; a pipeline action takes 0.5 ms of the host, a step has no "
+        "fixed seconds",
         provenance="assumed",
         source="planner/rates.py",
     )

@@ -137,6 +137,7 @@ def test_a_stage_costs_what_its_own_group_takes(case: Case) -> None:
     crossing = GroupCosts(case.model, cluster, case.job)
     for s, (before, after) in enumerate(itertools.pairwise(plan.stages)):
         moved_s = crossing.crossing_s(plan.layout, before.group or "", after.group or "")
+        moved_s += crossing.costs(plan.layout)[before.group or ""].action_s
         stage_s[s] += moved_s
         stage_s[s + 1] += moved_s
 
