@@ -131,7 +131,7 @@ def test_nothing_fits_is_told_with_the_closest_miss(
 def test_show_writes_a_page_that_needs_no_network_and_a_trace(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    answer(capfd, "plan", *DEMO, "--fix", "pp=2", "-o", "plan.yaml")
+    answer(capfd, "plan", *DEMO, "--fix", "pp=2,schedule=1f1b", "-o", "plan.yaml")
 
     answer(capfd, "show", "plan.yaml", "--html", "page.html", "--trace", "trace.json")
 

@@ -133,7 +133,7 @@ CASES = {
     "negative sequence": (call("plan", "gpt2", *H100, "--seq-len", "-5"), "seq-len"),
     "zero batch": (call("plan", "gpt2", *H100, "--global-batch", "0"), "global-batch"),
     "indivisible batch": (
-        call("plan", "gpt2", *H100, "--global-batch", "3", "--fix", "tp=1,pp=1"),
+        call("plan", "gpt2", *H100, "--global-batch", "3", "--fix", "tp=1,pp=1,cp=1"),
         "global batch",
     ),
     "unknown pin": (call("plan", "gpt2", *H100, "--fix", "tensr=2"), "tensr"),
@@ -171,7 +171,7 @@ CASES = {
         "groups[0].accelerator.memory_bytes",
     ),
     "cluster without tiers": (cluster_with("tiers", []), "tier"),
-    "groups of different devices": (
+    "groups of one name": (
         cluster_with(
             "groups",
             [
@@ -183,7 +183,7 @@ CASES = {
                 },
             ],
         ),
-        "devices that differ",
+        "every group needs its own name",
     ),
     "a link of speed 0": (cluster_with("tiers.0.bytes_per_s", 0), "tiers[0].bytes_per_s"),
     "a future format": (cluster_with("format", 2), "format"),
