@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,16 +35,18 @@ def _tie_price(first: Outcome, outcome: Outcome) -> float | None:
 
 
 def ordered_by(study: Study, outcomes: Sequence[Outcome]) -> Order:
-    """Return what outcomes are ranked by: the goal's figure, or time where that is not known."""
+    """Return what outcomes are ranked by: the goal's figure, or time where none has it."""
     fitting = [outcome for outcome in outcomes if outcome.fits]
     wanted = study.goal.by
-    if wanted != "time" and any(_figure(outcome, wanted) is None for outcome in fitting):
+    if wanted != "time" and all(_figure(outcome, wanted) is None for outcome in fitting):
         return "time"
     return wanted
 
 
 def ranked(study: Study, outcomes: Sequence[Outcome]) -> list[Rank]:
     """Return the outcomes that fit, best first; those that miss the goal come last.
+
+    Before them come those whose figure is not known, for want of a price or of a power.
 
     Two are tied with the best if their figures differ by no more than the margin of the larger.
     """
@@ -80,14 +83,13 @@ def tie(one: float, other: float, margin: float) -> bool:
     >>> tie(100.0, 117.0, 0.15), tie(117.0, 100.0, 0.15), tie(100.0, 120.0, 0.15)
     (True, True, False)
     """
-    return abs(one - other) <= margin * max(one, other)
+    return max(one, other) < math.inf and abs(one - other) <= margin * max(one, other)
 
 
 def figure(outcome: Outcome, by: Order) -> float:
-    """Return what an outcome is ranked by: less is better."""
+    """Return what an outcome is ranked by: less is better; infinite where it is not known."""
     value = _figure(outcome, by)
-    assert value is not None, "an order is chosen that all outcomes have"
-    return value
+    return math.inf if value is None else value
 
 
 def _figure(outcome: Outcome, by: Order) -> float | None:

@@ -58,7 +58,7 @@ class Goal(Part):
     power_cap_w: Rate | None = None
     emission_cap_kg: Rate | None = None
     by: Order = "cost"
-    """What candidates are ranked by; without a price for all of them, time."""
+    """What candidates are ranked by; those without a price come last."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
