@@ -8,7 +8,6 @@ the one nearest to `INSIDE_OUT` stands for all.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 from planner.collectives import inside_unit
@@ -64,7 +63,8 @@ def distinct_orders(
     return result
 
 
-def spans(tiers: Sequence[int], degrees: Sequence[int], order: Sequence[Axis]) -> Spans:
+@lru_cache(maxsize=1 << 16)
+def spans(tiers: tuple[int, ...], degrees: tuple[int, ...], order: tuple[Axis, ...]) -> Spans:
     """Return how far each axis reaches within each tier that does not hold all ranks."""
     by_axis = dict(zip(INSIDE_OUT, degrees, strict=True))
     narrow = [tier for tier in tiers if tier < math.prod(degrees)]

@@ -84,6 +84,30 @@ def group_steps(layout: Layout, axes: Sequence[Axis]) -> tuple[tuple[int, int], 
     return tuple(steps)
 
 
+def same_experts_steps(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Return (ranks, stride) of the ranks within a replica that hold the same experts.
+
+    Experts take neighbours of the tensor, context and data_shard axes together.  Axes that lie side
+    by side count as one; of others a rank's experts take what divides each, innermost first.
+
+    >>> same_experts_steps(Layout(tensor=2, data_shard=8, zero=1, expert=4))
+    ((4, 4),)
+    """
+    joined: list[tuple[int, int]] = []
+    for ranks, stride in group_steps(layout, ("tensor", "context", "data_shard")):
+        if joined and stride == math.prod(joined[-1]):
+            joined[-1] = (joined[-1][0] * ranks, joined[-1][1])
+        else:
+            joined.append((ranks, stride))
+    steps, left = [], layout.expert
+    for ranks, stride in joined:
+        taken = math.gcd(ranks, left)
+        left //= taken
+        if ranks > taken:
+            steps.append((ranks // taken, stride * taken))
+    return tuple(steps)
+
+
 def levels(tiers: Sequence[LinkTier], steps: Sequence[tuple[int, int]], *, devices: int) -> Levels:
     """Return the levels of groups given as (ranks, stride) of each axis, innermost first.
 

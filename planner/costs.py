@@ -34,7 +34,7 @@ from planner import arithmetic, memory
 from planner.activations import Treated, treated
 from planner.calibration import Figures
 from planner.cluster import ClusterSpec
-from planner.collectives import Level, group_steps, levels
+from planner.collectives import Level, group_steps, levels, same_experts_steps
 from planner.crossings import narrowest_bytes, sink_kind, widest_bytes
 from planner.layer_figures import LayerFigures
 from planner.lora import adapter_parameters
@@ -351,10 +351,19 @@ class CostTables:
 
     def _moving(self, held: _Held, sharing: Sharing, links: Links) -> Traffic:
         """Return the traffic of a layer's states, the same for every micro-batch size."""
-        key = (held.parameters, held.sides, sharing, links.name)
+        apart, among = held.experts, links.same_experts
+        if apart is None or among is None:
+            return self._traffic_of(held.parameters, held.sides, sharing, links)
+        dense = self._traffic_of(held.parameters - apart.parameters, held.sides, sharing, links)
+        return dense + self._traffic_of(apart.parameters, 0.0, apart.sharing, among)
+
+    def _traffic_of(
+        self, parameters: float, sides: float, sharing: Sharing, links: Links
+    ) -> Traffic:
+        key = (parameters, sides, sharing, links.name)
         found = self._traffic.get(key)
         if found is None:
-            found = traffic(held.parameters, sharing, links, self._rates, sides=held.sides)
+            found = traffic(parameters, sharing, links, self._rates, sides=sides)
             self._traffic[key] = found
         return found
 
@@ -478,18 +487,26 @@ class CostTables:
             loss=a is not None and layer.kind == self._end_kinds[1],
         )
         optimized = dense / (sharing.shard if sharing.sharded else 1)
+        apart: _Apart | None = None
         if routed:
             if layout.expert > 1:
                 spread = max(1, sharing.shard * layout.tensor // layout.expert)
                 same = max(1, sharing.data * layout.tensor // layout.expert)
-                sharing = replace(sharing, shard=spread, data=same)
+                sharing = replace(sharing, shard=spread if sharing.sharded else 1, data=same)
+                apart = _Apart(parameters=routed, sharing=sharing)
             assert a is not None and a.experts is not None
             # Ranks that experts do not fill divide every expert's hidden dim.
             pieces = max(1, a.experts.count // layout.expert)
             pieces = 0 if a.hidden_size % sharing.shard == 0 else pieces
             states = states + memory.states(routed, sharing, pieces=pieces)
             optimized += routed / (sharing.shard if sharing.sharded else 1)
-        return _Held(parameters=dense + routed, optimized=optimized, states=states, sides=sides)
+        return _Held(
+            parameters=dense + routed,
+            optimized=optimized,
+            states=states,
+            sides=sides,
+            experts=apart,
+        )
 
     def _tied_s(self, layer: Layer, layout: Layout, links: Links) -> float:
         """Seconds of summing a tied weight's gradients between the ends of a pipeline."""
@@ -507,14 +524,19 @@ class CostTables:
             group_steps(layout, ("pipeline",)),
             layout.devices,
         )
-        if name not in self._known_links:
+        same = same_experts_steps(layout) if layout.expert > 1 else None
+        key = (name, same)
+        if key not in self._known_links:
             shard, replicate, neighbours = (
                 levels(self.cluster.tiers, steps, devices=layout.devices) for steps in name[:3]
             )
-            self._known_links[name] = Links(
-                shard=shard, replicate=replicate, neighbours=neighbours, name=name
-            )
-        return self._known_links[name]
+            whole = Links(shard=shard, replicate=replicate, neighbours=neighbours, name=name)
+            if same is not None:
+                inside = levels(self.cluster.tiers, same, devices=layout.devices)
+                apart = replace(whole, shard=inside, name=(same, *name[1:]))
+                whole = replace(whole, same_experts=apart)
+            self._known_links[key] = whole
+        return self._known_links[key]
 
     def _tied_copy(self, layer: Layer) -> float:
         """Parameters of the output projection where the pipeline's last stage holds a copy."""
@@ -592,6 +614,15 @@ class _Held:
     states: States
     sides: float
     """Rows and columns of its matrices, added up; counted where gradients are factored."""
+    experts: _Apart | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Apart:
+    """Those of its parameters that are experts with ranks of their own, and how they are shared."""
+
+    parameters: float
+    sharing: Sharing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,11 @@ A unit is one layer.  Counts per step with M micro-batches, as measured on FSDP2
 Parameters are gathered in the type of computation, gradients reduced in fp32, or in 16 bits where
 the layout says so.  PowerSGD (Vogels et al., 2019) reduces two factors of rank r of each matrix
 instead, r (rows + columns) numbers, and takes three products, 6 N r FLOPs, and FACTORING_TRAFFIC
-bytes for each of the N gradients.  Parameters on the host: every gather first brings their shard,
-4 N/d bytes, over the host link, every reduction takes 4 N/d bytes of gradients back, and where the
-host adds them up it moves 12 N/d bytes in its own memory.  Nothing is hidden here; `planner.rates`
-says what computation hides.
+bytes for each of the N gradients.  Experts with ranks of their own are another unit, gathered
+and reduced over the ranks that hold the same ones.  Parameters on the host: every gather first
+brings their shard, 4 N/d bytes, over the host link, every reduction takes 4 N/d bytes of gradients
+back, and where the host adds them up it moves 12 N/d bytes in its own memory.  Nothing is hidden
+here; `planner.rates` says what computation hides.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Links:
     neighbours: Levels
     name: tuple[object, ...] = ()
     """What tells these levels from others of one cluster."""
+    same_experts: Links | None = None
+    """Of the ranks that hold the same experts, where experts have ranks of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,20 @@ class Traffic:
     """Of each gather: parameters come from the host first."""
     host_reduce_s: float = 0.0
     """Of each reduction: gradients go to the host."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Both, one after the other."""
+        return Traffic(
+            forward_gather_s=self.forward_gather_s + other.forward_gather_s,
+            forward_copies_s=self.forward_copies_s + other.forward_copies_s,
+            backward_s=self.backward_s + other.backward_s,
+            backward_copies_s=self.backward_copies_s + other.backward_copies_s,
+            gather_per_step_s=self.gather_per_step_s + other.gather_per_step_s,
+            reduce_per_step_s=self.reduce_per_step_s + other.reduce_per_step_s,
+            copies_per_step_s=self.copies_per_step_s + other.copies_per_step_s,
+            host_gather_s=self.host_gather_s + other.host_gather_s,
+            host_reduce_s=self.host_reduce_s + other.host_reduce_s,
+        )
 
 
 def traffic(

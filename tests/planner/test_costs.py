@@ -4,11 +4,12 @@ import time
 
 import pytest
 
-from planner.cluster import ClusterSpec
+from planner.cluster import ClusterSpec, LinkTier
 from planner.costs import CostTables, LayoutCosts, StrategyCost, layout_costs
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
+from planner.rates import OVERLAP
 
 JOB = Job(seq_len=4096, global_batch=64)
 
@@ -199,3 +200,33 @@ def test_a_layout_seen_before_costs_microseconds(tables: CostTables) -> None:
     each_s = (time.process_time() - started) / (100 * len(layouts))
 
     assert each_s < 50e-6
+
+
+def test_experts_are_gathered_and_reduced_by_the_ranks_that_hold_the_same_ones() -> None:
+    """8 experts on 4 of a replica's 8 ranks: dense parts divide over 8, experts over 2."""
+    mixtral, nodes = resolve_model("mixtral-8x7b"), resolve_cluster("2x8xh100-sxm-80gb")
+    nodes = nodes.model_copy(update={"tiers": tuple(_ideal(tier) for tier in nodes.tiers)})
+    tables = CostTables(mixtral, nodes, JOB)
+    layout = Layout(pipeline=2, data_shard=8, expert=4, zero=1, micro_batches=8)
+    block = tables.of(layout).parts["moe_block"][0]
+
+    routed = 8 * 3 * 4096 * 14336 / 4
+    attention = 4096 * (4096 + 2 * 1024) + 4096 * 4096
+    dense = attention + 2 * 4096 + 4096 * 8
+    reduced_s = (7 / 8 * 4 * dense + 1 / 2 * 4 * routed) / 100e9
+    gathered_s = (7 / 8 * 2 * dense + 1 / 2 * 2 * routed) / 100e9
+    # Beside collectives: gathered parameters are read and written (2 + 2), fresh gradients read and
+    # the reduction's input written (2 + 4).
+    rates = tables._rates
+    copied_s = (
+        (4 + 6) * (dense + routed) / (rates.device.curve.memory * rates.device.memory_bytes_per_s)
+    )
+    passed_s = block.figures.forward_s
+    seen_s = max(gathered_s - passed_s, (1 - OVERLAP) * gathered_s)
+    assert block.sync_s == pytest.approx(copied_s + reduced_s + seen_s)
+
+
+def _ideal(tier: LinkTier) -> LinkTier:
+    whole = dict.fromkeys(("all_gather", "reduce_scatter"), 1.0)
+    update = {"latency_s": 0.0, "bytes_per_s": 100e9, "fractions": whole}
+    return tier.model_copy(update=update)
