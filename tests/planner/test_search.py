@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import re
@@ -336,3 +337,18 @@ def test_a_search_is_quick_and_solves_few_partition_problems(case: Case, limit_s
     assert answer.search_s < limit_s
     assert answer.certificate.gap == 0
     assert answer.solved <= 10
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_a_search_leaves_the_cycle_collector_as_it_was(collecting: bool) -> None:
+    (gc.enable if collecting else gc.disable)()
+    try:
+        with pytest.raises(NoPlanFits):
+            search(
+                resolve_model("llama-3.1-70b"),
+                resolve_cluster("1xh100-sxm-80gb"),
+                Job(seq_len=128, global_batch=1),
+            )
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()
