@@ -100,19 +100,19 @@ def counted_s(instance: Instance) -> float:
     steps below the upper one; the least over these intervals holds for every split.
     """
     chain = _Chain.of(instance)
-    counted = _Counted(_hosted_s(instance, chain), chain)
+    counted = _Counted(_hosted_s(instance.kinds, _Rooms.of(instance.stages), chain), chain)
     return counted.least_s(instance.steady, instance.fill, once_s=chain.sync_s - chain.credits_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """How fast stages of equal room run layers of one kind, by the micro-batches in flight.
+    """How fast stages run layers of one kind, whatever pipeline they are in.
 
     Counted once, it bounds every schedule that such stages may have.
     """
 
     hosted_s: Floats
-    """[micro-batches in flight, layers] Least seconds of a stage."""
+    """[stage, layers] Least seconds of a stage."""
     chain: _Chain
 
     @classmethod
@@ -121,11 +121,11 @@ class Alike:
         options: Sequence[Option],
         *,
         layers: int,
-        capacity_bytes: float,
-        in_flight: Sequence[float],
+        in_flight: Floats,
+        free_bytes: Floats,
         others: Sequence[tuple[int, float]],
     ) -> Alike:
-        """Count for every number of micro-batches `in_flight` that a stage may have.
+        """Count for stages with so many micro-batches in flight and so much room.
 
         `others`: how many layers of another kind there are beside them, and its fewest seconds;
         they may be anywhere, and what they hold is left out.
@@ -139,21 +139,15 @@ class Alike:
             credits_s=0.0,
             sync_s=0.0,
         )
-        instance = Instance(
-            layers=(0,) * layers,
-            kinds=(tuple(options),),
-            stages=tuple(
-                Stage(capacity_bytes=capacity_bytes, in_flight=number) for number in in_flight
-            ),
-            steady=0.0,
-        )
-        return cls(_hosted_s(instance, chain), chain)
+        nothing = np.zeros(len(in_flight))
+        rooms = _Rooms(in_flight, nothing, free_bytes, nothing + 1.0, nothing)
+        return cls(_hosted_s((tuple(options),), rooms, chain), chain)
 
     def least_s(
-        self, stages: Sequence[int], *, steady: float, fill: float, credits_s: float
+        self, stages: NDArray[np.intp], *, steady: float, fill: float, credits_s: float
     ) -> float:
-        """Least objective of a schedule; `stages` are places in `in_flight`."""
-        counted = _Counted(self.hosted_s[list(stages)], self.chain)
+        """Least objective of a schedule; `stages` are places among those that were counted."""
+        counted = _Counted(self.hosted_s[stages], self.chain)
         return counted.least_s(steady, fill, once_s=-credits_s)
 
 
@@ -196,6 +190,40 @@ class _Counted:
         if len(steps) > needed:
             steps = np.partition(steps, needed - 1)[:needed]
         return float(self._empty_s.sum()) + float(steps.sum())
+
+
+def most_layers(options: Sequence[Option], in_flight: Floats, free_bytes: Floats) -> Floats:
+    """[stage] No stage holds more layers than this; below 0 where it cannot even be empty.
+
+    n layers need at least n min_k (w_k + q a_k) + min_k u_k bytes.
+    """
+    each = np.min([o.resident_bytes + in_flight * o.stored_bytes for o in options], axis=0)
+    left = free_bytes - min(o.transient_bytes for o in options)
+    with np.errstate(divide="ignore"):
+        held = np.where(each > 0, left / each, np.inf)
+    most: Floats = np.where(left < 0, 0.0, np.floor(held * (1 + 1e-9)))
+    return np.where(free_bytes < 0, -1.0, most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rooms:
+    """[stage] The room and the pace of all stages, as planner.instance.Stage names them."""
+
+    in_flight: Floats
+    waiting: Floats
+    free_bytes: Floats
+    scale: Floats
+    exposed_s: Floats
+
+    @classmethod
+    def of(cls, stages: Sequence[Stage]) -> _Rooms:
+        return cls(
+            np.array([stage.in_flight for stage in stages]),
+            np.array([stage.waiting for stage in stages]),
+            np.array([s.free_bytes + ROUNDING * abs(s.capacity_bytes) for s in stages]),
+            np.array([stage.time_scale for stage in stages]),
+            np.array([stage.exposed_s for stage in stages]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +276,7 @@ class _Chain:
         )
 
 
-def _hosted_s(instance: Instance, chain: _Chain) -> Floats:
+def _hosted_s(tables: Sequence[Sequence[Option]], rooms: _Rooms, chain: _Chain) -> Floats:
     """[stage, n] Least seconds of each stage with n layers of the main kind; inf if impossible.
 
     Let stage s hold x_k layers of the main kind with option k, Σ x_k = n, and its placed layers
@@ -267,17 +295,14 @@ def _hosted_s(instance: Instance, chain: _Chain) -> Floats:
     The entry is the largest of these over a few prices, and the least over the placed layers'
     options and over θ: the largest of their transients, or one of the main kind above it.
     """
-    stages, options = instance.stages, undominated(instance.kinds[chain.main])
-    placed = {kind: undominated(instance.kinds[kind]) for kinds in chain.placed for kind in kinds}
+    options = undominated(tables[chain.main])
+    placed = {kind: undominated(tables[kind]) for kinds in chain.placed for kind in kinds}
+    in_flight, waiting, free = rooms.in_flight, rooms.waiting, rooms.free_bytes
+    scale, exposed_s = rooms.scale, rooms.exposed_s
     most = chain.needed
     numbers = np.arange(most + 1.0)
-    result = np.full((len(stages), most + 1), np.inf)
+    result = np.full((len(in_flight), most + 1), np.inf)
     levels = sorted({o.transient_bytes for o in options})
-    in_flight = np.array([stage.in_flight for stage in stages])
-    waiting = np.array([stage.waiting for stage in stages])
-    free = np.array([s.free_bytes + ROUNDING * abs(s.capacity_bytes) for s in stages])
-    scale = np.array([stage.time_scale for stage in stages])
-    exposed_s = np.array([stage.exposed_s for stage in stages])
     prices = [
         _prices([o for o in options if o.transient_bytes <= level], in_flight, waiting)
         for level in levels
@@ -353,13 +378,14 @@ def _prices(options: Sequence[Option], in_flight: Floats, waiting: Floats) -> tu
     with np.errstate(divide="ignore", invalid="ignore"):
         y_rows.append(np.where(leanest > 0, 0.0, by_time))
         z_rows.append(np.where(leanest > 0, 1 / leanest, 0.0))
-        for j, k in itertools.combinations(range(len(options)), 2):
-            determinant = time_s[j] * held[k] - time_s[k] * held[j]
+        if len(options) > 1:
+            j, k = np.triu_indices(len(options), 1)
+            determinant = time_s[j, None] * held[k] - time_s[k, None] * held[j]
             y = (held[k] - held[j]) / determinant
-            z = (time_s[j] - time_s[k]) / determinant
-            cost = y * time_s[:, None] + z * held
-            good = np.isfinite(cost).all(axis=0) & (y > 0) & (z >= 0)
-            good &= cost.min(axis=0) >= 1 - 1e-12
-            y_rows.append(np.where(good, y, by_time))
-            z_rows.append(np.where(good, z, 0.0))
+            z = (time_s[j] - time_s[k])[:, None] / determinant
+            cost = y[:, None] * time_s[:, None] + z[:, None] * held
+            good = np.isfinite(cost).all(axis=1) & (y > 0) & (z >= 0)
+            good &= cost.min(axis=1) >= 1 - 1e-12
+            y_rows.extend(np.where(good, y, by_time))
+            z_rows.extend(np.where(good, z, 0.0))
     return np.array(y_rows), np.array(z_rows)

@@ -15,6 +15,7 @@ and two for a single layout:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -25,8 +26,14 @@ from planner import bounds
 from planner.cluster import ClusterSpec
 from planner.costs import CostTables, LayoutCosts, StrategyCost
 from planner.dominance import dominates, twins
-from planner.formulation import boundaries_s, instance_of, layout_pace, unkept
-from planner.instance import Instance
+from planner.formulation import (
+    boundaries_s,
+    instance_of,
+    layout_pace,
+    planned_bytes,
+    unkept,
+)
+from planner.instance import ROUNDING, Instance
 from planner.layer_options import allowed, option_of
 from planner.model import ModelGraph
 from planner.native import Rules, refusal
@@ -39,6 +46,7 @@ from planner.schedule import splits_backward
 from planner.space import (
     Degrees,
     Family,
+    Sharing,
     Timetable,
     canonical,
     every_degrees,
@@ -48,6 +56,11 @@ from planner.space import (
     timetables,
 )
 from planner.strategy import StrategyParts
+
+_WAITING = Timetable("gpipe")
+"""Stands for the timetables of a pipeline that count memory by stage."""
+_BY_RANK = Timetable("zb-h1")
+"""Stands for those that count it by rank."""
 
 
 class Candidates:
@@ -74,7 +87,9 @@ class Candidates:
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
-        self._known_in_flight: dict[tuple[object, ...], tuple[list[float], list[list[int]]]] = {}
+        self._known_held: dict[
+            tuple[object, ...], tuple[list[int], bounds.Floats, list[NDArray[np.intp]]]
+        ] = {}
         self._rates = rates(cluster, job, tables.profile)
         self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
         self.families = list(self._families())
@@ -192,51 +207,104 @@ class Candidates:
     def rooms_s(self, family: Family) -> list[float]:
         """[timetable] Least seconds with what ranks can hold of the commonest layers alone.
 
-        One count of what a rank can hold serves all timetables of a family.  Bytes are the least of
-        them all: states are shared as far as they go, and what is left of them if all forwards come
-        first is least for every layer but the last (planner.strategy).  The other layers take their
-        fewest seconds anywhere, and no room.
+        One count of what a rank can hold serves all timetables that count memory alike.  Bytes are
+        the least of them all: states are shared as far as they go, and where memory is not counted
+        by rank, what is left of them if all forwards come first is least for every layer but the
+        last (planner.strategy).  Of a stage's own buffers those of what it sends and of what is on
+        the way are counted.  The other layers take their fewest seconds anywhere, and no room.
         """
         kind, layers = self._commonest
         if layers == 1:
             return self.timetables_s(family)
         number = self._divided[family.divided]
-        waiting = Timetable("gpipe" if family.degrees.pipeline > 1 else "1f1b")
-        corners = [family.layout(sharing, waiting) for sharing in family.widest()]
-        choices = zip(*(self.tables.held_alone(corner, kind) for corner in corners), strict=True)
-        leanest = tuple(_leanest(list(costs)) for costs in choices)
-        in_flight, ranks = self._in_flight(family)
-        alike = bounds.Alike.of(
-            [option_of(cost) for cost in allowed(leanest, corners[0], self.pins.recompute)],
-            layers=layers,
-            capacity_bytes=max(map(self.tables.most_bytes, corners)),
-            in_flight=in_flight,
-            others=[
-                (self._counts[other], float(self._fastest_s[at, number]))
-                for at, other in enumerate(self._counts)
-                if other != kind
-            ],
-        )
         paces = self._paces(family.degrees.pipeline, family.micro_batches, family.timetables)
         credits_s = float(self._credits_s[number])
-        added_s = self._added_s(family.savings[0])
-        return [
-            self.tables.step_s
-            + added_s
-            + alike.least_s(of_rank, steady=steady, fill=fill, credits_s=credited * credits_s)
-            for of_rank, (steady, fill, credited) in zip(ranks, paces.tolist(), strict=True)
+        others = [
+            (self._counts[other], float(self._fastest_s[at, number]))
+            for at, other in enumerate(self._counts)
+            if other != kind
         ]
+        once_s = self.tables.step_s + self._added_s(family.savings[0])
+        result = [math.inf] * len(family.timetables)
+        for waiting in (_WAITING, _BY_RANK) if family.degrees.pipeline > 1 else (Timetable(),):
+            by_rank = waiting is _BY_RANK
+            places, held_by, ranks = self._held(family, by_rank=by_rank)
+            if not places:
+                continue
+            corners = [family.layout(sharing, waiting) for sharing in self._leanest(family)]
+            each = zip(*(self.tables.held_alone(corner, kind) for corner in corners), strict=True)
+            leanest = tuple(_leanest(list(costs)) for costs in each)
+            options = [
+                option_of(cost) for cost in allowed(leanest, corners[0], self.pins.recompute)
+            ]
+            capacity_bytes = max(map(self._capacity_bytes, corners))
+            in_flight, buffers = held_by
+            free_bytes = capacity_bytes * (1 + ROUNDING) - buffers * (
+                self.tables.boundary_bytes(corners[0])
+            )
+            most = np.minimum(bounds.most_layers(options, in_flight, free_bytes), layers)
+            fitting = [
+                (place, of_rank)
+                for place, of_rank in zip(places, ranks, strict=True)
+                if most[of_rank].min() >= 0 and most[of_rank].sum() >= layers
+            ]
+            if not fitting:
+                continue
+            needed = np.unique(np.concatenate([of_rank for _, of_rank in fitting]))
+            alike = bounds.Alike.of(
+                options,
+                layers=layers,
+                in_flight=in_flight[needed],
+                free_bytes=free_bytes[needed],
+                others=others,
+            )
+            for place, of_rank in fitting:
+                steady, fill, credited = paces[place].tolist()
+                result[place] = once_s + alike.least_s(
+                    np.searchsorted(needed, of_rank),
+                    steady=steady,
+                    fill=fill,
+                    credits_s=credited * credits_s,
+                )
+        return result
 
-    def _in_flight(self, family: Family) -> tuple[list[float], list[list[int]]]:
-        """Return the numbers of micro-batches that ranks hold, and [timetable, rank] which of them.
+    def _leanest(self, family: Family) -> list[Sharing]:
+        """Return the widest sharings, but those that hold no less than another of them.
 
-        Of a rank's stages all are taken to be full ones, which hold the most layers of it.
+        Over as many ranks ZeRO-2 holds in a pipeline what ZeRO-1 does.  ZeRO-0 holds more, unless
+        what is divided is padded, as that of experts (planner.memory).
         """
-        key = (family.degrees.pipeline, family.micro_batches, family.timetables)
-        if key not in self._known_in_flight:
+        widest = list(family.widest())
+        if all(sharing.zero != 1 for sharing in widest):
+            return widest
+        a = self.model.architecture
+        more = {0} if a is None or a.experts is None else set()
+        if family.degrees.pipeline > 1:
+            more.add(2)
+        return [sharing for sharing in widest if sharing.zero not in more]
+
+    def _capacity_bytes(self, layout: Layout) -> float:
+        """Bytes that a rank has for its layers and the pipeline's buffers."""
+        device = self.cluster.groups[0].accelerator
+        return self.tables.room_bytes(layout, planned_bytes(device, device.memory_bytes))
+
+    def _held(
+        self, family: Family, *, by_rank: bool
+    ) -> tuple[list[int], bounds.Floats, list[NDArray[np.intp]]]:
+        """Return which timetables count memory by rank or do not, and what their ranks hold.
+
+        That is [2, :] micro-batches in flight and buffers, and [timetable, rank] which of them.  Of
+        a rank's stages all are taken to be full ones, which hold the most layers of it.
+        """
+        key = (family.degrees.pipeline, family.micro_batches, family.timetables, by_rank)
+        if key not in self._known_held:
             ranks = family.degrees.pipeline
-            of_rank = [
-                [
+            places, of_rank = [], []
+            for place, (name, virtual) in enumerate(family.timetables):
+                if by_rank != (ranks > 1 and (virtual > 1 or splits_backward(name))):
+                    continue
+                places.append(place)
+                alive = [
                     held(
                         name,
                         rank,
@@ -244,16 +312,18 @@ class Candidates:
                         micro_batches=family.micro_batches,
                         virtual_stages=virtual,
                     ).alive
-                    / virtual
                     for rank in range(ranks)
                 ]
-                for name, virtual in family.timetables
-            ]
-            numbers = sorted({number for each in of_rank for number in each})
-            place = {number: at for at, number in enumerate(numbers)}
-            found = numbers, [[place[number] for number in each] for each in of_rank]
-            self._known_in_flight[key] = found
-        return self._known_in_flight[key]
+                sent = [count * (by_rank or s < ranks - 1) for s, count in enumerate(alive)]
+                on_way = 2 * virtual if ranks > 1 else 0
+                of_rank.append(
+                    [(a / virtual, b + on_way) for a, b in zip(alive, sent, strict=True)]
+                )
+            every = sorted({pair for each in of_rank for pair in each})
+            at = {pair: index for index, pair in enumerate(every)}
+            ranks_at = [np.array([at[pair] for pair in each]) for each in of_rank]
+            self._known_held[key] = places, np.array(every).T, ranks_at
+        return self._known_held[key]
 
     def room_s(self, family: Family) -> float:
         """Least seconds with what each stage can hold under any sharing; inf if none fits.
@@ -262,8 +332,16 @@ class Candidates:
         computation, states are divided among as many ranks as there are under each ZeRO level (they
         only grow with fewer, see planner.memory).
         """
-        corners = [self.tables.of(layout) for layout in family.corners()]
-        some, offloaded = corners[0], family.first.offload != "none"
+        offloaded = family.first.offload != "none"
+        if offloaded:
+            corners = [self.tables.of(layout) for layout in family.corners()]
+        else:
+            timetable = family.timetables[0]
+            corners = [
+                self.tables.unlinked(family.layout(sharing, timetable))
+                for sharing in self._leanest(family)
+            ]
+        some = corners[0]
         least = replace(
             some,
             kinds={

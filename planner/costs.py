@@ -138,6 +138,7 @@ class CostTables:
         self._traffic: dict[tuple[object, ...], Traffic] = {}
         self._known_links: dict[tuple[object, ...], Links] = {}
         self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
+        self._alone: dict[tuple[object, ...], tuple[StrategyParts, ...]] = {}
         self._slack = 1.0 if self._rates.on_cpu else ALLOCATOR_SLACK
         self._step_s = self._rates.overheads.step_s if self._rates.overheads else 0.0
 
@@ -147,24 +148,17 @@ class CostTables:
         Where layers form a graph, transfers are the least and buffers the most that any boundary
         has.
         """
-        key = (
-            layout.tensor,
-            layout.context,
-            layout.expert,
-            layout.micro_batch,
-            layout.zero,
-            layout.data_shard,
-            layout.data_replicate,
-            layout.pipeline,
-            layout.order,
-            layout.micro_batches > 1,
-            layout.offload,
-            layout.gradient_wire,
-            _weight_versions(layout),
-        )
+        return self._of(layout, linked=True)
+
+    def unlinked(self, layout: Layout) -> LayoutCosts:
+        """Return the costs of a layout but the seconds of sharing and of the pipeline's links."""
+        return self._of(layout, linked=False)
+
+    def _of(self, layout: Layout, *, linked: bool) -> LayoutCosts:
+        key = linked, *_key(layout)
         shared = self._layouts.get(key)
         if shared is None:
-            shared = self._layouts[key] = self._build(layout)
+            shared = self._layouts[key] = self._build(layout, linked=linked)
         holding = _holding(layout)
         kinds = self._kinds.get((key, holding))
         if kinds is None:
@@ -230,15 +224,16 @@ class CostTables:
             expert=layout.expert,
         )
 
-    def _build(self, layout: Layout) -> _Shared:
+    def _build(self, layout: Layout, *, linked: bool) -> _Shared:
         """Work out what layouts that differ only in schedule and step length have in common."""
         setting = self._setting(layout)
         figures = self._figures.of(setting, layout)
-        links = self._links(layout)
+        links = self._links(layout) if linked else None
         transfer_s = action_s = boundary_bytes = 0.0
         if layout.pipeline > 1:
             boundary_bytes, least_bytes = self._boundary_bytes(setting)
-            transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
+            if links is not None:
+                transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
             action_s = self._rates.action_s
         parts = {
             kind: self._parts(layer, layout, figures[kind], links)
@@ -265,8 +260,11 @@ class CostTables:
 
         Bytes are those of `of`, but for what a neighbour has on its way to the host.
         """
-        figures = self._figures.of(self._setting(layout), layout)[kind]
-        parts = self._parts(self._layers[kind], layout, figures, None)
+        key = (kind, *_key(layout))
+        if key not in self._alone:
+            figures = self._figures.of(self._setting(layout), layout)[kind]
+            self._alone[key] = self._parts(self._layers[kind], layout, figures, None)
+        parts = self._alone[key]
         alone = _Shared(
             parts={kind: parts},
             neighbours={kind: (0.0,) * len(parts)},
@@ -278,10 +276,13 @@ class CostTables:
         )
         return self._added_up(layout, alone, _holding(layout))[kind]
 
-    def most_bytes(self, layout: Layout) -> float:
-        """Bytes that a rank has for its layers at most: before buffers of the pipeline."""
-        largest = max(group.accelerator.memory_bytes for group in self.cluster.groups)
-        return (largest - self._context_bytes(layout)) / self._slack
+    def room_bytes(self, layout: Layout, memory_bytes: float) -> float:
+        """Bytes that a rank has for its layers and the buffers of the pipeline."""
+        return (memory_bytes - self._context_bytes(layout)) / self._slack
+
+    def boundary_bytes(self, layout: Layout) -> float:
+        """Activation that crosses a stage boundary; 0 if there is none."""
+        return self._boundary_bytes(self._setting(layout))[0] if layout.pipeline > 1 else 0.0
 
     def _added_up(
         self, layout: Layout, shared: _Shared, holding: Holding
@@ -655,3 +656,22 @@ def _holding(layout: Layout) -> Holding:
 def _weight_versions(layout: Layout) -> int:
     """How often a rank holds its parameters."""
     return 2 if layout.pipeline > 1 and layout.schedule == "pipedream-2bw" else 1
+
+
+def _key(layout: Layout) -> tuple[object, ...]:
+    """What parts depend on."""
+    return (
+        layout.tensor,
+        layout.context,
+        layout.expert,
+        layout.micro_batch,
+        layout.zero,
+        layout.data_shard,
+        layout.data_replicate,
+        layout.pipeline,
+        layout.order,
+        layout.micro_batches > 1,
+        layout.offload,
+        layout.gradient_wire,
+        _weight_versions(layout),
+    )
