@@ -366,6 +366,39 @@ class Candidates:
         instance = instance_of(self.model, self.cluster, family.first, least, self.pins.recompute)
         return bounds.counted_s(instance) + some.step_s
 
+    def shared_s(self, family: Family, layout: Layout) -> float:
+        """Least seconds with what sharding the commonest layers adds, memory ignored.
+
+        `layout` is one of the family.  The other layers take their fewest seconds anywhere, and
+        nothing crosses a boundary of the pipeline.
+        """
+        number = self._divided[family.divided]
+        commonest, _ = self._commonest
+        parts = [
+            part
+            for part in self.tables.parts(commonest, layout, linked=True)
+            if self.pins.recompute in (None, part.recompute)
+        ]
+        rows = [
+            (self._counts[kind], float(self._fastest_s[at, number]), 0.0)
+            for at, kind in enumerate(self._counts)
+            if kind != commonest
+        ]
+        fastest_s = min(part.forward_s + part.backward_s for part in parts)
+        rows.append((self._counts[commonest], fastest_s, min(part.once_s for part in parts)))
+        ((steady, fill, credited),) = self._paces(
+            layout.pipeline, layout.micro_batches, family.timetables
+        ).tolist()
+        bound_s = bounds.balanced_s(
+            rows,
+            stages=layout.pipeline,
+            exposed_s=0.0,
+            steady=steady,
+            fill=fill,
+            credits_s=credited * float(self._credits_s[number]),
+        )
+        return bound_s * (1 - 1e-12) + self.tables.step_s
+
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""
         costs = self.tables.of(layout)

@@ -138,7 +138,7 @@ class CostTables:
         self._traffic: dict[tuple[object, ...], Traffic] = {}
         self._known_links: dict[tuple[object, ...], Links] = {}
         self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
-        self._alone: dict[tuple[object, ...], tuple[StrategyParts, ...]] = {}
+        self._known_parts: dict[tuple[object, ...], tuple[StrategyParts, ...]] = {}
         self._slack = 1.0 if self._rates.on_cpu else ALLOCATOR_SLACK
         self._step_s = self._rates.overheads.step_s if self._rates.overheads else 0.0
 
@@ -227,7 +227,6 @@ class CostTables:
     def _build(self, layout: Layout, *, linked: bool) -> _Shared:
         """Work out what layouts that differ only in schedule and step length have in common."""
         setting = self._setting(layout)
-        figures = self._figures.of(setting, layout)
         links = self._links(layout) if linked else None
         transfer_s = action_s = boundary_bytes = 0.0
         if layout.pipeline > 1:
@@ -235,10 +234,7 @@ class CostTables:
             if links is not None:
                 transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
             action_s = self._rates.action_s
-        parts = {
-            kind: self._parts(layer, layout, figures[kind], links)
-            for kind, layer in self._layers.items()
-        }
+        parts = {kind: self.parts(kind, layout, linked=linked) for kind in self._layers}
         return _Shared(
             parts=parts,
             neighbours=neighbour_bytes(parts, self._chain)
@@ -255,16 +251,23 @@ class CostTables:
             ),
         )
 
+    def parts(self, kind: str, layout: Layout, *, linked: bool) -> tuple[StrategyParts, ...]:
+        """[choice] One kind's parts, with the seconds of sharing only if `linked`."""
+        key = (kind, linked, *_key(layout))
+        found = self._known_parts.get(key)
+        if found is None:
+            figures = self._figures.of(self._setting(layout), layout)[kind]
+            links = self._links(layout) if linked else None
+            found = self._parts(self._layers[kind], layout, figures, links)
+            self._known_parts[key] = found
+        return found
+
     def held_alone(self, layout: Layout, kind: str) -> tuple[StrategyCost, ...]:
         """[choice] What one kind holds under a layout, without the seconds of sharing.
 
         Bytes are those of `of`, but for what a neighbour has on its way to the host.
         """
-        key = (kind, *_key(layout))
-        if key not in self._alone:
-            figures = self._figures.of(self._setting(layout), layout)[kind]
-            self._alone[key] = self._parts(self._layers[kind], layout, figures, None)
-        parts = self._alone[key]
+        parts = self.parts(kind, layout, linked=False)
         alone = _Shared(
             parts={kind: parts},
             neighbours={kind: (0.0,) * len(parts)},

@@ -41,6 +41,7 @@ from planner.certificate import (
     REFUSED,
     ROOM,
     RUNNERS_UP,
+    SHARED,
     SLOWER,
     UNFINISHED,
     UNKEPT,
@@ -297,8 +298,8 @@ class _Hunt:
             else:
                 self._opened += 1
                 for layout in item.layouts():
-                    self._enlist(bound_s, layout)
-        elif entry.known == ROOM:
+                    self._enlist(bound_s, item, layout)
+        elif entry.known == SHARED:
             better_s = max(bound_s, self._candidates.communication_s(item))
             self._push(better_s, COMMUNICATION, item)
         elif entry.known == COMMUNICATION:
@@ -320,10 +321,10 @@ class _Hunt:
         for part_s, part in zip(rooms_s, family.by_timetable(), strict=True):
             self._push(max(bound_s, part_s), COMMONEST, part)
 
-    def _enlist(self, bound_s: float, layout: Layout) -> None:
+    def _enlist(self, bound_s: float, family: Family, layout: Layout) -> None:
         """Let a layout of a family stand for itself."""
         if self._candidates.refusal(layout) is None:
-            self._push(bound_s, ROOM, layout)
+            self._push(max(bound_s, self._candidates.shared_s(family, layout)), SHARED, layout)
         else:
             self.account.lost(REFUSED, layout)
 

@@ -104,6 +104,21 @@ class StrategyParts:
         return self.figures.whole_backward_s + own_s
 
     @property
+    def forward_s(self) -> float:
+        """Forward on one micro-batch, all that is exposed included."""
+        return self.unshared_forward_s + self.gather_s + self.forward_fetch_s
+
+    @property
+    def backward_s(self) -> float:
+        """Backward on one micro-batch, all that is exposed included."""
+        return self.unshared_backward_s + self.backward_shard_s + self.backward_fetch_s
+
+    @property
+    def once_s(self) -> float:
+        """Exposed seconds once per step."""
+        return self.sync_s + self.optimizer_s + self.stream_s
+
+    @property
     def forward_transient_bytes(self) -> float:
         """Working memory of forward: gathered parameters, tensors about to leave or be packed."""
         working, gathered = (
@@ -166,15 +181,12 @@ def strategy_cost(
     return StrategyCost(
         recompute=part.recompute,
         activations=part.activations,
-        forward_s=part.unshared_forward_s + part.gather_s + part.forward_fetch_s,
-        backward_s=part.unshared_backward_s
-        + part.backward_shard_s
-        + part.backward_fetch_s
-        + action_s,
+        forward_s=part.forward_s,
+        backward_s=part.backward_s + action_s,
         stored_bytes=stored,
         transient_bytes=transient + (neighbour_bytes if part.activations == "offload" else 0.0),
         resident_bytes=resident,
-        sync_s=part.sync_s + part.optimizer_s + part.stream_s,
+        sync_s=part.once_s,
         host_bytes=part.treated.host_bytes,
         host_resident_bytes=states.host_bytes,
     )
