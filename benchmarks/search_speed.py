@@ -26,6 +26,7 @@ from planner.certificate import (
     OUT_OF_MEMORY,
     REFUSED,
     ROOM,
+    SHARED,
     SLOWER,
 )
 from planner.errors import NoPlanFits
@@ -127,6 +128,7 @@ COLUMNS = [
     ("computation", BOUNDS[COMPUTATION]),
     ("+commonest", BOUNDS[COMMONEST]),
     ("+memory", BOUNDS[ROOM]),
+    ("+its communication", BOUNDS[SHARED]),
     ("communication", BOUNDS[COMMUNICATION]),
     ("all bounds", BOUNDS[MEMORY]),
     ("dominated", DOMINATED),

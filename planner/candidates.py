@@ -7,8 +7,9 @@ Bounds come in steps, each dearer and at least as high as the one before.  For a
     room            the same for one schedule, with what each stage can hold if states are shared as
                     far as they go
 
-and two for a single layout:
+and three for a single layout:
 
+    shared          with the sharding of the commonest layers
     communication   with its sharding and pipeline transfers
     memory          with what each stage can hold (planner.bounds.counted_s)
 """

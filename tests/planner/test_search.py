@@ -115,7 +115,9 @@ def test_no_configuration_is_faster_and_no_bound_is_above_its_optimum(case: Case
                 limit_s = exhaustive[layout] * (1 + 1e-12)
                 communication_s = candidates.communication_s(layout)
                 assert room_s <= limit_s
-                assert computation_s <= communication_s * (1 + 1e-12) <= limit_s * (1 + 1e-12)
+                shared_s = candidates.shared_s(part, layout)
+                assert computation_s <= shared_s * (1 + 1e-11)
+                assert shared_s <= communication_s <= limit_s
                 assert candidates.memory_s(layout) <= limit_s
 
 
