@@ -74,13 +74,14 @@ def balanced_each_s(
     stages: Floats,
     steady: Floats,
     fill: Floats,
+    exposed_s: Floats,
     credits_s: Floats,
 ) -> Floats:
-    """[problem] `balanced_s` of many problems at once, nothing exposed or synchronised.
+    """[problem] `balanced_s` of many problems at once, nothing synchronised.
 
     `fastest_s` [kind, problem]: fewest seconds of a layer, of which there are `counts` [kind].
     """
-    total_s = np.asarray(counts, dtype=float) @ fastest_s
+    total_s = np.asarray(counts, dtype=float) @ fastest_s + exposed_s
     longest_s: Floats = np.maximum(total_s / stages, fastest_s.max(axis=0))
     return steady * longest_s + fill * total_s - credits_s
 
@@ -144,11 +145,20 @@ class Alike:
         return cls(_hosted_s((tuple(options),), rooms, chain), chain)
 
     def least_s(
-        self, stages: NDArray[np.intp], *, steady: float, fill: float, credits_s: float
+        self,
+        stages: NDArray[np.intp],
+        *,
+        steady: float,
+        fill: float,
+        credits_s: float,
+        exposed_s: tuple[float, float],
     ) -> float:
-        """Least objective of a schedule; `stages` are places among those that were counted."""
+        """Least objective of a schedule; `stages` are places among those that were counted.
+
+        `exposed_s` are what no layer causes: of all stages, and of any at least.
+        """
         counted = _Counted(self.hosted_s[stages], self.chain)
-        return counted.least_s(steady, fill, once_s=-credits_s)
+        return counted.least_s(steady, fill, once_s=-credits_s, exposed_s=exposed_s)
 
 
 class _Counted:
@@ -163,8 +173,20 @@ class _Counted:
         self._steps_s = np.full(self._held_s.shape, np.inf)
         np.subtract(self._held_s, hosted_s[:, :-1], out=self._steps_s, where=finite)
 
-    def least_s(self, steady: float, fill: float, *, once_s: float) -> float:
-        """Least objective at a pace; `once_s` is added to it whatever the split."""
+    def least_s(
+        self,
+        steady: float,
+        fill: float,
+        *,
+        once_s: float,
+        exposed_s: tuple[float, float] = (0.0, 0.0),
+    ) -> float:
+        """Least objective at a pace; `once_s` is added to it whatever the split.
+
+        `exposed_s`, of all stages and of any at least, come on top of the times: where all of them
+        add E and each at least e, max_s and Σ_s grow by at least e and by E.
+        """
+        all_s, any_s = exposed_s
         chain = self._chain
         if len(self._times_s) < chain.needed or not np.isfinite(self._empty_s).all():
             return math.inf
@@ -179,8 +201,10 @@ class _Counted:
             if steady * ceiling_s + fill * freest_s >= best_s:
                 break
             best_s = min(best_s, steady * ceiling_s + fill * self._filled_s(next_s))
-        even_s = steady * (freest_s + chain.others_s) / self._stages + fill * freest_s
-        bound_s: float = max(best_s, even_s) * _BELOW + fill * chain.others_s + once_s
+        best_s += steady * any_s
+        even_s = steady * (freest_s + chain.others_s + all_s) / self._stages + fill * freest_s
+        besides_s = fill * (chain.others_s + all_s)
+        bound_s: float = max(best_s, even_s) * _BELOW + besides_s * _BELOW + once_s
         return bound_s
 
     def _filled_s(self, below_s: float) -> float:

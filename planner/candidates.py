@@ -2,7 +2,8 @@
 
 Bounds come in steps, each dearer and at least as high as the one before.  For a whole family:
 
-    computation     layers at their fastest, nothing shared or sent, under the best of its schedules
+    computation     layers and actions at their fastest, nothing shared or sent, under the best of
+                    its schedules
     rooms           the same for each schedule, with room for the commonest layers alone
     room            the same for one schedule, with what each stage can hold if states are shared as
                     far as they go
@@ -43,7 +44,7 @@ from planner.pipeline_model import held
 from planner.plan import Job, Layout
 from planner.rates import rates
 from planner.savings import Saving, least_s, savings
-from planner.schedule import splits_backward
+from planner.schedule import FOLDED, splits_backward
 from planner.space import (
     Degrees,
     Family,
@@ -137,7 +138,7 @@ class Candidates:
                     yield layout
 
     def computation_s(self) -> bounds.Floats:
-        """[family] Least seconds of a step by computation and communication inside layers alone.
+        """[family] Least seconds of a step by layers and pipeline actions, nothing shared or sent.
 
         A family of several timetables has the least of theirs.
         """
@@ -174,20 +175,24 @@ class Candidates:
             paces.append(found)
             number += [self._divided[family.divided]] * len(found)
             stages += [float(family.degrees.pipeline)] * len(found)
-        steady, fill, credited = np.concatenate(paces).T
+        steady, fill, credited, actions, _ = np.concatenate(paces).T
         return self.tables.step_s + bounds.balanced_each_s(
             list(self._counts.values()),
             self._fastest_s[:, number],
             stages=np.array(stages),
             steady=steady,
             fill=fill,
+            exposed_s=actions * self.tables.action_s,
             credits_s=credited * self._credits_s[number],
         )
 
     def _paces(
         self, pipeline: int, count: int, found: tuple[Timetable, ...]
     ) -> NDArray[np.float64]:
-        """[timetable, 3] Steady, fill, and what a credit counts for."""
+        """[timetable, 5] Steady, fill, what a credit counts for; actions of all ranks, of the least.
+
+        Those at the ends of the model are left out (planner.formulation.boundaries_s).
+        """
         key = (pipeline, count, found)
         if key not in self._known_paces:
             rows = []
@@ -201,7 +206,17 @@ class Candidates:
                         virtual_stages=virtual,
                     ),
                 )
-                rows.append((steady, fill, fill if splits_backward(name) else 0.0))
+                splits = splits_backward(name)
+                actions = (3 if splits else 2) * virtual if pipeline > 1 else 0
+                rows.append(
+                    (
+                        steady,
+                        fill,
+                        fill if splits else 0.0,
+                        max(0, pipeline * actions - 2),
+                        max(0, actions - (2 if name in FOLDED else 1)),
+                    )
+                )
             self._known_paces[key] = np.array(rows)
         return self._known_paces[key]
 
@@ -260,12 +275,13 @@ class Candidates:
                 others=others,
             )
             for place, of_rank in fitting:
-                steady, fill, credited = paces[place].tolist()
+                steady, fill, credited, actions, least = paces[place].tolist()
                 result[place] = once_s + alike.least_s(
                     np.searchsorted(needed, of_rank),
                     steady=steady,
                     fill=fill,
                     credits_s=credited * credits_s,
+                    exposed_s=(actions * self.tables.action_s, least * self.tables.action_s),
                 )
         return result
 
@@ -358,9 +374,8 @@ class Candidates:
                 )
                 for kind, parts in some.parts.items()
             },
-            boundary_s=0.0,
+            boundary_s=some.action_s,
             transfer_s=0.0,
-            action_s=0.0,
             fixed_bytes=min(corner.fixed_bytes for corner in corners),
             slack=min(corner.slack for corner in corners),
         )
@@ -371,7 +386,7 @@ class Candidates:
         """Least seconds with what sharding the commonest layers adds, memory ignored.
 
         `layout` is one of the family.  The other layers take their fewest seconds anywhere, and
-        nothing crosses a boundary of the pipeline.
+        what crosses a boundary of the pipeline takes no time.
         """
         number = self._divided[family.divided]
         commonest, _ = self._commonest
@@ -387,13 +402,13 @@ class Candidates:
         ]
         fastest_s = min(part.forward_s + part.backward_s for part in parts)
         rows.append((self._counts[commonest], fastest_s, min(part.once_s for part in parts)))
-        ((steady, fill, credited),) = self._paces(
+        ((steady, fill, credited, actions, _),) = self._paces(
             layout.pipeline, layout.micro_batches, family.timetables
         ).tolist()
         bound_s = bounds.balanced_s(
             rows,
             stages=layout.pipeline,
-            exposed_s=0.0,
+            exposed_s=actions * self.tables.action_s,
             steady=steady,
             fill=fill,
             credits_s=credited * float(self._credits_s[number]),

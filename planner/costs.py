@@ -182,6 +182,11 @@ class CostTables:
         """Seconds of a step that no layer causes, the same for all layouts."""
         return self._step_s
 
+    @property
+    def action_s(self) -> float:
+        """Seconds that the runtime takes per pipeline action."""
+        return self._rates.action_s
+
     def fastest_s(
         self, layouts: Sequence[Layout], recompute: Recompute | None = None
     ) -> NDArray[np.float64]:
