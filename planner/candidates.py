@@ -189,7 +189,7 @@ class Candidates:
     def _paces(
         self, pipeline: int, count: int, found: tuple[Timetable, ...]
     ) -> NDArray[np.float64]:
-        """[timetable, 5] Steady, fill, what a credit counts for; actions of all ranks, of the least.
+        """[timetable, 5] Steady, fill, what a credit counts for; actions of all, of the least rank.
 
         Those at the ends of the model are left out (planner.formulation.boundaries_s).
         """
