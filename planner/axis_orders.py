@@ -16,7 +16,11 @@ from planner.plan import INSIDE_OUT, Axis, Layout
 Spans = tuple[tuple[int, ...], ...]
 """[axis of INSIDE_OUT][tier] How many ranks of an axis lie within one unit of a tier."""
 
-_inside = lru_cache(maxsize=1 << 16)(inside_unit)
+
+@lru_cache(maxsize=1 << 16)
+def _reach(tiers: tuple[int, ...], degree: int, stride: int) -> tuple[int, ...]:
+    """[tier] How many ranks of an axis lie within one unit."""
+    return tuple(inside_unit(tier, degree, stride) for tier in tiers)
 
 
 def degrees_of(layout: Layout) -> tuple[int, ...]:
@@ -45,7 +49,8 @@ def distinct_orders(
     """
     divided = [axis for axis, degree in zip(INSIDE_OUT, degrees, strict=True) if degree > 1]
     by_axis = dict(zip(INSIDE_OUT, degrees, strict=True))
-    reach = max((tier for tier in tiers if tier < math.prod(degrees)), default=0)
+    narrow = _narrow(tiers, degrees)
+    reach = max(narrow, default=0)
     result: dict[Spans, tuple[Axis, ...]] = {}
 
     def extend(inner: tuple[Axis, ...], stride: int) -> None:
@@ -54,7 +59,7 @@ def distinct_orders(
         if stride > reach or not left:
             outward = iter((*inner, *left))
             order = tuple(next(outward) if axis in divided else axis for axis in INSIDE_OUT)
-            result.setdefault(spans(tiers, degrees, order), order)
+            result.setdefault(_spans(narrow, by_axis, order), order)
             return
         for axis in left:
             extend((*inner, axis), stride * by_axis[axis])
@@ -67,10 +72,19 @@ def distinct_orders(
 def spans(tiers: tuple[int, ...], degrees: tuple[int, ...], order: tuple[Axis, ...]) -> Spans:
     """Return how far each axis reaches within each tier that does not hold all ranks."""
     by_axis = dict(zip(INSIDE_OUT, degrees, strict=True))
-    narrow = [tier for tier in tiers if tier < math.prod(degrees)]
+    return _spans(_narrow(tiers, degrees), by_axis, order)
+
+
+def _narrow(tiers: Sequence[int], degrees: Sequence[int]) -> tuple[int, ...]:
+    """Return the tiers that do not hold all ranks."""
+    ranks = math.prod(degrees)
+    return tuple(tier for tier in tiers if tier < ranks)
+
+
+def _spans(narrow: tuple[int, ...], by_axis: dict[Axis, int], order: Sequence[Axis]) -> Spans:
     found: dict[Axis, tuple[int, ...]] = {}
     stride = 1
     for axis in order:
-        found[axis] = tuple(_inside(tier, by_axis[axis], stride) for tier in narrow)
+        found[axis] = _reach(narrow, by_axis[axis], stride)
         stride *= by_axis[axis]
     return tuple(found[axis] for axis in INSIDE_OUT)
