@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,7 +51,7 @@ from planner.certificate import (
 from planner.cluster import ClusterSpec
 from planner.costs import CostTables
 from planner.errors import DocumentError, NoPlanFits
-from planner.finalists import finalists, simulated
+from planner.finalists import MARGIN, finalists, simulated
 from planner.frontier import FrontierStore
 from planner.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
 from planner.misses import closest_miss, nothing_runs
@@ -247,7 +248,8 @@ class _Hunt:
         self._waiting = sorted(((s, index) for index, s in enumerate(bounds_s)), reverse=True)
         """Families of which only the first bound is known, with their index; the lowest is last."""
         self._opened = 0
-        self._near: list[Layout] = []
+        self._left: list[_Entry] = []
+        """What was in the queue when the search ended, with memory in its bounds."""
 
     def run(self) -> list[_Best]:
         """Return the best configurations, one of each kind, fastest first."""
@@ -258,7 +260,8 @@ class _Hunt:
             self._advance(entry)
             if self._progress:
                 self._progress(self._opened, len(self._candidates.families))
-        self._near = [entry.item for entry in sorted(self._queue) if isinstance(entry.item, Layout)]
+        self._left = [entry for entry in self._queue if entry.known >= ROOM]
+        heapq.heapify(self._left)
         for _ in range(RUNNERS_UP):
             if (entry := self._next()) is not None:
                 self._outbounded(entry)
@@ -269,10 +272,23 @@ class _Hunt:
         return self._ranking()
 
     def near(self) -> Iterator[Layout]:
-        """Yield the best of other kinds, then the layouts that were left, the closest first."""
-        for best in self._ranking_all():
+        """Yield the best of other kinds, then layouts that were left, the lowest bound first.
+
+        Layouts are those with a bound within the margin of finalists that nothing dominates, of
+        families whose memory was looked at.
+        """
+        ranking = self._ranking_all()
+        for best in ranking:
             yield best.layout
-        yield from self._near
+        onward = copy(self)
+        onward.account = Account()
+        onward._queue, onward._waiting = self._left, []
+        limit_s = ranking[0].objective_s * (1 + MARGIN)
+        while (entry := onward._next()) is not None and entry.bound_s <= limit_s:
+            if isinstance(entry.item, Layout) and entry.known == MEMORY:
+                yield entry.item
+            else:
+                onward._deepen(entry)
 
     def _next(self) -> _Entry | None:
         """Take the entry with the lowest bound, the simplest of equals."""
@@ -290,7 +306,15 @@ class _Hunt:
         rival = self._rival(entry.first)
         if rival is not None and not _may_beat(bound_s, complexity(entry.first), rival):
             self._outbounded(entry)
-        elif isinstance(item, Family):
+        elif isinstance(item, Layout) and entry.known == MEMORY:
+            self._try(item, bound_s, rival)
+        else:
+            self._deepen(entry)
+
+    def _deepen(self, entry: _Entry) -> None:
+        """Work out a better bound, or put the layouts of a family in its place."""
+        item, bound_s = entry.item, entry.bound_s
+        if isinstance(item, Family):
             if entry.known == COMPUTATION:
                 self._divide(bound_s, item)
             elif entry.known == COMMONEST:
@@ -302,13 +326,10 @@ class _Hunt:
         elif entry.known == SHARED:
             better_s = max(bound_s, self._candidates.communication_s(item))
             self._push(better_s, COMMUNICATION, item)
-        elif entry.known == COMMUNICATION:
-            if self._candidates.dominator(item) is not None:
-                self.account.lost(DOMINATED, item)
-            else:
-                self._push(max(bound_s, self._candidates.memory_s(item)), MEMORY, item)
+        elif self._candidates.dominator(item) is not None:
+            self.account.lost(DOMINATED, item)
         else:
-            self._try(item, bound_s, rival)
+            self._push(max(bound_s, self._candidates.memory_s(item)), MEMORY, item)
 
     def _divide(self, bound_s: float, family: Family) -> None:
         """Put the parts of a family in its place: one for each saving, then for each timetable."""
