@@ -8,6 +8,7 @@ the one nearest to `INSIDE_OUT` stands for all.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 from planner.collectives import inside_unit
