@@ -16,13 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from meshwright import commands, studies
+from meshwright import commands
 from planner.errors import DocumentError, MeshwrightError
 from planner.instance import Infeasible, Solution
 from planner.native import CAVEAT_SOURCE
 from planner.report.text import answer_text, prediction_lines
 from planner.report.validation_text import validation_text
-from planner.report.whatif_text import result_text
 from planner.units import bytes_text, count_text, seconds_text
 from planner.validate import validation_json
 
@@ -460,8 +459,12 @@ def whatif(
     json: Json = False,
 ) -> None:
     """Compare clusters before they are bought or rented: time, cost, energy of the best plans."""
+    from meshwright import studies  # noqa: PLC0415 - other commands need none of it
+    from planner.report.whatif_text import result_text  # noqa: PLC0415
+    from planner.whatif.run import result_json  # noqa: PLC0415
+
     with _bar("planning candidates", quiet=json) as progress:
-        answered = studies.whatif(
+        found = studies.whatif(
             study,
             model=model,
             clusters=[part.strip() for part in (clusters or "").split(",") if part.strip()],
@@ -477,15 +480,9 @@ def whatif(
             progress=progress,
         )
     if json:
-        print(commands.as_json(answered.json()))
+        print(commands.as_json(result_json(found)))
         return
-    out.print(result_text(answered.result))
-    for curve in answered.break_even:
-        for other, share in curve.against:
-            said = (
-                "never cheaper" if share is None else f"cheaper above {100 * share:.0f} % of hours"
-            )
-            out.print(f"{curve.name} against {other}: {said}")
+    out.print(result_text(found))
     for path in (html, table):
         if path:
             out.print(f"written: {path}")
@@ -506,6 +503,8 @@ def catalog(
     if imported is not None:
         if shelf is not Shelf.PRICES or date is None:
             raise DocumentError("import", "goes with `catalog prices` and the list's --date")
+        from meshwright import studies  # noqa: PLC0415 - loads what-if
+
         found = studies.import_prices(imported, provider=provider, date=date, output=output)
         if json:
             print(commands.as_json(found.model_dump(mode="json", exclude_none=True)))

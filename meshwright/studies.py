@@ -5,14 +5,12 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from planner import document
 from planner.catalog.imports import Rents, imported
 from planner.errors import DocumentError
-from planner.whatif.break_even import BreakEven, break_evens
-from planner.whatif.run import Progress, Result, result_json, run
+from planner.whatif.run import Progress, Result, run
 from planner.whatif.study import Goal, Offer, Study, Work
 
 COLUMNS = (
@@ -40,29 +38,6 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """A study's result, and where its reports were written."""
-
-    result: Result
-    break_even: list[BreakEven]
-
-    def json(self) -> dict[str, object]:
-        """Return plain data."""
-        return {
-            **result_json(self.result),
-            "break_even": [
-                {
-                    "name": curve.name,
-                    "utilisation": list(curve.utilisation),
-                    "usd_per_device_hour": list(curve.usd_per_device_hour),
-                    "against": dict(curve.against),
-                }
-                for curve in self.break_even
-            ],
-        }
-
-
 def whatif(
     study: str | None = None,
     *,
@@ -78,7 +53,7 @@ def whatif(
     table: str | None = None,
     processes: int | None = None,
     progress: Progress | None = None,
-) -> Answered:
+) -> Result:
     """Compare clusters for some training: the best plan on each, its time, cost, energy, limits."""
     question = _study(
         study,
@@ -92,14 +67,13 @@ def whatif(
     )
     offers = document.read(Rents, prices).rents if prices else None
     result = run(question, processes=processes, progress=progress, offers=offers)
-    answered = Answered(result=result, break_even=break_evens(result))
     if html:
         from planner.report.whatif_html import study_page  # noqa: PLC0415 - loads plotly
 
-        document.write_text(study_page(result, answered.break_even), html)
+        document.write_text(study_page(result), html)
     if table:
         document.write_text(table_text(result), table)
-    return answered
+    return result
 
 
 def _study(

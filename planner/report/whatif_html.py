@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from planner.report.html import figure_html
 from planner.report.whatif_text import (
+    break_even_lines,
     days_text,
     provenance_text,
     range_text,
@@ -27,9 +28,9 @@ MOST_BARS = 24
 """Candidates in a bar chart; the table has all of them."""
 
 
-def study_page(result: Result, break_even: Sequence[BreakEven] = ()) -> str:
+def study_page(result: Result) -> str:
     """Return the report of a study."""
-    figures = [(name, figure) for name, figure in _figures(result, break_even) if figure.data]
+    figures = [(name, figure) for name, figure in _figures(result) if figure.data]
     template = resources.files("planner.report").joinpath("whatif.html").read_text("utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -46,7 +47,7 @@ def study_page(result: Result, break_even: Sequence[BreakEven] = ()) -> str:
         assumptions=_assumptions(result),
         measure=measured_first(result.study, result.best) if result.best else [],
         failed=[outcome for outcome in result.outcomes if not outcome.fits],
-        break_even=break_even,
+        break_even=break_even_lines(result),
         seconds=seconds_text,
         size=bytes_text,
         count=count_text,
@@ -57,7 +58,7 @@ def study_page(result: Result, break_even: Sequence[BreakEven] = ()) -> str:
     )
 
 
-def _figures(result: Result, break_even: Sequence[BreakEven]) -> list[tuple[str, go.Figure]]:
+def _figures(result: Result) -> list[tuple[str, go.Figure]]:
     first = [rank.outcome for ranks in result.ranks.values() for rank in ranks]
     shown = first[:MOST_BARS]
     figures = [
@@ -72,8 +73,8 @@ def _figures(result: Result, break_even: Sequence[BreakEven]) -> list[tuple[str,
         (f"Step time against {curve[0].words.split(' x ')[0]}", curve_figure(curve))
         for curve in result.curves
     ]
-    if break_even:
-        figures.append(("Buying against renting", break_even_figure(break_even)))
+    if result.break_even:
+        figures.append(("Buying against renting", break_even_figure(result.break_even)))
     return figures
 
 
@@ -234,23 +235,16 @@ def _name(outcome: Outcome) -> str:
 
 def _assumptions(result: Result) -> list[tuple[str, str, str]]:
     """Return (what, value, source) of every assumption that counts."""
-    from planner.catalog import facility  # noqa: PLC0415 - a file that only reports need
-
-    assumed, known = result.study.assumptions, facility()
+    assumed = result.study.assumptions
+    known = assumed.facility
     quantities = [
         ("goodput", assumed.goodput),
         ("spot hours lost", assumed.spot_lost),
         ("residual value", assumed.residual),
-        ("node power over design power", assumed.node_power_over_tdp or known.node_power_over_tdp),
-        ("network, W per device", assumed.network_w_per_device or known.network_w_per_device),
-        (
-            "power usage effectiveness",
-            assumed.power_usage_effectiveness or known.power_usage_effectiveness,
-        ),
-        (
-            "electricity, USD per kWh",
-            assumed.electricity_usd_per_kwh or known.electricity_usd_per_kwh,
-        ),
+        ("node power over design power", known.node_power_over_tdp),
+        ("network, W per device", known.network_w_per_device),
+        ("power usage effectiveness", known.power_usage_effectiveness),
+        ("electricity, USD per kWh", known.electricity_usd_per_kwh),
     ]
     rows = [(name, f"{q.value:g} ({q.low:g} to {q.high:g})", q.source) for name, q in quantities]
     grams = assumed.carbon_g_per_kwh

@@ -42,6 +42,7 @@ def result_text(result: Result) -> RenderableType:
         parts.append(
             f"15 % against the first and for another would put ahead: {listed(result.flips)}"
         )
+    parts += break_even_lines(result)
     parts.append(provenance_text(result))
     return Group(*parts)
 
@@ -145,6 +146,16 @@ def changes_table(title: str, changes: Iterable[Changed]) -> Table:
             change.outcome.layout if change.plan_changed else "same plan",
         )
     return table
+
+
+def break_even_lines(result: Result) -> list[str]:
+    """Say from which share of used hours on each purchase is cheaper than each rent."""
+    return [
+        f"{curve.name} against {other}: "
+        + ("never cheaper" if share is None else f"cheaper above {100 * share:.0f} % of hours used")
+        for curve in result.break_even
+        for other, share in curve.against
+    ]
 
 
 def provenance_text(result: Result) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.whatif.candidates import Candidate
 from planner.whatif.economics import break_even_utilisation, owned_usd_per_device_hour
 from planner.whatif.evaluate import power_usd_per_device_hour
-from planner.whatif.run import Result
 from planner.whatif.span import exact
+from planner.whatif.study import Assumptions
 
 SHARES = tuple(share / 100 for share in range(10, 101, 5))
 
@@ -24,21 +25,19 @@ class BreakEven:
     """For each rented candidate, the share of hours above which this purchase is cheaper."""
 
 
-def break_evens(result: Result) -> list[BreakEven]:
+def break_evens(candidates: Sequence[Candidate], assumptions: Assumptions) -> list[BreakEven]:
     """Return curves of all bought and rented candidates; none if only one kind is there."""
-    bought = [c for c in result.candidates.values() if c.priced.purchase is not None]
-    rented = [
-        c for c in result.candidates.values() if c.priced.rent_usd_per_device_hour is not None
-    ]
+    bought = [c for c in candidates if c.priced.purchase is not None]
+    rented = [c for c in candidates if c.priced.rent_usd_per_device_hour is not None]
     if not bought or not rented:
         return []
-    return [*(_bought(result, c, rented) for c in bought), *(_rented(c) for c in rented)]
+    return [*(_bought(c, rented, assumptions) for c in bought), *(_rented(c) for c in rented)]
 
 
-def _bought(result: Result, candidate: Candidate, rented: list[Candidate]) -> BreakEven:
+def _bought(candidate: Candidate, rented: list[Candidate], assumptions: Assumptions) -> BreakEven:
     purchase = candidate.priced.purchase
     assert purchase is not None
-    power = power_usd_per_device_hour(candidate.cluster, result.study.assumptions) or exact(0.0)
+    power = power_usd_per_device_hour(candidate.cluster, assumptions) or exact(0.0)
     return BreakEven(
         name=candidate.name,
         utilisation=SHARES,

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.catalog import Rent, facility, network_purchase, purchases, rents
+from planner.catalog import Rent, network_purchase, purchases, rents
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
 from planner.whatif.changes import changed
 from planner.whatif.economics import Power, Purchase
-from planner.whatif.span import Span, exact
+from planner.whatif.span import Span, exact, span_of, total
 from planner.whatif.study import Assumptions, Buying, Offer, Rental, Study, Tuning
 
 
@@ -69,12 +69,11 @@ def candidates_of(study: Study, offers: Sequence[Rent] | None = None) -> list[Ca
 
 def power_of(assumptions: Assumptions) -> Power:
     """Return what devices draw, by the assumptions or the catalogue."""
-    known = facility()
-    a = assumptions
+    known = assumptions.facility
     return Power(
-        node_over_tdp=_span(a.node_power_over_tdp or known.node_power_over_tdp),
-        network_w_per_device=_span(a.network_w_per_device or known.network_w_per_device),
-        usage_effectiveness=_span(a.power_usage_effectiveness or known.power_usage_effectiveness),
+        node_over_tdp=span_of(known.node_power_over_tdp),
+        network_w_per_device=span_of(known.network_w_per_device),
+        usage_effectiveness=span_of(known.power_usage_effectiveness),
     )
 
 
@@ -85,15 +84,7 @@ def watts_of(cluster: ClusterSpec, assumptions: Assumptions) -> Span | None:
         if group.accelerator.tdp_w is None:
             return None
         spans.append(power.watts(group.devices, group.accelerator.tdp_w))
-    return Span(
-        value=sum(span.value for span in spans),
-        low=sum(span.low for span in spans),
-        high=sum(span.high for span in spans),
-    )
-
-
-def _span(quantity: object) -> Span:
-    return Span(value=quantity.value, low=quantity.low, high=quantity.high)  # type: ignore[attr-defined]
+    return total(spans)
 
 
 def _of_offer(study: Study, offer: Offer, known: Sequence[Rent]) -> Iterator[Candidate]:
@@ -123,20 +114,24 @@ def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> 
         if other is None:
             raise DocumentError("change", f"{text} has no {change} to change by {factor:g}")
         cluster = other
-    name = text
-    if offer.name is not None:
-        name = offer.name.replace("{n}", text) if offer.n and "{n}" in offer.name else offer.name
-        if offer.n and "{n}" not in offer.name:
-            name = f"{offer.name} {text}"
-    priced = _priced(study, offer, cluster, known)
     return Candidate(
-        name=name,
+        name=_name(offer, text),
         cluster=cluster,
-        priced=priced,
+        priced=_priced(study, offer, cluster, known),
         spot=offer.rent is not None and offer.rent.commitment == "spot",
         tuning=offer.tuning or study.work.tuning,
         fix=offer.fix,
     )
+
+
+def _name(offer: Offer, text: str) -> str:
+    """Return an offer's name; one of several clusters is told apart by its text."""
+    if offer.name is None:
+        return text
+    if not offer.n:
+        return offer.name
+    named = offer.name if "{n}" in offer.name else f"{offer.name} {{n}}"
+    return named.replace("{n}", text)
 
 
 def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]) -> Priced:
@@ -182,11 +177,7 @@ def _rented(rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> Pric
         )
     devices = sum(count for count, _ in spans)
     return Priced(
-        rent_usd_per_device_hour=Span(
-            value=sum(count * span.value for count, span in spans) / devices,
-            low=sum(count * span.low for count, span in spans) / devices,
-            high=sum(count * span.high for count, span in spans) / devices,
-        ),
+        rent_usd_per_device_hour=total(span.times(count / devices) for count, span in spans),
         how="; ".join(words),
     )
 
@@ -207,10 +198,9 @@ def _offers(accelerator: str, rental: Rental, known: Sequence[Rent]) -> list[tup
 
 def _bought(study: Study, buying: Buying, cluster: ClusterSpec) -> Priced:
     assumed = study.assumptions
-    network = network_purchase()
-    network_span = Span(value=network.value, low=network.low, high=network.high)
+    network = span_of(network_purchase())
     if buying.network_usd_per_device is not None:
-        network_span = exact(buying.network_usd_per_device)
+        network = exact(buying.network_usd_per_device)
     if len({group.accelerator.name for group in cluster.groups}) > 1:
         raise DocumentError("buy", "one price cannot be that of accelerators that differ")
     name = cluster.groups[0].accelerator.name
@@ -226,9 +216,9 @@ def _bought(study: Study, buying: Buying, cluster: ClusterSpec) -> Priced:
     return Priced(
         purchase=Purchase(
             usd_per_device=Span(value=value, low=low or value, high=high or value),
-            network_usd_per_device=network_span,
+            network_usd_per_device=network,
             years=assumed.years,
-            residual=_span(assumed.residual),
+            residual=span_of(assumed.residual),
             interest=assumed.interest,
         ),
         how=how,

@@ -18,7 +18,7 @@ from planner.units import bytes_text
 from planner.whatif import economics
 from planner.whatif.candidates import Candidate, Priced, watts_of
 from planner.whatif.fine_tuning import tuned
-from planner.whatif.span import Span, exact, product
+from planner.whatif.span import Span, exact, product, span_of
 from planner.whatif.study import Assumptions, Study
 
 TOKENS_PER_STEP = 4_194_304
@@ -222,14 +222,12 @@ def power_usd_per_device_hour(cluster: ClusterSpec, assumed: Assumptions) -> Spa
     watts = watts_of(cluster, assumed)
     if watts is None:
         return None
-    price = assumed.electricity_usd_per_kwh or facility().electricity_usd_per_kwh
-    electricity = Span(value=price.value, low=price.low, high=price.high)
+    electricity = span_of(assumed.facility.electricity_usd_per_kwh)
     return product([watts.times(1e-3 / cluster.devices), electricity])
 
 
 def _goodput(candidate: Candidate, assumed: Assumptions) -> Span:
-    goodput = assumed.goodput
-    span = Span(value=goodput.value, low=goodput.low, high=goodput.high)
+    span = span_of(assumed.goodput)
     if not candidate.spot:
         return span
     lost = assumed.spot_lost

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.whatif.evaluate import Outcome
-from planner.whatif.span import Span
+from planner.whatif.span import Span, span_of
 from planner.whatif.study import Order, Study
 
 
@@ -149,9 +149,8 @@ class Doubt:
 def doubts(study: Study, best: Outcome) -> list[Doubt]:
     """Return the causes of the best outcome's range, the largest first; shares add up to 1."""
     spans: list[tuple[str, Span | None]] = [("step time (kernels, network)", best.step_s)]
-    assumed = study.assumptions.goodput
     if best.hours is not None:
-        spans.append(("goodput", Span(value=assumed.value, low=assumed.low, high=assumed.high)))
+        spans.append(("goodput", span_of(study.assumptions.goodput)))
     if study.goal.by == "cost":
         spans.append(("price", best.usd_per_device_hour))
     widths = []

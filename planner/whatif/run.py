@@ -6,11 +6,12 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.catalog import Rent
 from planner.errors import DocumentError
+from planner.whatif.break_even import BreakEven, break_evens
 from planner.whatif.candidates import Candidate, candidates_of
 from planner.whatif.changes import WORDS, changed
 from planner.whatif.evaluate import Outcome, evaluate
@@ -60,6 +61,7 @@ class Result:
     base: Outcome | None = None
     """What marginal values and curves are against."""
     candidates: dict[str, Candidate] = field(default_factory=dict)
+    break_even: tuple[BreakEven, ...] = ()
 
     @property
     def best(self) -> Outcome | None:
@@ -112,6 +114,7 @@ def run(
         ranks=ranks,
         interrupted=interrupted,
         candidates=candidates,
+        break_even=tuple(break_evens(list(candidates.values()), study.assumptions)),
     )
     return result if interrupted else _followed(result, processes)
 
@@ -134,11 +137,8 @@ def _followed(result: Result, processes: int | None) -> Result:
         wanted = [(curve.change, factor) for factor in curve.factors]
         curves.append(tuple(_changes(result, base, wanted, processes)))
     first = result.ranks[best.model]
-    return Result(
-        study=study,
-        outcomes=result.outcomes,
-        ranks=result.ranks,
-        candidates=result.candidates,
+    return replace(
+        result,
         marginal=marginal,
         curves=tuple(curves),
         doubts=tuple(doubts(study, best)),
@@ -171,13 +171,8 @@ def _changes(
         cluster = changed(candidate.cluster, change, factor)
         if cluster is None:
             continue
-        other = Candidate(
-            name=f"{candidate.name}, {WORDS[change]} x {factor:g}",
-            cluster=cluster,
-            priced=candidate.priced,
-            spot=candidate.spot,
-            tuning=candidate.tuning,
-            fix=candidate.fix,
+        other = replace(
+            candidate, name=f"{candidate.name}, {WORDS[change]} x {factor:g}", cluster=cluster
         )
         possible.append((change, factor))
         tasks.append(
@@ -284,6 +279,15 @@ def result_json(result: Result) -> dict[str, Any]:
         "curves": [[_changed_json(change) for change in curve] for curve in result.curves],
         "doubts": [{"cause": doubt.cause, "share": doubt.share} for doubt in result.doubts],
         "flips": list(result.flips),
+        "break_even": [
+            {
+                "name": curve.name,
+                "utilisation": list(curve.utilisation),
+                "usd_per_device_hour": list(curve.usd_per_device_hour),
+                "against": dict(curve.against),
+            }
+            for curve in result.break_even
+        ],
     }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,22 @@ class Span:
     def as_dict(self) -> dict[str, float]:
         """Return plain data."""
         return {"value": self.value, "low": self.low, "high": self.high}
+
+
+class Ranged(Protocol):
+    """Anything that has a value and the ends of its range, such as the catalogue's quantities."""
+
+    @property
+    def value(self) -> float: ...  # noqa: D102
+    @property
+    def low(self) -> float: ...  # noqa: D102
+    @property
+    def high(self) -> float: ...  # noqa: D102
+
+
+def span_of(figure: Ranged) -> Span:
+    """Return a figure's value and range."""
+    return Span(value=figure.value, low=figure.low, high=figure.high)
 
 
 def exact(value: float) -> Span:

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from planner.catalog import Quantity
+from planner.catalog import Facility, Quantity, facility
 from planner.cluster import Precision
 from planner.document import Document, Part
 from planner.units import Amount, Fraction, Positive, Rate, Text
@@ -176,6 +176,18 @@ class Assumptions(Part):
     """Of the country's grid where it is not given."""
     tie: Fraction = 0.15
     """Candidates that differ by no more than this share are tied."""
+
+    @property
+    def facility(self) -> Facility:
+        """The catalogue's figures, with the study's own in their place."""
+        names = (
+            "node_power_over_tdp",
+            "network_w_per_device",
+            "power_usage_effectiveness",
+            "electricity_usd_per_kwh",
+        )
+        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return facility().model_copy(update=own)
 
 
 class Curve(Part):

@@ -24,13 +24,7 @@ def answer(path: Path) -> str:
     """Return one study's answer as a section of Markdown."""
     found = whatif(str(path))
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
-    console.print(result_text(found.result))
-    for curve in found.break_even:
-        for other, share in curve.against:
-            said = (
-                "never cheaper" if share is None else f"cheaper above {100 * share:.0f} % of hours"
-            )
-            console.print(f"{curve.name} against {other}: {said}")
+    console.print(result_text(found))
     text = "\n".join(line.rstrip() for line in console.export_text().splitlines())
     return f"## {path.stem}\n\n```\n{text}\n```\n"
 

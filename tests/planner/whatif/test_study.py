@@ -8,7 +8,6 @@ import pytest
 
 from planner.catalog import rents
 from planner.errors import DocumentError
-from planner.whatif.break_even import break_evens
 from planner.whatif.candidates import candidates_of
 from planner.whatif.evaluate import evaluate
 from planner.whatif.ranking import ranked, tie
@@ -167,7 +166,7 @@ def test_buying_and_renting_meet() -> None:
         ]
     )
     result = run(asked, processes=1)
-    bought, rented = break_evens(result)
+    bought, rented = result.break_even
     assert bought.name == "bought"
     [(name, share)] = bought.against
     assert name == "rented"
