@@ -67,8 +67,7 @@ def verdict(result: Result) -> str:
     if ties:
         said += f"; within {100 * result.study.assumptions.tie:.0f} %: {listed(ties)}"
     said += f". Bound by {best.binding}."
-    largest = _largest(result)
-    return said if largest is None else f"{said} {largest}"
+    return " ".join([said, *filter(None, (_largest(result), _fewest(result)))])
 
 
 def _largest(result: Result) -> str | None:
@@ -83,6 +82,21 @@ def _largest(result: Result) -> str | None:
     order = {model: place for place, model in enumerate(result.study.models)}
     best = max(meeting, key=lambda outcome: outcome.tokens or order[outcome.model])
     return f"The largest model that meets the goal: {best.model}, on {best.candidate}."
+
+
+def _fewest(result: Result) -> str | None:
+    """Name the smallest cluster that keeps the goal's deadline, where sizes differ."""
+    if result.study.goal.deadline_days is None or len({o.devices for o in result.outcomes}) == 1:
+        return None
+    keeping = [
+        outcome
+        for outcome in result.outcomes
+        if outcome.fits and not any(miss.startswith("deadline") for miss in outcome.misses)
+    ]
+    if not keeping:
+        return None
+    least = min(keeping, key=lambda outcome: outcome.devices)
+    return f"Fewest devices that keep the deadline: {least.devices}, {least.candidate}."
 
 
 def _costs(outcome: Outcome) -> str:
@@ -101,17 +115,17 @@ def _costs(outcome: Outcome) -> str:
 def ranks_table(model: str, ranks: Iterable[Rank]) -> Table:
     """Return one row per outcome that fits."""
     table = Table(title=model, title_justify="left")
-    for name in ("", "candidate", "plan"):
-        table.add_column(name)
+    table.add_column("")
+    # Names and plans are what readers copy: they are folded, never cut.
+    table.add_column("candidate, its plan", overflow="fold", ratio=3)
     for name in ("step", "time", "USD", "ties at USD/h", "kWh", "CO2 kg", "free"):
-        table.add_column(name, justify="right")
-    table.add_column("limits")
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("limits", overflow="fold", ratio=2)
     for rank in ranks:
         outcome, price = rank.outcome, rank.ties_at_usd_per_device_hour
         table.add_row(
             f"{'=' if rank.tied else ''}{rank.place}{'*' if rank.pareto else ''}",
-            outcome.candidate,
-            outcome.layout,
+            f"{outcome.candidate}\n{outcome.layout}",
             seconds_text(outcome.step_s.value) if outcome.step_s else "",
             days_text(outcome.hours) if outcome.hours else "",
             range_text(outcome.usd) if outcome.usd else "",

@@ -183,9 +183,7 @@ def _with_goal(study: Study, candidate: Candidate, model: ModelGraph, outcome: O
     assumed, goal = study.assumptions, study.goal
     watts = watts_of(candidate.cluster, assumed)
     outcome = replace(outcome, watts=watts, **_prices(candidate.cluster, candidate.priced, assumed))
-    tokens = goal.tokens
-    if goal.tokens_per_parameter is not None:
-        tokens = goal.tokens_per_parameter * model.parameters
+    tokens = goal.tokens_of(model.parameters)
     if tokens is not None and outcome.tokens_per_s is not None:
         run_hours = economics.hours(tokens, outcome.tokens_per_s, _goodput(candidate, assumed))
         outcome = replace(outcome, hours=run_hours, tokens=tokens)

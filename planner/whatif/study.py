@@ -53,6 +53,10 @@ class Goal(Part):
     tokens: Rate | None = None
     tokens_per_parameter: Rate | None = None
     """Instead of tokens, where models of several sizes are compared: 20 is compute-optimal."""
+    epochs: Rate | None = None
+    """Instead of tokens: passes over a data set."""
+    dataset_tokens: Rate | None = None
+    """Of one epoch."""
     deadline_days: Rate | None = None
     budget_usd: Rate | None = None
     power_cap_w: Rate | None = None
@@ -62,9 +66,20 @@ class Goal(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.tokens is not None and self.tokens_per_parameter is not None:
-            raise ValueError("tokens and tokens_per_parameter exclude each other")
+        said = (self.tokens, self.tokens_per_parameter, self.epochs)
+        if sum(figure is not None for figure in said) > 1:
+            raise ValueError("tokens, tokens_per_parameter and epochs exclude each other")
+        if (self.epochs is None) != (self.dataset_tokens is None):
+            raise ValueError("epochs and dataset_tokens go together")
         return self
+
+    def tokens_of(self, parameters: float) -> float | None:
+        """Return the tokens to train a model of so many parameters on; None if left open."""
+        if self.epochs is not None and self.dataset_tokens is not None:
+            return self.epochs * self.dataset_tokens
+        if self.tokens_per_parameter is not None:
+            return self.tokens_per_parameter * parameters
+        return self.tokens
 
 
 class Rental(Part):

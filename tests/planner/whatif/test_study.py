@@ -8,6 +8,7 @@ import pytest
 
 from planner.catalog import rents
 from planner.errors import DocumentError
+from planner.report.whatif_text import verdict
 from planner.whatif.candidates import candidates_of
 from planner.whatif.evaluate import evaluate
 from planner.whatif.ranking import ranked, tie
@@ -62,6 +63,8 @@ def test_the_largest_cluster_under_a_power_cap() -> None:
     ("changes", "place", "message"),
     [
         ({"offers": []}, "", "offers is empty"),
+        ({"goal": {"epochs": 3}}, "goal", "epochs and dataset_tokens go together"),
+        ({"goal": {"tokens": 1e9, "epochs": 3}}, "goal", "exclude each other"),
         ({"offers": [{"cluster": "{n}xa10g"}]}, "offers[0]", "n lists numbers"),
         ({"offers": [{"cluster": "8xa10"}]}, "offers[0].cluster", "did you mean 'a10g'"),
         (
@@ -107,6 +110,13 @@ def test_a_study_by_hand() -> None:
     assert outcome.usd.value == pytest.approx(8 * hours)
 
 
+def test_epochs_are_tokens() -> None:
+    by_epochs = study(goal={"epochs": 3, "dataset_tokens": 2e8})
+    [first, _] = candidates_of(by_epochs)
+    outcome = evaluate(by_epochs, "gpt2", first)
+    assert outcome == evaluate(study(goal={"tokens": 6e8}), "gpt2", first)
+
+
 def test_what_does_not_fit_says_why() -> None:
     asked = study(models=["llama-3.1-405b"], offers=[{"cluster": "1xrtx-4090"}])
     result = run(asked, processes=1)
@@ -121,6 +131,18 @@ def test_missed_goals_are_named_and_ranked_behind() -> None:
     result = run(asked, processes=1)
     assert all("deadline" in rank.outcome.misses[0] for rank in result.ranks["gpt2"])
     assert result.best is None
+
+
+def test_the_fewest_devices_that_keep_a_deadline_are_named() -> None:
+    by_size = {o.devices: o.hours.value / 24 for o in run(study(), processes=1).outcomes if o.hours}
+    assert by_size[8] < by_size[4]
+
+    def said(days: float) -> str:
+        goal = {"tokens": 1e9, "deadline_days": days}
+        return verdict(run(study(goal=goal), processes=1))
+
+    assert "Fewest devices that keep the deadline: 4, 4xa10g." in said(1.01 * by_size[4])
+    assert "Fewest devices that keep the deadline: 8, 8xa10g." in said(0.99 * by_size[4])
 
 
 def test_processes_side_by_side_find_the_same() -> None:
