@@ -184,19 +184,25 @@ class _Queue(Generic[T]):
             )
 
     def ranking(self) -> tuple[Found[T], ...]:
-        """Return the best of each kind, fastest first; of equally fast ones the simplest leads."""
-        ranking = sorted(self._best.values(), key=lambda found: found.rank)
-        if ranking:
-            fastest_s = ranking[0].objective_s * (1 + TOLERANCE)
-            ties = (found for found in ranking if found.objective_s <= fastest_s)
-            first = min(ties, key=lambda found: complexity(found.layout))
-            ranking.insert(0, ranking.pop(ranking.index(first)))
-        return tuple(ranking)
+        """Return the best of each kind, fastest first."""
+        best = list(self._best.values())
+        return tuple(best[at] for at in ranking(best))
 
     def _last(self) -> Found[T] | None:
         """Return the last of the `top` best, if there are so many."""
         ranking = sorted(self._best.values(), key=lambda found: found.rank)
         return ranking[self._top - 1] if len(ranking) >= self._top else None
+
+
+def ranking(best: Sequence[Found[T]]) -> list[int]:
+    """Return places, fastest first; of equally fast ones the simplest leads."""
+    order = sorted(range(len(best)), key=lambda at: best[at].rank)
+    if order:
+        fastest_s = best[order[0]].objective_s * (1 + TOLERANCE)
+        ties = [at for at in order if best[at].objective_s <= fastest_s]
+        first = min(ties, key=lambda at: complexity(best[at].layout))
+        order.insert(0, order.pop(order.index(first)))
+    return order
 
 
 def _may_beat(entry: _Entry, rival: Found[T]) -> bool:

@@ -152,7 +152,7 @@ def search(
             "cluster", "has devices that differ, and a graph of layers needs devices that are alike"
         )
     if cluster.mixed:
-        from planner.mixed_search import search_mixed  # noqa: PLC0415 - it imports this module
+        from planner.spaces.mixed import search_mixed  # noqa: PLC0415 - it imports this module
 
         return search_mixed(
             model,
@@ -170,7 +170,7 @@ def search(
     if not candidates.families:
         raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))
     if model.edges:
-        from planner.graph_search import search_graph  # noqa: PLC0415 - it imports this module
+        from planner.spaces.graph import search_graph  # noqa: PLC0415 - it imports this module
 
         name = cluster_name or cluster.name
         return search_graph(

@@ -18,22 +18,21 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.certificate import OUT_OF_MEMORY
+from planner.certificate import BOUNDS, COMMUNICATION, OUT_OF_MEMORY
 from planner.cluster import ClusterSpec
-from planner.formulation import instance_of, plan_of
-from planner.frontier import FrontierStore
-from planner.group_costs import GroupCosts
+from planner.formulation import plan_of
 from planner.inner import solve
 from planner.instance import Infeasible, Instance, Solution, priced
-from planner.layout_queue import Found, Lost
+from planner.layout_queue import Bound, Found, Lost
 from planner.model import ModelGraph
 from planner.native import refusal
 from planner.pins import Pins
-from planner.plan import Job, Layout, Plan, PlannedGroup, Share
+from planner.plan import Job, Layout, Plan, Share
 from planner.predict import placements_of, predict
 from planner.ranked import Ranked
 from planner.shares import Replica, fastest_shares
 from planner.space import LARGEST_MICRO_BATCH, divisors
+from planner.spaces.groups import GroupSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +51,35 @@ class Shared:
         return self.split.optimal
 
 
-class ShareSpace:
+class ShareSpace(GroupSpace):
     """The layouts without a pipeline that use each of some groups whole."""
 
-    def __init__(self, model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> None:
-        self.model = model
-        self.cluster = cluster
-        self.job = job
-        self.pins = pins
-        self.costs = GroupCosts(model, cluster, job)
-        self._frontiers = FrontierStore()
+    def __init__(
+        self,
+        model: ModelGraph,
+        cluster: ClusterSpec,
+        job: Job,
+        pins: Pins,
+        whole: ClusterSpec | None = None,
+    ) -> None:
+        super().__init__(model, cluster, job, pins, whole)
         some = cluster.groups[0].model_copy(
             update={"nodes": cluster.devices, "devices_per_node": 1, "tiers": None}
         )
         self._alike = cluster.model_copy(update={"groups": (some,)})
 
-    def layouts(self, refused: dict[str, int]) -> Iterator[Layout]:
-        """Yield every layout that can run; count the others by reason."""
-        for layout in self._every_layout():
-            if not self.pins.allow(layout):
-                continue
-            why = refusal(self.model, self._alike, self.job, layout)
-            if why is None:
-                yield layout
-            else:
-                refused[why] = refused.get(why, 0) + 1
+    @property
+    def bounds(self) -> Sequence[tuple[str, Bound]]:
+        """Lower bounds on a layout's seconds, and what falls to each."""
+        return [(BOUNDS[COMMUNICATION], self.bound_s)]
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        return refusal(self.model, self._alike, self.job, layout)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield every layout that keeps what the user fixed."""
+        return filter(self.pins.allow, self._every_layout())
 
     def _every_layout(self) -> Iterator[Layout]:
         """`micro_batches` is the mean share, rounded up."""
@@ -130,7 +133,7 @@ class ShareSpace:
         best: tuple[float, tuple[int, ...], Solution] | None = None
         least_s: dict[str, float] = {}
         for name, chain in chains.items():
-            fastest = solve(chain, frontiers=self._frontiers)
+            fastest = solve(chain, frontiers=self.frontiers)
             if not isinstance(fastest, Solution):
                 reason = fastest.reason if isinstance(fastest, Infeasible) else ""
                 return Lost(OUT_OF_MEMORY, reason=reason)
@@ -174,23 +177,14 @@ class ShareSpace:
 
     def _chains(self, layout: Layout) -> dict[str, Instance]:
         """Return each group's problem of one stage, all with the memory of the smallest device."""
-        chains = {
-            group.name: instance_of(
-                self.model,
-                self.cluster.part((group,)),
-                layout,
-                self.costs.tables[group.name].of(layout),
-                self.pins.recompute,
-            )
-            for group in self.cluster.groups
-        }
+        chains = self.chains(layout)
         room = min(chain.stages[0].capacity_bytes for chain in chains.values())
         return {
             name: replace(chain, stages=(replace(chain.stages[0], capacity_bytes=room),))
             for name, chain in chains.items()
         }
 
-    def ranked(self, found: Found[Shared], cluster: ClusterSpec, cluster_name: str) -> Ranked:
+    def ranked(self, found: Found[Shared], cluster_name: str) -> Ranked:
         """Return the plan of some shares and its prediction."""
         shared, layout = found.split, found.layout
         mean = -(-self.job.global_batch // (layout.micro_batch * layout.data))
@@ -208,9 +202,7 @@ class ShareSpace:
                 **dict(plain),
                 "global_batch": self.job.global_batch,
                 "micro_batches": layout.micro_batches,
-                "groups": tuple(
-                    PlannedGroup(name=group.name, devices=group.devices) for group in cluster.groups
-                ),
+                "groups": self.planned_groups,
                 "shares": tuple(
                     Share(group=group, micro_batches=count)
                     for group, count in zip(shared.groups, shared.micro_batches, strict=True)
@@ -221,7 +213,7 @@ class ShareSpace:
         return Ranked(
             plan=plan,
             objective_s=found.objective_s,
-            prediction=predict(plan, self.model, cluster),
+            prediction=predict(plan, self.model, self.whole),
         )
 
 

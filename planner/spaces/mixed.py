@@ -1,7 +1,7 @@
 """The search where device groups differ: which groups, which layout, what runs where.
 
 Every non-empty set of the cluster's groups may be used, each group of it whole: as stages of a
-pipeline, or, without one, as data-parallel ranks with shares of their own (`planner.share_search`).
+pipeline, or, without one, as data-parallel ranks with shares of their own (`planner.spaces.shares`).
 For each layout of a pipeline the order of the groups along it, the cuts and every layer's
 recomputation are chosen together, exactly (`planner.unequal`).  Layouts wait in
 `planner.layout_queue` by
@@ -17,44 +17,32 @@ it and T_g = Σ_l t_gl, weighing the stages by 1 / T_g gives
 from __future__ import annotations
 
 import itertools
-import math
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from planner.certificate import (
-    BOUNDS,
-    CHOSEN,
-    COMMUNICATION,
-    OUT_OF_MEMORY,
-    REFUSED,
-    SLOWER,
-    Account,
-)
+from planner.certificate import BOUNDS, COMMUNICATION, OUT_OF_MEMORY
 from planner.cluster import ClusterSpec
 from planner.costs import refusal
-from planner.errors import DocumentError, NoPlanFits
-from planner.formulation import instance_of, plan_of
-from planner.frontier import FrontierStore
-from planner.group_costs import SEVERAL_KINDS, GroupCosts
-from planner.instance import Infeasible, Instance
-from planner.layout_queue import Found, Lost, best_first
+from planner.errors import DocumentError
+from planner.formulation import plan_of
+from planner.group_costs import SEVERAL_KINDS
+from planner.instance import Infeasible
+from planner.layout_queue import Bound, Found, Lost
 from planner.misses import nothing_runs
 from planner.model import ModelGraph
 from planner.native import GROUP_SCHEDULES
 from planner.pins import Pins
-from planner.plan import Job, Layout, Plan, PlannedGroup, Stage
+from planner.plan import Job, Layout, Plan, Stage
 from planner.predict import placement_prediction, placements_of
 from planner.profile import Profile
 from planner.ranked import Ranked
 from planner.search import Answer
-from planner.share_search import ShareSpace
 from planner.space import every_degrees, micro_batches, sharings, timetables
+from planner.spaces.groups import GroupSpace
+from planner.spaces.search import Misses, Progress, Refusals, Space, search_spaces
+from planner.spaces.shares import ShareSpace
 from planner.unequal import solve_unequal
 from planner.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
-
-T = TypeVar("T")
-Progress = Callable[[int, int], None]
 
 
 def search_mixed(
@@ -74,91 +62,36 @@ def search_mixed(
         raise DocumentError("solver", f"is '{solver}'; devices that differ need 'exact'")
     if profile is not None:
         raise DocumentError("profile", SEVERAL_KINDS)
-    started = time.process_time()
-    account = Account()
-    refused: dict[str, int] = {}
-    found: list[tuple[Space[Any], Found[Any]]] = []
-    misses: list[tuple[Layout, str]] = []
-    solved = 0
-    for space in _spaces(model, cluster, job, pins):
-        best_s = min((one.objective_s for _, one in found), default=math.inf)
-        outcome = best_first(
-            space.layouts(refused),
-            bounds=[(BOUNDS[COMMUNICATION], space.bound_s)],
-            solve=space.solve,
-            account=account,
-            top=top,
-            below_s=best_s if top == 1 else math.inf,
-            progress=progress,
-        )
-        found += [(space, one) for one in outcome.best]
-        misses += outcome.misses
-        solved += outcome.solved
-    account.counts[REFUSED] += sum(refused.values())
-    if not found:
-        raise NoPlanFits(
-            _closest_miss(model, cluster, job, misses)
-            if misses
-            else nothing_runs(model, cluster, job, refused)
-        )
-    found.sort(key=lambda pair: pair[1].rank)
-    account.counts[CHOSEN] += 1
-    for _, loser in found[1:]:
-        account.lost(SLOWER, loser.layout, objective_s=loser.objective_s)
-    ranked = tuple(space.ranked(one, cluster, cluster_name) for space, one in found[:top])
-    winner = found[0][1]
-    return Answer(
-        plan=ranked[0].plan,
-        prediction=ranked[0].prediction,
-        certificate=account.certificate(
-            objective_s=winner.objective_s,
-            lower_bound_s=winner.lower_bound_s,
-            optimal=winner.split.optimal,
-            solver="exact",
-        ),
-        search_s=time.process_time() - started,
-        top=ranked,
-        solved=solved,
+
+    def why_nothing(refused: Refusals, misses: Misses) -> str:
+        if misses:
+            return _closest_miss(model, cluster, job, misses)
+        return nothing_runs(model, cluster, job, refused)
+
+    return search_spaces(
+        _spaces(model, cluster, job, pins),
+        cluster_name=cluster_name,
+        refused={},
+        why_nothing=why_nothing,
+        top=top,
+        progress=progress,
     )
 
 
-class Space(Protocol[T]):
-    """Layouts of some groups of a cluster, and their best plans."""
-
-    def layouts(self, refused: dict[str, int]) -> Iterator[Layout]:
-        """Yield every layout that can run; count the others by reason."""
-
-    def bound_s(self, layout: Layout) -> float:
-        """Least seconds of a step."""
-
-    def solve(self, layout: Layout, cutoff_s: float, /) -> Found[T] | Lost:
-        """Return the best split of a layout."""
-
-    def ranked(self, found: Found[T], cluster: ClusterSpec, cluster_name: str) -> Ranked:
-        """Return the plan of a split and its prediction; `cluster` is the whole one."""
-
-
-class MixedSpace:
+class MixedSpace(GroupSpace):
     """The layouts of some groups that use each of them whole, a stage on each."""
 
-    def __init__(self, model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> None:
-        self.model = model
-        self.cluster = cluster
-        self.job = job
-        self.pins = pins
-        self.costs = GroupCosts(model, cluster, job)
-        self._frontiers = FrontierStore()
+    @property
+    def bounds(self) -> Sequence[tuple[str, Bound]]:
+        """Lower bounds on a layout's seconds, and what falls to each."""
+        return [(BOUNDS[COMMUNICATION], self.bound_s)]
 
-    def layouts(self, refused: dict[str, int]) -> Iterator[Layout]:
-        """Yield every layout that can run; count the others by reason."""
-        for layout in self._every_layout():
-            why = refusal(self.model, self.cluster, self.job, layout)
-            if why is None:
-                yield layout
-            else:
-                refused[why] = refused.get(why, 0) + 1
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        return refusal(self.model, self.cluster, self.job, layout)
 
-    def _every_layout(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[Layout]:
+        """Yield every layout that keeps what the user fixed."""
         for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
             for zero, shard in sharings(degrees, self.pins):
                 for size, count in micro_batches(self.job, degrees, self.pins):
@@ -180,7 +113,7 @@ class MixedSpace:
 
     def instance(self, layout: Layout) -> UnequalInstance:
         """Return the partition problem of a layout."""
-        chains = self._chains(layout)
+        chains = self.chains(layout)
         stages = self.costs.stages_of(layout)
         some = next(iter(chains.values()))
         return UnequalInstance(
@@ -206,7 +139,7 @@ class MixedSpace:
 
     def bound_s(self, layout: Layout) -> float:
         """Least seconds of a step, memory ignored; see the head of this module."""
-        chains = list(self._chains(layout).values())
+        chains = list(self.chains(layout).values())
         stages = list(self.costs.stages_of(layout).values())
         layers, steady = chains[0].layers, chains[0].steady
         time_s = [[min(o.time_s for o in table) for table in chain.kinds] for chain in chains]
@@ -233,7 +166,7 @@ class MixedSpace:
 
     def solve(self, layout: Layout, _: float) -> Found[UnequalSolution] | Lost:
         """Return the best order of groups, cuts and options of a layout."""
-        answer = solve_unequal(self.instance(layout), frontiers=self._frontiers)
+        answer = solve_unequal(self.instance(layout), frontiers=self.frontiers)
         if isinstance(answer, Infeasible):
             return Lost(OUT_OF_MEMORY, reason=answer.reason)
         step_s = self._step_s(layout)
@@ -241,10 +174,8 @@ class MixedSpace:
             answer.split.objective_s + step_s, answer.split.lower_bound_s + step_s, layout, answer
         )
 
-    def ranked(
-        self, found: Found[UnequalSolution], cluster: ClusterSpec, cluster_name: str
-    ) -> Ranked:
-        """Return the plan of a split and its prediction; `cluster` is the whole one."""
+    def ranked(self, found: Found[UnequalSolution], cluster_name: str) -> Ranked:
+        """Return the plan of a split and its prediction."""
         layout, groups = found.layout, found.split.stage_types
         tables = self.costs.tables[groups[0]]
         plain = plan_of(
@@ -259,9 +190,7 @@ class MixedSpace:
         plan = Plan(
             **{
                 **dict(plain),
-                "groups": tuple(
-                    PlannedGroup(name=group.name, devices=group.devices) for group in cluster.groups
-                ),
+                "groups": self.planned_groups,
                 "stages": tuple(
                     Stage(layers=stage.layers, group=group)
                     for stage, group in zip(plain.stages, groups, strict=True)
@@ -282,19 +211,6 @@ class MixedSpace:
 
     def _step_s(self, layout: Layout) -> float:
         return max(costs.step_s for costs in self.costs.costs(layout).values())
-
-    def _chains(self, layout: Layout) -> dict[str, Instance]:
-        """Return the problem of each group as if it ran all stages."""
-        return {
-            group.name: instance_of(
-                self.model,
-                self.cluster.part((group,)),
-                layout,
-                self.costs.tables[group.name].of(layout),
-                self.pins.recompute,
-            )
-            for group in self.cluster.groups
-        }
 
     def _crossings_s(self, layout: Layout) -> list[list[float]]:
         """[group before][group after] Seconds that each of two neighbours spends on a boundary."""
@@ -320,8 +236,8 @@ def _spaces(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> It
         for groups in itertools.combinations(cluster.groups, count):
             part = cluster.part(groups)
             if part.mixed:
-                yield ShareSpace(model, part, job, pins)
-            yield MixedSpace(model, part, job, pins)
+                yield ShareSpace(model, part, job, pins, cluster)
+            yield MixedSpace(model, part, job, pins, cluster)
 
 
 def _closest_miss(

@@ -14,7 +14,6 @@ from planner.costs import CostTables
 from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.group_costs import GroupCosts
-from planner.mixed_search import MixedSpace
 from planner.model import ModelGraph
 from planner.operator_table import RECOMPUTES
 from planner.parameters import graph_of
@@ -22,7 +21,9 @@ from planner.pins import Pins
 from planner.plan import Job, Layout
 from planner.predict import layout_prediction, predict
 from planner.search import Answer, search
-from planner.share_search import ShareSpace
+from planner.spaces.mixed import MixedSpace
+from planner.spaces.search import runnable
+from planner.spaces.shares import ShareSpace
 from tests.planner.test_unequal import least_objective_s
 
 
@@ -102,13 +103,13 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
         for groups in itertools.combinations(cluster.groups, count):
             part = cluster.part(groups)
             space = MixedSpace(case.model, part, case.job, case.pins)
-            for layout in space.layouts({}):
+            for layout in runnable(space, {}):
                 least_s = least_objective_s(space.instance(layout))
                 assert space.bound_s(layout) <= least_s * (1 + 1e-9)
                 best_s = min(best_s, least_s)
             if part.mixed:
                 shares = ShareSpace(case.model, part, case.job, case.pins)
-                for layout in shares.layouts({}):
+                for layout in runnable(shares, {}):
                     least_s = least_shared_s(case, part, layout)
                     assert shares.bound_s(layout) <= least_s * (1 + 1e-9)
                     best_s = min(best_s, least_s)
@@ -202,7 +203,7 @@ def test_a_group_that_a_stage_would_straddle_is_refused() -> None:
     space = MixedSpace(llama(4), cluster, Case("", 4).job, Pins())
     refused: dict[str, int] = {}
 
-    layouts: list[Layout] = list(space.layouts(refused))
+    layouts: list[Layout] = list(runnable(space, refused))
 
     assert {layout.pipeline for layout in layouts} <= {5}
 

@@ -13,7 +13,6 @@ from planner.costs import CostTables
 from planner.crossings import crossings, crossings_of, in_order, sink_kind, widest_bytes
 from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_cluster
-from planner.graph_search import GraphSpace
 from planner.model import Edge, Layer, LayerTrace, ModelGraph
 from planner.operator_table import RECOMPUTES
 from planner.pins import Pins
@@ -22,6 +21,7 @@ from planner.predict import layout_prediction, predict
 from planner.schedule import orders
 from planner.search import Answer, search
 from planner.simulate import timeline
+from planner.spaces.graph import GraphSpace
 from tests.planner.small_graphs import least_objective_s, splits
 
 JOB = Job(seq_len=64, global_batch=12, precision="fp32")

@@ -13,30 +13,20 @@ Layouts wait in `planner.layout_queue` by their computation and their least comm
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from planner.candidates import Candidates
-from planner.certificate import (
-    BOUNDS,
-    CHOSEN,
-    COMMUNICATION,
-    OUT_OF_MEMORY,
-    REFUSED,
-    SLOWER,
-    UNFINISHED,
-    Account,
-)
+from planner.certificate import BOUNDS, COMMUNICATION, OUT_OF_MEMORY, UNFINISHED
 from planner.costs import CostTables
 from planner.crossings import MOST_IDEALS, in_order
-from planner.errors import DocumentError, NoPlanFits
+from planner.errors import DocumentError
 from planner.formulation import instance_of, plan_of
 from planner.frontier import FrontierStore
 from planner.graph_instance import GraphInstance, GraphSolution, Undecided
 from planner.instance import Infeasible
 from planner.lattice import solve_graph
-from planner.layout_queue import Found, Lost, best_first
+from planner.layout_queue import Bound, Found, Lost
 from planner.misses import nothing_runs
 from planner.model import ModelGraph
 from planner.plan import Layout, Plan, PlannedModel
@@ -44,8 +34,8 @@ from planner.predict import placement_prediction, placements_of
 from planner.ranked import Ranked
 from planner.search import Answer
 from planner.seats import branching
+from planner.spaces.search import Misses, Progress, Refusals, search_spaces
 
-Progress = Callable[[int, int], None]
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
 
@@ -61,45 +51,24 @@ def search_graph(
     """Return the fastest plan that fits, with its proof; `candidates` are of a model with edges."""
     if solver != "exact":
         raise DocumentError("solver", f"is '{solver}'; graphs of layers need 'exact'")
-    started = time.process_time()
     model, cluster, job = candidates.model, candidates.cluster, candidates.job
-    account = Account()
-    space = GraphSpace(candidates)
-    layouts = list(candidates.layouts())
-    if not layouts:
-        raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))
-    outcome = best_first(
-        layouts,
-        bounds=[(BOUNDS[COMMUNICATION], candidates.communication_s)],
-        solve=space.solve,
-        account=account,
-        top=top,
-        progress=progress,
-    )
-    account.counts[REFUSED] += sum(candidates.refused.values())
-    if not outcome.best:
-        reasons = [reason for _, reason in outcome.misses if reason]
-        raise NoPlanFits(
+
+    def why_nothing(refused: Refusals, misses: Misses) -> str:
+        if not misses:
+            return nothing_runs(model, cluster, job, refused)
+        reasons = [reason for _, reason in misses if reason]
+        return (
             f"no plan of {model.name} fits {cluster.name} at sequence {job.seq_len} and global "
             f"batch {job.global_batch}: {reasons[0] if reasons else 'every layout lacks memory'}"
         )
-    winner, *losers = outcome.best
-    account.counts[CHOSEN] += 1
-    for loser in losers:
-        account.lost(SLOWER, loser.layout, objective_s=loser.objective_s)
-    ranked = tuple(space.ranked(found, cluster_name) for found in outcome.best[:top])
-    return Answer(
-        plan=ranked[0].plan,
-        prediction=ranked[0].prediction,
-        certificate=account.certificate(
-            objective_s=winner.objective_s,
-            lower_bound_s=winner.lower_bound_s,
-            optimal=winner.split.optimal,
-            solver="exact",
-        ),
-        search_s=time.process_time() - started,
-        top=ranked,
-        solved=outcome.solved,
+
+    return search_spaces(
+        [GraphSpace(candidates)],
+        cluster_name=cluster_name,
+        refused=candidates.refused,
+        why_nothing=why_nothing,
+        top=top,
+        progress=progress,
     )
 
 
@@ -111,6 +80,20 @@ class GraphSpace:
         self._tables: CostTables = candidates.tables
         self._model: ModelGraph = in_order(candidates.model)
         self._frontiers = FrontierStore()
+
+    @property
+    def bounds(self) -> Sequence[tuple[str, Bound]]:
+        """Lower bounds on a layout's seconds, and what falls to each."""
+        return [(BOUNDS[COMMUNICATION], self._candidates.communication_s)]
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield every layout that keeps what the user fixed."""
+        for family in self._candidates.families:
+            yield from family.layouts()
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        return self._candidates.refusal(layout)
 
     def instance(self, layout: Layout) -> GraphInstance:
         """Return the partition problem of a layout."""
