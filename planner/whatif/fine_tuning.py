@@ -1,8 +1,9 @@
 """Fine-tuning with adapters (LoRA, QLoRA): the best layout by the rules of public fine-tuners.
 
 The search plans full training; with frozen weights the choice is small enough to look at all of
-it: replicas or ZeRO-3 over all devices, tensor parallelism inside a node, the micro-batch,
-recomputation (none, half of the blocks, all), frozen weights on the device or in host memory.
+it, by the rules of each fine-tuner in turn: replicas or ZeRO over all devices, tensor and context
+parallelism inside a node, the micro-batch, recomputation (none, half of the blocks, all), frozen
+weights on the device or in host memory.
 
 Weights in host memory cross the host's link in both passes of every micro-batch, each rank its own
 share, hidden behind the layers' computation as far as that lasts.
@@ -12,20 +13,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from planner.backends.prediction import run_prediction
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError, NoPlanFits
+from planner.formulation import planned_bytes
 from planner.model import ModelGraph
 from planner.plan import Job
 from planner.prediction import Prediction
-from planner.runs import Run
+from planner.runs import Recomputed, Run
 from planner.space import divisors
 from planner.units import bytes_text
 
 LARGEST_MICRO_BATCH = 32
 QUANTISED_BYTES, WORKING_BYTES = 0.53, 2.0
 """Per frozen weight: 4 bits with a scale for every 64, or bf16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuner:
+    """What a public fine-tuner offers."""
+
+    framework: str
+    """Whose accounting rules price it."""
+    zero: tuple[int, ...]
+    recompute: tuple[Recomputed, ...]
+    offload: tuple[str, ...] = ("none",)
+    context: bool = False
+
+
+TRANSFORMERS = Tuner(
+    framework="transformers",
+    zero=(0, 3),
+    recompute=("none", "selective", "partial", "full"),
+    offload=("none", "params"),
+)
+MEGATRON = Tuner(
+    framework="megatron", zero=(1,), recompute=("none", "selective", "full"), context=True
+)
+"""NeMo's: sequence parallelism, adapters of attention alone, weights in 8 bits under fp8."""
 
 
 def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool) -> Prediction:
@@ -35,6 +62,8 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
     best: Prediction | None = None
     leanest: Prediction | None = None
     lacks: list[tuple[float, str]] = []
+    device = cluster.groups[0].accelerator
+    room_bytes = planned_bytes(device, device.memory_bytes)
     for run, text in _runs(model, cluster, job, quantised=quantised):
         found = run_prediction(run, model, text)
         if "params" in run.offload:
@@ -43,7 +72,7 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
                 lacks.append(short)
                 continue
             found = _with_offload(found, run, cluster, model, quantised=quantised)
-        fits = found.fits and _peak(found) <= cluster.groups[0].accelerator.memory_bytes
+        fits = found.fits and _peak(found) <= room_bytes
         if fits and (best is None or found.step_time_s < best.step_time_s):
             best = found
         if leanest is None or _peak(found) < _peak(leanest):
@@ -54,10 +83,9 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
         raise NoPlanFits(
             f"no layout divides a global batch of {job.global_batch} over {cluster.devices} devices"
         )
-    device = cluster.groups[0].accelerator
     raise NoPlanFits(
         f"the leanest layout, {leanest.layout}, needs {bytes_text(_peak(leanest))} of "
-        f"{bytes_text(device.memory_bytes)} on each device"
+        f"{bytes_text(room_bytes)} to be filled on each device"
         + (f"; with weights on the host, {min(lacks)[1]}" if lacks else "")
     )
 
@@ -69,41 +97,54 @@ def _peak(prediction: Prediction) -> float:
 def _runs(
     model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool
 ) -> Iterator[tuple[Run, str]]:
+    """Yield every layout of every fine-tuner, with its words."""
     group, architecture = cluster.groups[0], model.architecture
     assert architecture is not None
-    for tensor in divisors(group.devices_per_node):
-        if architecture.kv_heads % tensor or (tensor > 1 and quantised):
-            continue
-        data = cluster.devices // tensor
-        if job.global_batch % data:
-            continue
-        for zero in (0, 3) if data > 1 else (0,):
-            for micro_batch in divisors(job.global_batch // data):
-                if micro_batch > LARGEST_MICRO_BATCH:
+    tuners = (TRANSFORMERS,) if quantised else (TRANSFORMERS, MEGATRON)
+    for tuner in tuners:
+        for tensor in divisors(group.devices_per_node) if not quantised else (1,):
+            if architecture.kv_heads % tensor:
+                continue
+            for context in divisors(group.devices_per_node // tensor) if tuner.context else (1,):
+                if job.seq_len % (2 * context) and context > 1:
                     continue
-                for recompute in ("none", "selective", "partial", "full"):
-                    for offload in ("none", "params"):
-                        yield (
-                            Run(
-                                architecture=architecture,
-                                cluster=cluster,
-                                task="qlora" if quantised else "lora",
-                                framework="transformers",
-                                seq_len=job.seq_len,
-                                global_batch=job.global_batch,
-                                micro_batch=micro_batch,
-                                tensor=tensor,
-                                data=data,
-                                zero=zero,
-                                recompute=recompute,
-                                offload=offload,
-                                precision=job.precision,
-                                quantised=quantised,
-                            ),
-                            f"tp={tensor} dp={data} zero={zero} micro_batch={micro_batch} "
-                            f"recompute={recompute}"
-                            + (" offload=parameters" if offload == "params" else ""),
-                        )
+                data = cluster.devices // (tensor * context)
+                if job.global_batch % data:
+                    continue
+                for micro_batch in divisors(job.global_batch // data):
+                    if micro_batch > LARGEST_MICRO_BATCH:
+                        continue
+                    for zero in tuner.zero if data > 1 else (0,):
+                        for recompute in tuner.recompute:
+                            for offload in tuner.offload:
+                                run = Run(
+                                    architecture=architecture,
+                                    cluster=cluster,
+                                    task="qlora" if quantised else "lora",
+                                    framework=tuner.framework,
+                                    seq_len=job.seq_len,
+                                    global_batch=job.global_batch,
+                                    micro_batch=micro_batch,
+                                    tensor=tensor,
+                                    context=context,
+                                    data=data,
+                                    zero=zero,
+                                    recompute=recompute,
+                                    offload=offload,
+                                    precision=job.precision,
+                                    quantised=quantised,
+                                )
+                                yield run, _words(run)
+
+
+def _words(run: Run) -> str:
+    parts = [f"tp={run.tensor}", f"dp={run.data}"]
+    if run.context > 1:
+        parts.append(f"cp={run.context}")
+    parts += [f"zero={run.zero}", f"micro_batch={run.micro_batch}", f"recompute={run.recompute}"]
+    if run.offload == "params":
+        parts.append("offload=parameters")
+    return " ".join(parts)
 
 
 def _with_offload(

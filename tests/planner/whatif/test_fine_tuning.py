@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import NoPlanFits
-from planner.expressions import cluster_of, resolve_model
+from planner.expressions import cluster_of, resolve_cluster, resolve_model
 from planner.plan import Job
 from planner.whatif.fine_tuning import tuned
 
@@ -36,3 +36,12 @@ def test_host_memory_holds_what_devices_cannot() -> None:
     assert "offload=parameters" in found.layout
     assert found.step_parts["offload"] >= 0
     assert sum(found.step_parts.values()) == pytest.approx(found.step_time_s)
+
+
+def test_weights_in_8_bits_take_a_byte_each() -> None:
+    model, eight = resolve_model("llama-2-70b"), resolve_cluster("8xh200-sxm")
+    found = tuned(model, eight, Job(seq_len=4096, global_batch=8, precision="fp8"), quantised=False)
+    # All 69.0e9 weights on each device; in 16 bits they would take 138e9 of its 141e9 bytes.
+    assert found.layout.startswith("tp=1 dp=8")
+    parameters = found.stages[0].memory_parts["states"]
+    assert parameters == pytest.approx(69.0e9, rel=0.03)
