@@ -1,7 +1,7 @@
 """The search where device groups differ: which groups, which layout, what runs where.
 
 Every non-empty set of the cluster's groups may be used, each group of it whole: as stages of a
-pipeline, or, without one, as data-parallel ranks with shares of their own (`planner.spaces.shares`).
+pipeline, or, without one, as data-parallel ranks with their own shares (`planner.spaces.shares`).
 For each layout of a pipeline the order of the groups along it, the cuts and every layer's
 recomputation are chosen together, exactly (`planner.unequal`).  Layouts wait in
 `planner.layout_queue` by
