@@ -20,6 +20,7 @@ from meshwright import commands
 from planner.errors import DocumentError, MeshwrightError
 from planner.instance import Infeasible, Solution
 from planner.native import CAVEAT_SOURCE
+from planner.report.solution_text import solution_json, solution_text
 from planner.report.text import answer_text, prediction_lines
 from planner.report.validation_text import validation_text
 from planner.units import bytes_text, count_text, seconds_text
@@ -202,29 +203,21 @@ def predict(
 
 @app.command()
 def solve(
-    problem: Annotated[str, typer.Argument(help="A partition problem: docs/schemas/problem.json")],
+    problem: Annotated[
+        str, typer.Argument(help="A partition problem, YAML or JSON: docs/problem.md")
+    ],
     solver: Annotated[Solver, typer.Option("--solver")] = Solver.EXACT,
     json: Json = False,
 ) -> None:
     """Solve a bare partition problem exactly, for comparison with other solvers."""
-    result = commands.solve(problem, solver=solver.value)
+    solved = commands.solve(problem, solver=solver.value)
     if json:
-        print(commands.as_json(commands.solution_json(result)))
-    elif isinstance(result, Solution):
-        proof = "optimal" if result.optimal else f"gap {100 * result.gap:.2g} %"
-        out.print(f"{seconds_text(result.objective_s)} ({proof})")
-        table = Table("stage", "layers", "seconds", "bytes")
-        for stage in range(len(result.stage_s)):
-            table.add_row(
-                str(stage),
-                f"{result.cuts[stage]}-{result.cuts[stage + 1] - 1}",
-                f"{result.stage_s[stage]:.6g}",
-                bytes_text(result.stage_bytes[stage]),
-            )
-        out.print(table)
-    elif isinstance(result, Infeasible):
-        raise MeshwrightError(f"{problem}: no split fits: {result.reason}")
-    if isinstance(result, Infeasible):
+        print(commands.as_json(solution_json(solved.problem, solved.result)))
+    elif isinstance(solved.result, Solution):
+        out.print(solution_text(solved.problem, solved.result))
+    elif isinstance(solved.result, Infeasible):
+        raise MeshwrightError(f"{problem}: no split fits: {solved.result.reason}")
+    if isinstance(solved.result, Infeasible):
         raise typer.Exit(1)
 
 

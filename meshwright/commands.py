@@ -374,16 +374,24 @@ def comparison_cells(row: Comparison) -> tuple[str, str, str, str]:
     return row.quantity, text(row.predicted), text(row.measured), f"{100 * row.error:+.1f} %"
 
 
-def solve(problem: str, *, solver: str = "exact") -> Solution | Infeasible | Fathomed:
-    """Solve a bare partition problem (see docs/schemas/problem.json)."""
-    instance = document.read(Problem, problem).instance()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """A partition problem and its best split, or why there is none."""
+
+    problem: Problem
+    result: Solution | Infeasible | Fathomed
+
+
+def solve(problem: str, *, solver: str = "exact") -> Solved:
+    """Solve a bare partition problem; docs/problem.md has its format."""
+    stated = document.read(Problem, problem)
+    instance = stated.instance()
     if solver == "exact":
-        return solve_exactly(instance)
+        return Solved(problem=stated, result=solve_exactly(instance))
     if solver == "ilp":
         from planner.ilp import solve as solve_program  # noqa: PLC0415 - loads HiGHS
 
-        result: Solution | Infeasible | Fathomed = solve_program(instance)
-        return result
+        return Solved(problem=stated, result=solve_program(instance))
     raise DocumentError("solver", f"is '{solver}'; the solvers are exact and ilp")
 
 
@@ -550,24 +558,6 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         ],
         "search_s": answer.search_s,
     }
-
-
-def solution_json(result: Solution | Infeasible | Fathomed) -> dict[str, Any]:
-    """Return what `solve --json` prints."""
-    if isinstance(result, Solution):
-        return {
-            "feasible": True,
-            "objective_s": result.objective_s,
-            "lower_bound_s": result.lower_bound_s,
-            "optimal": result.optimal,
-            "cuts": list(result.cuts),
-            "options": list(result.options),
-            "stage_s": list(result.stage_s),
-            "stage_bytes": list(result.stage_bytes),
-        }
-    if isinstance(result, Infeasible):
-        return {"feasible": False, "reason": result.reason}
-    return {"feasible": None, "lower_bound_s": result.lower_bound_s}
 
 
 def run_json(run: Run) -> dict[str, Any]:

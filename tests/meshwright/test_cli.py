@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +157,26 @@ def test_solve_splits_what_a_person_wrote(here: Path, capfd: pytest.CaptureFixtu
 
     assert result["cuts"] == [0, 2, 4] and result["optimal"]
     assert result["objective_s"] == pytest.approx((4 - 1) * 6 + 12)
+
+
+def test_the_problem_of_the_docs_is_solved_as_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[2] / "docs/problem.md").read_text()
+    problem, shown = re.findall(r"```(?:yaml)?\n(.*?)```", text, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("problem.yaml").write_text(problem)
+
+    assert cli.main(["solve", "problem.yaml"]) == 0
+
+    printed = re.sub(r"[│┃ ]+", " ", capfd.readouterr().out)
+    for line in shown.splitlines()[3:]:
+        assert re.sub(" +", " ", line) in printed
+    exact = answer(capfd, "solve", "problem.yaml")
+    program = answer(capfd, "solve", "problem.yaml", "--solver", "ilp")
+    assert program["objective_s"] == pytest.approx(exact["objective_s"])
+    assert exact["stages"][3]["options"] == ["keep"] * 5
+    assert [stage["bytes"] for stage in exact["stages"]] == exact["stage_bytes"]
 
 
 @pytest.mark.parametrize("shelf", ["accelerators", "nodes", "models", "prices"])
