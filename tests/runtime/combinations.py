@@ -84,7 +84,8 @@ class Row:
     @property
     def model(self) -> tuple[str, bool, int]:
         """(family, tied, blocks): what decides which model is trained."""
-        return self.family, self.tied, 3 if self.stages <= 4 else 6
+        blocks = 2 if self.stages <= 2 else 3 if self.stages <= 4 else 6
+        return self.family, self.tied, blocks
 
     @property
     def micro_batches(self) -> int:

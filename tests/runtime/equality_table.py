@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -20,7 +23,7 @@ every mesh with each of them, and every schedule and recompute choice under ever
 each of the others.  What the runtime refuses stands in `planner/native.py`.
 
 This page was written by that run, {date}, torch {torch}, gloo on CPU: {done} of {rows} rows,
-{steps} steps each.
+{steps} steps each, in {minutes:.0f} minutes of training.
 Each figure is the largest relative error of losses, of gradient norms or of any weight over all
 ranks, against one process in the same precision.  Rows must stay below {exact:g}, and rows with a
 choice that rounds below its bounds of losses / norms / weights: {bounds}.
@@ -49,15 +52,70 @@ class Result:
         return all(self.errors[name] < most for name, most in bound(self.row)._asdict().items())
 
 
-def text(results: Sequence[Result], *, rows: int) -> str:
+@dataclass(frozen=True)
+class Failure:
+    """A row that did not train to its end."""
+
+    row: Row
+    reason: str
+    within = False
+
+    @property
+    def text(self) -> str:
+        return f"{self.row.ranks} ranks, {self.row.text}: {self.reason}"
+
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("planner/**/*.py", "runtime/*.py", "tests/runtime/*.py")
+
+
+class Records:
+    """Results of all rows so far, kept in a file that belongs to one state of the sources."""
+
+    def __init__(self, folder: Path, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        self.results: dict[Row, Result | Failure] = {}
+        self._file = folder / f"{_state()}.jsonl"
+        by_text = {(row.ranks, row.text): row for row in rows}
+        if self._file.exists():
+            for line in self._file.read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                row = by_text[record["ranks"], record["row"]]
+                self.results[row] = Result(row, record["errors"], record["seconds"])
+
+    def left(self) -> list[Row]:
+        """Return the rows that have not trained to their end."""
+        return [row for row in self.rows if row not in self.results]
+
+    def add(self, result: Result | Failure) -> None:
+        """Keep a result; rows that fail are tried again by the next run."""
+        self.results[result.row] = result
+        if isinstance(result, Result):
+            record = {"ranks": result.row.ranks, "row": result.row.text}
+            record |= {"errors": result.errors, "seconds": result.seconds}
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def _state() -> str:
+    """Return a digest of all sources that training or its rows depend on."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def text(records: Records) -> str:
     """Return the document of a run that has trained so many of all its rows."""
+    results = [result for result in records.results.values() if isinstance(result, Result)]
     bounds = "; ".join(f"{name} {value} {most.text}" for (name, value), most in BOUNDS.items())
     title = TITLE.format(
         date=datetime.date.today().isoformat(),
         torch=torch.__version__,
         done=len(results),
-        rows=rows,
+        rows=len(records.rows),
         steps=STEPS,
+        minutes=sum(result.seconds for result in results) / 60,
         exact=EXACT.loss,
         bounds=bounds,
     )

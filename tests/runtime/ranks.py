@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -12,13 +13,82 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 WAIT_S = 60.0
+
+Job = tuple[Callable[..., Any], tuple[Any, ...]]
+"""What every rank calls, and with what."""
+
+
+class Crew:
+    """Ranks of one process group that do job after job.
+
+    The first rank that raises ends all, and its traceback is the error here; the next job starts
+    them anew.  The first job reaches the ranks through the fork, so it can be anything; later ones
+    go through pipes.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def do(self, work: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
+        """Run `work(*args)` on all ranks; return results by rank."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            if self._processes:
+                for pipe in self._pipes:
+                    pipe.send((work, args))
+            else:
+                self._start((work, args))
+            return _results(self._pipes, deadline)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """End the ranks, whatever they do."""
+        for process in self._processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self, first: Job) -> None:
+        # What is garbage here must not be collected there: a process group would wait for its
+        # threads, which a fork does not have.
+        gc.collect()
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name) / "store"
+        context = multiprocessing.get_context("fork")
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank, args=(rank, self.world, store, theirs, [ours, *self._pipes], first)
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
 
 
 def on_ranks(
@@ -28,31 +98,11 @@ def on_ranks(
 
     The first rank that raises ends all others, and its traceback is the error here.
     """
-    # What is garbage here must not be collected there: a process group would wait for its threads,
-    # which a fork does not have.
-    gc.collect()
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("fork")
-        pipes, processes = [], []
-        for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank, args=(rank, world, Path(folder) / "store", theirs, work, args)
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            return _results(pipes, time.monotonic() + timeout_s)
-        finally:
-            for process in processes:
-                if process.is_alive() and process.pid:
-                    os.kill(process.pid, signal.SIGKILL)
-                process.join()
+    with Crew(world) as crew:
+        return crew.do(work, *args, timeout_s=timeout_s)
 
 
-def _results(pipes: list[multiprocessing.connection.Connection], deadline: float) -> list[Any]:
+def _results(pipes: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
@@ -72,13 +122,11 @@ def _results(pipes: list[multiprocessing.connection.Connection], deadline: float
 
 
 def _rank(
-    rank: int,
-    world: int,
-    store: Path,
-    pipe: multiprocessing.connection.Connection,
-    work: Callable[..., Any],
-    args: tuple[Any, ...],
+    rank: int, world: int, store: Path, pipe: Connection, others: list[Connection], first: Job
 ) -> None:
+    for other in others:  # the parent's ends: a rank reads the end of its jobs when it closes them
+        other.close()
+    gc.freeze()  # what was there before the fork need not be looked through again and again
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -88,7 +136,10 @@ def _rank(
             world_size=world,
             timeout=datetime.timedelta(seconds=WAIT_S),
         )
-        pipe.send((True, work(*args)))
+        for work, args in itertools.chain([first], iter(pipe.recv, None)):
+            pipe.send((True, work(*args)))
+    except EOFError:
+        pass
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:

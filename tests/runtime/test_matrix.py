@@ -7,27 +7,34 @@ one of all pairs with every mesh of 2, 4 and 8 ranks, and writes docs/equality.m
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import random
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from planner.native import FAMILIES
 from planner.plan import Layout, Mesh, PlacedLayer, Plan
+from runtime.engine import Engine
 from tests.runtime import cases, combinations, equality_table
 from tests.runtime.combinations import EXACT, Row, bound, by_axis, by_mesh, cover, pairs, reason
-from tests.runtime.equality_table import Result
-from tests.runtime.ranks import on_ranks
+from tests.runtime.equality_table import Failure, Records, Result
+from tests.runtime.ranks import Crew, on_ranks
 from tests.runtime.runs import Run, errors, train_all
 
 PARTS = [(ranks, part, parts) for ranks, parts in ((2, 2), (4, 4)) for part in range(parts)]
-LARGE_PARTS = [
-    (ranks, part, parts) for ranks, parts in ((2, 2), (4, 6), (8, 12)) for part in range(parts)
-]
-"""(ranks, part, parts): rows of a part train in the same processes, one after another."""
+"""(ranks, part, parts) of the small cover, for the processes that share `make test`."""
 TABLE = Path(__file__).parents[2] / "docs" / "equality.md"
 MOST_ROWS = 130
 """Of the small cover: each takes a second or two of `make test`."""
+ROWS_OF_A_CREW = 40
+"""Rows that the same processes train: each new mesh costs them sockets until they end."""
+WRITE_EVERY_S = 20.0
 
 
 @functools.cache
@@ -40,85 +47,98 @@ def large() -> tuple[Row, ...]:
     return cover((2, 4, 8), by_mesh)
 
 
+@functools.cache
+def ready() -> None:
+    """Load what training loads, once, before ranks are forked from this process."""
+    for family in FAMILIES:
+        graph = combinations.graph_of((family, family == "gpt2", 2))
+        plan = cases.plan(graph, micro_batches=1)
+        Engine(plan, graph, device=torch.device("cpu")).step(cases.global_tokens(0))
+
+
 Alone = tuple[tuple[str, bool, int], str, int]
 """(model, precision, global batch): what one process trains for comparison."""
-_alone: dict[Alone, Run] = {}
 
 
-def alone(wanted: set[Alone]) -> dict[Alone, Run]:
+@functools.cache
+def alone(wanted: Alone) -> Run:
     """Train in one process, in one micro-batch, with nothing else that plans can say."""
-    lacking = sorted(wanted - _alone.keys())
-    plans = []
-    for model, precision, global_batch in lacking:
-        graph = combinations.graph_of(model)
-        plan = cases.plan(graph, precision=precision, global_batch=global_batch, micro_batches=1)
-        plans.append((graph.name, plan, graph))
-    if plans:
-        (runs,) = on_ranks(1, train_all, plans)
-        _alone.update(zip(lacking, (run for run, _ in runs), strict=True))
-    return _alone
+    model, precision, global_batch = wanted
+    graph = combinations.graph_of(model)
+    plan = cases.plan(graph, precision=precision, global_batch=global_batch, micro_batches=1)
+    # In a process of its own: 16 bits need a process group.
+    ((run, _),) = on_ranks(1, train_all, [(graph.name, plan, graph)])[0]
+    return run
 
 
-def results_of(rows: tuple[Row, ...], ranks: int) -> list[Result]:
-    """Train rows on their ranks, and compare each with one process."""
-    runs = on_ranks(
-        ranks, train_all, [(row.text, row.plan(), row.graph()) for row in rows], timeout_s=900.0
+def results_of(rows: Sequence[Row], ranks: int) -> Iterator[Result | Failure]:
+    """Train rows on so many ranks, one after another, and compare each with one process."""
+    ready()
+    for start in range(0, len(rows), ROWS_OF_A_CREW):
+        with Crew(ranks) as crew:
+            for row in rows[start : start + ROWS_OF_A_CREW]:
+                try:
+                    yield result_of(row, crew)
+                except (RuntimeError, TimeoutError) as error:
+                    yield Failure(row, str(error))
+
+
+def result_of(row: Row, crew: Crew) -> Result:
+    runs = crew.do(train_all, [(row.text, row.plan(), row.graph())])
+    found = errors(
+        [run for ((run, _),) in runs], alone((row.model, row.precision, row.global_batch))
     )
-    keys = [(row.model, row.precision, row.global_batch) for row in rows]
-    expected = alone(set(keys))
-    return [
-        Result(
-            row,
-            errors([of_rank[index][0] for of_rank in runs], expected[keys[index]]),
-            runs[0][index][1],
-        )
-        for index, row in enumerate(rows)
-    ]
+    return Result(row, found, max(seconds for ((_, seconds),) in runs))
 
 
-def check(results: list[Result]) -> None:
-    for result in results:
-        print(result.text, f"{result.seconds:.2f} s")
+def check(results: Sequence[Result | Failure]) -> None:
     bad = [result.text for result in results if not result.within]
-    assert not bad, "\n".join(bad)
-
-
-def part_of(rows: tuple[Row, ...], ranks: int, part: int, parts: int) -> tuple[Row, ...]:
-    return tuple(row for row in rows if row.ranks == ranks)[part::parts]
+    assert not bad, f"{len(bad)} of {len(results)} rows:\n" + "\n".join(bad)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("ranks", "part", "parts"),
-    [
-        # Three quarters of the rows on 4 ranks take minutes: `make matrix` trains them.
-        pytest.param(*part, marks=[pytest.mark.matrix] if part[0] == 4 and part[1] else [])
-        for part in PARTS
-    ],
-)
+@pytest.mark.parametrize(("ranks", "part", "parts"), PARTS)
 def test_every_pair_trains_like_one_process(ranks: int, part: int, parts: int) -> None:
-    check(results_of(part_of(small(), ranks, part, parts), ranks))
+    rows = [row for row in small() if row.ranks == ranks][part::parts]
 
-
-@pytest.fixture(scope="module")
-def table() -> list[Result]:
-    """Results of the parts so far."""
-    return []
+    check(list(results_of(rows, ranks)))
 
 
 @pytest.mark.ranks
 @pytest.mark.matrix
-@pytest.mark.timeout(1000)
-@pytest.mark.parametrize(("ranks", "part", "parts"), LARGE_PARTS)
-def test_every_mesh_trains_like_one_process(
-    ranks: int, part: int, parts: int, table: list[Result]
-) -> None:
-    results = results_of(part_of(large(), ranks, part, parts), ranks)
+@pytest.mark.timeout(7200)
+def test_every_mesh_trains_like_one_process(pytestconfig: pytest.Config) -> None:
+    """Write the table as it goes.  A run that was stopped goes on where it was, or starts anew.
 
-    table += results
-    # A run that is stopped says how far it came, and a row beyond its bound stands there too.
-    TABLE.write_text(equality_table.text(table, rows=len(large())), encoding="utf-8")
-    check(results)
+    It starts anew if any source of the training or of the rows has changed since.
+    """
+    records = Records(pytestconfig.cache.mkdir("equality"), large())
+    # Rows with the same mesh beside each other, so that they share process groups.
+    left = sorted(records.left(), key=lambda row: (row.ranks, by_mesh(row)[0]))
+    written = time.monotonic()
+
+    for ranks, rows in itertools.groupby(left, key=lambda row: row.ranks):
+        for result in results_of(list(rows), ranks):
+            records.add(result)
+            if time.monotonic() - written > WRITE_EVERY_S:
+                TABLE.write_text(equality_table.text(records), encoding="utf-8")
+                written = time.monotonic()
+
+    TABLE.write_text(equality_table.text(records), encoding="utf-8")
+    check(list(records.results.values()))
+    assert len(records.results) == len(large())
+
+
+def test_a_row_that_fails_costs_no_other_row() -> None:
+    """Ranks that raise, or die, are started anew for the next job."""
+    with Crew(2) as crew:
+        assert crew.do(abs, -1) == [1, 1]
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            crew.do(divmod, 1, 0)
+        assert crew.do(abs, -2) == [2, 2]
+        with pytest.raises(RuntimeError, match="died"):
+            crew.do(os._exit, 1)
+        assert crew.do(abs, -3) == [3, 3]
 
 
 # --- what the covers cover -------------------------------------------------------------------
