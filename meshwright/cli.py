@@ -349,10 +349,23 @@ def profile(
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", help="Run the same command on so many nodes")
+    ] = None,
+    node: Annotated[int | None, typer.Option("--node", help="Which of them this is")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")
+    ] = None,
     output: Annotated[str, typer.Option("-o", "--output")] = "profile.yaml",
+    cluster_output: Annotated[
+        str | None, typer.Option("--cluster-output", help="Write the cluster with its links here")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Measure a model's layers and this machine's links, for plans that hold here."""
+    """Measure a model's layers and the machines' links, for plans that hold there.
+
+    On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
+    """
     measured = commands.profile(
         model,
         cluster,
@@ -360,6 +373,10 @@ def profile(
         global_batch=global_batch,
         precision=precision.value if precision else None,
         output=output,
+        cluster_output=cluster_output,
+        nodes=nodes,
+        node=node,
+        rendezvous=rendezvous,
         quiet=json,
     )
     if json:
@@ -378,7 +395,16 @@ def profile(
             bytes_text(row.stored_bytes),
         )
     out.print(table)
-    out.print(f"profile written to {output}; plan with: --profile {output}")
+    for pair in measured.pairs:
+        names = [measured.nodes[at].name for at in (pair.source, pair.target)]
+        out.print(
+            f"{names[0]} -> {names[1]}: {8 * pair.bytes_per_s / 1e6:,.0f} Mbit/s, "
+            f"{seconds_text(pair.latency_s)}"
+        )
+    for finding in measured.findings:
+        out.print(f"[yellow]{finding.text}[/yellow]")
+    written = f" on node 0, cluster to {cluster_output}" if cluster_output else ""
+    out.print(f"profile written to {output}{written}; plan with: --profile {output}")
 
 
 @app.command()

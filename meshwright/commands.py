@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -305,17 +306,37 @@ def profile(
     global_batch: int | None = None,
     precision: Precision | None = None,
     output: str | None = None,
+    cluster_output: str | None = None,
+    nodes: int | None = None,
+    node: int | None = None,
+    rendezvous: str | None = None,
     quiet: bool = False,
 ) -> Profile:
-    """Measure a model's layers and this machine's links."""
-    _need_torch("measuring a machine")
-    from profiler.profile import profile as measure  # noqa: PLC0415 - starts ranks
+    """Measure a model's layers and the links of these machines.
 
-    graph, machine = model_of(model, seq_len=seq_len), resolve_cluster(cluster)
-    job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
-    measured: Profile = measure(graph, cluster, job, quiet=quiet)
-    if output is not None:
-        document.write(measured, output)
+    On several nodes it is called once on each, with the same arguments; which of them this is say
+    `nodes`, `node` and `rendezvous`, or the environment that torchrun, Slurm or Kubernetes made.
+    Node 0 writes `output`, and to `cluster_output` the cluster with its links as measured.
+    """
+    _need_torch("measuring a machine")
+    from profiler.nodes import seat_of  # noqa: PLC0415 - starts ranks
+    from profiler.profile import profile as measure  # noqa: PLC0415
+
+    graph = model_of(model, seq_len=seq_len)
+    seat = seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
+
+    def job(machine: ClusterSpec) -> Job:
+        return job_of(
+            graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision
+        )
+
+    found = measure(graph, cluster, job, seat=seat, quiet=quiet)
+    measured: Profile = found.profile
+    if seat.node == 0:
+        if output is not None:
+            document.write(measured, output)
+        if cluster_output is not None:
+            document.write(found.cluster, cluster_output)
     return measured
 
 

@@ -163,6 +163,9 @@ def collective_s(
     if not group or size_bytes <= 0:
         return 0.0
     total = ranks_of(group)
+    whole = _of_all_levels(operation, group, curves or {})
+    if whole is not None:
+        return interpolated_s(whole, size_bytes)
     seconds, latencies, inner = [], [], 1
     for level in group:
         latency_s, whole_s = _level_s(
@@ -205,6 +208,16 @@ def collectives_s(
     return np.where(sizes_bytes > 0, result, 0.0)
 
 
+def _of_all_levels(operation: Collective, group: Levels, curves: Curves) -> CollectiveCurve | None:
+    """Return what was measured of just such a group, its levels together."""
+    if len(group) < 2:
+        return None
+    ranks = ranks_of(group)
+    inner = ranks // group[-1].members
+    measured = curves.get((group[-1].tier.name, operation), ())
+    return next((c for c in measured if (c.ranks, c.inner) == (ranks, inner)), None)
+
+
 def _level_s(
     operation: Collective,
     size_bytes: float,
@@ -222,7 +235,7 @@ def _level_s(
         share = size_bytes * inner * n / total
     elif operation in ("send_recv", "broadcast"):
         share = size_bytes
-    measured = curves.get((tier.name, operation))
+    measured = [c for c in curves.get((tier.name, operation), ()) if c.inner == 1]
     if measured:
         curve = nearest_ranks(measured, n)
         scale = _ring_factor(operation, n) / _ring_factor(operation, curve.ranks)

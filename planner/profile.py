@@ -12,7 +12,7 @@ from pydantic import model_validator
 
 from planner.cluster import Collective, Precision
 from planner.document import Document, Part
-from planner.units import Amount, Count, Flag, Positive, Text
+from planner.units import Amount, Count, Flag, Positive, Rate, Text
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -77,6 +77,9 @@ class CollectiveCurve(Part):
     tier: Text
     operation: Collective
     ranks: Positive
+    inner: Positive = 1
+    """Of `ranks`, how many neighbours reach each other over faster tiers; 1: all are apart, and as
+    many groups as those neighbours are work at the same time."""
     points: tuple[LinkPoint, ...]
 
     @model_validator(mode="after")
@@ -106,6 +109,86 @@ class Overheads(Part):
     """Copies beside a reduction of gradients, per byte reduced on each rank; None: not measured."""
 
 
+class NumaNode(Part):
+    """Cores and the memory that is near to them."""
+
+    cores: Count
+    memory_bytes: Count
+
+
+class Interface(Part):
+    """A network interface, as the system describes it."""
+
+    name: Text
+    address: Text | None = None
+    bits_per_s: Rate | None = None
+    """What the driver says; virtual interfaces say nothing, or anything."""
+
+
+class MeasuredDevice(Part):
+    """One rank's device: what it is, and what it reaches while all others work too."""
+
+    name: Text
+    rank: Count
+    memory_bytes: Count | None = None
+    """As the driver says."""
+    reached_bytes: Count | None = None
+    """What could be taken in large pieces; None: not tried, as memory of a host is not."""
+    bus: Text | None = None
+    pcie: Text | None = None
+    numa: Count | None = None
+    flops: Rate | None = None
+    """Of a matrix product in fp32 (bf16 on accelerators)."""
+    spread: Amount = 0.0
+    host_to_device_bytes_per_s: Rate | None = None
+    device_to_host_bytes_per_s: Rate | None = None
+
+
+class DeviceLink(Part):
+    """How two devices of a node are joined: NV18, PIX, PHB, SYS, as `nvidia-smi topo` says."""
+
+    first: Count
+    second: Count
+    kind: Text
+
+
+class MeasuredNode(Part):
+    """One machine: what is in it."""
+
+    name: Text
+    processor: Text
+    cores: Positive
+    memory_bytes: Count
+    numa: tuple[NumaNode, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    devices: tuple[MeasuredDevice, ...] = ()
+    device_links: tuple[DeviceLink, ...] = ()
+    disk_write_bytes_per_s: Rate | None = None
+    """To where a checkpoint would go, until it is on the disk."""
+    disk_read_bytes_per_s: Rate | None = None
+    """Back again; from the system's cache where it still has it."""
+
+
+class NodePair(Part):
+    """Messages from one node to another, one pair of nodes at a time for each of the two."""
+
+    source: Count
+    target: Count
+    bytes_per_s: Rate
+    latency_s: Amount
+    spread: Amount
+
+
+class Finding(Part):
+    """Something of the machine that a person should know."""
+
+    what: Literal["link", "device", "noise", "clock", "spread", "layers"]
+    subject: Text
+    share: Amount | None = None
+    """Of what its peers reach."""
+    text: Text
+
+
 class Profile(Document):
     """Measurements that replace the cost model's own seconds and bytes where they apply."""
 
@@ -117,3 +200,6 @@ class Profile(Document):
     layers: tuple[LayerMeasurement, ...]
     collectives: tuple[CollectiveCurve, ...] = ()
     overheads: Overheads | None = None
+    nodes: tuple[MeasuredNode, ...] = ()
+    pairs: tuple[NodePair, ...] = ()
+    findings: tuple[Finding, ...] = ()

@@ -7,6 +7,10 @@ alike they do not follow one bandwidth.
 
 Small messages are timed in a row of several, as nccl-tests does, so that the ranks' different
 moments of arrival count once; a send is half a round trip.
+
+Between nodes a sweep ends where a message would take too long: by then seconds grow with the size.
+Pairs of nodes are measured in rounds in which every node talks to one other, both ways in turn; the
+rate is the slope between two sizes, which neither latency nor a bucket that was full changes.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from planner.cluster import Collective
-from planner.profile import CollectiveCurve, LinkPoint
+from planner.profile import CollectiveCurve, LinkPoint, NodePair
 from profiler.clock import Clock, median, slowest, spread
 
 KIB, MIB = 2**10, 2**20
@@ -37,6 +41,13 @@ ROUNDS = 3
 LEAST_REPETITIONS = 2
 """Of a point in a round."""
 MOST_IN_A_ROW = 16
+LEAST_SWEEP_S = 6.0
+"""Sizes are not left out for less than this."""
+PAIR_S = 0.04
+PAIR_BYTES = 16 * MIB
+"""Messages between two nodes grow until one takes so long, or is so large."""
+LEAST_PAIRS = 5
+TARGET_SPREAD = 0.1
 
 
 # torch 2.13 renamed both, and warns at the old names.
@@ -52,21 +63,36 @@ class Group:
     ranks: tuple[int, ...]
     """This process's group."""
     handle: dist.ProcessGroup
+    inner: int = 1
+    """Neighbours in it that a faster tier joins."""
 
 
-def groups_of(degree: int, tier: str) -> Group:
-    """Divide all ranks into groups of neighbours; return this rank's.  All ranks call it."""
+def groups_of(degree: int, tier: str, *, stride: int = 1, inner: int = 1) -> Group:
+    """Divide all ranks into groups, `stride` apart; return this rank's.  All ranks call it."""
     world, own = dist.get_world_size(), dist.get_rank()
     if degree == world:
-        return Group(tier=tier, ranks=tuple(range(world)), handle=dist.group.WORLD)
+        everyone = tuple(range(world))
+        return Group(tier=tier, ranks=everyone, handle=dist.group.WORLD, inner=inner)
     mine = None
-    for start in range(0, world, degree):
-        ranks = tuple(range(start, start + degree))
+    for ranks in members(world, degree, stride):
         handle = dist.new_group(list(ranks))
         if own in ranks:
-            mine = Group(tier=tier, ranks=ranks, handle=handle)
+            mine = Group(tier=tier, ranks=ranks, handle=handle, inner=inner)
     assert mine is not None
     return mine
+
+
+def members(world: int, degree: int, stride: int) -> list[tuple[int, ...]]:
+    """Return the ranks of all groups.
+
+    >>> members(8, 2, 2)
+    [(0, 2), (1, 3), (4, 6), (5, 7)]
+    """
+    return [
+        tuple(range(start + offset, start + offset + degree * stride, stride))
+        for start in range(0, world, degree * stride)
+        for offset in range(stride)
+    ]
 
 
 def sizes_up_to(largest_bytes: float) -> tuple[int, ...]:
@@ -96,14 +122,21 @@ def curves(
     clock = Clock(device)
     begin_s = clock.now_s()
     samples: dict[tuple[int, Collective], list[float]] = {}
-    points = [(size, operation) for size in sorted(sizes_bytes) for operation in operations]
-    works = {
-        (size, operation): _operation(operation, size, group, device) for size, operation in points
-    }
+    if group.inner > 1:
+        operations = [operation for operation in operations if operation != "send_recv"]
+    works: dict[tuple[int, Collective], Callable[[], None]] = {}
     once_s: dict[tuple[int, Collective], float] = {}
-    for point in points:
-        works[point]()
-        (once_s[point],) = slowest([clock.seconds(works[point])])
+    for operation in operations:
+        seen: list[tuple[int, float]] = [(0, 0.0)]
+        for size in sorted(sizes_bytes):
+            next_s = _straight_on(seen, size) * (LEAST_REPETITIONS + 2)
+            if size > MIB and next_s > max(budget_s, LEAST_SWEEP_S) / len(operations):
+                break
+            works[size, operation] = _operation(operation, size, group, device)
+            works[size, operation]()
+            (once_s[size, operation],) = slowest([clock.seconds(works[size, operation])])
+            seen.append((size, once_s[size, operation]))
+    points = sorted(works, key=lambda point: (point[0], operations.index(point[1])))
     for lap in range(ROUNDS):
         for index, point in enumerate(points):
             done = lap * len(points) + index
@@ -122,6 +155,7 @@ def curves(
             tier=group.tier,
             operation=operation,
             ranks=2 if operation == "send_recv" else len(group.ranks),
+            inner=group.inner,
             points=tuple(
                 LinkPoint(
                     size_bytes=size,
@@ -129,10 +163,24 @@ def curves(
                     spread=spread(samples[size, operation]),
                 )
                 for size in sorted(sizes_bytes)
+                if (size, operation) in samples
             ),
         )
         for operation in operations
     ]
+
+
+def _straight_on(seen: Sequence[tuple[int, float]], size_bytes: int) -> float:
+    """Seconds at the next size, by those of the last two  [(bytes, seconds), ...].
+
+    >>> _straight_on([(0, 0.0), (10, 2.0), (20, 3.0)], 40)
+    5.0
+    """
+    if len(seen) < 2:
+        return 0.0
+    (before_bytes, before_s), (last_bytes, last_s) = seen[-2:]
+    slope = max(0.0, last_s - before_s) / (last_bytes - before_bytes)
+    return last_s + slope * (size_bytes - last_bytes)
 
 
 def _repetitions(
@@ -194,6 +242,113 @@ def _half_round_trip(buffer: torch.Tensor, group: Group) -> Callable[[], None]:
         turn[0] = not turn[0]
 
     return send_or_receive
+
+
+def rounds(nodes: int) -> list[list[tuple[int, int]]]:
+    """Return rounds in which every node meets one other, until each has met all: the circle method.
+
+    >>> rounds(4)
+    [[(0, 3), (1, 2)], [(0, 2), (3, 1)], [(0, 1), (2, 3)]]
+    >>> rounds(3)
+    [[(1, 2)], [(0, 2)], [(0, 1)]]
+    """
+    circle = list(range(nodes + nodes % 2))
+    result = []
+    for _ in range(len(circle) - 1):
+        met = [(circle[i], circle[-1 - i]) for i in range(len(circle) // 2)]
+        result.append([pair for pair in met if max(pair) < nodes])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return result
+
+
+def pairs(
+    first_ranks: Sequence[int],
+    *,
+    device: torch.device,
+    budget_s: float,
+    progress: Callable[[float], None] | None = None,
+) -> list[NodePair]:
+    """Measure messages between the first ranks of all nodes, both ways; all ranks call it."""
+    own = dist.get_rank()
+    node = first_ranks.index(own) if own in first_ranks else None
+    found: list[NodePair] = []
+    met = rounds(len(first_ranks))
+    for index, meetings in enumerate(met):
+        for one, other in meetings:
+            for source, target in ((one, other), (other, one)):
+                if node in (source, target):
+                    peer = first_ranks[target if node == source else source]
+                    pair = _one_way(
+                        sends=node == source,
+                        peer=peer,
+                        device=device,
+                        budget_s=budget_s / len(met) / 2,
+                    )
+                    if pair is not None:
+                        found.append(pair.model_copy(update={"source": source, "target": target}))
+        dist.barrier()
+        if progress:
+            progress((index + 1) / len(met))
+    everyone: list[list[NodePair]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, found)
+    return sorted((p for of in everyone for p in of), key=lambda p: (p.source, p.target))
+
+
+def _one_way(*, sends: bool, peer: int, device: torch.device, budget_s: float) -> NodePair | None:
+    """Send, or receive what the peer sends; the sender returns what it measured.
+
+    Every message is answered, so that a time ends when all has arrived.
+    """
+    clock = Clock(device)
+    answer = torch.zeros(1, device=device)
+    state = torch.zeros(2, dtype=torch.int64, device=device)  # bytes to send next, 0: done
+
+    def sent_s(size_bytes: int) -> float:
+        """Seconds from sending so many bytes to the answer."""
+        state[0] = size_bytes
+        dist.send(state, peer)
+        buffer = torch.ones(max(1, size_bytes // 4), device=device)
+        dist.recv(answer, peer)
+        begin_s = clock.now_s()
+        dist.send(buffer, peer)
+        dist.recv(answer, peer)
+        return clock.now_s() - begin_s
+
+    if not sends:
+        while True:
+            dist.recv(state, peer)
+            size_bytes = int(state[0])
+            if size_bytes == 0:
+                return None
+            buffer = torch.empty(max(1, size_bytes // 4), device=device)
+            dist.send(answer, peer)
+            dist.recv(buffer, peer)
+            dist.send(answer, peer)
+    sent_s(KIB)
+    latency_s = median([sent_s(4) for _ in range(MOST_IN_A_ROW)]) / 2
+    small = MIB
+    while small < PAIR_BYTES and sent_s(small) < PAIR_S:
+        small *= 2
+    short_s: list[float] = []
+    long_s: list[float] = []
+    begin_s = clock.now_s()
+    while len(long_s) < LEAST_PAIRS or (
+        clock.now_s() - begin_s < budget_s
+        and len(long_s) < MOST_IN_A_ROW
+        and spread(long_s) > TARGET_SPREAD
+    ):
+        short_s.append(sent_s(small))
+        long_s.append(sent_s(3 * small))
+    state[0] = 0
+    dist.send(state, peer)
+    # What else runs on the two nodes only ever adds time; the cable is what the fastest show.
+    return NodePair(
+        source=0,
+        target=0,
+        bytes_per_s=2 * small / max(min(long_s) - min(short_s), 1e-9),
+        latency_s=latency_s,
+        spread=spread(long_s),
+    )
 
 
 def _done(_: object) -> None:

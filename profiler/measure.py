@@ -9,16 +9,32 @@ from typing import Any, ClassVar
 import torch
 
 from planner.cluster import Precision
-from planner.document import Document
+from planner.document import Document, Part
 from planner.model import ModelGraph
-from planner.profile import CollectiveCurve, LayerMeasurement, Overheads
-from planner.units import Amount, Positive, Text
-from profiler import layers, links
+from planner.profile import (
+    CollectiveCurve,
+    LayerMeasurement,
+    MeasuredDevice,
+    NodePair,
+    Overheads,
+)
+from planner.units import Amount, Count, Positive, Text
+from profiler import devices, layers, links, machine
 from profiler.layers import Chain
 from profiler.overheads import overheads
 from profiler.ranks import Tell, versions
 
 PACKAGES = ("torch", "transformers", "numpy")
+
+
+class GroupOrder(Part):
+    """Groups of ranks whose collectives are measured: `stride` apart, over a tier."""
+
+    tier: Text
+    ranks: Positive
+    stride: Positive = 1
+    inner: Positive = 1
+    """Neighbours in the group that a faster tier joins."""
 
 
 class Wanted(Document):
@@ -31,8 +47,9 @@ class Wanted(Document):
     precision: Precision
     micro_batches: tuple[Positive, ...]
     tensor_degrees: tuple[Positive, ...]
-    groups: dict[int, Text]
-    """The link tier of groups of so many ranks."""
+    groups: tuple[GroupOrder, ...]
+    first_ranks: tuple[Count, ...] = (0,)
+    """Of each node."""
     links_s: Amount
     """Seconds to spend on each size of group."""
     layers_s: Amount
@@ -46,6 +63,8 @@ class Found(Document):
     layers: tuple[LayerMeasurement, ...]
     collectives: tuple[CollectiveCurve, ...]
     overheads: Overheads
+    devices: tuple[MeasuredDevice, ...]
+    pairs: tuple[NodePair, ...]
     device: Text
     threads_per_rank: Positive
     software: dict[str, Text]
@@ -62,15 +81,25 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     if device.type == "cuda":
         exact = "high" if wanted.precision == "tf32" else "highest"
         torch.set_float32_matmul_precision(exact)
+    tell("devices", 0.0)
+    every_device = devices.devices(device, name=device_name(device))
     collectives = []
-    for index, (ranks, tier) in enumerate(sorted(wanted.groups.items())):
+    for index, group in enumerate(wanted.groups):
         share = 0.2 / len(wanted.groups)
         collectives += links.curves(
-            links.groups_of(ranks, tier),
+            links.groups_of(group.ranks, group.tier, stride=group.stride, inner=group.inner),
             device=device,
             sizes_bytes=links.sizes_up_to(_largest_message_bytes(wanted.model)),
             budget_s=wanted.links_s,
-            progress=_part(tell, f"links of {ranks} ranks", index * share, share),
+            progress=_part(tell, f"{group.tier} of {group.ranks} ranks", index * share, share),
+        )
+    between = []
+    if len(wanted.first_ranks) > 1:
+        between = links.pairs(
+            wanted.first_ranks,
+            device=device,
+            budget_s=wanted.links_s,
+            progress=_part(tell, "pairs of nodes", 0.2, 0.0),
         )
     chains = [
         Chain(
@@ -93,6 +122,8 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         layers=tuple(measured),
         collectives=tuple(collectives),
         overheads=overheads(chains[0], wanted.model, collectives, device=device),
+        devices=tuple(every_device),
+        pairs=tuple(between),
         device=device_name(device),
         threads_per_rank=torch.get_num_threads(),
         software=versions(PACKAGES),
@@ -105,12 +136,7 @@ def device_name(device: torch.device) -> str:
     """Return what the device calls itself."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - a pseudo-file
-            names = [line.partition(":")[2].strip() for line in file if "model name" in line]
-    except OSError:
-        names = []
-    return names[0] if names else "cpu"
+    return machine.processor()
 
 
 def _part(tell: Tell, doing: str, begin: float, share: float) -> Callable[[float], None]:

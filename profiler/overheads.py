@@ -17,6 +17,7 @@ All ranks work at the same time, and the slowest counts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from planner import schedule
 from planner.architecture import graph_of
 from planner.cluster import Collective
-from planner.collectives import interpolated_s, nearest_ranks
+from planner.collectives import interpolated_s
 from planner.model import Architecture, ModelGraph
 from planner.plan import Mesh, Training
 from planner.profile import CollectiveCurve, Overheads
@@ -46,6 +47,9 @@ SEQ_LEN = 8
 WARM_UP = 2
 ROUNDS = 12
 OWN_LAYER_ROUNDS = 6
+LEAST_ROUNDS = 2
+MOST_S = 12.0
+"""Of one comparison; a lap that has begun is ended, and the least are done all the same."""
 MICRO_BATCHES = 16
 """In the tiny pipeline: enough that filling it is a small part."""
 
@@ -205,9 +209,11 @@ def sharing_of(
 def _collectives_s(
     operation: Collective, sizes_bytes: Sequence[float], curves: Sequence[CollectiveCurve]
 ) -> float:
-    """Seconds of one collective per unit, by the measured curve of all ranks."""
+    """Seconds of one collective per unit, by the measured curve of all ranks, or of the most."""
     own = [curve for curve in curves if curve.operation == operation]
-    curve = nearest_ranks(own, dist.get_world_size())
+    most = max(curve.ranks for curve in own)
+    # Of as many ranks, those of the widest tier, which is measured last.
+    curve = [c for c in own if c.ranks == most][-1]
     return sum(interpolated_s(curve, size) for size in sizes_bytes)
 
 
@@ -246,7 +252,11 @@ def _interleaved(
 ) -> dict[str, Seconds]:
     """Return each variant's median seconds, of the slowest rank each time, taken in turn."""
     taken: dict[str, list[list[float]]] = {name: [] for name in variants}
+    begin_s = time.perf_counter()
     for lap in range(WARM_UP + rounds):
+        # Over a slow network a lap may take many seconds, and spread little.
+        if lap >= WARM_UP + LEAST_ROUNDS and slowest([time.perf_counter() - begin_s])[0] > MOST_S:
+            break
         for name, run in variants.items():
             if dist.is_initialized():
                 dist.barrier()
@@ -403,5 +413,6 @@ def action_s(
 
 
 def _message_s(curves: Sequence[CollectiveCurve]) -> float:
-    curve = next(curve for curve in curves if curve.operation == "send_recv")
-    return interpolated_s(curve, 4 * 16 * SEQ_LEN)
+    """Seconds of a message in the tiny pipeline, over the slowest tier that it crosses."""
+    messages = [curve for curve in curves if curve.operation == "send_recv"]
+    return max(interpolated_s(curve, 4 * 16 * SEQ_LEN) for curve in messages)

@@ -1,6 +1,7 @@
-"""`meshwright profile`: a model's layers and this machine's links, measured by its ranks.
+"""`meshwright profile`: a model's layers and these machines' links, measured by their ranks.
 
-This side starts the ranks and writes the birth certificate; profiler.measure is what they do.
+This side runs once on every node: it meets the others, starts the ranks of its node and writes the
+birth certificate; profiler.measure is what ranks do.
 Nothing here imports torch.
 """
 
@@ -10,7 +11,10 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from planner.cluster import ClusterSpec
 from planner.costs import refusal
@@ -18,53 +22,94 @@ from planner.errors import DocumentError, LaunchError
 from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
-from planner.profile import Birth, Profile
+from planner.profile import Birth, MeasuredDevice, MeasuredNode, Profile
 from planner.space import LARGEST_MICRO_BATCH, divisors
+from profiler.findings import below_quote, findings
+from profiler.machine import NETWORK, joined, node_here, with_measured_links
+from profiler.nodes import ALONE, Meeting, Seat
 from profiler.ranks import result_of, versions
 from runtime.preflight import cores, cuda_devices
 from runtime.run import Device
 
+JobOf = Job | Callable[[ClusterSpec], Job]
+"""The work of a step, or what makes it once the machine is known."""
 LINKS_S = 12.0
 LAYERS_S = 60.0
 """Seconds that are spent on layers if the least number of repetitions takes less."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A profile, and the cluster that it was measured on, with its links as they were found."""
+
+    profile: Profile
+    cluster: ClusterSpec
+
+
 def profile(
     model: ModelGraph,
     cluster: str,
-    job: Job,
+    job: JobOf,
     *,
     layers_s: float = LAYERS_S,
     links_s: float = LINKS_S,
+    seat: Seat = ALONE,
     quiet: bool = False,
-) -> Profile:
-    """Measure what the search of `job` on `cluster`, which must be this machine, will ask for."""
+) -> Measured:
+    """Measure what the search of a job will ask for, on the machines where this is called.
+
+    Called once on every node of `seat`, with the same arguments; all get the same.  `cluster` is
+    `local`, `local:N` for N ranks on each node, or a document of just these nodes.
+    """
     if model.edges:
         raise DocumentError(
             "model.edges", "a graph of layers cannot be measured; plan it without a profile"
         )
-    machine = resolve_cluster(cluster)
-    device = _device_here(machine, cluster)
-    wanted = {
-        "model": model.model_dump(mode="json", exclude_none=True),
-        "seq_len": job.seq_len,
-        "precision": job.precision,
-        "micro_batches": micro_batches(job),
-        "tensor_degrees": tensor_degrees(model, machine, job),
-        "groups": group_tiers(machine),
-        "links_s": links_s,
-        "layers_s": layers_s,
-    }
     load = os.getloadavg()[0]
-    found = result_of(
-        "profiler.measure:measure",
-        wanted,
-        ranks=machine.devices,
-        device=device,
-        title=f"profile of {model.name}",
-        quiet=quiet,
+    with Meeting(seat) as meeting:
+        own = resolve_cluster(cluster)
+        here = node_here(Path.cwd())
+        said = meeting.everyones(
+            {
+                "node": here.model_dump(mode="json"),
+                "cluster": own.model_dump(mode="json"),
+                "model": model.digest,
+                "ranks": _ranks_here(own, cluster, seat),
+            }
+        )
+        if {of_node["model"] for of_node in said} != {model.digest}:
+            raise LaunchError("nodes: measure different models; give all the same command")
+        counts = [int(of_node["ranks"]) for of_node in said]
+        machine = _machine(own, [ClusterSpec.of(of_node["cluster"]) for of_node in said], cluster)
+        wanted_job = job if isinstance(job, Job) else job(machine)
+        device = _device_here(machine, cluster, ranks=counts[seat.node])
+        found = result_of(
+            "profiler.measure:measure",
+            {
+                "model": model.model_dump(mode="json", exclude_none=True),
+                "seq_len": wanted_job.seq_len,
+                "precision": wanted_job.precision,
+                "micro_batches": micro_batches(wanted_job),
+                "tensor_degrees": [
+                    degree
+                    for degree in tensor_degrees(model, machine, wanted_job)
+                    if all(count % degree == 0 for count in counts)
+                ],
+                "groups": [asdict(group) for group in groups(machine, counts)],
+                "first_ranks": [sum(counts[:node]) for node in range(len(counts))],
+                "links_s": links_s,
+                "layers_s": layers_s,
+            },
+            ranks=counts[seat.node],
+            device=device,
+            title=f"profile of {model.name}",
+            quiet=quiet,
+            meeting=meeting,
+        )
+    nodes = _with_devices(
+        [MeasuredNode.model_validate(of_node["node"]) for of_node in said], found, counts
     )
-    return Profile.of(
+    result = Profile.of(
         {
             "model": model.name,
             "model_digest": model.digest,
@@ -73,7 +118,7 @@ def profile(
                 date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 host=platform.node() or "unknown",
                 device=found["device"],
-                ranks=machine.devices,
+                ranks=sum(counts),
                 threads_per_rank=found["threads_per_rank"],
                 load=load,
                 software={
@@ -85,8 +130,106 @@ def profile(
             "layers": found["layers"],
             "collectives": found["collectives"],
             "overheads": found["overheads"],
+            "nodes": [node.model_dump() for node in nodes],
+            "pairs": found["pairs"],
         }
     )
+    told = list(findings(result))
+    network = machine.tiers[-1] if len(counts) > 1 else None
+    if network is not None and network.provenance == "quoted" and network.name != NETWORK:
+        told += below_quote(
+            result.pairs,
+            [node.name for node in nodes],
+            quoted_bytes_per_s=network.bytes_per_s,
+        )
+    return Measured(
+        profile=result.model_copy(update={"findings": tuple(told)}),
+        cluster=with_measured_links(machine, result.collectives, result.pairs),
+    )
+
+
+def _machine(own: ClusterSpec, every: Sequence[ClusterSpec], text: str) -> ClusterSpec:
+    """Return the cluster that all nodes are: as its document says, or as they find themselves."""
+    if len(every) == 1 or _nodes(own) == len(every):
+        return own
+    if _nodes(own) != 1:
+        raise LaunchError(
+            f"{text}: has {_nodes(own)} nodes, and the command was started on {len(every)}; start "
+            "it on all of them, or say --cluster local"
+        )
+    return joined(every)
+
+
+def _nodes(cluster: ClusterSpec) -> int:
+    return sum(group.nodes for group in cluster.groups)
+
+
+def _ranks_here(own: ClusterSpec, text: str, seat: Seat) -> int:
+    """Return how many devices a cluster has on this node."""
+    if _nodes(own) == 1:
+        return own.devices
+    if _nodes(own) != seat.nodes:
+        raise LaunchError(
+            f"{text}: has {own.devices} x {own.groups[0].accelerator.name} on {_nodes(own)} nodes, "
+            f"and a profile is measured where it runs, which is {seat.nodes} "
+            f"{'node' if seat.nodes == 1 else 'nodes'} here; start it on each of the nodes, or "
+            "profile with --cluster local on one of them"
+        )
+    per_node = [group.devices_per_node for group in own.groups for _ in range(group.nodes)]
+    return per_node[seat.node]
+
+
+def _with_devices(
+    nodes: Sequence[MeasuredNode], found: dict[str, Any], counts: Sequence[int]
+) -> list[MeasuredNode]:
+    """Return nodes with what their ranks measured beside what their system says of the devices."""
+    measured = [MeasuredDevice.model_validate(device) for device in found["devices"]]
+    result = []
+    for index, node in enumerate(nodes):
+        first = sum(counts[:index])
+        mine = []
+        for local, device in enumerate(measured[first : first + counts[index]]):
+            known = node.devices[local] if local < len(node.devices) else None
+            facts = {"bus": known.bus, "pcie": known.pcie, "numa": known.numa} if known else {}
+            mine.append(device.model_copy(update=facts))
+        result.append(node.model_copy(update={"devices": tuple(mine)}))
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Groups of ranks to measure, `stride` apart; `inner` neighbours have a faster tier."""
+
+    tier: str
+    ranks: int
+    stride: int = 1
+    inner: int = 1
+
+
+def groups(machine: ClusterSpec, counts: Sequence[int]) -> list[Groups]:
+    """Return what is measured: pairs and all ranks of a node, of the nodes, and of both together.
+
+    Seconds among other numbers of ranks follow from the nearest of these.
+    """
+    result = []
+    per_node = counts[0]
+    if len(set(counts)) == 1:
+        tiers = machine.tiers or machine.groups[0].tiers or ()
+        result += [
+            Groups(tier=next(t.name for t in tiers if t.devices >= size), ranks=size)
+            for size in sorted({2, per_node} if per_node % 2 == 0 else {per_node})
+            if 1 < size <= per_node
+        ]
+    if len(counts) == 1:
+        return result
+    network = machine.tiers[-1].name
+    if len(set(counts)) > 1:
+        return [*result, Groups(tier=network, ranks=sum(counts))]
+    sizes = {2, len(counts)} if len(counts) % 2 == 0 else {len(counts)}
+    result += [Groups(tier=network, ranks=size, stride=per_node) for size in sorted(sizes)]
+    if per_node > 1:
+        result.append(Groups(tier=network, ranks=sum(counts), inner=per_node))
+    return result
 
 
 def micro_batches(job: Job) -> list[int]:
@@ -108,30 +251,14 @@ def tensor_degrees(model: ModelGraph, machine: ClusterSpec, job: Job) -> list[in
     ]
 
 
-def group_tiers(machine: ClusterSpec) -> dict[int, str]:
-    """Return the link tier of the groups to measure: pairs and all ranks.
-
-    Seconds among other numbers of ranks follow from the nearest of these.
-    """
-    sizes: Sequence[int] = (
-        sorted({2, machine.devices}) if machine.devices % 2 == 0 else [machine.devices]
-    )
-    return {
-        size: next(tier.name for tier in machine.tiers if tier.devices >= size)
-        for size in sizes
-        if 1 < size <= machine.devices
-    }
-
-
-def _device_here(machine: ClusterSpec, text: str) -> Device:
-    """Return the kind of device to measure; refuse machines that this is not."""
+def _device_here(machine: ClusterSpec, text: str, *, ranks: int) -> Device:
+    """Return the kind of device to measure; refuse a node that has not enough of them."""
     group = machine.groups[0]
     device: Device = "cpu" if group.accelerator.kind == "cpu" else "cuda"
     have = cores() if device == "cpu" else cuda_devices()
-    if len(machine.groups) > 1 or group.nodes > 1 or (device == "cuda" and have < machine.devices):
+    if device == "cuda" and have < ranks:
         raise LaunchError(
-            f"{text}: has {machine.devices} x {group.accelerator.name} on {group.nodes} nodes, and "
-            f"a profile is measured where it runs, which is here, with {have} devices; "
-            "profile with --cluster local on one of its nodes"
+            f"{text}: has {ranks} x {group.accelerator.name} on a node, and a profile is measured "
+            f"where it runs, which is here, with {have} devices; profile with --cluster local"
         )
     return device

@@ -47,12 +47,12 @@ def _work(orders: Orders, rank: int, folder: Path) -> None:
     train.join(orders, rank=rank, world_size=orders.ranks, timeout_s=orders.timeout_s)
 
     def tell(doing: str, share: float) -> None:
-        if rank == 0:
+        if rank == orders.first_rank:
             write_progress(folder, doing, share)
 
     module, _, function = orders.work.partition(":")
     result = getattr(importlib.import_module(module), function)(orders.arguments, tell)
-    if rank == 0:
+    if rank == orders.first_rank:
         write_text(json.dumps(result), folder / "result.json")
     dist.barrier()
 

@@ -1,11 +1,13 @@
-"""Work that several ranks of this machine do together: started, watched, its result brought back.
+"""Work that several ranks do together, on one node or more: started, watched, its result returned.
+
+Every node starts its own ranks, in a folder of its own; all of them are one process group.
 
     FOLDER/
     ├── orders.yaml                          written before the ranks start
-    ├── progress                             how far rank 0 is, renewed as it goes on
+    ├── progress                             how far its first rank is, renewed as it goes on
     ├── logs/rank-00000.log                  all that a rank prints
     ├── ranks/rank-00000.failure.json        why a rank stopped
-    └── result.json                          by rank 0, when it is done
+    └── result.json                          by its first rank, when it is done
 
 `profiler.rank` is what each process runs.  Nothing here imports torch.
 """
@@ -17,7 +19,9 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,11 +31,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from planner.document import Document, write, write_text
 from planner.errors import DocumentError, LaunchError
-from planner.units import Amount, Positive, Text
+from planner.units import Amount, Count, Positive, Text
+from profiler.nodes import ALONE, Meeting
 from runtime import run
 from runtime.preflight import rank_environment
 from runtime.run import Device
-from runtime.supervise import Ranks, first_cause, free_socket, last_lines
+from runtime.supervise import (
+    POLL_S,
+    Ranks,
+    blames_a_peer,
+    first_cause,
+    free_socket,
+    last_lines,
+)
+
+OTHERS_S = 3.0
+"""How long a node that only lost a peer waits for the reason."""
 
 Tell = Callable[[str, float], None]
 """Is told what is being done, and the share of all work that is done."""
@@ -48,6 +63,9 @@ class Orders(Document):
     arguments: dict[str, Any]
     device: Device
     ranks: Positive
+    """Of all nodes."""
+    first_rank: Count = 0
+    """Of this node."""
     timeout_s: Amount
     """A collective that waits longer ends the work."""
 
@@ -61,26 +79,46 @@ def result_of(
     title: str,
     quiet: bool = False,
     timeout_s: float = 300.0,
+    meeting: Meeting | None = None,
 ) -> Any:
-    """Return what rank 0 of `ranks` processes returned; plain data both ways.
+    """Return what rank 0 returned; plain data both ways.
 
-    Progress goes to stderr unless `quiet`.
+    `ranks` processes run here, and as many as the others say on the other nodes of a meeting; their
+    ranks follow the order of the nodes.  Every node gets the answer of its own first rank, so work
+    that several nodes do returns the same on all.  Progress goes to stderr unless `quiet`.
     """
+    meeting = meeting or Meeting(ALONE)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
         folder = Path(name)
         for part in ("logs", "ranks"):
             (folder / part).mkdir()
-        orders = Orders(
-            folder=str(folder),
-            work=work,
-            arguments=arguments,
-            device=device,
-            ranks=ranks,
-            timeout_s=timeout_s,
-        )
-        write(orders, folder / "orders.yaml")
-        with _shown(folder, title=title, quiet=quiet) as refresh:
-            _supervise(folder, ranks=ranks, refresh=refresh)
+        listening, own_port = free_socket(meeting.address) if meeting.seat.node == 0 else (None, 0)
+        with contextlib.ExitStack() as held:
+            if listening is not None:
+                held.callback(os.close, listening)
+            said = meeting.everyones({"ranks": ranks, "port": own_port, "address": meeting.address})
+            counts = [int(of_node["ranks"]) for of_node in said]
+            orders = Orders(
+                folder=str(folder),
+                work=work,
+                arguments=arguments,
+                device=device,
+                ranks=sum(counts),
+                first_rank=sum(counts[: meeting.seat.node]),
+                timeout_s=timeout_s,
+            )
+            write(orders, folder / "orders.yaml")
+            refresh = held.enter_context(_shown(folder, title=title, quiet=quiet))
+            _supervise(
+                orders,
+                meeting,
+                ranks=ranks,
+                store=(str(said[0]["address"]), int(said[0]["port"])),
+                listening=listening,
+                refresh=refresh,
+            )
+            # No node goes before all are done: what one rank lacks is told by another node.
+            meeting.everyones("done")
         return json.loads((folder / "result.json").read_text("utf-8"))
 
 
@@ -98,24 +136,61 @@ def write_progress(folder: Path, doing: str, share: float) -> None:
     write_text(f"{share:.4f} {doing}", folder / "progress")
 
 
-def _supervise(folder: Path, *, ranks: int, refresh: Callable[[], None]) -> None:
-    listening, port = free_socket()
-    own = {"MESHWRIGHT_LAUNCHER": str(os.getpid()), "MESHWRIGHT_STORE_FD": str(listening)}
+def _supervise(
+    orders: Orders,
+    meeting: Meeting,
+    *,
+    ranks: int,
+    store: tuple[str, int],
+    listening: int | None,
+    refresh: Callable[[], None],
+) -> None:
+    folder = Path(orders.folder)
+    own = {"MESHWRIGHT_LAUNCHER": str(os.getpid())}
+    if meeting.seat.nodes > 1:
+        own |= {"MASTER_ADDR": store[0], "WORLD_SIZE": str(orders.ranks)}
+        if meeting.interface is not None:
+            own |= {
+                f"{library}_SOCKET_IFNAME": os.environ.get(
+                    f"{library}_SOCKET_IFNAME", meeting.interface
+                )
+                for library in ("GLOO", "NCCL")
+            }
+    # The descriptor is rank 0's alone; that it is set tells all how to join.
+    own["MESHWRIGHT_STORE_FD"] = str(-1 if listening is None else listening)
     environments = [
-        {**os.environ, **rank_environment(rank, ranks=ranks, port=port), **own}
-        for rank in range(ranks)
+        {
+            **os.environ,
+            **rank_environment(local, ranks=ranks, port=store[1]),
+            **own,
+            "RANK": str(orders.first_rank + local),
+        }
+        for local in range(ranks)
     ]
     command = [sys.executable, "-m", "profiler.rank", str(folder / "orders.yaml")]
-    logs = [run.log_file(folder, rank) for rank in range(ranks)]
-    with contextlib.ExitStack() as held:
-        held.callback(os.close, listening)
-        started = held.enter_context(
-            Ranks(command, environments, logs=logs, rank_0_inherits=[listening])
-        )
-        bad = started.wait(meanwhile=refresh)
+    logs = [run.log_file(folder, orders.first_rank + local) for local in range(ranks)]
+
+    def meanwhile() -> None:
+        refresh()
+        meeting.check()
+
+    with Ranks(
+        command,
+        environments,
+        logs=logs,
+        rank_0_inherits=[] if listening is None else [listening],
+    ) as started:
+        bad = started.wait(meanwhile=meanwhile)
     if not bad:
         return
-    ended, failure = first_cause(bad, run.read_failures(folder, ranks))
+    bad = [replace(ended, rank=orders.first_rank + ended.rank) for ended in bad]
+    ended, failure = first_cause(bad, run.read_failures(folder, orders.ranks))
+    if failure is not None and blames_a_peer(failure):
+        # Another node knows more: it is about to say so.
+        deadline = time.monotonic() + OTHERS_S
+        while meeting.seat.nodes > 1 and time.monotonic() < deadline:
+            meeting.check()
+            time.sleep(POLL_S)
     if failure is not None and failure.kind == "DocumentError":
         raise DocumentError("", failure.message)
     if failure is not None and failure.kind == "LaunchError":

@@ -158,15 +158,15 @@ def is_timeout(failure: Failure) -> bool:
     return any(sign in failure.message for sign in _PEER_IS_SILENT)
 
 
-def free_socket() -> tuple[int, int]:
-    """Return a listening socket on this machine as its descriptor, and its port.
+def free_socket(address: str = "127.0.0.1") -> tuple[int, int]:
+    """Return a listening socket at an address of this machine as its descriptor, and its port.
 
     Rank 0 inherits the socket itself, so that nobody can take the port before it listens.
     """
     import socket  # noqa: PLC0415 - its module's name would hide behind this function's result
 
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.bind(("127.0.0.1", 0))
+    listening.bind((address, 0))
     listening.listen(1024)
     port = listening.getsockname()[1]
     return listening.detach(), port

@@ -17,6 +17,7 @@ from planner.predict import layout_prediction
 from planner.profile import Overheads, Profile
 from profiler import profile as profiles
 from profiler import ranks
+from profiler.machine import joined
 from profiler.overheads import tiny_model
 from tests.runtime import cases
 
@@ -31,7 +32,7 @@ def tiny() -> ModelGraph:
 def test_a_profile_of_this_machine_serves_the_planner(tmp_path: Path) -> None:
     model = tiny()
 
-    found = profiles.profile(model, "local:2", JOB, layers_s=0.1, links_s=0.1, quiet=True)
+    found = profiles.profile(model, "local:2", JOB, layers_s=0.1, links_s=0.1, quiet=True).profile
 
     assert found.model_digest == model.digest
     assert found.birth.ranks == 2
@@ -65,10 +66,21 @@ def test_tensor_degrees_divide_what_they_must() -> None:
     assert profiles.tensor_degrees(tiny_model(2), machine, JOB) == [1, 2]
 
 
-def test_pairs_and_all_ranks_are_measured() -> None:
-    assert profiles.group_tiers(resolve_cluster("local:4")) == {2: "memory", 4: "memory"}
-    assert profiles.group_tiers(resolve_cluster("local:2")) == {2: "memory"}
-    assert profiles.group_tiers(resolve_cluster("local:1")) == {}
+def test_pairs_and_all_ranks_of_a_node_of_nodes_and_of_both_are_measured() -> None:
+    def measured(ranks: int, counts: list[int]) -> list[tuple[str, int, int, int]]:
+        machine = resolve_cluster(f"local:{ranks}")
+        whole = machine if len(counts) == 1 else joined([machine] * len(counts))
+        return [(g.tier, g.ranks, g.stride, g.inner) for g in profiles.groups(whole, counts)]
+
+    assert measured(4, [4]) == [("memory", 2, 1, 1), ("memory", 4, 1, 1)]
+    assert measured(2, [2]) == [("memory", 2, 1, 1)]
+    assert measured(1, [1]) == []
+    assert measured(1, [1, 1]) == [("network", 2, 1, 1)]
+    assert measured(2, [2, 2]) == [
+        ("memory", 2, 1, 1),
+        ("network", 2, 2, 1),
+        ("network", 4, 1, 2),
+    ]
 
 
 def failing(arguments: dict[str, Any], tell: ranks.Tell) -> None:

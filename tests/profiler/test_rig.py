@@ -1,0 +1,88 @@
+"""Links between hosts of the rig are measured at the rate of their cables, and a bad one is named.
+
+The hosts have real sockets and shaped cables (benchmarks.rig); every one runs the command that a
+node of a cluster runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import rig
+from planner.profile import NodePair
+from profiler.findings import slow_links
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(rig.refusal() is not None, reason=str(rig.refusal())),
+]
+
+PAIRS = """
+import json, os, sys
+from profiler.nodes import Meeting, seat_of
+from profiler.ranks import result_of
+per_node = int(sys.argv[1])
+with Meeting(seat_of(os.environ)) as meeting:
+    found = result_of("tests.profiler.test_rig:between", {"per_node": per_node}, ranks=per_node,
+        device="cpu", title="links", quiet=True, meeting=meeting)
+print(json.dumps(found))
+"""
+
+
+def between(arguments: dict[str, Any], tell: Any) -> list[dict[str, Any]]:
+    import torch
+    import torch.distributed as dist
+
+    from profiler import links
+
+    firsts = range(0, dist.get_world_size(), arguments["per_node"])
+    found = links.pairs(list(firsts), device=torch.device("cpu"), budget_s=1.0)
+    return [pair.model_dump() for pair in found]
+
+
+def measured(hosts: rig.Rig, *, ranks: int) -> list[NodePair]:
+    root = str(Path(__file__).parents[2])
+    said = hosts.run(
+        [sys.executable, "-c", PAIRS, str(ranks)],
+        environment={"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        timeout_s=120,
+        quiet=True,
+    )
+    every = [json.loads(text) for text in said]
+    assert all(found == every[0] for found in every)
+    return [NodePair.model_validate(pair) for pair in every[0]]
+
+
+def test_a_cable_of_half_the_rate_is_named() -> None:
+    with rig.rig(3, "100mbit") as hosts:
+        hosts.shape("50mbit", [2])
+        pairs = measured(hosts, ranks=1)
+
+    found = list(slow_links(pairs, ["node0", "node1", "node2"]))
+
+    assert [pair.bytes_per_s * 8 for pair in pairs] == pytest.approx(
+        [50e6 if 2 in (pair.source, pair.target) else 100e6 for pair in pairs],
+        rel=0.25,  # other tests run beside this one
+    )
+    assert {(f.subject, f.text.split(" at ")[0]) for f in found} == {
+        ("node2", "node2 sends"),
+        ("node2", "node2 receives"),
+    }
+    assert [f.share for f in found] == pytest.approx([0.5, 0.5], abs=0.2)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("rate", ["100mbit", "1gbit"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_hosts_measure_the_rate_of_their_cables(rate: str, ranks: int) -> None:
+    with rig.rig(2, rate) as hosts:
+        pairs = measured(hosts, ranks=ranks)
+
+    assert [pair.bytes_per_s * 8 for pair in pairs] == pytest.approx(
+        [rig.bits_per_s(rate)] * 2, rel=0.1
+    )
