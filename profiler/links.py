@@ -41,8 +41,8 @@ ROUNDS = 3
 LEAST_REPETITIONS = 2
 """Of a point in a round."""
 MOST_IN_A_ROW = 16
-LEAST_SWEEP_S = 6.0
-"""Sizes are not left out for less than this."""
+LONGEST_S = 1.0
+"""Messages above 1 MiB that would take longer are left out."""
 PAIR_S = 0.04
 PAIR_BYTES = 16 * MIB
 """Messages between two nodes grow until one takes so long, or is so large."""
@@ -129,8 +129,7 @@ def curves(
     for operation in operations:
         seen: list[tuple[int, float]] = [(0, 0.0)]
         for size in sorted(sizes_bytes):
-            next_s = _straight_on(seen, size) * (LEAST_REPETITIONS + 2)
-            if size > MIB and next_s > max(budget_s, LEAST_SWEEP_S) / len(operations):
+            if size > MIB and _straight_on(seen, size) > LONGEST_S:
                 break
             works[size, operation] = _operation(operation, size, group, device)
             works[size, operation]()
