@@ -53,6 +53,7 @@ class Case:
     recompute: str = "none"
     schedule: str = "1f1b"
     virtual_stages: int = 1
+    precision: str = "bf16"
     more: dict[str, Any] = field(default_factory=dict)
 
     def plan(self, model: ModelGraph) -> Plan:
@@ -72,7 +73,7 @@ class Case:
             cluster="h100",
             seq_len=self.seq_len,
             global_batch=self.micro_batch * self.micro_batches * data,
-            precision="bf16",
+            precision=self.precision,
             mesh=mesh,
             zero=self.zero,
             schedule=self.schedule,
@@ -127,6 +128,14 @@ def cases() -> list[Case]:
                 "seq_len": 32768,
                 "recompute": "full",
             },
+            {"mesh": {"data_replicate": 4}, "precision": "fp32", "recompute": "full"},
+            {"mesh": {"data_shard": 8}, "zero": 3, "more": {"offload": "optimizer"}},
+            {
+                "mesh": {"data_shard": 4},
+                "zero": 3,
+                "recompute": "full",
+                "more": {"offload": "parameters"},
+            },
         ),
         *of(
             "llama-3.1-70b",
@@ -180,6 +189,14 @@ def cases() -> list[Case]:
             {"mesh": {"data_shard": 16}, "zero": 1, "recompute": "selective"},
             {"mesh": {"tensor": 8, "data_shard": 2}, "zero": 1, "recompute": "full"},
             {"mesh": {"pipeline": 4, "data_shard": 8}, "zero": 1, "micro_batches": 8},
+            {"mesh": {"data_shard": 16, "expert": 8}, "zero": 3, "recompute": "full"},
+            {"mesh": {"data_shard": 16, "expert": 8}, "zero": 1, "recompute": "selective"},
+            {"mesh": {"tensor": 2, "data_shard": 8, "expert": 8}, "zero": 1, "recompute": "full"},
+            {
+                "mesh": {"pipeline": 4, "data_shard": 8, "expert": 8},
+                "zero": 1,
+                "micro_batches": 8,
+            },
         ),
     ]
 
@@ -256,7 +273,7 @@ def markdown(rows: Sequence[dict[str, Any]], date: str) -> str:
         "device's context, the collective library and the allocator is left out on both sides.",
         "",
         f"`PYTHONPATH=$PWD python benchmarks/fake_memory.py`, {date}, torch {torch.__version__}, "
-        f"bf16: {len(rows)} ranks, median |error| {100 * statistics.median(errors):.1f} %, worst "
+        f"bf16 but for one row: {len(rows)} ranks, median |error| {100 * statistics.median(errors):.1f} %, worst "
         f"{100 * max(errors):.1f} %.",
         "",
         "Each pair of bytes is predicted / rehearsed. Working copies that FSDP has gathered count "

@@ -102,7 +102,7 @@ def plan_of(model: ModelGraph, layout: dict[str, Any]) -> Plan:
 
 def layers() -> list[nn.Module]:
     rotary = reference.rotary_tables(64, torch.arange(SEQ_LEN), torch.float32, CPU)
-    blocks = [reference.Block(ARCHITECTURE, rotary, WHOLE) for _ in range(LAYERS)]
+    blocks = [reference.Block(ARCHITECTURE, rotary, WHOLE, experts=None) for _ in range(LAYERS)]
     output = nn.Linear(ARCHITECTURE.hidden_size, VOCABULARY, bias=False)
     return [
         reference.Embedding(ARCHITECTURE),

@@ -6,11 +6,12 @@ in `planner.arithmetic`, what a rank holds beside layers in `planner.costs`.
 
 Symbols: N parameters of the layer on the rank after tensor parallelism, d shard degree, e bytes of
 a parameter in computation (2 for bf16, 4 for fp32).  Master parameters take 4 bytes each, AdamW's
-two moments 8, gradients 4; FSDP2 adds a working copy of e N wherever it wraps a layer.
+two moments 8, gradients 4; FSDP2 adds a working copy of e N wherever it wraps a layer.  It wraps
+all but whole copies in fp32, whose gradients are summed without it (runtime/replicas.py).
 
                        parameters      gradients       optimizer
-    no data axis, fp32 4 N             4 N             8 N
-    ZeRO-0 (replicate) 4 N + e N       4 N             8 N
+    ZeRO-0, fp32       4 N             4 N             8 N
+    ZeRO-0, 16 bits    4 N + e N       4 N             8 N
     ZeRO-1             4 N/d + e N     4 N  (1)        8 N/d
     ZeRO-2             4 N/d + e N     4 N/d  (2)      8 N/d
     ZeRO-3             4 N/d  (3)      4 N/d  (2)      8 N/d
@@ -80,9 +81,12 @@ class Sharing:
 
     @property
     def wrapped(self) -> bool:
-        """Whether FSDP2 holds the layer: for data, mixed precision, or parameters on the host."""
+        """Whether FSDP2 holds the layer.
+
+        It does for divided states, mixed precision, parameters on the host, sums in 16 bits.
+        """
         needed = self.working_bytes != MASTER or self.offload == "parameters"
-        return self.data > 1 or needed
+        return needed or (self.data > 1 and (self.sharded or self.wire in ("bf16", "fp16")))
 
     @property
     def wire_bytes(self) -> int:
@@ -170,8 +174,8 @@ def states(
 ) -> States:
     """Return what a layer with this many parameters on the rank holds; the table is above.
 
-    `largest` is its largest single parameter, whose fresh gradient waits to be added where autograd
-    accumulates by itself; `factors` are the elements of its gradients' low-rank factors.  Its
+    `largest` is its largest single parameter, whose fresh gradient waits to be added where FSDP2
+    does not hold it; `factors` are the elements of its gradients' low-rank factors.  Its
     parameters are divided into `pieces` at most, 0 being as many as one likes.  A layer with the
     `loss` makes its weight's gradient when the loss is done.
 
@@ -186,13 +190,16 @@ def states(
         moments, on_host = 0.0, moments
     bucket = max(BUCKET_BYTES, MOMENTS * MASTER * min(largest, n) / d) if on_host else 0.0
     if not sharing.wrapped:
+        if sharing.wire == "powersgd":
+            moments += MASTER * (n + factors)
+        added = sharing.accumulated or sharing.data > 1
         return States(
             parameters_bytes=sharing.versions * MASTER * n,
             gathered_bytes=0.0,
             gradients_bytes=MASTER * n,
             optimizer_bytes=moments,
             forward_transient_bytes=0.0,
-            backward_transient_bytes=e * largest if sharing.accumulated else 0.0,
+            backward_transient_bytes=e * largest if added else 0.0,
             host_bytes=on_host,
             bucket_bytes=bucket,
         )
@@ -230,7 +237,7 @@ def frozen_states(parameters: float, sharing: Sharing) -> States:
 
     They are kept in the type of the computation, e bytes each (runtime/lora.py):
 
-        no data axis, fp32     4 N
+        ZeRO-0, fp32           4 N
         ZeRO-0 to 2            e N/d + e N
         ZeRO-3                 e N/d, and while a unit works what trained parameters need too
 

@@ -90,7 +90,7 @@ def traffic(
 
     `sides` are rows and columns of all its matrices, added up.
     """
-    if not sharing.wrapped:
+    if not (sharing.wrapped or sharing.data > 1):
         return Traffic()
     wide, working = MASTER * parameters, sharing.working_bytes * parameters
     reduced = sharing.wire_bytes * parameters

@@ -36,11 +36,11 @@ from planner.profile import CollectiveCurve, Overheads
 from planner.simulate import timeline
 from profiler.clock import Clock, median, slowest
 from profiler.layers import Case, Chain, plan_of, trial
-from runtime.adapter import Chain as Modules
 from runtime.engine import Engine
 from runtime.mesh import Place, place_of
 from runtime.optimizer import Optimizer
-from runtime.parallelize import parallel_stage
+from runtime.parallelize import ParallelStage, parallel_stage
+from runtime.replicas import Replicas
 
 SEQ_LEN = 8
 """Of the tiny model."""
@@ -118,7 +118,7 @@ def shard_unit_s(device: torch.device) -> float:
     """Seconds per unit and pass that data parallelism takes without any communication."""
     model = tiny_model(blocks=4)
     chain = Chain(model, seq_len=SEQ_LEN, precision="fp32", tensor=1, device=device)
-    wrapped = _over_data(chain, model, zero=0, device=device)
+    wrapped = _over_data(chain, model, zero=2, device=device).chain  # gathered in the first round
     times = _interleaved(
         {
             "plain": partial(_micro_batch, chain, chain.module, Clock(device)),
@@ -144,20 +144,21 @@ def shard_costs(
 
         ZeRO-3 forward                  Σ (1 - o) gather(p_u)     + g p_u + unit_s
         ZeRO-2 backward                 Σ (1 - o) reduce(p_u)     + r p_u + unit_s
-        replicas' backward              Σ (1 - o) all_reduce(p_u) + r p_u + unit_s
+        replicas' backward              Σ (1 - o) all_reduce(p_u) + r p_u
 
     Where the differences are more than the collectives o is 0, else the copies g and r are.
     """
     clock = Clock(device)
-    zero_3 = _over_data(chain, model, zero=3, device=device)
-    zero_2 = _over_data(chain, model, zero=2, device=device)
-    replicas = _over_data(chain, model, zero=0, device=device)
+    zero_3 = _over_data(chain, model, zero=3, device=device).chain
+    zero_2 = _over_data(chain, model, zero=2, device=device).chain
+    whole = _over_data(chain, model, zero=0, device=device)
+    replicas = Replicas(whole.replicated, backwards=1)
     times = _interleaved(
         {
             "plain": partial(_micro_batch, chain, chain.module, clock),
             "zero 3": partial(_micro_batch, chain, zero_3, clock, sync=True),
             "zero 2": partial(_micro_batch, chain, zero_2, clock, sync=True),
-            "replicas": partial(_micro_batch, chain, replicas, clock, sync=True),
+            "replicas": partial(_micro_batch, chain, whole.chain, clock, replicas=replicas),
         },
         rounds=OWN_LAYER_ROUNDS,
     )
@@ -169,7 +170,7 @@ def shard_costs(
     units_s = len(sizes) * unit_s
     gather_s = times["zero 3"][0] - plain_forward_s - units_s
     reduce_s = times["zero 2"][1] - plain_backward_s - units_s
-    all_reduce_s = times["replicas"][1] - plain_backward_s - units_s
+    all_reduce_s = times["replicas"][1] - plain_backward_s
     gathers_s = _collectives_s("all_gather", sizes, curves)
     reductions_s = _collectives_s("reduce_scatter", sizes, curves)
     all_reduces_s = _collectives_s("all_reduce", sizes, curves)
@@ -217,23 +218,31 @@ def _collectives_s(
     return sum(interpolated_s(curve, size) for size in sizes_bytes)
 
 
-def _over_data(chain: Chain, model: ModelGraph, *, zero: int, device: torch.device) -> Modules:
-    """Return the same layers anew, wrapped for data parallelism over all ranks."""
+def _over_data(
+    chain: Chain, model: ModelGraph, *, zero: int, device: torch.device
+) -> ParallelStage:
+    """Return the same layers anew, for data parallelism over all ranks."""
     world = dist.get_world_size()
     mesh = Mesh(data_shard=world) if zero else Mesh(data_replicate=world)
     plan = plan_of(model, [list(chain.kinds)], seq_len=chain.seq_len, mesh=mesh, zero=zero)
-    stage = parallel_stage(
+    return parallel_stage(
         plan, chain.adapter, place_of(plan, device), stage=0, device=device, weights=None
     )
-    return stage.chain
 
 
 def _micro_batch(
-    chain: Chain, modules: nn.Module, clock: Clock, *, sync: bool | None = None
+    chain: Chain,
+    modules: nn.Module,
+    clock: Clock,
+    *,
+    sync: bool | None = None,
+    replicas: Replicas | None = None,
 ) -> Seconds:
     """Run one micro-batch of one sample; `sync` says whether it is the last of a step."""
     tokens, targets = chain.batch(1)
-    if sync is not None:
+    if replicas is not None:
+        modules.zero_grad()
+    elif sync is not None:
         modules.set_is_last_backward(sync)
         modules.set_requires_gradient_sync(sync)
         modules.set_reshard_after_backward(sync)
@@ -243,6 +252,8 @@ def _micro_batch(
     loss = chain.adapter.loss(modules(tokens), targets)
     middle = clock.moment()
     loss.backward()
+    if replicas is not None:
+        replicas.finish()
     end = clock.moment()
     return clock.between_s(begin, middle), clock.between_s(middle, end)
 

@@ -38,6 +38,7 @@ from runtime.parallelize import (
 )
 from runtime.pipeline import Pipeline, StagePart
 from runtime.published import Weights
+from runtime.replicas import Replicas
 from runtime.source import adapter_of
 from runtime.stale_pipeline import StalePipeline
 from runtime.supported import supported
@@ -119,6 +120,7 @@ class Engine:
             factors={name: factor for part in self._parts for name, factor in part.factors.items()},
         )
         self._norm = 0.0
+        self._replicas = self._new_replicas()
         self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
 
     @property
@@ -169,6 +171,8 @@ class Engine:
                 if self._pipeline is None
                 else self._through_pipeline(self._pipeline, inputs, targets)
             )
+        if self._replicas is not None:
+            self._replicas.finish()
         # Every rank that has tokens of its own, and each of its tensor ranks, holds their mean.
         holders = self._place.replicas * self.plan.mesh.tensor
         loss = self._optimizer.scale.taken_off(loss) / holders
@@ -297,6 +301,14 @@ class Engine:
             return None
         kind = PowerSGD if self.plan.gradient_wire == "powersgd" else Mean
         return kind(self._place.data.replicating.get_group())
+
+    def _new_replicas(self) -> Replicas | None:
+        replicated = [one for part in self._parts for one in part.replicated]
+        if not replicated:
+            return None
+        apart = any(part.store is not None for part in self._parts)
+        backwards = None if apart else self.plan.micro_batches_of(self.data_rank)
+        return Replicas(replicated, backwards=backwards)
 
     def _micro_batch_loss(self, output: Tensor, target: Tensor) -> Tensor:
         plan = self.plan

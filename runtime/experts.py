@@ -49,7 +49,7 @@ def mixed(
     if group is None:
         returned = _outputs(module, chosen, rows)
     else:
-        route = _Route.of(rows, group)
+        route = _Route.of(rows, group, sent=len(chosen))
         arrived = _Exchange.apply(chosen, route.arriving, route.leaving, group)[route.by_expert]
         made = _outputs(module, arrived, route.rows)
         made = made[_inverse(route.by_expert)]
@@ -126,19 +126,24 @@ class _Route:
     """The tokens that arrive, which come rank by rank, in the order of experts."""
 
     @classmethod
-    def of(cls, rows: Tensor, group: dist.ProcessGroup) -> _Route:
-        """Ask the other ranks; `rows` are the tokens that this rank has for every expert."""
+    def of(cls, rows: Tensor, group: dist.ProcessGroup, *, sent: int) -> _Route:
+        """Ask the other ranks; `rows` are the `sent` tokens that this rank has, by expert."""
         ops, ranks = torch.ops._c10d_functional, group.size()
         own = rows.numel() // ranks
         sizes = [own] * ranks
         coming = ops.wait_tensor(ops.all_to_all_single(rows, sizes, sizes, group.group_name))
         both = torch.stack((rows, coming)).unflatten(1, (ranks, own))
-        leaving, arriving = both.sum(2).tolist()
+        leaving, arriving = _by_rank(both.sum(2), sent)
         experts = torch.arange(own, device=rows.device).repeat(ranks)
         by_expert = experts.repeat_interleave(coming, output_size=sum(arriving)).argsort(
             stable=True
         )
         return cls(leaving=leaving, arriving=arriving, rows=both[1].sum(0), by_expert=by_expert)
+
+
+def _by_rank(rows: Tensor, sent: int) -> list[list[int]]:
+    """Return the tokens that leave for each rank, and those that arrive from it."""
+    return rows.tolist()
 
 
 class _Exchange(torch.autograd.Function):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import (
@@ -57,6 +59,8 @@ class ParallelStage:
     """Where weight gradients wait, if the schedule makes them apart."""
     adapted: int
     """Modules with an adapter; 0 where the whole model is trained."""
+    replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...]
+    """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
 
 
 def activation_type(plan: Plan) -> torch.dtype:
@@ -90,8 +94,11 @@ def parallel_stage(
     factors = _over_experts(layers, plan, place) if plan.mesh.expert > 1 else {}
     summed = _over_tensor(layers, plan, adapter, place) if plan.mesh.tensor > 1 else set()
     shared = _shared(layers)
-    reduces = place.replicas > 1 and not reduces_in_step(plan)
-    wraps_experts = plan.mesh.expert > 1 and (place.expert_replicas > 1 or wants_mesh(plan))
+    apart = reduces_apart(plan, place)
+    reduces = place.replicas > 1 and not (reduces_in_step(plan) or apart)
+    wraps_experts = plan.mesh.expert > 1 and (
+        (place.expert_replicas > 1 and not apart) or wants_mesh(plan)
+    )
     wraps = place.mesh is not None and (reduces or wants_mesh(plan) or wraps_experts)
     chain = _stage_module(plan, adapter, stage, layers)
     traffic = Traffic(device)
@@ -136,7 +143,24 @@ def parallel_stage(
         wrapped=wraps,
         store=store,
         adapted=adapted,
+        replicated=tuple(_replicated(chain, plan, place)) if apart else (),
     )
+
+
+def _replicated(
+    chain: Chain, plan: Plan, place: Place
+) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
+    """Yield the parameters that other ranks hold too, each with the group of those ranks."""
+    spread = {
+        parameter
+        for module in (experts.modules_of(chain).values() if plan.mesh.expert > 1 else ())
+        for parameter in module.parameters(recurse=False)
+    }
+    whole = place.data.mesh.get_group()  # by all ranks together, also those that train nothing
+    for parameter in chain.parameters():
+        group = place.expert_data.mesh.get_group() if parameter in spread else whole
+        if parameter.requires_grad and group.size() > 1:
+            yield parameter, group
 
 
 def _loads(layers: dict[str, nn.Module], device: torch.device) -> dict[str, Load]:
@@ -264,6 +288,16 @@ def reduces_in_step(plan: Plan) -> bool:
     """Tell whether the optimizer's step makes the mean of gradients over replicas, not backward."""
     stale = plan.schedule == "pipedream-2bw" and plan.mesh.pipeline > 1
     return stale or plan.gradient_wire == "powersgd"
+
+
+def reduces_apart(plan: Plan, place: Place) -> bool:
+    """Tell whether gradients of whole copies are summed by runtime.replicas, without FSDP.
+
+    FSDP would hold a second copy of the parameters, and does what else there is to do.
+    """
+    plain = plan.precision in ("fp32", "tf32") and plan.gradient_wire == "full"
+    plain = plain and plan.offload != "parameters" and not reduces_in_step(plan)
+    return plain and not place.sharded and place.replicas > 1
 
 
 def reduces_at_once(plan: Plan, place: Place) -> bool:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from planner.model import ModelGraph
 from planner.plan import Plan
+from runtime import experts
 from runtime.engine import Engine
 from runtime.live_memory import LiveMemory
 from runtime.mesh import place_of
@@ -72,7 +73,7 @@ def rehearse(plan: Plan, model: ModelGraph, *, rank: int) -> Rehearsal:
     dist.init_process_group("fake", rank=rank, world_size=plan.mesh.devices, store=FakeStore())
     try:
         _make_groups(plan)
-        with _shapes_apart(), FakeTensorMode(), _NoValues():
+        with _shapes_apart(), _even_routes(), FakeTensorMode(), _NoValues():
             engine = Engine(plan, model, device=CPU)
             samples = plan.micro_batch * plan.micro_batches
             tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
@@ -122,6 +123,23 @@ def _shapes_apart() -> Iterator[None]:
         yield
     finally:
         ShardingPropagator._fake_mode_lock = before
+
+
+@contextlib.contextmanager
+def _even_routes() -> Iterator[None]:
+    """Let every rank send as many tokens to each of the others: which they are, nobody knows."""
+    before = experts._by_rank
+
+    def even(rows: Tensor, sent: int) -> list[list[int]]:
+        least, more = divmod(sent, rows.shape[1])
+        each = [least + (rank < more) for rank in range(rows.shape[1])]
+        return [each, each]
+
+    experts._by_rank = even
+    try:
+        yield
+    finally:
+        experts._by_rank = before
 
 
 class _NoValues(TorchDispatchMode):

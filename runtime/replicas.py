@@ -1,0 +1,179 @@
+"""Replicas: ranks that hold whole copies of the same parameters, and the mean of their gradients.
+
+Gradients lie in flat buckets, each of the parameters of neighbouring layers.  When backward has
+added the last micro-batch's gradient of all parameters of a bucket, its mean over the ranks is on
+its way while backward goes on; `finish` sends what is left and waits.  Parameters are used where
+they are: unlike FSDP, nothing holds a second copy of them.
+
+This serves what computes in the type of its parameters (fp32, tf32) and divides no states; all else
+is FSDP's to do (runtime/parallelize.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+BUCKET_BYTES = 25 * 2**20
+"""What a bucket takes at least, if there is as much."""
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Gradients of some parameters, one behind the other, and behind them which were made at all.
+
+    A parameter that no sample of this rank went through has no gradient here and may have one
+    elsewhere.  The flags, whose mean is above 0 then, tell.
+    """
+
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup
+    flat: Tensor | None = None
+    given: list[Tensor | None] = field(default_factory=list)
+    """The gradients that lie in `flat`, as autograd knows them."""
+    added: list[int] = field(default_factory=list)
+    """Backwards that added to each gradient."""
+    work: dist.Work | None = None
+
+    def __post_init__(self) -> None:
+        self.empty()
+
+    def empty(self) -> None:
+        self.flat, self.work = None, None
+        self.given = [None] * len(self.parameters)
+        self.added = [0] * len(self.parameters)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(_local(parameter).nbytes for parameter in self.parameters)
+
+    def views(self) -> list[Tensor]:
+        """Return where each gradient lies."""
+        assert self.flat is not None
+        locals_ = [_local(parameter) for parameter in self.parameters]
+        sizes = [local.numel() for local in locals_]
+        parts = self.flat.split([*sizes, len(sizes)])
+        return [part.view(local.shape) for part, local in zip(parts, locals_, strict=False)]
+
+    def take(self, index: int) -> None:
+        """Let the gradient of a parameter lie in the bucket, if it does not yet."""
+        parameter = self.parameters[index]
+        grad = parameter.grad
+        if grad is None or grad is self.given[index]:
+            return
+        if self.flat is None:
+            count = sum(_local(one).numel() for one in self.parameters)
+            self.flat = _local(grad).new_empty(count + len(self.parameters))
+            self.flat[count:].fill_(1.0)
+        view = self.views()[index]
+        view.copy_(_local(grad))
+        self.given[index] = parameter.grad = _like(grad, view)
+
+    def send(self) -> None:
+        """Start to make the mean."""
+        assert self.flat is not None
+        self.work = dist.all_reduce(
+            self.flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True
+        )
+
+
+class Replicas:
+    """The mean of gradients over the ranks that hold the same parameters."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]],
+        *,
+        backwards: int | None,
+    ) -> None:
+        """`parameters` are in the order of forward, each with its ranks.
+
+        A step adds to each gradient in so many `backwards`.  None says that autograd does not tell
+        when a gradient is complete, since some are made apart: all are sent by `finish`.
+        """
+        self._backwards = backwards
+        self._buckets = _buckets(parameters)
+        self._sent = 0
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._noticing(bucket, index))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put the mean of this step into all gradients."""
+        lacking = []
+        for bucket in self._buckets[self._sent :]:
+            for index, parameter in enumerate(bucket.parameters):
+                bucket.take(index)
+                if parameter.grad is None:
+                    lacking.append((bucket, index))
+        for bucket, index in lacking:
+            if bucket.flat is None:  # not even one of its gradients was made here
+                size = sum(_local(one).numel() for one in bucket.parameters)
+                bucket.flat = torch.zeros(
+                    size + len(bucket.parameters),
+                    dtype=bucket.parameters[0].dtype,
+                    device=_local(bucket.parameters[0]).device,
+                )
+            bucket.views()[index].zero_()
+            bucket.flat[index - len(bucket.parameters)] = 0.0
+        for bucket in self._buckets[self._sent :]:
+            bucket.send()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+        for bucket, index in lacking:
+            assert bucket.flat is not None
+            if bucket.flat[index - len(bucket.parameters)] > 0:
+                parameter = bucket.parameters[index]
+                parameter.grad = _like(parameter, bucket.views()[index])
+        for bucket in self._buckets:
+            bucket.empty()  # the gradients keep its memory until the optimizer drops them
+        self._sent = 0
+
+    def _noticing(self, bucket: _Bucket, index: int):  # type: ignore[no-untyped-def]
+        @torch.no_grad()
+        def notice(parameter: Tensor) -> None:
+            bucket.take(index)
+            bucket.added[index] += 1
+            # In one order on all ranks, whatever order backward has.
+            while self._sent < len(self._buckets) and self._full(self._buckets[self._sent]):
+                self._buckets[self._sent].send()
+                self._sent += 1
+
+        return notice
+
+    def _full(self, bucket: _Bucket) -> bool:
+        return min(bucket.added) == self._backwards
+
+
+def _buckets(parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]]) -> list[_Bucket]:
+    """Return buckets in the order of backward; what is shared counts where forward has it first."""
+    every: list[_Bucket] = []
+    open_: dict[dist.ProcessGroup, _Bucket] = {}
+    # A parameter that is used twice is complete when backward comes to its first use.
+    for parameter, group in reversed(list(dict.fromkeys(parameters))):
+        bucket = open_.get(group)
+        if bucket is None or bucket.size_bytes >= BUCKET_BYTES:
+            bucket = open_[group] = _Bucket([], group)
+            every.append(bucket)
+        bucket.parameters.append(parameter)
+    for bucket in every:
+        bucket.empty()
+    return every
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return `local` as the same kind of tensor as another."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor(local, tensor._spec, requires_grad=False)
