@@ -273,8 +273,8 @@ def markdown(rows: Sequence[dict[str, Any]], date: str) -> str:
         "device's context, the collective library and the allocator is left out on both sides.",
         "",
         f"`PYTHONPATH=$PWD python benchmarks/fake_memory.py`, {date}, torch {torch.__version__}, "
-        f"bf16 but for one row: {len(rows)} ranks, median |error| {100 * statistics.median(errors):.1f} %, worst "
-        f"{100 * max(errors):.1f} %.",
+        f"bf16 but for one row: {len(rows)} ranks, median |error| "
+        f"{100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %.",
         "",
         "Each pair of bytes is predicted / rehearsed. Working copies that FSDP has gathered count "
         "as parameters where the rank holds them at its fullest moment; the planner counts those "

@@ -21,7 +21,17 @@ from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Recompute
 
-FAMILIES = ("reference", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = (
+    "reference",
+    "gemma2",
+    "gpt2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
 """Families that the runtime has an adapter for; other models can be planned, not launched."""
 UNDIVIDED = ("gpt2",)
 """Those among them that tensor parallelism does not divide: their weights are transposed."""

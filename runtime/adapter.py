@@ -97,14 +97,17 @@ class Chain(nn.Module):
 class Head(nn.Module):
     """Final norm and output projection: hidden states in, logits out."""
 
-    def __init__(self, norm: nn.Module, output: nn.Linear) -> None:
+    def __init__(self, norm: nn.Module, output: nn.Linear, cap: float | None = None) -> None:
+        """No logit leaves (-cap, cap), if there is a cap."""
         super().__init__()
         self.norm = norm
         self.output = output
+        self.cap = cap
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [sample, position, vocabulary]."""
-        return self.output(self.norm(x))
+        logits = self.output(self.norm(x))
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

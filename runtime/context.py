@@ -64,13 +64,18 @@ def attention(
     whole sequence each of this rank's queries sees, [..., query, key]; without one, all up to its
     own position.
     """
-    assert context.group is not None
-    keys, values = _Gather.apply(key, value, context)
+    keys, values = gathered(key, value, context)
     if mask is None:
         return _Attention.apply(query, keys, values, context, scale)
     shared = query.shape[1] // key.shape[1]
     keys, values = (t.repeat_interleave(shared, dim=1) for t in (keys, values))
     return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+
+
+def gathered(key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    """Return keys and values of all positions, in the order of the sequence."""
+    assert context.group is not None
+    return _Gather.apply(key, value, context)
 
 
 class _Gather(torch.autograd.Function):

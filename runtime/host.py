@@ -24,6 +24,18 @@ from torch import Tensor
 _rooms: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
 
+_making: list[None] = []
+"""Not empty while room is made."""
+
+
+def makes_room() -> bool:
+    """Tell whether the memory that torch makes now stands for the host's.
+
+    In a fake mode even a tensor of other programs' memory goes through torch.
+    """
+    return bool(_making)
+
+
 def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return unfilled host memory for a tensor of a device.
 
@@ -33,7 +45,11 @@ def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
     if device.type != "cpu":
         return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
     size_bytes = math.prod(shape) * dtype.itemsize
-    plain = torch.from_numpy(np.empty(max(1, size_bytes), dtype=np.uint8))
+    _making.append(None)
+    try:
+        plain = torch.from_numpy(np.empty(max(1, size_bytes), dtype=np.uint8))
+    finally:
+        _making.pop()
     settle(plain)
     return plain[:size_bytes].view(dtype).view(tuple(shape))
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from planner.errors import LaunchError
 from planner.model import Architecture, ModelGraph
+from runtime import capped
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
 from runtime.context import WHOLE, Context, attention
 
@@ -38,6 +39,7 @@ class Family:
 
 
 FAMILIES = {
+    "gemma2": Family(classes="Gemma2"),
     "gpt2": Family(classes="GPT2", prefix="transformer", embedding="wte", layers="h", norm="ln_f"),
     "llama": Family(classes="Llama"),
     "mistral": Family(classes="Mistral"),
@@ -56,22 +58,31 @@ _STYLES: dict[str, TensorStyle | None] = {
 
 _CONTEXT_ATTENTION = "meshwright_context"
 """What the library calls our attention over divided sequences."""
+_CAPPED_ATTENTION = "meshwright_capped"
+"""And our attention with capped scores."""
 
 
 class Embedding(nn.Module):
-    """Token vectors, and learned position vectors where the family has them."""
+    """Token vectors times a scale, and learned position vectors where the family has them."""
 
     def __init__(
-        self, tokens: nn.Embedding, positions: nn.Embedding | None, context: Context = WHOLE
+        self,
+        tokens: nn.Embedding,
+        positions: nn.Embedding | None,
+        context: Context = WHOLE,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.tokens = tokens
         self.positions = positions
         self.context = context
+        self.scale = scale
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return [sample, position, hidden]."""
         x = self.tokens(tokens)
+        if self.scale != 1.0:
+            x = x * torch.tensor(self.scale, dtype=x.dtype)  # rounded first, as the library does
         if self.positions is None:
             return x
         if self.context.degree == 1:
@@ -127,6 +138,11 @@ class HuggingFace:
 
             AttentionInterface.register(_CONTEXT_ATTENTION, _over_context)
             self.config._attn_implementation = _CONTEXT_ATTENTION
+        if self.family.classes == "Gemma2":
+            from transformers import AttentionInterface  # noqa: PLC0415 - as above
+
+            AttentionInterface.register(_CAPPED_ATTENTION, _capped)
+            self.config._attn_implementation = _CAPPED_ATTENTION
         self._rotary = self._rotary_tables()
         self._masks: dict[int, Tensor] = {}
 
@@ -140,11 +156,13 @@ class HuggingFace:
                     nn.Embedding(a.vocab_size, a.hidden_size),
                     nn.Embedding(a.max_positions, a.hidden_size) if learned else None,
                     self._context,
+                    a.hidden_size**0.5 if self.family.classes == "Gemma2" else 1.0,
                 )
         if name == HEAD:
             with torch.device("meta"):
                 output = nn.Linear(a.hidden_size, a.vocab_size, bias=False)
-                return Head(self._norm(), output)
+                cap = getattr(self.config, "final_logit_softcapping", None)
+                return Head(self._norm(), output, cap)
         index = _index(name)
         kind = "Block" if self.family.classes == "GPT2" else "DecoderLayer"
         with torch.device("meta"):
@@ -167,8 +185,8 @@ class HuggingFace:
         std = self.config.initializer_range
         if name.endswith("bias"):
             parameter.zero_()
-        elif parameter.ndim == 1:
-            parameter.fill_(1.0)
+        elif parameter.ndim == 1:  # Gemma's norms add the 1 by themselves
+            parameter.fill_(0.0 if self.family.classes == "Gemma2" else 1.0)
         elif name.endswith("c_proj.weight"):  # GPT-2 scales what enters the residual stream
             depth = 2 * self.architecture.layers
             parameter.normal_(0.0, std / depth**0.5, generator=generator)
@@ -248,10 +266,12 @@ class HuggingFace:
         return cos.to(self._device), sin.to(self._device)
 
     def _fixed(self, index: int) -> dict[str, Any]:
-        fixed: dict[str, Any] = {"use_cache": False, "attention_mask": self._mask(index)}
+        masked = self.family.classes != "Gemma2"  # which is told its window, and makes no mask
+        mask = self._mask(index) if masked else None
+        fixed: dict[str, Any] = {"use_cache": False, "attention_mask": mask}
         if self._rotary is not None:
             fixed["position_embeddings"] = self._rotary
-        if self._context.degree > 1:
+        if self._context.degree > 1 or not masked:
             fixed["context"] = self._context
         return fixed
 
@@ -284,6 +304,25 @@ def _over_context(
 ) -> tuple[Tensor, None]:
     """Attention as the library's layers call it; [sample, position, head, head_dim] comes back."""
     mixed = attention(query, key, value, context, scale=scaling, mask=attention_mask)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _capped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    context: Context,
+    scaling: float,
+    softcap: float,
+    sliding_window: int | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Attention with capped scores, called and answering as `_over_context`."""
+    window = sliding_window or 0
+    mixed = capped.attention(query, key, value, context, scale=scaling, cap=softcap, window=window)
     return mixed.transpose(1, 2).contiguous(), None
 
 
@@ -328,10 +367,17 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
     else:
         figures |= _figures_left_open(a)
         config = AutoConfig.for_model(a.family, **figures, bos_token_id=None, eos_token_id=None)
+    if a.family == "gemma2" and (
+        not config.attn_logit_softcapping or config.use_bidirectional_attention
+    ):
+        raise LaunchError(
+            f"{folder}: Gemma-2 has causal attention and attn_logit_softcapping here, as published"
+        )
     for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
         if hasattr(config, name):
             setattr(config, name, 0.0)
-    config._attn_implementation = "sdpa"
+    # Fused kernels do not cap scores; the library's own attention does.
+    config._attn_implementation = "eager" if a.family == "gemma2" else "sdpa"
     if a.experts is not None:
         config._experts_implementation = "grouped_mm"
     return config
@@ -342,8 +388,12 @@ def _figures_left_open(a: Architecture) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if a.family == "llama":
         result |= {"attention_bias": a.qkv_bias, "mlp_bias": a.mlp_bias}
-    if a.family in ("qwen3", "qwen3_moe"):
+    if a.family in ("gemma2", "qwen3", "qwen3_moe"):
         result["attention_bias"] = a.qkv_bias
+    if a.family == "gemma2":
+        # No window is one that is never left.
+        result |= {"sliding_window": a.sliding_window or a.max_positions, "layer_types": _types(a)}
+        result |= {"query_pre_attn_scalar": a.head_dim, "pad_token_id": None}
     if a.family in ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
         result["sliding_window"] = a.sliding_window or None
     if a.family in ("qwen2", "qwen3"):

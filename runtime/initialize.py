@@ -77,7 +77,8 @@ def _made(
         (lora if adapters else adapter).fill(name, local, generator)
         if shard is not None:
             pieces = adapter.pieces(name) if shard[0] == 1 else 1
-            local = part(local, *shard, pieces=pieces).clone()
+            # Without a format, the only one of 8 experts would keep the stride between them.
+            local = part(local, *shard, pieces=pieces).clone(memory_format=torch.contiguous_format)
     local = local.to(parameter.dtype)
     if isinstance(parameter, DTensor):
         local = DTensor.from_local(

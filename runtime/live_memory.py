@@ -23,7 +23,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from runtime.host import on_host
+from runtime.host import makes_room, on_host
 
 
 class LiveMemory:
@@ -221,6 +221,8 @@ class _Watch(TorchDispatchMode):
         if any(issubclass(kind, torch.Tensor) and _wraps(kind) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
+        if makes_room():
+            return result
         given: set[int] | None = None
         for tensor in _tensors_in(result):
             storage = _storage(tensor)

@@ -274,6 +274,18 @@ def _over_data(
     if plan.offload == "parameters":
         for parameter in module.parameters():
             host.settle(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+            if device.type == "cpu":
+                parameter.register_post_accumulate_grad_hook(_moved_home)
+
+
+def _moved_home(parameter: torch.Tensor) -> None:
+    """Move a gradient to what stands for the host, as FSDP itself does from a device."""
+    grad = parameter.grad
+    assert isinstance(grad, DTensor)
+    local = grad.to_local()
+    if not host.on_host(local):
+        home = host.to_host(local).wait()
+        parameter.grad = DTensor(home, grad._spec, requires_grad=False)
 
 
 def gathers_anew(plan: Plan, place: Place | DataRanks) -> bool:

@@ -25,7 +25,7 @@ def architecture(family: str = "reference", **changes: Any) -> Architecture:
         "layers": 3,
         "heads": 4,
         "kv_heads": 4 if family == "gpt2" else 2,
-        "head_dim": 8,
+        "head_dim": 16 if family == "gemma2" else 8,
         "ffn_size": 48,
         "vocab_size": 64,
         "gated_mlp": family != "gpt2",
@@ -37,6 +37,9 @@ def architecture(family: str = "reference", **changes: Any) -> Architecture:
         "output_bias": family == "gpt2",
         "mlp_bias": family == "gpt2",
         "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "post_norms": family == "gemma2",
+        "sliding_window": 5 if family == "gemma2" else 0,
+        "sliding_every": 2 if family == "gemma2" else 1,
         "experts": Experts(count=4, per_token=2, ffn_size=24) if family in MIXED else None,
     }
     return Architecture(**{**figures, **changes})

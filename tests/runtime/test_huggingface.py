@@ -20,6 +20,7 @@ from tests.runtime.ranks import on_ranks
 CPU = torch.device("cpu")
 VARIANTS = [
     *((family, {}) for family in FAMILIES if family not in cases.MIXED),
+    ("gemma2", {"tied_embeddings": True, "sliding_window": 3}),
     ("llama", {"tied_embeddings": True}),
     ("llama", {"qkv_bias": True, "output_bias": True, "mlp_bias": True}),
     ("mistral", {"sliding_window": 5}),

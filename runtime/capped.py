@@ -1,0 +1,167 @@
+"""Attention with capped scores, as Gemma-2 has it: no score leaves (-cap, cap).
+
+    s = cap tanh(scale q k / cap),  p = softmax(s) over the keys that a query sees
+
+Fused kernels do not have the cap, so queries are taken in blocks: nothing of all queries times all
+keys is ever written out.  Forward keeps outputs and log-sums; backward makes each block's scores
+again.  A query sees the keys up to its own position, in a layer with a window only the last ones.
+Queries may be this rank's part of a sequence (runtime.context); keys are always all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.context import Context, gathered
+
+BLOCK = 512
+"""Queries whose scores exist at once."""
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: Context,
+    *,
+    scale: float,
+    cap: float,
+    window: int = 0,
+) -> Tensor:
+    """Return attention of this rank's positions, [sample, head, position, head_dim].
+
+    There may be fewer heads of keys and values than of queries.  `window` counts the keys that a
+    query sees, its own among them; 0 means all.
+    """
+    if context.degree > 1:
+        key, value = gathered(key, value, context)
+    return _Attention.apply(query, key, value, context, scale, cap, window)
+
+
+@torch.library.custom_op("meshwright::capped_attention", mutates_args=())
+def _over_blocks(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rank: int,
+    degree: int,
+    scale: float,
+    cap: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and log-sums.
+
+    An operator of its own, so that selective recompute keeps these and not each block's.
+    """
+    out = torch.empty_like(query)
+    log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    for rows, seen, hidden in _blocks(query, rank, degree, window):
+        scores = _scores(query[:, :, rows], keys[:, :, seen], hidden, scale, cap)
+        log_sum = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - log_sum).exp().to(query.dtype)
+        out[:, :, rows] = _joined(weights @ values[:, :, None, seen])
+        log_sums[:, :, rows] = _joined(log_sum).squeeze(-1)
+    return out, log_sums
+
+
+@_over_blocks.register_fake
+def _shapes(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rank: int,
+    degree: int,
+    scale: float,
+    cap: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        context: Context,
+        scale: float,
+        cap: float,
+        window: int,
+    ) -> Tensor:
+        figures = (context.rank, context.degree, scale, cap, window)
+        out, log_sums = _over_blocks(query, keys, values, *figures)
+        ctx.save_for_backward(query, keys, values, out, log_sums)
+        ctx.figures = figures
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Of s = cap t: ds/d(scale q k) = 1 - t²; ds = p (dp - Σ grad out)."""
+        query, keys, values, out, log_sums = ctx.saved_tensors
+        rank, degree, scale, cap, window = ctx.figures
+        d_query = torch.empty_like(query)
+        d_keys, d_values = (torch.zeros_like(t, dtype=torch.float32) for t in (keys, values))
+        heads = keys.shape[1]
+        for rows, seen, hidden in _blocks(query, rank, degree, window):
+            q, g, o = (_shared(t[:, :, rows], heads) for t in (query, grad, out))
+            k, v = keys[:, :, None, seen], values[:, :, None, seen]
+            scores = _scores(query[:, :, rows], keys[:, :, seen], hidden, scale, cap)
+            log_sum = _shared(log_sums[:, :, rows].unsqueeze(-1), heads)
+            weights = (scores - log_sum).exp()
+            d_values[:, :, seen] += (weights.to(g.dtype).transpose(-2, -1) @ g).float().sum(2)
+            d_scores = (g @ v.transpose(-2, -1)).float()
+            d_scores -= (g.float() * o.float()).sum(-1, keepdim=True)
+            d_scores *= weights
+            # A hidden score is -inf, and its weight 0.
+            d_scores *= 1 - (scores / cap).clamp(min=-1.0).square()
+            d_scores = (scale * d_scores).to(q.dtype)
+            d_query[:, :, rows] = _joined(d_scores @ k)
+            d_keys[:, :, seen] += (d_scores.transpose(-2, -1) @ q).float().sum(2)
+        return (
+            d_query,
+            d_keys.to(keys.dtype),
+            d_values.to(values.dtype),
+            *(None for _ in range(4)),
+        )
+
+
+def _scores(query: Tensor, keys: Tensor, hidden: Tensor, scale: float, cap: float) -> Tensor:
+    """Return capped scores in fp32, [sample, key head, query heads of it, query, key]."""
+    scores = _shared(query, keys.shape[1]) @ keys.unsqueeze(2).transpose(-2, -1)
+    scores = (scores.float() * (scale / cap)).tanh_() * cap
+    return scores.masked_fill_(hidden, -torch.inf)
+
+
+def _blocks(
+    query: Tensor, rank: int, degree: int, window: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield a block of queries, the keys that any of them sees, and which each does not see."""
+    chunks = 1 if degree == 1 else 2
+    length = query.shape[2] // chunks
+    for index, chunk in enumerate((0,) if degree == 1 else (rank, 2 * degree - 1 - rank)):
+        for start in range(0, length, BLOCK):
+            count = min(BLOCK, length - start)
+            first = chunk * length + start  # its position in the sequence
+            begin = max(0, first - window + 1) if window else 0
+            positions = torch.arange(first, first + count, device=query.device)[:, None]
+            others = torch.arange(begin, first + count, device=query.device)
+            hidden = others > positions
+            if window:
+                hidden |= others <= positions - window
+            row = index * length + start
+            yield slice(row, row + count), slice(begin, first + count), hidden
+
+
+def _shared(heads: Tensor, groups: int) -> Tensor:
+    """Put the query heads that share a key head beside each other."""
+    return heads.unflatten(1, (groups, -1))
+
+
+def _joined(heads: Tensor) -> Tensor:
+    return heads.flatten(1, 2)

@@ -1,0 +1,71 @@
+"""Capped attention in blocks against the same in one piece, whole and divided over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime import capped
+from runtime.context import WHOLE, Context
+from tests.runtime.ranks import on_ranks
+
+SCALE, CAP, LENGTH = 0.7, 2.0, 16
+
+
+def written_out(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    """Return the formula as it stands."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(shared, dim=1) for t in (key, value))
+    scores = CAP * torch.tanh(SCALE * query @ key.transpose(-2, -1) / CAP)
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    hidden = (distance < 0) | ((distance >= window) if window else torch.tensor(False))
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+
+
+def inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, heads, LENGTH, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, LENGTH])
+@pytest.mark.parametrize("block", [3, 512])
+def test_blocks_make_what_the_formula_says(
+    window: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capped, "BLOCK", block)
+    ours, plain = ([t.float().requires_grad_() for t in inputs()] for _ in range(2))
+    weights = torch.randn(2, 4, LENGTH, 8)
+
+    found = capped.attention(*ours, WHOLE, scale=SCALE, cap=CAP, window=window)
+    expected = written_out(*plain, window)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def on_a_part(window: int) -> list[Tensor]:
+    """Return this rank's outputs and gradients for a loss that sums the outputs of both."""
+    context = Context(rank=dist.get_rank(), degree=2, group=dist.group.WORLD)
+    own = context.positions(LENGTH)
+    parts = [t[:, :, own].float().requires_grad_() for t in inputs()]
+    out = capped.attention(*parts, context, scale=SCALE, cap=CAP, window=window)
+    out.square().sum().backward()
+    return [own, out.detach(), *(part.grad for part in parts)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("window", [0, 5])
+def test_parts_of_a_sequence_make_the_whole(window: int) -> None:
+    whole = [t.float().requires_grad_() for t in inputs()]
+    expected = written_out(*whole, window)
+    expected.square().sum().backward()
+
+    for own, *found in on_ranks(2, on_a_part, window):
+        wanted = [expected.detach(), *(t.grad for t in whole)]
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other[:, :, own], rtol=1e-4, atol=1e-5)
