@@ -6,6 +6,11 @@ from planner.model import Architecture, LatentAttention
 from planner.operator_table import FP32, Operator, Setting
 from planner.operators import gathered, matmul, norm, row_wise
 
+CAPPED_BLOCK = 512
+"""Queries whose capped scores exist at once (runtime/capped.py)."""
+CAPPED_KERNELS = 12
+"""Of each such block."""
+
 
 def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list[Operator]:
     """Projections, rotary positions, fused attention, output projection."""
@@ -189,7 +194,12 @@ def _core(
         # are merged in fp32, half of the queries at a time.
         kernels = 16
         workspace = out + 1.5 * out * FP32 / setting.element_bytes
-    if window(a, kind, setting.seq_len) < setting.seq_len:
+    if a.family == "gemma2":
+        # Capped scores have a kernel of their own (runtime/capped.py), block by block.
+        span = window(a, kind, setting.seq_len)
+        attended = span - span**2 / (2.0 * setting.seq_len)
+        kernels, workspace = _capped(a, setting, span)
+    elif window(a, kind, setting.seq_len) < setting.seq_len:
         # With an explicit mask the fused kernel neither groups heads nor skips keys.
         attended = float(setting.seq_len)
         shared = a.heads / a.kv_heads
@@ -232,6 +242,26 @@ def _core(
         )
     )
     return operators
+
+
+def _capped(a: Architecture, setting: Setting, span: int) -> tuple[int, float]:
+    """Return kernels and working memory of attention that writes a block's scores.
+
+    Scores stand twice in fp32, and half as much in 16 bits; beside them the products that are added
+    to the gradients of keys or values, and in 16 bits those gradients in fp32.
+    """
+    e, heads = setting.element_bytes, a.heads / setting.tensor
+    chunks = 2 * setting.context if setting.context > 1 else 1
+    rows = min(CAPPED_BLOCK, setting.seq_len // chunks)
+    keys = min(setting.seq_len, span + rows)
+    scores = setting.micro_batch * heads * rows * keys * FP32
+    product = setting.micro_batch * keys * heads * a.head_dim
+    gradients = 2 * setting.micro_batch * setting.seq_len * a.kv_heads / setting.tensor
+    narrow = e != FP32
+    workspace = (2.5 if narrow else 2.0) * scores + product * (e + FP32 * narrow)
+    workspace += gradients * a.head_dim * FP32 * narrow
+    blocks = -(-setting.seq_len // setting.context // rows)
+    return CAPPED_KERNELS * blocks, workspace
 
 
 def window(a: Architecture, kind: str, seq_len: int) -> int:

@@ -147,13 +147,27 @@ def head(a: Architecture, setting: Setting) -> Table:
             moved_bytes=(rows * width + width * outputs / t + logits) * e,
         )
     )
-    tensor = "logits"
+    tensor = held = "logits"
+    if a.family == "gemma2":  # divided by the cap, tanh, times the cap
+        operators.append(
+            Operator(
+                name="cap",
+                kind="memory",
+                inputs=("logits",),
+                outputs={"capped": logits * e},
+                saved=("capped",),
+                moved_bytes=6 * logits * e,
+                backward_moved_bytes=9 * logits * e,
+                kernels=3,
+            )
+        )
+        tensor = held = "capped"
     if e != FP32:
         operators.append(
             Operator(
                 name="upcast",
                 kind="memory",
-                inputs=("logits",),
+                inputs=(tensor,),
                 outputs={"logits_fp32": logits * FP32},
                 fp32=("logits_fp32",),
                 moved_bytes=logits * (e + FP32),
@@ -162,7 +176,7 @@ def head(a: Architecture, setting: Setting) -> Table:
         )
         tensor = "logits_fp32"
     divided = setting.divides_tensors and not a.classes
-    loss = _loss(tensor, logits * FP32, rows=rows, divided=divided)
+    loss = _loss(tensor, logits * FP32, held=held, rows=rows, divided=divided)
     if e != FP32:
         loss.insert(0, operators.pop())
     return Table(
@@ -174,14 +188,17 @@ def head(a: Architecture, setting: Setting) -> Table:
     )
 
 
-def _loss(tensor: str, size: float, *, rows: float, divided: bool) -> list[Operator]:
-    """Cross entropy: log-softmax keeps its fp32 output, its input's gradient is as large."""
+def _loss(tensor: str, size: float, *, held: str, rows: float, divided: bool) -> list[Operator]:
+    """Cross entropy: log-softmax keeps its fp32 output, its input's gradient is as large.
+
+    Who asked for the loss holds the logits.
+    """
     operators = [
         Operator(
             name="log_softmax",
             kind="memory",
             inputs=(tensor,),
-            holds=("logits",),
+            holds=(held,),
             outputs={"log_probabilities": size},
             fp32=("log_probabilities",),
             saved=("log_probabilities",),

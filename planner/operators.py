@@ -19,7 +19,8 @@ def norm(
 
     LayerNorm is one kernel that keeps its input.  RMSNorm is written out in fp32: upcast, square,
     mean, root, scale, downcast, weight; it keeps the fp32 copy, the roots and the scaled rows.
-    torch's own RMSNorm, which the reference family has, keeps the scaled rows in fp32.
+    torch's own RMSNorm, which the reference family has, keeps the scaled rows in fp32, as does
+    Gemma's, which multiplies with the weight before the downcast.
     """
     rows = setting.stream_tokens if rows is None else rows
     count = rows * width
@@ -36,29 +37,33 @@ def norm(
             backward_moved_bytes=3 * size,
         )
     root, scaled = f"{name}_root", f"{name}_scaled"
+    # Gemma's factor 1 + weight is a tensor of its own.
+    factor = {f"{name}_factor": width * FP32} if a.family == "gemma2" else {}
     if setting.element_bytes == FP32:
         return Operator(
             name=name,
             kind="memory",
             inputs=(source,),
-            outputs={root: rows * FP32, scaled: size, name: size},
-            saved=(source, root, scaled),
+            outputs={root: rows * FP32, scaled: size, **factor, name: size},
+            saved=(source, root, scaled, *factor),
             moved_bytes=7 * size,
             backward_moved_bytes=14 * size,
             kernels=6,
         )
     wide = f"{name}_fp32"
-    scaled_bytes = count * FP32 if a.family == "reference" else size
+    keeps_wide = a.family in ("reference", "gemma2")
+    scaled_bytes = count * FP32 if keeps_wide else size
     return Operator(
         name=name,
         kind="memory",
         inputs=(source,),
-        outputs={wide: count * FP32, root: rows * FP32, scaled: scaled_bytes, name: size},
-        saved=(wide, root, scaled),
-        fp32=(wide, root, scaled) if a.family == "reference" else (wide, root),
+        outputs={wide: count * FP32, root: rows * FP32, scaled: scaled_bytes, **factor, name: size},
+        saved=(wide, root, scaled, *factor),
+        fp32=(wide, root, scaled, *factor) if keeps_wide else (wide, root),
         moved_bytes=count * 38,
         backward_moved_bytes=count * 60,
         kernels=8,
+        workspace_bytes=count * FP32 if a.family == "gemma2" else 0.0,
     )
 
 

@@ -8,7 +8,7 @@ ModelGraph.chain, and a parameter's name is its layer's name and its path in the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,23 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [sample, position, vocabulary]."""
         logits = self.output(self.norm(x))
-        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+        return logits if self.cap is None else _Capped.apply(logits, self.cap)
+
+
+class _Capped(torch.autograd.Function):
+    """cap tanh(x / cap), which keeps its output alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
+        ctx.cap = cap
+        capped = x.div(cap).tanh_().mul_(cap)
+        ctx.save_for_backward(capped)
+        return capped
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (capped,) = ctx.saved_tensors
+        return capped.div(ctx.cap).square_().neg_().add_(1).mul_(grad), None
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

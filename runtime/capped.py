@@ -62,7 +62,7 @@ def _over_blocks(
     for rows, seen, hidden in _blocks(query, rank, degree, window):
         scores = _scores(query[:, :, rows], keys[:, :, seen], hidden, scale, cap)
         log_sum = scores.logsumexp(-1, keepdim=True)
-        weights = (scores - log_sum).exp().to(query.dtype)
+        weights = scores.sub_(log_sum).exp_().to(query.dtype)
         out[:, :, rows] = _joined(weights @ values[:, :, None, seen])
         log_sums[:, :, rows] = _joined(log_sum).squeeze(-1)
     return out, log_sums
@@ -102,40 +102,63 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Of s = cap t: ds/d(scale q k) = 1 - t²; ds = p (dp - Σ grad out)."""
-        query, keys, values, out, log_sums = ctx.saved_tensors
-        rank, degree, scale, cap, window = ctx.figures
-        d_query = torch.empty_like(query)
-        d_keys, d_values = (torch.zeros_like(t, dtype=torch.float32) for t in (keys, values))
-        heads = keys.shape[1]
-        for rows, seen, hidden in _blocks(query, rank, degree, window):
-            q, g, o = (_shared(t[:, :, rows], heads) for t in (query, grad, out))
-            k, v = keys[:, :, None, seen], values[:, :, None, seen]
-            scores = _scores(query[:, :, rows], keys[:, :, seen], hidden, scale, cap)
-            log_sum = _shared(log_sums[:, :, rows].unsqueeze(-1), heads)
-            weights = (scores - log_sum).exp()
-            d_values[:, :, seen] += (weights.to(g.dtype).transpose(-2, -1) @ g).float().sum(2)
-            d_scores = (g @ v.transpose(-2, -1)).float()
-            d_scores -= (g.float() * o.float()).sum(-1, keepdim=True)
-            d_scores *= weights
-            # A hidden score is -inf, and its weight 0.
-            d_scores *= 1 - (scores / cap).clamp(min=-1.0).square()
-            d_scores = (scale * d_scores).to(q.dtype)
-            d_query[:, :, rows] = _joined(d_scores @ k)
-            d_keys[:, :, seen] += (d_scores.transpose(-2, -1) @ q).float().sum(2)
-        return (
-            d_query,
-            d_keys.to(keys.dtype),
-            d_values.to(values.dtype),
-            *(None for _ in range(4)),
-        )
+        grads = _grads_over_blocks(grad, *ctx.saved_tensors, *ctx.figures)
+        return (*grads, *(None for _ in range(4)))
+
+
+@torch.library.custom_op("meshwright::capped_attention_backward", mutates_args=())
+def _grads_over_blocks(
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    rank: int,
+    degree: int,
+    scale: float,
+    cap: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys, values.
+
+    Of s = cap t: ds/d(scale q k) = 1 - t²; ds = p (dp - Σ grad out).
+    """
+    d_query = torch.empty_like(query)
+    d_keys, d_values = (torch.zeros_like(t, dtype=torch.float32) for t in (keys, values))
+    heads = keys.shape[1]
+    # In place where it can be: a block's scores are what this needs most memory for.
+    for rows, seen, hidden in _blocks(query, rank, degree, window):
+        q, g, o = (_shared(t[:, :, rows], heads) for t in (query, grad, out))
+        k, v = keys[:, :, None, seen], values[:, :, None, seen]
+        scores = _scores(query[:, :, rows], keys[:, :, seen], hidden, scale, cap)
+        weights = scores - _shared(log_sums[:, :, rows].unsqueeze(-1), heads)
+        weights.exp_()
+        d_values[:, :, seen] += (weights.to(g.dtype).transpose(-2, -1) @ g).float().sum(2)
+        # A hidden score is -inf, and its weight 0.
+        slope = scores.div_(-cap).clamp_(max=1.0).square_().neg_().add_(1)
+        slope *= weights
+        del weights
+        d_scores = (g @ v.transpose(-2, -1)).float()
+        d_scores -= (g.float() * o.float()).sum(-1, keepdim=True)
+        d_scores = d_scores.mul_(slope).mul_(scale).to(q.dtype)
+        del slope, scores
+        d_query[:, :, rows] = _joined(d_scores @ k)
+        d_keys[:, :, seen] += (d_scores.transpose(-2, -1) @ q).float().sum(2)
+    return d_query, d_keys.to(keys.dtype), d_values.to(values.dtype)
+
+
+@_grads_over_blocks.register_fake
+def _shapes_of_grads(
+    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(keys), torch.empty_like(values)
 
 
 def _scores(query: Tensor, keys: Tensor, hidden: Tensor, scale: float, cap: float) -> Tensor:
     """Return capped scores in fp32, [sample, key head, query heads of it, query, key]."""
-    scores = _shared(query, keys.shape[1]) @ keys.unsqueeze(2).transpose(-2, -1)
-    scores = (scores.float() * (scale / cap)).tanh_() * cap
-    return scores.masked_fill_(hidden, -torch.inf)
+    scores = (_shared(query, keys.shape[1]) @ keys.unsqueeze(2).transpose(-2, -1)).float()
+    return scores.mul_(scale / cap).tanh_().mul_(cap).masked_fill_(hidden, -torch.inf)
 
 
 def _blocks(
