@@ -76,7 +76,11 @@ SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sample
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Samples per step")]
 PrecisionOption = Annotated[Precision | None, typer.Option("--precision")]
 ProfileOption = Annotated[
-    str | None, typer.Option("--profile", help="Measurements made by 'meshwright profile'")
+    str | None,
+    typer.Option(
+        "--profile",
+        help="Measurements made by 'meshwright profile'; GROUP=FILE,GROUP=FILE if devices differ",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
 

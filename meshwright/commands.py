@@ -20,6 +20,7 @@ from planner.cluster import ClusterSpec, Precision
 from planner.costs import refusal
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import is_factory, resolve_cluster, resolve_model
+from planner.group_costs import only_profile
 from planner.instance import Fathomed, Infeasible, Solution
 from planner.model import ModelGraph
 from planner.pins import pinned_layout, read_pins
@@ -28,7 +29,7 @@ from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.problem import Problem
-from planner.profile import Profile
+from planner.profile import Profile, Profiles
 from planner.requirements import read_requirements
 from planner.search import Answer, Progress, search
 from planner.sided import solve as solve_exactly
@@ -207,7 +208,7 @@ def predict(
         wanted_layout,
         recompute=pins.recompute or "none",
         activations=pins.activations or "keep",
-        profile=_profile_for(graph, profile),
+        profile=only_profile(_profile_for(graph, profile)),
     )
 
 
@@ -517,9 +518,23 @@ def _need_torch(what: str) -> None:
         raise LaunchError(f"{what} needs torch; install it with: pip install 'meshwright[torch]'")
 
 
-def _profile_for(graph: ModelGraph, path: str | None) -> Profile | None:
-    if path is None:
+def _profile_for(graph: ModelGraph, paths: str | None) -> Profiles:
+    """Read `profile.yaml`, or `GROUP=a.yaml,GROUP=b.yaml` where devices differ."""
+    if paths is None:
         return None
+    if "=" not in paths or Path(paths).is_file():
+        return _one_profile_for(graph, paths)
+    found: dict[str, Profile] = {}
+    for part in paths.split(","):
+        group, sign, path = part.partition("=")
+        if not sign or group in found:
+            why = "is given twice" if sign else "has no group; write GROUP=FILE,GROUP=FILE"
+            raise DocumentError("profile", f"'{part}': {group if sign else 'it'} {why}")
+        found[group] = _one_profile_for(graph, path)
+    return found
+
+
+def _one_profile_for(graph: ModelGraph, path: str) -> Profile:
     measured = document.read(Profile, path)
     if measured.model_digest != graph.digest:
         raise DocumentError(

@@ -46,6 +46,8 @@ def assembled(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -
                     continue
                 if table[earlier].sync_s > table[taken].sync_s:
                     continue
+                if table[earlier].host_bytes > table[taken].host_bytes:
+                    continue
                 options[layer] = earlier
                 if stage_bytes(instance, stage, range(first, end), options) <= stage.capacity_bytes:
                     break

@@ -242,7 +242,7 @@ class CostTables:
         parts = {kind: self.parts(kind, layout, linked=linked) for kind in self._layers}
         return _Shared(
             parts=parts,
-            neighbours=neighbour_bytes(parts, self._chain)
+            neighbours=neighbour_bytes(parts, self._chain, any_order=bool(self.model.edges))
             if "offload" in self.activations
             else {kind: (0.0,) * len(choices) for kind, choices in parts.items()},
             transfer_s=transfer_s,

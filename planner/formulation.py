@@ -31,7 +31,7 @@ from planner.instance import Instance, Solution, Stage
 from planner.layer_options import allowed, option_of
 from planner.model import ModelGraph
 from planner.pipeline_model import pace
-from planner.plan import Job, Layout, Mesh, PlacedLayer, Plan, PlannedModel
+from planner.plan import Job, Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel
 from planner.plan import Stage as PlanStage
 from planner.profile import Recompute
 from planner.rank_problem import RankProblem, input_stored
@@ -46,6 +46,7 @@ __all__ = [
     "instance_of",
     "layout_pace",
     "plan_of",
+    "plan_with",
     "planned_bytes",
     "unkept",
 ]
@@ -221,6 +222,31 @@ def plan_of(
         [(names[at], choices[model.chain_kinds[at]][option]) for at, option in stage]
         for stage in placed
     ]
+    stages = tuple(
+        PlanStage(
+            layers=tuple(
+                PlacedLayer(layer=name, recompute=choice.recompute, activations=choice.activations)
+                for name, choice in stage
+            )
+        )
+        for stage in chosen
+    )
+    return plan_with(
+        model, cluster_name, job, layout, stages, step_s=solution.objective_s + costs.step_s
+    )
+
+
+def plan_with(
+    model: ModelGraph,
+    cluster_name: str,
+    job: Job,
+    layout: Layout,
+    stages: tuple[PlanStage, ...],
+    *,
+    step_s: float,
+    groups: tuple[PlannedGroup, ...] | None = None,
+) -> Plan:
+    """Return the plan of a layout with these stages; ranks wait ten times `step_s` for others."""
     return Plan(
         model=PlannedModel(name=model.name, source=model.source or model.name, digest=model.digest),
         cluster=cluster_name,
@@ -243,17 +269,8 @@ def plan_of(
         micro_batches=layout.micro_batches,
         offload=layout.offload,
         gradient_wire=layout.gradient_wire,
-        timeout_s=max(SHORTEST_TIMEOUT_S, 10.0 * (solution.objective_s + costs.step_s)),
+        timeout_s=max(SHORTEST_TIMEOUT_S, 10.0 * step_s),
         training=Training(lora=job.lora),
-        stages=tuple(
-            PlanStage(
-                layers=tuple(
-                    PlacedLayer(
-                        layer=name, recompute=choice.recompute, activations=choice.activations
-                    )
-                    for name, choice in stage
-                )
-            )
-            for stage in chosen
-        ),
+        stages=stages,
+        groups=groups,
     )

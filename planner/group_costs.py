@@ -14,14 +14,44 @@ from dataclasses import replace
 from planner.cluster import ClusterSpec
 from planner.collectives import Level, group_levels
 from planner.costs import CostTables, LayoutCosts
+from planner.document import nearest
 from planner.errors import DocumentError
+from planner.hosts import host_room_bytes
 from planner.model import ModelGraph
 from planner.plan import Activations, Job, Layout
-from planner.profile import Profile
+from planner.profile import Profile, Profiles
 from planner.rates import Rates, rates
 from planner.seats import Seat, Seats
 
-SEVERAL_KINDS = "was measured on one kind of device, and the cluster has several; plan without it"
+
+def profiles_of(cluster: ClusterSpec, profile: Profiles) -> dict[str, Profile]:
+    """Return the profile of each group that has one."""
+    if profile is None:
+        return {}
+    names = [group.name for group in cluster.groups]
+    if isinstance(profile, Profile):
+        if len(names) > 1:
+            raise DocumentError(
+                "profile",
+                "was measured on one kind of device, and the cluster has several; say of which, as "
+                f"in --profile {names[0]}=profile.yaml",
+            )
+        return {names[0]: profile}
+    for name in profile:
+        if name not in names:
+            raise DocumentError("profile", f"'{name}' is no group of it; {nearest(name, names)}")
+    return dict(profile)
+
+
+def only_profile(profile: Profiles) -> Profile | None:
+    """Return the profile for devices that are all alike."""
+    if profile is None or isinstance(profile, Profile):
+        return profile
+    if len(profile) > 1:
+        raise DocumentError(
+            "profile", f"is of {' and '.join(profile)}, and the devices are all alike; give one"
+        )
+    return next(iter(profile.values()), None)
 
 
 class GroupCosts:
@@ -32,21 +62,20 @@ class GroupCosts:
         model: ModelGraph,
         cluster: ClusterSpec,
         job: Job,
-        profile: Profile | None = None,
+        profile: Profiles = None,
         activations: tuple[Activations, ...] = ("keep",),
     ) -> None:
-        if profile is not None:
-            raise DocumentError("profile", SEVERAL_KINDS)
+        profiles = profiles_of(cluster, profile)
         self.model = model
         self.cluster = cluster
         self.job = job
         self._alone = {group.name: cluster.part((group,)) for group in cluster.groups}
         self.tables = {
-            name: CostTables(model, alone, job, activations=activations)
+            name: CostTables(model, alone, job, profiles.get(name), activations)
             for name, alone in self._alone.items()
         }
         self._rates: dict[str, Rates] = {
-            name: rates(alone, job, None) for name, alone in self._alone.items()
+            name: rates(alone, job, profiles.get(name)) for name, alone in self._alone.items()
         }
 
     def stage_devices(self, layout: Layout) -> int:
@@ -75,9 +104,16 @@ class GroupCosts:
     def seats(self, layout: Layout, groups: Sequence[str]) -> Seats:
         """Return the seats of stages that run on these groups."""
         costs = self.costs(layout)
-        accelerators = {group.name: group.accelerator for group in self.cluster.groups}
+        held = {group.name: group for group in self.cluster.groups}
         return Seats(
-            stages=tuple(Seat(costs=costs[g], accelerator=accelerators[g]) for g in groups),
+            stages=tuple(
+                Seat(
+                    costs=costs[g],
+                    accelerator=held[g].accelerator,
+                    host_room_bytes=host_room_bytes(held[g]),
+                )
+                for g in groups
+            ),
             transfer_s=tuple(
                 self.crossing_s(layout, before, after)
                 for before, after in itertools.pairwise(groups)

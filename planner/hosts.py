@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from planner.cluster import ClusterSpec
+from planner.cluster import ClusterSpec, DeviceGroup
 from planner.collectives import group_steps
 from planner.plan import Layout
 from planner.prediction import Assumption
@@ -32,6 +32,15 @@ def hosts(cluster: ClusterSpec, layout: Layout) -> tuple[Host, ...]:
         Host(capacity_bytes=USABLE * memory, ranks=ranks)
         for ranks in ranks_on_nodes(cluster, layout)
     )
+
+
+def host_room_bytes(group: DeviceGroup) -> float | None:
+    """Return an even share of a host's memory for each of its devices, None if nobody says.
+
+    Where groups differ a stage's devices are held to it: then hosts have room for any stages.
+    """
+    memory = group.host_memory_bytes
+    return None if memory is None else USABLE * memory / group.devices_per_node
 
 
 def ranks_on_nodes(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[int, ...], ...]:

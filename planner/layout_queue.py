@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from planner.certificate import OUT_OF_MEMORY, RUNNERS_UP, SLOWER, Account
@@ -48,6 +48,19 @@ class Lost:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Layouts that wait as one, since none takes less than `bound_s`; `first` is the simplest."""
+
+    first: Layout
+    bound_s: float
+    size: int
+    layouts: Callable[[], Iterable[Layout]]
+    """Those of them that can run."""
+    better_s: Callable[[], float] | None = None
+    """A dearer bound on them all, worked out before they are told apart; inf if none fits."""
+
+
 Bound = Callable[[Layout], float]
 Solve = Callable[[Layout, float], Found[T] | Lost]
 
@@ -63,7 +76,7 @@ class Outcome(Generic[T]):
 
 
 def best_first(
-    layouts: Iterable[Layout],
+    layouts: Iterable[Layout | Bundle],
     *,
     bounds: Sequence[tuple[str, Bound]],
     solve: Solve[T],
@@ -74,28 +87,43 @@ def best_first(
 ) -> Outcome[T]:
     """Find the best layouts; `bounds` are named by what a layout falls to, cheapest first.
 
-    A bound of inf says that the layout does not fit.  Layouts at or above `below_s` are not worth
-    having.
+    What is known of a bundle is the first of these bounds.  A bound of inf says that the layout
+    does not fit.  Layouts at or above `below_s` are not worth having.
     """
     queue = _Queue(bounds, solve, account, top, below_s)
-    queue.entries = [_Entry(0.0, complexity(layout), -1, layout) for layout in layouts]
+    queue.entries = [_entry(item) for item in layouts]
     heapq.heapify(queue.entries)
     count = len(queue.entries)
     while queue.entries and not queue.settled():
         queue.advance(heapq.heappop(queue.entries))
         if progress is not None:
-            progress(count - len(queue.entries), count)
+            progress(max(0, count - len(queue.entries)), count)
     queue.leave_the_rest()
     return Outcome(best=queue.ranking(), solved=queue.solved, misses=tuple(queue.misses))
 
 
 class _Entry(NamedTuple):
-    """A layout that waits; `known` is the index of its last bound that is worked out."""
+    """What waits; `known` is the index of its last bound that is worked out."""
 
     bound_s: float
     complexity: tuple[int, ...]
     known: int
-    layout: Layout
+    item: Layout | Bundle
+
+    @property
+    def layout(self) -> Layout:
+        """The layout, or the simplest one."""
+        return self.item.first if isinstance(self.item, Bundle) else self.item
+
+    @property
+    def size(self) -> int:
+        return self.item.size if isinstance(self.item, Bundle) else 1
+
+
+def _entry(item: Layout | Bundle) -> _Entry:
+    if isinstance(item, Bundle):
+        return _Entry(item.bound_s, complexity(item.first), 0, item)
+    return _Entry(0.0, complexity(item), -1, item)
 
 
 class _Queue(Generic[T]):
@@ -131,7 +159,17 @@ class _Queue(Generic[T]):
         layout, rival = entry.layout, self._best.get(kind(entry.layout)) or self._last()
         if rival is not None and not _may_beat(entry, rival):
             outcome = self._bounds[max(entry.known, 0)][0]
-            self._account.lost(outcome, layout, bound_s=entry.bound_s)
+            self._account.lost(outcome, layout, bound_s=entry.bound_s, count=entry.size)
+        elif isinstance(entry.item, Bundle) and entry.item.better_s is not None:
+            bound_s = max(entry.bound_s, entry.item.better_s())
+            if math.isinf(bound_s):
+                self._miss(layout, "", count=entry.size)
+            else:
+                known = replace(entry.item, bound_s=bound_s, better_s=None)
+                heapq.heappush(self.entries, entry._replace(bound_s=bound_s, item=known))
+        elif isinstance(entry.item, Bundle):
+            for one in entry.item.layouts():
+                heapq.heappush(self.entries, _Entry(entry.bound_s, complexity(one), 0, one))
         elif entry.known + 1 < len(self._bounds):
             bound_s = max(entry.bound_s, self._bounds[entry.known + 1][1](layout))
             if math.isinf(bound_s):
@@ -168,8 +206,8 @@ class _Queue(Generic[T]):
         if loser is not None:
             self._account.lost(SLOWER, loser.layout, objective_s=loser.objective_s)
 
-    def _miss(self, layout: Layout, reason: str) -> None:
-        self._account.lost(OUT_OF_MEMORY, layout)
+    def _miss(self, layout: Layout, reason: str, count: int = 1) -> None:
+        self._account.lost(OUT_OF_MEMORY, layout, count=count)
         self.misses.append((layout, reason))
 
     def leave_the_rest(self) -> None:
@@ -181,6 +219,7 @@ class _Queue(Generic[T]):
                 entry.layout,
                 bound_s=entry.bound_s if place < RUNNERS_UP else None,
                 because=f"not solved, {outcome}",
+                count=entry.size,
             )
 
     def ranking(self) -> tuple[Found[T], ...]:

@@ -176,7 +176,7 @@ def _changed(
         cluster,
         job,
         candidates.tables.profile,
-        activations(candidates.model, cluster, pins or candidates.pins),
+        activations(cluster, pins or candidates.pins),
     )
     pins = pins or candidates.pins
     return Candidates(candidates.model, cluster, job, tables, pins, candidates.rules)

@@ -40,7 +40,15 @@ CAVEAT_SOURCE = "planner/native.py"
 GROUPED_BYTES = 16
 """Rows of matrices in torch's grouped product are multiples of this (torch._grouped_mm)."""
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
-GROUP_SCHEDULES = ("1f1b", "gpipe")
+GROUP_SCHEDULES = (
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    "zb-h1",
+    "interleaved-zb",
+    "zbv",
+    "dualpipe-v",
+)
 """Schedules for stages on devices that differ."""
 
 Rules = Callable[[ModelGraph, ClusterSpec, Job, Layout], str | None]

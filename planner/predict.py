@@ -19,12 +19,12 @@ from planner.compute import peak_flops
 from planner.costs import CostTables, LayoutCosts
 from planner.crossings import in_order
 from planner.errors import DocumentError
-from planner.group_costs import GroupCosts
+from planner.group_costs import GroupCosts, only_profile
 from planner.hosts import overfull, unknown
 from planner.model import ModelGraph
 from planner.plan import Activations, Job, Layout, Plan
 from planner.prediction import Assumption, Prediction, StagePrediction
-from planner.profile import Profile, Recompute
+from planner.profile import Profile, Profiles, Recompute
 from planner.rank_memory import host_bytes, moving_beside, rank_memory_parts, streamed_bytes
 from planner.schedule import Order, in_flight, orders, rank_of_stage, splits_backward
 from planner.seats import Passing, Seat, Seats, alike, branching
@@ -94,12 +94,12 @@ class StageSeconds:
 
 
 def predict(
-    plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profile | None = None
+    plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
 ) -> Prediction:
     """Return what a plan should do."""
     placements = placements_of(plan, model)
     if plan.shares is not None:
-        prediction = _shared_prediction(plan, model, cluster, placements)
+        prediction = _shared_prediction(plan, model, cluster, placements, profile)
         return prediction.model_copy(update={"plan_digest": plan.digest})
     tables, seats = seated(plan, model, cluster, profile)
     prediction = placement_prediction(tables, plan.layout, placements, seats)
@@ -107,13 +107,17 @@ def predict(
 
 
 def _shared_prediction(
-    plan: Plan, model: ModelGraph, cluster: ClusterSpec, placements: Sequence[Placement]
+    plan: Plan,
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    placements: Sequence[Placement],
+    profile: Profiles,
 ) -> Prediction:
     """Return what unequal data-parallel ranks should do: the slowest ends the step.
 
     Memory is that of the ranks whose devices it fills most.
     """
-    costs = GroupCosts(model, cluster, plan.job, activations=activations_of(plan))
+    costs = GroupCosts(model, cluster, plan.job, profile, activations_of(plan))
     _check_known(plan, costs)
     most: dict[str, int] = {}
     ranks: list[str] = []
@@ -147,7 +151,7 @@ def _shared_prediction(
 
 
 def plan_timeline(
-    plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profile | None = None
+    plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
 ) -> Timeline:
     """Return when each stage of a plan does which action."""
     placements = placements_of(plan, model)
@@ -156,7 +160,7 @@ def plan_timeline(
 
 
 def seated(
-    plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profile | None = None
+    plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
 ) -> tuple[CostTables, Seats]:
     """Return the costs under each stage of a plan; tables are those of the first stage."""
     if plan.groups is not None:
@@ -165,7 +169,7 @@ def seated(
         busiest = max(plan.shares or (), key=lambda share: share.micro_batches, default=None)
         groups = [stage.group or (busiest.group if busiest else "") for stage in plan.stages]
         return costs.tables[groups[0]], costs.seats(plan.layout, groups)
-    tables = CostTables(model, cluster, plan.job, profile, activations_of(plan))
+    tables = CostTables(model, cluster, plan.job, only_profile(profile), activations_of(plan))
     if model.edges:
         held = [[item.layer for item in stage.layers] for stage in plan.stages]
         return tables, branching(tables, plan.layout, held)
@@ -294,7 +298,7 @@ def placement_prediction(
         tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
         fits=all(size <= capacity for size, capacity in zip(peaks, capacities, strict=True))
-        and overfull(tables.cluster, layout, on_host) is None,
+        and _hosts_fit(tables, layout, seats, home, on_host),
         stages=tuple(
             StagePrediction(
                 forward_s=stage.whole_forward_s,
@@ -314,6 +318,24 @@ def placement_prediction(
             *((FULL_TIME,) if job.lora is not None else ()),
         ),
     )
+
+
+def _hosts_fit(
+    tables: CostTables,
+    layout: Layout,
+    seats: Seats,
+    home: Sequence[int],
+    on_host: Sequence[float],
+) -> bool:
+    """Whether ranks find room on their hosts."""
+    rooms = [
+        (on_host[rank], seat.host_room_bytes)
+        for rank, seat in zip(home, seats.stages, strict=True)
+        if seat.host_room_bytes is not None
+    ]
+    if rooms:
+        return all(used <= room * (1 + 1e-12) for used, room in rooms)
+    return overfull(tables.cluster, layout, on_host) is None
 
 
 def _seconds(seats: Seats, placements: Sequence[Placement]) -> list[StageSeconds]:

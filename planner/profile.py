@@ -6,6 +6,7 @@ fits) never enters a Profile.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -203,3 +204,7 @@ class Profile(Document):
     nodes: tuple[MeasuredNode, ...] = ()
     pairs: tuple[NodePair, ...] = ()
     findings: tuple[Finding, ...] = ()
+
+
+Profiles = Profile | Mapping[str, Profile] | None
+"""One for a cluster of one kind of devices, or those of some of its groups by name."""

@@ -84,6 +84,17 @@ class RankProblem:
         return self._shares.placed(solution.cuts, chosen, order)
 
     @property
+    def shares(self) -> Shares | None:
+        """How ranks share the chain; None with one stage a rank."""
+        return self._shares
+
+    def treatments(self, entry: int, option: int) -> tuple[StrategyCost, ...]:
+        """Return what an option of an entry means for each layer that the entry stands for."""
+        positions = self._shares.entries[entry] if self._shares is not None else (entry,)
+        each = [[cost for cost, _ in self._of(self._chain[at])] for at in positions]
+        return tuple(itertools.product(*each))[option]
+
+    @property
     def _splits(self) -> bool:
         return splits_backward(self.layout.schedule)
 

@@ -25,7 +25,7 @@ class Saving(NamedTuple):
 
 
 def reaches_host(model: ModelGraph, cluster: ClusterSpec) -> bool:
-    """Whether plans may use the host: devices alike and linked to it, and a chain of layers."""
+    """Whether states may lie on the host: devices alike and linked to it, and a chain of layers."""
     group = cluster.groups[0]
     linked = group.host_link_bytes_per_s is not None and group.accelerator.kind != "cpu"
     return linked and not cluster.mixed and not model.edges
@@ -51,18 +51,21 @@ def savings(
     return tuple(one for one in every if pinned or one == Saving() or runs(one))
 
 
-def activations(model: ModelGraph, cluster: ClusterSpec, pins: Pins) -> tuple[Activations, ...]:
+def activations(cluster: ClusterSpec, pins: Pins) -> tuple[Activations, ...]:
     """Return the ways to treat activations that layers may choose among."""
     if pins.activations is not None:
         return (pins.activations,)
-    return tuple(_activations(model, cluster, pins))
+    return tuple(_activations(cluster, pins))
 
 
-def _activations(model: ModelGraph, cluster: ClusterSpec, pins: Pins) -> Iterator[Activations]:
+def _activations(cluster: ClusterSpec, pins: Pins) -> Iterator[Activations]:
     yield "keep"
-    if "offload" in pins.allowed and reaches_host(model, cluster):
+    if "offload" in pins.allowed and all(
+        group.host_link_bytes_per_s is not None and group.accelerator.kind != "cpu"
+        for group in cluster.groups
+    ):
         yield "offload"
-    if "compress" in pins.allowed and not model.edges and not cluster.mixed:
+    if "compress" in pins.allowed:
         yield "compress"
 
 

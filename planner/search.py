@@ -53,6 +53,7 @@ from planner.costs import CostTables
 from planner.errors import DocumentError, NoPlanFits
 from planner.finalists import MARGIN, finalists, simulated
 from planner.frontier import FrontierStore
+from planner.group_costs import only_profile
 from planner.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
 from planner.misses import closest_miss, nothing_runs
 from planner.model import ModelGraph
@@ -60,7 +61,7 @@ from planner.native import Rules, refusal
 from planner.pins import Pins
 from planner.plan import Job, Layout, Plan
 from planner.prediction import Certificate, Prediction
-from planner.profile import Profile
+from planner.profile import Profiles
 from planner.ranked import Ranked, ranked
 from planner.savings import activations
 from planner.space import Family, complexity, kind
@@ -129,7 +130,7 @@ def search(
     job: Job,
     *,
     cluster_name: str | None = None,
-    profile: Profile | None = None,
+    profile: Profiles = None,
     pins: Pins | None = None,
     solver: str = "exact",
     top: int = 1,
@@ -165,7 +166,8 @@ def search(
             top=top,
             progress=progress,
         )
-    tables = CostTables(model, cluster, job, profile, activations(model, cluster, pins))
+    treated = activations(cluster, pins)
+    tables = CostTables(model, cluster, job, only_profile(profile), treated)
     candidates = Candidates(model, cluster, job, tables, pins, rules)
     if not candidates.families:
         raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))

@@ -44,6 +44,8 @@ class Seat:
     costs: LayoutCosts
     accelerator: Accelerator
     passing: Passing | None = None
+    host_room_bytes: float | None = None
+    """Of the host's memory, what each of its devices may fill; None leaves it to the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,12 +193,13 @@ def strategy_cost(
 
 
 def neighbour_bytes(
-    parts: dict[str, tuple[StrategyParts, ...]], chain: list[str]
+    parts: dict[str, tuple[StrategyParts, ...]], chain: list[str], *, any_order: bool = False
 ) -> dict[str, tuple[float, ...]]:
     """Return for each kind and choice what the layer before it has on the way at most.
 
     Inside a stage, layers of a kind in a row stand with later choices first, so the layer before
-    has the same choice or a later one; a layer of another kind may have any.
+    has the same choice or a later one; a layer of another kind may have any.  Where layers may be
+    taken in `any_order`, any kind may stand before.
     """
     moving = {
         kind: [p.treated.moving_bytes if p.activations == "offload" else 0.0 for p in choices]
@@ -207,6 +208,8 @@ def neighbour_bytes(
     before: dict[str, set[str]] = {kind: set() for kind in parts}
     for earlier, later in pairwise(chain):
         before[later].add(earlier)
+    if any_order:
+        before = {kind: set(parts) for kind in parts}
     result = {}
     for kind, own in moving.items():
         others = max((max(moving[k]) for k in before[kind] if k != kind), default=0.0)

@@ -2,6 +2,7 @@
 
     solve_unequal(problem) -> UnequalSolution     no order, cuts and options take less
                             | Infeasible          none fit in memory
+                            | Fathomed            nothing is below the cutoff
 
 Between two stages a split is in a state (layers so far, stages used of each type, type before, type
 after), and takes one step per stage: `planner.unequal_steps` has the steps, `planner.paths` finds
@@ -17,6 +18,7 @@ the one layer with the most.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -24,10 +26,10 @@ from planner.assembly import assembled, fastest_options
 from planner.cuts import meets
 from planner.frontier import FrontierStore
 from planner.ideals import Ideals, ideals
-from planner.instance import Infeasible, leanest_bytes
+from planner.instance import Fathomed, Infeasible, leanest_bytes
 from planner.knapsack import Knapsacks
 from planner.paths import Path
-from planner.reach import Reach
+from planner.reach import LEAST_SHARE, Reach
 from planner.settled import best_split
 from planner.step_table import Known
 from planner.unequal_instance import UnequalInstance, UnequalSolution
@@ -39,29 +41,54 @@ _FIRST, _RISE = 1.06, 1.1
 
 
 def solve_unequal(
-    problem: UnequalInstance, *, frontiers: FrontierStore | None = None
-) -> UnequalSolution | Infeasible:
-    """Minimise the time of `problem` over all orders of its device types, cuts and options."""
+    problem: UnequalInstance,
+    *,
+    cutoff_s: float = math.inf,
+    frontiers: FrontierStore | None = None,
+) -> UnequalSolution | Infeasible | Fathomed:
+    """Minimise the time of `problem` over all orders of its device types, cuts and options.
+
+    Only objectives below `cutoff_s` are of interest; with a finite one a problem that does not fit
+    may be reported as fathomed.
+    """
     layers, stages = len(problem.layers), len(problem.in_flight)
     if stages > layers:
         return Infeasible(f"{stages} stages need as many layers; the chain has {layers}")
-    search = _Search(problem, frontiers if frontiers is not None else FrontierStore())
+    search = _Search(problem, frontiers if frontiers is not None else FrontierStore(), cutoff_s)
     if search.least_s == math.inf:
         return Infeasible(_why_infeasible(problem))
+    if meets(search.bound_s, cutoff_s):
+        return Fathomed(search.bound_s)
     best: UnequalSolution | None = None
     searched_s, ceiling_s = -math.inf, search.first_s()
     while ceiling_s > searched_s:
         best = search.under(ceiling_s, best)
         searched_s = ceiling_s
         ceiling_s = search.needed_s(best, searched_s)
-    return Infeasible(_why_infeasible(problem)) if best is None else best
+    if best is not None:
+        return best
+    if cutoff_s < math.inf:
+        return Fathomed(max(search.bound_s, cutoff_s))
+    return Infeasible(_why_infeasible(problem))
+
+
+def least_s(problem: UnequalInstance, *, frontiers: FrontierStore | None = None) -> float:
+    """Return seconds below which no split within memory stays; inf if none fits."""
+    if len(problem.in_flight) > len(problem.layers):
+        return math.inf
+    store = frontiers if frontiers is not None else FrontierStore()
+    return _Search(problem, store, math.inf).bound_s
 
 
 class _Search:
-    """One problem under rising ceilings; `least_s` is the first that can do, `whole_s` the last."""
+    """One problem under rising ceilings; `least_s` is the first that can do, `whole_s` the last.
 
-    def __init__(self, problem: UnequalInstance, store: FrontierStore) -> None:
+    No split takes less than `bound_s`.
+    """
+
+    def __init__(self, problem: UnequalInstance, store: FrontierStore, cutoff_s: float) -> None:
         self._problem = problem
+        self._cutoff_s = cutoff_s
         self._knapsacks = [
             Knapsacks(problem.all_of(number), store) for number in range(len(problem.types))
         ]
@@ -71,31 +98,35 @@ class _Search:
         self._rest_s = self._least_besides_s()
         self.whole_s = self._longest_stage_s()
         self.least_s = self._reach.least_s(self.whole_s)
+        self.bound_s = problem.steady * (1 - LEAST_SHARE) * self.least_s + self._rest_s
 
     def _longest_stage_s(self) -> float:
         """Seconds of all layers in their slowest options on the slowest type."""
         problem = self._problem
         cuts_s = [cut for row in problem.cut_s for cuts in row for cut in cuts]
         longest_s = 0.0
-        for one, knapsacks in zip(problem.types, self._knapsacks, strict=True):
+        for knapsacks in self._knapsacks:
             options = knapsacks.options
             slowest_s = options.time_s.max(axis=1, where=options.present, initial=0.0)
-            own_s = one.time_scale * float(slowest_s[knapsacks.layers].sum())
-            longest_s = max(longest_s, own_s + one.exposed_s + 2 * max(cuts_s, default=0.0))
+            own_s = float(knapsacks.time_scale.max() * slowest_s[knapsacks.layers].sum())
+            exposed_s = float(knapsacks.exposed_s.max())
+            longest_s = max(longest_s, own_s + exposed_s + 2 * max(cuts_s, default=0.0))
         return longest_s * (1 + 1e-9)
 
     def _least_besides_s(self) -> float:
         """Least sum over stages and least sync: what a split takes besides its slowest stage."""
         problem = self._problem
-        credits_s = np.array(problem.credits_s) if problem.credits_s else np.zeros(1)
         gain_s, sync_s = [], []
-        for one, knapsacks in zip(problem.types, self._knapsacks, strict=True):
+        for number, knapsacks in enumerate(self._knapsacks):
+            credits_s = np.array(problem.credits_of(number) or (0.0,))
             own_s = problem.fill * knapsacks.options.least_time_s - credits_s
-            gain_s.append((one.time_scale * own_s)[knapsacks.layers])
+            gain_s.append((knapsacks.time_scale[0] * own_s)[knapsacks.layers])
             sync_s.append(knapsacks.options.sync_s.min(axis=1)[knapsacks.layers])
         least_sync_s = np.min(sync_s, axis=0)
         once_s = max(float(least_sync_s.max()), float(least_sync_s.sum()) / len(problem.in_flight))
-        exposed_s = sum(one.stages * one.exposed_s for one in problem.types)
+        exposed_s = float(np.min([one.exposed_s for one in self._knapsacks], axis=0).sum())
+        cuts_s = [cut for row in problem.cut_s for cuts in row for cut in cuts]
+        exposed_s += 2 * (len(problem.in_flight) - 1) * min(cuts_s, default=0.0)
         return float(np.min(gain_s, axis=0).sum()) + problem.fill * exposed_s + once_s
 
     def first_s(self) -> float:
@@ -105,13 +136,13 @@ class _Search:
     def needed_s(self, best: UnequalSolution | None, searched_s: float) -> float:
         """Ceiling above which no split can be better, or one somewhat higher if none is known."""
         steady = self._problem.steady
-        if best is None:
-            return min(_RISE * searched_s, self.whole_s)
-        if meets(steady * searched_s + self._rest_s, best.split.objective_s):
+        known_s = self._cutoff_s if best is None else best.split.objective_s
+        if meets(steady * searched_s + self._rest_s, known_s):
             return searched_s
-        if steady == 0:
-            return self.whole_s
-        return min((best.split.objective_s - self._rest_s) / steady, self.whole_s)
+        highest_s = self.whole_s
+        if steady > 0 and known_s < math.inf:
+            highest_s = min((known_s - self._rest_s) / steady, highest_s)
+        return highest_s if best is not None else min(_RISE * searched_s, highest_s)
 
     def under(self, ceiling_s: float, best: UnequalSolution | None) -> UnequalSolution | None:
         """Best split with no stage above the ceiling, if it is better than `best`."""
@@ -130,7 +161,7 @@ class _Search:
         better = best_split(
             steps,
             lambda path: self._assembled(steps, path),
-            cutoff_s=math.inf if best is None else best.split.objective_s,
+            cutoff_s=self._cutoff_s if best is None else best.split.objective_s,
         )
         return best if better is None else better
 
@@ -152,6 +183,7 @@ class _Search:
         )
 
 
+@lru_cache(maxsize=64)
 def _ideals_of_chain(layers: int) -> Ideals:
     found = ideals([[layer + 1] for layer in range(layers - 1)] + [[]], most=layers + 1)
     assert found is not None, "a chain has one ideal more than layers"
@@ -162,12 +194,13 @@ def _why_infeasible(problem: UnequalInstance) -> str:
     """Say what all layers need on the roomiest type, and what all stages together have."""
     layers = range(len(problem.layers))
     instances = [problem.all_of(number) for number in range(len(problem.types))]
-    for layer in layers:
+    some = dict(zip(reversed(problem.layers), reversed(layers), strict=True))
+    for layer in sorted(some.values()):
         alone = range(layer, layer + 1)
         short = [
             leanest_bytes(one, stage, alone) - stage.free_bytes
             for one in instances
-            for stage in one.stages
+            for stage in dict.fromkeys(one.stages)
         ]
         if min(short) > 0:
             return (
@@ -177,9 +210,12 @@ def _why_infeasible(problem: UnequalInstance) -> str:
         leanest_bytes(one, min(one.stages, key=lambda stage: stage.in_flight), layers)
         for one in instances
     )
-    free = sum(one.stages * (one.capacity_bytes - one.fixed_bytes) for one in problem.types)
+    free = sum(
+        one.stages * max(stage.free_bytes for stage in instance.stages)
+        for one, instance in zip(problem.types, instances, strict=True)
+    )
     names = " and ".join(f"{one.stages} x {one.name}" for one in problem.types)
     return (
         f"no order of {names} and no cuts fit: in their leanest options all layers need at least "
-        f"{bytes_text(needs)}, and the stages have {bytes_text(free)} free"
+        f"{bytes_text(needs)}, and the stages have {bytes_text(free)} free at most"
     )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.instance import Instance, Option, Solution, Stage
+from planner.sides import Host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,23 +26,31 @@ class DeviceType:
     """Devices of one type, on which `stages` stages of the pipeline run.
 
     `kinds[kind]` are the options of each kind of layer on this type; `time_scale` multiplies
-    their seconds.
+    their seconds.  `rooms[s]` is a stage of this type at position s, where positions differ in more
+    than what is in flight; without it `capacity_bytes` and the rest say the same of all.
     """
 
     name: str
     stages: int
     kinds: tuple[tuple[Option, ...], ...]
-    capacity_bytes: float
+    capacity_bytes: float = 0.0
     fixed_bytes: float = 0.0
     time_scale: float = 1.0
     exposed_s: float = 0.0
+    rooms: tuple[Stage, ...] = ()
+    credits_s: tuple[float, ...] = ()
+    """By kind, instead of the instance's."""
+    host_bytes: float | None = None
+    """What a stage may put on the host."""
 
     def __post_init__(self) -> None:
         if self.stages < 1:
             raise ValueError(f"{self.name!r} has {self.stages} stages; leave out unused types")
 
-    def at(self, in_flight: float, buffer_bytes: float = 0.0) -> Stage:
-        """Return a stage of this type where so much is in flight."""
+    def at(self, in_flight: float, buffer_bytes: float = 0.0, position: int = 0) -> Stage:
+        """Return a stage of this type at a position, where so much is in flight."""
+        if self.rooms:
+            return self.rooms[position]
         return Stage(
             capacity_bytes=self.capacity_bytes,
             in_flight=in_flight,
@@ -79,6 +88,8 @@ class UnequalInstance:
                 f"in_flight has {len(self.in_flight)} positions; the types have "
                 f"{sum(one.stages for one in self.types)} stages"
             )
+        if any(len(one.rooms) not in (0, len(self.in_flight)) for one in self.types):
+            raise ValueError(f"rooms are one for each of the {len(self.in_flight)} positions")
         if len({len(one.kinds) for one in self.types}) > 1:
             raise ValueError("every type needs the options of every kind")
         count = len(self.types)
@@ -95,9 +106,22 @@ class UnequalInstance:
             self.all_of(number)  # checks the rest
 
     @property
-    def _positions(self) -> list[tuple[float, float]]:
+    def _positions(self) -> list[tuple[float, float, int]]:
         buffers = self.buffer_bytes or (0.0,) * len(self.in_flight)
-        return list(zip(self.in_flight, buffers, strict=True))
+        return list(zip(self.in_flight, buffers, range(len(buffers)), strict=True))
+
+    def credits_of(self, number: int) -> tuple[float, ...]:
+        """Return the credits of a type, by kind."""
+        return self.types[number].credits_s or self.credits_s
+
+    def _hosts(self, order: Sequence[int]) -> tuple[Host, ...]:
+        """Return the part of a host that each stage has, for types in this order."""
+        limits = [self.types[number].host_bytes for number in order]
+        return tuple(
+            Host(capacity_bytes=limit, ranks=tuple(int(s == own) for s in range(len(order))))
+            for own, limit in enumerate(limits)
+            if limit is not None
+        )
 
     def all_of(self, number: int) -> Instance:
         """Return the chain with every stage on devices of one type, cuts free of charge."""
@@ -109,7 +133,8 @@ class UnequalInstance:
             steady=self.steady,
             forward_apart=self.forward_apart,
             fill=self.fill,
-            credits_s=self.credits_s,
+            credits_s=self.credits_of(number),
+            hosts=self._hosts([number] * len(self.in_flight)),
         )
 
     def in_order(self, order: Sequence[int], cuts: Sequence[int]) -> Instance:
@@ -135,8 +160,11 @@ class UnequalInstance:
             steady=self.steady,
             forward_apart=self.forward_apart,
             fill=self.fill,
-            credits_s=self.credits_s * len(self.types),
+            credits_s=tuple(
+                credit for g in range(len(self.types)) for credit in self.credits_of(g)
+            ),
             cut_s=tuple(cut_s),
+            hosts=self._hosts(order),
         )
 
 

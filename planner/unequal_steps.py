@@ -50,6 +50,7 @@ class UnequalSteps:
     ) -> None:
         self._problem = problem
         self._ends = ends
+        self._least = [stage.least_layers for stage in knapsacks[0].instance.stages]
         self._ranges = ranges
         self._places: list[list[Counts]] = [[] for _ in range(len(problem.in_flight) + 1)]
         for counts in ranges:
@@ -111,7 +112,8 @@ class UnequalSteps:
         first = np.arange(min(a for a, _ in begins), max(b for _, b in begins) + 1)
         end = np.arange(min(a for a, _ in stops), max(b for _, b in stops) + 1)
         furthest = np.max([ends[position][first] for ends in self._ends], axis=0)
-        row, column = np.nonzero((end > first[:, None]) & (end <= furthest[:, None]))
+        least = first + self._least[position]
+        row, column = np.nonzero((end >= least[:, None]) & (end <= furthest[:, None]))
         return first[row], end[column]
 
     def _meetings(self, position: int) -> list[Meeting]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from planner.candidates import Candidates
-from planner.certificate import BOUNDS, COMMUNICATION, OUT_OF_MEMORY, UNFINISHED
+from planner.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
 from planner.costs import CostTables
 from planner.crossings import MOST_IDEALS, in_order
 from planner.errors import DocumentError
@@ -26,7 +26,7 @@ from planner.frontier import FrontierStore
 from planner.graph_instance import GraphInstance, GraphSolution, Undecided
 from planner.instance import Infeasible
 from planner.lattice import solve_graph
-from planner.layout_queue import Bound, Found, Lost
+from planner.layout_queue import Bound, Bundle, Found, Lost
 from planner.misses import nothing_runs
 from planner.model import ModelGraph
 from planner.plan import Layout, Plan, PlannedModel
@@ -84,12 +84,18 @@ class GraphSpace:
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's seconds, and what falls to each."""
-        return [(BOUNDS[COMMUNICATION], self._candidates.communication_s)]
+        return [
+            (BOUNDS[COMPUTATION], lambda _: 0.0),
+            (BOUNDS[COMMUNICATION], self._candidates.communication_s),
+        ]
 
-    def layouts(self) -> Iterator[Layout]:
-        """Yield every layout that keeps what the user fixed."""
+    def bundles(self, _: Refusals) -> Iterator[Bundle]:
+        """Yield every layout that keeps what the user fixed, by family and schedule."""
+        self._candidates.computation_s()
         for family in self._candidates.families:
-            yield from family.layouts()
+            least_s = self._candidates.timetables_s(family)
+            for part, bound_s in zip(family.by_timetable(), least_s, strict=True):
+                yield Bundle(part.first, bound_s, part.size, part.layouts)
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from planner.cluster import ClusterSpec
+from planner.costs import LayoutCosts
 from planner.formulation import instance_of
 from planner.frontier import FrontierStore
 from planner.group_costs import GroupCosts
@@ -10,6 +14,8 @@ from planner.instance import Instance
 from planner.model import ModelGraph
 from planner.pins import Pins
 from planner.plan import Job, Layout, PlannedGroup
+from planner.profile import Profiles
+from planner.savings import activations
 
 
 class GroupSpace:
@@ -21,6 +27,7 @@ class GroupSpace:
         cluster: ClusterSpec,
         job: Job,
         pins: Pins,
+        profile: Profiles = None,
         whole: ClusterSpec | None = None,
     ) -> None:
         """`whole` is the cluster whose groups these are, if it has others too."""
@@ -29,7 +36,8 @@ class GroupSpace:
         self.job = job
         self.pins = pins
         self.whole = whole or cluster
-        self.costs = GroupCosts(model, cluster, job)
+        self.activations = activations(cluster, pins)
+        self.costs = GroupCosts(model, cluster, job, profile, self.activations)
         self.frontiers = FrontierStore()
 
     @property
@@ -51,3 +59,32 @@ class GroupSpace:
             )
             for group in self.cluster.groups
         }
+
+
+def leanest(corners: Sequence[LayoutCosts]) -> LayoutCosts:
+    """Return the least bytes of some layouts' costs, and the seconds of computation alone.
+
+    The layouts differ in nothing but how states are shared.
+    """
+    some = corners[0]
+    return replace(
+        some,
+        kinds={
+            kind: tuple(
+                replace(
+                    cost,
+                    forward_s=part.unshared_forward_s,
+                    backward_s=part.unshared_backward_s,
+                    stored_bytes=min(one.kinds[kind][at].stored_bytes for one in corners),
+                    transient_bytes=min(one.kinds[kind][at].transient_bytes for one in corners),
+                    resident_bytes=min(one.kinds[kind][at].resident_bytes for one in corners),
+                    sync_s=0.0,
+                )
+                for at, (cost, part) in enumerate(zip(table, some.parts[kind], strict=True))
+            )
+            for kind, table in some.kinds.items()
+        },
+        boundary_s=some.action_s,
+        transfer_s=0.0,
+        fixed_bytes=min(one.fixed_bytes for one in corners),
+    )

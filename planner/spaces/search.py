@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from planner.certificate import CHOSEN, REFUSED, SLOWER, Account
 from planner.errors import NoPlanFits
-from planner.layout_queue import Bound, Found, Lost, best_first, ranking
+from planner.layout_queue import Bound, Bundle, Found, Lost, best_first, ranking
 from planner.plan import Layout
 from planner.ranked import Ranked
 from planner.search import Answer
@@ -43,8 +45,11 @@ class Space(Protocol[S]):
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's seconds, the cheapest first, and what falls to each."""
 
-    def layouts(self) -> Iterator[Layout]:
-        """Yield every layout that keeps what the user fixed."""
+    def bundles(self, refused: Refusals) -> Iterator[Bundle]:
+        """Yield every layout that keeps what the user fixed, or count why it cannot run.
+
+        Some of a bundle may be refused still.
+        """
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
@@ -56,14 +61,24 @@ class Space(Protocol[S]):
         """Return the plan of a split and its prediction."""
 
 
-def runnable(space: Space[Any], refused: Refusals) -> Iterator[Layout]:
-    """Yield every layout that can run; count the others by reason."""
-    for layout in space.layouts():
-        why = space.refusal(layout)
-        if why is None:
-            yield layout
-        else:
-            refused[why] = refused.get(why, 0) + 1
+def runnable(space: Space[Any], refused: Refusals) -> Iterator[Bundle]:
+    """Yield bundles of what can run; count by reason what was looked at and cannot."""
+
+    def within(layouts: Callable[[], Iterable[Layout]]) -> Iterator[Layout]:
+        for layout in layouts():
+            why = space.refusal(layout)
+            if why is None:
+                yield layout
+            else:
+                refused[why] = refused.get(why, 0) + 1
+
+    for bundle in space.bundles(refused):
+        yield replace(bundle, layouts=partial(within, bundle.layouts))
+
+
+def layouts_of(space: Space[Any]) -> list[Layout]:
+    """Return every layout of a space that can run."""
+    return [layout for bundle in runnable(space, {}) for layout in bundle.layouts()]
 
 
 def search_spaces(

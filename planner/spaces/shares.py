@@ -17,22 +17,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from planner.certificate import BOUNDS, COMMUNICATION, OUT_OF_MEMORY
+from planner.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
 from planner.cluster import ClusterSpec
-from planner.formulation import plan_of
+from planner.formulation import plan_with
+from planner.hosts import host_room_bytes
 from planner.inner import solve
-from planner.instance import Infeasible, Instance, Solution, priced
-from planner.layout_queue import Bound, Found, Lost
+from planner.instance import Infeasible, Instance, Solution, fits, priced
+from planner.layer_options import option_of
+from planner.layout_queue import Bound, Bundle, Found, Lost
 from planner.model import ModelGraph
 from planner.native import refusal
 from planner.pins import Pins
-from planner.plan import Job, Layout, Plan, Share
+from planner.plan import Job, Layout, PlacedLayer, Plan, Share, Stage
 from planner.predict import placements_of, predict
+from planner.profile import Profiles
 from planner.ranked import Ranked
 from planner.shares import Replica, fastest_shares
+from planner.sides import Host
 from planner.space import LARGEST_MICRO_BATCH, divisors
 from planner.spaces.groups import GroupSpace
+from planner.spaces.search import Refusals
+from planner.strategy import StrategyCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +67,11 @@ class ShareSpace(GroupSpace):
         cluster: ClusterSpec,
         job: Job,
         pins: Pins,
+        profile: Profiles = None,
         whole: ClusterSpec | None = None,
     ) -> None:
-        super().__init__(model, cluster, job, pins, whole)
+        super().__init__(model, cluster, job, pins, profile, whole)
+        self._profile = profile
         some = cluster.groups[0].model_copy(
             update={"nodes": cluster.devices, "devices_per_node": 1, "tiers": None}
         )
@@ -71,15 +80,16 @@ class ShareSpace(GroupSpace):
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's seconds, and what falls to each."""
-        return [(BOUNDS[COMMUNICATION], self.bound_s)]
+        return [(BOUNDS[COMPUTATION], lambda _: 0.0), (BOUNDS[COMMUNICATION], self.bound_s)]
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
         return refusal(self.model, self._alike, self.job, layout)
 
-    def layouts(self) -> Iterator[Layout]:
-        """Yield every layout that keeps what the user fixed."""
-        return filter(self.pins.allow, self._every_layout())
+    def bundles(self, _: Refusals) -> Iterator[Bundle]:
+        """Yield every layout that keeps what the user fixed, each by itself."""
+        for layout in filter(self.pins.allow, self._every_layout()):
+            yield Bundle(layout, 0.0, 1, partial(iter, (layout,)))
 
     def _every_layout(self) -> Iterator[Layout]:
         """`micro_batches` is the mean share, rounded up."""
@@ -115,7 +125,7 @@ class ShareSpace(GroupSpace):
         )
         ranks = self.groups_of_ranks(layout)
         shares = self._shares(layout, [fastest_s[group] for group in ranks])
-        step_s = self.costs.costs(layout)[ranks[0]].step_s
+        step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         return _end_s(shares, [fastest_s[group] for group in ranks]) + sync_s + step_s
 
     def groups_of_ranks(self, layout: Layout) -> tuple[str, ...]:
@@ -141,15 +151,19 @@ class ShareSpace(GroupSpace):
             taken = {
                 other: priced(chains[other], fastest.cuts, fastest.options) for other in chains
             }
+            if not all(fits(chains[other], one) for other, one in taken.items()):
+                continue
             rank_s = [taken[group].stage_s[0] for group in ranks]
             shares = self._shares(layout, rank_s)
             once_s = max(one.stage_sync_s[0] for one in taken.values())
             total_s = _end_s(shares, rank_s) + once_s
             if best is None or total_s < best[0]:
                 best = total_s, shares, fastest
-        assert best is not None, "there are groups"
+        if best is None:
+            # Measured bytes differ between the groups, and what is best on one is too much for all.
+            return Lost(UNFINISHED, bound_s=self.bound_s(layout))
         total_s, shares, split = best
-        step_s = self.costs.costs(layout)[ranks[0]].step_s
+        step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         rank_s = [least_s[group] for group in ranks]
         least_sync_s = max(
             sum(min(o.sync_s for o in chain.kinds[kind]) for kind in chain.layers)
@@ -176,26 +190,51 @@ class ShareSpace(GroupSpace):
         return tuple(least + one for one in more)
 
     def _chains(self, layout: Layout) -> dict[str, Instance]:
-        """Return each group's problem of one stage, all with the memory of the smallest device."""
+        """Return each group's problem of one stage, with room for what the smallest device holds.
+
+        All have the same options in one order.
+        """
         chains = self.chains(layout)
         room = min(chain.stages[0].capacity_bytes for chain in chains.values())
+        on_host = [host_room_bytes(group) for group in self.cluster.groups]
+        limits = [limit for limit in on_host if limit is not None]
+        offloads = "offload" in self.activations
         return {
-            name: replace(chain, stages=(replace(chain.stages[0], capacity_bytes=room),))
+            name: replace(
+                chain,
+                stages=(replace(chain.stages[0], capacity_bytes=room),),
+                kinds=tuple(
+                    tuple(option_of(cost) for cost in self._choices(table))
+                    for table in self.costs.tables[name].of(layout).kinds.values()
+                ),
+                hosts=(Host(capacity_bytes=min(limits), ranks=(1,)),)
+                if limits and offloads
+                else (),
+            )
             for name, chain in chains.items()
         }
+
+    def _choices(self, table: Sequence[StrategyCost]) -> list[StrategyCost]:
+        """Return what a layer may choose among on any group."""
+        return [cost for cost in table if self.pins.recompute in (None, cost.recompute)]
 
     def ranked(self, found: Found[Shared], cluster_name: str) -> Ranked:
         """Return the plan of some shares and its prediction."""
         shared, layout = found.split, found.layout
         mean = -(-self.job.global_batch // (layout.micro_batch * layout.data))
-        plain = plan_of(
+        tables = self.costs.tables[shared.groups[0]].of(layout).kinds
+        placed = tuple(
+            PlacedLayer(layer=name, recompute=cost.recompute, activations=cost.activations)
+            for (name, layer), option in zip(self.model.chain, shared.split.options, strict=True)
+            for cost in [self._choices(tables[layer.kind])[option]]
+        )
+        plain = plan_with(
             self.model,
             cluster_name,
             replace(self.job, global_batch=layout.micro_batch * layout.data * mean),
             replace(layout, micro_batches=mean),
-            self.costs.tables[shared.groups[0]].of(layout),
-            shared.split,
-            self.pins.recompute,
+            (Stage(layers=placed),),
+            step_s=found.objective_s,
         )
         plan = Plan(
             **{
@@ -213,7 +252,7 @@ class ShareSpace(GroupSpace):
         return Ranked(
             plan=plan,
             objective_s=found.objective_s,
-            prediction=predict(plan, self.model, self.whole),
+            prediction=predict(plan, self.model, self.whole, self._profile),
         )
 
 

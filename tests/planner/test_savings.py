@@ -39,7 +39,7 @@ def small(memory: float, host: float | None = None, devices: int = 4) -> Cluster
 
 def least_s(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> float:
     """Seconds of the best layout, each solved by itself."""
-    tables = CostTables(model, cluster, job, activations=activations(model, cluster, pins))
+    tables = CostTables(model, cluster, job, activations=activations(cluster, pins))
     candidates = Candidates(model, cluster, job, tables, pins)
     answers = (
         (sided.solve(candidates.instance(layout)), candidates.costs(layout).step_s)
@@ -106,9 +106,9 @@ def test_what_loses_something_must_be_allowed(gpt2: ModelGraph) -> None:
     assert [saving.offload for saving in free] == ["none", "optimizer", "parameters"]
     assert {saving.wire for saving in free} == {"full"}
     assert {saving.wire for saving in allowed} == {"full", "bf16", "fp16", "powersgd"}
-    assert activations(gpt2, cluster, Pins()) == ("keep",)
-    assert activations(gpt2, cluster, host) == ("keep", "offload")
-    assert activations(gpt2, cluster, lossy) == ("keep", "compress")
+    assert activations(cluster, Pins()) == ("keep",)
+    assert activations(cluster, host) == ("keep", "offload")
+    assert activations(cluster, lossy) == ("keep", "compress")
     assert savings(gpt2, cluster, host, lambda saving: saving.offload == "none") == (Saving(),)
 
 
@@ -122,7 +122,7 @@ def test_a_cpu_is_its_own_host(gpt2: ModelGraph) -> None:
 
     assert reaches_host(gpt2, cluster)
     assert not reaches_host(gpt2, local)
-    assert activations(gpt2, local, Pins(allowed=HOST)) == ("keep",)
+    assert activations(local, Pins(allowed=HOST)) == ("keep",)
 
 
 def test_a_plan_keeps_what_is_required_and_is_no_faster(gpt2: ModelGraph) -> None:

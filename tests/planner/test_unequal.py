@@ -104,10 +104,10 @@ def least_objective_s(problem: UnequalInstance) -> float:
                     beside[s - 1] += cut_s
                     beside[s] += cut_s
             credit_s = sum(
-                problem.types[g].time_scale * problem.credits_s[problem.layers[layer]]
+                problem.types[g].time_scale * problem.credits_of(g)[problem.layers[layer]]
                 for s, g in enumerate(order)
                 for layer in range(cuts[s], cuts[s + 1])
-                if problem.credits_s
+                if problem.credits_of(g)
             )
             for parts in itertools.product(*choices):
                 both = list(zip(parts, beside, strict=True))
@@ -122,14 +122,21 @@ def least_objective_s(problem: UnequalInstance) -> float:
 def _choices(problem: UnequalInstance, s: int, g: int, held: range) -> list[tuple[float, ...]]:
     """Seconds apart, other seconds and sync of options that fit and that no others beat."""
     one = problem.types[g]
+    stage = problem.all_of(g).stages[s]
     found = set()
+    if len(held) < stage.least_layers:
+        return []
     for chosen in itertools.product(*(one.kinds[problem.layers[layer]] for layer in held)):
-        used = one.fixed_bytes + max(o.transient_bytes for o in chosen)
+        used = stage.fixed_bytes + max(o.transient_bytes for o in chosen)
         for o in chosen:
-            used += o.resident_bytes + problem.in_flight[s] * o.stored_bytes
-        if used <= one.capacity_bytes * (1 + 1e-12):
-            forward = one.time_scale * sum(o.forward_s for o in chosen) + one.exposed_s / 2
-            backward = one.time_scale * sum(o.backward_s for o in chosen) + one.exposed_s / 2
+            used += o.resident_bytes + stage.in_flight * o.stored_bytes
+            used += stage.waiting * o.kept_bytes
+        on_host = sum(o.host_bytes * (stage.most_in_flight or stage.in_flight) for o in chosen)
+        if on_host > (math.inf if one.host_bytes is None else one.host_bytes * (1 + 1e-12)):
+            continue
+        if used <= stage.capacity_bytes * (1 + 1e-12):
+            forward = one.time_scale * sum(o.forward_s for o in chosen) + stage.exposed_s / 2
+            backward = one.time_scale * sum(o.backward_s for o in chosen) + stage.exposed_s / 2
             seconds = (forward, backward) if problem.forward_apart else (0.0, forward + backward)
             found.add((*seconds, sum(o.sync_s for o in chosen)))
     return [

@@ -12,6 +12,7 @@ import torch
 
 from planner import document
 from planner.cluster import ClusterSpec
+from planner.model import ModelGraph
 from planner.pins import Pins
 from planner.plan import Mesh, Plan, PlannedGroup, Share
 from planner.search import search
@@ -23,6 +24,7 @@ from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, train
 
 MODEL = cases.transformer()
+DEEP = cases.transformer(layers=4)
 
 
 def group(name: str, devices: int, pace: float) -> dict[str, Any]:
@@ -48,24 +50,35 @@ def cluster(fast: int, slow: int) -> ClusterSpec:
     )
 
 
-def planned(fast: int, slow: int, pins: Pins) -> Plan:
-    plain = cases.plan(MODEL)
-    found = search(MODEL, cluster(fast, slow), plain.job, pins=pins).plan
+def planned(fast: int, slow: int, pins: Pins, model: ModelGraph = MODEL) -> Plan:
+    plain = cases.plan(model)
+    found = search(model, cluster(fast, slow), plain.job, pins=pins).plan
     return Plan(**{**dict(found), "training": plain.training})
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("fast", "slow", "pins"),
-    [(1, 2, Pins(pipeline=3)), (2, 2, Pins(pipeline=2, data=2, micro_batch=1))],
+    [
+        (1, 2, Pins(pipeline=3, schedule="1f1b")),
+        (2, 2, Pins(pipeline=2, data=2, micro_batch=1, schedule="gpipe")),
+        (1, 2, Pins(pipeline=3, schedule="zb-h1")),
+        (1, 1, Pins(pipeline=2, schedule="interleaved", virtual_stages=2)),
+        (1, 1, Pins(pipeline=2, schedule="interleaved-zb", activations="offload")),
+        (1, 1, Pins(pipeline=2, schedule="zbv")),
+        (1, 1, Pins(pipeline=2, schedule="dualpipe-v")),
+    ],
+    ids=lambda value: value.schedule if isinstance(value, Pins) else str(value),
 )
 def test_stages_on_two_kinds_of_devices_train_like_one_process(
     fast: int, slow: int, pins: Pins
 ) -> None:
-    plan = planned(fast, slow, pins)
+    model = MODEL if pins.schedule in ("1f1b", "gpipe", "zb-h1") else DEEP
+    plan = planned(fast, slow, pins, model)
+    assert plan.schedule == pins.schedule
     assert {stage.group for stage in plan.stages} == {"fast", "slow"}
 
-    equals_one_process(plan)
+    equals_one_process(plan, model)
 
 
 def held_out_loss(plan: Plan) -> float:
@@ -74,9 +87,9 @@ def held_out_loss(plan: Plan) -> float:
     return engine.evaluate(cases.global_tokens(9)[own.start : own.stop])
 
 
-def equals_one_process(plan: Plan) -> None:
-    (one,) = on_ranks(1, train, cases.plan(MODEL), MODEL)
-    runs = on_ranks(plan.mesh.devices, train, plan, MODEL)
+def equals_one_process(plan: Plan, model: ModelGraph = MODEL) -> None:
+    (one,) = on_ranks(1, train, cases.plan(model), model)
+    runs = on_ranks(plan.mesh.devices, train, plan, model)
 
     weights = {name: value for run in runs for name, value in run.weights.items()}
     assert weights.keys() == one.weights.keys()

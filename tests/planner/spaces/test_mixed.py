@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,11 +18,12 @@ from planner.model import ModelGraph
 from planner.operator_table import RECOMPUTES
 from planner.parameters import graph_of
 from planner.pins import Pins
-from planner.plan import Job, Layout
+from planner.plan import Job, Layout, Plan, ScheduleName
 from planner.predict import layout_prediction, predict
+from planner.profile import Birth, LayerMeasurement, Profile
 from planner.search import Answer, search
 from planner.spaces.mixed import MixedSpace
-from planner.spaces.search import runnable
+from planner.spaces.search import layouts_of, runnable
 from planner.spaces.shares import ShareSpace
 from tests.planner.test_unequal import least_objective_s
 
@@ -103,13 +104,17 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
         for groups in itertools.combinations(cluster.groups, count):
             part = cluster.part(groups)
             space = MixedSpace(case.model, part, case.job, case.pins)
-            for layout in runnable(space, {}):
-                least_s = least_objective_s(space.instance(layout))
-                assert space.bound_s(layout) <= least_s * (1 + 1e-9)
-                best_s = min(best_s, least_s)
+            for bundle in runnable(space, {}):
+                assert bundle.better_s is not None
+                room_s = bundle.better_s()
+                for layout in bundle.layouts():
+                    least_s = least_objective_s(space.instance(layout))
+                    bounds_s = [bundle.bound_s, room_s, space.bound_s(layout)]
+                    assert max(*bounds_s, space.memory_s(layout)) <= least_s * (1 + 1e-9)
+                    best_s = min(best_s, least_s)
             if part.mixed:
                 shares = ShareSpace(case.model, part, case.job, case.pins)
-                for layout in runnable(shares, {}):
+                for layout in layouts_of(shares):
                     least_s = least_shared_s(case, part, layout)
                     assert shares.bound_s(layout) <= least_s * (1 + 1e-9)
                     best_s = min(best_s, least_s)
@@ -119,6 +124,102 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
     assert answer.certificate.optimal
     assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
     assert answer.prediction.fits
+
+
+HOST = frozenset({"offload", "compress"})
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "interleaved-zb", "zbv"])
+def test_schedules_that_several_stages_share_fit_and_come_near_the_simulation(
+    schedule: ScheduleName,
+) -> None:
+    pins = Pins(pipeline=3, schedule=schedule, micro_batch=1, recompute="full", tensor=1)
+    case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 9, pins)
+
+    answer = case.search()
+
+    plan = answer.plan
+    assert plan.schedule == schedule
+    groups = [stage.group for stage in plan.stages]
+    assert groups.count("v100-sxm-32gb") == 2 * groups.count("a100-sxm-40gb")
+    assert answer.prediction.fits
+    assert answer.certificate.objective_s == pytest.approx(answer.prediction.step_time_s, rel=0.12)
+    assert predict(plan, case.model, resolve_cluster(case.cluster)) == answer.prediction
+
+
+def test_activations_go_to_the_host_or_into_8_bits_where_that_is_allowed() -> None:
+    case = Case("2xa100-sxm-40gb+2xv100-sxm-16gb", 6, Pins(data=1, tensor=1, micro_batch=2))
+    more = replace(case, pins=replace(case.pins, allowed=HOST))
+
+    kept, treated = case.search(), more.search()
+
+    assert treated.certificate.objective_s < kept.certificate.objective_s
+    chosen = {item.activations for stage in treated.plan.stages for item in stage.layers}
+    assert chosen - {"keep"}
+    assert treated.prediction.fits
+    assert predict(treated.plan, case.model, resolve_cluster(case.cluster)) == treated.prediction
+
+
+def test_each_group_is_priced_by_its_own_profile() -> None:
+    case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4, Pins(pipeline=3, micro_batch=1, tensor=1))
+    cluster = resolve_cluster(case.cluster)
+    slow = measured(case, "v100-sxm-32gb", factor=3.0)
+
+    plain = case.search()
+    by_profile = case.search(profile={"v100-sxm-32gb": slow})
+
+    fast = "a100-sxm-40gb"
+    assert count_on(by_profile.plan, fast) > count_on(plain.plan, fast)
+    again = predict(by_profile.plan, case.model, cluster, {"v100-sxm-32gb": slow})
+    assert again == by_profile.prediction
+    with pytest.raises(DocumentError, match="say of which, as in --profile a100-sxm-40gb="):
+        case.search(profile=slow)
+    with pytest.raises(DocumentError, match="'v100' is no group"):
+        case.search(profile={"v100": slow})
+
+
+def count_on(plan: Plan, group: str) -> int:
+    return sum(len(stage.layers) for stage in plan.stages if stage.group == group)
+
+
+def measured(case: Case, group: str, *, factor: float) -> Profile:
+    """Return a profile by which every block takes `factor` times what arithmetic says."""
+    cluster = resolve_cluster(case.cluster)
+    part = cluster.part([one for one in cluster.groups if one.name == group])
+    layout = Layout(micro_batches=case.global_batch)
+    figures = CostTables(case.model, part, case.job).of(layout).parts["block"]
+    return Profile(
+        model=case.model.name,
+        model_digest=case.model.digest,
+        birth=Birth(
+            command="by hand",
+            date="2026-11-21",
+            host="none",
+            device=group,
+            ranks=1,
+            threads_per_rank=1,
+            software={},
+        ),
+        layers=tuple(
+            LayerMeasurement(
+                kind="block",
+                tensor=1,
+                sequence_parallel=False,
+                micro_batch=1,
+                seq_len=case.job.seq_len,
+                precision=case.job.precision,
+                recompute=part_of.recompute,
+                forward_s=factor * part_of.figures.whole_forward_s,
+                backward_s=factor * part_of.figures.whole_backward_s,
+                stored_bytes=int(part_of.figures.stored_bytes),
+                forward_transient_bytes=int(part_of.figures.forward_transient_bytes),
+                backward_transient_bytes=int(part_of.figures.backward_transient_bytes),
+                spread=0.0,
+                samples=1,
+            )
+            for part_of in figures
+        ),
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cluster)
@@ -201,9 +302,8 @@ def test_what_does_not_fit_and_what_is_not_offered_is_told() -> None:
 def test_a_group_that_a_stage_would_straddle_is_refused() -> None:
     cluster: ClusterSpec = resolve_cluster("2xa100-sxm-40gb+3xv100-sxm-32gb")
     space = MixedSpace(llama(4), cluster, Case("", 4).job, Pins())
-    refused: dict[str, int] = {}
 
-    layouts: list[Layout] = list(runnable(space, refused))
+    layouts: list[Layout] = layouts_of(space)
 
     assert {layout.pipeline for layout in layouts} <= {5}
 
