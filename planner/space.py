@@ -204,12 +204,11 @@ def micro_batches(job: Job, degrees: Degrees, pins: Pins) -> list[tuple[int, int
 def timetables(model: ModelGraph, pipeline: int, count: int, pins: Pins) -> tuple[Timetable, ...]:
     """Return the timetables that differ and can run `count` micro-batches, simplest first.
 
-    Without a pipeline there is only one.  A graph of layers has one stage a rank and whole
-    backwards.
+    Without a pipeline there is only one.  A graph of layers has one stage a rank.
     """
     every = _timetables(run_of(model), pipeline, count, pins)
     if model.edges:
-        return tuple(one for one in every if one.schedule in ("1f1b", "gpipe"))
+        return tuple(one for one in every if one.virtual_stages == 1)
     return every
 
 

@@ -16,15 +16,17 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from planner import sided
 from planner.candidates import Candidates
 from planner.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
-from planner.costs import CostTables
+from planner.costs import CostTables, counted_by_rank
 from planner.crossings import MOST_IDEALS, in_order
 from planner.errors import DocumentError
 from planner.formulation import instance_of, plan_of
 from planner.frontier import FrontierStore
 from planner.graph_instance import GraphInstance, GraphSolution, Undecided
-from planner.instance import Infeasible
+from planner.hosts import hosts
+from planner.instance import Infeasible, Solution, broken
 from planner.lattice import solve_graph
 from planner.layout_queue import Bound, Bundle, Found, Lost
 from planner.misses import nothing_runs
@@ -32,7 +34,7 @@ from planner.model import ModelGraph
 from planner.plan import Layout, Plan, PlannedModel
 from planner.predict import placement_prediction, placements_of
 from planner.ranked import Ranked
-from planner.search import Answer
+from planner.search import TIES_LIMIT_S, Answer
 from planner.seats import branching
 from planner.spaces.search import Misses, Progress, Refusals, search_spaces
 
@@ -112,9 +114,9 @@ class GraphSpace:
             kind: self._tables.crossing_s(layout, [size])
             for kind, size in self._tables.output_bytes(layout).items()
         }
-        last = layout.pipeline - 1
         # The action of its loss is in the last layer's own seconds.
-        actions = [2.0 if s < last else 1.0 for s in range(layout.pipeline)] if last else [0.0]
+        each = 3.0 if counted_by_rank(layout) else 2.0
+        actions = [each] * (layout.pipeline - 1) + [each - 1.0] if layout.pipeline > 1 else [0.0]
         return GraphInstance(
             names=tuple(number),
             layers=chain.layers,
@@ -134,12 +136,10 @@ class GraphSpace:
         )
 
     def solve(self, layout: Layout, _: float) -> Found[GraphSolution] | Lost:
-        """Return the best split of a layout."""
+        """Return the best split of a layout; see `_within_hosts` for activations on the host."""
+        problem = self.instance(layout)
         answer = solve_graph(
-            self.instance(layout),
-            frontiers=self._frontiers,
-            most_ideals=MOST_IDEALS,
-            most_pairs=MOST_PAIRS,
+            problem, frontiers=self._frontiers, most_ideals=MOST_IDEALS, most_pairs=MOST_PAIRS
         )
         if isinstance(answer, Infeasible):
             return Lost(OUT_OF_MEMORY, reason=answer.reason)
@@ -147,7 +147,30 @@ class GraphSpace:
             bound_s = self._candidates.communication_s(layout)
             return Lost(UNFINISHED, bound_s=bound_s, reason=answer.reason)
         step_s = self._tables.of(layout).step_s
-        return Found(answer.objective_s + step_s, answer.lower_bound_s + step_s, layout, answer)
+        kept = self._within_hosts(layout, problem, answer)
+        if kept is None:
+            return Lost(UNFINISHED, bound_s=answer.lower_bound_s + step_s)
+        return Found(kept.objective_s + step_s, kept.lower_bound_s + step_s, layout, kept)
+
+    def _within_hosts(
+        self, layout: Layout, problem: GraphInstance, found: GraphSolution
+    ) -> GraphSolution | None:
+        """Return the split if no host is too full, else the best one along its order that is not.
+
+        No split takes less than one that ignores hosts.
+        """
+        if not any(option.host_bytes for table in problem.kinds for option in table):
+            return found
+        chain = replace(
+            problem.chain_along(found.order), hosts=hosts(self._candidates.cluster, layout)
+        )
+        if broken(chain, found.split) is None:
+            return found
+        kept = sided.solve(chain, frontiers=self._frontiers, time_limit_s=TIES_LIMIT_S)
+        if not isinstance(kept, Solution):
+            return None
+        split = replace(kept, lower_bound_s=min(found.lower_bound_s, kept.objective_s))
+        return replace(found, split=split)
 
     def ranked(self, found: Found[GraphSolution], cluster_name: str) -> Ranked:
         """Return the plan of a split and its prediction."""

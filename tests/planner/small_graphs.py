@@ -137,6 +137,7 @@ def _layers_s(problem: GraphInstance, s: int, held: Sequence[int], picks: Sequen
     used = stage.fixed_bytes + max(o.transient_bytes for o in chosen)
     for o in chosen:
         used += o.resident_bytes + stage.in_flight * o.stored_bytes
+        used += stage.waiting * o.kept_bytes
     if used > stage.capacity_bytes * (1 + 1e-12):
         return math.inf, math.inf, math.inf
     forward = stage.time_scale * sum(o.forward_s for o in chosen) + stage.exposed_s / 2

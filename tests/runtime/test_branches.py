@@ -75,11 +75,23 @@ def test_two_stages_train_like_one_process(name: str, schedule: str) -> None:
         ("two_towers", {"pipeline": 2, "schedule": "zb-h1"}),
         ("encoder_decoder", {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"}),
         ("unet", {"data_shard": 2, "zero": 3}),
+        ("unet", {"pipeline": 2, "schedule": "zb-h1", "activations": "offload"}),
+        ("two_towers", {"pipeline": 2, "recompute": "full", "activations": "offload"}),
     ],
     ids=str,
 )
 def test_other_layouts_train_like_one_process(name: str, layout: dict[str, Any]) -> None:
     equals_one_process(cases.plan(graph(name), **layout), name)
+
+
+@pytest.mark.ranks
+def test_activations_in_8_bits_stay_near_one_process() -> None:
+    plan = cases.plan(graph("unet"), pipeline=2, activations="compress")
+
+    runs = on_ranks(2, train, plan, graph("unet"))
+
+    for run in runs:
+        assert run.losses == pytest.approx(alone("unet").losses, rel=1e-3)
 
 
 @pytest.mark.ranks

@@ -16,12 +16,15 @@ from planner.expressions import resolve_cluster
 from planner.model import Edge, Layer, LayerTrace, ModelGraph
 from planner.operator_table import RECOMPUTES
 from planner.pins import Pins
-from planner.plan import Job
+from planner.plan import Job, Layout, ScheduleName
 from planner.predict import layout_prediction, predict
+from planner.profile import Birth, LayerMeasurement, Profile
+from planner.savings import activations
 from planner.schedule import orders
 from planner.search import Answer, search
 from planner.simulate import timeline
 from planner.spaces.graph import GraphSpace
+from planner.spaces.search import layouts_of
 from tests.planner.small_graphs import least_objective_s, splits
 
 JOB = Job(seq_len=64, global_batch=12, precision="fp32")
@@ -87,8 +90,9 @@ def towers(*lengths: int) -> ModelGraph:
 
 
 def candidates(model: ModelGraph, cluster: str, pins: Pins | None = None) -> Candidates:
-    machine = resolve_cluster(cluster)
-    return Candidates(model, machine, JOB, CostTables(model, machine, JOB), pins or Pins())
+    machine, pins = resolve_cluster(cluster), pins or Pins()
+    tables = CostTables(model, machine, JOB, activations=activations(machine, pins))
+    return Candidates(model, machine, JOB, tables, pins)
 
 
 def searched(model: ModelGraph, cluster: str, pins: Pins | None = None) -> Answer:
@@ -102,7 +106,7 @@ def test_no_layout_split_and_options_beat_the_plan(seed: int) -> None:
     every = candidates(model, cluster)
     space = GraphSpace(every)
     best_s = math.inf
-    for layout in every.layouts():
+    for layout in layouts_of(space):
         costs = every.costs(layout)
         least_s = least_objective_s(space.instance(layout)) + costs.step_s
         assert every.communication_s(layout) <= least_s * (1 + 1e-9)
@@ -114,6 +118,79 @@ def test_no_layout_split_and_options_beat_the_plan(seed: int) -> None:
     assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
     assert answer.prediction.fits
     answer.plan.check_model(model)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_treatment_of_activations_beats_the_plan(seed: int) -> None:
+    model = random_model(seed)
+    schedule: ScheduleName = "zb-h1" if seed % 2 else "1f1b"
+    pins = Pins(
+        pipeline=2,
+        schedule=schedule,
+        micro_batch=random.Random(seed).choice([4, 6]),
+        data=1,
+        allowed=frozenset({"offload", "compress"}),
+    )
+    every = candidates(model, TWO, pins)
+    space = GraphSpace(every)
+    (layout,) = layouts_of(space)
+
+    answer = searched(model, TWO, pins)
+
+    best_s = least_objective_s(space.instance(layout)) + every.costs(layout).step_s
+    assert answer.certificate.optimal
+    assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
+    assert answer.prediction.fits
+    again = predict(answer.plan, model, resolve_cluster(TWO))
+    assert again.step_time_s == answer.prediction.step_time_s
+    assert again.stages == answer.prediction.stages
+
+
+def test_a_profile_of_a_graph_is_planned_with() -> None:
+    model, machine = unet(), resolve_cluster(TWO)
+    pins = Pins(pipeline=2, micro_batch=1, schedule="1f1b")
+    figures = CostTables(model, machine, JOB).of(Layout(micro_batches=12)).parts["down0"]
+    slow = Profile(
+        model=model.name,
+        model_digest=model.digest,
+        birth=Birth(
+            command="by hand",
+            date="2026-11-21",
+            host="none",
+            device="none",
+            ranks=1,
+            threads_per_rank=1,
+            software={},
+        ),
+        layers=tuple(
+            LayerMeasurement(
+                kind="down0",
+                tensor=1,
+                sequence_parallel=False,
+                micro_batch=1,
+                seq_len=JOB.seq_len,
+                precision=JOB.precision,
+                recompute=part.recompute,
+                forward_s=5 * part.figures.whole_forward_s,
+                backward_s=5 * part.figures.whole_backward_s,
+                stored_bytes=int(part.figures.stored_bytes),
+                forward_transient_bytes=int(part.figures.forward_transient_bytes),
+                backward_transient_bytes=int(part.figures.backward_transient_bytes),
+                spread=0.0,
+                samples=3,
+            )
+            for part in figures
+        ),
+    )
+
+    plain = searched(model, TWO, pins)
+    answer = search(model, machine, JOB, pins=pins, profile=slow)
+
+    assert len(answer.plan.stages[0].layers) < len(plain.plan.stages[0].layers)
+    assert predict(answer.plan, model, machine, slow) == answer.prediction
+    assert any(one.provenance == "measured" for one in answer.prediction.assumptions) or any(
+        "profile of" in one.source for one in answer.prediction.assumptions
+    )
 
 
 @pytest.mark.parametrize("model", [unet(), towers(4, 3), random_model(3)], ids=lambda m: m.name)
