@@ -269,9 +269,19 @@ def launch(
         str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only")] = False,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", help="Run the same command on so many nodes")
+    ] = None,
+    node: Annotated[int | None, typer.Option("--node", help="Which of them this is")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Train by a plan on this machine, and compare with the prediction."""
+    """Train by a plan, and compare with the prediction.
+
+    On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
+    """
     run = commands.launch(
         plan,
         data=data,
@@ -292,6 +302,9 @@ def launch(
         profile=profile,
         output=output,
         dry_run=dry_run,
+        nodes=nodes,
+        node=node,
+        rendezvous=rendezvous,
         quiet=json,
     )
     if run is None:

@@ -233,10 +233,17 @@ def launch(
     evaluate_batches: int = 8,
     tensorboard: bool = False,
     profile: str | None = None,
+    nodes: int | None = None,
+    node: int | None = None,
+    rendezvous: str | None = None,
     quiet: bool = False,
 ) -> Run | None:
-    """Train by a plan on this machine; return what was predicted and what was measured."""
+    """Train by a plan; return what was predicted and what was measured.
+
+    On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
+    """
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
+    from runtime.nodes import seat_of  # noqa: PLC0415
     from runtime.preflight import cuda_devices  # noqa: PLC0415
     from runtime.report import comparison  # noqa: PLC0415
 
@@ -244,6 +251,13 @@ def launch(
     wanted = document.read(Plan, plan_path)
     graph = plan_model(wanted, plan_path)
     machine = resolve_cluster(wanted.cluster)
+    seat = seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
+    devices = [group.devices_per_node for group in machine.groups for _ in range(group.nodes)]
+    if seat.nodes > 1 and seat.nodes != len(devices):
+        raise LaunchError(
+            f"the plan is for {len(devices)} nodes ({wanted.cluster}), and {seat.source} says that "
+            f"there are {seat.nodes}; plan again for what is there"
+        )
     accelerator = machine.groups[0].accelerator
     if accelerator.kind != "cpu" and not cuda_devices():
         raise LaunchError(
@@ -272,6 +286,8 @@ def launch(
         evaluate_batches=evaluate_batches,
         tensorboard=tensorboard,
         peak_step_s=prediction.mfu * prediction.step_time_s or None,
+        seat=seat,
+        nodes=devices if seat.nodes > 1 else (),
         quiet=quiet,
     )
     if report is None:
@@ -320,8 +336,8 @@ def profile(
     Node 0 writes `output`, and to `cluster_output` the cluster with its links as measured.
     """
     _need_torch("measuring a machine")
-    from profiler.nodes import seat_of  # noqa: PLC0415 - starts ranks
     from profiler.profile import profile as measure  # noqa: PLC0415
+    from runtime.nodes import seat_of  # noqa: PLC0415 - starts ranks
 
     graph = model_of(model, seq_len=seq_len)
     seat = seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)

@@ -26,8 +26,8 @@ from planner.profile import Birth, MeasuredDevice, MeasuredNode, Profile
 from planner.space import LARGEST_MICRO_BATCH, divisors
 from profiler.findings import below_quote, findings
 from profiler.machine import NETWORK, joined, node_here, with_measured_links
-from profiler.nodes import ALONE, Meeting, Seat
 from profiler.ranks import result_of, versions
+from runtime.nodes import ALONE, Meeting, Seat
 from runtime.preflight import cores, cuda_devices
 from runtime.run import Device
 

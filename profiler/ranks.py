@@ -19,7 +19,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib import metadata
@@ -32,21 +31,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from planner.document import Document, write, write_text
 from planner.errors import DocumentError, LaunchError
 from planner.units import Amount, Count, Positive, Text
-from profiler.nodes import ALONE, Meeting
 from runtime import run
+from runtime.nodes import ALONE, Meeting
 from runtime.preflight import rank_environment
 from runtime.run import Device
 from runtime.supervise import (
-    POLL_S,
     Ranks,
     blames_a_peer,
     first_cause,
     free_socket,
     last_lines,
 )
-
-OTHERS_S = 3.0
-"""How long a node that only lost a peer waits for the reason."""
 
 Tell = Callable[[str, float], None]
 """Is told what is being done, and the share of all work that is done."""
@@ -92,12 +87,11 @@ def result_of(
         folder = Path(name)
         for part in ("logs", "ranks"):
             (folder / part).mkdir()
-        listening, own_port = free_socket(meeting.address) if meeting.seat.node == 0 else (None, 0)
+        listening = free_socket(meeting.address)[0] if meeting.seat.node == 0 else None
         with contextlib.ExitStack() as held:
             if listening is not None:
                 held.callback(os.close, listening)
-            said = meeting.everyones({"ranks": ranks, "port": own_port, "address": meeting.address})
-            counts = [int(of_node["ranks"]) for of_node in said]
+            counts = [int(count) for count in meeting.everyones(ranks)]
             orders = Orders(
                 folder=str(folder),
                 work=work,
@@ -113,7 +107,6 @@ def result_of(
                 orders,
                 meeting,
                 ranks=ranks,
-                store=(str(said[0]["address"]), int(said[0]["port"])),
                 listening=listening,
                 refresh=refresh,
             )
@@ -141,28 +134,16 @@ def _supervise(
     meeting: Meeting,
     *,
     ranks: int,
-    store: tuple[str, int],
     listening: int | None,
     refresh: Callable[[], None],
 ) -> None:
     folder = Path(orders.folder)
-    own = {"MESHWRIGHT_LAUNCHER": str(os.getpid())}
-    if meeting.seat.nodes > 1:
-        own |= {"MASTER_ADDR": store[0], "WORLD_SIZE": str(orders.ranks)}
-        if meeting.interface is not None:
-            own |= {
-                f"{library}_SOCKET_IFNAME": os.environ.get(
-                    f"{library}_SOCKET_IFNAME", meeting.interface
-                )
-                for library in ("GLOO", "NCCL")
-            }
-    # The descriptor is rank 0's alone; that it is set tells all how to join.
-    own["MESHWRIGHT_STORE_FD"] = str(-1 if listening is None else listening)
+    joined = meeting.environment(ranks=orders.ranks, listening=listening)
     environments = [
         {
             **os.environ,
-            **rank_environment(local, ranks=ranks, port=store[1]),
-            **own,
+            **rank_environment(local, ranks=ranks, port=joined["MASTER_PORT"]),
+            **joined,
             "RANK": str(orders.first_rank + local),
         }
         for local in range(ranks)
@@ -187,10 +168,7 @@ def _supervise(
     ended, failure = first_cause(bad, run.read_failures(folder, orders.ranks))
     if failure is not None and blames_a_peer(failure):
         # Another node knows more: it is about to say so.
-        deadline = time.monotonic() + OTHERS_S
-        while meeting.seat.nodes > 1 and time.monotonic() < deadline:
-            meeting.check()
-            time.sleep(POLL_S)
+        meeting.await_reason()
     if failure is not None and failure.kind == "DocumentError":
         raise DocumentError("", failure.message)
     if failure is not None and failure.kind == "LaunchError":

@@ -1,14 +1,19 @@
-"""Launching a plan on this machine: one process per rank, watched to its end.
+"""Launching a plan, on this machine or on every node of a job: one process per rank.
 
 runtime.preflight has checked everything that can be checked before; runtime.rank is what each
 process runs; runtime.supervise starts and ends them.  Here a launch gets its data and orders, shows
 its progress, and ends in a report or in one error that says what can be done.
+
+On several nodes a launcher runs on each, and starts the ranks whose devices the node has.  They
+meet (runtime.nodes) before they start, agree that they do the same, and leave together; the one
+with rank 0 shows progress and has the report.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import secrets
 import shutil
@@ -16,6 +21,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -28,12 +34,14 @@ from planner.model import ModelGraph
 from planner.units import bytes_text, count_text, seconds_text
 from runtime import checkpoint, data, run
 from runtime.checkpoint import Progress
+from runtime.nodes import ALONE, Meeting, Seat
 from runtime.preflight import Preflight, preflight
 from runtime.report import RunReport, summarise
 from runtime.run import Device, Failure, Orders, RankRecord, StepRecord
 from runtime.supervise import (
     Exit,
     Ranks,
+    blames_a_peer,
     first_cause,
     free_socket,
     is_timeout,
@@ -64,6 +72,8 @@ def launch(
     evaluate_batches: int = 8,
     tensorboard: bool = False,
     peak_step_s: float | None = None,
+    seat: Seat = ALONE,
+    nodes: Sequence[int] = (),
     quiet: bool = False,
 ) -> RunReport | None:
     """Run a plan, and return what it did and measured; a dry run prints its commands instead.
@@ -76,9 +86,13 @@ def launch(
     text whose loss is told every `evaluate_every` steps, and after the last.  `peak_step_s` is what
     a step would take with every device at its peak; with it the MFU is told.  Progress and warnings
     go to stderr unless `quiet`.
+
+    `seat` says which of several nodes this is, and `nodes` how many devices each of them has; nodes
+    other than the one with rank 0 return nothing.
     """
     started_unix_s = time.time()
-    ready = preflight(
+    check = functools.partial(
+        preflight,
         plan_path,
         model=model,
         source=data,
@@ -98,27 +112,37 @@ def launch(
         evaluate_every=evaluate_every,
         evaluate_batches=evaluate_batches,
         tensorboard=tensorboard,
+        node=seat.node,
+        nodes=nodes,
     )
     say = Console(stderr=True, quiet=quiet, soft_wrap=True, highlight=False, markup=False)
-    for warning in ready.warnings:
-        say.print(f"warning: {warning}")
     if dry_run:
+        ready = check()
+        _warn(ready, say)
         print(ready.text())
         return None
     with contextlib.ExitStack() as held:
+        meeting = held.enter_context(Meeting(seat))
+        ready = check()
+        _warn(ready, say)
         held.enter_context(_alone_in(ready.output))
-        if ready.checkpoint is not None:
+        if ready.checkpoint is not None and ready.leads:
             held.enter_context(_alone_in(ready.checkpoint))
         shown = _Shown(steps=ready.steps, say=say)
         try:
-            orders = _write_orders(ready, say, started_unix_s, peak_step_s)
-            _supervise(ready, orders, shown)
+            orders = _write_orders(ready, meeting, say, started_unix_s, peak_step_s)
+            _supervise(ready, meeting, orders, shown)
         except KeyboardInterrupt:
             after = f"after step {shown.step}" if shown.step else "before the first step"
             raise LaunchError(f"interrupted {after}{_way_on(ready)}") from None
         finally:
             shown.close()
-        return _report(ready, orders, started_unix_s)
+        return _report(ready, meeting, orders, started_unix_s)
+
+
+def _warn(ready: Preflight, say: Console) -> None:
+    for warning in ready.warnings:
+        say.print(f"warning: {warning}")
 
 
 @contextlib.contextmanager
@@ -137,16 +161,66 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
+def _agree(ready: Preflight, meeting: Meeting, corpus: str) -> str:
+    """Refuse nodes that would do different things; return the run's token, the same on all."""
+    said = meeting.everyones(
+        {
+            "plan": ready.plan.digest,
+            "steps": ready.steps,
+            "text": corpus,
+            "resumed checkpoint": str(ready.resume),
+            "folder of checkpoints": str(ready.checkpoint),
+            "run": secrets.token_hex(8),
+        }
+    )
+    lead = said[0]
+    for node, told in enumerate(said):
+        for what, value in told.items():
+            if what != "run" and value != lead[what]:
+                raise LaunchError(
+                    f"nodes: node {node} has another {what} ({value}) than node 0 ({lead[what]}); "
+                    "start the same command with the same files on every node"
+                )
+    if ready.checkpoint is not None and meeting.seat.nodes > 1:
+        _check_shared(ready.checkpoint, meeting, token=lead["run"])
+    return str(lead["run"])
+
+
+def _check_shared(folder: Path, meeting: Meeting, *, token: str) -> None:
+    """Refuse a folder that is not one and the same on all nodes."""
+    mark = folder / f".seen-{token}"
+    if meeting.seat.node == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    meeting.everyones("marked")
+    # A network file system may show a listing that is seconds old.
+    with contextlib.suppress(OSError):
+        list(folder.iterdir())
+    seen = meeting.everyones(mark.exists())
+    if meeting.seat.node == 0:
+        mark.unlink()
+    if not all(seen):
+        raise LaunchError(
+            f"{folder}: is not the same folder on node {seen.index(False)}; checkpoints of several "
+            "nodes need one that all of them share"
+        )
+
+
 def _write_orders(
-    ready: Preflight, say: Console, started_unix_s: float, peak_step_s: float | None
+    ready: Preflight,
+    meeting: Meeting,
+    say: Console,
+    started_unix_s: float,
+    peak_step_s: float | None,
 ) -> Orders:
     """Prepare the data, check it against the model, and write what the ranks will read."""
     say.print(f"preparing {len(ready.files.paths)} files of {ready.files.source}")
     corpus = data.prepare(ready.files, tokenizer=ready.tokenizer)
     left_out = f" ({corpus.skipped} files are not UTF-8 text)" if corpus.skipped else ""
+    here = "" if meeting.seat.nodes == 1 else f", {len(ready.local_ranks)} of them on this node"
     say.print(
-        f"{count_text(corpus.tokens)} tokens by {corpus.tokenizer}{left_out}; "
-        f"{ready.ranks} ranks on {ready.device}, {ready.plan.layout.text()}; in {ready.output}"
+        f"{count_text(corpus.tokens)} tokens by {corpus.tokenizer}{left_out}; {ready.ranks} ranks "
+        f"on {ready.device}{here}, {ready.plan.layout.text()}; in {ready.output}"
     )
     held_out = data.prepare(ready.evaluate, tokenizer=ready.tokenizer) if ready.evaluate else None
     for text in (corpus, held_out):
@@ -165,7 +239,7 @@ def _write_orders(
         )
         say.print(f"going on from {ready.resume}")
     orders = Orders(
-        run=secrets.token_hex(8),
+        run=_agree(ready, meeting, corpus.digest),
         output=str(ready.output),
         corpus=str(corpus.folder.resolve()),
         device=ready.device,
@@ -196,28 +270,41 @@ def _write_orders(
     return orders
 
 
-def _supervise(ready: Preflight, orders: Orders, shown: _Shown) -> None:
-    """Run the ranks to their end; whatever goes wrong becomes one error, with no rank left."""
-    listening, port = free_socket()
-    own = {
-        "MESHWRIGHT_RUN": orders.run,
-        "MESHWRIGHT_LAUNCHER": str(os.getpid()),
-        "MESHWRIGHT_STORE_FD": str(listening),
-    }
-    environments = [
-        {**os.environ, **ready.environment(rank, port=port), **own} for rank in range(ready.ranks)
-    ]
-    logs = [run.log_file(ready.output, rank) for rank in range(ready.ranks)]
-    metrics = run.metrics_file(ready.output)
+def _supervise(ready: Preflight, meeting: Meeting, orders: Orders, shown: _Shown) -> None:
+    """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
+    ranks = list(ready.local_ranks)
     with contextlib.ExitStack() as held:
-        held.callback(os.close, listening)
+        listening = None
+        if ready.leads:
+            listening, _ = free_socket(meeting.address)
+            held.callback(os.close, listening)
+        joined = meeting.environment(ranks=ready.ranks, listening=listening)
+        joined["MESHWRIGHT_RUN"] = orders.run
+        environments = [
+            {**os.environ, **ready.environment(rank, port=joined["MASTER_PORT"]), **joined}
+            for rank in ranks
+        ]
         held.enter_context(_signals_interrupt())
-        shown.follow(metrics)
-        ranks = held.enter_context(
-            Ranks(ready.command, environments, logs=logs, rank_0_inherits=[listening])
+        shown.follow(run.metrics_file(ready.output))
+
+        def meanwhile() -> None:
+            shown.refresh()
+            meeting.check()
+
+        started = held.enter_context(
+            Ranks(
+                ready.command,
+                environments,
+                logs=[run.log_file(ready.output, rank) for rank in ranks],
+                rank_0_inherits=[] if listening is None else [listening],
+            )
         )
-        bad = ranks.wait(meanwhile=shown.refresh)
+        bad = started.wait(meanwhile=meanwhile)
     if bad:
+        bad = [replace(ended, rank=ranks[ended.rank]) for ended in bad]
+        _, failure = first_cause(bad, run.read_failures(ready.output, ready.ranks))
+        if failure is not None and blames_a_peer(failure):
+            meeting.await_reason()
         raise _bad_end(ready, bad, after_step=shown.step)
 
 
@@ -230,7 +317,7 @@ def _bad_end(ready: Preflight, bad: Sequence[Exit], *, after_step: int) -> Excep
         return LaunchError(failure.message)
     log = run.log_file(ready.output, ended.rank)
     if failure is not None and is_timeout(failure):
-        silent = [rank for rank in range(ready.ranks) if rank not in {seen.rank for seen in bad}]
+        silent = [rank for rank in ready.local_ranks if rank not in {seen.rank for seen in bad}]
         named = f" (ranks {', '.join(map(str, silent[:8]))} said nothing)" if silent else ""
         how = f"waited {ready.plan.timeout_s:g} s (the plan's timeout_s) for other ranks{named}"
     else:
@@ -257,13 +344,21 @@ def _way_on(ready: Preflight) -> str:
     return f"; {saved} is complete and can be resumed" if saved else "; nothing was saved"
 
 
-def _report(ready: Preflight, orders: Orders, started_unix_s: float) -> RunReport:
+def _report(
+    ready: Preflight, meeting: Meeting, orders: Orders, started_unix_s: float
+) -> RunReport | None:
+    """Return the report on the node with rank 0, from the records of all nodes."""
+    own = {
+        rank: read(RankRecord, run.record_file(ready.output, rank)).model_dump(mode="json")
+        for rank in ready.local_ranks
+    }
+    known = {int(rank): record for told in meeting.everyones(own) for rank, record in told.items()}
+    if not ready.leads:
+        return None
     report = summarise(
         ready.plan,
         orders,
-        ranks=[
-            read(RankRecord, run.record_file(ready.output, rank)) for rank in range(ready.ranks)
-        ],
+        ranks=[RankRecord.model_validate(known[rank]) for rank in range(ready.ranks)],
         steps=list(run.read_records(run.metrics_file(ready.output))),
         wall_s=time.time() - started_unix_s,
         files=(str(run.metrics_file(ready.output)), str(ready.output / "logs")),

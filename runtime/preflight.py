@@ -13,7 +13,7 @@ import shlex
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,11 +53,18 @@ class Preflight:
     tensorboard: bool
     output: Path
     warnings: tuple[str, ...]
+    local_ranks: dict[int, int]
+    """The ranks of this node, each with its device there."""
 
     @property
     def ranks(self) -> int:
-        """Processes that will run."""
+        """Processes that will run, on all nodes."""
         return self.plan.mesh.devices
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node has rank 0."""
+        return 0 in self.local_ranks
 
     @property
     def command(self) -> list[str]:
@@ -66,14 +73,17 @@ class Preflight:
 
     def environment(self, rank: int, *, port: int | str = "<a free port>") -> dict[str, str]:
         """Return what a rank's environment has beside the launcher's own."""
-        result = rank_environment(rank, ranks=self.ranks, port=port)
-        # Threads and addresses are by rank; the device is the one that the plan gives to the rank.
-        return {**result, "LOCAL_RANK": str(self.plan.device_of_rank(rank))}
+        result = rank_environment(rank, ranks=len(self.local_ranks), port=port)
+        return {
+            **result,
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_RANK": str(self.local_ranks[rank]),
+        }
 
     def text(self) -> str:
         """Return the command and environment of each rank, as a shell would take them."""
         lines = []
-        for rank in range(self.ranks):
+        for rank in self.local_ranks:
             settings = [f"{key}={shlex.quote(v)}" for key, v in self.environment(rank).items()]
             lines.append(" ".join([*settings, shlex.join(self.command)]))
         return "\n".join(lines)
@@ -124,8 +134,13 @@ def preflight(
     evaluate_every: int | None,
     evaluate_batches: int,
     tensorboard: bool,
+    node: int = 0,
+    nodes: Sequence[int] = (),
 ) -> Preflight:
-    """Check a launch without starting or writing anything."""
+    """Check a launch without starting or writing anything.
+
+    `nodes` has the devices of each node where there are several, and `node` says which is this.
+    """
     if on != "local":
         raise LaunchError(f"on: '{on}' is not known here; known: local")
     for name, value in (
@@ -154,7 +169,8 @@ def preflight(
         raise error.in_file(str(plan_path)) from None
     _check_trains_on_text(model)
     chosen = device or ("cuda" if cuda_devices() else "cpu")
-    warnings = _check_devices(plan, chosen)
+    local_ranks = ranks_of_node(plan, node, nodes or [plan.mesh.devices])
+    warnings = _check_devices(plan, chosen, local_ranks)
     reason = supported(plan, model)
     if reason:
         raise LaunchError(f"{plan_path}: {reason}")
@@ -192,9 +208,24 @@ def preflight(
         evaluate_every=evaluate_every,
         evaluate_batches=evaluate_batches,
         tensorboard=tensorboard,
-        output=folder.resolve(),
+        # Nodes may share the folder; each writes its own ranks' files.
+        output=folder.resolve() if 0 in local_ranks else folder.resolve() / f"node-{node:05}",
         warnings=tuple(warnings),
+        local_ranks=local_ranks,
     )
+
+
+def ranks_of_node(plan: Plan, node: int, nodes: Sequence[int]) -> dict[int, int]:
+    """Return the ranks of a node, each with its device there; `nodes` has the devices of each.
+
+    A single node has all ranks, on whichever devices.  Several are filled in their order.
+    """
+    devices = {rank: plan.device_of_rank(rank) for rank in range(plan.mesh.devices)}
+    if len(nodes) == 1:
+        return devices
+    first = sum(nodes[:node])
+    own = range(first, first + nodes[node])
+    return {rank: device - first for rank, device in devices.items() if device in own}
 
 
 def cores() -> int:
@@ -230,23 +261,24 @@ def _check_evaluation(plan: Plan, *, evaluate: bool, every: int | None) -> None:
         raise LaunchError("evaluate: a pipeline that never drains is not evaluated; use 1f1b")
 
 
-def _check_devices(plan: Plan, device: Device) -> list[str]:
+def _check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) -> list[str]:
     """Refuse more ranks than this machine can carry; return what is worth a warning."""
-    ranks = plan.mesh.devices
+    ranks = len(local_ranks)
+    here = "" if ranks == plan.mesh.devices else " on each node"
     if device == "cuda":
         have = cuda_devices()
         if ranks > have:
             raise LaunchError(
-                f"the plan needs {ranks} devices ({plan.layout.text()}); this machine has {have}. "
-                "Plan again for `--cluster local`, or launch where they are"
+                f"the plan needs {ranks} devices{here} ({plan.layout.text()}); this machine has "
+                f"{have}. Plan again for `--cluster local`, or launch where they are"
             )
         return []
     have = cores()
     if ranks > RANKS_PER_CORE * have:
         raise LaunchError(
-            f"the plan needs {ranks} ranks ({plan.layout.text()}); this machine has no accelerator "
-            f"and {have} cores, which carry at most {RANKS_PER_CORE * have}. Plan again for "
-            "`--cluster local`, or launch where the devices are"
+            f"the plan needs {ranks} ranks{here} ({plan.layout.text()}); this machine has no "
+            f"accelerator and {have} cores, which carry at most {RANKS_PER_CORE * have}. Plan "
+            "again for `--cluster local`, or launch where the devices are"
         )
     if ranks > have:
         return [f"{ranks} ranks share {have} cores; step times will not be those of a real machine"]

@@ -24,7 +24,7 @@ pytestmark = [
 
 PAIRS = """
 import json, os, sys
-from profiler.nodes import Meeting, seat_of
+from runtime.nodes import Meeting, seat_of
 from profiler.ranks import result_of
 per_node = int(sys.argv[1])
 with Meeting(seat_of(os.environ)) as meeting:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from planner.errors import LaunchError
-from profiler import nodes
-from profiler.nodes import Meeting, Seat, seat_of
+from runtime import nodes
+from runtime.nodes import Meeting, Seat, seat_of
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ from profiler.nodes import Meeting, Seat, seat_of
 def test_seats_are_read_from_what_starts_jobs(
     environment: dict[str, str], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("profiler.nodes.shutil.which", lambda _: None)
+    monkeypatch.setattr("runtime.nodes.shutil.which", lambda _: None)
 
     seat = seat_of(environment)
 

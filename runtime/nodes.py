@@ -1,14 +1,14 @@
-"""The nodes of one measurement: which of them this is, and a table where all of them talk.
+"""The nodes of one job: which of them this is, and a table where all of them talk.
 
-`meshwright profile` is started once on every node, by hand (`--nodes`, `--node`, `--rendezvous`) or
-by what starts jobs there, whose environment says the same:
+`meshwright profile` and `meshwright launch` are started once on every node, by hand (`--nodes`,
+`--node`, `--rendezvous`) or by what starts jobs there, whose environment says the same:
 
     torchrun, Kubeflow      PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT
     inside torchrun         GROUP_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT; one process each
     Slurm                   SLURM_NNODES, SLURM_NODEID, SLURM_JOB_NODELIST; srun with one task each
     Kubernetes              JOB_COMPLETION_INDEX, NNODES, MASTER_ADDR (an Indexed Job)
 
-Node 0 listens; the others keep a connection to it for as long as they measure.  What they say is
+Node 0 listens; the others keep a connection to it for as long as they work.  What they say is
 JSON with its length before it.  A node that leaves early says why, and all others leave with it.
 Nothing here imports torch.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import select
 import shutil
@@ -36,6 +37,8 @@ MEET_S = 300.0
 """How long the first node waits for the last."""
 LENGTH = struct.Struct("!Q")
 MOST_BYTES = 2**30
+OTHERS_S = 3.0
+"""How long a node that only lost a peer waits for the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +265,38 @@ class Meeting:
         for other, connection in self._others.items():
             if connection in waiting:
                 self._early.setdefault(other, []).append(self._read(other))
+
+    def await_reason(self, seconds: float = OTHERS_S) -> None:
+        """Raise the reason that another node gives within some seconds, if one does."""
+        deadline = time.monotonic() + seconds
+        while self.seat.nodes > 1 and time.monotonic() < deadline:
+            self.check()
+            time.sleep(0.05)
+
+    def environment(self, *, ranks: int, listening: int | None) -> dict[str, str]:
+        """Return what joins the ranks of all nodes, beside what is said of each; all call it.
+
+        `ranks` is their number.  The node with rank 0 gives the descriptor on which it listens for
+        them; the descriptor is rank 0's alone, and that it is set tells all how to join.
+        """
+        port = 0
+        if listening is not None:
+            with socket.socket(fileno=os.dup(listening)) as seen:
+                port = seen.getsockname()[1]
+        said = self.everyones({"address": self.address, "port": port})
+        store = next(told for told in said if told["port"])
+        result = {
+            "MASTER_PORT": str(store["port"]),
+            "WORLD_SIZE": str(ranks),
+            "MESHWRIGHT_LAUNCHER": str(os.getpid()),
+            "MESHWRIGHT_STORE_FD": str(-1 if listening is None else listening),
+        }
+        if self.seat.nodes > 1:
+            result["MASTER_ADDR"] = str(store["address"])
+            if self.interface is not None:
+                for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                    result[name] = os.environ.get(name, self.interface)
+        return result
 
     def _receive_all(self, deadline: float) -> None:
         with socket.create_server(("", self.seat.port), backlog=self.seat.nodes) as server:

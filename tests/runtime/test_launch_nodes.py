@@ -1,0 +1,185 @@
+"""Launches on several nodes: one launcher each, here on one machine or on hosts of the rig."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import rig
+from planner.document import write
+from planner.errors import LaunchError, MeshwrightError
+from planner.plan import Plan
+from runtime import checkpoint
+from runtime.launch import launch
+from runtime.nodes import Seat
+from runtime.preflight import ranks_of_node
+from runtime.report import RunReport
+from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
+
+pytestmark = pytest.mark.ranks
+
+
+def on_nodes(
+    room: Room, plan: Plan, *, devices: tuple[int, ...] = (1, 1), **options: Any
+) -> list[RunReport | MeshwrightError | None]:
+    """Launch on as many nodes as there are device counts; return how each of them ended."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ends: list[RunReport | MeshwrightError | None] = [None] * len(devices)
+    path = room.plan(plan)
+
+    def node(number: int) -> None:
+        seat = Seat(node=number, nodes=len(devices), host="127.0.0.1", port=port)
+        settings: dict[str, Any] = {"model": MODEL, "data": room.text, "quiet": True}
+        for name, value in options.items():
+            settings[name] = value(number) if callable(value) else value
+        settings.setdefault("output", room.folder / "out")
+        try:
+            ends[number] = launch(path, seat=seat, nodes=devices, **settings)
+        except MeshwrightError as error:
+            ends[number] = error
+
+    threads = [threading.Thread(target=node, args=(number,)) for number in range(len(devices))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+    return ends
+
+
+def test_ranks_sit_on_the_node_that_has_their_device() -> None:
+    plan = plan_of(data=4, tensor=2)
+
+    assert ranks_of_node(plan, 0, [8]) == {rank: rank for rank in range(8)}
+    assert ranks_of_node(plan, 1, [3, 3, 2]) == {3: 0, 4: 1, 5: 2}
+    assert ranks_of_node(plan, 2, [3, 3, 2]) == {6: 0, 7: 1}
+
+
+def test_two_nodes_train_as_one_does_and_go_on_from_a_shared_checkpoint(room: Room) -> None:
+    alone = room.run(plan_of(), steps=4, output=room.folder / "alone")
+    plan, saved = plan_of(data=2), room.folder / "saved"
+
+    first, second = on_nodes(room, plan, steps=2, checkpoint=saved)
+    resumed, _ = on_nodes(
+        room, plan, steps=4, checkpoint=saved, resume=True, output=room.folder / "out2"
+    )
+
+    assert second is None
+    assert isinstance(first, RunReport), first
+    assert isinstance(resumed, RunReport), resumed
+    assert (first.ranks, len(first.stages)) == (2, 1)
+    assert [*first.losses, *resumed.losses] == pytest.approx(list(alone.losses), rel=1e-5)
+    assert checkpoint.progress(checkpoint.newest(saved) or saved).step == 4
+    assert not list(saved.glob(".seen-*"))
+    assert (room.folder / "out" / "node-00001" / "ranks" / "rank-00001.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"steps": lambda node: 2 + node}, "node 1 has another steps (3) than node 0 (2)"),
+        (
+            {"steps": 2, "checkpoint": "saved of each"},
+            "another folder of checkpoints",
+        ),
+    ],
+)
+def test_nodes_that_would_do_different_things_are_refused(
+    room: Room, options: dict[str, Any], said: str
+) -> None:
+    if "checkpoint" in options:
+        options = {**options, "checkpoint": lambda node: room.folder / f"saved-{node}"}
+
+    ends = on_nodes(room, plan_of(data=2), **options)
+
+    assert all(said in str(end) for end in ends), ends
+
+
+def test_what_one_node_lacks_ends_the_others_too(room: Room) -> None:
+    there: Callable[[int], Path] = lambda node: room.text if node == 0 else room.folder / "none"  # noqa: E731
+
+    ends = on_nodes(room, plan_of(data=2), steps=2, data=there)
+
+    assert "none: does not exist" in str(ends[1])
+    assert "node 1:" in str(ends[0])
+    assert "none: does not exist" in str(ends[0])
+
+
+def test_a_rank_killed_on_another_node_is_named_on_both(room: Room) -> None:
+    def kill_rank_1() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            metrics = room.folder / "out" / "metrics.jsonl"
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
+                for process, rank in pids().items():
+                    if rank == 1:
+                        os.kill(process, signal.SIGKILL)
+                        return
+            time.sleep(0.02)
+
+    def pids() -> dict[int, int]:
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (folder / "environ").read_bytes().split(b"\0")
+                command = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(room.folder).encode() in command:
+                for entry in environment:
+                    if entry.startswith(b"RANK="):
+                        found[int(folder.name)] = int(entry[5:])
+        return found
+
+    killer = threading.Thread(target=kill_rank_1)
+    killer.start()
+    ends = on_nodes(room, plan_of(data=2), steps=5000)
+    killer.join()
+
+    assert all(isinstance(end, LaunchError) for end in ends), ends
+    assert "rank 1 was killed by SIGKILL" in str(ends[1])
+    assert "node 1: rank 1 was killed by SIGKILL" in str(ends[0])
+    assert pids() == {}
+
+
+HOST = """
+import json, os, sys
+from planner.document import read
+from planner.model import ModelGraph
+from runtime.launch import launch
+from runtime.nodes import seat_of
+folder = sys.argv[1]
+report = launch(folder + "/plan.yaml", model=read(ModelGraph, folder + "/model.yaml"),
+    data=folder + "/text.txt", output=folder + "/out", steps=3, quiet=True,
+    seat=seat_of(os.environ), nodes=(2, 2))
+print(json.dumps(report.losses if report else None))
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(rig.refusal() is not None, reason=str(rig.refusal()))
+def test_hosts_with_networks_of_their_own_train_as_one_process(room: Room) -> None:
+    alone = room.run(plan_of(), steps=3, output=room.folder / "alone")
+    write(plan_of(data=2, pipeline=2), room.folder / "plan.yaml")
+    write(MODEL, room.folder / "model.yaml")
+
+    with rig.rig(2, "1gbit") as hosts:
+        said = hosts.run(
+            [sys.executable, "-c", HOST, str(room.folder)],
+            environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            timeout_s=120,
+            quiet=True,
+        )
+
+    assert json.loads(said[1]) is None
+    assert json.loads(said[0]) == pytest.approx(list(alone.losses), rel=1e-5)
