@@ -42,17 +42,20 @@ def balanced_s(
     steady: float,
     fill: float = 1.0,
     credits_s: float = 0.0,
+    each_exposed_s: float = 0.0,
 ) -> float:
     """Least objective if every layer ran at its fastest and all stages could be alike.
 
-    `layers`: how many of a kind there are, its fewest seconds, its least sync.  With S the sum of
-    all seconds and of the exposed ones, and C the credits, which no split changes,
+    `layers`: how many of a kind there are, its fewest seconds, its least sync.  Of the exposed
+    seconds every stage has `each_exposed_s` at least.  With S the sum of all seconds and of the
+    exposed ones, e the latter, n_k layers of kind k, and C the credits, which no split changes,
 
         T = steady max_s t_s + fill Σ_s t_s - C + sync
-          >= steady max(S / P, max_l t_l) + fill S - C + sync
+          >= steady max(S / P, max_k ⌈n_k / P⌉ t_k + e) + fill S - C + sync
 
-    since the slowest stage takes at least the mean and at least any layer of it; the sync of the
-    stage with the longest is at least its mean and that of any layer.
+    since the slowest stage takes at least the mean, and of the layers of a kind some stage has at
+    least ⌈n_k / P⌉; the sync of the stage with the longest is at least its mean and that of any
+    layer.
 
     >>> balanced_s([(4, 2.0, 0.0)], stages=3, exposed_s=1.0, steady=3)
     18.0
@@ -60,11 +63,11 @@ def balanced_s(
     total_s, slowest_s, sync_s, longest_s = exposed_s, 0.0, 0.0, 0.0
     for count, fastest_s, least_sync_s in layers:
         total_s += count * fastest_s
-        slowest_s = max(slowest_s, fastest_s)
+        slowest_s = max(slowest_s, -(-count // stages) * fastest_s)
         sync_s += count * least_sync_s
         longest_s = max(longest_s, least_sync_s)
     once_s = fill * total_s - credits_s + max(sync_s / stages, longest_s)
-    return steady * max(total_s / stages, slowest_s) + once_s
+    return steady * max(total_s / stages, slowest_s + each_exposed_s) + once_s
 
 
 def balanced_each_s(
@@ -75,14 +78,17 @@ def balanced_each_s(
     steady: Floats,
     fill: Floats,
     exposed_s: Floats,
+    each_exposed_s: Floats,
     credits_s: Floats,
 ) -> Floats:
     """[problem] `balanced_s` of many problems at once, nothing synchronised.
 
     `fastest_s` [kind, problem]: fewest seconds of a layer, of which there are `counts` [kind].
     """
-    total_s = np.asarray(counts, dtype=float) @ fastest_s + exposed_s
-    longest_s: Floats = np.maximum(total_s / stages, fastest_s.max(axis=0))
+    numbers = np.asarray(counts, dtype=float)
+    total_s = numbers @ fastest_s + exposed_s
+    slowest_s = (np.ceil(numbers[:, None] / stages) * fastest_s).max(axis=0)
+    longest_s: Floats = np.maximum(total_s / stages, slowest_s + each_exposed_s)
     return steady * longest_s + fill * total_s - credits_s
 
 

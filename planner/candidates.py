@@ -175,7 +175,7 @@ class Candidates:
             paces.append(found)
             number += [self._divided[family.divided]] * len(found)
             stages += [float(family.degrees.pipeline)] * len(found)
-        steady, fill, credited, actions, _ = np.concatenate(paces).T
+        steady, fill, credited, actions, least = np.concatenate(paces).T
         return self.tables.step_s + bounds.balanced_each_s(
             list(self._counts.values()),
             self._fastest_s[:, number],
@@ -183,6 +183,7 @@ class Candidates:
             steady=steady,
             fill=fill,
             exposed_s=actions * self.tables.action_s,
+            each_exposed_s=least * self.tables.action_s,
             credits_s=credited * self._credits_s[number],
         )
 
@@ -402,13 +403,14 @@ class Candidates:
         ]
         fastest_s = min(part.forward_s + part.backward_s for part in parts)
         rows.append((self._counts[commonest], fastest_s, min(part.once_s for part in parts)))
-        ((steady, fill, credited, actions, _),) = self._paces(
+        ((steady, fill, credited, actions, least),) = self._paces(
             layout.pipeline, layout.micro_batches, family.timetables
         ).tolist()
         bound_s = bounds.balanced_s(
             rows,
             stages=layout.pipeline,
             exposed_s=actions * self.tables.action_s,
+            each_exposed_s=least * self.tables.action_s,
             steady=steady,
             fill=fill,
             credits_s=credited * float(self._credits_s[number]),
@@ -431,10 +433,12 @@ class Candidates:
                 self._counts[kind] * min(part.figures.credit_s for part in parts)
                 for kind, parts in costs.parts.items()
             )
+        exposed_s = boundaries_s(costs, layout)
         bound_s = bounds.balanced_s(
             rows,
             stages=layout.pipeline,
-            exposed_s=sum(boundaries_s(costs, layout)),
+            exposed_s=sum(exposed_s),
+            each_exposed_s=min(exposed_s),
             steady=steady,
             fill=fill,
             credits_s=credits_s,
