@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from planner.certificate import (
     BOUNDS,
-    COMMONEST,
     COMMUNICATION,
     COMPUTATION,
     DOMINATED,
@@ -126,7 +125,6 @@ COLUMNS = [
     ("configurations", None),
     ("refused", REFUSED),
     ("computation", BOUNDS[COMPUTATION]),
-    ("+commonest", BOUNDS[COMMONEST]),
     ("+memory", BOUNDS[ROOM]),
     ("+its communication", BOUNDS[SHARED]),
     ("communication", BOUNDS[COMMUNICATION]),

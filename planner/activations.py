@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.calibration import Figures
+from planner.operator_table import larger, share
 from planner.plan import Activations
 from planner.rates import Rates
 
@@ -58,7 +59,7 @@ def treated(activations: Activations, figures: Figures, rates: Rates, *, passed:
     keeps of its last stage's results.
     """
     stored = figures.stored_bytes
-    if activations == "keep" or not stored:
+    if activations == "keep":
         return Treated(stored_bytes=stored + passed)
     if activations == "offload":
         copy_s = rates.host_copy_s(stored)
@@ -66,12 +67,12 @@ def treated(activations: Activations, figures: Figures, rates: Rates, *, passed:
             stored_bytes=passed,
             moving_bytes=stored,
             host_bytes=stored,
-            forward_host_s=max(0.0, copy_s - figures.whole_forward_s),
-            backward_host_s=max(0.0, copy_s - figures.whole_backward_s),
+            forward_host_s=larger(0.0, copy_s - figures.whole_forward_s),
+            backward_host_s=larger(0.0, copy_s - figures.whole_backward_s),
         )
     packable = figures.packable_share * stored
     elements = figures.elements_per_stored_byte * stored
-    width = packable / elements if elements else 0.0
+    width = share(packable, elements)
     return Treated(
         stored_bytes=stored + passed - packable + PACKED_BYTES_PER_ELEMENT * elements,
         moving_bytes=packable,

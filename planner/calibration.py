@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.cluster import Provenance
-from planner.operator_table import Setting
+from planner.operator_table import Setting, smaller
 from planner.profile import LayerMeasurement, Recompute
 
 
@@ -63,13 +64,9 @@ class Figures:
         f, b and w are seconds of F, I and W; what is left of f + b + w is max(f, b, f + b - w), the
         bubble of like ranks.
         """
-        return min(self.credits_s)
-
-    @property
-    def credits_s(self) -> tuple[float, float, float]:
-        """What `credit_s` is the least of."""
         weight_s = self.weight_s
-        return 2 * weight_s, self.whole_forward_s + weight_s, self.whole_backward_s
+        least_s = smaller(2 * weight_s, self.whole_forward_s + weight_s)
+        return smaller(least_s, self.whole_backward_s)
 
     @property
     def whole_forward_s(self) -> float:
@@ -93,6 +90,28 @@ def one_of(many: Figures, index: int) -> Figures:
     return Figures(
         **{k: v.item(index) if isinstance(v, np.ndarray) else v for k, v in values.items()}
     )
+
+
+def taken(many: Figures, places: NDArray[np.intp]) -> Figures:
+    """Return the figures of some places, of figures that are arrays [place]."""
+    values = {name: getattr(many, name) for name in _NAMES}
+    return Figures(**{k: v[places] if isinstance(v, np.ndarray) else v for k, v in values.items()})
+
+
+def joined(parts: Sequence[tuple[list[int], Figures]], count: int) -> Figures:
+    """Return figures that are arrays [place] of `count`, from those of some places each."""
+    first = parts[0][1]
+    values: dict[str, object] = {}
+    for name in _NAMES:
+        each = [getattr(figures, name) for _, figures in parts]
+        if isinstance(each[0], (str, bool)):
+            values[name] = each[0] if each.count(each[0]) == len(each) else getattr(first, name)
+            continue
+        column = np.empty(count)
+        for (places, _), value in zip(parts, each, strict=True):
+            column[places] = value
+        values[name] = column
+    return replace(first, **values)
 
 
 _NAMES = tuple(field.name for field in fields(Figures))

@@ -17,16 +17,16 @@ and three for a single layout:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner import bounds
 from planner.cluster import ClusterSpec
-from planner.costs import CostTables, LayoutCosts, StrategyCost
+from planner.costs import CostTables, LayoutCosts, fastest_s
 from planner.dominance import dominates, twins
 from planner.formulation import (
     boundaries_s,
@@ -36,11 +36,10 @@ from planner.formulation import (
     unkept,
 )
 from planner.instance import ROUNDING, Instance
-from planner.layer_options import allowed, option_of
+from planner.joint.rooms import Chain, Paces, Rooms, Unit
 from planner.model import ModelGraph
 from planner.native import Rules, refusal
 from planner.pins import Pins
-from planner.pipeline_model import held
 from planner.plan import Job, Layout
 from planner.rates import rates
 from planner.savings import Saving, least_s, savings
@@ -57,12 +56,9 @@ from planner.space import (
     sharings,
     timetables,
 )
-from planner.strategy import StrategyParts
 
-_WAITING = Timetable("gpipe")
-"""Stands for the timetables of a pipeline that count memory by stage."""
-_BY_RANK = Timetable("zb-h1")
-"""Stands for those that count it by rank."""
+Levels = list[tuple[tuple[Sharing, ...], bounds.Floats]]
+"""Sharings of one ZeRO level, with a bound for each timetable."""
 
 
 class Candidates:
@@ -89,9 +85,6 @@ class Candidates:
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
-        self._known_held: dict[
-            tuple[object, ...], tuple[list[int], bounds.Floats, list[NDArray[np.intp]]]
-        ] = {}
         self._rates = rates(cluster, job, tables.profile)
         self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
         self.families = list(self._families())
@@ -147,8 +140,21 @@ class Candidates:
         some = dict(zip(number, self.families, strict=True))
         firsts = [some[n].first for n in range(len(numbers))]
         self._divided = numbers
-        self._fastest_s, credits_s = self.tables.passes_s(firsts, self.pins.recompute)
-        self._credits_s = np.array(list(self._counts.values())) @ credits_s
+        figures = self.tables.figures_together(firsts)
+        credits_s = [np.min([one.credit_s for one in figures[kind]], axis=0) for kind in figures]
+        self._chain = Chain(
+            counts=self._counts,
+            commonest=self._commonest[0],
+            figures=figures,
+            fastest_s=fastest_s(figures, self.pins.recompute),
+            credits_s=np.array(list(self._counts.values())) @ np.array(credits_s),
+        )
+        self._rooms = Rooms(
+            self.tables,
+            self._chain,
+            capacity_bytes=self._capacity_bytes(firsts[0]) * (1 + ROUNDING),
+            recompute=self.pins.recompute,
+        )
         every_s = self._timetables_s(self.families)
         firsts_at = np.cumsum([0, *(len(family.timetables) for family in self.families[:-1])])
         least_s: bounds.Floats = np.minimum.reduceat(every_s, firsts_at)
@@ -178,13 +184,13 @@ class Candidates:
         steady, fill, credited, actions, least = np.concatenate(paces).T
         return self.tables.step_s + bounds.balanced_each_s(
             list(self._counts.values()),
-            self._fastest_s[:, number],
+            self._chain.fastest_s[:, number],
             stages=np.array(stages),
             steady=steady,
             fill=fill,
             exposed_s=actions * self.tables.action_s,
             each_exposed_s=least * self.tables.action_s,
-            credits_s=credited * self._credits_s[number],
+            credits_s=credited * self._chain.credits_s[number],
         )
 
     def _paces(
@@ -221,201 +227,104 @@ class Candidates:
             self._known_paces[key] = np.array(rows)
         return self._known_paces[key]
 
-    def rooms_s(self, family: Family) -> list[float]:
-        """[timetable] Least seconds with what ranks can hold of the commonest layers alone.
+    def rooms_s(self, families: Sequence[Family]) -> list[Levels]:
+        """Least seconds within memory, of each family under every ZeRO level and timetable.
 
-        One count of what a rank can hold serves all timetables that count memory alike.  Bytes are
-        the least of them all: states are shared as far as they go, and where memory is not counted
-        by rank, what is left of them if all forwards come first is least for every layer but the
-        last (planner.strategy).  Of a stage's own buffers those of what it sends and of what is on
-        the way are counted.  The other layers take their fewest seconds anywhere, and no room.
+        Families have one saving each.  All layouts of a level are at least what the one that
+        divides states among the most ranks is (states only grow with fewer, see planner.memory).
         """
-        kind, layers = self._commonest
-        if layers == 1:
-            return self.timetables_s(family)
-        number = self._divided[family.divided]
-        paces = self._paces(family.degrees.pipeline, family.micro_batches, family.timetables)
-        credits_s = float(self._credits_s[number])
-        others = [
-            (self._counts[other], float(self._fastest_s[at, number]))
-            for at, other in enumerate(self._counts)
-            if other != kind
+        levels = [_levels(family) for family in families]
+        units = [
+            Unit(family, level[0])
+            for family, own in zip(families, levels, strict=True)
+            for level in own
         ]
-        once_s = self.tables.step_s + self._added_s(family.savings[0])
-        result = [math.inf] * len(family.timetables)
-        for waiting in (_WAITING, _BY_RANK) if family.degrees.pipeline > 1 else (Timetable(),):
-            by_rank = waiting is _BY_RANK
-            places, held_by, ranks = self._held(family, by_rank=by_rank)
-            if not places:
-                continue
-            corners = [family.layout(sharing, waiting) for sharing in self._leanest(family)]
-            each = zip(*(self.tables.held_alone(corner, kind) for corner in corners), strict=True)
-            leanest = tuple(_leanest(list(costs)) for costs in each)
-            options = [
-                option_of(cost) for cost in allowed(leanest, corners[0], self.pins.recompute)
-            ]
-            capacity_bytes = max(map(self._capacity_bytes, corners))
-            in_flight, buffers = held_by
-            free_bytes = capacity_bytes * (1 + ROUNDING) - buffers * (
-                self.tables.boundary_bytes(corners[0])
-            )
-            most = np.minimum(bounds.most_layers(options, in_flight, free_bytes), layers)
-            fitting = [
-                (place, of_rank)
-                for place, of_rank in zip(places, ranks, strict=True)
-                if most[of_rank].min() >= 0 and most[of_rank].sum() >= layers
-            ]
-            if not fitting:
-                continue
-            needed = np.unique(np.concatenate([of_rank for _, of_rank in fitting]))
-            alike = bounds.Alike.of(
-                options,
-                layers=layers,
-                in_flight=in_flight[needed],
-                free_bytes=free_bytes[needed],
-                others=others,
-            )
-            for place, of_rank in fitting:
-                steady, fill, credited, actions, least = paces[place].tolist()
-                result[place] = once_s + alike.least_s(
-                    np.searchsorted(needed, of_rank),
-                    steady=steady,
-                    fill=fill,
-                    credits_s=credited * credits_s,
-                    exposed_s=(actions * self.tables.action_s, least * self.tables.action_s),
-                )
-        return result
+        each_s = iter(self._within_memory_s(units, np.zeros(len(units))))
+        return [[(level, next(each_s)) for level in own] for own in levels]
 
-    def _leanest(self, family: Family) -> list[Sharing]:
-        """Return the widest sharings, but those that hold no less than another of them.
+    def _within_memory_s(
+        self, units: Sequence[Unit], once_s: bounds.Floats, seen_s: bounds.Floats | None = None
+    ) -> list[bounds.Floats]:
+        """[unit][timetable] Least seconds within memory.
 
-        Over as many ranks ZeRO-2 holds in a pipeline what ZeRO-1 does.  ZeRO-0 holds more, unless
-        what is divided is padded, as that of experts (planner.memory).
+        What sharing adds to a step `once_s` [unit], and to a micro-batch of one of the commonest
+        layers `seen_s` [unit, choice].
         """
-        widest = list(family.widest())
-        if all(sharing.zero != 1 for sharing in widest):
-            return widest
-        a = self.model.architecture
-        more = {0} if a is None or a.experts is None else set()
-        if family.degrees.pipeline > 1:
-            more.add(2)
-        return [sharing for sharing in widest if sharing.zero not in more]
+        paces = [self._paces(f.degrees.pipeline, f.micro_batches, f.timetables) for f, _ in units]
+        found = self._rooms.least_s(
+            units,
+            np.array([self._divided[family.divided] for family, _ in units]),
+            Paces(*np.concatenate(paces).T),
+            once_s + [self._added_s(family.savings[0]) for family, _ in units],
+            seen_s,
+        )
+        return np.split(found, np.cumsum([len(pace) for pace in paces])[:-1])
 
     def _capacity_bytes(self, layout: Layout) -> float:
         """Bytes that a rank has for its layers and the pipeline's buffers."""
         device = self.cluster.groups[0].accelerator
         return self.tables.room_bytes(layout, planned_bytes(device, device.memory_bytes))
 
-    def _held(
-        self, family: Family, *, by_rank: bool
-    ) -> tuple[list[int], bounds.Floats, list[NDArray[np.intp]]]:
-        """Return which timetables count memory by rank or do not, and what their ranks hold.
+    def shared_s(self, part: Family) -> bounds.Floats:
+        """[sharing] Least seconds with what sharding the commonest layers adds, memory ignored.
 
-        That is [2, :] micro-batches in flight and buffers, and [timetable, rank] which of them.  Of
-        a rank's stages all are taken to be full ones, which hold the most layers of it.
+        `part` has one ZeRO level and one timetable.  The other layers take their fewest seconds
+        anywhere, and what crosses a boundary of the pipeline takes no time.
         """
-        key = (family.degrees.pipeline, family.micro_batches, family.timetables, by_rank)
-        if key not in self._known_held:
-            ranks = family.degrees.pipeline
-            places, of_rank = [], []
-            for place, (name, virtual) in enumerate(family.timetables):
-                if by_rank != (ranks > 1 and (virtual > 1 or splits_backward(name))):
-                    continue
-                places.append(place)
-                alive = [
-                    held(
-                        name,
-                        rank,
-                        ranks=ranks,
-                        micro_batches=family.micro_batches,
-                        virtual_stages=virtual,
-                    ).alive
-                    for rank in range(ranks)
-                ]
-                sent = [count * (by_rank or s < ranks - 1) for s, count in enumerate(alive)]
-                on_way = 2 * virtual if ranks > 1 else 0
-                of_rank.append(
-                    [(a / virtual, b + on_way) for a, b in zip(alive, sent, strict=True)]
-                )
-            every = sorted({pair for each in of_rank for pair in each})
-            at = {pair: index for index, pair in enumerate(every)}
-            ranks_at = [np.array([at[pair] for pair in each]) for each in of_rank]
-            self._known_held[key] = places, np.array(every).T, ranks_at
-        return self._known_held[key]
+        return self._shared(part).least_s
 
-    def room_s(self, family: Family) -> float:
-        """Least seconds with what each stage can hold under any sharing; inf if none fits.
-
-        Every figure is the least of the family, which has one timetable: seconds are those of
-        computation, states are divided among as many ranks as there are under each ZeRO level (they
-        only grow with fewer, see planner.memory).
-        """
-        offloaded = family.first.offload != "none"
-        if offloaded:
-            corners = [self.tables.of(layout) for layout in family.corners()]
-        else:
-            timetable = family.timetables[0]
-            corners = [
-                self.tables.unlinked(family.layout(sharing, timetable))
-                for sharing in self._leanest(family)
-            ]
-        some = corners[0]
-        least = replace(
-            some,
-            kinds={
-                kind: tuple(
-                    _least(
-                        [corner.kinds[kind][choice] for corner in corners],
-                        part,
-                        min(_on_host_s(corner.parts[kind][choice]) for corner in corners)
-                        if offloaded
-                        else 0.0,
-                    )
-                    for choice, part in enumerate(parts)
-                )
-                for kind, parts in some.parts.items()
-            },
-            boundary_s=some.action_s,
-            transfer_s=0.0,
-            fixed_bytes=min(corner.fixed_bytes for corner in corners),
-            slack=min(corner.slack for corner in corners),
-        )
-        instance = instance_of(self.model, self.cluster, family.first, least, self.pins.recompute)
-        return bounds.counted_s(instance) + some.step_s
-
-    def shared_s(self, family: Family, layout: Layout) -> float:
-        """Least seconds with what sharding the commonest layers adds, memory ignored.
-
-        `layout` is one of the family.  The other layers take their fewest seconds anywhere, and
-        what crosses a boundary of the pipeline takes no time.
-        """
-        number = self._divided[family.divided]
-        commonest, _ = self._commonest
+    def _shared(self, part: Family) -> _Shared:
+        """Return what sharing takes of the commonest layers, the same for all with such a part."""
+        number = self._divided[part.divided]
+        commonest, layers = self._commonest
+        layouts = list(part.layouts())
         parts = [
-            part
-            for part in self.tables.parts(commonest, layout, linked=True)
-            if self.pins.recompute in (None, part.recompute)
+            one
+            for one in self.tables.parts_together(commonest, layouts)
+            if self.pins.recompute in (None, one.recompute)
         ]
-        rows = [
-            (self._counts[kind], float(self._fastest_s[at, number]), 0.0)
-            for at, kind in enumerate(self._counts)
-            if kind != commonest
-        ]
-        fastest_s = min(part.forward_s + part.backward_s for part in parts)
-        rows.append((self._counts[commonest], fastest_s, min(part.once_s for part in parts)))
+        seen_s = [_all(one.sharing_s, layouts) for one in parts]
+        passes_s = np.min([_all(one.forward_s + one.backward_s, layouts) for one in parts], axis=0)
+        once_s = np.min([_all(one.once_s, layouts) for one in parts], axis=0)
         ((steady, fill, credited, actions, least),) = self._paces(
-            layout.pipeline, layout.micro_batches, family.timetables
+            part.degrees.pipeline, part.micro_batches, part.timetables
         ).tolist()
-        bound_s = bounds.balanced_s(
-            rows,
-            stages=layout.pipeline,
-            exposed_s=actions * self.tables.action_s,
-            each_exposed_s=least * self.tables.action_s,
-            steady=steady,
-            fill=fill,
-            credits_s=credited * float(self._credits_s[number]),
+        fastest_s = np.repeat(self._chain.fastest_s[:, number : number + 1], len(layouts), axis=1)
+        fastest_s[list(self._counts).index(commonest)] = passes_s
+        once_s *= max(1.0, layers / part.degrees.pipeline)
+        balanced_s = bounds.balanced_each_s(
+            list(self._counts.values()),
+            fastest_s,
+            stages=np.array(float(part.degrees.pipeline)),
+            steady=np.array(steady),
+            fill=np.array(fill),
+            exposed_s=np.array(actions * self.tables.action_s),
+            each_exposed_s=np.array(least * self.tables.action_s),
+            credits_s=np.array(credited * float(self._chain.credits_s[number])),
         )
-        return bound_s * (1 - 1e-12) + self.tables.step_s
+        least_s = (balanced_s + once_s) * (1 - 1e-12) + self.tables.step_s
+        return _Shared(layouts, least_s, once_s, np.stack(seen_s, axis=1))
+
+    def shared_rooms_s(self, part: Family) -> list[tuple[Layout, float]]:
+        """Least seconds with what sharding the commonest layers adds, within memory.
+
+        `part` is as in `shared_s`.  Of sharings that divide states among as many ranks, wherever
+        they lie, the least of every figure stands for all.
+        """
+        shared = self._shared(part)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, sharing in enumerate(part.sharings):
+            groups.setdefault((sharing.zero, sharing.shard), []).append(index)
+        members = list(groups.values())
+        rooms_s = self._within_memory_s(
+            [Unit(part, part.sharings[own[0]]) for own in members],
+            np.array([shared.once_s[own].min() for own in members]),
+            np.array([shared.seen_s[own].min(axis=0) for own in members]),
+        )
+        least_s = shared.least_s.copy()
+        for own, (room_s,) in zip(members, rooms_s, strict=True):
+            least_s[own] = np.maximum(least_s[own], room_s)
+        return list(zip(shared.layouts, least_s.tolist(), strict=True))
 
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""
@@ -483,32 +392,30 @@ def _plainest(job: Job, degrees: Degrees) -> Layout:
     )
 
 
-def _least(costs: list[StrategyCost], part: StrategyParts, sync_s: float) -> StrategyCost:
-    """Return the least of every figure, and the seconds without sharding."""
-    return replace(
-        _leanest(costs),
-        forward_s=part.unshared_forward_s,
-        backward_s=part.unshared_backward_s,
-        sync_s=sync_s,
-    )
+class _Shared(NamedTuple):
+    """Layouts of a part, and what sharing the commonest layers takes under each."""
+
+    layouts: list[Layout]
+    least_s: bounds.Floats
+    once_s: bounds.Floats
+    """[layout] Once per step, of the stage with the most of it."""
+    seen_s: bounds.Floats
+    """[layout, choice] Of one layer, in each micro-batch."""
 
 
-def _leanest(costs: list[StrategyCost]) -> StrategyCost:
-    """Return the least bytes, nothing synchronised."""
-    return replace(
-        costs[0],
-        stored_bytes=min(cost.stored_bytes for cost in costs),
-        transient_bytes=min(cost.transient_bytes for cost in costs),
-        resident_bytes=min(cost.resident_bytes for cost in costs),
-        sync_s=0.0,
-    )
+def _all(seconds: float, layouts: Sequence[Layout]) -> bounds.Floats:
+    """[layout] Seconds that may be one number for all."""
+    return np.broadcast_to(np.asarray(seconds, dtype=float), (len(layouts),)).copy()
 
 
-def _on_host_s(part: StrategyParts) -> float:
-    """Seconds once per step that fall with the ranks that share states: moments and their update.
+def _levels(family: Family) -> list[tuple[Sharing, ...]]:
+    """Return a family's sharings by what ZeRO level states are divided by, the widest first.
 
-    Copies of parameters and gradients are seen more or less beside their collectives, and not here.
+    Under a pipeline, and where a step has one micro-batch, ZeRO-2 is ZeRO-1 (planner.memory).
     """
-    if part.states.bucket_bytes:
-        return part.stream_s + part.optimizer_s
-    return part.optimizer_s
+    alike = family.degrees.pipeline > 1 or family.micro_batches == 1
+    result: dict[int, list[Sharing]] = {}
+    for sharing in family.sharings:
+        level = 1 if alike and sharing.zero == 2 else sharing.zero
+        result.setdefault(level, []).append(sharing)
+    return [tuple(level) for level in result.values()]

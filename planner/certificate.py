@@ -32,14 +32,13 @@ NO_FASTER = "solved, no split faster"
 UNFINISHED = "stopped early"
 BOUNDS = (
     "no faster by computation alone",
-    "no faster by computation with room for the commonest layers",
     "no faster by computation within memory",
     "no faster with communication of the commonest layers",
     "no faster with communication",
     "no faster with communication within memory",
 )
 """In the order in which they are worked out; each is at least the one before."""
-COMPUTATION, COMMONEST, ROOM, SHARED, COMMUNICATION, MEMORY = range(len(BOUNDS))
+COMPUTATION, ROOM, SHARED, COMMUNICATION, MEMORY = range(len(BOUNDS))
 OUTCOMES = (
     CHOSEN,
     REFUSED,

@@ -24,8 +24,9 @@ step in sync_s.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ from planner.calibration import Figures
 from planner.cluster import ClusterSpec
 from planner.collectives import Level, group_steps, levels, same_experts_steps
 from planner.crossings import narrowest_bytes, sink_kind, widest_bytes
-from planner.layer_figures import LayerFigures
+from planner.layer_figures import KindFigures, LayerFigures
 from planner.lora import adapter_parameters
 from planner.memory import Sharing, States
 from planner.model import Layer, ModelGraph
@@ -45,7 +46,7 @@ from planner.operator_table import FP32, RECOMPUTES, Setting
 from planner.plan import Activations, Axis, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Profile, Recompute
-from planner.rates import assumptions, host_assumptions, rates
+from planner.rates import Rates, assumptions, host_assumptions, rates
 from planner.schedule import splits_backward
 from planner.sharding import POWERSGD_RANK, Links, Traffic, traffic
 from planner.strategy import Holding, StrategyCost, StrategyParts, neighbour_bytes, strategy_cost
@@ -134,8 +135,10 @@ class CostTables:
         self._layers = {layer.kind: layer for layer in model.layers}
         self._figures = LayerFigures(model, cluster, profile, self._rates)
         self._states: dict[tuple[object, ...], _Held] = {}
+        self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
         self._traffic: dict[tuple[object, ...], Traffic] = {}
+        self._known_moved: dict[tuple[object, ...], _Moved] = {}
         self._known_links: dict[tuple[object, ...], Links] = {}
         self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
         self._known_parts: dict[tuple[object, ...], tuple[StrategyParts, ...]] = {}
@@ -159,7 +162,7 @@ class CostTables:
         shared = self._layouts.get(key)
         if shared is None:
             shared = self._layouts[key] = self._build(layout, linked=linked)
-        holding = _holding(layout)
+        holding = holding_of(layout)
         kinds = self._kinds.get((key, holding))
         if kinds is None:
             kinds = self._kinds[key, holding] = self._added_up(layout, shared, holding)
@@ -187,6 +190,10 @@ class CostTables:
         """Seconds that the runtime takes per pipeline action."""
         return self._rates.action_s
 
+    def figures_together(self, layouts: Sequence[Layout]) -> KindFigures:
+        """Return each kind's figures as arrays [layout], before anything is sharded."""
+        return self._figures.together([(self._setting(layout), layout) for layout in layouts])
+
     def fastest_s(
         self, layouts: Sequence[Layout], recompute: Recompute | None = None
     ) -> NDArray[np.float64]:
@@ -195,14 +202,26 @@ class CostTables:
         Sharding, which only adds to them, is left out, so that they are the same for many layouts.
         With `recompute` only that choice counts.
         """
-        return self.passes_s(layouts, recompute)[0]
+        return fastest_s(self.figures_together(layouts), recompute)
 
-    def passes_s(
-        self, layouts: Sequence[Layout], recompute: Recompute | None = None
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[kind, layout] `fastest_s`, and the least `Figures.credit_s` of any choice."""
-        places = [(self._setting(layout), layout) for layout in layouts]
-        return self._figures.passes_s(places, recompute)
+    @property
+    def rates(self) -> Rates:
+        """How fast the cluster does what is not a layer's computation."""
+        return self._rates
+
+    @property
+    def end_kinds(self) -> tuple[str | None, str | None]:
+        """Kinds of the first and last layer, each None if other layers have the same kind."""
+        return self._end_kinds
+
+    def states(self, layout: Layout) -> tuple[States, ...]:
+        """[kind] What a rank holds of one layer's parameters, gradients and optimizer."""
+        key = (layout.tensor, layout.expert, sharing := self._sharing(layout))
+        found = self._known_states.get(key)
+        if found is None:
+            held = (self._held(layer, layout, sharing) for layer in self._layers.values())
+            found = self._known_states[key] = tuple(one.states for one in held)
+        return found
 
     def output_bytes(self, layout: Layout) -> dict[str, float]:
         """Bytes of one micro-batch's output on a rank, by kind of layer."""
@@ -262,8 +281,7 @@ class CostTables:
         found = self._known_parts.get(key)
         if found is None:
             figures = self._figures.of(self._setting(layout), layout)[kind]
-            links = self._links(layout) if linked else None
-            found = self._parts(self._layers[kind], layout, figures, links)
+            found = self._parts(self._layers[kind], layout, figures, linked=linked)
             self._known_parts[key] = found
         return found
 
@@ -282,7 +300,7 @@ class CostTables:
             context_bytes=self._context_bytes(layout),
             assumptions=(),
         )
-        return self._added_up(layout, alone, _holding(layout))[kind]
+        return self._added_up(layout, alone, holding_of(layout))[kind]
 
     def room_bytes(self, layout: Layout, memory_bytes: float) -> float:
         """Bytes that a rank has for its layers and the buffers of the pipeline."""
@@ -312,26 +330,54 @@ class CostTables:
             for kind, strategies in shared.parts.items()
         }
 
+    def parts_together(self, kind: str, layouts: Sequence[Layout]) -> tuple[StrategyParts, ...]:
+        """[choice] One kind's parts as arrays [layout], those of its states aside.
+
+        The layouts differ in how widely one ZeRO level divides states and where the axes lie.
+        """
+        layer, first = self._layers[kind], layouts[0]
+        figures = self._figures.of(self._setting(first), first)[kind]
+        each = [self._moved(layer, layout) for layout in layouts]
+        moving = Traffic(
+            **{
+                name: _column([getattr(one.traffic, name) for one in each])
+                for name in _TRAFFIC_NAMES
+            }
+        )
+        held = replace(each[0].held, optimized=_column([one.held.optimized for one in each]))
+        host_bytes = _column([one.held.states.host_bytes for one in each])
+        held = replace(held, states=replace(held.states, host_bytes=host_bytes))
+        tied_s = _column([one.tied_s for one in each])
+        return self._put_together(layer, first, figures, _Moved(held, moving, tied_s))
+
     def _parts(
-        self, layer: Layer, layout: Layout, figures: tuple[Figures, ...], links: Links | None
+        self, layer: Layer, layout: Layout, figures: tuple[Figures, ...], *, linked: bool
     ) -> tuple[StrategyParts, ...]:
         """Add the states, and over links the sharding communication, to a layer's figures."""
-        sharing = Sharing(
-            precision=self.job.precision,
-            zero=layout.zero,
-            shard=layout.data_shard * layout.context,
-            data=layout.data * layout.context,
-            pipelined=layout.pipeline > 1,
-            accumulated=layout.micro_batches > 1,
-            offload=layout.offload,
-            wire=layout.gradient_wire,
-            versions=_weight_versions(layout),
-        )
-        held = self._held(layer, layout, sharing)
-        # The pipeline keeps what the last stage returned until its backward.
+        if linked:
+            return self._put_together(layer, layout, figures, self._moved(layer, layout))
+        held = self._held(layer, layout, self._sharing(layout))
+        return self._put_together(layer, layout, figures, _Moved(held, None, 0.0))
+
+    def _moved(self, layer: Layer, layout: Layout) -> _Moved:
+        """Return what a layer's states are and what their sharing takes, whatever the passes."""
+        key = layer.kind, *_sharing_key(layout)
+        found = self._known_moved.get(key)
+        if found is None:
+            sharing, links = self._sharing(layout), self._links(layout)
+            held = self._held(layer, layout, sharing)
+            moving = self._moving(held, sharing, links)
+            found = _Moved(held, moving, self._tied_s(layer, layout, links))
+            self._known_moved[key] = found
+        return found
+
+    def _put_together(
+        self, layer: Layer, layout: Layout, figures: tuple[Figures, ...], moved: _Moved
+    ) -> tuple[StrategyParts, ...]:
+        """[choice] Return the parts of a layer; nothing moves where links are left out."""
+        held, moving, sync_s = moved
+        sharing = self._sharing(layout)
         last = layout.pipeline > 1 and layer.kind == self._end_kinds[1]
-        moving = self._moving(held, sharing, links) if links else None
-        sync_s = self._tied_s(layer, layout, links) if links else 0.0
         optimizer_s = self._rates.optimizer_s(held.optimized)
         stream_s = 0.0
         if layout.offload == "optimizer":
@@ -356,6 +402,19 @@ class CostTables:
             )
             for recompute, choice in zip(RECOMPUTES, figures, strict=True)
             for activations in self.activations
+        )
+
+    def _sharing(self, layout: Layout) -> Sharing:
+        return Sharing(
+            precision=self.job.precision,
+            zero=layout.zero,
+            shard=layout.data_shard * layout.context,
+            data=layout.data * layout.context,
+            pipelined=layout.pipeline > 1,
+            accumulated=layout.micro_batches > 1,
+            offload=layout.offload,
+            wire=layout.gradient_wire,
+            versions=_weight_versions(layout),
         )
 
     def _moving(self, held: _Held, sharing: Sharing, links: Links) -> Traffic:
@@ -440,7 +499,7 @@ class CostTables:
     def _seen(self, links_s: float, host_s: float, window_s: float) -> tuple[float, float]:
         """Return what a window leaves of a collective, and what a copy of the host adds to it."""
         seen_s = self._rates.exposed_s(links_s, window_s)
-        if not host_s:
+        if isinstance(host_s, float) and not host_s:
             return seen_s, 0.0
         return seen_s, self._rates.exposed_s(links_s + host_s, window_s) - seen_s
 
@@ -614,6 +673,23 @@ class CostTables:
         return CONTEXT_BYTES + (COLLECTIVE_LIBRARY_BYTES if layout.devices > 1 else 0.0)
 
 
+def fastest_s(figures: KindFigures, recompute: Recompute | None = None) -> NDArray[np.float64]:
+    """[kind, place] Fewest seconds of both passes, of one choice of recompute or the best."""
+    return np.array(
+        [
+            np.min(
+                [
+                    one.passes_s
+                    for choice, one in zip(RECOMPUTES, of_kind, strict=True)
+                    if recompute in (None, choice)
+                ],
+                axis=0,
+            )
+            for of_kind in figures.values()
+        ]
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
     """Parameters of a layer on a rank: computed with, updated by it, and their bytes."""
@@ -632,6 +708,14 @@ class _Apart:
 
     parameters: float
     sharing: Sharing
+
+
+class _Moved(NamedTuple):
+    """A layer's states, the traffic of sharing them, and a tied weight's seconds."""
+
+    held: _Held
+    traffic: Traffic | None
+    tied_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -653,7 +737,7 @@ def counted_by_rank(layout: Layout) -> bool:
     return layout.virtual_stages > 1 or split
 
 
-def _holding(layout: Layout) -> Holding:
+def holding_of(layout: Layout) -> Holding:
     if counted_by_rank(layout):
         return "whole, last stage too" if layout.schedule == "dualpipe-v" else "whole"
     if layout.pipeline > 1 and layout.schedule == "gpipe":
@@ -666,13 +750,27 @@ def _weight_versions(layout: Layout) -> int:
     return 2 if layout.pipeline > 1 and layout.schedule == "pipedream-2bw" else 1
 
 
+def _column(values: list[float]) -> float:
+    """Return one number for each of many layouts as an array, or the number that all have."""
+    if values.count(values[0]) == len(values):
+        return values[0]
+    return cast(float, np.array(values))
+
+
+_TRAFFIC_NAMES = tuple(field.name for field in fields(Traffic))
+
+
 def _key(layout: Layout) -> tuple[object, ...]:
     """What parts depend on."""
+    return layout.micro_batch, *_sharing_key(layout)
+
+
+def _sharing_key(layout: Layout) -> tuple[object, ...]:
+    """What the sharing of states depends on."""
     return (
         layout.tensor,
         layout.context,
         layout.expert,
-        layout.micro_batch,
         layout.zero,
         layout.data_shard,
         layout.data_replicate,

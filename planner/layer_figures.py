@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner import arithmetic, collectives, compute
-from planner.calibration import Figures, calibrated, corrects, one_of
+from planner.calibration import Figures, calibrated, corrects, joined, one_of
 from planner.cluster import ClusterSpec, Collective
 from planner.collectives import Levels, group_steps
 from planner.model import Layer, ModelGraph
@@ -27,6 +27,7 @@ from planner.operator_table import (
     Setting,
     Table,
     larger,
+    share,
 )
 from planner.plan import Layout
 from planner.prediction import Assumption
@@ -67,40 +68,29 @@ class LayerFigures:
         """Return what was not measured of these figures, and where it came from."""
         return self._entry(setting, layout)[1]
 
-    def fastest_s(
-        self, places: Sequence[tuple[Setting, Layout]], recompute: Recompute | None = None
-    ) -> Floats:
-        """[kind, place] Fewest seconds of one micro-batch's passes; one recompute, or the best."""
-        return self.passes_s(places, recompute)[0]
-
-    def passes_s(
-        self, places: Sequence[tuple[Setting, Layout]], recompute: Recompute | None = None
-    ) -> tuple[Floats, Floats]:
-        """[kind, place] Fewest seconds of a micro-batch's passes, and `Figures.credit_s` of any.
+    def together(self, places: Sequence[tuple[Setting, Layout]]) -> KindFigures:
+        """Return figures that are arrays [place].
 
         Settings that take the same branches share one table of operators (see `ManySettings`), so
         that thousands take a tenth of a second, and all their figures are known afterwards.  What a
         profile corrects is worked out one by one.
         """
-        result, credit_s = (np.empty((len(self._layers), len(places))) for _ in range(2))
-        choices = [choice for choice in RECOMPUTES if recompute in (None, choice)]
         alike: dict[tuple[bool, ...], list[int]] = {}
+        apart: list[tuple[list[int], KindFigures]] = []
         for index, (setting, layout) in enumerate(places):
             if self.profile is None or not corrects(self.profile.layers, setting):
                 alike.setdefault(setting.branches, []).append(index)
-                continue
-            for kind, figures in enumerate(self.of(setting, layout).values()):
-                each = zip(RECOMPUTES, figures, strict=True)
-                result[kind, index] = min(f.passes_s for choice, f in each if choice in choices)
-                credit_s[kind, index] = min(f.credit_s for f in figures)
+            else:
+                apart.append(([index], self.of(setting, layout)))
         for indices in alike.values():
-            together = self._many([places[index] for index in indices])
-            for kind, of_kind in enumerate(together.values()):
-                each = zip(RECOMPUTES, of_kind, strict=True)
-                each_s = [f.passes_s for choice, f in each if choice in choices]
-                result[kind, indices] = np.min(each_s, axis=0)
-                credit_s[kind, indices] = np.min([_least(f.credits_s) for f in of_kind], axis=0)
-        return result, credit_s
+            apart.append((indices, self._many([places[index] for index in indices])))
+        return {
+            kind: tuple(
+                joined([(indices, found[kind][choice]) for indices, found in apart], len(places))
+                for choice in range(len(RECOMPUTES))
+            )
+            for kind in self._layers
+        }
 
     def _many(self, places: Sequence[tuple[Setting, Layout]]) -> KindFigures:
         """Return figures that are arrays [place], of settings that take the same branches."""
@@ -201,15 +191,15 @@ class LayerFigures:
                 0.0, backward_s + recompute_s - backward_host_s - recompute_host_s
             ),
             stored_bytes=stored_bytes,
-            packable_share=_share(packable_bytes, stored_bytes),
-            elements_per_stored_byte=_share(elements, stored_bytes),
+            packable_share=share(packable_bytes, stored_bytes),
+            elements_per_stored_byte=share(elements, stored_bytes),
             forward_transient_bytes=table.forward_transient_bytes(recompute),
             backward_transient_bytes=table.backward_transient_bytes(recompute),
             returned_bytes=table.returned_bytes,
             stores_input="x" in table.stored(recompute),
             provenance=on.curve.provenance,
             spread=on.curve.spread,
-            weight_share=_share(weight_s, backward_s),
+            weight_share=share(weight_s, backward_s),
             kept_bytes=sum(table.sizes[name] for name in inputs)
             + sum(sum(op.outputs.values()) for op in late),
         )
@@ -285,13 +275,6 @@ def _tensor_s(
     return forward_s, backward_s
 
 
-def _share(part: float, whole: float) -> float:
-    """Return part / whole, 0 of nothing; element by element where settings are many."""
-    if not isinstance(whole, np.ndarray):
-        return part / whole if whole else 0.0
-    return cast(float, np.divide(part, whole, out=np.zeros(whole.shape), where=whole != 0))
-
-
 def _key(setting: Setting, groups: Groups) -> tuple[object, ...]:
     """What figures depend on."""
     return setting, *(
@@ -302,9 +285,3 @@ def _key(setting: Setting, groups: Groups) -> tuple[object, ...]:
 def _spans(group: Levels) -> tuple[tuple[str, int], ...]:
     """What tells one group's levels from another's."""
     return tuple((level.tier.name, level.members) for level in group)
-
-
-def _least(seconds: tuple[float, ...]) -> Floats:
-    """[place] The least of several, each one number or one for each place."""
-    found: Floats = np.min(np.broadcast_arrays(*seconds), axis=0)
-    return found

@@ -335,6 +335,27 @@ def larger(one: float, other: float) -> float:
     return max(one, other)
 
 
+def smaller(one: float, other: float) -> float:
+    """Return the smaller, element by element where settings are many."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.minimum(one, other))
+    return min(one, other)
+
+
+def either(condition: bool, one: float, other: float) -> float:
+    """Return `one` where the condition holds, element by element where settings are many."""
+    if isinstance(condition, np.ndarray):
+        return cast(float, np.where(condition, one, other))
+    return one if condition else other
+
+
+def share(part: float, whole: float) -> float:
+    """Return part / whole, 0 of nothing; element by element where settings are many."""
+    if not isinstance(whole, np.ndarray):
+        return part / whole if whole else 0.0
+    return cast(float, np.divide(part, whole, out=np.zeros(whole.shape), where=whole != 0))
+
+
 def _saved(operators: Iterable[Operator]) -> set[str]:
     return {name for operator in operators for name in operator.saved}
 

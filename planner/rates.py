@@ -16,6 +16,7 @@ from planner import compute
 from planner.cluster import ClusterSpec, Collective
 from planner.collectives import Curves, Levels, collective_s, collectives_s, curves_by_name
 from planner.errors import DocumentError
+from planner.operator_table import larger
 from planner.plan import Job
 from planner.prediction import Assumption
 from planner.profile import Overheads, Profile
@@ -110,7 +111,7 @@ class Rates:
         overlap = 0.0 if self.on_cpu else OVERLAP
         if self.overheads:
             overlap = self.overheads.overlap
-        return max((1 - overlap) * communication_s, communication_s - window_s)
+        return larger((1 - overlap) * communication_s, communication_s - window_s)
 
     def unit_s(self, ahead_s: float) -> float:
         """Seconds that a sharded unit adds to a pass, beside its collectives.

@@ -24,15 +24,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planner import sided
-from planner.candidates import Candidates
+from planner.candidates import Candidates, Levels
 from planner.certificate import (
     BOUNDS,
     CHOSEN,
-    COMMONEST,
     COMMUNICATION,
     COMPUTATION,
     DOMINATED,
@@ -72,6 +71,9 @@ TOLERANCE = 1e-9
 TIES_LIMIT_S = 60.0
 """For the integer program on one layout, where hosts or requirements tie stages together; what it
 leaves unproven the certificate says."""
+
+_AHEAD = 96
+"""Families that are bounded at once."""
 
 Progress = Callable[[int, int], None]
 Outcome = Solution | Infeasible | Fathomed | Unfinished
@@ -249,9 +251,11 @@ class _Hunt:
         bounds_s = candidates.computation_s().tolist()
         self._waiting = sorted(((s, index) for index, s in enumerate(bounds_s)), reverse=True)
         """Families of which only the first bound is known, with their index; the lowest is last."""
+        self._looked_at: dict[int, tuple[Family, Levels]] = {}
+        """Families whose bounds within memory are known, by their id."""
         self._opened = 0
         self._left: list[_Entry] = []
-        """What was in the queue when the search ended, with memory in its bounds."""
+        """What was in the queue when the search ended, with memory and sharing in its bounds."""
 
     def run(self) -> list[_Best]:
         """Return the best configurations, one of each kind, fastest first."""
@@ -262,7 +266,7 @@ class _Hunt:
             self._advance(entry)
             if self._progress:
                 self._progress(self._opened, len(self._candidates.families))
-        self._left = [entry for entry in self._queue if entry.known >= ROOM]
+        self._left = [entry for entry in self._queue if entry.known >= SHARED]
         heapq.heapify(self._left)
         for _ in range(RUNNERS_UP):
             if (entry := self._next()) is not None:
@@ -277,7 +281,7 @@ class _Hunt:
         """Yield the best of other kinds, then layouts that were left, the lowest bound first.
 
         Layouts are those with a bound within the margin of finalists that nothing dominates, of
-        families whose memory was looked at.
+        families whose sharing was looked at.
         """
         ranking = self._ranking_all()
         for best in ranking:
@@ -319,12 +323,13 @@ class _Hunt:
         if isinstance(item, Family):
             if entry.known == COMPUTATION:
                 self._divide(bound_s, item)
-            elif entry.known == COMMONEST:
-                self._push(max(bound_s, self._candidates.room_s(item)), ROOM, item)
+            elif entry.known == ROOM:
+                better_s = float(self._candidates.shared_s(item).min())
+                self._push(max(bound_s, better_s), SHARED, item)
             else:
                 self._opened += 1
-                for layout in item.layouts():
-                    self._enlist(bound_s, item, layout)
+                for layout, better_s in self._candidates.shared_rooms_s(item):
+                    self._enlist(max(bound_s, better_s), layout)
         elif entry.known == SHARED:
             better_s = max(bound_s, self._candidates.communication_s(item))
             self._push(better_s, COMMUNICATION, item)
@@ -334,20 +339,42 @@ class _Hunt:
             self._push(max(bound_s, self._candidates.memory_s(item)), MEMORY, item)
 
     def _divide(self, bound_s: float, family: Family) -> None:
-        """Put the parts of a family in its place: one for each saving, then for each timetable."""
+        """Put the parts of a family in its place.
+
+        There is one for each saving, then for each ZeRO level and timetable.
+        """
         if len(family.savings) > 1:
             saved_s = self._candidates.savings_s(family)
             for part_s, part in zip(saved_s, family.by_saving(), strict=True):
                 self._push(max(bound_s, part_s), COMPUTATION, part)
             return
-        rooms_s = self._candidates.rooms_s(family)
-        for part_s, part in zip(rooms_s, family.by_timetable(), strict=True):
-            self._push(max(bound_s, part_s), COMMONEST, part)
+        for sharings, rooms_s in self._levels(family):
+            level = replace(family, sharings=sharings)
+            for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
+                if math.isinf(room_s):
+                    self.account.counts[OUT_OF_MEMORY] += len(sharings)
+                else:
+                    part = replace(level, timetables=(timetable,))
+                    self._push(max(bound_s, room_s), ROOM, part)
 
-    def _enlist(self, bound_s: float, family: Family, layout: Layout) -> None:
+    def _levels(self, family: Family) -> Levels:
+        """Return a family's bounds within memory; those that come next are worked out with it."""
+        if id(family) not in self._looked_at:
+            waiting = [
+                self._candidates.families[index] for _, index in self._waiting[: -_AHEAD - 1 : -1]
+            ]
+            coming = heapq.nsmallest(_AHEAD, (e for e in self._queue if e.known == COMPUTATION))
+            queued = [entry.item for entry in coming if isinstance(entry.item, Family)]
+            ahead = [f for f in (*queued, *waiting) if len(f.savings) == 1]
+            some = [family, *(f for f in ahead if id(f) not in self._looked_at)][:_AHEAD]
+            for one, levels in zip(some, self._candidates.rooms_s(some), strict=True):
+                self._looked_at[id(one)] = one, levels
+        return self._looked_at[id(family)][1]
+
+    def _enlist(self, bound_s: float, layout: Layout) -> None:
         """Let a layout of a family stand for itself."""
         if self._candidates.refusal(layout) is None:
-            self._push(max(bound_s, self._candidates.shared_s(family, layout)), SHARED, layout)
+            self._push(bound_s, SHARED, layout)
         else:
             self.account.lost(REFUSED, layout)
 

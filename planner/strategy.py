@@ -1,7 +1,8 @@
 """One layer kind under one choice of recomputation and of what becomes of its activations.
 
 `StrategyParts` has the choice's seconds and bytes by cause; `strategy_cost` adds them up into the
-`StrategyCost` that the solver chooses among.
+`StrategyCost` that the solver chooses among.  Both take arrays as well: one number for each of
+many layouts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Literal
 from planner.activations import Treated
 from planner.calibration import Figures
 from planner.memory import BUCKETS, States
+from planner.operator_table import either, larger
 from planner.plan import Activations
 from planner.profile import Recompute
 from planner.requirements import option_name
@@ -114,6 +116,12 @@ class StrategyParts:
         return self.unshared_backward_s + self.backward_shard_s + self.backward_fetch_s
 
     @property
+    def sharing_s(self) -> float:
+        """What sharding and copies of states add to both passes."""
+        fetched_s = self.forward_fetch_s + self.backward_fetch_s
+        return self.gather_s + self.backward_shard_s + fetched_s
+
+    @property
     def once_s(self) -> float:
         """Exposed seconds once per step."""
         return self.sync_s + self.optimizer_s + self.stream_s
@@ -125,10 +133,9 @@ class StrategyParts:
             self.figures.forward_transient_bytes,
             self.states.forward_transient_bytes,
         )
-        if self.states.after_loss_bytes:  # the copies are gone when the loss begins
-            working = max(working, self.figures.returned_bytes + gathered)
-        else:
-            working += gathered
+        # The copies are gone when the loss begins.
+        loss = larger(working, self.figures.returned_bytes + gathered)
+        working = either(self.states.after_loss_bytes > 0, loss, working + gathered)
         return working + self.treated.moving_bytes
 
     @property
@@ -136,14 +143,14 @@ class StrategyParts:
         """Working memory of backward: gathered parameters, reduce buffers, tensors come back."""
         sharing = self.states.backward_transient_bytes
         beside = sharing - self.states.after_loss_bytes
-        working = max(self.figures.backward_transient_bytes + beside, sharing)
+        working = larger(self.figures.backward_transient_bytes + beside, sharing)
         return working + self.treated.moving_bytes
 
     @property
     def transient_bytes(self) -> float:
         """Working memory of the worse pass."""
-        working = max(self.forward_transient_bytes, self.backward_transient_bytes)
-        return max(working, BUCKETS * self.states.bucket_bytes)
+        working = larger(self.forward_transient_bytes, self.backward_transient_bytes)
+        return larger(working, BUCKETS * self.states.bucket_bytes)
 
 
 def strategy_cost(
@@ -170,9 +177,9 @@ def strategy_cost(
     stored = 0.0 if last and not first else part.stored_bytes
     passing = part.stored_bytes - stored
     late, early = states.gathered_bytes, states.gradients_bytes
-    if first or once:
-        late, early = late + early, 0.0
-    resident = states.parameters_bytes + states.optimizer_bytes + early + max(0.0, late - stored)
+    at_once = late + early
+    late, early = (at_once, 0.0) if first else (either(once, at_once, late), either(once, 0, early))
+    resident = states.parameters_bytes + states.optimizer_bytes + early + larger(0.0, late - stored)
     if holding == "whole":
         resident = states.resident_bytes
     elif holding == "whole, last stage too":

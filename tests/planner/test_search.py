@@ -104,21 +104,29 @@ def test_no_configuration_is_faster_and_no_bound_is_above_its_optimum(case: Case
     for family, family_s in zip(candidates.families, candidates.computation_s(), strict=True):
         parts_s = candidates.timetables_s(family)
         assert family_s == pytest.approx(min(parts_s), rel=1e-14)
-        rooms_s = candidates.rooms_s(family)
-        for part, computation_s, of_rooms_s in zip(
-            family.by_timetable(), parts_s, rooms_s, strict=True
-        ):
-            room_s = candidates.room_s(part)
-            assert computation_s <= of_rooms_s * (1 + 1e-9)
-            assert of_rooms_s <= room_s * (1 + 1e-9)
-            for layout in set(part.layouts()) & exhaustive.keys():
-                limit_s = exhaustive[layout] * (1 + 1e-12)
-                communication_s = candidates.communication_s(layout)
-                assert room_s <= limit_s
-                shared_s = candidates.shared_s(part, layout)
-                assert computation_s <= shared_s * (1 + 1e-11)
-                assert shared_s <= communication_s <= limit_s
-                assert candidates.memory_s(layout) <= limit_s
+        (levels,) = candidates.rooms_s([family])
+        assert sum(len(sharings) for sharings, _ in levels) == len(family.sharings)
+        for sharings, rooms_s in levels:
+            for timetable, computation_s, room_s in zip(
+                family.timetables, parts_s, rooms_s, strict=True
+            ):
+                part = replace(family, sharings=sharings, timetables=(timetable,))
+                shared_s = candidates.shared_s(part)
+                both_s = candidates.shared_rooms_s(part)
+                for layout, alone_s, (same, better_s) in zip(
+                    part.layouts(), shared_s, both_s, strict=True
+                ):
+                    assert layout == same
+                    if layout not in exhaustive:
+                        continue
+                    limit_s = exhaustive[layout] * (1 + 1e-12)
+                    communication_s = candidates.communication_s(layout)
+                    assert computation_s <= alone_s * (1 + 1e-11)
+                    assert alone_s <= min(better_s, communication_s * (1 + 1e-12))
+                    assert room_s <= limit_s
+                    assert better_s <= limit_s
+                    assert communication_s <= limit_s
+                    assert candidates.memory_s(layout) <= limit_s
 
 
 def test_cases_have_all_axes_and_memory_that_is_too_small_for_many() -> None:
