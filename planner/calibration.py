@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,14 +95,17 @@ def one_of(many: Figures, index: int) -> Figures:
 
 def taken(many: Figures, places: NDArray[np.intp]) -> Figures:
     """Return the figures of some places, of figures that are arrays [place]."""
-    values = {name: getattr(many, name) for name in _NAMES}
-    return Figures(**{k: v[places] if isinstance(v, np.ndarray) else v for k, v in values.items()})
+    changed: dict[str, Any] = {}
+    for name in _NAMES:
+        value = getattr(many, name)
+        changed[name] = value[places] if isinstance(value, np.ndarray) else value
+    return Figures(**changed)
 
 
 def joined(parts: Sequence[tuple[list[int], Figures]], count: int) -> Figures:
     """Return figures that are arrays [place] of `count`, from those of some places each."""
     first = parts[0][1]
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for name in _NAMES:
         each = [getattr(figures, name) for _, figures in parts]
         if isinstance(each[0], (str, bool)):

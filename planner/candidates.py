@@ -1,18 +1,21 @@
 """The configurations that one search looks at, and what each can be held against.
 
-Bounds come in steps, each dearer and at least as high as the one before.  For a whole family:
+Bounds come in steps, each dearer than the one before.  For a whole family:
 
     computation     layers and actions at their fastest, nothing shared or sent, under the best of
                     its schedules
-    rooms           the same for each schedule, with room for the commonest layers alone
-    room            the same for one schedule, with what each stage can hold if states are shared as
-                    far as they go
 
-and three for a single layout:
+for the part of it that has one ZeRO level and one schedule:
 
-    shared          with the sharding of the commonest layers
-    communication   with its sharding and pipeline transfers
-    memory          with what each stage can hold (planner.bounds.counted_s)
+    rooms           with what ranks can hold if states are shared as far as they go
+                    (planner.joint.rooms, of many families at once)
+    shared          with the sharding of the commonest layers, memory ignored
+
+and for a single layout:
+
+    shared rooms    both
+    communication   with its sharding and pipeline transfers, memory ignored
+    memory          with all of them and what each stage can hold (planner.bounds.counted_s)
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class _Room:
         charged_s = time_s + prices[:, None] * held
         least_s = (charged_s + forbidden[:, None]).min(axis=2)
         whole = least_s > 0
-        self._per_s = np.divide(1.0, least_s, out=np.full(least_s.shape, np.inf), where=whole)
+        self._per_s = np.divide(1.0, least_s, out=np.zeros(least_s.shape), where=whole)
         self._of_bytes = np.full(least_s.shape, np.inf)
         np.divide(prices * self._left[:, None], least_s, out=self._of_bytes, where=whole)
         self._empty = stages.free_bytes >= stages.beside_transient_bytes
@@ -221,7 +221,8 @@ class _Room:
             np.multiply(of_level, self._left, out=saved_s, where=np.isfinite(of_level))
             given_s = np.add.reduceat(saved_s.max(axis=0), self._stages.firsts)
             best_s = np.maximum(best_s, self._layers * price_s - given_s)
-        return best_s
+        found_s: Floats = best_s
+        return found_s
 
 
 def _prices(time_s: Floats, held: Floats) -> Floats:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from planner.costs import CostTables, counted_by_rank, holding_of
 from planner.joint.hosting import Options, Stages, hosted
 from planner.layer_figures import KindFigures
 from planner.memory import States
-from planner.operator_table import RECOMPUTES
+from planner.operator_table import RECOMPUTES, either
 from planner.pipeline_model import held
 from planner.plan import Layout
 from planner.profile import Recompute
@@ -207,12 +207,16 @@ class Rooms:
                 _ranks(self._kinds, family.degrees.pipeline, family.micro_batches, timetable)
                 for timetable in family.timetables
             ]
-            columns = [np.concatenate(column) for column in zip(*each, strict=True)]
+            in_flight, waiting, buffers, more, first, last = (
+                np.concatenate(column) for column in zip(*each, strict=True)
+            )
             holdings = tuple(
                 holding_of(family.layout(family.sharings[0], timetable))
                 for timetable in family.timetables
             )
-            found = self._shapes[key] = _Shape(*columns, holdings)
+            found = self._shapes[key] = _Shape(
+                in_flight, waiting, buffers, more, first, last, holdings
+            )
         return found
 
 
@@ -233,8 +237,8 @@ class _Costs:
         self._recompute = recompute
         self._kinds = list(figures)
         self._states = [tables.states(layout) for layout in layouts]
-        self._once = np.array([layout.micro_batches == 1 for layout in layouts])
-        self._pipelined = np.array([layout.pipeline > 1 for layout in layouts])
+        self._once = cast(bool, np.array([layout.micro_batches == 1 for layout in layouts]))
+        self._pipelined = cast(bool, np.array([layout.pipeline > 1 for layout in layouts]))
         self._parts: dict[str, list[StrategyParts]] = {}
 
     def of(self, kind: str, holding: Holding) -> Floats:
@@ -242,7 +246,7 @@ class _Costs:
         if kind not in self._parts:
             self._parts[kind] = list(self._of(kind))
         parts = self._parts[kind]
-        result = np.empty((len(_FIGURES), len(parts), len(self._once)))
+        result = np.empty((len(_FIGURES), len(parts), len(self._states)))
         for choice, part in enumerate(parts):
             cost = strategy_cost(
                 part,
@@ -267,7 +271,7 @@ class _Costs:
             if self._recompute not in (None, recompute):
                 continue
             figures = taken(many, self._settings)
-            passed = np.where(self._pipelined, figures.returned_bytes, 0.0) if last else 0.0
+            passed = either(self._pipelined, figures.returned_bytes, 0.0) if last else 0.0
             for activations in self._tables.activations:
                 yield StrategyParts(
                     recompute=recompute,
@@ -280,6 +284,24 @@ class _Costs:
                     sync_s=0.0,
                     optimizer_s=0.0,
                 )
+
+
+def costs_together(
+    tables: CostTables,
+    figures: KindFigures,
+    layouts: Sequence[Layout],
+    kind: str,
+    recompute: Recompute | None = None,
+) -> Floats:
+    """[figure, choice, layout] Seconds, stored, resident, transient and kept bytes of one kind.
+
+    Each layout holds things as its own timetable does; `figures` are arrays [layout].
+    """
+    every = np.arange(len(layouts))
+    costs = _Costs(tables, figures, layouts, every, recompute)
+    holdings = [holding_of(layout) for layout in layouts]
+    of_each = {name: costs.of(kind, name) for name in dict.fromkeys(holdings)}
+    return np.stack([of_each[name][:, :, at] for at, name in enumerate(holdings)], axis=-1)
 
 
 _FIGURES = ("time_s", "stored_bytes", "resident_bytes", "transient_bytes", "kept_bytes")
