@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from planner import bounds
 from planner.cluster import ClusterSpec
-from planner.costs import CostTables, LayoutCosts, fastest_s
+from planner.costs import CostTables, LayoutCosts, fastest_s, least_credits_s
 from planner.dominance import dominates, twins
 from planner.formulation import (
     boundaries_s,
@@ -144,13 +144,13 @@ class Candidates:
         firsts = [some[n].first for n in range(len(numbers))]
         self._divided = numbers
         figures = self.tables.figures_together(firsts)
-        credits_s = [np.min([one.credit_s for one in figures[kind]], axis=0) for kind in figures]
+        counts = np.array(list(self._counts.values()))
         self._chain = Chain(
             counts=self._counts,
             commonest=self._commonest[0],
             figures=figures,
             fastest_s=fastest_s(figures, self.pins.recompute),
-            credits_s=np.array(list(self._counts.values())) @ np.array(credits_s),
+            credits_s=counts @ least_credits_s(figures),
         )
         self._rooms = Rooms(
             self.tables,

@@ -202,7 +202,14 @@ class CostTables:
         Sharding, which only adds to them, is left out, so that they are the same for many layouts.
         With `recompute` only that choice counts.
         """
-        return fastest_s(self.figures_together(layouts), recompute)
+        return self.passes_s(layouts, recompute)[0]
+
+    def passes_s(
+        self, layouts: Sequence[Layout], recompute: Recompute | None = None
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[kind, layout] `fastest_s`, and the least `Figures.credit_s` of any choice."""
+        figures = self.figures_together(layouts)
+        return fastest_s(figures, recompute), least_credits_s(figures)
 
     @property
     def rates(self) -> Rates:
@@ -688,6 +695,11 @@ def fastest_s(figures: KindFigures, recompute: Recompute | None = None) -> NDArr
             for of_kind in figures.values()
         ]
     )
+
+
+def least_credits_s(figures: KindFigures) -> NDArray[np.float64]:
+    """[kind, place] The least `Figures.credit_s` of any choice."""
+    return np.array([np.min([one.credit_s for one in each], axis=0) for each in figures.values()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
