@@ -15,11 +15,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from planner import sided
 from planner.candidates import Candidates
 from planner.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
-from planner.costs import CostTables, counted_by_rank
+from planner.cluster import ClusterSpec
+from planner.costs import CostTables, LayoutCosts, counted_by_rank
 from planner.crossings import MOST_IDEALS, in_order
 from planner.errors import DocumentError
 from planner.formulation import instance_of, plan_of
@@ -29,14 +31,16 @@ from planner.hosts import hosts
 from planner.instance import Infeasible, Solution, broken
 from planner.lattice import solve_graph
 from planner.layout_queue import Bound, Bundle, Found, Lost
-from planner.misses import nothing_runs
 from planner.model import ModelGraph
-from planner.plan import Layout, Plan, PlannedModel
+from planner.pins import Pins
+from planner.plan import Job, Layout, Plan, PlannedModel
 from planner.predict import placement_prediction, placements_of
 from planner.ranked import Ranked
+from planner.savings import activations
 from planner.search import TIES_LIMIT_S, Answer
 from planner.seats import branching
-from planner.spaces.search import Misses, Progress, Refusals, search_spaces
+from planner.spaces.misses import Request, closest_miss
+from planner.spaces.search import Progress, Refusals, search_spaces
 
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
@@ -53,22 +57,27 @@ def search_graph(
     """Return the fastest plan that fits, with its proof; `candidates` are of a model with edges."""
     if solver != "exact":
         raise DocumentError("solver", f"is '{solver}'; graphs of layers need 'exact'")
-    model, cluster, job = candidates.model, candidates.cluster, candidates.job
 
-    def why_nothing(refused: Refusals, misses: Misses) -> str:
-        if not misses:
-            return nothing_runs(model, cluster, job, refused)
-        reasons = [reason for _, reason in misses if reason]
-        return (
-            f"no plan of {model.name} fits {cluster.name} at sequence {job.seq_len} and global "
-            f"batch {job.global_batch}: {reasons[0] if reasons else 'every layout lacks memory'}"
+    def build(cluster: ClusterSpec, job: Job, pins: Pins) -> list[GraphSpace]:
+        tables = CostTables(
+            candidates.model, cluster, job, candidates.tables.profile, activations(cluster, pins)
         )
+        changed = Candidates(candidates.model, cluster, job, tables, pins, candidates.rules)
+        return [GraphSpace(changed)] if changed.families else []
+
+    request = Request(
+        model=candidates.model,
+        cluster=candidates.cluster,
+        job=candidates.job,
+        pins=candidates.pins,
+        build=build,
+    )
 
     return search_spaces(
         [GraphSpace(candidates)],
         cluster_name=cluster_name,
         refused=candidates.refused,
-        why_nothing=why_nothing,
+        why_nothing=partial(closest_miss, request),
         top=top,
         progress=progress,
     )
@@ -82,6 +91,15 @@ class GraphSpace:
         self._tables: CostTables = candidates.tables
         self._model: ModelGraph = in_order(candidates.model)
         self._frontiers = FrontierStore()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The one group of devices."""
+        return (self._candidates.cluster.groups[0].name,)
+
+    def costs_of(self, layout: Layout) -> tuple[LayoutCosts, ...]:
+        """Return the costs of a layout."""
+        return (self._tables.of(layout),)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:

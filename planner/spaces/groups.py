@@ -41,6 +41,15 @@ class GroupSpace:
         self.frontiers = FrontierStore()
 
     @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the groups."""
+        return tuple(self.costs.tables)
+
+    def costs_of(self, layout: Layout) -> tuple[LayoutCosts, ...]:
+        """Return the costs of a layout on each group."""
+        return tuple(self.costs.costs(layout).values())
+
+    @property
     def planned_groups(self) -> tuple[PlannedGroup, ...]:
         """The groups of the whole cluster as a plan names them."""
         return tuple(

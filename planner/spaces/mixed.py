@@ -42,7 +42,6 @@ from planner.formulation import instance_of, layout_pace, planned_bytes
 from planner.group_costs import profiles_of
 from planner.instance import ROUNDING, Fathomed, Infeasible
 from planner.layout_queue import Bound, Bundle, Found, Lost
-from planner.misses import nothing_runs
 from planner.model import ModelGraph
 from planner.native import GROUP_SCHEDULES
 from planner.pins import Pins
@@ -56,7 +55,8 @@ from planner.search import Answer
 from planner.space import Degrees, Timetable, every_degrees, micro_batches, sharings, timetables
 from planner.spaces.group_stages import planned, stages_problem
 from planner.spaces.groups import GroupSpace, leanest
-from planner.spaces.search import Misses, Progress, Refusals, Space, search_spaces
+from planner.spaces.misses import Request, closest_miss
+from planner.spaces.search import Progress, Refusals, Space, search_spaces
 from planner.spaces.shares import ShareSpace
 from planner.unequal import least_s, solve_unequal
 from planner.unequal_instance import UnequalInstance, UnequalSolution
@@ -81,16 +81,15 @@ def search_mixed(
         raise DocumentError("solver", f"is '{solver}'; devices that differ need 'exact'")
     profiles_of(cluster, profile)
 
-    def why_nothing(refused: Refusals, misses: Misses) -> str:
-        if misses:
-            return _closest_miss(model, cluster, job, misses)
-        return nothing_runs(model, cluster, job, refused)
+    def build(cluster: ClusterSpec, job: Job, pins: Pins) -> list[Space[Any]]:
+        return list(_spaces(model, cluster, job, profile, pins))
 
+    request = Request(model=model, cluster=cluster, job=job, pins=pins, build=build)
     return search_spaces(
         _spaces(model, cluster, job, profile, pins),
         cluster_name=cluster_name,
         refused={},
-        why_nothing=why_nothing,
+        why_nothing=partial(closest_miss, request),
         top=top,
         progress=progress,
     )
@@ -409,17 +408,3 @@ def _spaces(
             if part.mixed:
                 yield ShareSpace(model, part, job, pins, own, cluster)
             yield MixedSpace(model, part, job, pins, own, cluster)
-
-
-def _closest_miss(
-    model: ModelGraph, cluster: ClusterSpec, job: Job, misses: list[tuple[Layout, str]]
-) -> str:
-    """Say what the layout that divides its states the most lacks."""
-    layout, reason = min(
-        misses, key=lambda miss: (miss[0].micro_batch, -miss[0].zero, -miss[0].devices)
-    )
-    devices = " and ".join(f"{group.devices} x {group.name}" for group in cluster.groups)
-    return (
-        f"no plan of {model.name} fits {devices} at sequence {job.seq_len} and global batch "
-        f"{job.global_batch}. Of {len(misses)} layouts, {layout.text()}: {reason}"
-    )

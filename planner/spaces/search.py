@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from planner.certificate import CHOSEN, REFUSED, SLOWER, Account
+from planner.costs import LayoutCosts
 from planner.errors import NoPlanFits
 from planner.layout_queue import Bound, Bundle, Found, Lost, best_first, ranking
 from planner.plan import Layout
@@ -40,6 +41,13 @@ S = TypeVar("S", bound=Proven)
 
 class Space(Protocol[S]):
     """Layouts, and their best splits."""
+
+    @property
+    def groups(self) -> Sequence[str]:
+        """Names of the device groups that it uses."""
+
+    def costs_of(self, layout: Layout) -> Sequence[LayoutCosts]:
+        """Return the costs of a layout on each of them."""
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -297,6 +298,41 @@ def test_what_does_not_fit_and_what_is_not_offered_is_told() -> None:
         case.search()
     with pytest.raises(DocumentError, match="devices that differ need 'exact'"):
         case.search(solver="ilp")
+
+
+def test_a_request_that_does_not_fit_is_explained() -> None:
+    pins = Pins(recompute="none", micro_batch=4)
+    case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 8, pins)
+
+    with pytest.raises(NoPlanFits) as failure:
+        case.search()
+
+    text = str(failure.value)
+    found = re.search(r"needs ([\d.]+) times their memory: stage (\d) on (\S+) holds", text)
+    assert found
+    assert "of it activations" in text
+    ways = re.findall(r"with (\S+=\S+?|--allow \w+)[,.]", text)
+    assert {"micro_batch=1", "recompute=full", "--allow offload"} <= set(ways)
+    for way in ways:
+        word = way.removeprefix("--allow ")
+        name, _, value = way.partition("=")
+        changed = {name: int(value) if value.isdecimal() else value} if value else {}
+        allowed = frozenset() if value else frozenset({word})
+        assert replace(case, pins=replace(pins, allowed=allowed, **changed)).search().plan
+    # With so much more memory the same layout fits, with a little less it does not.
+    cluster = resolve_cluster(case.cluster)
+    for share, fits in ((1.0, True), (0.97, False)):
+        groups = []
+        for group in cluster.groups:
+            size = int(share * float(found[1]) * group.accelerator.memory_bytes * 1.005)
+            roomy = group.accelerator.model_copy(update={"memory_bytes": size})
+            groups.append(group.model_copy(update={"accelerator": roomy}))
+        machine = cluster.model_copy(update={"groups": tuple(groups)})
+        if fits:
+            assert search(case.model, machine, case.job, pins=pins).prediction.fits
+        else:
+            with pytest.raises(NoPlanFits):
+                search(case.model, machine, case.job, pins=pins)
 
 
 def test_a_group_that_a_stage_would_straddle_is_refused() -> None:
