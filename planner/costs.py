@@ -542,7 +542,8 @@ class CostTables:
             trained = adapter_parameters(
                 self.model, layer.kind, self.job.lora, tensor=layout.tensor
             )
-            states = memory.frozen_states(dense + routed, sharing)
+            states = memory.frozen_states(dense, sharing)
+            states += memory.frozen_states(routed, _of_experts(layout, sharing))
             return _Held(
                 parameters=dense + routed + trained,
                 optimized=trained / (sharing.shard if sharing.sharded else 1),
@@ -565,9 +566,7 @@ class CostTables:
         apart: _Apart | None = None
         if routed:
             if layout.expert > 1:
-                spread = max(1, sharing.shard * layout.tensor // layout.expert)
-                same = max(1, sharing.data * layout.tensor // layout.expert)
-                sharing = replace(sharing, shard=spread if sharing.sharded else 1, data=same)
+                sharing = _of_experts(layout, sharing)
                 apart = _Apart(parameters=routed, sharing=sharing)
             assert a is not None and a.experts is not None
             # Ranks that experts do not fill divide every expert's hidden dim.
@@ -755,6 +754,15 @@ def holding_of(layout: Layout) -> Holding:
     if layout.pipeline > 1 and layout.schedule == "gpipe":
         return "all forwards first"
     return "each backward soon"
+
+
+def _of_experts(layout: Layout, sharing: Sharing) -> Sharing:
+    """Return how routed experts are shared, which may have ranks of their own."""
+    if layout.expert == 1:
+        return sharing
+    spread = max(1, sharing.shard * layout.tensor // layout.expert)
+    same = max(1, sharing.data * layout.tensor // layout.expert)
+    return replace(sharing, shard=spread if sharing.sharded else 1, data=same)
 
 
 def _weight_versions(layout: Layout) -> int:

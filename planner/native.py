@@ -191,17 +191,12 @@ def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obst
 
 def _lora_obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what adapters have not been shown to train with like in one process."""
-    for name, value, fine in (
-        ("offload", layout.offload, "none"),
-        ("gradient_wire", layout.gradient_wire, "full"),
-        ("mesh.expert", layout.expert, 1),
-    ):
-        if value != fine:
-            yield Obstacle(name, f"adapters cannot be trained with {value} here; use {fine}")
+    if layout.offload == "parameters":
+        yield Obstacle("offload", "adapters cannot be trained with parameters here; use optimizer")
+    if layout.gradient_wire == "powersgd":
+        yield Obstacle("gradient_wire", "adapters cannot be trained with powersgd here; use full")
     if layout.schedule == "pipedream-2bw":
         yield Obstacle("schedule", "adapters cannot be trained with pipedream-2bw here; use 1f1b")
-    if job.precision == "fp16":
-        yield Obstacle("precision", "adapters cannot be trained in fp16 here; use bf16")
     if model.edges:
         yield Obstacle("training.lora", "adapters need a chain of layers, and this is a graph")
 

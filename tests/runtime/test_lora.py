@@ -25,7 +25,7 @@ from runtime.saving import Saver
 from runtime.supported import supported
 from tests.runtime import cases, chains
 from tests.runtime.ranks import on_ranks
-from tests.runtime.runs import Run, train_all
+from tests.runtime.runs import Run, errors, train_all
 
 CPU = torch.device("cpu")
 ATTENTION = Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj"))
@@ -104,6 +104,14 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt2, pipeline": ("gpt2", {}, {"pipeline": 2}),
     "mixtral, zero 3": ("mixtral", {}, {"data_shard": 2, "zero": 3}),
     "context": ("llama", {}, {"context": 2}),
+    "mixtral, experts apart": ("mixtral", {}, {"data_shard": 2, "expert": 2, "zero": 3}),
+    "qwen3_moe, context, experts apart": (
+        "qwen3_moe",
+        {},
+        {"context": 2, "expert": 2, "zero": 1},
+    ),
+    "gemma2, tensor": ("gemma2", TIED, {"tensor": 2}),
+    "optimizer on the host": ("llama", {}, {"data_shard": 2, "zero": 2, "offload": "optimizer"}),
     "factory, zero 2": ("factory", {}, {"data_shard": 2, "zero": 2}),
 }
 
@@ -137,16 +145,48 @@ def test_every_plan_trains_adapters_like_one_process(name: str) -> None:
             assert weights == pytest.approx(alone.weights[key], rel=1e-3, abs=2e-5), key
 
 
+ROUNDED: dict[str, dict[str, Any]] = {
+    "fp16, zero 3": {"precision": "fp16", "data_shard": 2, "zero": 3},
+    "fp16, tensor": {"precision": "fp16", "tensor": 2},
+    "sums in bf16": {"data_replicate": 2, "gradient_wire": "bf16"},
+}
+
+
+@functools.cache
+def rounded() -> tuple[list[Any], list[Any]]:
+    """Return the runs of two ranks, and those of one process in the same precisions."""
+    model = cases.transformer("llama")
+    rows = [(name, plan(model, **layout), model) for name, layout in ROUNDED.items()]
+    single = [
+        (name, plan(model, precision=layout.get("precision", "fp32")), model)
+        for name, layout in ROUNDED.items()
+    ]
+    return on_ranks(2, train_all, rows), on_ranks(1, train_all, single)[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ROUNDED)
+def test_adapters_train_within_the_bounds_of_what_rounds(name: str) -> None:
+    ranks, single = rounded()
+    index = list(ROUNDED).index(name)
+
+    found = errors([rank[index][0] for rank in ranks], single[index][0])
+
+    assert found["loss"] < 1e-4
+    assert found["norm"] < 1e-2
+    assert found["weights"] < 1e-1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"offload": "optimizer"},
-            "offload: adapters cannot be trained with optimizer here; use none",
+            {"offload": "parameters"},
+            "offload: adapters cannot be trained with parameters here; use optimizer",
         ),
         (
-            {"gradient_wire": "bf16"},
-            "gradient_wire: adapters cannot be trained with bf16 here; use full",
+            {"gradient_wire": "powersgd"},
+            "gradient_wire: adapters cannot be trained with powersgd here; use full",
         ),
     ],
 )
