@@ -29,13 +29,18 @@ def embedding(a: Architecture, setting: Setting) -> Table:
     width = embedding_width(a)
     looked_up = setting.tokens * width * e
     rows = a.vocab_size * width * e / t
+    # OPT looks positions up like tokens; of GPT-2's table the first rows are taken.
+    places = {"places": 1.0 * setting.seq_len * INDEX} if a.family == "opt" else {}
+    # Of a divided table a rank keeps the ids that it has rows for, and a mask of the others.
+    kept = {"own_ids": ids + setting.tokens} if setting.divides_tensors else {}
+    saved = (*(kept or ("x",)), *places)
     operators = [
         Operator(
             name="lookup",
             kind="memory",
             inputs=("x",),
-            outputs={"looked_up": looked_up},
-            saved=("x",),
+            outputs={"looked_up": looked_up, **kept, **places},
+            saved=saved,
             moved_bytes=2 * looked_up,
             backward_moved_bytes=2 * rows + 2 * looked_up,
             workspace_bytes=looked_up if setting.divides_tensors else 0.0,

@@ -55,11 +55,30 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         operators, whole = gathered(setting, source, "mlp_gather", full)
     scores = tokens * experts.count * FP32
     sent = experts.per_token * full
+    routed_by, router_bytes = whole, e
+    if a.family == "deepseek_v3" and e != FP32:
+        # Tokens and matrix are multiplied in fp32, and the product keeps both copies.
+        routed_by, router_bytes = "router_fp32", FP32
+        matrix = 1.0 * a.hidden_size * experts.count * FP32
+        wide = tokens * a.hidden_size * FP32
+        operators.append(
+            Operator(
+                name="router_upcast",
+                kind="memory",
+                inputs=(whole,),
+                outputs={"router_fp32": wide, "router_matrix_fp32": matrix},
+                fp32=("router_fp32", "router_matrix_fp32"),
+                saved=("router_matrix_fp32",),
+                moved_bytes=full + wide + 1.5 * matrix,
+                backward_moved_bytes=full + wide + 1.5 * matrix,
+                kernels=2,
+            )
+        )
     operators += [
         matmul(
             "router",
-            (whole,),
-            {"router": tokens * experts.count * e},
+            (routed_by,),
+            {"router": tokens * experts.count * router_bytes},
             flops=2 * tokens * a.hidden_size * experts.count,
             moved_bytes=full + a.hidden_size * experts.count * e,
         ),
@@ -204,6 +223,8 @@ def _activation(a: Architecture, name: str, size: float) -> list[Operator]:
     `transformers`: eight kernels, which keep u, its half, the tanh and one plus that.
     """
     up, product = f"{name}_up", f"{name}_product"
+    if a.family == "opt":  # ReLU keeps its result, which the next product keeps anyway
+        return [elementwise(product, (up,), size, saved=(product,))]
     if a.family != "gpt2":
         return [elementwise(product, (up,), size, saved=(up,))]
     half, cube, scaled, inner, argument, tanh, weight = (

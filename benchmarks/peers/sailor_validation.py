@@ -9,7 +9,10 @@ Two predictions of ours, neither fitted to these runs:
                   catalogue's GH200, with the links of Alps' nodes as HPE and NVIDIA publish them,
                   and the blocks spread evenly, which is not always how they were
 
-Sailor's formulas use the same measurements as `simulated`, and know the memory of layers besides.
+Memory of `simulated` is what a rank reserves: the profile's bytes of layers and of the framework,
+micro-batches in flight as 1F1B keeps them, the loss's copies of its logits, which no profile of
+layers shows, and the allocator's fragments at the share of a framework that nothing is known of
+(`planner.backends.rules.UNKNOWN`).  Sailor's formulas use the same measurements.
 The predictions of Sailor and of its rivals' models are those stored with the runs.
 """
 
@@ -24,6 +27,7 @@ from typing import Any
 from benchmarks.peers.comparison import read_case, require_score
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
 from planner.backends.estimate import Estimate, estimate
+from planner.backends.rules import UNKNOWN
 from planner.cluster import ClusterSpec, LinkTier
 from planner.expressions import cluster_of
 from planner.model import Architecture
@@ -94,6 +98,32 @@ def simulated_s(case: Case, plan: dict[str, Any], batch: int) -> float:
     reduced_s = max(all_reduce_s(w / replica["tp"], replicas, ring) for w in weights)
     updated_s = float(max(update[layers[0]] for layers in contents))
     return played.makespan_s + updated_s + reduced_s
+
+
+LOGIT_COPIES = 2
+"""Of a divided loss in fp32, beside what it keeps: shifted logits and the gradient."""
+
+
+def reserved_bytes(raw: dict[str, Any], plan: dict[str, Any], batch: int) -> float:
+    """Bytes that the fullest rank of a run reserves."""
+    rule, config = raw["memory"], raw["model"]["config"]
+    [pipeline] = plan["pipelines"]
+    contents, stages = pipeline["layers_per_stage"], pipeline["stages"]
+    tensor, micro_batch = stages[0][0]["tp"], plan["mbs"]
+    layers = rule["per_tp"][str(tensor)]
+    micro_batches = math.ceil(batch / (micro_batch * len(stages[0])))
+    framework = rule["framework_bytes_tp1" if tensor == 1 else "framework_bytes_tp_gt1"]
+    logits = config["sequence_length"] * config["vocab_size"] * rule["bytes_per_float"] / tensor
+    fullest = 0.0
+    for number, held in enumerate(contents):
+        in_flight = min(micro_batches, len(contents) - number)
+        floats = sum(layers["act_floats"][at] for at in held) * rule["bytes_per_float"]
+        size = rule["bytes_per_param"] * sum(layers["params"][at] for at in held)
+        size += in_flight * micro_batch * floats
+        if number == len(contents) - 1:
+            size += LOGIT_COPIES * micro_batch * logits
+        fullest = max(fullest, size)
+    return float(framework + UNKNOWN.reserved * fullest)
 
 
 def alps(devices: int, per_node: int) -> ClusterSpec:
@@ -176,7 +206,10 @@ def errors(path: Path) -> list[Errors]:
             time=_mean_error(
                 [simulated_s(case, run["plan"], run["gbs"]) for run in runs], measured_s
             ),
-            memory=None,
+            memory=_mean_error(
+                [reserved_bytes(raw, run["plan"], run["gbs"]) for run in runs],
+                measured_bytes,
+            ),
         ),
         Errors(
             model="ours, data sheets",

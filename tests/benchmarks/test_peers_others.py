@@ -380,3 +380,25 @@ def test_sailor_errors_are_means_over_the_runs(tmp_path: Path) -> None:
     assert rows["theirs"].memory == 0.5
     assert rows["blind"].memory is None
     assert rows["ours, data sheets"].memory is not None
+
+
+def test_memory_counts_micro_batches_in_flight_fragments_and_logits() -> None:
+    raw = {
+        "model": {"config": {"sequence_length": 10, "vocab_size": 100}},
+        "memory": {
+            "bytes_per_param": 24,
+            "bytes_per_float": 4,
+            "framework_bytes_tp1": 1000.0,
+            "framework_bytes_tp_gt1": 2000.0,
+            "per_tp": {"1": {"params": [1, 1], "act_floats": [50, 5]}},
+        },
+    }
+    one = {"tp": 1}
+    plan = {"mbs": 3, "pipelines": [{"layers_per_stage": [[0], [1]], "stages": [[one], [one]]}]}
+
+    size = sailor_validation.reserved_bytes(raw, plan, 12)
+
+    first = 24 + 2 * 3 * 50 * 4
+    last = 24 + 3 * 5 * 4 + 2 * 3 * 10 * 100 * 4
+    assert size == pytest.approx(1000 + 1.1 * max(first, last))
+    assert sailor_validation.reserved_bytes(raw, plan, 3) == size  # the loss is on the last stage
