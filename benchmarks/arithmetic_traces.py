@@ -37,6 +37,7 @@ from planner.architecture import graph_of
 from planner.catalog import models
 from planner.expressions import resolve_model
 from planner.model import Architecture, Layer, ModelGraph
+from planner.native import UNDIVIDED
 from planner.operator_table import Setting
 from planner.plan import Mesh, Plan
 from planner.profile import Recompute
@@ -93,13 +94,13 @@ def _error(told: float, traced: float) -> float:
 
 
 LEFT_OUT = """\
-Not traced at tensor parallel 2: ViT (an odd number of positions), the ends of BERT and OPT-350M and
-OPT's embedding (they look up all positions on every rank). Families that the runtime trains are its
-own layers; of others (BERT, DeepSeek-V3, Gemma-2, OPT, ViT) the modules are those of
-`transformers`, divided in the runtime's styles. Attention whose values are narrower than its keys
-(DeepSeek-V3) takes the fused kernel that torch has for CUDA; Gemma-2's scores are capped inside a
-fused kernel, which keeps nothing for it. A vocabulary that the tensor degree does not divide is
-made larger by one.
+Not traced at tensor parallel 2: GPT-2 (the runtime does not divide its transposed weights), ViT (an
+odd number of positions), the ends of BERT and OPT-350M and OPT's embedding (they look up all
+positions on every rank). Families that the runtime trains are its own layers; of others (BERT,
+DeepSeek-V3, Gemma-2, OPT, ViT) the modules are those of `transformers`, divided in the runtime's
+styles. Attention whose values are narrower than its keys (DeepSeek-V3) takes the fused kernel that
+torch has for CUDA; Gemma-2's scores are capped inside a fused kernel, which keeps nothing for it. A
+vocabulary that the tensor degree does not divide is made larger by one.
 """
 Made = tuple[dict[str, nn.Module], Callable[[Tensor, Tensor], Tensor]]
 """A layer of each kind, and the loss behind the head."""
@@ -390,7 +391,7 @@ def main() -> None:
     rows: list[Compared] = []
     for name in models():
         model = resolve_model(name)
-        for tensor in TENSORS:
+        for tensor in (1,) if _figures(model).family in UNDIVIDED else TENSORS:
             print(f"{name} tp={tensor}", file=sys.stderr)
             rows += compared(model, tensor)
     print("# Arithmetic against traces\n")

@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from meshwright import commands
+from meshwright import calibration, commands
+from planner.calibrate.calibration import calibrated_json
 from planner.errors import DocumentError, MeshwrightError
 from planner.instance import Infeasible, Solution
 from planner.native import CAVEAT_SOURCE
+from planner.report.calibration_text import calibration_lines
 from planner.report.solution_text import solution_json, solution_text
 from planner.report.text import answer_text, prediction_lines
 from planner.report.validation_text import validation_text
@@ -472,6 +474,34 @@ def validate(
         print(commands.as_json(validation_json(result)))
         return
     out.print(validation_text(result))
+
+
+@app.command()
+def calibrate(
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="CSV tables of measured runs, or folders that 'launch' wrote"),
+    ],
+    accelerator: Annotated[
+        str | None, typer.Option("--accelerator", help="Only the runs on this one")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option("--profile", help="Measured layers to keep beside the constants")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="Write a profile for 'plan --profile' here")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Fit the physical constants of your cluster to runs that were measured on it."""
+    result = calibration.calibrate(runs, accelerator=accelerator, profile=profile, output=output)
+    if json:
+        print(commands.as_json(calibrated_json(result)))
+        return
+    for line in calibration_lines(result):
+        out.print(line)
+    if output:
+        out.print(f"profile written to {output}; use it with: meshwright plan --profile {output}")
 
 
 @app.command()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from planner import catalog as shelves
 from planner import document
+from planner.calibrate.constants import calibrated
 from planner.cluster import ClusterSpec, Precision
 from planner.costs import refusal
 from planner.errors import DocumentError, LaunchError
@@ -125,8 +126,9 @@ def plan(
     """
     if top < 1:
         raise DocumentError("top", f"is {top}; it is a whole number from 1")
-    graph, machine = model_of(model, seq_len=seq_len), resolve_cluster(cluster)
+    graph = model_of(model, seq_len=seq_len)
     measured = _profile_for(graph, profile)
+    machine = _machine(cluster, measured)
     job = job_of(
         graph,
         machine,
@@ -176,12 +178,15 @@ def predict(
         if backend != "native":
             raise DocumentError("backend", "a plan has its backend already; give a model instead")
         graph = plan_model(wanted, model_or_plan)
-        machine = resolve_cluster(cluster or wanted.cluster)
+        measured = _profile_for(graph, profile)
+        machine = _machine(cluster or wanted.cluster, measured)
         _check_devices(wanted, machine)
-        return predict_plan(wanted, graph, machine, _profile_for(graph, profile))
+        return predict_plan(wanted, graph, machine, measured)
     if cluster is None:
         raise DocumentError("cluster", "is missing; say on which machine, as in --cluster local")
-    graph, machine = model_of(model_or_plan, seq_len=seq_len), resolve_cluster(cluster)
+    graph = model_of(model_or_plan, seq_len=seq_len)
+    measured = _profile_for(graph, profile)
+    machine = _machine(cluster, measured)
     job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
     pins = read_pins([layout] if layout else [], ["stale,compress"])
     wanted_layout = pinned_layout(machine, job, pins)
@@ -208,7 +213,7 @@ def predict(
         wanted_layout,
         recompute=pins.recompute or "none",
         activations=pins.activations or "keep",
-        profile=only_profile(_profile_for(graph, profile)),
+        profile=only_profile(measured),
     )
 
 
@@ -250,7 +255,8 @@ def launch(
     _need_torch("launching a plan")
     wanted = document.read(Plan, plan_path)
     graph = plan_model(wanted, plan_path)
-    machine = resolve_cluster(wanted.cluster)
+    measured = _profile_for(graph, profile)
+    machine = _machine(wanted.cluster, measured)
     seat = seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
     devices = [group.devices_per_node for group in machine.groups for _ in range(group.nodes)]
     if seat.nodes > 1 and seat.nodes != len(devices):
@@ -264,7 +270,7 @@ def launch(
             f"the plan is for {wanted.cluster}, and this machine has no {accelerator.name}; "
             "launch it where the devices are, or plan again for --cluster local"
         )
-    prediction = predict_plan(wanted, graph, machine, _profile_for(graph, profile))
+    prediction = predict_plan(wanted, graph, machine, measured)
     report = start(
         plan_path,
         model=graph,
@@ -380,8 +386,8 @@ def show(
     """Show what a plan says and should do; as a page (`html`) or a Chrome trace (`trace`) too."""
     wanted = document.read(Plan, plan_path)
     graph = plan_model(wanted, plan_path)
-    machine = resolve_cluster(cluster or wanted.cluster)
     measured = _profile_for(graph, profile)
+    machine = _machine(cluster or wanted.cluster, measured)
     prediction = predict_plan(wanted, graph, machine, measured)
     if html is not None:
         from planner.report.html import page as report_page  # noqa: PLC0415 - loads plotly
@@ -552,6 +558,8 @@ def _profile_for(graph: ModelGraph, paths: str | None) -> Profiles:
 
 def _one_profile_for(graph: ModelGraph, path: str) -> Profile:
     measured = document.read(Profile, path)
+    if measured.calibration is not None and not measured.layers:
+        return measured  # constants of the cluster hold for every model
     if measured.model_digest != graph.digest:
         raise DocumentError(
             "model_digest",
@@ -560,6 +568,15 @@ def _one_profile_for(graph: ModelGraph, path: str) -> Profile:
             file=path,
         )
     return measured
+
+
+def _machine(cluster: str, measured: Profiles) -> ClusterSpec:
+    """Return a cluster, with the constants that runs on it told where a profile has them."""
+    machine = resolve_cluster(cluster)
+    each = (measured,) if isinstance(measured, Profile) else (measured or {}).values()
+    for profile in each:
+        machine = calibrated(machine, profile.calibration)
+    return machine
 
 
 def _check_devices(wanted: Plan, machine: ClusterSpec) -> None:

@@ -142,8 +142,8 @@ class CostTables:
         self._known_links: dict[tuple[object, ...], Links] = {}
         self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
         self._known_parts: dict[tuple[object, ...], tuple[StrategyParts, ...]] = {}
-        self._slack = 1.0 if self._rates.on_cpu else ALLOCATOR_SLACK
-        self._step_s = self._rates.overheads.step_s if self._rates.overheads else 0.0
+        self._slack = 1.0 if self._rates.on_cpu else self._rates.slack or ALLOCATOR_SLACK
+        self._step_s = self._rates.step_s
 
     def of(self, layout: Layout) -> LayoutCosts:
         """Return the costs of a layout.

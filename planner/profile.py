@@ -1,7 +1,7 @@
 """Profile: measurements of a model's layers and of a machine's links, with a birth certificate.
 
 Every figure here was measured.  What the planner works out between measurements (interpolation,
-fits) never enters a Profile.
+fits) never enters a Profile, but for `calibration`: constants fitted to measured runs, apart.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from planner.cluster import Collective, Precision
 from planner.document import Document, Part
-from planner.units import Amount, Count, Flag, Positive, Rate, Text
+from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -190,6 +190,34 @@ class Finding(Part):
     text: Text
 
 
+class TierCalibration(Part):
+    """What runs tell of a tier's links; None: not fitted."""
+
+    bytes_per_s: Rate | None = None
+    latency_s: Amount | None = None
+
+
+class Calibration(Part):
+    """Constants of a cluster fitted to whole runs on it, of whatever model; None: not fitted."""
+
+    accelerator: Text
+    matmul: Fraction | None = None
+    """Of the peak."""
+    memory: Fraction | None = None
+    """Of the memory bandwidth."""
+    tiers: dict[str, TierCalibration] = Field(default_factory=dict)
+    step_s: Amount | None = None
+    """Fixed seconds of a step."""
+    action_s: Amount | None = None
+    """Of the host for each action of a pipeline's schedule."""
+    slack: Amount | None = None
+    """Reserved over allocated memory."""
+    runs: Positive
+    spread: Amount
+    """80 of 100 runs left out of the fit lie within a factor exp(spread) of the prediction."""
+    source: Text
+
+
 class Profile(Document):
     """Measurements that replace the cost model's own seconds and bytes where they apply."""
 
@@ -204,6 +232,7 @@ class Profile(Document):
     nodes: tuple[MeasuredNode, ...] = ()
     pairs: tuple[NodePair, ...] = ()
     findings: tuple[Finding, ...] = ()
+    calibration: Calibration | None = None
 
 
 Profiles = Profile | Mapping[str, Profile] | None

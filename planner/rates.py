@@ -19,7 +19,7 @@ from planner.errors import DocumentError
 from planner.operator_table import larger
 from planner.plan import Job
 from planner.prediction import Assumption
-from planner.profile import Overheads, Profile
+from planner.profile import Calibration, Overheads, Profile
 from planner.units import bytes_text
 
 Floats = NDArray[np.float64]
@@ -57,6 +57,7 @@ class Rates:
     curves: Curves
     overheads: Overheads | None
     on_cpu: bool
+    calibration: Calibration | None = None
     host_link_bytes_per_s: float | None = None
     """Of one device while all devices of its node copy, one direction, as it is reached."""
     host_memory_bytes_per_s: float = 0.0
@@ -65,7 +66,22 @@ class Rates:
     @property
     def action_s(self) -> float:
         """Seconds of the host for one action of a pipeline's schedule."""
-        return self.overheads.pipeline_action_s if self.overheads else ACTION_HOST_S
+        if self.overheads:
+            return self.overheads.pipeline_action_s
+        found = self.calibration.action_s if self.calibration else None
+        return ACTION_HOST_S if found is None else found
+
+    @property
+    def slack(self) -> float | None:
+        """Reserved over allocated memory, where runs have told it."""
+        return self.calibration.slack if self.calibration else None
+
+    @property
+    def step_s(self) -> float:
+        """Fixed seconds of a step."""
+        if self.overheads:
+            return self.overheads.step_s
+        return (self.calibration.step_s or 0.0) if self.calibration else 0.0
 
     def link_s(self, operation: Collective, size_bytes: float, group: Levels) -> float:
         """Seconds of a collective."""
@@ -154,6 +170,7 @@ def rates(cluster: ClusterSpec, job: Job, profile: Profile | None) -> Rates:
         device=compute.device(accelerator, job.precision),
         curves=curves_by_name(profile.collectives if profile else ()),
         overheads=profile.overheads if profile else None,
+        calibration=profile.calibration if profile else None,
         on_cpu=accelerator.kind == "cpu",
         host_link_bytes_per_s=None
         if link is None
@@ -208,6 +225,12 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
             what=f"links of tier {tier.name}" + (f": {', '.join(found)}" if found else ""),
             provenance="measured" if found else tier.provenance,
             source=measured if found else tier.source or "cluster document",
+        )
+    if used.calibration:
+        yield Assumption(
+            what=f"constants of {used.calibration.accelerator} and its links",
+            provenance="fitted",
+            source=used.calibration.source,
         )
     if used.overheads:
         yield Assumption(

@@ -47,9 +47,10 @@ def _memory(stage: StageEstimate, kind: str) -> float:
     return stage.device_bytes if kind == "device" else stage.reserved_bytes
 
 
-def estimate(run: Run) -> Estimate:
-    """Return step time and memory of a run."""
-    rules, known = rules_of(run)
+def estimate(run: Run, *, rules: Rules | None = None) -> Estimate:
+    """Return step time and memory of a run, by its framework's rules or by other ones."""
+    own, known = rules_of(run)
+    rules = rules or own
     if not rules.bridged:
         run = _without_bridge(run)
     assumptions = list(run.assumed)

@@ -1,0 +1,87 @@
+"""`meshwright calibrate`: constants of a cluster, fitted to runs that were measured on it."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+from planner import document
+from planner.calibrate import runs
+from planner.calibrate.calibration import Calibrated
+from planner.calibrate.calibration import calibrate as fitted
+from planner.errors import DocumentError
+from planner.expressions import resolve_cluster
+from planner.model import ModelGraph
+from planner.plan import Plan
+from planner.profile import Birth, Profile
+
+ANY_MODEL = "any"
+RECORD = ("plan.yaml", "model.yaml", "report.json")
+
+
+def calibrate(
+    sources: Sequence[str],
+    *,
+    accelerator: str | None = None,
+    profile: str | None = None,
+    output: str | None = None,
+) -> Calibrated:
+    """Fit the constants of a cluster to tables of runs and to folders that `launch` wrote.
+
+    What was fitted goes into a profile of its own, or into one of layers that was measured before.
+    """
+    if not sources:
+        raise DocumentError("runs", "are missing; give tables of runs or folders of launches")
+    observed = [run for source in sources for run in _observed(Path(source))]
+    chosen = runs.named(observed, accelerator)
+    if observed and not chosen:
+        raise DocumentError("accelerator", f"is {accelerator}, which no run was on")
+    today = datetime.date.today().isoformat()
+    told = ", ".join(Path(source).name for source in sources)
+    result = fitted(chosen, source=f"calibrate of {today}, {len(chosen)} runs: {told}"[:200])
+    if output is not None:
+        document.write(_profile(result, profile, sources, today), output)
+    return result
+
+
+def _observed(source: Path) -> list[runs.Observed]:
+    """Return the runs of a table, or the one of a launch's folder."""
+    if not source.is_dir():
+        return runs.of_table(source)
+    missing = [name for name in RECORD if not (source / name).is_file()]
+    if missing:
+        raise DocumentError(
+            "", f"lacks {', '.join(missing)}, which a launch writes", file=str(source)
+        )
+    from runtime.report import RunReport  # noqa: PLC0415 - the runtime
+
+    plan = document.read(Plan, source / "plan.yaml")
+    report = document.read(RunReport, source / "report.json")
+    if report.step_time_s is None:
+        raise DocumentError("step_time_s", "is missing: the run was too short", file=str(source))
+    model = document.read(ModelGraph, source / "model.yaml")
+    cluster = resolve_cluster(plan.cluster)
+    return [runs.of_launch(source.name, plan, model, cluster, report.step_time_s)]
+
+
+def _profile(result: Calibrated, base: str | None, sources: Sequence[str], today: str) -> Profile:
+    if base is not None:
+        measured = document.read(Profile, base)
+        return measured.model_copy(update={"calibration": result.calibration})
+    return Profile(
+        model=ANY_MODEL,
+        model_digest=ANY_MODEL,
+        birth=Birth(
+            command=f"meshwright calibrate {' '.join(sources)}"[:200],
+            date=today,
+            host=platform.node() or "unknown",
+            device=result.calibration.accelerator,
+            ranks=1,
+            threads_per_rank=1,
+            software={"python": platform.python_version()},
+        ),
+        layers=(),
+        calibration=result.calibration,
+    )
