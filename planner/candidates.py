@@ -62,6 +62,8 @@ from planner.space import (
 
 Levels = list[tuple[tuple[Sharing, ...], bounds.Floats]]
 """Sharings of one ZeRO level, with a bound for each timetable."""
+Bounded = list[tuple[Layout, float]]
+"""Layouts and the least seconds of each."""
 
 
 class Candidates:
@@ -87,6 +89,8 @@ class Candidates:
         for layer in model.layers:
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
+        self._known_shared: dict[int, _Shared] = {}
+        """By the id of their part."""
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self._rates = rates(cluster, job, tables.profile)
         self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
@@ -274,10 +278,11 @@ class Candidates:
         `part` has one ZeRO level and one timetable.  The other layers take their fewest seconds
         anywhere, and what crosses a boundary of the pipeline takes no time.
         """
-        return self._shared(part).least_s
+        shared = self._known_shared[id(part)] = self._shared(part)
+        return shared.least_s
 
     def _shared(self, part: Family) -> _Shared:
-        """Return what sharing takes of the commonest layers, the same for all with such a part."""
+        """Return what sharing takes of the commonest layers."""
         number = self._divided[part.divided]
         commonest, layers = self._commonest
         layouts = list(part.layouts())
@@ -306,28 +311,33 @@ class Candidates:
             credits_s=np.array(credited * float(self._chain.credits_s[number])),
         )
         least_s = (balanced_s + once_s) * (1 - 1e-12) + self.tables.step_s
-        return _Shared(layouts, least_s, once_s, np.stack(seen_s, axis=1))
+        return _Shared(part, layouts, least_s, once_s, np.stack(seen_s, axis=1))
 
-    def shared_rooms_s(self, part: Family) -> list[tuple[Layout, float]]:
-        """Least seconds with what sharding the commonest layers adds, within memory.
+    def shared_rooms_s(self, parts: Sequence[Family]) -> list[Bounded]:
+        """[part][layout] Least seconds with the sharding of the commonest layers, within memory.
 
-        `part` is as in `shared_s`.  Of sharings that divide states among as many ranks, wherever
+        Parts are as in `shared_s`.  Of sharings that divide states among as many ranks, wherever
         they lie, the least of every figure stands for all.
         """
-        shared = self._shared(part)
-        groups: dict[tuple[int, int], list[int]] = {}
-        for index, sharing in enumerate(part.sharings):
-            groups.setdefault((sharing.zero, sharing.shard), []).append(index)
-        members = list(groups.values())
-        rooms_s = self._within_memory_s(
-            [Unit(part, part.sharings[own[0]]) for own in members],
-            np.array([shared.once_s[own].min() for own in members]),
-            np.array([shared.seen_s[own].min(axis=0) for own in members]),
-        )
-        least_s = shared.least_s.copy()
-        for own, (room_s,) in zip(members, rooms_s, strict=True):
+        result, units, once_s, seen_s = [], [], [], []
+        members: list[tuple[bounds.Floats, list[int]]] = []
+        for part in parts:
+            shared = self._known_shared.pop(id(part), None) or self._shared(part)
+            least_s = shared.least_s.copy()
+            groups: dict[tuple[int, int], list[int]] = {}
+            for index, sharing in enumerate(part.sharings):
+                level = 1 if _alike(part) and sharing.zero == 2 else sharing.zero
+                groups.setdefault((level, sharing.shard), []).append(index)
+            for own in groups.values():
+                members.append((least_s, own))
+                units.append(Unit(part, part.sharings[own[0]]))
+                once_s.append(shared.once_s[own].min())
+                seen_s.append(shared.seen_s[own].min(axis=0))
+            result.append((shared.layouts, least_s))
+        rooms_s = self._within_memory_s(units, np.array(once_s), np.array(seen_s))
+        for (least_s, own), (room_s,) in zip(members, rooms_s, strict=True):
             least_s[own] = np.maximum(least_s[own], room_s)
-        return list(zip(shared.layouts, least_s.tolist(), strict=True))
+        return [list(zip(layouts, least_s.tolist(), strict=True)) for layouts, least_s in result]
 
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""
@@ -371,6 +381,17 @@ class Candidates:
         pins = self.pins
         return instance_of(self.model, self.cluster, layout, costs, pins.recompute, pins.require)
 
+    def repeats(self, layout: Layout) -> bool:
+        """Whether a layout is ZeRO-2 where that does what ZeRO-1 does, which can be chosen too.
+
+        Under a pipeline, and where a step has one micro-batch, both reduce gradients once and hold
+        the same (planner.memory, planner.sharding).
+        """
+        if layout.zero != 2 or (layout.pipeline == 1 and layout.micro_batches > 1):
+            return False
+        simpler = replace(layout, zero=1)
+        return self.pins.allow(simpler) and self.refusal(simpler) is None
+
     def dominator(self, layout: Layout) -> Layout | None:
         """Return a candidate that can do all that this layout can, if one is known."""
         costs = self.tables.of(layout)
@@ -398,6 +419,7 @@ def _plainest(job: Job, degrees: Degrees) -> Layout:
 class _Shared(NamedTuple):
     """Layouts of a part, and what sharing the commonest layers takes under each."""
 
+    part: Family
     layouts: list[Layout]
     least_s: bounds.Floats
     once_s: bounds.Floats
@@ -416,9 +438,13 @@ def _levels(family: Family) -> list[tuple[Sharing, ...]]:
 
     Under a pipeline, and where a step has one micro-batch, ZeRO-2 is ZeRO-1 (planner.memory).
     """
-    alike = family.degrees.pipeline > 1 or family.micro_batches == 1
     result: dict[int, list[Sharing]] = {}
     for sharing in family.sharings:
-        level = 1 if alike and sharing.zero == 2 else sharing.zero
+        level = 1 if _alike(family) and sharing.zero == 2 else sharing.zero
         result.setdefault(level, []).append(sharing)
     return [tuple(level) for level in result.values()]
+
+
+def _alike(family: Family) -> bool:
+    """Whether ZeRO-2 does what ZeRO-1 does."""
+    return family.degrees.pipeline > 1 or family.micro_batches == 1

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planner import sided
-from planner.candidates import Candidates, Levels
+from planner.candidates import Bounded, Candidates, Levels
 from planner.certificate import (
     BOUNDS,
     CHOSEN,
@@ -74,6 +74,8 @@ leaves unproven the certificate says."""
 
 _AHEAD = 96
 """Families that are bounded at once."""
+_OPENED = 12
+"""Parts of families whose layouts are bounded at once."""
 
 Progress = Callable[[int, int], None]
 Outcome = Solution | Infeasible | Fathomed | Unfinished
@@ -253,7 +255,8 @@ class _Hunt:
         """Families of which only the first bound is known, with their index; the lowest is last."""
         self._looked_at: dict[int, tuple[Family, Levels]] = {}
         """Families whose bounds within memory are known, by their id."""
-        self._opened = 0
+        self._opened: dict[int, tuple[Family, Bounded]] = {}
+        """Parts whose layouts are bounded, by their id."""
         self._left: list[_Entry] = []
         """What was in the queue when the search ended, with memory and sharing in its bounds."""
 
@@ -265,7 +268,7 @@ class _Hunt:
                 break
             self._advance(entry)
             if self._progress:
-                self._progress(self._opened, len(self._candidates.families))
+                self._progress(len(self._looked_at), len(self._candidates.families))
         self._left = [entry for entry in self._queue if entry.known >= SHARED]
         heapq.heapify(self._left)
         for _ in range(RUNNERS_UP):
@@ -327,8 +330,7 @@ class _Hunt:
                 better_s = float(self._candidates.shared_s(item).min())
                 self._push(max(bound_s, better_s), SHARED, item)
             else:
-                self._opened += 1
-                for layout, better_s in self._candidates.shared_rooms_s(item):
+                for layout, better_s in self._layouts(item):
                     self._enlist(max(bound_s, better_s), layout)
         elif entry.known == SHARED:
             better_s = max(bound_s, self._candidates.communication_s(item))
@@ -371,12 +373,25 @@ class _Hunt:
                 self._looked_at[id(one)] = one, levels
         return self._looked_at[id(family)][1]
 
+    def _layouts(self, part: Family) -> Bounded:
+        """Return a part's layouts with their bounds; those of the next parts are worked out too."""
+        if id(part) not in self._opened:
+            queued = (entry for entry in self._queue if entry.known == SHARED)
+            coming = heapq.nsmallest(_OPENED, queued)
+            ahead = [entry.item for entry in coming if isinstance(entry.item, Family)]
+            some = [part, *(one for one in ahead if id(one) not in self._opened)]
+            for one, bounded in zip(some, self._candidates.shared_rooms_s(some), strict=True):
+                self._opened[id(one)] = one, bounded
+        return self._opened[id(part)][1]
+
     def _enlist(self, bound_s: float, layout: Layout) -> None:
         """Let a layout of a family stand for itself."""
-        if self._candidates.refusal(layout) is None:
-            self._push(bound_s, SHARED, layout)
-        else:
+        if self._candidates.refusal(layout) is not None:
             self.account.lost(REFUSED, layout)
+        elif self._candidates.repeats(layout):
+            self.account.lost(DOMINATED, layout)
+        else:
+            self._push(bound_s, SHARED, layout)
 
     def _push(self, bound_s: float, known: int, item: Family | Layout) -> None:
         """Put an item in the queue; what cannot fit goes to the account."""

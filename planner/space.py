@@ -352,13 +352,26 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         layout.expert,
         layout.zero,
         layout.data_replicate if layout.zero else 0,
-        SCHEDULES.index(layout.schedule),
+        _PLACES[layout.schedule],
         layout.virtual_stages,
-        get_args(Offload).index(layout.offload),
-        get_args(GradientWire).index(layout.gradient_wire),
-        *(INSIDE_OUT.index(axis) for axis in layout.order),
+        _PLACES[layout.offload],
+        _PLACES[layout.gradient_wire],
+        *_axes(layout.order),
         -layout.micro_batch,
     )
+
+
+@lru_cache(maxsize=1 << 10)
+def _axes(order: tuple[Axis, ...]) -> tuple[int, ...]:
+    return tuple(INSIDE_OUT.index(axis) for axis in order)
+
+
+_PLACES = {
+    name: place
+    for names in (SCHEDULES, get_args(Offload), get_args(GradientWire))
+    for place, name in enumerate(names)
+}
+"""Where each choice stands among its like."""
 
 
 def kind(layout: Layout) -> tuple[int, ...]:

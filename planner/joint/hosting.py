@@ -38,8 +38,10 @@ Booleans = NDArray[np.bool_]
 _FEW = 4
 """Up to so many options, every level of transient bytes is told apart; else the least is charged
 to all."""
-_HALVINGS = 12
-_PRICES = 8
+_HALVINGS = 8
+_PRICES = 5
+_NEAR = 2.0
+"""A ceiling is looked for below so many times the least one first."""
 _ROUNDING = 1e-9
 
 
@@ -198,8 +200,9 @@ class _Room:
         if not tight.any():
             return found_s
         part, low_s, high_s = self.of(tight), low_s[tight], high_s[tight]
-        for _ in range(_HALVINGS):
-            middle_s = np.sqrt(low_s * high_s)
+        near_s = np.minimum(_NEAR * low_s, high_s)
+        for halving in range(_HALVINGS + 1):
+            middle_s = near_s if halving == 0 else np.sqrt(low_s * high_s)
             holds = part.holds(middle_s)
             low_s, high_s = np.where(holds, low_s, middle_s), np.where(holds, middle_s, high_s)
         found_s[tight] = low_s

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,19 +70,16 @@ class Chain:
     """[setting] Of all layers."""
 
 
-class _Shape(NamedTuple):
-    """Ranks of a pipeline under each of some timetables: arrays [timetable and rank]."""
+class _Ranks(NamedTuple):
+    """The ranks of a pipeline under one timetable."""
 
-    in_flight: Floats
-    waiting: Floats
-    buffers: Floats
-    more_waiting: Floats
-    """What may wait beyond its share, times what one like layer keeps."""
-    first: Floats
-    """1 where the rank has the model's first layer."""
-    last: Floats
-    holdings: tuple[Holding, ...]
-    """[timetable]"""
+    columns: Floats
+    """[column, rank] Micro-batches in flight and waiting; buffers; how often what one like layer
+    keeps may wait beyond its share; 1 where the rank has the model's first, last layer."""
+    holding: int
+    """Place in `_HOLDINGS`."""
+    least: tuple[float, float]
+    """Least in flight, and least buffers."""
 
 
 class Rooms:
@@ -104,7 +101,7 @@ class Rooms:
         run = longest_run(self._kinds)
         self._like = run is not None and self._kinds[run.before] == chain.commonest
         self._recompute = recompute
-        self._shapes: dict[tuple[object, ...], _Shape] = {}
+        self._ranks: dict[tuple[object, ...], tuple[_Ranks, ...]] = {}
 
     def least_s(
         self,
@@ -119,79 +116,77 @@ class Rooms:
         `settings` [unit] are places in the chain's arrays; `added_s` [unit] comes on top of a step,
         `seen_s` [unit, choice] of the passes of one of the commonest layers.
         """
-        chain, action_s = self._chain, self._tables.action_s
-        shapes = [self._shape(unit.family) for unit in units]
-        of_unit = np.repeat(np.arange(len(units)), [len(shape.holdings) for shape in shapes])
-        every = [holding for shape in shapes for holding in shape.holdings]
-        ranks = np.array([unit.family.degrees.pipeline for unit in units])[of_unit]
-        setting = settings[of_unit]
-
-        options, stages = self._problems(units, settings, shapes, of_unit, every, ranks)
+        each = [self._ranks_of(unit.family) for unit in units]
+        every = [ranks for own in each for ranks in own]
+        of_unit = np.repeat(np.arange(len(units)), [len(own) for own in each])
+        degree = np.array([unit.family.degrees.pipeline for unit in units])[of_unit]
+        costs = _Costs(self._tables, self._chain.figures, units, settings, self._recompute)
+        holdings = np.array([ranks.holding for ranks in every])
+        options = Options(
+            **dict(zip(_FIGURES, costs.of(self._chain.commonest, holdings, of_unit), strict=True))
+        )
         if seen_s is not None:
             options = replace(options, time_s=options.time_s + seen_s[of_unit].T)
-        kinds = list(chain.counts)
-        counts = np.array(list(chain.counts.values()), dtype=float)
-        fastest_s = chain.fastest_s[:, setting]
-        even_s = np.ceil(counts[:, None] / ranks) * fastest_s
-        at = kinds.index(chain.commonest)
-        layers = chain.counts[chain.commonest]
-        slowest_s, counted_s = hosted(options, stages, layers, even_s[at])
-        total_s = counted_s + np.delete(counts, at) @ np.delete(fastest_s, at, axis=0)
-        total_s += paces.actions * action_s
-        slowest_s = np.maximum(slowest_s, even_s.max(axis=0)) + paces.least_actions * action_s
-        slowest_s = np.maximum(slowest_s, total_s / ranks)
-        fits = np.isfinite(counted_s)
-        bound_s = np.full(len(of_unit), np.inf)
-        once_s = added_s[of_unit] + self._tables.step_s - paces.credited * chain.credits_s[setting]
-        steady_s = (paces.steady * np.where(fits, slowest_s, 0.0)) + paces.fill * np.where(
-            fits, total_s, 0.0
-        )
-        bound_s[fits] = (steady_s * _BELOW + once_s)[fits]
+        boundary_bytes = np.array([self._boundary_bytes(unit) for unit in units])[of_unit]
+        least = np.array([ranks.least for ranks in every]).T
+        kept = np.flatnonzero(self._may_fit(options, boundary_bytes, least, degree))
+        bound_s = np.full(len(every), np.inf)
+        if len(kept):
+            some = [every[at] for at in kept.tolist()]
+            columns = np.concatenate([ranks.columns for ranks in some], axis=1)
+            options, degree, of_unit = options.of(kept), degree[kept], of_unit[kept]
+            stages = self._stages(
+                columns, options, degree, boundary_bytes[kept], costs, holdings[kept], of_unit
+            )
+            bound_s[kept] = self._bound_s(
+                options,
+                stages,
+                settings[of_unit],
+                Paces(*(column[kept] for column in paces)),
+                added_s[of_unit],
+            )
         return bound_s
 
-    def _problems(
+    def _may_fit(
+        self, options: Options, boundary_bytes: Floats, least: Floats, degree: Indices
+    ) -> NDArray[np.bool_]:
+        """[timetable] Whether all ranks hold the layers if each were like the roomiest of them."""
+        in_flight, buffers = least
+        lean = (options.resident_bytes + in_flight * options.stored_bytes).min(axis=0)
+        free = self._capacity_bytes - buffers * boundary_bytes
+        free -= options.transient_bytes.min(axis=0)
+        layers = -(-self._chain.counts[self._chain.commonest] // degree)
+        may: NDArray[np.bool_] = layers * lean <= free * (1 + 1e-9)
+        return may
+
+    def _stages(
         self,
-        units: Sequence[Unit],
-        settings: Indices,
-        shapes: Sequence[_Shape],
+        columns: Floats,
+        options: Options,
+        degree: Indices,
+        boundary_bytes: Floats,
+        costs: _Costs,
+        holdings: Indices,
         of_unit: Indices,
-        every: Sequence[Holding],
-        ranks: Indices,
-    ) -> tuple[Options, Stages]:
-        """Return the options of a layer [timetable, choice], and the stages of all timetables."""
-        layouts = [_layout(unit) for unit in units]
-        names = list(dict.fromkeys(every))
-        kinds = dict.fromkeys((self._chain.commonest, *self._tables.end_kinds))
-        costs = _Costs(self._tables, self._chain.figures, layouts, settings, self._recompute)
-        # [figure, choice, timetable]
-        which = np.array([names.index(one) for one in every])
-        of_kind = {
-            kind: np.stack([costs.of(kind, name) for name in names])[
-                which, :, :, of_unit
-            ].transpose(1, 2, 0)
-            for kind in kinds
-            if kind
-        }
-        figures = of_kind[self._chain.commonest]
-        options = Options(**dict(zip(_FIGURES, figures, strict=True)))
-        in_flight, waiting, buffers, more, *ends = (
-            np.concatenate([shape[column] for shape in shapes]) for column in range(6)
-        )
-        boundary_bytes = np.array([self._tables.boundary_bytes(layout) for layout in layouts])
-        problem = np.repeat(np.arange(len(of_unit)), ranks)
-        free_bytes = self._capacity_bytes - buffers * boundary_bytes[of_unit][problem]
+    ) -> Stages:
+        """Return the ranks of all timetables, with what is left beside what surely lies there."""
+        in_flight, waiting, buffers, more, *ends = columns
+        problem = np.repeat(np.arange(len(degree)), degree)
+        free_bytes = self._capacity_bytes - buffers * boundary_bytes[problem]
         if self._like:
             free_bytes -= more * options.kept_bytes.min(axis=0)[problem]
         beside_s, beside_bytes = np.zeros(len(problem)), np.zeros(len(problem))
         for kind, here in zip(self._tables.end_kinds, ends, strict=True):
             if kind is None or kind == self._chain.commonest:
                 continue
-            time_s, stored, resident, transient, kept = of_kind[kind].min(axis=1)[:, problem]
-            beside_s += here * time_s
-            free_bytes -= here * (resident + in_flight * stored + waiting * kept)
-            np.maximum(beside_bytes, here * transient, out=beside_bytes)
-        return options, Stages(
-            counts=ranks,
+            at = np.flatnonzero(here)
+            figures = costs.of(kind, holdings, of_unit).min(axis=1)[:, problem[at]]
+            time_s, stored, resident, transient, kept = figures
+            beside_s[at] += time_s
+            free_bytes[at] -= resident + in_flight[at] * stored + waiting[at] * kept
+            beside_bytes[at] = np.maximum(beside_bytes[at], transient)
+        return Stages(
+            counts=degree,
             in_flight=in_flight,
             waiting=waiting,
             free_bytes=free_bytes,
@@ -199,23 +194,36 @@ class Rooms:
             beside_transient_bytes=beside_bytes,
         )
 
-    def _shape(self, family: Family) -> _Shape:
+    def _bound_s(
+        self, options: Options, stages: Stages, setting: Indices, paces: Paces, added_s: Floats
+    ) -> Floats:
+        """[timetable] Least seconds, by the slowest stage and by all of them."""
+        chain, action_s, ranks = self._chain, self._tables.action_s, stages.counts
+        counts = np.array(list(chain.counts.values()), dtype=float)
+        fastest_s = chain.fastest_s[:, setting]
+        even_s = np.ceil(counts[:, None] / ranks) * fastest_s
+        at = list(chain.counts).index(chain.commonest)
+        slowest_s, counted_s = hosted(options, stages, chain.counts[chain.commonest], even_s[at])
+        fits = np.isfinite(counted_s)
+        total_s = np.where(fits, counted_s, 0.0) + paces.actions * action_s
+        total_s += np.delete(counts, at) @ np.delete(fastest_s, at, axis=0)
+        slowest_s = np.maximum(np.where(fits, slowest_s, 0.0), even_s.max(axis=0))
+        slowest_s = np.maximum(slowest_s + paces.least_actions * action_s, total_s / ranks)
+        once_s = added_s + self._tables.step_s - paces.credited * chain.credits_s[setting]
+        bound_s = (paces.steady * slowest_s + paces.fill * total_s) * _BELOW + once_s
+        return np.where(fits, bound_s, np.inf)
+
+    def _boundary_bytes(self, unit: Unit) -> float:
+        return self._tables.boundary_bytes(_layout(unit))
+
+    def _ranks_of(self, family: Family) -> tuple[_Ranks, ...]:
+        """[timetable] Return how the ranks of a family are laden."""
         key = (family.degrees.pipeline, family.micro_batches, family.timetables)
-        found = self._shapes.get(key)
+        found = self._ranks.get(key)
         if found is None:
-            each = [
+            found = self._ranks[key] = tuple(
                 _ranks(self._kinds, family.degrees.pipeline, family.micro_batches, timetable)
                 for timetable in family.timetables
-            ]
-            in_flight, waiting, buffers, more, first, last = (
-                np.concatenate(column) for column in zip(*each, strict=True)
-            )
-            holdings = tuple(
-                holding_of(family.layout(family.sharings[0], timetable))
-                for timetable in family.timetables
-            )
-            found = self._shapes[key] = _Shape(
-                in_flight, waiting, buffers, more, first, last, holdings
             )
         return found
 
@@ -227,10 +235,11 @@ class _Costs:
         self,
         tables: CostTables,
         figures: KindFigures,
-        layouts: Sequence[Layout],
+        units: Sequence[Unit] | Sequence[Layout],
         settings: Indices,
         recompute: Recompute | None,
     ) -> None:
+        layouts = [_layout(unit) if isinstance(unit, Unit) else unit for unit in units]
         self._tables = tables
         self._figures = figures
         self._settings = settings
@@ -241,26 +250,35 @@ class _Costs:
         self._pipelined = cast(bool, np.array([layout.pipeline > 1 for layout in layouts]))
         self._parts: dict[str, list[StrategyParts]] = {}
 
-    def of(self, kind: str, holding: Holding) -> Floats:
-        """[figure, choice, layout] One kind's `_FIGURES`."""
+    def of(self, kind: str, holdings: Indices, layouts: Indices) -> Floats:
+        """[figure, choice, place] One kind's `_FIGURES`, for layouts that hold things somehow."""
         if kind not in self._parts:
             self._parts[kind] = list(self._of(kind))
         parts = self._parts[kind]
-        result = np.empty((len(_FIGURES), len(parts), len(self._states)))
-        for choice, part in enumerate(parts):
-            cost = strategy_cost(
-                part,
-                neighbour_bytes=0.0,
-                action_s=0.0,
-                holding=holding,
-                last=kind == self._tables.end_kinds[1],
-                once=self._once,
-            )
-            result[0, choice] = cost.forward_s + cost.backward_s
-            result[1, choice] = cost.stored_bytes
-            result[2, choice] = cost.resident_bytes
-            result[3, choice] = cost.transient_bytes
-            result[4, choice] = part.figures.kept_bytes
+        result = np.empty((len(_FIGURES), len(parts), len(layouts)))
+        for number in np.unique(holdings).tolist():
+            at = np.flatnonzero(holdings == number)
+            of = layouts[at]
+            for choice, part in enumerate(parts):
+                cost = strategy_cost(
+                    part,
+                    neighbour_bytes=0.0,
+                    action_s=0.0,
+                    holding=_HOLDINGS[number],
+                    last=kind == self._tables.end_kinds[1],
+                    once=self._once,
+                )
+                figures = (
+                    cost.forward_s + cost.backward_s,
+                    cost.stored_bytes,
+                    cost.resident_bytes,
+                    cost.transient_bytes,
+                    part.figures.kept_bytes,
+                )
+                for row, figure in enumerate(figures):
+                    result[row, choice, at] = (
+                        figure[of] if isinstance(figure, np.ndarray) else figure
+                    )
         return result
 
     def _of(self, kind: str) -> Iterable[StrategyParts]:
@@ -298,12 +316,11 @@ def costs_together(
     Each layout holds things as its own timetable does; `figures` are arrays [layout].
     """
     every = np.arange(len(layouts))
-    costs = _Costs(tables, figures, layouts, every, recompute)
-    holdings = [holding_of(layout) for layout in layouts]
-    of_each = {name: costs.of(kind, name) for name in dict.fromkeys(holdings)}
-    return np.stack([of_each[name][:, :, at] for at, name in enumerate(holdings)], axis=-1)
+    holdings = np.array([_HOLDINGS.index(holding_of(layout)) for layout in layouts])
+    return _Costs(tables, figures, layouts, every, recompute).of(kind, holdings, every)
 
 
+_HOLDINGS: tuple[Holding, ...] = get_args(Holding)
 _FIGURES = ("time_s", "stored_bytes", "resident_bytes", "transient_bytes", "kept_bytes")
 
 _BELOW = 1.0 - 1e-9
@@ -329,28 +346,28 @@ def _layout(unit: Unit) -> Layout:
     return unit.family.layout(unit.leanest, Timetable())
 
 
-def _ranks(
-    kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Timetable
-) -> tuple[Floats, ...]:
-    """[rank] The columns of `_Shape`, as planner.formulation and planner.rank_problem have them."""
+def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Timetable) -> _Ranks:
+    """Return how ranks are laden, as planner.formulation and planner.rank_problem have it."""
     name, virtual = timetable
-    none = np.zeros(ranks)
-    if ranks == 1:
-        return none + 1.0, none, none, none, none + 1.0, none + 1.0
+    layout = Layout(pipeline=ranks, schedule=name, virtual_stages=virtual)
+    none, at = np.zeros(ranks), np.arange(ranks)
+    home = rank_of_stage(name, stages=ranks * virtual, virtual_stages=virtual)
+    ends = (at == home[0]).astype(float), (at == home[-1]).astype(float)
     each = [
         held(name, rank, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual)
         for rank in range(ranks)
     ]
     alive = np.array([float(one.alive) for one in each])
-    at = np.arange(ranks)
-    home = rank_of_stage(name, stages=ranks * virtual, virtual_stages=virtual)
-    first, last = (at == home[0]).astype(float), (at == home[-1]).astype(float)
-    if not counted_by_rank(Layout(pipeline=ranks, schedule=name, virtual_stages=virtual)):
-        return alive, none, np.where(at < ranks - 1, alive, 0.0) + 2.0, none, first, last
-    waiting = np.array([float(one.waiting) for one in each])
-    if not splits_backward(name):
-        waiting = none
-    shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
-    full = np.array([float(shares.full_stages(rank)) if shares else 1.0 for rank in range(ranks)])
-    more = waiting * (full - 1) / full
-    return alive / full, waiting / full, alive + 2.0 * virtual, more, first, last
+    if ranks == 1:
+        columns = none + 1.0, none, none, none, *ends
+    elif not counted_by_rank(layout):
+        columns = alive, none, np.where(at < ranks - 1, alive, 0.0) + 2.0, none, *ends
+    else:
+        waiting = np.array([float(one.waiting) for one in each])
+        waiting *= splits_backward(name)
+        shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
+        full = np.array([shares.full_stages(rank) if shares else 1 for rank in range(ranks)])
+        more = waiting * (full - 1) / full
+        columns = alive / full, waiting / full, alive + 2.0 * virtual, more, *ends
+    least = float(columns[0].min()), float(columns[2].min())
+    return _Ranks(np.stack(columns), _HOLDINGS.index(holding_of(layout)), least)

@@ -112,7 +112,7 @@ def test_no_configuration_is_faster_and_no_bound_is_above_its_optimum(case: Case
             ):
                 part = replace(family, sharings=sharings, timetables=(timetable,))
                 shared_s = candidates.shared_s(part)
-                both_s = candidates.shared_rooms_s(part)
+                (both_s,) = candidates.shared_rooms_s([part])
                 for layout, alone_s, (same, better_s) in zip(
                     part.layouts(), shared_s, both_s, strict=True
                 ):
@@ -144,7 +144,13 @@ def test_a_dominator_is_at_least_as_fast(case: Case) -> None:
 
     pairs = [(layout, candidates.dominator(layout)) for layout in exhaustive]
 
+    repeated = [layout for layout in exhaustive if candidates.repeats(layout)]
+    for layout in repeated:
+        simpler = replace(layout, zero=1)
+        assert candidates.costs(layout).kinds == candidates.costs(simpler).kinds
+        assert exhaustive[simpler] == exhaustive[layout]
     dominated = [(layout, by) for layout, by in pairs if by is not None]
+    assert bool(repeated) == any(layout.zero == 2 for layout, _ in dominated)
     assert dominated
     for layout, by in dominated:
         assert exhaustive[by] <= exhaustive[layout] * (1 + 1e-12)
