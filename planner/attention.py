@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from planner.model import Architecture, LatentAttention
-from planner.operator_table import FP32, Operator, Setting
+from planner.operator_table import FP32, Operator, Setting, smaller
 from planner.operators import gathered, matmul, norm, row_wise
 
 CAPPED_BLOCK = 512
@@ -251,9 +253,9 @@ def _capped(a: Architecture, setting: Setting, span: int) -> tuple[int, float]:
     to the gradients of keys or values, and in 16 bits those gradients in fp32.
     """
     e, heads = setting.element_bytes, a.heads / setting.tensor
-    chunks = 2 * setting.context if setting.context > 1 else 1
-    rows = min(CAPPED_BLOCK, setting.seq_len // chunks)
-    keys = min(setting.seq_len, span + rows)
+    chunks = 2 * setting.context if setting.divides_sequence else 1
+    rows = smaller(CAPPED_BLOCK, setting.seq_len // chunks)
+    keys = smaller(setting.seq_len, span + rows)
     scores = setting.micro_batch * heads * rows * keys * FP32
     product = setting.micro_batch * keys * heads * a.head_dim
     gradients = 2 * setting.micro_batch * setting.seq_len * a.kv_heads / setting.tensor
@@ -261,7 +263,7 @@ def _capped(a: Architecture, setting: Setting, span: int) -> tuple[int, float]:
     workspace = (2.5 if narrow else 2.0) * scores + product * (e + FP32 * narrow)
     workspace += gradients * a.head_dim * FP32 * narrow
     blocks = -(-setting.seq_len // setting.context // rows)
-    return CAPPED_KERNELS * blocks, workspace
+    return cast(int, CAPPED_KERNELS * blocks), workspace
 
 
 def window(a: Architecture, kind: str, seq_len: int) -> int:
