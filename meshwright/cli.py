@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from planner.search import Answer
     from planner.search import Progress as Report
+    from profiler.profile import Intended
     from runtime.report import Comparison
 
 app = typer.Typer(
@@ -379,12 +380,39 @@ def profile(
     cluster_output: Annotated[
         str | None, typer.Option("--cluster-output", help="Write the cluster with its links here")
     ] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", help="About how long it may take: 90s, 5min")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again what was measured before")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be measured, in its order")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Measure a model's layers and the machines' links, for plans that hold there.
 
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
+    if dry_run:
+        found = commands.profile_agenda(
+            model,
+            cluster,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            precision=precision.value if precision else None,
+            nodes=nodes,
+            node=node,
+            rendezvous=rendezvous,
+            budget=budget,
+        )
+        if json:
+            print(commands.as_json(commands.agenda_json(found)))
+            return
+        for line in agenda_lines(found):
+            out.print(line)
+        return
     measured = commands.profile(
         model,
         cluster,
@@ -396,6 +424,8 @@ def profile(
         nodes=nodes,
         node=node,
         rendezvous=rendezvous,
+        budget=budget,
+        fresh=fresh,
         quiet=json,
     )
     if json:
@@ -424,6 +454,28 @@ def profile(
         out.print(f"[yellow]{finding.text}[/yellow]")
     written = f" on node 0, cluster to {cluster_output}" if cluster_output else ""
     out.print(f"profile written to {output}{written}; plan with: --profile {output}")
+
+
+def agenda_lines(found: Intended) -> Iterator[str]:
+    """Yield what a profile would measure, in its order."""
+    ranks = " + ".join(map(str, found.counts))
+    yield f"{found.machine.name}: {ranks} ranks, {found.job.precision}, {found.job.seq_len} tokens"
+    for group in found.groups:
+        apart = f", {group.stride} apart" if group.stride > 1 else ""
+        yield (
+            f"links    {group.tier}, groups of {group.ranks} ranks{apart}: all collectives, "
+            f"1 KiB to 64 MiB, {seconds_text(found.budget.group_s)}"
+        )
+    if len(found.counts) > 1:
+        yield f"pairs    all pairs of nodes, both ways, {seconds_text(found.budget.pairs_s)}"
+    yield f"layers   {seconds_text(found.budget.layers_s)}, as far down this list as it goes:"
+    for wish in found.wishes:
+        why = f"plans use it, value {wish.value:.2f}" if wish.value else "to interpolate between"
+        yield (
+            f"         tp {wish.tensor}, micro-batch {wish.micro_batch}, recompute "
+            f"{wish.recompute}: {why}"
+        )
+    yield "runtime  optimizer, sharding, pipeline actions, a step's fixed seconds"
 
 
 @app.command()

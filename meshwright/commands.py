@@ -35,10 +35,11 @@ from planner.requirements import read_requirements
 from planner.search import Answer, Progress, search
 from planner.sided import solve as solve_exactly
 from planner.training import Training
-from planner.units import bytes_text, count_text, seconds_text
+from planner.units import bytes_text, count_text, duration_s, seconds_text
 
 if TYPE_CHECKING:
     from planner.validate import Validation
+    from profiler.profile import Intended
     from runtime.export import Exported
     from runtime.report import Comparison, RunReport
 
@@ -333,15 +334,22 @@ def profile(
     nodes: int | None = None,
     node: int | None = None,
     rendezvous: str | None = None,
+    budget: str | None = None,
+    fresh: bool = False,
     quiet: bool = False,
 ) -> Profile:
     """Measure a model's layers and the links of these machines.
+
+    `budget` is about how long it may take (`5min`); what is most valuable to a plan is measured
+    first.  What was measured before of the same model, software and machines is not measured again
+    unless `fresh`, and a profile that was cut short goes on.
 
     On several nodes it is called once on each, with the same arguments; which of them this is say
     `nodes`, `node` and `rendezvous`, or the environment that torchrun, Slurm or Kubernetes made.
     Node 0 writes `output`, and to `cluster_output` the cluster with its links as measured.
     """
     _need_torch("measuring a machine")
+    from profiler.profile import BUDGET_S  # noqa: PLC0415 - starts ranks
     from profiler.profile import profile as measure  # noqa: PLC0415
     from runtime.nodes import seat_of  # noqa: PLC0415 - starts ranks
 
@@ -353,7 +361,15 @@ def profile(
             graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision
         )
 
-    found = measure(graph, cluster, job, seat=seat, quiet=quiet)
+    found = measure(
+        graph,
+        cluster,
+        job,
+        budget_s=BUDGET_S if budget is None else duration_s(budget),
+        fresh=fresh,
+        seat=seat,
+        quiet=quiet,
+    )
     measured: Profile = found.profile
     if seat.node == 0:
         if output is not None:
@@ -361,6 +377,65 @@ def profile(
         if cluster_output is not None:
             document.write(found.cluster, cluster_output)
     return measured
+
+
+def profile_agenda(
+    model: str,
+    cluster: str = "local",
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    nodes: int | None = None,
+    node: int | None = None,
+    rendezvous: str | None = None,
+    budget: str | None = None,
+) -> Intended:
+    """Return what `profile` would measure, in its order, and measure nothing."""
+    from runtime.nodes import seat_of  # noqa: PLC0415 - the profiler
+    from profiler.profile import BUDGET_S, intended  # noqa: PLC0415
+
+    graph = model_of(model, seq_len=seq_len)
+
+    def job(machine: ClusterSpec) -> Job:
+        return job_of(
+            graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision
+        )
+
+    found: Intended = intended(
+        graph,
+        cluster,
+        job,
+        budget_s=BUDGET_S if budget is None else duration_s(budget),
+        seat=seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous),
+    )
+    return found
+
+
+def agenda_json(found: Intended) -> dict[str, Any]:
+    """Return what `profile --dry-run --json` prints."""
+    return {
+        "cluster": found.machine.name,
+        "ranks_of_nodes": list(found.counts),
+        "budget_s": {
+            "each_group": found.budget.group_s,
+            "pairs_of_nodes": found.budget.pairs_s,
+            "layers": found.budget.layers_s,
+        },
+        "groups": [
+            {"tier": g.tier, "ranks": g.ranks, "stride": g.stride, "inner": g.inner}
+            for g in found.groups
+        ],
+        "layers": [
+            {
+                "tensor": w.tensor,
+                "micro_batch": w.micro_batch,
+                "recompute": w.recompute,
+                "value": w.value,
+            }
+            for w in found.wishes
+        ],
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

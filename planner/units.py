@@ -6,9 +6,12 @@ TFLOP/s exist here, in rendering.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import Field
+
+from planner.errors import DocumentError
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[int, Field(ge=1, strict=True)]
@@ -34,6 +37,19 @@ def seconds_text(seconds: float) -> str:
     if seconds >= 1e-3:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds * 1e6:.3g} µs"
+
+
+def duration_s(text: str) -> float:
+    """Return the seconds of a duration as people write it.
+
+    >>> duration_s("5min"), duration_s("90s"), duration_s("1.5h"), duration_s("30")
+    (300.0, 90.0, 5400.0, 30.0)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)?\s*", text)
+    seconds = float(match[1]) * {"m": 60, "h": 3600}.get((match[2] or "s")[0], 1) if match else 0.0
+    if seconds <= 0:
+        raise DocumentError("", f"'{text:.40}' is no duration; write 90s, 5min or 1h")
+    return seconds
 
 
 def bytes_text(size_bytes: float) -> str:

@@ -7,7 +7,7 @@ both of its nodes reach elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from planner.profile import Finding, MeasuredDevice, MeasuredNode, NodePair, Profile
@@ -16,6 +16,8 @@ DEGRADED = 0.8
 """Of what its peers reach: below it, something is wrong with it."""
 BUSY = 0.15
 """Share of a device's time that others took, above which measurements are doubtful."""
+DRIFT = 0.1
+"""Of a fixed product from the first rounds to the last."""
 TARGET_SPREAD = 0.15
 """Interquartile range over median that repetitions aim at."""
 
@@ -27,6 +29,7 @@ def findings(profile: Profile) -> tuple[Finding, ...]:
         *slow_links(profile.pairs, names),
         *slow_devices(profile.nodes),
         *wide_spreads(profile),
+        *interpolation(profile),
     )
 
 
@@ -116,6 +119,66 @@ def wide_spreads(profile: Profile) -> Iterator[Finding]:
             f"{TARGET_SPREAD:.0%} (worst: {worst.kind}, {worst.spread:.0%}); others use the "
             "machine, or its clock changes",
         )
+
+
+def disturbances(noise: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
+    """Yield ranks whose processor others used, and devices that became slower."""
+    busy = [of_rank for of_rank in noise if of_rank["waited"] > BUSY]
+    if busy:
+        worst = max(busy, key=lambda of_rank: of_rank["waited"])
+        yield Finding(
+            what="noise",
+            subject=f"rank {worst['rank']:g}",
+            share=worst["waited"],
+            text=f"others ran for {worst['waited']:.0%} of the time in which rank "
+            f"{worst['rank']:g} had work to do ({len(busy)} of {len(noise)} ranks were disturbed); "
+            "measure again when the machine is quiet",
+        )
+    for of_rank in noise:
+        if of_rank["drift"] > DRIFT:
+            yield Finding(
+                what="clock",
+                subject=f"rank {of_rank['rank']:g}",
+                share=of_rank["drift"],
+                text=f"the device of rank {of_rank['rank']:g} became {of_rank['drift']:.0%} slower "
+                "while it was measured: heat, a power limit, or others",
+            )
+
+
+def interpolation(profile: Profile) -> Iterator[Finding]:
+    """Yield how far interpolated seconds are from measured ones, by leaving out each in turn.
+
+    Of every micro-batch between two others, all layer kinds together.  Between measured ones the
+    gaps are half as wide, so this bounds their error as long as seconds grow smoothly.
+    """
+    passes: dict[tuple[int, str], dict[int, float]] = {}
+    for m in profile.layers:
+        of_setting = passes.setdefault((m.tensor, m.recompute), {})
+        of_setting[m.micro_batch] = of_setting.get(m.micro_batch, 0.0) + m.forward_s + m.backward_s
+    errors = [
+        (abs(_between(of_size, low, size, high) / of_size[size] - 1.0), setting, size)
+        for setting, of_size in passes.items()
+        for low, size, high in _threes(sorted(of_size))
+        if of_size[size] > 0
+    ]
+    if errors:
+        error, (tensor, recompute), size = max(errors)
+        yield Finding(
+            what="layers",
+            subject="interpolation",
+            share=error,
+            text=f"seconds between measured micro-batches are within {error:.0%}: the worst of "
+            f"{len(errors)} left out in turn (tp {tensor}, micro-batch {size}, {recompute})",
+        )
+
+
+def _threes(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    return list(zip(sizes, sizes[1:], sizes[2:], strict=False))
+
+
+def _between(of_size: Mapping[int, float], low: int, size: int, high: int) -> float:
+    share = (size - low) / (high - low)
+    return of_size[low] + share * (of_size[high] - of_size[low])
 
 
 def _best(

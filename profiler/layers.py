@@ -19,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ from planner.model import ModelGraph
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.profile import LayerMeasurement, Recompute
 from profiler.clock import Clock, Moment, median, slowest, spread
+from profiler.kept import Parts
+from profiler.noise import Watch
 from runtime import recompute as recomputing
 from runtime.adapter import Adapter
 from runtime.live_memory import LiveMemory
@@ -42,11 +44,16 @@ from runtime.mesh import Place
 from runtime.parallelize import parallel_stage
 from runtime.source import adapter_of
 
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 SAME_KIND = 2
 """Layers of one kind in the chain: the second one finds the caches as in a deep model."""
 LEAST_ROUNDS = 3
+ENOUGH_ROUNDS = 6
+"""If nothing spreads by more than the target."""
 MOST_ROUNDS = 20
+TARGET_SPREAD = 0.1
+"""Interquartile range over median of a pass through the chain."""
+RECOMPUTED: dict[Recompute, float] = {"none": 1.0, "selective": 1.2, "full": 1.4}
+"""Seconds of a pass over those without recomputation, for the estimate of what fits a budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,43 +206,55 @@ def _place(plan: Plan, device: torch.device) -> Place:
 
 def measurements(
     chains: Sequence[Chain],
-    micro_batches: Sequence[int],
+    cases: Sequence[Case],
     *,
-    recomputes: Sequence[Recompute] = RECOMPUTES,
     budget_s: float,
+    least: int | None = None,
+    parts: Parts | None = None,
+    watch: Watch | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> list[LayerMeasurement]:
-    """Measure every kind under every case; all ranks call it together and get the same.
+    """Measure every kind under each case, in the order of their value, as far as the budget goes.
 
-    First the bytes of each case, which also warms it up; then rounds over all cases in changing
-    order until the budget is used, so that a slow second of the machine falls on all alike.
+    All ranks call it together and get the same.  First the bytes of each case, which also warms it
+    up; then rounds in changing order, so that a slow second of the machine falls on all alike.
+    After the least rounds only cases that still spread are visited, until the budget is used.  The
+    first `least` cases (default: all) are measured whatever they take.
     """
     clock = Clock(chains[0].device)
     begin_s = clock.now_s()
+    parts = parts or Parts(None, 0, lambda value: value)
 
     def used_s() -> float:
         return slowest([clock.now_s() - begin_s])[0]
 
     by_degree = {chain.tensor: chain for chain in chains}
     once_s = {chain.tensor: _once_s(chain, clock) for chain in chains}
-    cases = [
-        Case(tensor=chain.tensor, micro_batch=micro_batch, recompute=recompute)
-        for chain in chains
-        for micro_batch in affordable(
-            micro_batches, once_s[chain.tensor] * len(recomputes), budget_s / len(chains)
-        )
-        for recompute in recomputes
-    ]
-    found: dict[tuple[str, Case], Samples] = {}
-    for index, case in enumerate(cases):
+    chosen = affordable(
+        cases, once_s, budget_s, least=len(cases) if least is None else min(least, len(cases))
+    )
+    found = _found(parts, chosen, by_degree)
+    for index, case in enumerate(chosen):
         chain = by_degree[case.tensor]
-        for name, held in layer_bytes(chain, case).items():
-            found.setdefault((chain.kinds[name], case), Samples()).held.append(held)
+        if not found[chain.kinds[next(iter(chain.kinds))], case].held:
+            for name, held in layer_bytes(chain, case).items():
+                found[chain.kinds[name], case].held.append(held)
         if progress:
-            progress((index + 1) / len(cases) / (LEAST_ROUNDS + 1))
+            progress((index + 1) / len(chosen) / (LEAST_ROUNDS + 1))
     rounds = 0
-    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and used_s() < budget_s):
-        order = random.Random(rounds).sample(cases, len(cases))
+    while rounds < MOST_ROUNDS:
+        # Samples of a run that was cut short count: a round that is whole is not done again.
+        due = [c for c in chosen if _visits(found, by_degree[c.tensor], c) <= rounds]
+        if rounds >= LEAST_ROUNDS and used_s() >= budget_s:
+            break
+        if rounds >= ENOUGH_ROUNDS:
+            wide = slowest([_spread(found, by_degree[case.tensor], case) for case in due])
+            due = [c for c, width in zip(due, wide, strict=True) if width > TARGET_SPREAD]
+            if not due:
+                break
+        if watch is not None:
+            watch.look()
+        order = random.Random(rounds).sample(due, len(due))
         for index, case in enumerate(order):
             chain = by_degree[case.tensor]
             for name, (forward_s, backward_s) in trial(chain, case, clock).items():
@@ -246,28 +265,93 @@ def measurements(
                 done = (1 + rounds + (index + 1) / len(order)) / (LEAST_ROUNDS + 1)
                 progress(min(0.99, done))
         rounds += 1
+        parts.put("layers", _plain(found))
     return [
         _measurement(kind, case, samples, by_degree[case.tensor])
         for (kind, case), samples in _of_all_ranks(found).items()
     ]
 
 
-def affordable(micro_batches: Sequence[int], once_s: float, budget_s: float) -> list[int]:
-    """Return the micro-batches whose least rounds fit in the budget, at least the two smallest.
+def affordable(
+    cases: Sequence[Case], once_s: Mapping[int, float], budget_s: float, *, least: int
+) -> list[Case]:
+    """Return the first cases whose least rounds fit in the budget, and the `least` first anyway.
 
-    `once_s` is what one sample takes in all cases of one micro-batch together; larger ones take in
-    proportion.  The first pass, which counts bytes, is slower than a timed one by a third.
+    `once_s` is what one sample takes without recomputation, by tensor degree; larger micro-batches
+    take in proportion.  The first pass, which counts bytes, is slower than a timed one by a third.
 
-    >>> affordable([1, 2, 4, 8], once_s=0.1, budget_s=5.0)
+    >>> cases = [Case(tensor=1, micro_batch=2**i, recompute="none") for i in range(4)]
+    >>> [c.micro_batch for c in affordable(cases, {1: 0.3}, budget_s=9.5, least=1)]
     [1, 2, 4]
     """
     passes = LEAST_ROUNDS + 1.3
-    result: list[int] = []
-    for micro_batch in sorted(micro_batches):
-        if len(result) >= 2 and passes * once_s * (sum(result) + micro_batch) > budget_s:
-            break
-        result.append(micro_batch)
+    result: list[Case] = []
+    seconds = 0.0
+    for case in cases:
+        own_s = passes * once_s[case.tensor] * case.micro_batch * RECOMPUTED[case.recompute]
+        if len(result) < least or seconds + own_s <= budget_s:
+            seconds += own_s
+            result.append(case)
     return result
+
+
+Found = dict[tuple[str, Case], Samples]
+
+
+def _found(parts: Parts, cases: Sequence[Case], by_degree: Mapping[int, Chain]) -> Found:
+    """Return the samples that all ranks kept of these cases, and empty ones for the others."""
+    keys = [
+        (kind, case)
+        for case in cases
+        for kind in dict.fromkeys(by_degree[case.tensor].kinds.values())
+    ]
+    found: Found = {key: Samples() for key in keys}
+    if not parts.has("layers"):
+        return found
+    kept = {
+        (row["kind"], Case(**row["case"])): Samples(
+            row["forward_s"], row["backward_s"], [Bytes(**held) for held in row["held"]]
+        )
+        for row in parts["layers"]
+    }
+    counts = [float(len(kept[key].forward_s)) if key in kept else 0.0 for key in keys]
+    least = [-value for value in slowest([-count for count in counts])]
+    for key, count in zip(keys, least, strict=True):
+        if count > 0:
+            own = kept[key]
+            found[key] = Samples(
+                own.forward_s[: int(count)], own.backward_s[: int(count)], own.held
+            )
+    return found
+
+
+def _plain(found: Found) -> list[dict[str, Any]]:
+    return [
+        {"kind": kind, "case": asdict(case), **asdict(samples)}
+        for (kind, case), samples in found.items()
+    ]
+
+
+def _visits(found: Found, chain: Chain, case: Case) -> int:
+    """Return in how many rounds a case was measured."""
+    first = next(iter(chain.kinds.values()))
+    of_kind = sum(kind == first for kind in chain.kinds.values())
+    return len(found[first, case].forward_s) // of_kind
+
+
+def _spread(found: Found, chain: Chain, case: Case) -> float:
+    """Return the spread of a whole pass, layer by layer of each kind together."""
+    every = [found[kind, case] for kind in dict.fromkeys(chain.kinds.values())]
+    rounds = _visits(found, chain, case)
+    totals = []
+    for visit in range(rounds):
+        total = 0.0
+        for samples in every:
+            size = len(samples.forward_s) // rounds
+            part = slice(visit * size, (visit + 1) * size)
+            total += sum(samples.forward_s[part]) + sum(samples.backward_s[part])
+        totals.append(total)
+    return spread(totals) if totals else 1.0
 
 
 def trial(chain: Chain, case: Case, clock: Clock) -> dict[str, tuple[float, float]]:

@@ -42,9 +42,8 @@ NETWORK = "network"
 QUERY = "name,memory.total,pci.bus_id,pcie.link.gen.max,pcie.link.width.max"
 
 
-def node_here(folder: Path | None = None) -> MeasuredNode:
-    """Return this node without its measured figures; with a folder, its disk is tried."""
-    write, read = disk_bytes_per_s(folder) if folder is not None else (None, None)
+def node_here() -> MeasuredNode:
+    """Return this node without any measured figures."""
     said = _nvidia_smi("topo", "-m")
     return MeasuredNode(
         name=socket.gethostname() or "node",
@@ -57,8 +56,6 @@ def node_here(folder: Path | None = None) -> MeasuredNode:
             _nvidia_smi(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
         ),
         device_links=device_links(said),
-        disk_write_bytes_per_s=write,
-        disk_read_bytes_per_s=read,
     )
 
 

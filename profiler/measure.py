@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from planner.cluster import Precision
 from planner.document import Document, Part
@@ -17,13 +18,19 @@ from planner.profile import (
     MeasuredDevice,
     NodePair,
     Overheads,
+    Recompute,
 )
 from planner.units import Amount, Count, Positive, Text
 from profiler import devices, layers, links, machine
-from profiler.layers import Chain
+from profiler.clock import slowest
+from profiler.kept import Parts
+from profiler.layers import Case, Chain
+from profiler.noise import Watch
 from profiler.overheads import overheads
 from profiler.ranks import Tell, versions
 
+OVERHEADS_S = 12.0
+"""What the runtime's own costs take, about; only the progress bar needs it."""
 PACKAGES = ("torch", "transformers", "numpy")
 
 
@@ -37,6 +44,24 @@ class GroupOrder(Part):
     """Neighbours in the group that a faster tier joins."""
 
 
+class CaseOrder(Part):
+    """One setting of the layers."""
+
+    tensor: Positive
+    micro_batch: Positive
+    recompute: Recompute
+
+
+class Noise(Part):
+    """What disturbed one rank while its layers were measured."""
+
+    rank: Count
+    waited: Amount
+    """Share of the time in which it was ready and others ran."""
+    drift: Amount
+    """By how much later products took longer than the first ones."""
+
+
 class Wanted(Document):
     """What to measure."""
 
@@ -45,14 +70,19 @@ class Wanted(Document):
     model: ModelGraph
     seq_len: Positive
     precision: Precision
-    micro_batches: tuple[Positive, ...]
-    tensor_degrees: tuple[Positive, ...]
+    cases: tuple[CaseOrder, ...]
+    """Settings of the layers, most valuable first."""
+    least: Positive
+    """The first so many are measured whatever they take."""
     groups: tuple[GroupOrder, ...]
     first_ranks: tuple[Count, ...] = (0,)
     """Of each node."""
-    links_s: Amount
+    group_s: Amount
     """Seconds to spend on each size of group."""
+    pairs_s: Amount
     layers_s: Amount
+    kept: Text | None = None
+    """Folder on every node for what is measured so far."""
 
 
 class Found(Document):
@@ -65,6 +95,7 @@ class Found(Document):
     overheads: Overheads
     devices: tuple[MeasuredDevice, ...]
     pairs: tuple[NodePair, ...]
+    noise: tuple[Noise, ...]
     device: Text
     threads_per_rank: Positive
     software: dict[str, Text]
@@ -81,25 +112,54 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     if device.type == "cuda":
         exact = "high" if wanted.precision == "tf32" else "highest"
         torch.set_float32_matmul_precision(exact)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    parts = Parts(wanted.kept, rank, lambda value: -slowest([-value])[0])
+    links_s = wanted.group_s * len(wanted.groups)
+    pairs_s = wanted.pairs_s if len(wanted.first_ranks) > 1 else 0.0
+    whole_s = links_s + pairs_s + wanted.layers_s + OVERHEADS_S
+
     tell("devices", 0.0)
-    every_device = devices.devices(device, name=device_name(device))
-    collectives = []
+    every_device = parts.once(
+        "devices", lambda: _plain(devices.devices(device, name=device_name(device)))
+    )
+    collectives: list[CollectiveCurve] = []
     for index, group in enumerate(wanted.groups):
-        share = 0.2 / len(wanted.groups)
-        collectives += links.curves(
-            links.groups_of(group.ranks, group.tier, stride=group.stride, inner=group.inner),
-            device=device,
-            sizes_bytes=links.sizes_up_to(_largest_message_bytes(wanted.model)),
-            budget_s=wanted.links_s,
-            progress=_part(tell, f"{group.tier} of {group.ranks} ranks", index * share, share),
-        )
-    between = []
+
+        def measured(group: GroupOrder = group, index: int = index) -> Any:
+            return _plain(
+                links.curves(
+                    links.groups_of(
+                        group.ranks, group.tier, stride=group.stride, inner=group.inner
+                    ),
+                    device=device,
+                    sizes_bytes=links.sizes_up_to(_largest_message_bytes(wanted.model)),
+                    budget_s=wanted.group_s,
+                    progress=_part(
+                        tell,
+                        f"{group.tier} of {group.ranks} ranks",
+                        index * wanted.group_s / whole_s,
+                        wanted.group_s / whole_s,
+                    ),
+                )
+            )
+
+        name = f"links {group.tier} {group.ranks} {group.stride} {group.inner}"
+        collectives += [CollectiveCurve.model_validate(c) for c in parts.once(name, measured)]
+    between: list[Any] = []
     if len(wanted.first_ranks) > 1:
-        between = links.pairs(
-            wanted.first_ranks,
-            device=device,
-            budget_s=wanted.links_s,
-            progress=_part(tell, "pairs of nodes", 0.2, 0.0),
+        between = parts.once(
+            "pairs",
+            lambda: _plain(
+                links.pairs(
+                    wanted.first_ranks,
+                    device=device,
+                    budget_s=wanted.pairs_s,
+                    progress=_part(
+                        tell, "pairs of nodes", links_s / whole_s, wanted.pairs_s / whole_s
+                    ),
+                )
+            ),
         )
     chains = [
         Chain(
@@ -109,21 +169,34 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
             tensor=degree,
             device=device,
         )
-        for degree in wanted.tensor_degrees
+        for degree in sorted({1, *(case.tensor for case in wanted.cases)})
     ]
-    measured = layers.measurements(
+    watch = Watch(device)
+    measured_layers = layers.measurements(
         chains,
-        wanted.micro_batches,
+        [Case(**case.model_dump()) for case in wanted.cases],
         budget_s=wanted.layers_s,
-        progress=_part(tell, "layers", 0.2, 0.65),
+        least=wanted.least,
+        parts=parts,
+        watch=watch,
+        progress=_part(tell, "layers", (links_s + pairs_s) / whole_s, wanted.layers_s / whole_s),
     )
-    tell("the runtime's own costs", 0.85)
+    own_noise = Noise(rank=rank, waited=watch.waited(), drift=watch.drift())
+    every_noise = [own_noise] * world
+    if world > 1:
+        dist.all_gather_object(every_noise, own_noise)
+    tell("the runtime's own costs", 1.0 - OVERHEADS_S / whole_s)
+    own_costs = parts.once(
+        "overheads",
+        lambda: overheads(chains[0], wanted.model, collectives, device=device).model_dump(),
+    )
     found = Found(
-        layers=tuple(measured),
+        layers=tuple(measured_layers),
         collectives=tuple(collectives),
-        overheads=overheads(chains[0], wanted.model, collectives, device=device),
-        devices=tuple(every_device),
-        pairs=tuple(between),
+        overheads=Overheads.model_validate(own_costs),
+        devices=tuple(MeasuredDevice.model_validate(d) for d in every_device),
+        pairs=tuple(NodePair.model_validate(p) for p in between),
+        noise=tuple(every_noise),
         device=device_name(device),
         threads_per_rank=torch.get_num_threads(),
         software=versions(PACKAGES),
@@ -137,6 +210,10 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return machine.processor()
+
+
+def _plain(documents: Sequence[Part]) -> list[dict[str, Any]]:
+    return [document.model_dump(mode="json") for document in documents]
 
 
 def _part(tell: Tell, doing: str, begin: float, share: float) -> Callable[[float], None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,10 +23,20 @@ from planner.errors import DocumentError, LaunchError
 from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
-from planner.profile import Birth, MeasuredDevice, MeasuredNode, Profile
+from planner.profile import Birth, Finding, MeasuredDevice, MeasuredNode, Profile
 from planner.space import LARGEST_MICRO_BATCH, divisors
-from profiler.findings import below_quote, findings
-from profiler.machine import NETWORK, joined, node_here, with_measured_links
+from profiler.agenda import Budget, Wish, budget, wishes
+from profiler.findings import below_quote, disturbances, findings
+from profiler.kept import folder_of
+from profiler.kept import load as load_kept
+from profiler.kept import save as save_kept
+from profiler.machine import (
+    NETWORK,
+    disk_bytes_per_s,
+    joined,
+    node_here,
+    with_measured_links,
+)
 from profiler.ranks import result_of, versions
 from runtime.nodes import ALONE, Meeting, Seat
 from runtime.preflight import cores, cuda_devices
@@ -33,9 +44,10 @@ from runtime.run import Device
 
 JobOf = Job | Callable[[ClusterSpec], Job]
 """The work of a step, or what makes it once the machine is known."""
-LINKS_S = 12.0
-LAYERS_S = 60.0
-"""Seconds that are spent on layers if the least number of repetitions takes less."""
+BUDGET_S = 75.0
+"""Of a whole profile, unless another is given; a busy machine takes longer, not less care."""
+LEAST_CASES = 6
+"""Settings of the layers that are measured whatever they take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +56,21 @@ class Measured:
 
     profile: Profile
     cluster: ClusterSpec
+    cached: bool = False
+    """Nothing was measured: all of it was known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intended:
+    """What a profile will measure, in this order."""
+
+    machine: ClusterSpec
+    job: Job
+    counts: tuple[int, ...]
+    """Ranks of each node."""
+    groups: tuple[Groups, ...]
+    wishes: tuple[Wish, ...]
+    budget: Budget
 
 
 def profile(
@@ -51,15 +78,17 @@ def profile(
     cluster: str,
     job: JobOf,
     *,
-    layers_s: float = LAYERS_S,
-    links_s: float = LINKS_S,
+    budget_s: float = BUDGET_S,
+    fresh: bool = False,
     seat: Seat = ALONE,
     quiet: bool = False,
 ) -> Measured:
     """Measure what the search of a job will ask for, on the machines where this is called.
 
     Called once on every node of `seat`, with the same arguments; all get the same.  `cluster` is
-    `local`, `local:N` for N ranks on each node, or a document of just these nodes.
+    `local`, `local:N` for N ranks on each node, or a document of just these nodes.  What was
+    measured before, of the same model by the same software on the same machines, is not measured
+    again unless `fresh`; one that was cut short goes on.
     """
     if model.edges:
         raise DocumentError(
@@ -67,48 +96,37 @@ def profile(
         )
     load = os.getloadavg()[0]
     with Meeting(seat) as meeting:
-        own = resolve_cluster(cluster)
-        here = node_here(Path.cwd())
-        said = meeting.everyones(
-            {
-                "node": here.model_dump(mode="json"),
-                "cluster": own.model_dump(mode="json"),
-                "model": model.digest,
-                "ranks": _ranks_here(own, cluster, seat),
-            }
-        )
-        if {of_node["model"] for of_node in said} != {model.digest}:
-            raise LaunchError("nodes: measure different models; give all the same command")
-        counts = [int(of_node["ranks"]) for of_node in said]
-        machine = _machine(own, [ClusterSpec.of(of_node["cluster"]) for of_node in said], cluster)
-        wanted_job = job if isinstance(job, Job) else job(machine)
-        device = _device_here(machine, cluster, ranks=counts[seat.node])
+        wanted, said = _agreed(model, cluster, job, budget_s, meeting)
+        folder = _folder(model, cluster, wanted, said, budget_s)
+        if fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        known = load_kept(folder / "profile.json")
+        if all(meeting.everyones(known is not None)):
+            return Measured(
+                profile=Profile.of(known["profile"]),
+                cluster=ClusterSpec.of(known["cluster"]),
+                cached=True,
+            )
+        count = wanted.counts[seat.node]
+        device = _device_here(wanted.machine, cluster, ranks=count)
         found = result_of(
             "profiler.measure:measure",
-            {
-                "model": model.model_dump(mode="json", exclude_none=True),
-                "seq_len": wanted_job.seq_len,
-                "precision": wanted_job.precision,
-                "micro_batches": micro_batches(wanted_job),
-                "tensor_degrees": [
-                    degree
-                    for degree in tensor_degrees(model, machine, wanted_job)
-                    if all(count % degree == 0 for count in counts)
-                ],
-                "groups": [asdict(group) for group in groups(machine, counts)],
-                "first_ranks": [sum(counts[:node]) for node in range(len(counts))],
-                "links_s": links_s,
-                "layers_s": layers_s,
-            },
-            ranks=counts[seat.node],
+            _order(model, wanted, folder),
+            ranks=count,
             device=device,
             title=f"profile of {model.name}",
             quiet=quiet,
             meeting=meeting,
         )
-    nodes = _with_devices(
-        [MeasuredNode.model_validate(of_node["node"]) for of_node in said], found, counts
-    )
+        # The disk is tried when nothing else is measured.
+        disks = meeting.everyones(disk_bytes_per_s(Path.cwd()))
+    nodes = [
+        MeasuredNode.model_validate(of_node["node"]).model_copy(
+            update={"disk_write_bytes_per_s": write, "disk_read_bytes_per_s": read}
+        )
+        for of_node, (write, read) in zip(said, disks, strict=True)
+    ]
+    nodes = _with_devices(nodes, found, wanted.counts)
     result = Profile.of(
         {
             "model": model.name,
@@ -118,7 +136,7 @@ def profile(
                 date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 host=platform.node() or "unknown",
                 device=found["device"],
-                ranks=sum(counts),
+                ranks=sum(wanted.counts),
                 threads_per_rank=found["threads_per_rank"],
                 load=load,
                 software={
@@ -134,18 +152,130 @@ def profile(
             "pairs": found["pairs"],
         }
     )
+    measured = Measured(
+        profile=result.model_copy(
+            update={"findings": (*_told(result, wanted), *disturbances(found["noise"]))}
+        ),
+        cluster=with_measured_links(wanted.machine, result.collectives, result.pairs),
+    )
+    if save_kept(
+        {
+            "profile": measured.profile.model_dump(mode="json", exclude_none=True),
+            "cluster": measured.cluster.model_dump(mode="json", exclude_none=True),
+        },
+        folder / "profile.json",
+    ):
+        for part in folder.glob("rank-*.json"):
+            part.unlink(missing_ok=True)
+    return measured
+
+
+def intended(
+    model: ModelGraph, cluster: str, job: JobOf, *, budget_s: float = BUDGET_S, seat: Seat = ALONE
+) -> Intended:
+    """Return what `profile` would measure."""
+    with Meeting(seat) as meeting:
+        return _agreed(model, cluster, job, budget_s, meeting)[0]
+
+
+def _agreed(
+    model: ModelGraph, cluster: str, job: JobOf, budget_s: float, meeting: Meeting
+) -> tuple[Intended, list[dict[str, Any]]]:
+    """Meet the other nodes; return what all will measure, and what each said of itself."""
+    own = resolve_cluster(cluster)
+    said = meeting.everyones(
+        {
+            "node": node_here().model_dump(mode="json"),
+            "cluster": own.model_dump(mode="json"),
+            "model": model.digest,
+            "ranks": _ranks_here(own, cluster, meeting.seat),
+        }
+    )
+    if {of_node["model"] for of_node in said} != {model.digest}:
+        raise LaunchError("nodes: measure different models; give all the same command")
+    counts = tuple(int(of_node["ranks"]) for of_node in said)
+    # From what all said, so that all nodes come to the same.
+    machine = _machine(
+        ClusterSpec.of(said[0]["cluster"]),
+        [ClusterSpec.of(of_node["cluster"]) for of_node in said],
+        cluster,
+    )
+    wanted_job = job if isinstance(job, Job) else job(machine)
+    measured_groups = tuple(groups(machine, counts))
+    return Intended(
+        machine=machine,
+        job=wanted_job,
+        counts=counts,
+        groups=measured_groups,
+        wishes=tuple(
+            wishes(
+                model,
+                machine,
+                wanted_job,
+                degrees=[
+                    degree
+                    for degree in tensor_degrees(model, machine, wanted_job)
+                    if all(count % degree == 0 for count in counts)
+                ],
+                micro_batches=micro_batches(wanted_job),
+            )
+        ),
+        budget=budget(budget_s, groups=len(measured_groups)),
+    ), said
+
+
+def _folder(
+    model: ModelGraph,
+    cluster: str,
+    wanted: Intended,
+    said: Sequence[dict[str, Any]],
+    budget_s: float,
+) -> Path:
+    """Return where a profile of this content is kept."""
+    nodes = [{**of_node["node"], "interfaces": None, "ranks": of_node["ranks"]} for of_node in said]
+    document = Path(cluster)
+    return folder_of(
+        {
+            "model": model.digest,
+            "job": repr(wanted.job),
+            "cluster": document.read_text("utf-8") if document.is_file() else cluster,
+            "nodes": nodes,
+            "budget": budget_s,
+            "threads": os.environ.get("OMP_NUM_THREADS"),
+        }
+    )
+
+
+def _order(model: ModelGraph, wanted: Intended, folder: Path) -> dict[str, Any]:
+    """Return what the ranks are told."""
+    return {
+        "model": model.model_dump(mode="json", exclude_none=True),
+        "seq_len": wanted.job.seq_len,
+        "precision": wanted.job.precision,
+        "cases": [
+            {"tensor": w.tensor, "micro_batch": w.micro_batch, "recompute": w.recompute}
+            for w in wanted.wishes
+        ],
+        "least": min(LEAST_CASES, len(wanted.wishes)),
+        "groups": [asdict(group) for group in wanted.groups],
+        "first_ranks": [sum(wanted.counts[:node]) for node in range(len(wanted.counts))],
+        "group_s": wanted.budget.group_s,
+        "pairs_s": wanted.budget.pairs_s,
+        "layers_s": wanted.budget.layers_s,
+        "kept": str(folder),
+    }
+
+
+def _told(result: Profile, wanted: Intended) -> list[Finding]:
     told = list(findings(result))
-    network = machine.tiers[-1] if len(counts) > 1 else None
+    network = wanted.machine.tiers[-1] if len(wanted.counts) > 1 else None
     if network is not None and network.provenance == "quoted" and network.name != NETWORK:
         told += below_quote(
             result.pairs,
-            [node.name for node in nodes],
+            [node.name for node in result.nodes],
             quoted_bytes_per_s=network.bytes_per_s,
         )
-    return Measured(
-        profile=result.model_copy(update={"findings": tuple(told)}),
-        cluster=with_measured_links(machine, result.collectives, result.pairs),
-    )
+    return told
 
 
 def _machine(own: ClusterSpec, every: Sequence[ClusterSpec], text: str) -> ClusterSpec:

@@ -30,7 +30,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from planner.document import Document, write, write_text
 from planner.errors import DocumentError, LaunchError
-from planner.units import Amount, Count, Positive, Text
+from planner.units import Amount, Count, Positive, Text, seconds_text
 from runtime import run
 from runtime.nodes import ALONE, Meeting
 from runtime.preflight import rank_environment
@@ -178,6 +178,15 @@ def _supervise(
     raise LaunchError(f"rank {ended.rank} stopped with {how}. The end of its log:{last_lines(log)}")
 
 
+def _left_text(share: float, passed_s: float) -> str:
+    """Return how long the rest will take, at the speed so far.
+
+    >>> _left_text(0.25, 10.0), _left_text(0.0, 1.0)
+    (', 30.0 s left', '')
+    """
+    return f", {seconds_text(passed_s * (1 / share - 1))} left" if 0.02 < share < 1 else ""
+
+
 @contextlib.contextmanager
 def _shown(folder: Path, *, title: str, quiet: bool) -> Iterator[Callable[[], None]]:
     """Show progress on stderr: a bar on a terminal, elsewhere one line per kind of work."""
@@ -193,13 +202,15 @@ def _shown(folder: Path, *, title: str, quiet: bool) -> Iterator[Callable[[], No
     )
     task = bar.add_task(f"{title}: starting ranks", total=1.0)
     said = [""]
+    begin_s = time.monotonic()
 
     def refresh() -> None:
         with contextlib.suppress(FileNotFoundError):
             share, _, doing = (folder / "progress").read_text("utf-8").partition(" ")
-            bar.update(task, completed=float(share), description=f"{title}: {doing}")
+            left = _left_text(float(share), time.monotonic() - begin_s)
+            bar.update(task, completed=float(share), description=f"{title}: {doing}{left}")
             if bar.disable and doing != said[0]:
-                console.print(f"{title}: {doing}")
+                console.print(f"{title}: {doing}{left}")
                 said[0] = doing
 
     with bar:

@@ -7,8 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from planner.profile import MeasuredDevice, MeasuredNode, NodePair
-from profiler.findings import below_quote, slow_devices, slow_links
+from planner.profile import (
+    Birth,
+    LayerMeasurement,
+    MeasuredDevice,
+    MeasuredNode,
+    NodePair,
+    Profile,
+)
+from profiler.findings import below_quote, disturbances, interpolation, slow_devices, slow_links
 
 GBIT = 1.25e8
 
@@ -61,6 +68,46 @@ def test_links_below_what_the_document_says_are_told() -> None:
     found = list(below_quote(pairs(2, lambda s, t: GBIT), names(2), quoted_bytes_per_s=2 * GBIT))
 
     assert [f.share for f in found] == [0.5, 0.5]
+
+
+def measured(micro_batch: int, seconds: float) -> LayerMeasurement:
+    return LayerMeasurement(
+        kind="block",
+        tensor=1,
+        sequence_parallel=False,
+        micro_batch=micro_batch,
+        seq_len=8,
+        precision="fp32",
+        recompute="none",
+        forward_s=seconds / 3,
+        backward_s=2 * seconds / 3,
+        stored_bytes=1,
+        forward_transient_bytes=0,
+        backward_transient_bytes=0,
+        spread=0.0,
+        samples=1,
+    )
+
+
+def test_the_error_of_interpolation_is_that_of_leaving_one_out() -> None:
+    birth = Birth(
+        command="c", date="d", host="h", device="cpu", ranks=1, threads_per_rank=1, software={}
+    )
+    rows = tuple(measured(size, seconds) for size, seconds in ((1, 1.0), (2, 2.5), (4, 4.0)))
+
+    (found,) = interpolation(Profile(model="m", model_digest="x", birth=birth, layers=rows))
+
+    assert found.share == pytest.approx(abs(2.0 / 2.5 - 1))
+    assert "micro-batch 2" in found.text
+
+
+def test_a_busy_neighbour_and_a_hot_device_are_told() -> None:
+    noise = [{"rank": 0, "waited": 0.01, "drift": 0.3}, {"rank": 1, "waited": 0.4, "drift": 0.0}]
+
+    busy, hot = disturbances(noise)
+
+    assert (busy.what, busy.share) == ("noise", 0.4)
+    assert (hot.what, hot.subject) == ("clock", "rank 0")
 
 
 def test_a_throttled_device_is_told() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from planner.profile import LayerMeasurement
 from profiler import layers
+from profiler.agenda import RECOMPUTES
 from profiler.clock import Clock
 from profiler.layers import Bytes, Case, Chain
 from tests.runtime import cases
@@ -177,7 +178,13 @@ def measured(tensor_degrees: tuple[int, ...]) -> list[LayerMeasurement]:
         Chain(cases.transformer(), seq_len=SEQ_LEN, precision="fp32", tensor=degree, device=CPU)
         for degree in tensor_degrees
     ]
-    return layers.measurements(chains, [1, 2], budget_s=0.1)
+    cases_wanted = [
+        Case(tensor=tensor, micro_batch=micro_batch, recompute=recompute)
+        for tensor in tensor_degrees
+        for micro_batch in (1, 2)
+        for recompute in RECOMPUTES
+    ]
+    return layers.measurements(chains, cases_wanted, budget_s=0.1)
 
 
 @pytest.mark.ranks

@@ -29,10 +29,23 @@ def tiny() -> ModelGraph:
 
 
 @pytest.mark.ranks
-def test_a_profile_of_this_machine_serves_the_planner(tmp_path: Path) -> None:
+def test_a_profile_of_this_machine_serves_the_planner_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
     model = tiny()
 
-    found = profiles.profile(model, "local:2", JOB, layers_s=0.1, links_s=0.1, quiet=True).profile
+    first = profiles.profile(model, "local:2", JOB, budget_s=0.5, quiet=True)
+
+    kept = [file.name for file in cache.rglob("*.json")]
+    monkeypatch.setattr(profiles, "result_of", lambda *_, **__: pytest.fail("ranks start"))
+    second = profiles.profile(model, "local:2", JOB, budget_s=0.5, quiet=True)
+    assert kept == ["profile.json"]
+    assert (first.cached, second.cached) == (False, True)
+    assert (second.profile, second.cluster) == (first.profile, first.cluster)
+    with pytest.raises(pytest.fail.Exception, match="ranks start"):
+        profiles.profile(model, "local:2", JOB, budget_s=0.6, quiet=True)
+
+    found = first.profile
 
     assert found.model_digest == model.digest
     assert found.birth.ranks == 2

@@ -1,0 +1,51 @@
+"""What plans use is measured first, then the ends of what is interpolated."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from planner.errors import DocumentError
+from planner.expressions import resolve_cluster
+from planner.plan import Job
+from planner.search import search
+from planner.units import duration_s
+from profiler import agenda
+from tests.runtime import cases
+
+JOB = Job(seq_len=16, global_batch=16, precision="fp32")
+SIZES = [1, 2, 4, 8, 16]
+
+
+def test_the_settings_of_the_best_plan_come_first_with_value_one() -> None:
+    model, machine = cases.transformer(), resolve_cluster("local:2")
+
+    wishes = agenda.wishes(model, machine, JOB, degrees=[1, 2], micro_batches=SIZES)
+
+    best = search(model, machine, JOB).plan
+    recomputes = {item.recompute for stage in best.stages for item in stage.layers}
+    first = [w for w in wishes if w.value == 1.0]
+    assert (best.mesh.tensor, best.micro_batch) in {(w.tensor, w.micro_batch) for w in first}
+    assert recomputes <= {w.recompute for w in first}
+    assert [w.value for w in wishes] == sorted((w.value for w in wishes), reverse=True)
+    assert len(wishes) == len(set(wishes)) == 2 * 5 * 3
+
+
+def test_where_nothing_is_known_the_ends_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agenda, "used", lambda *_: {})
+    model, machine = cases.transformer(), resolve_cluster("local:1")
+
+    wishes = agenda.wishes(model, machine, JOB, degrees=[1], micro_batches=SIZES)
+
+    assert [w.micro_batch for w in wishes if w.recompute == "none"] == [1, 16, 4, 2, 8]
+
+
+@pytest.mark.parametrize("text", ["", "0s", "-3", "5 weeks", "min"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(DocumentError, match="5min"):
+        duration_s(text)
+
+
+def test_examples_in_docstrings_hold() -> None:
+    assert doctest.testmod(agenda).failed == 0
