@@ -2,7 +2,8 @@
 
 A short chain of the model, its ends and up to two layers of each kind between them, is made
 parallel by the runtime exactly as in training, without data parallelism and without a pipeline.
-All ranks run it at the same time, since what they contend for is part of the truth.
+A model that branches is run whole, in the order of its layers.  All ranks run it at the same time,
+since what they contend for is part of the truth.
 
 Time.  A trial is a forward and a backward of one micro-batch through the whole chain.  Hooks on the
 activations between layers cut it at the layers' borders: a layer's forward ends where the next one
@@ -39,6 +40,7 @@ from profiler.kept import Parts
 from profiler.noise import Watch
 from runtime import recompute as recomputing
 from runtime.adapter import Adapter
+from runtime.branches import TOKENS
 from runtime.live_memory import LiveMemory
 from runtime.mesh import Place
 from runtime.parallelize import parallel_stage
@@ -50,6 +52,8 @@ LEAST_ROUNDS = 3
 ENOUGH_ROUNDS = 6
 """If nothing spreads by more than the target."""
 MOST_ROUNDS = 20
+BYTES = 256
+"""Numbers of tokens where nothing says how many there are."""
 TARGET_SPREAD = 0.1
 """Interquartile range over median of a pass through the chain."""
 RECOMPUTED: dict[Recompute, float] = {"none": 1.0, "selective": 1.2, "full": 1.4}
@@ -117,7 +121,37 @@ class Chain:
             plan, self._adapter, _place(plan, device), stage=0, device=device, weights=None
         )
         self.module = stage.chain.to(dtype)
-        self.vocabulary = model.architecture.vocab_size if model.architecture else 256
+        names = list(self.kinds)
+        before = dict(zip(names, [TOKENS, *names], strict=False))
+        of_graph = getattr(self._adapter, "reads", {}) if model.edges else {}
+        self.reads: dict[str, tuple[str, ...]] = {
+            name: tuple(of_graph.get(name, (before[name],))) for name in names
+        }
+        """What each layer takes: the tokens, or outputs of layers before it."""
+        self.vocabulary = (
+            model.architecture.vocab_size if model.architecture else self._least_vocabulary()
+        )
+
+    def _least_vocabulary(self) -> int:
+        """Return how many numbers all tables know that read tokens, and the last layer predicts."""
+        readers = [name for name, reads in self.reads.items() if TOKENS in reads]
+        tables = [
+            part.num_embeddings
+            for name in readers
+            for part in self.module.layers[name].modules()
+            if isinstance(part, nn.Embedding) and part.num_embeddings > self.seq_len
+        ]
+        tokens = torch.zeros((1, self.seq_len), dtype=torch.int64)
+        predicted = self._adapter.boundary(list(self.kinds)[-1], tokens).shape[-1]
+        return min([*tables, predicted, BYTES])
+
+    def done_after(self) -> dict[str, tuple[str, ...]]:
+        """Return the outputs that nobody reads behind each layer."""
+        last = {read: name for name, reads in self.reads.items() for read in reads}
+        result: dict[str, tuple[str, ...]] = dict.fromkeys(self.reads, ())
+        for read, name in last.items():
+            result[name] += (read,)
+        return result
 
     @property
     def adapter(self) -> Adapter:
@@ -150,7 +184,9 @@ class Chain:
 
 
 def short_chain(model: ModelGraph) -> dict[str, str]:
-    """Return kind by layer name: the first layers of each kind, in the model's order."""
+    """Return kind by layer name: the first layers of each kind in a chain, all of a graph."""
+    if model.edges:
+        return {name: layer.kind for name, layer in model.chain}
     taken: dict[str, int] = {}
     result = {}
     for name, layer in model.chain:
@@ -361,15 +397,20 @@ def trial(chain: Chain, case: Case, clock: Clock) -> dict[str, tuple[float, floa
     layers = chain.layers(case.recompute)
     names = list(layers)
     arrived: dict[str, Moment] = {}
+    done = chain.done_after()
     with _in_step(), chain.loss_context():
         begin = {names[0]: clock.moment()}
-        value = tokens
+        held = {TOKENS: tokens}
         for name, following in zip(names, [*names[1:], None], strict=True):
-            value = layers[name](value)
+            value = layers[name](*(held[read] for read in chain.reads[name]))
             if following is not None:
                 begin[following] = clock.moment()
                 if value.requires_grad:
                     value.register_hook(_noting(arrived, name, clock))
+            held[name] = value
+            for read in done[name]:
+                del held[read]
+        held.clear()
         loss = chain.adapter.loss(value, targets)
         del value
         middle = clock.moment()
@@ -452,37 +493,53 @@ def _measurement(kind: str, case: Case, samples: Samples, chain: Chain) -> Layer
 def layer_bytes(chain: Chain, case: Case) -> dict[str, Bytes]:
     """Return what each layer of a chain stores and needs beside that for one micro-batch."""
     chain.gradients_exist()
-    value, targets = chain.batch(case.micro_batch)
+    tokens, targets = chain.batch(case.micro_batch)
     layers = chain.layers(case.recompute)
-    result = {}
+    result: dict[str, Bytes] = {}
+    held = {TOKENS: tokens}
+    measured: dict[str, int] = {}
+    done = chain.done_after()
     with chain.loss_context():
         for index, (name, layer) in enumerate(layers.items()):
+            values = [held[read] for read in chain.reads[name]]
             loss = None
             if index == len(layers) - 1:
                 loss = partial(chain.adapter.loss, targets=targets)
-            result[name], value = _bytes_of(layer, value, loss)
+            kind = chain.kinds[name]
+            if measured.get(kind, 0) < SAME_KIND or loss is not None:
+                measured[kind] = measured.get(kind, 0) + 1
+                result[name], held[name] = _bytes_of(layer, values, loss)
+            else:
+                with torch.no_grad():
+                    held[name] = layer(*values)
+            for read in done[name]:
+                del held[read]
     return result
 
 
 def _bytes_of(
-    layer: nn.Module, value: Tensor, loss: Callable[..., Tensor] | None
+    layer: nn.Module, values: Sequence[Tensor], loss: Callable[..., Tensor] | None
 ) -> tuple[Bytes, Tensor]:
     """Run one layer forward and backward by itself; return its bytes and its output's value."""
     gc.collect()
-    with LiveMemory(existing=[value]) as live:
+    with LiveMemory(existing=values) as live:
         hooks = [p.register_hook(live.leave_out) for p in layer.parameters() if p.requires_grad]
-        # The input is a fresh tensor that no leaf of the graph holds: it lives if the layer keeps
-        # it.  Token numbers are views of the step's batch, which is there anyway.
-        leaf = torch.zeros((), dtype=value.dtype, device=value.device)
+        # The inputs are fresh tensors that no leaf of the graph holds: they live if the layer keeps
+        # them.  Token numbers are views of the step's batch, which is there anyway.
+        leaves = {
+            v.dtype: torch.zeros((), dtype=v.dtype, device=v.device).requires_grad_()
+            for v in values
+            if v.is_floating_point()
+        }
         empty_bytes = live.current_bytes
-        x = value + leaf.requires_grad_() if value.is_floating_point() else value
+        inputs = [v + leaves[v.dtype] if v.is_floating_point() else v for v in values]
         live.reset_peak()
-        output = layer(x)
+        output = layer(*inputs)
         if loss is not None:
             output = loss(output)
         peak_bytes = live.peak_bytes
         with_input_bytes = live.current_bytes
-        del x
+        del inputs
         without_input_bytes = live.current_bytes
         # From here on until backward begins, only this function's own tensors come.
         result = output.detach().clone()

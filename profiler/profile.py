@@ -20,7 +20,7 @@ from typing import Any
 from planner.cluster import ClusterSpec
 from planner.costs import refusal
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import resolve_cluster
+from planner.expressions import is_factory, resolve_cluster
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
 from planner.profile import Birth, Finding, MeasuredDevice, MeasuredNode, Profile
@@ -90,9 +90,11 @@ def profile(
     measured before, of the same model by the same software on the same machines, is not measured
     again unless `fresh`; one that was cut short goes on.
     """
-    if model.edges:
+    if model.edges and not is_factory(model.source or ""):
         raise DocumentError(
-            "model.edges", "a graph of layers cannot be measured; plan it without a profile"
+            "model.edges",
+            "a graph of layers is measured by running its modules; name the file.py:factory that "
+            "returns them, or plan it without a profile",
         )
     load = os.getloadavg()[0]
     with Meeting(seat) as meeting:

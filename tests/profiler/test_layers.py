@@ -26,7 +26,7 @@ def chain(**changes: Any) -> Chain:
 
 
 def bytes_of(layer: nn.Module) -> Bytes:
-    held, _ = layers._bytes_of(layer, torch.ones(256), None)  # 1 KiB, as are all results
+    held, _ = layers._bytes_of(layer, [torch.ones(256)], None)  # 1 KiB, as are all results
     return held
 
 

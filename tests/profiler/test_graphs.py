@@ -1,0 +1,99 @@
+"""Networks that branch are measured, planned from that, and train like one process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from planner.expressions import resolve_cluster
+from planner.model import ModelGraph
+from planner.pins import Pins
+from planner.plan import Plan
+from planner.profile import Birth, Profile
+from planner.search import search
+from profiler import layers
+from profiler.layers import Case, Chain
+from runtime.factory import graph_of_factory
+from tests.runtime import cases, networks
+from tests.runtime.test_branches import equals_one_process
+
+NETWORKS = ("unet", "resnet", "vit", "encoder_decoder", "two_towers")
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def graph(name: str) -> ModelGraph:
+    return graph_of_factory(f"{networks.__file__}:{name}", seq_len=cases.SEQ_LEN)
+
+
+def chain(name: str) -> Chain:
+    return Chain(graph(name), seq_len=cases.SEQ_LEN, precision="fp32", tensor=1, device=CPU)
+
+
+def measured(name: str) -> Profile:
+    model = graph(name)
+    settings = [
+        Case(tensor=1, micro_batch=size, recompute=recompute)
+        for size in (1, 2)
+        for recompute in ("none", "full")
+    ]
+    rows = layers.measurements([chain(name)], settings, budget_s=0.0)
+    birth = Birth(
+        command="c", date="d", host="h", device="cpu", ranks=1, threads_per_rank=1, software={}
+    )
+    return Profile(model=model.name, model_digest=model.digest, birth=birth, layers=tuple(rows))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("unet", "two_towers") else pytest.param(name, marks=pytest.mark.matrix)
+        for name in NETWORKS
+    ],
+)
+def test_a_network_is_measured_cut_planned_and_trains_like_one_process(name: str) -> None:
+    model = graph(name)
+    plain = cases.plan(model)
+
+    profile = measured(name)
+    answer = search(
+        model, resolve_cluster("local:2"), plain.job, profile=profile, pins=Pins(pipeline=2)
+    )
+    plan = Plan(**{**dict(answer.plan), "training": plain.training})
+
+    assert {m.kind for m in profile.layers} == {layer.kind for layer in model.layers}
+    assert all(m.forward_s > 0 and m.backward_s > 0 for m in profile.layers)
+    assert len(plan.stages) == 2
+    equals_one_process(plan, name)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_stored_bytes_are_those_that_autograd_saves(name: str) -> None:
+    network = chain(name)
+    held = layers.layer_bytes(network, Case(tensor=1, micro_batch=2, recompute="none"))
+
+    tokens, _ = network.batch(2)
+    values = {"tokens": tokens}
+    for layer, module in network.module.layers.items():
+        inputs = [values[read].clone() for read in network.reads[layer]]
+        fresh = [x.requires_grad_() if x.is_floating_point() else x for x in inputs]
+        saved: dict[int, int] = {}
+        outside = {p.untyped_storage()._cdata for p in module.parameters()}
+        outside |= {x.untyped_storage()._cdata for x in inputs if not x.is_floating_point()}
+
+        def pack(
+            tensor: Tensor, saved: dict[int, int] = saved, outside: set[int] = outside
+        ) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in outside:
+                saved[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            values[layer] = module(*fresh).detach()
+        if layer in held and layer != list(network.kinds)[-1]:  # that one has the loss too
+            assert held[layer].stored == sum(saved.values()), layer
