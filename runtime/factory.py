@@ -3,6 +3,9 @@
     def factory():                       # nn.Sequential, or a list of modules
         return nn.Sequential(Embedding(...), Block(...), ..., Head(...))
 
+    def factory():                       # or a module whose forward(tokens) can be traced
+        return UNet(...)                 # (see runtime.unfold)
+
     def factory():                       # or a dict: each with the names of what it reads
         return {
             "stem": (Stem(...), "tokens"),
@@ -43,6 +46,7 @@ from planner.model import Edge, Layer, LayerTrace, ModelGraph
 from runtime.adapter import TensorStyle, next_token_loss
 from runtime.branches import TOKENS, Branches
 from runtime.trace import traced
+from runtime.unfold import Piece, layers_of
 
 OUR_PACKAGES = ("planner", "runtime", "profiler", "meshwright")
 
@@ -193,9 +197,11 @@ def _kinds(modules: Sequence[nn.Module], figures: Sequence[LayerTrace]) -> list[
     result = []
     for module, trace in zip(modules, figures, strict=True):
         shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
-        identity = (type(module), shapes, trace)
+        own = module.identity if isinstance(module, Piece) else type(module)
+        identity = (own, shapes, trace)
         if identity not in names:
-            name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(module).__name__).lower()
+            called = module.kind if isinstance(module, Piece) else type(module).__name__
+            name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", called).lower()
             used[name] = used.get(name, 0) + 1
             names[identity] = name if used[name] == 1 else f"{name}_{used[name]}"
         result.append(names[identity])
@@ -265,6 +271,11 @@ def _made(file: ModuleType, source: str) -> _Made:
     if not callable(factory):
         raise DocumentError("", f"has no function '{name}'", file=source)
     returned = _theirs(source, factory)
+    if isinstance(returned, nn.Module) and not isinstance(returned, nn.Sequential | nn.ModuleList):
+        try:
+            returned = layers_of(returned)
+        except DocumentError as error:
+            raise error.in_file(source) from error
     if isinstance(returned, dict):
         made = _named(returned, name, source)
     else:
@@ -273,7 +284,7 @@ def _made(file: ModuleType, source: str) -> _Made:
         if not modules or not all(isinstance(module, nn.Module) for module in modules):
             raise DocumentError(
                 "",
-                f"{name}() must return an nn.Sequential, a list of modules, or a dict of modules "
+                f"{name}() must return a module, a list of modules, or a dict of modules "
                 "with what they read",
                 file=source,
             )

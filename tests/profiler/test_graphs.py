@@ -1,9 +1,10 @@
-"""Networks that branch are measured, planned from that, and train like one process."""
+"""Modules of any shape are traced, measured, planned from that, and train like one process."""
 
 from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,16 +18,17 @@ from planner.search import search
 from profiler import layers
 from profiler.layers import Case, Chain
 from runtime.factory import graph_of_factory
-from tests.runtime import cases, networks
-from tests.runtime.test_branches import equals_one_process
+from tests.runtime import cases, whole_networks
+from tests.runtime.ranks import on_ranks
+from tests.runtime.runs import TOLERANCE, train
 
-NETWORKS = ("unet", "resnet", "vit", "encoder_decoder", "two_towers")
+NETWORKS = ("resnet50", "unet", "vit", "encoder_decoder", "two_towers")
 CPU = torch.device("cpu")
 
 
 @functools.cache
 def graph(name: str) -> ModelGraph:
-    return graph_of_factory(f"{networks.__file__}:{name}", seq_len=cases.SEQ_LEN)
+    return graph_of_factory(f"{whole_networks.__file__}:{name}", seq_len=cases.SEQ_LEN)
 
 
 def chain(name: str) -> Chain:
@@ -50,10 +52,7 @@ def measured(name: str) -> Profile:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("unet", "two_towers") else pytest.param(name, marks=pytest.mark.matrix)
-        for name in NETWORKS
-    ],
+    [name if name == "unet" else pytest.param(name, marks=pytest.mark.matrix) for name in NETWORKS],
 )
 def test_a_network_is_measured_cut_planned_and_trains_like_one_process(name: str) -> None:
     model = graph(name)
@@ -68,7 +67,12 @@ def test_a_network_is_measured_cut_planned_and_trains_like_one_process(name: str
     assert {m.kind for m in profile.layers} == {layer.kind for layer in model.layers}
     assert all(m.forward_s > 0 and m.backward_s > 0 for m in profile.layers)
     assert len(plan.stages) == 2
-    equals_one_process(plan, name)
+    (one,) = on_ranks(1, train, plain, model)
+    runs = on_ranks(2, train, plan, model)
+    weights = {parameter: value for run in runs for parameter, value in run.weights.items()}
+    assert weights.keys() == one.weights.keys()
+    for parameter, value in one.weights.items():
+        np.testing.assert_allclose(weights[parameter], value, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -82,7 +82,7 @@ def test_a_shared_weight_counts_once() -> None:
     [
         ("dropping", "has a Dropout with p=0.1; set p=0"),
         ("broken", "raised ValueError: no luck"),
-        ("number", r"number\(\) must return an nn.Sequential, a list of modules, or a dict"),
+        ("number", r"number\(\) must return a module, a list of modules, or a dict"),
         ("missing", "has no function 'missing'"),
     ],
 )

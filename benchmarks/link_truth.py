@@ -1,0 +1,328 @@
+"""Do plans follow the link?  4 ranks on 2 hosts whose cables are slow, then fast; every layout run.
+
+    python benchmarks/link_truth.py profile --rate 200mbit     measure model and links in the rig
+    python benchmarks/link_truth.py measure --rate 200mbit     run the layouts; call it until done
+    python benchmarks/link_truth.py report                     all rates -> results/link_truth.md
+
+The hosts are network namespaces on this machine (benchmarks.rig), so ranks share its cores; what
+differs is the cable.  The space is that of the planner with one schedule (1F1B) and without
+recomputation, since all layouts fit in memory.  A layout whose first step takes thrice as long as
+the best so far is not run again: that step is its figure.  Those within a third of the best are run
+again in rounds, each round all of them, and their medians count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import rig
+from planner import document
+from planner.cluster import ClusterSpec
+from planner.costs import refusal
+from planner.errors import NoPlanFits
+from planner.expressions import resolve_model
+from planner.model import ModelGraph
+from planner.pins import Pins
+from planner.plan import Job, Plan
+from planner.profile import Profile
+from planner.search import search
+from planner.space import layouts
+
+MODEL = "local-25m"
+JOB = Job(seq_len=64, global_batch=8, precision="fp32")
+HOSTS, PER_HOST = 2, 2
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+HOPELESS = 3.0
+NEAR = 1.33
+ROUNDS = 5
+FINAL = "finals"
+
+
+def main() -> None:
+    args = arguments()
+    if args.node is not None:
+        sys.exit(ranks_of(int(os.environ["PET_NODE_RANK"]), args.node))
+    if args.rank is not None:
+        work(Path(args.rank))
+        return
+    folder = Path(args.folder, args.rate or "")
+    if args.what == "profile":
+        folder.mkdir(parents=True, exist_ok=True)
+        profile(args.rate, folder, args.budget)
+    elif args.what == "measure":
+        measure(args.rate, folder, args.seconds)
+    else:
+        report(Path(args.folder))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("profile", "measure", "report"))
+    parser.add_argument("--rate", help="of every cable: 200mbit, or 'none'")
+    parser.add_argument("--folder", default="build/link_truth")
+    parser.add_argument("--budget", default="90s")
+    parser.add_argument("--seconds", type=float, default=240.0, help="of one call of measure")
+    parser.add_argument("--node", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def shaped(rate: str) -> str | None:
+    return None if rate == "none" else rate
+
+
+def in_rig(rate: str, command: list[str], timeout_s: float) -> None:
+    with rig.rig(HOSTS, shaped(rate)) as hosts:
+        hosts.run(
+            command,
+            environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            timeout_s=timeout_s,
+        )
+
+
+def profile(rate: str, folder: Path, budget: str) -> None:
+    command = [sys.executable, "-m", "meshwright", "profile", MODEL]
+    command += ["--cluster", f"local:{PER_HOST}", "--seq-len", str(JOB.seq_len)]
+    command += ["--global-batch", str(JOB.global_batch), "--budget", budget]
+    command += ["-o", str(folder / "profile.yaml")]
+    command += ["--cluster-output", str(folder / "cluster.yaml")]
+    in_rig(rate, command, timeout_s=600)
+
+
+def measure(rate: str, folder: Path, seconds: float) -> None:
+    plans = prepared(folder)
+    (folder / "until").write_text(str(time.time() + seconds))
+    command = [sys.executable, str(Path(__file__)), "measure", "--node", str(folder.resolve())]
+    in_rig(rate, command, timeout_s=seconds + 60)
+    seen = json.loads((folder / "seen.json").read_text())
+    done = sum(name != FINAL for name in seen)
+    print(f"{done} of {len(plans)} layouts, {len(seen.get(FINAL, []))} of {ROUNDS} final rounds")
+
+
+def prepared(folder: Path) -> dict[str, Plan]:
+    """Return a plan for every layout, by title; those with the least prediction first."""
+    if not (folder / "plans.json").exists():
+        model = resolve_model(MODEL)
+        cluster = document.read(ClusterSpec, folder / "cluster.yaml")
+        measured = document.read(Profile, folder / "profile.yaml")
+        pins = Pins(schedule="1f1b", recompute="none")
+        rows = []
+        for layout in layouts(model, cluster, JOB, pins):
+            if refusal(model, cluster, JOB, layout) is not None:
+                continue
+            own = Pins(
+                tensor=layout.tensor,
+                pipeline=layout.pipeline,
+                data=layout.data,
+                data_shard=layout.data_shard,
+                zero=layout.zero,
+                micro_batch=layout.micro_batch,
+                context=layout.context,
+                schedule="1f1b" if layout.pipeline > 1 else None,
+                recompute="none",
+                order=layout.order,
+            )
+            try:
+                found = search(model, cluster, JOB, profile=measured, pins=own)
+            except NoPlanFits:
+                continue
+            if found.plan.layout == layout:
+                rows.append((found.prediction.step_time_s, found.plan))
+        chosen = search(model, cluster, JOB, profile=measured, pins=pins)
+        rows.append((chosen.prediction.step_time_s, chosen.plan))
+        by_title = {title(plan): (seconds, plan) for seconds, plan in rows}
+        text = [
+            {"title": name, "predicted_s": seconds, "plan": plan.model_dump(mode="json")}
+            for name, (seconds, plan) in sorted(by_title.items(), key=lambda item: item[1][0])
+        ]
+        out = {"chosen": title(chosen.plan), "layouts": text}
+        document.write_text(json.dumps(out), folder / "plans.json")
+    kept = json.loads((folder / "plans.json").read_text())
+    return {row["title"]: Plan.of(row["plan"]) for row in kept["layouts"]}
+
+
+def title(plan: Plan) -> str:
+    sizes = "+".join(str(len(stage.layers)) for stage in plan.stages)
+    return f"{plan.layout.text()} layers={sizes}"
+
+
+def ranks_of(node: int, folder: str) -> int:
+    """Start the ranks of one host and wait for them."""
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__)), "measure", "--rank", folder],
+            env={
+                **os.environ,
+                "RANK": str(node * PER_HOST + local),
+                "WORLD_SIZE": str(HOSTS * PER_HOST),
+                "MASTER_ADDR": rig.address(0),
+                "MASTER_PORT": "29517",
+                "GLOO_SOCKET_IFNAME": "eth0",
+            },
+        )
+        for local in range(PER_HOST)
+    ]
+    return max(abs(worker.wait()) for worker in workers)
+
+
+def work(folder: Path) -> None:
+    """Run plans as one rank until the time is up; rank 0 keeps what was seen."""
+    import torch  # noqa: PLC0415 - the launcher needs none
+    import torch.distributed as dist  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    model = resolve_model(MODEL)
+    plans = prepared(folder)
+    until = float((folder / "until").read_text())
+    file = folder / "seen.json"
+    seen: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+
+    def late() -> bool:
+        now = torch.tensor([time.time()], dtype=torch.float64)
+        dist.all_reduce(now, op=dist.ReduceOp.MAX)
+        return float(now) > until
+
+    def best() -> float:
+        return min((statistics.median(s) for n, s in seen.items() if n != FINAL), default=1e9)
+
+    for name, plan in plans.items():
+        if name in seen:
+            continue
+        if late():
+            break
+        seen[name] = steps_s(plan, model, most=3, hopeless_s=HOPELESS * best())
+        if dist.get_rank() == 0:
+            document.write_text(json.dumps(seen), file)
+    else:
+        chosen = json.loads((folder / "plans.json").read_text())["chosen"]
+        near = [n for n in plans if n == chosen or statistics.median(seen[n]) <= NEAR * best()]
+        finals = seen.setdefault(FINAL, [])
+        while len(finals) < ROUNDS and not late():
+            finals.append({name: steps_s(plans[name], model, most=3)[1:] for name in near})
+            if dist.get_rank() == 0:
+                document.write_text(json.dumps(seen), file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def steps_s(plan: Plan, model: ModelGraph, *, most: int, hopeless_s: float = 1e9) -> list[float]:
+    """Return seconds of some steps by the slowest rank; the first warms up, if it is not all."""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from runtime.engine import Engine  # noqa: PLC0415
+
+    engine = Engine(plan, model, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(engine.data_rank)
+    samples = plan.micro_batch * plan.micro_batches
+    tokens = torch.randint(0, 256, (samples, plan.seq_len + 1), generator=generator)
+    seconds: list[float] = []
+    while len(seconds) < most:
+        dist.barrier()
+        began = time.perf_counter()
+        engine.step(tokens)
+        taken = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+        seconds.append(float(taken))
+        if seconds[0] > hopeless_s:
+            return seconds
+    del engine
+    gc.collect()
+    return seconds[1:] if hopeless_s < 1e9 else seconds
+
+
+def report(folder: Path) -> None:
+    rates = {}
+    for path in sorted(folder.glob("*/seen.json")):
+        seen = json.loads(path.read_text())
+        kept = json.loads((path.parent / "plans.json").read_text())
+        measured = document.read(Profile, path.parent / "profile.yaml")
+        finals = seen.pop(FINAL, [])
+        rows = []
+        for row in kept["layouts"]:
+            name = row["title"]
+            if name not in seen:
+                continue
+            again = [s for part in finals for s in part.get(name, [])]
+            every = again or seen[name]
+            rows.append(
+                {
+                    "layout": name,
+                    "predicted_s": row["predicted_s"],
+                    "measured_s": statistics.median(every),
+                    "steps": len(every),
+                }
+            )
+        rows.sort(key=lambda row: row["measured_s"])
+        ours = next(row for row in rows if row["layout"] == kept["chosen"])
+        rates[path.parent.name] = {
+            "layouts": len(kept["layouts"]),
+            "measured": len(rows),
+            "pairs_mbit_per_s": [8e-6 * pair.bytes_per_s for pair in measured.pairs],
+            "chosen": ours["layout"],
+            "chosen_s": ours["measured_s"],
+            "best": rows[0]["layout"],
+            "best_s": rows[0]["measured_s"],
+            "regret": ours["measured_s"] / rows[0]["measured_s"] - 1,
+            "rows": rows,
+        }
+    result = {
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "model": MODEL,
+        "parameters": resolve_model(MODEL).parameters,
+        "job": {"seq_len": JOB.seq_len, "global_batch": JOB.global_batch},
+        "rates": rates,
+    }
+    document.write_text(json.dumps(result, indent=1) + "\n", RESULTS / "link_truth.json")
+    document.write_text(markdown(result), RESULTS / "link_truth.md")
+    print(markdown(result))
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = [
+        f"# {result['model']} ({result['parameters'] / 1e6:.1f}M parameters) on 4 ranks of 2 hosts",
+        "",
+        f"{result['date']}, sequence {result['job']['seq_len']}, global batch "
+        f"{result['job']['global_batch']}, 1F1B, no recomputation; hosts are network namespaces on "
+        "one machine, cables shaped by tc-tbf (`none`: not shaped).  `benchmarks/link_truth.py`.",
+        "",
+        "| cable | measured Mbit/s | chosen | s | best measured | s | regret | layouts run |",
+        "|---|---:|---|---:|---|---:|---:|---:|",
+    ]
+    for rate, found in result["rates"].items():
+        pairs = ", ".join(f"{mbit:,.0f}" for mbit in found["pairs_mbit_per_s"])
+        lines.append(
+            f"| {rate} | {pairs} | {found['chosen']} | {found['chosen_s']:.3f} | {found['best']} | "
+            f"{found['best_s']:.3f} | {100 * found['regret']:.1f} % | "
+            f"{found['measured']} of {found['layouts']} |"
+        )
+    for rate, found in result["rates"].items():
+        lines += [
+            "",
+            f"## {rate}",
+            "",
+            "| layout | predicted s | measured s | steps |",
+            "|---|---:|---:|---:|",
+        ]
+        lines += [
+            f"| {row['layout']} | {row['predicted_s']:.3f} | {row['measured_s']:.3f} | "
+            f"{row['steps']} |"
+            for row in found["rows"]
+        ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
