@@ -392,8 +392,8 @@ def profile_agenda(
     budget: str | None = None,
 ) -> Intended:
     """Return what `profile` would measure, in its order, and measure nothing."""
-    from runtime.nodes import seat_of  # noqa: PLC0415 - the profiler
-    from profiler.profile import BUDGET_S, intended  # noqa: PLC0415
+    from profiler.profile import BUDGET_S, intended  # noqa: PLC0415 - the profiler
+    from runtime.nodes import seat_of  # noqa: PLC0415
 
     graph = model_of(model, seq_len=seq_len)
 

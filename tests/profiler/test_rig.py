@@ -58,6 +58,7 @@ def measured(hosts: rig.Rig, *, ranks: int) -> list[NodePair]:
     return [NodePair.model_validate(pair) for pair in every[0]]
 
 
+@pytest.mark.matrix
 def test_a_cable_of_half_the_rate_is_named() -> None:
     with rig.rig(3, "100mbit") as hosts:
         hosts.shape("50mbit", [2])
