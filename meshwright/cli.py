@@ -118,12 +118,47 @@ def plan(
     top: Annotated[
         int, typer.Option("--top", min=1, help="So many plans, each on another mesh")
     ] = 1,
+    backend: Annotated[
+        str,
+        typer.Option(
+            "--backend",
+            help="Plan for another framework by its rules: megatron, torchtitan, nanotron, fsdp",
+        ),
+    ] = "native",
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Write the plan here")
     ] = None,
     json: Json = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
+    if backend != "native":
+        with _bar("pricing layouts", quiet=json) as progress:
+            found = commands.plan_for(
+                backend,
+                model,
+                cluster,
+                seq_len=seq_len,
+                global_batch=global_batch,
+                precision=precision.value if precision else None,
+                lora=lora or (),
+                profile=profile,
+                fix=fix or (),
+                allow=allow or (),
+                require=require or (),
+                top=top,
+                output=output,
+                progress=progress,
+            )
+        if json:
+            from planner.backends.search import backend_answer_json  # noqa: PLC0415 - its rules
+
+            print(commands.as_json(backend_answer_json(found)))
+            return
+        from planner.report.backend_text import backend_answer_text  # noqa: PLC0415 - its rules
+
+        out.print(backend_answer_text(found))
+        out.print(f"searched in {found.search_s:.2f} s of CPU")
+        return
     with _bar("searching layouts", quiet=json) as progress:
         answer = commands.plan(
             model,

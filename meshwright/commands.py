@@ -38,6 +38,7 @@ from planner.training import Training
 from planner.units import bytes_text, count_text, duration_s, seconds_text
 
 if TYPE_CHECKING:
+    from planner.backends.search import BackendAnswer
     from planner.validate import Validation
     from profiler.profile import Intended
     from runtime.export import Exported
@@ -154,6 +155,54 @@ def plan(
     )
     if output is not None:
         document.write(answer.plan, output)
+    return answer
+
+
+def plan_for(
+    backend: str,
+    model: str,
+    cluster: str,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    lora: Sequence[str] = (),
+    profile: str | None = None,
+    fix: Sequence[str] = (),
+    allow: Sequence[str] = (),
+    require: Sequence[str] = (),
+    top: int = 1,
+    output: str | None = None,
+    progress: Progress | None = None,
+) -> BackendAnswer:
+    """Find the fastest layout of another framework's space by its rules; write its flags.
+
+    A profile gives constants of the cluster; layers measured in our runtime are not that
+    framework's, and are left out.
+    """
+    from planner.backends.search import backend_search  # noqa: PLC0415 - rules of every framework
+
+    graph = model_of(model, seq_len=seq_len)
+    machine = _machine(cluster, _profile_for(graph, profile))
+    pins = read_pins(fix, allow)
+    answer = backend_search(
+        graph,
+        machine,
+        job_of(
+            graph,
+            machine,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            precision=precision,
+            lora=lora,
+        ),
+        backend=backend,
+        pins=replace(pins, require=read_requirements(require, [name for name, _ in graph.chain])),
+        top=max(top, 8),
+        told=progress,
+    )
+    if output is not None:
+        document.write_text("\n".join(answer.best.flags) + "\n", output)
     return answer
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from planner.plan import PlacedLayer, Plan
 from planner.prediction import Certificate, Prediction
+from planner.report.ties import tie_lines, ties
 from planner.units import bytes_text, seconds_text
 
 
@@ -20,6 +21,8 @@ def answer_text(
     rows: list[RenderableType] = [plan_table(plan, prediction), *prediction_lines(prediction)]
     if certificate is not None:
         rows += ["", *certificate_lines(certificate)]
+        low_s, high_s = prediction.step_time_low_s, prediction.step_time_high_s
+        rows += tie_lines(plan.layout.text(), ties(prediction, certificate), low_s, high_s)
     return Group(*rows)
 
 

@@ -1,0 +1,57 @@
+"""Which plans no prediction tells apart: those closer to the best than its error bar.
+
+A bar comes from the residuals of measured runs of its class (`docs/accuracy.md`).  Errors of two
+layouts of one model on one machine go together in part, so a tie does not claim that they are
+equal, but that only a measurement decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from planner.prediction import Certificate, Prediction
+from planner.units import seconds_text
+
+
+def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
+    """Return the layouts of a certificate's losers that lie within the error bar of the plan."""
+    if not prediction.step_time_s:
+        return []
+    bar = prediction.step_time_high_s / prediction.step_time_s
+    found = [
+        loser.layout
+        for loser in certificate.runners_up
+        if loser.objective_s is not None and loser.objective_s <= bar * certificate.objective_s
+    ]
+    if certificate.simulated is not None:
+        found += [
+            finalist.layout
+            for finalist in certificate.simulated.finalists
+            if finalist.step_time_s <= prediction.step_time_high_s
+        ]
+    return [layout for layout in dict.fromkeys(found) if layout != prediction.layout]
+
+
+def parts(layout: str) -> int:
+    """Return how much a layout's text asks for: axes of several ranks, sharding, schedules.
+
+    >>> parts("tp=1 pp=1 dp=8 zero=3 micro_batch=1x4"), parts("tp=2 pp=4 dp=1 zero=0 1f1b v=2")
+    (2, 3)
+    """
+    degrees = re.findall(r"\b(?:tp|pp|dp|cp|ep|vpp|v)=(\d+)", layout)
+    sharded = re.search(r"\bzero=[1-3]", layout) is not None
+    return sum(int(n) > 1 for n in degrees) + sharded + layout.count("stages=")
+
+
+def tie_lines(best: str, others: Sequence[str], low_s: float, high_s: float) -> Iterator[str]:
+    """Say that layouts tie, and which of them is simplest."""
+    if not others:
+        return
+    yield (
+        f"tie:    {len(others)} of the layouts named here lie within the error bar "
+        f"({seconds_text(low_s)} to {seconds_text(high_s)}): only a measurement tells them apart"
+    )
+    simplest = min(others, key=parts)
+    if parts(simplest) < parts(best):
+        yield f"        the simplest of them: {simplest}"

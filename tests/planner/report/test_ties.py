@@ -1,0 +1,50 @@
+"""Plans that no prediction tells apart are called ties, and the simpler one is named."""
+
+from planner.prediction import Certificate, Loser, Prediction
+from planner.report.ties import parts, tie_lines, ties
+
+
+def test_losers_within_the_bar_tie() -> None:
+    prediction = Prediction(
+        layout="best",
+        step_time_s=1.0,
+        step_time_low_s=0.9,
+        step_time_high_s=1.1,
+        step_parts={},
+        tokens_per_s=1.0,
+        mfu=0.1,
+        fits=True,
+        stages=(),
+    )
+    certificate = Certificate(
+        statement="s",
+        model="m",
+        solver="exact",
+        optimal=True,
+        objective_s=2.0,  # closed form: its own seconds, the same ratio
+        lower_bound_s=2.0,
+        gap=0.0,
+        configurations=3,
+        counts={},
+        runners_up=(
+            Loser(layout="near", objective_s=2.19, reason="slower"),
+            Loser(layout="far", objective_s=2.21, reason="slower"),
+            Loser(layout="bounded", lower_bound_s=2.0, reason="bound"),
+        ),
+    )
+
+    assert ties(prediction, certificate) == ["near"]
+
+
+def test_the_simpler_of_ties_is_named_only_where_it_is_simpler() -> None:
+    best, plain = (
+        "tp=2 pp=4 dp=8 zero=1 1f1b micro_batch=1x8",
+        "tp=1 pp=1 dp=64 zero=3 micro_batch=1x1",
+    )
+
+    told = "\n".join(tie_lines(best, [plain], 1.0, 2.0))
+
+    assert plain in told
+    assert parts(plain) < parts(best)
+    assert "simplest" not in "\n".join(tie_lines(plain, [best], 1.0, 2.0))
+    assert list(tie_lines(best, [], 1.0, 2.0)) == []
