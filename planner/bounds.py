@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.instance import ROUNDING, Instance, Option, Stage
+from planner.operator_table import larger
 
 Floats = NDArray[np.float64]
 
@@ -63,11 +64,11 @@ def balanced_s(
     total_s, slowest_s, sync_s, longest_s = exposed_s, 0.0, 0.0, 0.0
     for count, fastest_s, least_sync_s in layers:
         total_s += count * fastest_s
-        slowest_s = max(slowest_s, -(-count // stages) * fastest_s)
+        slowest_s = larger(slowest_s, -(-count // stages) * fastest_s)
         sync_s += count * least_sync_s
-        longest_s = max(longest_s, least_sync_s)
-    once_s = fill * total_s - credits_s + max(sync_s / stages, longest_s)
-    return steady * max(total_s / stages, slowest_s + each_exposed_s) + once_s
+        longest_s = larger(longest_s, least_sync_s)
+    once_s = fill * total_s - credits_s + larger(sync_s / stages, longest_s)
+    return steady * larger(total_s / stages, slowest_s + each_exposed_s) + once_s
 
 
 def balanced_each_s(

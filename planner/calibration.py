@@ -103,18 +103,24 @@ def taken(many: Figures, places: NDArray[np.intp]) -> Figures:
 
 
 def joined(parts: Sequence[tuple[list[int], Figures]], count: int) -> Figures:
-    """Return figures that are arrays [place] of `count`, from those of some places each."""
+    """Return figures that are arrays [place] of `count`, from those of some places each.
+
+    What is no number is taken from the first.
+    """
     first = parts[0][1]
+    place = np.argsort(np.concatenate([places for places, _ in parts]))
+    sizes = [len(places) for places, _ in parts]
+    assert sum(sizes) == count
     values: dict[str, Any] = {}
     for name in _NAMES:
         each = [getattr(figures, name) for _, figures in parts]
         if isinstance(each[0], (str, bool)):
-            values[name] = each[0] if each.count(each[0]) == len(each) else getattr(first, name)
             continue
-        column = np.empty(count)
-        for (places, _), value in zip(parts, each, strict=True):
-            column[places] = value
-        values[name] = column
+        columns = [
+            value if isinstance(value, np.ndarray) else np.full(size, value)
+            for value, size in zip(each, sizes, strict=True)
+        ]
+        values[name] = np.concatenate(columns)[place]
     return replace(first, **values)
 
 

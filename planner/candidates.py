@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +91,8 @@ class Candidates:
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
         self._known_shared: dict[int, _Shared] = {}
         """By the id of their part."""
+        self._known_moved: dict[tuple[int, bool], _Moved] = {}
+        """By the id of the sharings, which those of one family and level have in common."""
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self._rates = rates(cluster, job, tables.profile)
         self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
@@ -283,35 +285,52 @@ class Candidates:
 
     def _shared(self, part: Family) -> _Shared:
         """Return what sharing takes of the commonest layers."""
-        number = self._divided[part.divided]
+        number, moved = self._divided[part.divided], self._moved(part)
         commonest, layers = self._commonest
-        layouts = list(part.layouts())
-        parts = [
-            one
-            for one in self.tables.parts_together(commonest, layouts)
-            if self.pins.recompute in (None, one.recompute)
+        rows = [
+            (self._counts[kind], float(self._chain.fastest_s[at, number]), 0.0)
+            for at, kind in enumerate(self._counts)
+            if kind != commonest
         ]
-        seen_s = [_all(one.sharing_s, layouts) for one in parts]
-        passes_s = np.min([_all(one.forward_s + one.backward_s, layouts) for one in parts], axis=0)
-        once_s = np.min([_all(one.once_s, layouts) for one in parts], axis=0)
+        # Both are arrays [sharing].
+        rows.append((layers, cast(float, moved.passes_s), cast(float, moved.once_s)))
         ((steady, fill, credited, actions, least),) = self._paces(
             part.degrees.pipeline, part.micro_batches, part.timetables
         ).tolist()
-        fastest_s = np.repeat(self._chain.fastest_s[:, number : number + 1], len(layouts), axis=1)
-        fastest_s[list(self._counts).index(commonest)] = passes_s
-        once_s *= max(1.0, layers / part.degrees.pipeline)
-        balanced_s = bounds.balanced_each_s(
-            list(self._counts.values()),
-            fastest_s,
-            stages=np.array(float(part.degrees.pipeline)),
-            steady=np.array(steady),
-            fill=np.array(fill),
-            exposed_s=np.array(actions * self.tables.action_s),
-            each_exposed_s=np.array(least * self.tables.action_s),
-            credits_s=np.array(credited * float(self._chain.credits_s[number])),
+        balanced_s = bounds.balanced_s(
+            rows,
+            stages=part.degrees.pipeline,
+            exposed_s=actions * self.tables.action_s,
+            each_exposed_s=least * self.tables.action_s,
+            steady=steady,
+            fill=fill,
+            credits_s=credited * float(self._chain.credits_s[number]),
         )
-        least_s = (balanced_s + once_s) * (1 - 1e-12) + self.tables.step_s
-        return _Shared(part, layouts, least_s, once_s, np.stack(seen_s, axis=1))
+        least_s = np.asarray(balanced_s * (1 - 1e-12) + self.tables.step_s)
+        return _Shared(part, least_s, moved)
+
+    def _moved(self, part: Family) -> _Moved:
+        """Return what sharing takes of one of the commonest layers: no matter of timetables.
+
+        But for one: pipedream-2bw holds parameters twice.
+        """
+        key = id(part.sharings), part.timetables[0].schedule == "pipedream-2bw"
+        found = self._known_moved.get(key)
+        if found is None:
+            layouts = list(part.layouts())
+            parts = [
+                one
+                for one in self.tables.parts_together(self._commonest[0], layouts)
+                if self.pins.recompute in (None, one.recompute)
+            ]
+            each_s = [_all(one.forward_s + one.backward_s, layouts) for one in parts]
+            found = self._known_moved[key] = _Moved(
+                part.sharings,
+                np.min(each_s, axis=0),
+                np.min([_all(one.once_s, layouts) for one in parts], axis=0),
+                np.stack([_all(one.sharing_s, layouts) for one in parts], axis=1),
+            )
+        return found
 
     def shared_rooms_s(self, parts: Sequence[Family]) -> list[Bounded]:
         """[part][layout] Least seconds with the sharding of the commonest layers, within memory.
@@ -323,7 +342,8 @@ class Candidates:
         members: list[tuple[bounds.Floats, list[int]]] = []
         for part in parts:
             shared = self._known_shared.pop(id(part), None) or self._shared(part)
-            least_s = shared.least_s.copy()
+            least_s, moved = shared.least_s.copy(), shared.moved
+            many = max(1.0, self._commonest[1] / part.degrees.pipeline)
             groups: dict[tuple[int, int], list[int]] = {}
             for index, sharing in enumerate(part.sharings):
                 level = 1 if _alike(part) and sharing.zero == 2 else sharing.zero
@@ -331,13 +351,15 @@ class Candidates:
             for own in groups.values():
                 members.append((least_s, own))
                 units.append(Unit(part, part.sharings[own[0]]))
-                once_s.append(shared.once_s[own].min())
-                seen_s.append(shared.seen_s[own].min(axis=0))
-            result.append((shared.layouts, least_s))
+                once_s.append(many * moved.once_s[own].min())
+                seen_s.append(moved.seen_s[own].min(axis=0))
+            result.append((part, least_s))
         rooms_s = self._within_memory_s(units, np.array(once_s), np.array(seen_s))
         for (least_s, own), (room_s,) in zip(members, rooms_s, strict=True):
             least_s[own] = np.maximum(least_s[own], room_s)
-        return [list(zip(layouts, least_s.tolist(), strict=True)) for layouts, least_s in result]
+        return [
+            list(zip(part.layouts(), least_s.tolist(), strict=True)) for part, least_s in result
+        ]
 
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""
@@ -416,16 +438,24 @@ def _plainest(job: Job, degrees: Degrees) -> Layout:
     )
 
 
+class _Moved(NamedTuple):
+    """What sharing takes of one of the commonest layers; arrays [sharing]."""
+
+    sharings: tuple[Sharing, ...]
+    passes_s: bounds.Floats
+    """Fewest seconds of both passes."""
+    once_s: bounds.Floats
+    seen_s: bounds.Floats
+    """[sharing, choice] Of both passes."""
+
+
 class _Shared(NamedTuple):
-    """Layouts of a part, and what sharing the commonest layers takes under each."""
+    """The least seconds of a part's layouts, and what they come from."""
 
     part: Family
-    layouts: list[Layout]
     least_s: bounds.Floats
-    once_s: bounds.Floats
-    """[layout] Once per step, of the stage with the most of it."""
-    seen_s: bounds.Floats
-    """[layout, choice] Of one layer, in each micro-batch."""
+    """[sharing]"""
+    moved: _Moved
 
 
 def _all(seconds: float, layouts: Sequence[Layout]) -> bounds.Floats:

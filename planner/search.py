@@ -220,6 +220,10 @@ def search(
     )
 
 
+_Coming = tuple[float, int, Family]
+"""A family whose turn to be bounded may come, with its bound; the id tells equals apart."""
+
+
 class _Entry(NamedTuple):
     """A family or a layout in the queue; complexity tells those of one step apart."""
 
@@ -255,6 +259,9 @@ class _Hunt:
         """Families of which only the first bound is known, with their index; the lowest is last."""
         self._looked_at: dict[int, tuple[Family, Levels]] = {}
         """Families whose bounds within memory are known, by their id."""
+        self._undivided: list[_Coming] = []
+        self._unopened: list[_Coming] = []
+        """Of the queue, families that may be bounded within memory next, and parts to be opened."""
         self._opened: dict[int, tuple[Family, Bounded]] = {}
         """Parts whose layouts are bounded, by their id."""
         self._left: list[_Entry] = []
@@ -362,12 +369,11 @@ class _Hunt:
     def _levels(self, family: Family) -> Levels:
         """Return a family's bounds within memory; those that come next are worked out with it."""
         if id(family) not in self._looked_at:
-            waiting = [
-                self._candidates.families[index] for _, index in self._waiting[: -_AHEAD - 1 : -1]
+            every, lowest = self._candidates.families, self._waiting[: -_AHEAD - 1 : -1]
+            waiting = (every[index] for _, index in lowest)
+            ahead = [
+                f for f in (*_first_of(self._undivided, _AHEAD), *waiting) if len(f.savings) == 1
             ]
-            coming = heapq.nsmallest(_AHEAD, (e for e in self._queue if e.known == COMPUTATION))
-            queued = [entry.item for entry in coming if isinstance(entry.item, Family)]
-            ahead = [f for f in (*queued, *waiting) if len(f.savings) == 1]
             some = [family, *(f for f in ahead if id(f) not in self._looked_at)][:_AHEAD]
             for one, levels in zip(some, self._candidates.rooms_s(some), strict=True):
                 self._looked_at[id(one)] = one, levels
@@ -376,10 +382,9 @@ class _Hunt:
     def _layouts(self, part: Family) -> Bounded:
         """Return a part's layouts with their bounds; those of the next parts are worked out too."""
         if id(part) not in self._opened:
-            queued = (entry for entry in self._queue if entry.known == SHARED)
-            coming = heapq.nsmallest(_OPENED, queued)
-            ahead = [entry.item for entry in coming if isinstance(entry.item, Family)]
-            some = [part, *(one for one in ahead if id(one) not in self._opened)]
+            ahead = _first_of(self._unopened, _OPENED)
+            coming = (one for one in ahead if one is not part and id(one) not in self._opened)
+            some = [part, *coming]
             for one, bounded in zip(some, self._candidates.shared_rooms_s(some), strict=True):
                 self._opened[id(one)] = one, bounded
         return self._opened[id(part)][1]
@@ -400,6 +405,9 @@ class _Hunt:
             return
         entry = _Entry(bound_s, complexity(_first(item)), known, item)
         heapq.heappush(self._queue, entry)
+        if isinstance(item, Family) and known != ROOM:
+            coming = self._undivided if known == COMPUTATION else self._unopened
+            heapq.heappush(coming, (bound_s, id(item), item))
 
     def _try(self, layout: Layout, bound_s: float, rival: _Best | None) -> None:
         """Solve a configuration; it has to beat its rival."""
@@ -479,6 +487,11 @@ class _Hunt:
         for best in ranking[1:]:
             self.account.lost(SLOWER, best.layout, objective_s=best.objective_s)
         return ranking[: self._top]
+
+
+def _first_of(coming: list[_Coming], most: int) -> list[Family]:
+    """Take the first few families from a queue of such."""
+    return [heapq.heappop(coming)[-1] for _ in range(min(most, len(coming)))]
 
 
 def _first(item: Family | Layout) -> Layout:
