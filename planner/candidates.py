@@ -33,9 +33,9 @@ from planner.costs import CostTables, LayoutCosts, fastest_s, least_credits_s
 from planner.dominance import dominates, twins
 from planner.formulation import (
     boundaries_s,
+    capacity_bytes,
     instance_of,
     layout_pace,
-    planned_bytes,
     unkept,
 )
 from planner.instance import ROUNDING, Instance
@@ -158,10 +158,12 @@ class Candidates:
             fastest_s=fastest_s(figures, self.pins.recompute),
             credits_s=counts @ least_credits_s(figures),
         )
+        whole_bytes = self.cluster.groups[0].accelerator.memory_bytes
+        free_bytes = capacity_bytes(self.cluster, self.tables.unlinked(firsts[0]), whole_bytes)
         self._rooms = Rooms(
             self.tables,
             self._chain,
-            capacity_bytes=self._capacity_bytes(firsts[0]) * (1 + ROUNDING),
+            capacity_bytes=free_bytes * (1 + ROUNDING),
             recompute=self.pins.recompute,
         )
         every_s = self._timetables_s(self.families)
@@ -268,11 +270,6 @@ class Candidates:
             seen_s,
         )
         return np.split(found, np.cumsum([len(pace) for pace in paces])[:-1])
-
-    def _capacity_bytes(self, layout: Layout) -> float:
-        """Bytes that a rank has for its layers and the pipeline's buffers."""
-        device = self.cluster.groups[0].accelerator
-        return self.tables.room_bytes(layout, planned_bytes(device, device.memory_bytes))
 
     def shared_s(self, part: Family) -> bounds.Floats:
         """[sharing] Least seconds with what sharding the commonest layers adds, memory ignored.

@@ -292,27 +292,6 @@ class CostTables:
             self._known_parts[key] = found
         return found
 
-    def held_alone(self, layout: Layout, kind: str) -> tuple[StrategyCost, ...]:
-        """[choice] What one kind holds under a layout, without the seconds of sharing.
-
-        Bytes are those of `of`, but for what a neighbour has on its way to the host.
-        """
-        parts = self.parts(kind, layout, linked=False)
-        alone = _Shared(
-            parts={kind: parts},
-            neighbours={kind: (0.0,) * len(parts)},
-            transfer_s=0.0,
-            action_s=0.0,
-            boundary_bytes=0.0,
-            context_bytes=self._context_bytes(layout),
-            assumptions=(),
-        )
-        return self._added_up(layout, alone, holding_of(layout))[kind]
-
-    def room_bytes(self, layout: Layout, memory_bytes: float) -> float:
-        """Bytes that a rank has for its layers and the buffers of the pipeline."""
-        return (memory_bytes - self._context_bytes(layout)) / self._slack
-
     def boundary_bytes(self, layout: Layout) -> float:
         """Activation that crosses a stage boundary; 0 if there is none."""
         return self._boundary_bytes(self._setting(layout))[0] if layout.pipeline > 1 else 0.0

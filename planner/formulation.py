@@ -43,6 +43,7 @@ from planner.training import Training
 __all__ = [
     "allowed",
     "boundaries_s",
+    "capacity_bytes",
     "instance_of",
     "layout_pace",
     "plan_of",
@@ -62,6 +63,12 @@ def planned_bytes(device: Accelerator, memory_bytes: float) -> float:
     1.09.  The share kept free is the difference.
     """
     return memory_bytes if device.kind == "cpu" else memory_bytes * (1 - KEPT_FREE)
+
+
+def capacity_bytes(cluster: ClusterSpec, costs: LayoutCosts, memory_bytes: float) -> float:
+    """Return what a rank has for its stage, its layers' share of so much device memory."""
+    device = cluster.groups[0].accelerator
+    return (planned_bytes(device, memory_bytes) - costs.fixed_bytes) / costs.slack
 
 
 def instance_of(
@@ -109,8 +116,7 @@ def _free_instance(
     costs: LayoutCosts,
     recompute: Recompute | None,
 ) -> Instance:
-    device = cluster.groups[0].accelerator
-    capacity = (planned_bytes(device, device.memory_bytes) - costs.fixed_bytes) / costs.slack
+    capacity = capacity_bytes(cluster, costs, cluster.groups[0].accelerator.memory_bytes)
     steady, fill = layout_pace(model, layout)
     exposed_s = boundaries_s(costs, layout)
     if counted_by_rank(layout):

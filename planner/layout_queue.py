@@ -157,7 +157,7 @@ class _Queue(Generic[T]):
     def advance(self, entry: _Entry) -> None:
         """Bring one layout a step further: a better bound, or its solution."""
         layout, rival = entry.layout, self._best.get(kind(entry.layout)) or self._last()
-        if rival is not None and not _may_beat(entry, rival):
+        if rival is not None and not may_beat(entry.bound_s, entry.complexity, rival):
             outcome = self._bounds[max(entry.known, 0)][0]
             self._account.lost(outcome, layout, bound_s=entry.bound_s, count=entry.size)
         elif isinstance(entry.item, Bundle) and entry.item.better_s is not None:
@@ -198,7 +198,7 @@ class _Queue(Generic[T]):
     def _enter(self, new: Found[T]) -> None:
         """Let a split stand for its kind of layout if it is the best of it."""
         old = self._best.get(kind(new.layout))
-        if new.objective_s < self._below_s and (old is None or _wins(new, old)):
+        if new.objective_s < self._below_s and (old is None or wins(new, old)):
             self._best[kind(new.layout)] = new
             loser = old
         else:
@@ -244,15 +244,14 @@ def ranking(best: Sequence[Found[T]]) -> list[int]:
     return order
 
 
-def _may_beat(entry: _Entry, rival: Found[T]) -> bool:
-    """Whether a layout with this bound can be faster than its rival, or tie and be simpler."""
-    if entry.bound_s < rival.objective_s * (1 - TOLERANCE):
+def may_beat(bound_s: float, simple: tuple[int, ...], rival: Found[T]) -> bool:
+    """Whether a layout with this bound and complexity can beat its rival, or tie and be simpler."""
+    if bound_s < rival.objective_s * (1 - TOLERANCE):
         return True
-    tie = entry.bound_s <= rival.objective_s * (1 + TOLERANCE)
-    return tie and entry.complexity < complexity(rival.layout)
+    return bound_s <= rival.objective_s * (1 + TOLERANCE) and simple < complexity(rival.layout)
 
 
-def _wins(new: Found[T], old: Found[T]) -> bool:
+def wins(new: Found[T], old: Found[T]) -> bool:
     """Faster wins; of equally fast ones the simpler, whatever the order they came in."""
     if abs(new.objective_s - old.objective_s) <= TOLERANCE * old.objective_s:
         return complexity(new.layout) < complexity(old.layout)

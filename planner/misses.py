@@ -11,7 +11,7 @@ from typing import get_args
 from planner.candidates import Candidates
 from planner.cluster import ClusterSpec
 from planner.costs import CostTables
-from planner.formulation import plan_of, planned_bytes
+from planner.formulation import capacity_bytes, plan_of
 from planner.inner import solve
 from planner.instance import Instance, Solution
 from planner.memory_reach import why_infeasible
@@ -243,8 +243,7 @@ def _fits_in(candidates: Candidates, layout: Layout, memory_bytes: float) -> boo
 def _with_memory(candidates: Candidates, layout: Layout, memory_bytes: float) -> Instance:
     """Return the partition problem of a layout on devices with so much memory."""
     costs, instance = candidates.costs(layout), candidates.instance(layout)
-    device = candidates.cluster.groups[0].accelerator
-    capacity = (planned_bytes(device, memory_bytes) - costs.fixed_bytes) / costs.slack
+    capacity = capacity_bytes(candidates.cluster, costs, memory_bytes)
     stages = tuple(replace(stage, capacity_bytes=capacity) for stage in instance.stages)
     return replace(instance, stages=stages)
 

@@ -54,6 +54,7 @@ from planner.finalists import MARGIN, finalists, simulated
 from planner.frontier import FrontierStore
 from planner.group_costs import only_profile
 from planner.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
+from planner.layout_queue import TOLERANCE, Found, may_beat, ranking, wins
 from planner.misses import closest_miss, nothing_runs
 from planner.model import ModelGraph
 from planner.native import Rules, refusal
@@ -65,9 +66,6 @@ from planner.ranked import Ranked, ranked
 from planner.savings import activations
 from planner.space import Family, complexity, kind
 
-TOLERANCE = 1e-9
-"""Objectives this close, relatively, are equal: then the simpler configuration wins."""
-
 TIES_LIMIT_S = 60.0
 """For the integer program on one layout, where hosts or requirements tie stages together; what it
 leaves unproven the certificate says."""
@@ -78,6 +76,7 @@ _OPENED = 12
 """Parts of families whose layouts are bounded at once."""
 
 Progress = Callable[[int, int], None]
+_Solved = Found[Solution]
 Outcome = Solution | Infeasible | Fathomed | Unfinished
 Solve = Callable[[Instance, float], Outcome]
 
@@ -97,19 +96,6 @@ class Answer:
     """The optimum of the closed form, where finalists were simulated; it may be `plan`."""
     solved: int
     """How many partition problems were solved."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Best:
-    """The best configuration of its kind so far."""
-
-    objective_s: float
-    layout: Layout
-    solution: Solution
-
-    @property
-    def rank(self) -> tuple[float, tuple[int, ...]]:
-        return self.objective_s, complexity(self.layout)
 
 
 @contextmanager
@@ -191,17 +177,16 @@ def search(
         raise NoPlanFits(closest_miss(candidates))
 
     name = cluster_name or cluster.name
-    every = [ranked(candidates, best.layout, best.solution, name) for best in bests]
+    every = [ranked(candidates, best.layout, best.split, name) for best in bests]
     winner, closed_form = bests[0], every[0]
-    step_s = tables.of(winner.layout).step_s
     order = finalists(candidates, closed_form, hunt.near(), hunt.solve, name)
     chosen = order[0]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
     top_plans = (chosen, *others)[:top]
     certificate = hunt.account.certificate(
         objective_s=winner.objective_s,
-        lower_bound_s=winner.solution.lower_bound_s + step_s,
-        optimal=winner.solution.optimal,
+        lower_bound_s=winner.lower_bound_s,
+        optimal=winner.split.optimal,
         solver=solver,
     ).model_copy(
         update={
@@ -252,7 +237,7 @@ class _Hunt:
         self._candidates = candidates
         self._top = top
         self._progress = progress
-        self._bests: dict[tuple[int, ...], _Best] = {}
+        self._bests: dict[tuple[int, ...], _Solved] = {}
         self._queue: list[_Entry] = []
         bounds_s = candidates.computation_s().tolist()
         self._waiting = sorted(((s, index) for index, s in enumerate(bounds_s)), reverse=True)
@@ -267,7 +252,7 @@ class _Hunt:
         self._left: list[_Entry] = []
         """What was in the queue when the search ended, with memory and sharing in its bounds."""
 
-    def run(self) -> list[_Best]:
+    def run(self) -> list[_Solved]:
         """Return the best configurations, one of each kind, fastest first."""
         while (entry := self._next()) is not None:
             if self._settled(entry.bound_s):
@@ -293,13 +278,13 @@ class _Hunt:
         Layouts are those with a bound within the margin of finalists that nothing dominates, of
         families whose sharing was looked at.
         """
-        ranking = self._ranking_all()
-        for best in ranking:
+        bests = self._ranking_all()
+        for best in bests:
             yield best.layout
         onward = copy(self)
         onward.account = Account()
         onward._queue, onward._waiting = self._left, []
-        limit_s = ranking[0].objective_s * (1 + MARGIN)
+        limit_s = bests[0].objective_s * (1 + MARGIN)
         while (entry := onward._next()) is not None and entry.bound_s <= limit_s:
             if isinstance(entry.item, Layout) and entry.known == MEMORY:
                 yield entry.item
@@ -320,7 +305,7 @@ class _Hunt:
         """Bring one entry a step further: a better bound, its layouts, or its solution."""
         item, bound_s = entry.item, entry.bound_s
         rival = self._rival(entry.first)
-        if rival is not None and not _may_beat(bound_s, complexity(entry.first), rival):
+        if rival is not None and not may_beat(bound_s, complexity(entry.first), rival):
             self._outbounded(entry)
         elif isinstance(item, Layout) and entry.known == MEMORY:
             self._try(item, bound_s, rival)
@@ -409,7 +394,7 @@ class _Hunt:
             coming = self._undivided if known == COMPUTATION else self._unopened
             heapq.heappush(coming, (bound_s, id(item), item))
 
-    def _try(self, layout: Layout, bound_s: float, rival: _Best | None) -> None:
+    def _try(self, layout: Layout, bound_s: float, rival: _Solved | None) -> None:
         """Solve a configuration; it has to beat its rival."""
         step_s = self._candidates.costs(layout).step_s
         cutoff_s = math.inf
@@ -431,14 +416,13 @@ class _Hunt:
         else:
             if not found.optimal:
                 self.account.unfinished_s.append(found.lower_bound_s + step_s)
-            self._enter(
-                _Best(objective_s=found.objective_s + step_s, layout=layout, solution=found)
-            )
+            proven_s = found.lower_bound_s + step_s
+            self._enter(Found(found.objective_s + step_s, proven_s, layout, found))
 
-    def _enter(self, new: _Best) -> None:
+    def _enter(self, new: _Solved) -> None:
         """Let a solved configuration stand for its kind if it is the best of it."""
         old = self._bests.get(kind(new.layout))
-        if old is None or _wins(new, old):
+        if old is None or wins(new, old):
             self._bests[kind(new.layout)] = new
             new, old = old or new, new
             if new is old:
@@ -455,38 +439,34 @@ class _Hunt:
             count=_size(entry.item),
         )
 
-    def _rival(self, layout: Layout) -> _Best | None:
+    def _rival(self, layout: Layout) -> _Solved | None:
         """Return the best that a configuration has to beat to be among the `top`, if any."""
         own = self._bests.get(kind(layout))
-        ranking = self._ranking_all()
-        worst = ranking[self._top - 1] if len(ranking) >= self._top else None
+        bests = self._ranking_all()
+        worst = bests[self._top - 1] if len(bests) >= self._top else None
         if own is None or worst is None:
             return own or worst
-        return own if _wins(own, worst) else worst
+        return own if wins(own, worst) else worst
 
     def _settled(self, bound_s: float) -> bool:
         """Whether no configuration with at least this bound can enter the ranking."""
-        ranking = self._ranking_all()
-        if len(ranking) < self._top:
+        bests = self._ranking_all()
+        if len(bests) < self._top:
             return False
-        return bound_s > ranking[self._top - 1].objective_s * (1 + TOLERANCE)
+        return bound_s > bests[self._top - 1].objective_s * (1 + TOLERANCE)
 
-    def _ranking_all(self) -> list[_Best]:
+    def _ranking_all(self) -> list[_Solved]:
         return sorted(self._bests.values(), key=lambda best: best.rank)
 
-    def _ranking(self) -> list[_Best]:
+    def _ranking(self) -> list[_Solved]:
         """Return the best of each kind, fastest first; losers go to the account."""
-        ranking = self._ranking_all()
-        first = 0
-        for index, best in enumerate(ranking):
-            if _wins(best, ranking[first]):
-                first = index
-        if ranking:
-            ranking.insert(0, ranking.pop(first))
+        bests = self._ranking_all()
+        order = [bests[at] for at in ranking(bests)]
+        if order:
             self.account.counts[CHOSEN] = 1
-        for best in ranking[1:]:
+        for best in order[1:]:
             self.account.lost(SLOWER, best.layout, objective_s=best.objective_s)
-        return ranking[: self._top]
+        return order[: self._top]
 
 
 def _first_of(coming: list[_Coming], most: int) -> list[Family]:
@@ -520,21 +500,3 @@ def _solver(name: str) -> Solve:
     if name not in solvers:
         raise DocumentError("solver", f"is '{name}'; the solvers are {' and '.join(solvers)}")
     return solvers[name]
-
-
-def _may_beat(bound_s: float, simple: tuple[int, ...], rival: _Best) -> bool:
-    """Whether a configuration with this bound can be faster than its rival, or tie and be simpler.
-
-    A configuration at least as slow as `bound_s` that is within the tolerance of the rival or above
-    loses to it unless it is the simpler one.
-    """
-    if bound_s < rival.objective_s * (1 - TOLERANCE):
-        return True
-    return bound_s <= rival.objective_s * (1 + TOLERANCE) and simple < complexity(rival.layout)
-
-
-def _wins(new: _Best, old: _Best) -> bool:
-    """Faster wins; of equally fast ones the simpler, whatever the order they came in."""
-    if abs(new.objective_s - old.objective_s) <= TOLERANCE * old.objective_s:
-        return complexity(new.layout) < complexity(old.layout)
-    return new.objective_s < old.objective_s
