@@ -9,13 +9,17 @@ written here by hand, for sources; every figure is computed.
 from __future__ import annotations
 
 import datetime
+import itertools
+import math
+import random
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from planner.backends import rules
-from planner.scores import ErrorScore, error_score
+from planner.runs import Run
+from planner.scores import ErrorScore, RankScore, error_score, rank_score
 from planner.units import seconds_text
 from planner.validate import (
     Score,
@@ -98,6 +102,8 @@ def main(path: str) -> None:
         "Constants of accelerators, which several sources share, stay.\n"
     )
     _sources(_left_out(path).sources)
+    print("## Ranking: what is misordered, and what a perfect model could reach\n")
+    _ranking(result)
     print("## By accelerator and precision\n")
     _by(result, lambda row: f"{row.measured.accelerator} {row.run.precision if row.run else ''}")
     print("## By framework\n")
@@ -169,6 +175,122 @@ def _sources(sources: Mapping[str, Score]) -> None:
             )
         )
         + " | | | |\n"
+    )
+
+
+DRAWS = 20
+"""Of noise, for the score of a perfect model."""
+CLOSE = 0.05
+"""Measured times nearer than this are called close."""
+DIFFERENCES = (
+    "tensor",
+    "pipeline",
+    "virtual",
+    "context",
+    "micro_batch",
+    "zero",
+    "recompute",
+    "sequence_parallel",
+)
+
+
+def _ranking(result: Validation) -> None:
+    """Print, by source, the noise of repeated runs and what pairs in the wrong order differ in."""
+    print(
+        "*Noise* is the standard deviation of runs whose rows are alike but for what was measured "
+        "(of their logarithms, pooled; empty where a source has none). *Perfect* is what a model "
+        "that knows the true times would score if they were measured once more with that noise, "
+        f"mean of {DRAWS} draws. *Close* is the share of misordered pairs whose measured times "
+        f"differ by less than {CLOSE:.0%}; behind it stand the choices that misordered pairs "
+        "differ in, as shares of them (several may differ).\n"
+    )
+    print("| source | noise | tau | perfect | regret | perfect | wrong pairs | close | differ in |")
+    print("|---|" + "---:|" * 7 + "---|")
+    for name, score in result.sources.items():
+        if score.ranking is None:
+            continue
+        rows = [row for row in result.rows if row.measured.source == name]
+        sweeps = _sweeps(rows)
+        noise = _noise(rows)
+        best = _perfect(list(sweeps.values()), noise) if noise is not None else None
+        wrong = [pair for each in sweeps.values() for pair in _wrong(each)]
+        pairs = sum(len(each) * (len(each) - 1) // 2 for each in sweeps.values())
+        close = sum(abs(math.log(a[0] / b[0])) < CLOSE for a, b in wrong)
+        counts = Counter(
+            field
+            for (_, _, a), (_, _, b) in wrong
+            for field in DIFFERENCES
+            if getattr(a, field) != getattr(b, field)
+        )
+        told = ", ".join(
+            f"{field} {count / len(wrong):.0%}" for field, count in counts.most_common(4)
+        )
+        cells = [
+            name,
+            "" if noise is None else _share(noise),
+            f"{score.ranking.kendall_tau:.2f}",
+            "" if best is None else f"{best.kendall_tau:.2f}",
+            _share(score.ranking.regret),
+            "" if best is None else _share(best.regret),
+            f"{len(wrong)} of {pairs}",
+            f"{close / len(wrong):.0%}" if wrong else "",
+            told,
+        ]
+        print("| " + " | ".join(cells) + " |")
+    print()
+
+
+Timed = tuple[float, float, Run]
+"""Measured and predicted seconds of a run."""
+
+
+def _sweeps(rows: Sequence[ScoredRow]) -> dict[str, list[Timed]]:
+    found: dict[str, list[Timed]] = defaultdict(list)
+    for row in rows:
+        seen = row.measured
+        if seen.complete and seen.sweep and seen.judge_rank and row.times and row.run:
+            found[seen.sweep].append((row.times[1], row.times[0], row.run))
+    return found
+
+
+def _wrong(sweep: Sequence[Timed]) -> Iterator[tuple[Timed, Timed]]:
+    for a, b in itertools.combinations(sweep, 2):
+        if (a[0] - b[0]) * (a[1] - b[1]) < 0:
+            yield a, b
+
+
+def _noise(rows: Sequence[ScoredRow]) -> float | None:
+    """Return the pooled standard deviation of repeated runs' logarithms."""
+    alike: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.run is not None and row.measured.step_time_s and row.measured.judge_time:
+            alike[repr(row.run)].append(math.log(row.measured.step_time_s))
+    squares, freedom = 0.0, 0
+    for logs in alike.values():
+        mean = sum(logs) / len(logs)
+        squares += sum((each - mean) ** 2 for each in logs)
+        freedom += len(logs) - 1
+    return math.sqrt(squares / freedom) if freedom else None
+
+
+def _perfect(sweeps: Sequence[Sequence[Timed]], noise: float) -> RankScore | None:
+    rng = random.Random(0)
+    scores = [
+        rank_score(
+            [
+                [(seen, seen * math.exp(rng.gauss(0.0, noise))) for seen, _, _ in sweep]
+                for sweep in sweeps
+            ]
+        )
+        for _ in range(DRAWS)
+    ]
+    known = [score for score in scores if score is not None]
+    if not known:
+        return None
+    return RankScore(
+        kendall_tau=sum(score.kendall_tau for score in known) / len(known),
+        regret=sum(score.regret for score in known) / len(known),
+        n=known[0].n,
     )
 
 

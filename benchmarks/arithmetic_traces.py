@@ -1,6 +1,6 @@
 """The arithmetic of every catalogue family against a trace of its real modules; writes a document.
 
-    PYTHONPATH=$PWD python benchmarks/arithmetic_traces.py > docs/arithmetic.md
+    PYTHONPATH=$PWD python benchmarks/arithmetic_traces.py [MODEL ...] > docs/arithmetic.md
 
 A layer of each kind of each model runs forward and backward at its full width on tensors without
 data.  Families that the runtime trains are the runtime's own layers, at tensor parallel 1 and at 2
@@ -322,7 +322,7 @@ def traced(
             ids = 0
             if not value.is_floating_point() and (recompute != "none" or _keeps(layer, value)):
                 ids = value.nbytes
-            held, value = _bytes_of(layer, value, end)
+            held, value = _bytes_of(layer, (value,), end)
             result[kind] = Counted(
                 parameters=sum(_local(p).numel() for p in plain.parameters() if id(p) not in seen),
                 forward_flops=forward,
@@ -386,10 +386,10 @@ def table(rows: Sequence[Compared]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Print the document."""
+def main(names: Sequence[str]) -> None:
+    """Print the document, of some models or of the whole catalogue."""
     rows: list[Compared] = []
-    for name in models():
+    for name in names or models():
         model = resolve_model(name)
         for tensor in (1,) if _figures(model).family in UNDIVIDED else TENSORS:
             print(f"{name} tp={tensor}", file=sys.stderr)
@@ -397,9 +397,10 @@ def main() -> None:
     print("# Arithmetic against traces\n")
     print(
         f"Written on {datetime.date.today().isoformat()} by "
-        "`python benchmarks/arithmetic_traces.py "
+        "`python benchmarks/arithmetic_traces.py [MODEL ...] "
         f"> docs/arithmetic.md`; torch {torch.__version__}, transformers {transformers_version()}. "
-        "Largest differences over every layer kind of every model of the catalogue at full width, "
+        "Largest differences over every layer kind of each model named (by default of the whole "
+        "catalogue, which `make matrix` traces) at full width, "
         f"bf16, {SAMPLES} samples of at least 2,048 positions (or all that a model has; twice a "
         "sliding window), recompute none and full. FLOPs are of products and attention, half of a "
         "causal core; saved bytes count each storage once.\n"
@@ -420,4 +421,4 @@ def transformers_version() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

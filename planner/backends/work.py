@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from planner.backends.rules import EIGHT_BITS, Rules
-from planner.compute import peak_flops
+from planner.compute import peak_flops, sustained_share
 from planner.model import Architecture, Experts
 from planner.runs import Run
 
@@ -28,26 +28,6 @@ EIGHT_BIT_GAIN = {"hopper": 1.85, "blackwell": 2.15}
 TFLOP/s on H100 and B200, and products in 16 bits are held back more by the power limit."""
 FOUR_BIT_GAIN = 1.85
 """Rate of products in 4 bits over 8 bits, of twice that peak."""
-
-SUSTAINED: dict[str, float] = {
-    "b200": 0.75,
-    "b300": 0.8,
-    "gb200": 0.85,
-    "gb300": 0.85,
-    "h100-hbm2e-96gb": 0.9,
-    "rtx-3090": 1.1,
-    "rtx-6000-ada": 0.75,
-    "rtx-4090": 1.05,
-    "rtx-5090": 1.05,
-}
-"""Share of a short kernel's rate that products in 16 bits keep under a whole step's power, by
-accelerator; GeForce cards run above the clock that their sheets are for.  Fitted to the residuals
-of whole steps; GB200 and GB300 may draw 1.2 times the power of B200,
-the H100 with 96 GB 0.7 times that of others, the RTX 6000 Ada 0.67 times that of an RTX 4090 on
-the same chip."""
-USUAL_SUSTAINED = 0.95
-KEEP_RATE = ("a100", "a800", "h100", "h800", "h200", "h20", "gh200")
-"""Accelerators whose short kernels' rate holds for whole steps."""
 
 LONG_SEQUENCE = 8192
 """Tokens at which the catalogue's attention fractions hold."""
@@ -96,8 +76,7 @@ def rates(run: Run, rules: Rules) -> Rates:
     precision, curve = run.precision, accelerator.curve
     family = accelerator.name.split("-")[0]
     base = peak_flops(accelerator, "bf16" if precision in EIGHT_BITS else precision)  # type: ignore[arg-type]
-    usual = 1.0 if family in KEEP_RATE else USUAL_SUSTAINED
-    sustained = SUSTAINED.get(accelerator.name, SUSTAINED.get(family, usual))
+    sustained = sustained_share(accelerator).tuned
     hopper = "fp8" in accelerator.peak_flops and base > 4e14
     products = curve.matmul * base * sustained * (rules.hopper_products if hopper else 1.0)
     half = HALF_RATE_TOKENS.get(family, USUAL_HALF_RATE_TOKENS)
