@@ -40,6 +40,7 @@ CAVEAT_SOURCE = "planner/native.py"
 GROUPED_BYTES = 16
 """Rows of matrices in torch's grouped product are multiples of this (torch._grouped_mm)."""
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
+"""That the planner prices; the runtime has fp8 too."""
 GROUP_SCHEDULES = (
     "1f1b",
     "gpipe",
@@ -84,14 +85,14 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
     """
     if next(_adapter_obstacles(model), None):
         return limit(model, cluster, job, layout)
-    found = next(_cluster_obstacles(cluster, layout), None)
+    found = next(_cluster_obstacles(cluster, layout), None) or next(_unpriced(job), None)
     found = found or next(_obstacles(model, job, layout), None)
     return str(found) if found else None
 
 
 def limit(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> str | None:
     """Return why no backend could run a layout as the planner describes it, or None."""
-    found = next(_cluster_obstacles(cluster, layout), None)
+    found = next(_cluster_obstacles(cluster, layout), None) or next(_unpriced(job), None)
     found = found or next(_limits(model, job, layout), None)
     return str(found) if found else None
 
@@ -131,6 +132,28 @@ def _cluster_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacl
         yield from _group_obstacles(cluster, layout)
 
 
+def _unpriced(job: Job) -> Iterator[Obstacle]:
+    """Yield the precision of which no step time is known: casts and products in several types."""
+    if job.precision not in PRECISIONS:
+        yield Obstacle(
+            "precision",
+            f"{job.precision} can be launched, and has not been timed on a device that has it, so "
+            f"it is not planned; plan for {' or '.join(PRECISIONS)}",
+        )
+
+
+def _eight_bit_obstacles(model: ModelGraph, job: Job) -> Iterator[Obstacle]:
+    """Yield what products in 8 bits do not go with."""
+    if model.architecture is not None and model.architecture.family in UNDIVIDED:
+        yield Obstacle(
+            "precision",
+            f"is fp8, and the products of {model.architecture.family} have transposed weights; use "
+            "bf16",
+        )
+    if job.lora is not None:
+        yield Obstacle("precision", "adapters cannot be trained in fp8 here; use bf16")
+
+
 def _group_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
     """Yield what keeps each stage of a pipeline from lying on one group of devices."""
     each = layout.devices // layout.pipeline
@@ -154,6 +177,8 @@ def _group_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]
 def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what the runtime cannot do, first where others can."""
     a = model.architecture
+    if job.precision == "fp8":
+        yield from _eight_bit_obstacles(model, job)
     if job.lora is not None:
         yield from _lora_obstacles(model, job, layout)
     if layout.context > 1:
@@ -180,7 +205,7 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
 def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what torch's product over all experts at once does not take: rows of odd length."""
     width = ffn_size // (layout.tensor if layout.expert == 1 else 1)
-    multiple = GROUPED_BYTES // (2 if job.precision in ("bf16", "fp16") else 4)
+    multiple = GROUPED_BYTES // (2 if job.precision in ("bf16", "fp16", "fp8") else 4)
     if width % multiple:
         yield Obstacle(
             "mesh.tensor",
@@ -221,7 +246,7 @@ def _stale_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
     FSDP, which divides parameters and computes in 16 bits, knows of one age.
     """
     two = "pipedream-2bw holds two versions of the weights"
-    if job.precision in ("bf16", "fp16"):
+    if job.precision in ("bf16", "fp16", "fp8"):
         yield Obstacle("precision", f"is {job.precision}, and {two} in fp32; use fp32 or tf32")
     for axis in ("tensor", "context", "data_shard"):
         degree = getattr(layout, axis)
@@ -261,12 +286,6 @@ def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iter
 
 def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what no backend can do as the planner describes it."""
-    if job.precision not in PRECISIONS:
-        yield Obstacle(
-            "precision",
-            f"{job.precision} has not been held against another precision on a device that has it, "
-            f"so it cannot be trained; use {' or '.join(PRECISIONS)}",
-        )
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
     if layout.stages > 1:

@@ -23,7 +23,7 @@ from planner.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime import lora
+from runtime import eight_bits, lora
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.loss_scale import LossScale
@@ -371,6 +371,8 @@ class Engine:
 
 
 def _set_precision(plan: Plan, device: torch.device) -> None:
+    if plan.precision == "fp8":
+        eight_bits.require(device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
 

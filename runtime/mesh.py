@@ -174,7 +174,7 @@ def wants_mesh(plan: Plan) -> bool:
 
     That is mixed precision, and parameters that live on the host.
     """
-    return plan.precision in ("bf16", "fp16") or plan.offload == "parameters"
+    return plan.precision in ("bf16", "fp16", "fp8") or plan.offload == "parameters"
 
 
 def place_of(plan: Plan, device: torch.device) -> Place:

@@ -24,17 +24,19 @@ from planner.plan import Plan
 from planner.schedule import splits_backward
 from runtime import activations, experts, host, lora, recompute, tensor
 from runtime.activations import Traffic
-from runtime.adapter import EMBEDDING, Adapter, Chain, parameter_names
+from runtime.adapter import EMBEDDING, HEAD, Adapter, Chain, parameter_names
 from runtime.branches import TOKENS, Branches
+from runtime.eight_bits import EightBits
 from runtime.experts import Load
 from runtime.factory import FactoryModel
 from runtime.gradient_wire import narrow
 from runtime.initialize import materialize
 from runtime.mesh import DataRanks, Place, wants_mesh
 from runtime.published import Weights
-from runtime.weight_gradients import WeightGradients, defer
+from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Types of computation; fp8 is of products alone (runtime/eight_bits.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +89,10 @@ def parallel_stage(
         frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
         adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
     store = WeightGradients() if splits_backward(plan.schedule) else None
-    if store is not None:
-        for layer in layers.values():
-            defer(layer, store)
+    for name, layer in layers.items():
+        eight = plan.precision == "fp8" and name not in (EMBEDDING, HEAD)
+        if store is not None or eight:
+            defer(layer, store, EightBits() if eight else PLAIN)
     loads = _loads(layers, device)
     factors = _over_experts(layers, plan, place) if plan.mesh.expert > 1 else {}
     summed = _over_tensor(layers, plan, adapter, place) if plan.mesh.tensor > 1 else set()

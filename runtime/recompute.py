@@ -31,6 +31,7 @@ KEPT_OPERATORS = (
     "aten.addmm",
     "aten.bmm",
     "aten._grouped_mm",
+    "aten._scaled_mm",
     "transformers.grouped_mm_fallback",
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",

@@ -10,7 +10,7 @@ embeddings) are made with the input's; they are small or cannot wait.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,51 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 
+class Products(Protocol):
+    """The three products of a Linear."""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W^T + b."""
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of x."""
+
+    def of_weight(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of W [output feature, input feature]."""
+
+
+class Plain:
+    """Products in the type of the operands."""
+
+    @staticmethod
+    def output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W^T + b."""
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def of_input(grad: Tensor, weight: Tensor) -> Tensor:
+        """Return grad W."""
+        return grad @ weight
+
+    @staticmethod
+    def of_weight(x: Tensor, grad: Tensor) -> Tensor:
+        """Return grad^T x."""
+        return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+PLAIN = Plain()
+
+
 class WeightGradients:
     """Weight gradients of one stage that wait for their turn."""
 
     def __init__(self) -> None:
         self.deferring = False
-        self._waiting: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._waiting: list[tuple[nn.Parameter, Tensor, Tensor, Products]] = []
 
-    def add(self, weight: nn.Parameter, x: Tensor, grad: Tensor) -> None:
-        """Keep what the gradient of `weight` will be made of."""
-        self._waiting.append((weight, x, grad))
+    def add(self, weight: nn.Parameter, x: Tensor, grad: Tensor, products: Products) -> None:
+        """Keep what the gradient of `weight` will be made of, and how."""
+        self._waiting.append((weight, x, grad, products))
 
     def taken(self) -> Callable[[], None]:
         """Return a function that makes all gradients kept so far, and keep them no longer."""
@@ -37,16 +72,17 @@ class WeightGradients:
         @torch.no_grad()
         def make() -> None:
             while waiting:
-                weight, x, grad = waiting.pop()
-                _accumulate(weight, _product(x, grad))
+                weight, x, grad, products = waiting.pop()
+                _accumulate(weight, products.of_weight(x, grad))
 
         return make
 
 
 class DeferredLinear(nn.Linear):
-    """A Linear whose weight gradient may wait in a store."""
+    """A Linear whose weight gradient may wait in a store, and whose products may be other ones."""
 
-    store: WeightGradients
+    store: WeightGradients | None
+    products: Products
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b."""
@@ -54,15 +90,17 @@ class DeferredLinear(nn.Linear):
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product with these parameters, the module's own or its local parts."""
-        return _Linear.apply(x, weight, bias, self._parameters["weight"], self.store)
+        own = self._parameters["weight"]
+        return _Linear.apply(x, weight, bias, own, self.store, self.products)
 
 
-def defer(layer: nn.Module, store: WeightGradients) -> None:
-    """Let the weight gradients of a layer's Linears wait in `store`."""
+def defer(layer: nn.Module, store: WeightGradients | None, products: Products = PLAIN) -> None:
+    """Let the weight gradients of a layer's Linears wait in a store; make their `products`."""
     for module in layer.modules():
         if type(module) is nn.Linear:
             module.__class__ = DeferredLinear
             module.store = store
+            module.products = products
 
 
 def linear(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
@@ -80,33 +118,30 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         parameter: nn.Parameter,
-        store: WeightGradients,
+        store: WeightGradients | None,
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.store = parameter, store
-        return functional.linear(x, weight, bias)
+        ctx.parameter, ctx.store, ctx.products = parameter, store, products
+        return products.output(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         own = None
-        if wants_weight and ctx.store.deferring:
-            ctx.store.add(ctx.parameter, x, grad)
+        if wants_weight and ctx.store is not None and ctx.store.deferring:
+            ctx.store.add(ctx.parameter, x, grad, ctx.products)
         elif wants_weight:
-            own = _product(x, grad)
+            own = ctx.products.of_weight(x, grad)
         return (
-            grad @ weight if wants_x else None,
+            ctx.products.of_input(grad, weight) if wants_x else None,
             own,
             grad.flatten(0, -2).sum(0) if wants_bias else None,
             None,
             None,
+            None,
         )
-
-
-def _product(x: Tensor, grad: Tensor) -> Tensor:
-    """Return a weight's gradient [output feature, input feature]."""
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def _accumulate(weight: nn.Parameter, grad: Tensor) -> None:

@@ -78,7 +78,7 @@ def test_nothing_is_held_after_its_turn() -> None:
     defer(module, store)
     store.deferring = True
     backward(module, 0)
-    held = [weakref.ref(tensor) for _, *pair in store._waiting for tensor in pair]
+    held = [weakref.ref(tensor) for _, *pair, _ in store._waiting for tensor in pair]
 
     assert all(tensor() is not None for tensor in held)
     store.taken()()
