@@ -112,62 +112,6 @@ def counted_s(instance: Instance) -> float:
     return counted.least_s(instance.steady, instance.fill, once_s=chain.sync_s - chain.credits_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """How fast stages run layers of one kind, whatever pipeline they are in.
-
-    Counted once, it bounds every schedule that such stages may have.
-    """
-
-    hosted_s: Floats
-    """[stage, layers] Least seconds of a stage."""
-    chain: _Chain
-
-    @classmethod
-    def of(
-        cls,
-        options: Sequence[Option],
-        *,
-        layers: int,
-        in_flight: Floats,
-        free_bytes: Floats,
-        others: Sequence[tuple[int, float]],
-    ) -> Alike:
-        """Count for stages with so many micro-batches in flight and so much room.
-
-        `others`: how many layers of another kind there are beside them, and its fewest seconds;
-        they may be anywhere, and what they hold is left out.
-        """
-        chain = _Chain(
-            main=0,
-            needed=layers,
-            placed=((),) * len(in_flight),
-            others_s=sum(count * fastest_s for count, fastest_s in others),
-            slowest_s=max((fastest_s for _, fastest_s in others), default=0.0),
-            credits_s=0.0,
-            sync_s=0.0,
-        )
-        nothing = np.zeros(len(in_flight))
-        rooms = _Rooms(in_flight, nothing, free_bytes, nothing + 1.0, nothing)
-        return cls(_hosted_s((tuple(options),), rooms, chain), chain)
-
-    def least_s(
-        self,
-        stages: NDArray[np.intp],
-        *,
-        steady: float,
-        fill: float,
-        credits_s: float,
-        exposed_s: tuple[float, float],
-    ) -> float:
-        """Least objective of a schedule; `stages` are places among those that were counted.
-
-        `exposed_s` are what no layer causes: of all stages, and of any at least.
-        """
-        counted = _Counted(self.hosted_s[stages], self.chain)
-        return counted.least_s(steady, fill, once_s=-credits_s, exposed_s=exposed_s)
-
-
 class _Counted:
     """The times that stages take by their layers of the main kind, as `counted_s` looks at them."""
 
@@ -180,20 +124,8 @@ class _Counted:
         self._steps_s = np.full(self._held_s.shape, np.inf)
         np.subtract(self._held_s, hosted_s[:, :-1], out=self._steps_s, where=finite)
 
-    def least_s(
-        self,
-        steady: float,
-        fill: float,
-        *,
-        once_s: float,
-        exposed_s: tuple[float, float] = (0.0, 0.0),
-    ) -> float:
-        """Least objective at a pace; `once_s` is added to it whatever the split.
-
-        `exposed_s`, of all stages and of any at least, come on top of the times: where all of them
-        add E and each at least e, max_s and Σ_s grow by at least e and by E.
-        """
-        all_s, any_s = exposed_s
+    def least_s(self, steady: float, fill: float, *, once_s: float) -> float:
+        """Least objective at a pace; `once_s` is added to it whatever the split."""
         chain = self._chain
         if len(self._times_s) < chain.needed or not np.isfinite(self._empty_s).all():
             return math.inf
@@ -208,9 +140,8 @@ class _Counted:
             if steady * ceiling_s + fill * freest_s >= best_s:
                 break
             best_s = min(best_s, steady * ceiling_s + fill * self._filled_s(next_s))
-        best_s += steady * any_s
-        even_s = steady * (freest_s + chain.others_s + all_s) / self._stages + fill * freest_s
-        besides_s = fill * (chain.others_s + all_s)
+        even_s = steady * (freest_s + chain.others_s) / self._stages + fill * freest_s
+        besides_s = fill * chain.others_s
         bound_s: float = max(best_s, even_s) * _BELOW + besides_s * _BELOW + once_s
         return bound_s
 
@@ -221,19 +152,6 @@ class _Counted:
         if len(steps) > needed:
             steps = np.partition(steps, needed - 1)[:needed]
         return float(self._empty_s.sum()) + float(steps.sum())
-
-
-def most_layers(options: Sequence[Option], in_flight: Floats, free_bytes: Floats) -> Floats:
-    """[stage] No stage holds more layers than this; below 0 where it cannot even be empty.
-
-    n layers need at least n min_k (w_k + q a_k) + min_k u_k bytes.
-    """
-    each = np.min([o.resident_bytes + in_flight * o.stored_bytes for o in options], axis=0)
-    left = free_bytes - min(o.transient_bytes for o in options)
-    with np.errstate(divide="ignore"):
-        held = np.where(each > 0, left / each, np.inf)
-    most: Floats = np.where(left < 0, 0.0, np.floor(held * (1 + 1e-9)))
-    return np.where(free_bytes < 0, -1.0, most)
 
 
 @dataclass(frozen=True, slots=True)
