@@ -1,0 +1,1 @@
+"""Pipelines of two stages a rank over chains of unlike layers: the exact split."""

@@ -1,0 +1,109 @@
+"""The fastest options of the layers of one rank's two stages, within its memory.
+
+Bytes of a layer are resident + a_c stored + w_c kept, c being its stage, at every moment of the
+schedule (`planner.rounds.problem`).  Options of a kind differ in stored bytes, seconds and the
+transient alone, so each stage has a Pareto set of (stored, seconds), and a point of the first set
+leaves the second a budget: the least that any moment leaves.  Tried for each level that the largest
+transient may have, that is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.frontier import FrontierStore, Runs, fastest_choice, unbeaten
+from planner.instance import ROUNDING
+from planner.rounds.problem import RoundsProblem
+
+Floats = NDArray[np.float64]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RankChoice:
+    """Unscaled seconds, and the options of the layers of both stages in order."""
+
+    time_s: float
+    options: tuple[list[int], list[int]]
+
+
+class RankOptions:
+    """One rank of a problem."""
+
+    def __init__(self, problem: RoundsProblem, rank: int, store: FrontierStore) -> None:
+        self._problem = problem
+        self._rank = rank
+        self._store = store
+
+    def fastest(self, front: Span, behind: Span) -> RankChoice | None:
+        """Return the fastest options of the layers of both stages, None if they do not fit."""
+        problem = self._problem
+        spans = (front, behind)
+        held = [[problem.layers[layer] for layer in range(*span)] for span in spans]
+        tables = [problem.kinds[kind] for kinds in held for kind in kinds]
+        floor = max(min(o.transient_bytes for o in table) for table in tables)
+        levels = sorted({o.transient_bytes for table in tables for o in table})
+        best: RankChoice | None = None
+        for level in (level for level in levels if level >= floor):
+            found = self._within(held, level, best)
+            if found is not None and (best is None or found.time_s < best.time_s):
+                best = found
+        return best
+
+    def _within(
+        self, held: list[list[int]], level: float, best: RankChoice | None
+    ) -> RankChoice | None:
+        """Fastest options whose transients do not exceed a level."""
+        problem, rank = self._problem, self._rank
+        resident = [sum(problem.kinds[k][0].resident_bytes for k in kinds) for kinds in held]
+        kept = [sum(problem.kinds[k][0].kept_bytes for k in kinds) for kinds in held]
+        free = problem.capacity_bytes * (1 + ROUNDING / 2) - problem.fixed_bytes[rank] - level
+        free -= sum(resident)
+        (load_0, time_0), (load_1, time_1) = (self._frontier(kinds, level) for kinds in held)
+        room = np.full(len(load_0), np.inf)
+        budget_0 = np.inf
+        for a_0, a_1, w_0, w_1 in problem.moments[rank]:
+            left = free - w_0 * kept[0] - w_1 * kept[1] - a_0 * load_0
+            room = np.minimum(room, left / a_1 if a_1 else np.where(left >= 0, np.inf, -np.inf))
+        at = np.searchsorted(load_1, room, side="right") - 1
+        total = np.where(at >= 0, time_1[at], np.inf) + time_0
+        pick = int(total.argmin())
+        if total[pick] == np.inf or (best is not None and total[pick] >= best.time_s):
+            return None
+        budget_0, budget_1 = float(load_0[pick]), float(load_1[at[pick]])
+        options = (self._taken(held[0], level, budget_0), self._taken(held[1], level, budget_1))
+        return RankChoice(float(total[pick]), options)
+
+    def _frontier(self, kinds: list[int], level: float) -> tuple[Floats, Floats]:
+        """Stored bytes, rising, and seconds of all unbeaten choices of a stage."""
+        load, time = np.zeros(1), np.zeros(1)
+        for kind in sorted(set(kinds)):
+            runs, _ = self._runs(kind, level)
+            more = runs.frontier(kinds.count(kind))
+            load = np.add.outer(load, more.load_bytes).ravel()
+            time = np.add.outer(time, more.time_s).ravel()
+            keep = unbeaten(load, time)
+            load, time = load[keep], time[keep]
+        return load, time
+
+    def _runs(self, kind: int, level: float) -> tuple[Runs, list[int]]:
+        table = self._problem.kinds[kind]
+        within = [k for k, o in enumerate(table) if o.transient_bytes <= level]
+        load = np.array([table[k].stored_bytes for k in within])
+        time = np.array([table[k].time_s for k in within])
+        return self._store.runs(load, time), within
+
+    def _taken(self, kinds: list[int], level: float, budget_bytes: float) -> list[int]:
+        """Options of a stage's layers; of alike ones the first take the later options."""
+        each = sorted(set(kinds))
+        groups = [(self._runs(kind, level)[0], kinds.count(kind)) for kind in each]
+        found = fastest_choice(groups, budget_bytes * (1 + 1e-12))
+        assert found is not None, "a point of the frontier fits"
+        left = {}
+        for kind, (runs, count), point in zip(each, groups, found[1], strict=True):
+            within = self._runs(kind, level)[1]
+            left[kind] = [within[option] for option in runs.options(count, point)]
+        return [left[kind].pop() for kind in kinds]
