@@ -63,6 +63,7 @@ from planner.plan import Job, Layout, Plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profiles
 from planner.ranked import Ranked, ranked
+from planner.ranks import run_of
 from planner.savings import activations
 from planner.space import Family, complexity, kind
 
@@ -159,8 +160,6 @@ def search(
     treated = activations(cluster, pins)
     tables = CostTables(model, cluster, job, only_profile(profile), treated)
     candidates = Candidates(model, cluster, job, tables, pins, rules)
-    if not candidates.families:
-        raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))
     if model.edges:
         from planner.spaces.graph import search_graph  # noqa: PLC0415 - it imports this module
 
@@ -168,6 +167,8 @@ def search(
         return search_graph(
             candidates, cluster_name=name, solver=solver, top=top, progress=progress
         )
+    if not candidates.families:
+        raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))
     hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress)
     bests = hunt.run()
     if not bests and pins.require:
@@ -194,7 +195,7 @@ def search(
             "simulated": simulated(candidates, order, closed_form),
         }
     )
-    return Answer(
+    answer = Answer(
         plan=chosen.plan,
         prediction=chosen.prediction,
         certificate=certificate,
@@ -203,6 +204,11 @@ def search(
         closed_form=closed_form,
         solved=hunt.solved,
     )
+    if run_of(model) is None and not pins.require and solver == "exact":
+        from planner.spaces.rounds import with_rounds  # noqa: PLC0415 - it imports this module
+
+        return with_rounds(answer, candidates, name, progress)
+    return answer
 
 
 _Coming = tuple[float, int, Family]

@@ -75,6 +75,11 @@ def solve_rounds(
     )
 
 
+def least_s(problem: RoundsProblem) -> float:
+    """Return seconds below which no split stays, memory ignored."""
+    return _Search(problem, FrontierStore()).bound_s()
+
+
 class _Search:
     """One problem: costs of every rank, bounded or exact, and the dynamic programs over them."""
 
@@ -223,12 +228,18 @@ class _Search:
         for rank in reversed(range(ranks)):
             better = np.full((size, size), np.inf)
             chosen = np.full((size, size), -1, dtype=np.intp)
+            least_s = self._least_held_s(limit_s)
             for d in widths:
-                allowed_d = self._sides_of(rank, 0, d)[1] <= largest_s
+                front, of_front = self._sides_of(rank, 0, d)
+                allowed_d = of_front <= largest_s
                 if not allowed_d.any():
                     continue
                 for e in widths:
-                    allowed_e = self._sides_of(rank, 1, e)[1] <= largest_s
+                    behind, of_behind = self._sides_of(rank, 1, e)
+                    allowed_e = of_behind <= largest_s
+                    lowest_s, highest_s = self._range_s(rank, front, behind)
+                    if lowest_s >= limit_s or highest_s < least_s:
+                        continue
                     after = np.full((size, size), np.inf)
                     if folded:
                         after[: size - d, e:] = value[d:, : size - e]
@@ -253,6 +264,23 @@ class _Search:
             path.append((rank, p, q, d, e))
             p, q = p + d, (q - e if folded else q + e)
         return path
+
+    def _least_held_s(self, limit_s: float) -> float:
+        """Least m t + sync of a rank's layers at their fastest if no rank reaches the limit."""
+        problem = self._problem
+        whole_s = problem.micro_batches * float(self._least_s[-1]) + float(self._sync_s[-1])
+        return (1 - 1e-9) * (whole_s - (problem.ranks - 1) * limit_s)
+
+    def _range_s(self, rank: int, front: Floats, behind: Floats) -> tuple[float, float]:
+        """Lowest m t, and the highest m t + sync, of any two stages of two sizes on a rank."""
+        problem = self._problem
+        lowest_s = sum(float(side.min()) for side in (front, behind))
+        highest_s = sum(
+            float(side.max(where=np.isfinite(side), initial=0.0)) for side in (front, behind)
+        )
+        exposed_s, most_sync_s = problem.exposed_s[rank], float(self._sync_s[-1])
+        steady = problem.micro_batches
+        return steady * (lowest_s + exposed_s), steady * (highest_s + exposed_s) + most_sync_s
 
     def _settle(self, rank: int, p: int, q: int, d: int, e: int) -> None:
         """Make exact what a rank takes for these layers."""

@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from planner import sided
 from planner.candidates import Candidates
@@ -40,7 +41,8 @@ from planner.savings import activations
 from planner.search import TIES_LIMIT_S, Answer
 from planner.seats import branching
 from planner.spaces.misses import Request, closest_miss
-from planner.spaces.search import Progress, Refusals, search_spaces
+from planner.spaces.rounds import RoundSpace, unlike
+from planner.spaces.search import Progress, Refusals, Space, search_spaces
 
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
@@ -58,12 +60,12 @@ def search_graph(
     if solver != "exact":
         raise DocumentError("solver", f"is '{solver}'; graphs of layers need 'exact'")
 
-    def build(cluster: ClusterSpec, job: Job, pins: Pins) -> list[GraphSpace]:
+    def build(cluster: ClusterSpec, job: Job, pins: Pins) -> list[Space[Any]]:
         tables = CostTables(
             candidates.model, cluster, job, candidates.tables.profile, activations(cluster, pins)
         )
         changed = Candidates(candidates.model, cluster, job, tables, pins, candidates.rules)
-        return [GraphSpace(changed)] if changed.families else []
+        return spaces_of(changed)
 
     request = Request(
         model=candidates.model,
@@ -74,13 +76,19 @@ def search_graph(
     )
 
     return search_spaces(
-        [GraphSpace(candidates)],
+        spaces_of(candidates),
         cluster_name=cluster_name,
         refused=candidates.refused,
         why_nothing=partial(closest_miss, request),
         top=top,
         progress=progress,
     )
+
+
+def spaces_of(candidates: Candidates) -> list[Space[Any]]:
+    """Return one stage a rank, and two where the graph has one order."""
+    spaces: list[Space[Any]] = [GraphSpace(candidates)] if candidates.families else []
+    return [*spaces, RoundSpace(candidates)] if unlike(candidates.model) else spaces
 
 
 class GraphSpace:

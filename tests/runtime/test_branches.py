@@ -18,7 +18,7 @@ from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
 from planner.pins import Pins
-from planner.plan import Job, PlacedLayer, Plan, Stage
+from planner.plan import Job, PlacedLayer, Plan, ScheduleName, Stage
 from planner.search import search
 from runtime.branches import Branches
 from runtime.engine import Engine
@@ -188,13 +188,23 @@ def test_what_is_no_graph_is_refused(name: str, message: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["unet", "encoder_decoder", "two_towers"])
-def test_what_the_search_plans_trains_like_one_process(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("unet", "1f1b"),
+        ("encoder_decoder", "1f1b"),
+        ("two_towers", "zb-h1"),
+        ("unet", "interleaved"),
+        ("unet", "zbv"),
+    ],
+)
+def test_what_the_search_plans_trains_like_one_process(name: str, schedule: ScheduleName) -> None:
     plain = cases.plan(graph(name))
     machine = resolve_cluster("local:2")
-    found = search(graph(name), machine, plain.job, pins=Pins(pipeline=2, schedule="1f1b"))
+    found = search(graph(name), machine, plain.job, pins=Pins(pipeline=2, schedule=schedule))
     plan = Plan(**{**dict(found.plan), "training": plain.training})
 
+    assert plan.schedule == schedule
     assert found.certificate.optimal
     equals_one_process(plan, name)
 
