@@ -167,6 +167,12 @@ def search(
         return search_graph(
             candidates, cluster_name=name, solver=solver, top=top, progress=progress
         )
+    unlike = run_of(model) is None and not pins.require and solver == "exact"
+    if not candidates.families and unlike:
+        from planner.spaces.rounds import search_rounds  # noqa: PLC0415 - it imports this module
+
+        name = cluster_name or cluster.name
+        return search_rounds(candidates, cluster_name=name, top=top, progress=progress)
     if not candidates.families:
         raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))
     hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress)
@@ -204,7 +210,7 @@ def search(
         closed_form=closed_form,
         solved=hunt.solved,
     )
-    if run_of(model) is None and not pins.require and solver == "exact":
+    if unlike:
         from planner.spaces.rounds import with_rounds  # noqa: PLC0415 - it imports this module
 
         return with_rounds(answer, candidates, name, progress)

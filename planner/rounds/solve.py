@@ -26,16 +26,7 @@ from planner.rounds.problem import RoundsProblem, RoundsSolution, objective_s
 from planner.rounds.rank import RankChoice, RankOptions
 
 Floats = NDArray[np.float64]
-MOST_WORK = 2_000_000_000
-"""Entries of tables; with more the problem is left alone, and its bound stands."""
 _HAIR = 1e-12
-
-
-@dataclass(frozen=True, slots=True)
-class TooLarge:
-    """The chain is too long to try all splits; none takes less than `lower_bound_s`."""
-
-    lower_bound_s: float
 
 
 def solve_rounds(
@@ -43,7 +34,7 @@ def solve_rounds(
     *,
     cutoff_s: float = math.inf,
     frontiers: FrontierStore | None = None,
-) -> RoundsSolution | Infeasible | Fathomed | TooLarge:
+) -> RoundsSolution | Infeasible | Fathomed:
     """Minimise the time of `problem`; only objectives below `cutoff_s` are of interest."""
     layers, stages = len(problem.layers), len(problem.home)
     if stages > layers:
@@ -55,8 +46,6 @@ def solve_rounds(
     best: RoundsSolution | None = None
     even = layers / stages
     for widths in (range(max(1, int(even) - 1), int(even) + 3), range(1, layers)):
-        if search.work(widths) > MOST_WORK:
-            return TooLarge(bound_s) if best is None else best
         for middle in search.middles(cutoff_s):
             found = search.under(middle, widths, cutoff_s)
             if found is not None:
@@ -80,6 +69,20 @@ def least_s(problem: RoundsProblem) -> float:
     return _Search(problem, FrontierStore()).bound_s()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """[position] A stage of one size on one rank: seconds at their fastest, and as stages count.
+
+    A position is where the stage begins, or ends if it is counted from the back; inf where it would
+    leave the chain.  `least_s` and `most_s` are of all positions on the chain.
+    """
+
+    seconds: Floats
+    stage_s: Floats
+    least_s: float
+    most_s: float
+
+
 class _Search:
     """One problem: costs of every rank, bounded or exact, and the dynamic programs over them."""
 
@@ -95,7 +98,7 @@ class _Search:
         self._sync_s = _sums(sync_s[kinds])
         self._ranks = [RankOptions(problem, rank, store) for rank in range(problem.ranks)]
         self._known: dict[tuple[int, int, int], Floats] = {}
-        self._known_sides: dict[tuple[int, int, int], tuple[Floats, Floats]] = {}
+        self._known_sides: dict[tuple[int, int, int], _Side] = {}
         self._exact: dict[tuple[int, int, int, int, int], RankChoice | None] = {}
 
     def bound_s(self) -> float:
@@ -116,11 +119,6 @@ class _Search:
         ranks = problem.ranks
         places = range(ranks, self._layers - ranks + 1)
         yield from sorted(places, key=lambda at: abs(2 * self._least_s[at] - self._least_s[-1]))
-
-    def work(self, widths: range) -> int:
-        """Entries of all tables that a search with stages of these sizes fills."""
-        middles = 1 if self._problem.folded else self._layers
-        return self._problem.ranks * middles * len(widths) ** 2 * (self._layers + 1) ** 2 // 8
 
     def under(self, middle: int, widths: range, cutoff_s: float) -> RoundsSolution | None:
         """Best split below the cutoff with the middle there."""
@@ -164,14 +162,18 @@ class _Search:
     def _path_stages_s(self, path: Sequence[tuple[int, int, int, int, int]]) -> Iterator[float]:
         """Yield what stages count for, from the tables that the limit is held against."""
         for rank, p, q, d, e in path:
-            yield float(self._sides_of(rank, 0, d)[1][p])
-            yield float(self._sides_of(rank, 1, e)[1][q])
+            yield float(self._side(rank, 0, d).stage_s[p])
+            yield float(self._side(rank, 1, e).stage_s[q])
 
-    def _sides(self, rank: int, place: int, width: int) -> tuple[Floats, Floats]:
-        """[position] Seconds of a stage of so many layers there: fastest, and as stages count.
+    def _side(self, rank: int, place: int, width: int) -> _Side:
+        """Return a rank's first or second stage of so many layers."""
+        key = (rank, place, width)
+        found = self._known_sides.get(key)
+        if found is None:
+            found = self._known_sides[key] = self._new_side(rank, place, width)
+        return found
 
-        A position is where the stage begins, or ends if it is counted from the back.
-        """
+    def _new_side(self, rank: int, place: int, width: int) -> _Side:
         size = self._layers + 1
         back = self._problem.folded and place == 1
         seconds, stage_s = np.full(size, np.inf), np.full(size, np.inf)
@@ -182,7 +184,12 @@ class _Search:
             beside_s = self._stage_beside_s(rank, place, first, end)
             seconds[at] = self._least_s[end] - self._least_s[first] + beside_s
             stage_s[at] = self._stage_s[end] - self._stage_s[first] + beside_s
-        return seconds, stage_s + self._problem.exposed_s[rank] / 2
+        return _Side(
+            seconds=seconds,
+            stage_s=stage_s + self._problem.exposed_s[rank] / 2,
+            least_s=float(seconds.min()),
+            most_s=float(seconds.max(where=np.isfinite(seconds), initial=0.0)),
+        )
 
     def _sync(self, place: int, width: int) -> Floats:
         size = self._layers + 1
@@ -199,19 +206,12 @@ class _Search:
         key = (rank, d, e)
         if key not in self._known:
             problem = self._problem
-            front = self._sides_of(rank, 0, d)[0]
-            behind = self._sides_of(rank, 1, e)[0]
+            front = self._side(rank, 0, d).seconds
+            behind = self._side(rank, 1, e).seconds
             seconds = front[:, None] + behind[None, :] + problem.exposed_s[rank]
             sync_s = self._sync(0, d)[:, None] + self._sync(1, e)[None, :]
             self._known[key] = problem.micro_batches * seconds + sync_s
         return self._known[key]
-
-    def _sides_of(self, rank: int, place: int, width: int) -> tuple[Floats, Floats]:
-        key = (rank, place, width)
-        found = self._known_sides.get(key)
-        if found is None:
-            found = self._known_sides[key] = self._sides(rank, place, width)
-        return found
 
     def _path(
         self, middle: int, widths: range, largest_s: float, limit_s: float
@@ -230,16 +230,16 @@ class _Search:
             chosen = np.full((size, size), -1, dtype=np.intp)
             least_s = self._least_held_s(limit_s)
             for d in widths:
-                front, of_front = self._sides_of(rank, 0, d)
-                allowed_d = of_front <= largest_s
+                front = self._side(rank, 0, d)
+                allowed_d = front.stage_s <= largest_s
                 if not allowed_d.any():
                     continue
                 for e in widths:
-                    behind, of_behind = self._sides_of(rank, 1, e)
-                    allowed_e = of_behind <= largest_s
+                    behind = self._side(rank, 1, e)
                     lowest_s, highest_s = self._range_s(rank, front, behind)
                     if lowest_s >= limit_s or highest_s < least_s:
                         continue
+                    allowed_e = behind.stage_s <= largest_s
                     after = np.full((size, size), np.inf)
                     if folded:
                         after[: size - d, e:] = value[d:, : size - e]
@@ -271,16 +271,12 @@ class _Search:
         whole_s = problem.micro_batches * float(self._least_s[-1]) + float(self._sync_s[-1])
         return (1 - 1e-9) * (whole_s - (problem.ranks - 1) * limit_s)
 
-    def _range_s(self, rank: int, front: Floats, behind: Floats) -> tuple[float, float]:
+    def _range_s(self, rank: int, front: _Side, behind: _Side) -> tuple[float, float]:
         """Lowest m t, and the highest m t + sync, of any two stages of two sizes on a rank."""
-        problem = self._problem
-        lowest_s = sum(float(side.min()) for side in (front, behind))
-        highest_s = sum(
-            float(side.max(where=np.isfinite(side), initial=0.0)) for side in (front, behind)
-        )
-        exposed_s, most_sync_s = problem.exposed_s[rank], float(self._sync_s[-1])
-        steady = problem.micro_batches
-        return steady * (lowest_s + exposed_s), steady * (highest_s + exposed_s) + most_sync_s
+        steady, exposed_s = self._problem.micro_batches, self._problem.exposed_s[rank]
+        lowest_s = steady * (front.least_s + behind.least_s + exposed_s)
+        highest_s = steady * (front.most_s + behind.most_s + exposed_s)
+        return lowest_s, highest_s + float(self._sync_s[-1])
 
     def _settle(self, rank: int, p: int, q: int, d: int, e: int) -> None:
         """Make exact what a rank takes for these layers."""

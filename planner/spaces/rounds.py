@@ -20,7 +20,6 @@ from planner.certificate import (
     OUT_OF_MEMORY,
     REFUSED,
     SLOWER,
-    UNFINISHED,
     Account,
 )
 from planner.costs import LayoutCosts
@@ -30,6 +29,7 @@ from planner.frontier import FrontierStore
 from planner.instance import Fathomed, Infeasible
 from planner.layer_options import allowed, option_of
 from planner.layout_queue import Bound, Bundle, Found, Lost, best_first
+from planner.misses import nothing_runs
 from planner.model import ModelGraph
 from planner.pins import SCHEDULES, Pins
 from planner.plan import Layout, PlacedLayer, Plan, PlannedModel, Stage
@@ -38,13 +38,17 @@ from planner.rank_problem import input_stored
 from planner.ranked import Ranked
 from planner.ranks import run_of
 from planner.rounds.problem import RoundsProblem, RoundsSolution, moments
-from planner.rounds.solve import TooLarge, least_s, solve_rounds
+from planner.rounds.solve import least_s, solve_rounds
 from planner.schedule import FOLDED, LOOPED, obstacle, rank_of_stage, splits_backward
 from planner.search import Answer
 from planner.seats import alike, branching
 from planner.space import Timetable, every_degrees, families
-from planner.spaces.search import Progress, Refusals, runnable
+from planner.spaces.search import Misses, Progress, Refusals, runnable, search_spaces
 from planner.strategy import StrategyCost
+
+
+MOST_LAYERS = 64
+"""Longer chains are not offered two stages a rank: their splits take minutes to try."""
 
 
 def unlike(model: ModelGraph) -> bool:
@@ -83,7 +87,7 @@ class RoundSpace:
     def bundles(self, _: Refusals) -> Iterator[Bundle]:
         """Yield every layout that keeps what the user fixed, those alike but for sharing in one."""
         c = self._candidates
-        if c.pins.virtual_stages not in (None, 2):
+        if c.pins.virtual_stages not in (None, 2) or len(c.model.chain) > MOST_LAYERS:
             return
         plain = replace(c.pins, schedule="1f1b", virtual_stages=None)
         for degrees in every_degrees(c.model, c.cluster, c.job, plain):
@@ -202,8 +206,6 @@ class RoundSpace:
             return Lost(OUT_OF_MEMORY, reason=answer.reason)
         if isinstance(answer, Fathomed):
             return Lost(NO_FASTER, bound_s=answer.lower_bound_s + step_s)
-        if isinstance(answer, TooLarge):
-            return Lost(UNFINISHED, bound_s=answer.lower_bound_s + step_s)
         return Found(answer.objective_s + step_s, answer.lower_bound_s + step_s, layout, answer)
 
     def ranked(self, found: Found[RoundsSolution], cluster_name: str) -> Ranked:
@@ -233,6 +235,31 @@ class RoundSpace:
             objective_s=found.objective_s,
             prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
         )
+
+
+def search_rounds(
+    candidates: Candidates, *, cluster_name: str, top: int, progress: Progress | None
+) -> Answer:
+    """Return the best plan of two stages a rank, where nothing else is asked for."""
+    model, cluster, job = candidates.model, candidates.cluster, candidates.job
+
+    def why_nothing(refused: Refusals, misses: Misses) -> str:
+        reasons = [reason for _, reason in misses if reason]
+        if not reasons:
+            return nothing_runs(model, cluster, job, refused)
+        return (
+            f"no plan of {model.name} fits {cluster.name} at sequence {job.seq_len} and global "
+            f"batch {job.global_batch}: {reasons[0]}; other schedules hold less"
+        )
+
+    return search_spaces(
+        [RoundSpace(candidates)],
+        cluster_name=cluster_name,
+        refused=candidates.refused,
+        why_nothing=why_nothing,
+        top=top,
+        progress=progress,
+    )
 
 
 def with_rounds(

@@ -78,6 +78,8 @@ def test_what_was_split_fits_and_takes_what_the_simulation_says(schedule: Schedu
     assert ranked.prediction.fits
     ranked.plan.check_model(model)
     assert ranked.prediction.step_time_s == pytest.approx(ranked.objective_s, rel=0.12)
+    answer = search(model, resolve_cluster("4xa100-sxm-40gb"), JOB, pins=pins)
+    assert answer.plan.stages == ranked.plan.stages
     again = predict(ranked.plan, model, resolve_cluster("4xa100-sxm-40gb"))
     assert again == ranked.prediction
 
