@@ -46,7 +46,6 @@ from planner.space import Timetable, every_degrees, families
 from planner.spaces.search import Misses, Progress, Refusals, runnable, search_spaces
 from planner.strategy import StrategyCost
 
-
 MOST_LAYERS = 64
 """Longer chains are not offered two stages a rank: their splits take minutes to try."""
 
