@@ -188,6 +188,9 @@ KNOWN: dict[str, Rules] = {
         host_rank_s=0.1e-3,
         host_micro_batch_s=0.5e-3,
         host_step_s=10e-3,
+        # DeepSpeed's BF16_Optimizer.update_hp_grads makes an fp32 copy of each fresh gradient (2
+        # read, 4 written) and adds that (8 read, 4 written).
+        accumulated_bytes=18.0,
         dropout=True,
         keeps_sent=True,
         context_bytes=2.0e9,

@@ -26,6 +26,8 @@ OPTIMIZER_BYTES = 38.0
 the norm, clipping and zeroing of gradients."""
 
 
+SUMMED_BYTES = 10.0
+"""Traffic per parameter of adding fresh gradients to an fp32 sum: 2 read, 4 read, 4 written."""
 RESTORED_BYTES = 5.0
 """Traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2 written, at
 half of the bandwidth of a plain copy."""
@@ -103,7 +105,9 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
     expert_s = _expert_s(run, shape) * (1 + share / 2) if kind == "moe_block" else 0.0
     if not frozen:
         half = run.precision in ("fp16", *EIGHT_BITS)
-        accumulated = rules.accumulated_bytes * (0.6 if half else 1.0)
+        accumulated = rules.accumulated_bytes
+        if half:  # summed in 16 bits, by autograd itself
+            accumulated = 0.6 * min(accumulated, SUMMED_BYTES)
         backward_s += shape.moved_s(accumulated * parameters.count)
     busy_s = forward_s + backward_s + again_s
     shard_s = _shard_s(run, rules, parameters, forward_s, backward_s + again_s)
