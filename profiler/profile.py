@@ -234,7 +234,12 @@ def _folder(
     budget_s: float,
 ) -> Path:
     """Return where a profile of this content is kept."""
-    nodes = [{**of_node["node"], "interfaces": None, "ranks": of_node["ranks"]} for of_node in said]
+    # Virtual machines give and take memory and interfaces; neither changes a second.
+    same = ("name", "processor", "cores", "devices")
+    nodes = [
+        {"ranks": of_node["ranks"], **{fact: of_node["node"][fact] for fact in same}}
+        for of_node in said
+    ]
     document = Path(cluster)
     return folder_of(
         {
