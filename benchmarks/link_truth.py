@@ -5,10 +5,10 @@
     python benchmarks/link_truth.py report                     all rates -> results/link_truth.md
 
 The hosts are network namespaces on this machine (benchmarks.rig), so ranks share its cores; what
-differs is the cable.  The space is that of the planner with one schedule (1F1B) and without
-recomputation, since all layouts fit in memory.  A layout whose first step takes thrice as long as
-the best so far is not run again: that step is its figure.  Those within a third of the best are run
-again in rounds, each round all of them, and their medians count.
+differs is the cable.  The space is that of the planner with one schedule (1F1B), without context
+parallelism and without recomputation, since all layouts fit in memory.  A layout whose first step
+takes thrice as long as the best so far is not run again: that step is its figure.  Those within a
+third of the best are run again in rounds, each round all of them, and their medians count.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from planner.search import search
 from planner.space import layouts
 
 MODEL = "local-25m"
-JOB = Job(seq_len=64, global_batch=8, precision="fp32")
+JOB = Job(seq_len=64, global_batch=4, precision="fp32")
 HOSTS, PER_HOST = 2, 2
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -95,7 +95,7 @@ def profile(rate: str, folder: Path, budget: str) -> None:
     command = [sys.executable, "-m", "meshwright", "profile", MODEL]
     command += ["--cluster", f"local:{PER_HOST}", "--seq-len", str(JOB.seq_len)]
     command += ["--global-batch", str(JOB.global_batch), "--budget", budget]
-    command += ["-o", str(folder / "profile.yaml")]
+    command += ["--fresh", "-o", str(folder / "profile.yaml")]
     command += ["--cluster-output", str(folder / "cluster.yaml")]
     in_rig(rate, command, timeout_s=600)
 
@@ -116,7 +116,7 @@ def prepared(folder: Path) -> dict[str, Plan]:
         model = resolve_model(MODEL)
         cluster = document.read(ClusterSpec, folder / "cluster.yaml")
         measured = document.read(Profile, folder / "profile.yaml")
-        pins = Pins(schedule="1f1b", recompute="none")
+        pins = Pins(schedule="1f1b", context=1, recompute="none")
         rows = []
         for layout in layouts(model, cluster, JOB, pins):
             if refusal(model, cluster, JOB, layout) is not None:
@@ -128,7 +128,7 @@ def prepared(folder: Path) -> dict[str, Plan]:
                 data_shard=layout.data_shard,
                 zero=layout.zero,
                 micro_batch=layout.micro_batch,
-                context=layout.context,
+                context=1,
                 schedule="1f1b" if layout.pipeline > 1 else None,
                 recompute="none",
                 order=layout.order,
@@ -295,8 +295,9 @@ def markdown(result: dict[str, Any]) -> str:
         f"# {result['model']} ({result['parameters'] / 1e6:.1f}M parameters) on 4 ranks of 2 hosts",
         "",
         f"{result['date']}, sequence {result['job']['seq_len']}, global batch "
-        f"{result['job']['global_batch']}, 1F1B, no recomputation; hosts are network namespaces on "
-        "one machine, cables shaped by tc-tbf (`none`: not shaped).  `benchmarks/link_truth.py`.",
+        f"{result['job']['global_batch']}, 1F1B, whole sequences, no recomputation; hosts are "
+        "network namespaces on one machine, cables shaped by tc-tbf (`none`: not shaped).  "
+        "`benchmarks/link_truth.py`.",
         "",
         "| cable | measured Mbit/s | chosen | s | best measured | s | regret | layouts run |",
         "|---|---:|---|---:|---|---:|---:|---:|",

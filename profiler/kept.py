@@ -85,8 +85,13 @@ class Parts:
         if self._file is not None:
             save(self._parts, self._file)
 
-    def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return a part, measured if any rank lacks it.  Plain data; all ranks call it together."""
+    def once(self, name: str, measure: Callable[[], Any], *, keep: bool = True) -> Any:
+        """Return a part, measured if any rank lacks it.  Plain data; all ranks call it together.
+
+        What may change from one day to the next is not to be kept.
+        """
+        if not keep:
+            return measure()
         if not self.has(name):
             self.put(name, measure())
         return self._parts[name]

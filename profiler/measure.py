@@ -116,7 +116,9 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     parts = Parts(wanted.kept, rank, lambda value: -slowest([-value])[0])
     links_s = wanted.group_s * len(wanted.groups)
-    pairs_s = wanted.pairs_s if len(wanted.first_ranks) > 1 else 0.0
+    # A network is not as its nodes were yesterday: what goes over it is always measured.
+    between_nodes = len(wanted.first_ranks) > 1
+    pairs_s = wanted.pairs_s if between_nodes else 0.0
     whole_s = links_s + pairs_s + wanted.layers_s + OVERHEADS_S
 
     tell("devices", 0.0)
@@ -145,21 +147,17 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
             )
 
         name = f"links {group.tier} {group.ranks} {group.stride} {group.inner}"
-        collectives += [CollectiveCurve.model_validate(c) for c in parts.once(name, measured)]
+        found_curves = parts.once(name, measured, keep=not between_nodes)
+        collectives += [CollectiveCurve.model_validate(c) for c in found_curves]
     between: list[Any] = []
-    if len(wanted.first_ranks) > 1:
-        between = parts.once(
-            "pairs",
-            lambda: _plain(
-                links.pairs(
-                    wanted.first_ranks,
-                    device=device,
-                    budget_s=wanted.pairs_s,
-                    progress=_part(
-                        tell, "pairs of nodes", links_s / whole_s, wanted.pairs_s / whole_s
-                    ),
-                )
-            ),
+    if between_nodes:
+        between = _plain(
+            links.pairs(
+                wanted.first_ranks,
+                device=device,
+                budget_s=wanted.pairs_s,
+                progress=_part(tell, "pairs of nodes", links_s / whole_s, wanted.pairs_s / whole_s),
+            )
         )
     chains = [
         Chain(
@@ -189,6 +187,7 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     own_costs = parts.once(
         "overheads",
         lambda: overheads(chains[0], wanted.model, collectives, device=device).model_dump(),
+        keep=not between_nodes,
     )
     found = Found(
         layers=tuple(measured_layers),

@@ -88,7 +88,7 @@ def profile(
     Called once on every node of `seat`, with the same arguments; all get the same.  `cluster` is
     `local`, `local:N` for N ranks on each node, or a document of just these nodes.  What was
     measured before, of the same model by the same software on the same machines, is not measured
-    again unless `fresh`; one that was cut short goes on.
+    again unless `fresh`; one that was cut short goes on.  Several nodes measure their links always.
     """
     if model.edges and not is_factory(model.source or ""):
         raise DocumentError(
@@ -103,7 +103,8 @@ def profile(
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         known = load_kept(folder / "profile.json")
-        if all(meeting.everyones(known is not None)):
+        # Links between nodes change unseen, so several nodes only keep what each has by itself.
+        if seat.nodes == 1 and known is not None:
             return Measured(
                 profile=Profile.of(known["profile"]),
                 cluster=ClusterSpec.of(known["cluster"]),
@@ -160,7 +161,7 @@ def profile(
         ),
         cluster=with_measured_links(wanted.machine, result.collectives, result.pairs),
     )
-    if save_kept(
+    if seat.nodes == 1 and save_kept(
         {
             "profile": measured.profile.model_dump(mode="json", exclude_none=True),
             "cluster": measured.cluster.model_dump(mode="json", exclude_none=True),
