@@ -1,14 +1,16 @@
-"""Do plans follow the link?  4 ranks on 2 hosts whose cables are slow, then fast; every layout run.
+"""Do plans follow the link?  Ranks on 2 hosts whose cables are slow, then fast; every layout run.
 
     python benchmarks/link_truth.py profile --rate 200mbit     measure model and links in the rig
     python benchmarks/link_truth.py measure --rate 200mbit     run the layouts; call it until done
     python benchmarks/link_truth.py report                     all rates -> results/link_truth.md
 
 The hosts are network namespaces on this machine (benchmarks.rig), so ranks share its cores; what
-differs is the cable.  The space is that of the planner with one schedule (1F1B), without context
-parallelism and without recomputation, since all layouts fit in memory.  A layout whose first step
-takes thrice as long as the best so far is not run again: that step is its figure.  Those within a
-third of the best are run again in rounds, each round all of them, and their medians count.
+differs is the cable.  LINK_TRUTH_RANKS is the number of ranks on each host, 1 unless it is set:
+with more ranks than cores a rank that waits lends its core, and bubbles cost nothing.  The space is
+that of the planner with one schedule (1F1B), without context parallelism and without recomputation,
+since all layouts fit in memory.  A layout whose first step takes thrice as long as the best so far
+is not run again: that step is its figure.  Those within a third of the best are run again in
+rounds, each round all of them, and their medians count.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ from planner.search import search
 from planner.space import layouts
 
 MODEL = "local-25m"
-JOB = Job(seq_len=64, global_batch=4, precision="fp32")
-HOSTS, PER_HOST = 2, 2
+JOB = Job(seq_len=64, global_batch=8, precision="fp32")
+HOSTS, PER_HOST = 2, int(os.environ.get("LINK_TRUTH_RANKS", "1"))
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 HOPELESS = 3.0
@@ -292,7 +294,7 @@ def report(folder: Path) -> None:
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [
-        f"# {result['model']} ({result['parameters'] / 1e6:.1f}M parameters) on 4 ranks of 2 hosts",
+        f"# {result['model']} ({result['parameters'] / 1e6:.1f}M parameters) on 2 hosts x {PER_HOST}",
         "",
         f"{result['date']}, sequence {result['job']['seq_len']}, global batch "
         f"{result['job']['global_batch']}, 1F1B, whole sequences, no recomputation; hosts are "

@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -170,14 +171,22 @@ class Rig:
 
 @contextlib.contextmanager
 def rig(hosts: int, rate: str | None = None) -> Iterator[Rig]:
-    """Hosts for the length of a `with` block."""
+    """Hosts for the length of a `with` block, which SIGTERM ends as Ctrl-C does."""
     made = Rig(hosts)
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _interrupt) if in_main else None
     try:
         if rate is not None:
             made.shape(rate)
         yield made
     finally:
         made.down()
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def address(host: int) -> str:
