@@ -294,7 +294,7 @@ def report(folder: Path) -> None:
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [
-        f"# {result['model']} ({result['parameters'] / 1e6:.1f}M parameters) on 2 hosts x {PER_HOST}",
+        f"# {result['model']}, {result['parameters'] / 1e6:.1f}M parameters, 2 hosts x {PER_HOST}",
         "",
         f"{result['date']}, sequence {result['job']['seq_len']}, global batch "
         f"{result['job']['global_batch']}, 1F1B, whole sequences, no recomputation; hosts are "
