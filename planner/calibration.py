@@ -253,13 +253,15 @@ def _scaled(own: Figures, m: LayerMeasurement, there: Figures) -> Figures:
 
     forward = ratio(m.forward_s, there.whole_forward_s)
     backward = ratio(m.backward_s, there.whole_backward_s)
+    # Where nothing was sent, what was measured says nothing of sending.
+    sent = there.forward_tensor_s > 0
     return replace(
         own,
         forward_s=own.forward_s * forward,
-        forward_tensor_s=own.forward_tensor_s * forward,
+        forward_tensor_s=own.forward_tensor_s * (forward if sent else 1.0),
         backward_s=own.backward_s * backward,
         recompute_s=own.recompute_s * backward,
-        backward_tensor_s=own.backward_tensor_s * backward,
+        backward_tensor_s=own.backward_tensor_s * (backward if sent else 1.0),
         stored_bytes=own.stored_bytes * ratio(m.stored_bytes, there.stored_bytes),
         forward_transient_bytes=own.forward_transient_bytes
         * ratio(m.forward_transient_bytes, there.forward_transient_bytes),

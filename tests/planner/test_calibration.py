@@ -119,6 +119,21 @@ def test_elsewhere_arithmetic_is_scaled_by_the_nearest_measurement(
     assert found.whole_forward_s == pytest.approx(expected)
 
 
+def test_what_was_measured_on_one_rank_scales_no_communication(
+    gpt2: ModelGraph, node: ClusterSpec
+) -> None:
+    plain = CostTables(gpt2, node, JOB)
+    slow = CostTables(gpt2, node, JOB, profile(measurement()))
+    ratio = 0.010 / figures(plain, Layout(micro_batch=2, micro_batches=32)).whole_forward_s
+    layout = Layout(tensor=2, micro_batch=2, micro_batches=32)
+
+    own, found = figures(plain, layout), figures(slow, layout)
+
+    assert found.forward_s == pytest.approx(ratio * own.forward_s)
+    assert found.forward_tensor_s == own.forward_tensor_s > 0
+    assert found.backward_tensor_s == own.backward_tensor_s > 0
+
+
 @pytest.mark.parametrize("context", [2, 4])
 def test_over_context_ranks_arithmetic_is_scaled_and_communication_is_not(
     gpt2: ModelGraph, node: ClusterSpec, context: int
