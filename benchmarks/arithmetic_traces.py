@@ -97,10 +97,11 @@ LEFT_OUT = """\
 Not traced at tensor parallel 2: GPT-2 (the runtime does not divide its transposed weights), ViT (an
 odd number of positions), the ends of BERT and OPT-350M and OPT's embedding (they look up all
 positions on every rank). Families that the runtime trains are its own layers; of others (BERT,
-DeepSeek-V3, Gemma-2, OPT, ViT) the modules are those of `transformers`, divided in the runtime's
+DeepSeek-V3, OPT, ViT) the modules are those of `transformers`, divided in the runtime's
 styles. Attention whose values are narrower than its keys (DeepSeek-V3) takes the fused kernel that
-torch has for CUDA; Gemma-2's scores are capped inside a fused kernel, which keeps nothing for it. A
-vocabulary that the tensor degree does not divide is made larger by one.
+torch has for CUDA. Gemma-2's capped attention runs in blocks, and the FLOPs counted of it are a
+fifth below the arithmetic's: not explained yet. A vocabulary that the tensor degree does not divide
+is made larger by one.
 """
 Made = tuple[dict[str, nn.Module], Callable[[Tensor, Tensor], Tensor]]
 """A layer of each kind, and the loss behind the head."""
