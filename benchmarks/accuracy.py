@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from planner.backends import rules
-from planner.runs import Run
-from planner.scores import ErrorScore, RankScore, error_score, quantile, rank_score
-from planner.units import seconds_text
-from planner.validate import (
+from planner.backends.runs import Run
+from planner.scores.statistics import ErrorScore, RankScore, error_score, quantile, rank_score
+from planner.scores.validate import (
     Score,
     ScoredRow,
     Validation,
@@ -30,6 +29,7 @@ from planner.validate import (
     validate,
     validation_json,
 )
+from planner.units import seconds_text
 
 ONE_SOURCE = (
     "nanotron",

@@ -32,13 +32,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from benchmarks.library_layers import SAMPLES, layers_of, loss_of, styles_of
-from planner import arithmetic, catalog, compute
-from planner.architecture import graph_of
+from planner import catalog
 from planner.catalog import models
+from planner.costs import compute
 from planner.expressions import resolve_model
+from planner.layers import arithmetic
+from planner.layers.architecture import graph_of
+from planner.layers.operator_table import Setting
 from planner.model import Architecture, Layer, ModelGraph
 from planner.native import UNDIVIDED
-from planner.operator_table import Setting
 from planner.plan import Mesh, Plan
 from planner.profile import Recompute
 from profiler.layers import _bytes_of, plan_of, short_chain

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable
 
 import networkx
 
-from planner.graph_instance import GraphInstance, GraphSolution, graph_instance
-from planner.ideals import ideals
-from planner.inner import solve
-from planner.instance import Option, Solution, Stage
-from planner.lattice import solve_graph
-from planner.orders import orders
+from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, graph_instance
+from planner.solver.graphs.ideals import ideals
+from planner.solver.graphs.lattice import solve_graph
+from planner.solver.graphs.orders import orders
+from planner.solver.inner import solve
+from planner.solver.instance import Option, Solution, Stage
 
 STAGES, MICROBATCHES, ROOM = 8, 32, 0.8
 

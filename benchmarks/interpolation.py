@@ -21,13 +21,13 @@ from typing import Any
 from meshwright.commands import profile as measure_profile
 from planner import document
 from planner.cluster import ClusterSpec
+from planner.costs.layer_figures import LayerFigures
+from planner.costs.rates import rates
 from planner.expressions import resolve_cluster, resolve_model
-from planner.layer_figures import LayerFigures
+from planner.layers.operator_table import Setting
 from planner.model import ModelGraph
-from planner.operator_table import Setting
 from planner.plan import Job, Layout
 from planner.profile import LayerMeasurement, Profile
-from planner.rates import rates
 
 CHOICES = ("none", "selective", "full")
 RESULTS = Path("benchmarks/results")

@@ -30,15 +30,15 @@ from typing import Any
 from benchmarks import rig
 from planner import document
 from planner.cluster import ClusterSpec
-from planner.costs import refusal
+from planner.costs.layout_costs import refusal
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_model
 from planner.model import ModelGraph
-from planner.pins import Pins
 from planner.plan import Job, Plan
 from planner.profile import Profile
-from planner.search import search
-from planner.space import layouts
+from planner.search.best_first import search
+from planner.search.pins import Pins
+from planner.search.space import layouts
 
 MODEL = "local-25m"
 JOB = Job(seq_len=64, global_batch=8, precision="fp32")

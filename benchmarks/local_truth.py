@@ -31,15 +31,15 @@ import torch.distributed as dist
 from meshwright.commands import profile as measure_profile
 from planner import document
 from planner.cluster import ClusterSpec
-from planner.costs import refusal
+from planner.costs.layout_costs import refusal
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.plan import Job, Layout, Plan
 from planner.prediction import Prediction
 from planner.profile import Profile, Recompute
-from planner.search import Answer, search
-from planner.space import Pins, layouts
+from planner.search.best_first import Answer, search
+from planner.search.space import Pins, layouts
 from runtime.engine import Engine
 from runtime.live_memory import LiveMemory
 

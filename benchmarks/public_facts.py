@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.architecture import architecture_of, graph_of
-from planner.arithmetic import step_flops
 from planner.expressions import resolve_cluster, resolve_model
+from planner.layers.architecture import architecture_of, graph_of
+from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph
 from planner.plan import Job
-from planner.search import search
+from planner.search.best_first import search
 from planner.whatif.changes import changed
 from planner.whatif.fine_tuning import tuned
 

@@ -39,8 +39,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.document import write_text
+from planner.layers.parameters import graph_of
 from planner.model import Architecture, ModelGraph
-from planner.parameters import graph_of
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
 from profiler.ranks import result_of
 from runtime import reference

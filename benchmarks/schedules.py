@@ -2,10 +2,10 @@
 
     python benchmarks/schedules.py [-o docs/schedules.md]
 
-Closed forms are those of planner.formulation, steps those of planner.simulate.  Stages are uniform,
-uneven (times scattered by 10 %), or uniform with transfers of 5 % of a stage's time, which the
-closed form charges to the stages.  Last come plans: the optimum of a model's layers under every
-schedule, cut and recomputed by the solver, against the prediction of that plan.
+Closed forms are those of planner.search.formulation, steps those of planner.simulate.  Stages are
+uniform, uneven (times scattered by 10 %), or uniform with transfers of 5 % of a stage's time,
+which the closed form charges to the stages.  Last come plans: the optimum of a model's layers
+under every schedule, cut and recomputed by the solver, against the prediction of that plan.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from planner.candidates import Candidates
-from planner.costs import CostTables
+from planner.costs.layout_costs import CostTables
 from planner.document import write_text
 from planner.expressions import resolve_cluster, resolve_model
-from planner.inner import solve
-from planner.instance import Solution
-from planner.pins import SCHEDULES, Pins
 from planner.pipeline_model import closed_form, held
 from planner.plan import Job, ScheduleName
-from planner.ranked import ranked
 from planner.schedule import orders, rank_of_stage, splits_backward
+from planner.search.candidates import Candidates
+from planner.search.pins import SCHEDULES, Pins
+from planner.search.ranked import ranked
 from planner.simulate import peak_alive, timeline
+from planner.solver.inner import solve
+from planner.solver.instance import Solution
 
 STAGES: dict[ScheduleName, tuple[int, ...]] = {
     "interleaved": (2, 4),
@@ -171,9 +171,9 @@ def page() -> str:
     parts = [
         "# Schedules: closed form, simulation, memory",
         "    python benchmarks/schedules.py -o docs/schedules.md",
-        "The search proves its answer in a closed form of the step (`planner/formulation.py`) and "
-        "simulates the configurations that come close (`planner/finalists.py`). This page says how "
-        "far the two are apart.",
+        "The search proves its answer in a closed form of the step "
+        "(`planner/search/formulation.py`) and simulates the configurations that come close "
+        "(`planner/search/finalists.py`). This page says how far the two are apart.",
         "## Closed form over simulated step",
         f"Smallest and largest of {SEEDS} pipelines of 2, 4 or 8 ranks and 2 to 4 times as many "
         f"micro-batches. F, I and W of a rank take {MIX[0]}, {MIX[1]} and {MIX[2]}; uneven stages "
@@ -182,7 +182,7 @@ def page() -> str:
         "pessimistic. pipedream-2bw is the time of a further step, since it never drains.",
         table(errors()),
         "Here stages scatter at random. The solver's own splits keep the longer stages in the same "
-        "place on all ranks (`planner/ranks.py`), so its plans are nearer.",
+        "place on all ranks (`planner/search/ranks.py`), so its plans are nearer.",
         f"## Plans of {model}",
         f"On {cluster}, sequence {job.seq_len:,}, global batch {job.global_batch}, 4 pipeline "
         "ranks x 2 data-parallel ranks with ZeRO-1: the optimum of the closed form, and the "

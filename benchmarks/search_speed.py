@@ -15,7 +15,12 @@ import argparse
 import time
 from dataclasses import dataclass
 
-from planner.certificate import (
+from planner.errors import NoPlanFits
+from planner.expressions import resolve_cluster, resolve_model
+from planner.native import Rules, limit, refusal
+from planner.plan import Job
+from planner.search.best_first import Answer, search
+from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
     COMPUTATION,
@@ -28,11 +33,6 @@ from planner.certificate import (
     SHARED,
     SLOWER,
 )
-from planner.errors import NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
-from planner.native import Rules, limit, refusal
-from planner.plan import Job
-from planner.search import Answer, search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,10 @@ import random
 import time
 from collections.abc import Callable
 
-from planner import ilp
-from planner.frontier import FrontierStore
-from planner.inner import solve
-from planner.instance import Instance, Option, Solution, Stage
+from planner.solver import ilp
+from planner.solver.frontier import FrontierStore
+from planner.solver.inner import solve
+from planner.solver.instance import Instance, Option, Solution, Stage
 
 Kind = tuple[Option, ...]
 

@@ -16,11 +16,11 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.solver_speed import layer, plain
-from planner.frontier import FrontierStore
-from planner.inner import solve
-from planner.instance import Instance, Solution
-from planner.unequal import solve_unequal
-from planner.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
+from planner.solver.frontier import FrontierStore
+from planner.solver.inner import solve
+from planner.solver.instance import Instance, Solution
+from planner.solver.unequal.unequal import solve_unequal
+from planner.solver.unequal.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
 
 # Stages on fast devices, on slow ones, micro-batches.
 CASES = [(4, 8, 32), (4, 4, 32), (2, 4, 32), (4, 2, 16), (2, 2, 16)]

@@ -19,20 +19,20 @@ from rich.table import Table
 from meshwright import calibration, commands
 from planner.calibrate.calibration import calibrated_json
 from planner.errors import DocumentError, MeshwrightError
-from planner.instance import Infeasible, Solution
 from planner.native import CAVEAT_SOURCE
 from planner.report.calibration_text import calibration_lines
 from planner.report.solution_text import solution_json, solution_text
 from planner.report.text import answer_text, prediction_lines
 from planner.report.validation_text import validation_text
+from planner.scores.validate import validation_json
+from planner.solver.instance import Infeasible, Solution
 from planner.units import bytes_text, count_text, seconds_text
-from planner.validate import validation_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from planner.search import Answer
-    from planner.search import Progress as Report
+    from planner.search.best_first import Answer
+    from planner.search.best_first import Progress as Report
     from profiler.profile import Intended
     from runtime.report import Comparison
 

@@ -18,28 +18,28 @@ from planner import catalog as shelves
 from planner import document
 from planner.calibrate.constants import calibrated
 from planner.cluster import ClusterSpec, Precision
-from planner.costs import refusal
+from planner.costs.group_costs import only_profile
+from planner.costs.layout_costs import refusal
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import is_factory, resolve_cluster, resolve_model
-from planner.group_costs import only_profile
-from planner.instance import Fathomed, Infeasible, Solution
 from planner.model import ModelGraph
-from planner.pins import pinned_layout, read_pins
 from planner.plan import Job, Plan
 from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
-from planner.problem import Problem
 from planner.profile import Profile, Profiles
-from planner.requirements import read_requirements
-from planner.search import Answer, Progress, search
-from planner.sided import solve as solve_exactly
+from planner.search.best_first import Answer, Progress, search
+from planner.search.pins import pinned_layout, read_pins
+from planner.solver.instance import Fathomed, Infeasible, Solution
+from planner.solver.problem import Problem
+from planner.solver.requirements import read_requirements
+from planner.solver.sided import solve as solve_exactly
 from planner.training import Training
 from planner.units import bytes_text, count_text, duration_s, seconds_text
 
 if TYPE_CHECKING:
     from planner.backends.search import BackendAnswer
-    from planner.validate import Validation
+    from planner.scores.validate import Validation
     from profiler.profile import Intended
     from runtime.export import Exported
     from runtime.report import Comparison, RunReport
@@ -124,7 +124,7 @@ def plan(
     `lora` are settings of adapters that alone are trained (`rank=16`).  `allow` names what the
     search may do beside: `offload` to the host, and what changes the arithmetic of training,
     `stale` weights and `compress`.
-    `require` says in words what its stages must keep (see planner.requirements).
+    `require` says in words what its stages must keep (see planner.solver.requirements).
     """
     if top < 1:
         raise DocumentError("top", f"is {top}; it is a whole number from 1")
@@ -557,7 +557,7 @@ def solve(problem: str, *, solver: str = "exact") -> Solved:
     if solver == "exact":
         return Solved(problem=stated, result=solve_exactly(instance))
     if solver == "ilp":
-        from planner.ilp import solve as solve_program  # noqa: PLC0415 - loads HiGHS
+        from planner.solver.ilp import solve as solve_program  # noqa: PLC0415 - loads HiGHS
 
         return Solved(problem=stated, result=solve_program(instance))
     raise DocumentError("solver", f"is '{solver}'; the solvers are exact and ilp")
@@ -571,8 +571,8 @@ def validate(
     progress: Progress | None = None,
 ) -> Validation:
     """Predict every run of a table of real ones and score the predictions."""
-    from planner.validate import rows_csv  # noqa: PLC0415 - loads the rules of every framework
-    from planner.validate import validate as validate_table  # noqa: PLC0415
+    from planner.scores.validate import rows_csv  # noqa: PLC0415 - loads the rules of every framework
+    from planner.scores.validate import validate as validate_table  # noqa: PLC0415
 
     result = validate_table(Path(table), told=progress)
     if rows is not None:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from planner import local
-from planner.architecture import architecture_of
 from planner.catalog import (
     AcceleratorEntry,
     NodeEntry,
@@ -29,8 +28,9 @@ from planner.catalog import (
 from planner.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
 from planner.document import nearest, plain, read, read_text
 from planner.errors import DocumentError
+from planner.layers.architecture import architecture_of
+from planner.layers.parameters import graph_of
 from planner.model import ModelGraph
-from planner.parameters import graph_of
 
 MOST_DEVICES = 1_000_000
 NETWORK_LATENCY_S = 4.0e-6

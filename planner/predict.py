@@ -1,9 +1,10 @@
 """What a plan should do: step time by cause, memory of every stage by cause, and how sure we are.
 
-The step is simulated (`planner.simulate`) with each stage's seconds from `planner.costs`; then come
-the reduction of gradients, the optimizer and what the runtime does once per step.  The solver's
-closed form (see planner.costs) prices the same plan without simulation; on the same seconds it is
-equal for uniform stages without transfers, and at most 20 % above or 3 % below otherwise.
+The step is simulated (`planner.simulate`) with each stage's seconds from
+`planner.costs.layout_costs`; then come the reduction of gradients, the optimizer and what the
+runtime does once per step.  The solver's closed form (see planner.costs.layout_costs) prices the
+same plan without simulation; on the same seconds it is equal for uniform stages without transfers,
+and at most 20 % above or 3 % below otherwise.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
 
-from planner.arithmetic import step_flops
 from planner.cluster import ClusterSpec
-from planner.compute import peak_flops
-from planner.costs import CostTables, LayoutCosts
-from planner.crossings import in_order
+from planner.costs.compute import peak_flops
+from planner.costs.crossings import in_order
+from planner.costs.group_costs import GroupCosts, only_profile
+from planner.costs.hosts import overfull, unknown
+from planner.costs.layout_costs import CostTables, LayoutCosts
+from planner.costs.rank_memory import host_bytes, moving_beside, rank_memory_parts, streamed_bytes
+from planner.costs.seats import Passing, Seat, Seats, alike, branching
+from planner.costs.strategy import StrategyParts
 from planner.errors import DocumentError
-from planner.group_costs import GroupCosts, only_profile
-from planner.hosts import overfull, unknown
+from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph
 from planner.plan import Activations, Job, Layout, Plan
 from planner.prediction import Assumption, Prediction, StagePrediction
 from planner.profile import Profile, Profiles, Recompute
-from planner.rank_memory import host_bytes, moving_beside, rank_memory_parts, streamed_bytes
 from planner.schedule import Order, in_flight, orders, rank_of_stage, splits_backward
-from planner.seats import Passing, Seat, Seats, alike, branching
 from planner.simulate import Timeline, timeline
-from planner.strategy import StrategyParts
 
 Placement = tuple[tuple[str, Recompute, Activations], ...]
 """Layer kinds of one stage in order, each with its choices."""
@@ -42,7 +43,7 @@ UNMODELLED_SPREAD = 0.05
 FULL_TIME = Assumption(
     what="time of training adapters: that of training the whole model",
     provenance="an upper bound; memory counts gradients and optimizer state of adapters alone",
-    source="planner/lora.py",
+    source="planner/costs/lora.py",
 )
 """What a prediction for adapters says."""
 

@@ -12,8 +12,8 @@ from planner.document import Document, schema, write_text
 from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.prediction import Certificate, Prediction
-from planner.problem import Problem
 from planner.profile import Profile
+from planner.solver.problem import Problem
 from planner.whatif.study import Study
 
 DOCUMENTS: tuple[type[Document], ...] = (

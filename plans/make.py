@@ -18,7 +18,7 @@ from planner.document import Document
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.profile import Profile
-from planner.search import search
+from planner.search.best_first import search
 
 FOLDER = Path(__file__).parent
 EXAMPLES = {

@@ -17,7 +17,7 @@ from planner.errors import MeshwrightError
 from planner.model import ModelGraph
 from planner.plan import Job
 from planner.profile import Recompute
-from planner.search import search
+from planner.search.best_first import search
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 CANDIDATES = 6

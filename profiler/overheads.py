@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner import schedule
-from planner.architecture import graph_of
 from planner.cluster import Collective
-from planner.collectives import interpolated_s
+from planner.costs.collectives import interpolated_s
+from planner.layers.architecture import graph_of
 from planner.model import Architecture, ModelGraph
 from planner.plan import Mesh, Training
 from planner.profile import CollectiveCurve, Overheads

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from planner.cluster import ClusterSpec
-from planner.costs import refusal
+from planner.costs.layout_costs import refusal
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import is_factory, resolve_cluster
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
 from planner.profile import Birth, Finding, MeasuredDevice, MeasuredNode, Profile
-from planner.space import LARGEST_MICRO_BATCH, divisors
+from planner.search.space import LARGEST_MICRO_BATCH, divisors
 from profiler.agenda import Budget, Wish, budget, wishes
 from profiler.findings import below_quote, disturbances, findings
 from profiler.kept import folder_of

@@ -1,8 +1,8 @@
 """A stage of a graph of layers: several tensors in, several out, some only passed on.
 
 Each boundary of the pipeline has the outputs that a stage before it made and a stage behind it
-reads (planner.crossings), in one order that both of its stages know.  The tokens are on every rank,
-so they never cross: any layer may read them, under the name `tokens`.
+reads (planner.costs.crossings), in one order that both of its stages know.  The tokens are on
+every rank, so they never cross: any layer may read them, under the name `tokens`.
 """
 
 from __future__ import annotations

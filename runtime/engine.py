@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from planner import schedule
-from planner.crossings import crossings_of
+from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan

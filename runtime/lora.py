@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from planner.costs.lora import EVERY_LINEAR, is_target
 from planner.errors import LaunchError
-from planner.lora import EVERY_LINEAR, is_target
 from planner.training import Lora
 from runtime.adapter import EMBEDDING, HEAD
 from runtime.mesh import Place

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from planner.crossings import crossings_of
+from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedule import splits_backward

@@ -38,8 +38,8 @@ from planner.cluster import ClusterSpec
 from planner.document import read, write_text
 from planner.errors import MeshwrightError
 from planner.expressions import resolve_cluster, resolve_model
+from planner.layers.parameters import graph_of
 from planner.model import Architecture, ModelGraph
-from planner.parameters import graph_of
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import predict
 from planner.profile import Profile

@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers.comparison import Comparison, read_case, require_score, timed
-from planner.frontier import FrontierStore
-from planner.graph_instance import GraphInstance, GraphSolution, graph_instance
-from planner.ideals import ideals
-from planner.instance import ROUNDING, Option, Stage
-from planner.lattice import solve_graph
+from planner.solver.frontier import FrontierStore
+from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, graph_instance
+from planner.solver.graphs.ideals import ideals
+from planner.solver.graphs.lattice import solve_graph
+from planner.solver.instance import ROUNDING, Option, Stage
 
 Devices = list[list[int]]
 Floats = NDArray[np.float64]

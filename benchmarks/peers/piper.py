@@ -35,7 +35,7 @@ from benchmarks.peers.wide_stages import (
     WideSplit,
     least_load,
 )
-from planner.ideals import Ideals, ideals
+from planner.solver.graphs.ideals import Ideals, ideals
 
 _MOST_IDEALS = 2000
 

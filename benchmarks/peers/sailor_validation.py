@@ -28,10 +28,10 @@ from benchmarks.peers.comparison import read_case, require_score
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
 from planner.backends.estimate import Estimate, estimate
 from planner.backends.rules import UNKNOWN
+from planner.backends.runs import Run
 from planner.cluster import ClusterSpec, LinkTier
 from planner.expressions import cluster_of
 from planner.model import Architecture
-from planner.runs import Run
 from planner.schedule import orders
 from planner.simulate import timeline
 

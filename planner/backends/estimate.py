@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from planner.backends.footprint import StageEstimate, fits, stages_of
 from planner.backends.placed import priced
 from planner.backends.rules import Rules, rules_of
+from planner.backends.runs import Run
 from planner.backends.step import step_parts
 from planner.catalog import accelerators
-from planner.runs import Run
 
 EXPERTS_SPREAD = 0.35
 """Spread of steps with experts: routing is as skewed as the data makes it."""

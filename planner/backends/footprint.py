@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from planner.backends.placed import Priced
 from planner.backends.rules import Rules
+from planner.backends.runs import Run
 from planner.backends.states import states
 from planner.backends.work import Work
-from planner.runs import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

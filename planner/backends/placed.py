@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.architecture import block_kinds
 from planner.backends.rules import Rules
+from planner.backends.runs import Run
 from planner.backends.states import NOTHING, Parameters, by_kind
 from planner.backends.work import Shape, Work, block, embedding, head, rates
-from planner.runs import Run
+from planner.layers.architecture import block_kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from planner.arithmetic import step_flops
 from planner.backends.estimate import estimate
 from planner.backends.placed import priced
 from planner.backends.rules import KNOWN, rules_of
+from planner.backends.runs import Run
 from planner.backends.step import stage_seconds
 from planner.cluster import ClusterSpec
-from planner.compute import peak_flops
+from planner.costs.compute import peak_flops
 from planner.document import nearest
 from planner.errors import DocumentError
+from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
 from planner.prediction import Assumption, Prediction, StagePrediction
 from planner.profile import Recompute
-from planner.runs import Run
 
 
 def backend_prediction(

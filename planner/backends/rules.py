@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.runs import Run
+from planner.backends.runs import Run
 
 EIGHT_BITS = ("fp8", "mxfp8", "nvfp4")
 """Recipes in 8 bits and fewer: they keep frozen weights so, and sum gradients in bf16."""

@@ -14,17 +14,17 @@ from typing import Any
 
 from planner.backends.estimate import Estimate, estimate
 from planner.backends.prediction import run_prediction
+from planner.backends.runs import Run
 from planner.backends.spaces import NOT_LOOKED_AT, SPACES, flags, layouts, refuse_pins
 from planner.cluster import ClusterSpec
 from planner.document import nearest
 from planner.errors import DocumentError, NoPlanFits
 from planner.model import ModelGraph
-from planner.pins import Pins
 from planner.plan import Job
 from planner.prediction import Prediction
-from planner.runs import Run
+from planner.scores.validate import layout_text
+from planner.search.pins import Pins
 from planner.units import bytes_text
-from planner.validate import layout_text
 
 Told = Callable[[int, int], None]
 CLOSE = 8

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.backends.rules import KNOWN
+from planner.backends.runs import Recomputed, Run
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError
 from planner.model import Architecture, ModelGraph
-from planner.pins import Pins
 from planner.plan import Job
-from planner.runs import Recomputed, Run
+from planner.search.pins import Pins
 
 NOT_LOOKED_AT = "tensor parallelism across nodes, more than 64 samples in a micro-batch"
 LARGEST_MICRO_BATCH = 64

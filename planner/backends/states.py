@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.architecture import graph_of
-from planner.arithmetic import local_parameters
 from planner.backends.rules import EIGHT_BITS, Rules
+from planner.backends.runs import Run
+from planner.layers.architecture import graph_of
+from planner.layers.arithmetic import local_parameters
 from planner.model import Architecture
-from planner.runs import Run
 
 ADAPTER_RANK = 16
 """Of a LoRA adapter where the run does not say."""

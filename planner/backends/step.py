@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from planner.backends.placed import Priced
 from planner.backends.rules import EIGHT_BITS, STALLING_NODES, Rules
+from planner.backends.runs import Run
 from planner.backends.states import Parameters
 from planner.backends.work import Shape
 from planner.cluster import Collective
-from planner.collectives import Levels, collective_s, group_levels, ranks_of
+from planner.costs.collectives import Levels, collective_s, group_levels, ranks_of
 from planner.plan import Axis, Layout
-from planner.runs import Run
 
 OPTIMIZER_BYTES = 38.0
 """Traffic of fused AdamW per parameter: g, p, m, v read, p, m, v and the working copy written, and
@@ -335,8 +335,8 @@ def _update_s(
 def _ring_s(operation: Collective, size_bytes: float, ranks: Levels) -> float:
     """Seconds of a gather or scatter on one ring through all ranks, as NCCL runs them.
 
-    The seconds of `planner.collectives` count the rounds of each level; a ring has ranks - 1, each
-    as late as the network.
+    The seconds of `planner.costs.collectives` count the rounds of each level; a ring has ranks -
+    1, each as late as the network.
     """
     seconds = collective_s(operation, size_bytes, ranks)
     if len(ranks) > 1:

@@ -1,8 +1,8 @@
 """What one layer of a transformer takes on one rank: seconds by cause, bytes kept for backward.
 
-Unlike `planner.arithmetic`, whose operators are those of eager PyTorch modules, a layer here is
-counted as large training frameworks run it: fused norms, activations and residuals, attention fused
-or not, the sequence divided between blocks or not.
+Unlike `planner.layers.arithmetic`, whose operators are those of eager PyTorch modules, a layer
+here is counted as large training frameworks run it: fused norms, activations and residuals,
+attention fused or not, the sequence divided between blocks or not.
 
 Symbols: n tokens of a micro-batch inside tensor-parallel regions, r tokens of the residual stream
 on a rank, h hidden, q and k widths of queries and keys, f FFN, t tensor degree, e bytes.
@@ -10,7 +10,7 @@ on a rank, h hidden, q and k widths of queries and keys, f FFN, t tensor degree,
     seconds of a product = launch + 2 n k m / (f_mat P) + e (n k + k m + n m) / (g W)
 
 Sources: Korthikanti et al., 2022 (arXiv:2205.05198) for stored bytes; Dao, 2023
-(arXiv:2307.08691) for attention's backward; the additive form is that of `planner.compute`.
+(arXiv:2307.08691) for attention's backward; the additive form is that of `planner.costs.compute`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from planner.backends.rules import EIGHT_BITS, Rules
-from planner.compute import peak_flops, sustained_share
+from planner.backends.runs import Run
+from planner.costs.compute import peak_flops, sustained_share
 from planner.model import Architecture, Experts
-from planner.runs import Run
 
 EIGHT_BIT_GAIN = {"hopper": 1.85, "blackwell": 2.15}
 """Rate of large products in 8 bits over bf16's sustained one: best shapes reach 1,403 and 3,433
@@ -54,7 +54,7 @@ SCORE_BYTES = 2
 GATHERED_LOGIT_BYTES = 4
 """Per logit of bringing all shares together: the parts in 16 bits and their concatenation."""
 EAGER_NORM_BYTES, EAGER_NORM_BACKWARD_BYTES = 38, 60
-"""Traffic per element of an RMS norm written out in PyTorch, as in `planner.operators`."""
+"""Traffic per element of an RMS norm written out in PyTorch, as in `planner.layers.operators`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from planner.calibrate.fit import Fit, Refused, fit
 from planner.calibrate.runs import Observed, common_constants
 from planner.errors import DocumentError
 from planner.profile import Calibration
-from planner.scores import quantile
+from planner.scores.statistics import quantile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

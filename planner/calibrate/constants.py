@@ -2,7 +2,8 @@
 
 A constant is a property of the machine or of the software on it, never of a model.  Those of the
 device and of the links replace what the catalogue says of them; the rest replaces what
-`planner.rates` and `planner.costs`, or the rules of a framework, take for granted.
+`planner.costs.rates` and `planner.costs.layout_costs`, or the rules of a framework, take for
+granted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.cluster import ClusterSpec, DeviceCurve, LinkTier
-from planner.collectives import DEFAULT_FRACTION
+from planner.costs.collectives import DEFAULT_FRACTION
 from planner.profile import Calibration, TierCalibration
 
 Constants = Mapping[str, float]

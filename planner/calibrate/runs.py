@@ -8,6 +8,7 @@ from pathlib import Path
 
 from planner.backends.estimate import Estimate, estimate
 from planner.backends.rules import Rules, rules_of
+from planner.backends.runs import Run, each, read_rows
 from planner.calibrate.constants import (
     ACTION,
     SLACK,
@@ -19,13 +20,12 @@ from planner.calibrate.constants import (
     constants_of,
 )
 from planner.cluster import ClusterSpec
+from planner.costs.rates import ACTION_HOST_S
 from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.predict import predict
 from planner.profile import Birth, Calibration, Profile
-from planner.rates import ACTION_HOST_S
-from planner.runs import Run, each, read_rows
 from planner.units import GIB
 
 USUAL_SLACK = 1.05

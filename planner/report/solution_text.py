@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from planner.instance import Fathomed, Infeasible, Instance, Solution, host_bytes
-from planner.problem import Problem
+from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, host_bytes
+from planner.solver.problem import Problem
 from planner.units import bytes_text, seconds_text
 
 

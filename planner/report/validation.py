@@ -8,7 +8,7 @@ import jinja2
 import plotly.graph_objects as go
 
 from planner.report.html import figure_html
-from planner.validate import ScoredRow, Validation, layout_text, macro
+from planner.scores.validate import ScoredRow, Validation, layout_text, macro
 
 MOST_POINTS = 2000
 """Drawn for each source and picture."""

@@ -8,8 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from planner.scores.validate import Score, Validation, layout_text, macro
 from planner.units import seconds_text
-from planner.validate import Score, Validation, layout_text, macro
 
 
 def validation_text(validation: Validation) -> RenderableType:

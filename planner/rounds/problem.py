@@ -1,10 +1,10 @@
 """Two stages a rank on a chain of unlike layers: what there is to choose, and what it costs.
 
-A chain of like layers is told by counts (`planner.ranks`); where layers differ it matters which of
-them a rank has.  The chain is cut into 2 P stages in the order of the model, and stage s runs on
-rank home[s]: s mod P in a looped schedule, s or 2 P - 1 - s in a folded one.  With t_r the seconds
-that rank r spends on one micro-batch, both stages together, and v_s those of stage s with every
-layer in its fastest option, credits of a split backward taken off,
+A chain of like layers is told by counts (`planner.search.ranks`); where layers differ it matters
+which of them a rank has.  The chain is cut into 2 P stages in the order of the model, and stage s
+runs on rank home[s]: s mod P in a looped schedule, s or 2 P - 1 - s in a folded one.  With t_r the
+seconds that rank r spends on one micro-batch, both stages together, and v_s those of stage s with
+every layer in its fastest option, credits of a split backward taken off,
 
     T = max_r (m t_r + Σ sync) + (P - 1) max_s v_s
 
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from planner.instance import ROUNDING, Option
 from planner.schedule import orders, rank_of_stage
+from planner.solver.instance import ROUNDING, Option
 
 Moment = tuple[int, int, int, int]
 

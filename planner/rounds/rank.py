@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.frontier import FrontierStore, Runs, fastest_choice, unbeaten
-from planner.instance import ROUNDING
 from planner.rounds.problem import RoundsProblem
+from planner.solver.frontier import FrontierStore, Runs, fastest_choice, unbeaten
+from planner.solver.instance import ROUNDING
 
 Floats = NDArray[np.float64]
 Span = tuple[int, int]

@@ -1,11 +1,11 @@
 """The exact split of a chain into two stages a rank, and the options of its layers.
 
-Ranks are taken in turn, and a state is (p, q): where the first stages have come to, from the front,
-and where the second ones have, from the middle (looped) or from the back (folded).  Rank r takes d
-layers behind p and e layers beside q.  The least max_r (m t_r + sync) is a dynamic program over
-the ranks; a limit on the largest stage, which falls from one solution to the next, brings in the
-bubble as `planner.cuts` does with its ceilings.  In a looped schedule the middle is tried at each
-position.
+Ranks are taken in turn, and a state is (p, q): where the first stages have come to, from the
+front, and where the second ones have, from the middle (looped) or from the back (folded).  Rank r
+takes d layers behind p and e layers beside q.  The least max_r (m t_r + sync) is a dynamic program
+over the ranks; a limit on the largest stage, which falls from one solution to the next, brings in
+the bubble as `planner.solver.cuts` does with its ceilings.  In a looped schedule the middle is
+tried at each position.
 
 What a rank takes is bounded first, layers at their fastest, and becomes exact when the best path
 wants it; all costs being bounds, a path whose ranks are exact is the optimum.
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.frontier import FrontierStore
-from planner.instance import Fathomed, Infeasible
 from planner.rounds.problem import RoundsProblem, RoundsSolution, objective_s
 from planner.rounds.rank import RankChoice, RankOptions
+from planner.solver.frontier import FrontierStore
+from planner.solver.instance import Fathomed, Infeasible
 
 Floats = NDArray[np.float64]
 _HAIR = 1e-12

@@ -10,10 +10,10 @@ from planner.cluster import ClusterSpec
 from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_model
 from planner.model import ModelGraph
-from planner.pins import read_pins
 from planner.plan import Job, Plan
 from planner.prediction import Prediction
-from planner.search import search
+from planner.search.best_first import search
+from planner.search.pins import read_pins
 from planner.units import bytes_text
 from planner.whatif import economics
 from planner.whatif.candidates import Candidate, Priced, watts_of

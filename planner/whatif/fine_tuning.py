@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.backends.prediction import run_prediction
+from planner.backends.runs import Recomputed, Run
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError, NoPlanFits
-from planner.formulation import planned_bytes
 from planner.model import ModelGraph
 from planner.plan import Job
 from planner.prediction import Prediction
-from planner.runs import Recomputed, Run
-from planner.space import divisors
+from planner.search.formulation import planned_bytes
+from planner.search.space import divisors
 from planner.units import bytes_text
 
 LARGEST_MICRO_BATCH = 32

@@ -7,8 +7,8 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from planner.graph_instance import GraphInstance
-from planner.instance import Option, Stage
+from planner.solver.graphs.graph_instance import GraphInstance
+from planner.solver.instance import Option, Stage
 
 
 def random_graph(seed: int, *, sync_by_option: bool = False) -> GraphInstance:

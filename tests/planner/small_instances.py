@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 
-from planner.instance import Instance, Option, Stage
+from planner.solver.instance import Instance, Option, Stage
 
 
 def random_instance(

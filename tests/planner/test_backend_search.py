@@ -9,8 +9,8 @@ from planner.backends.search import backend_answer_json, backend_search
 from planner.backends.spaces import SPACES, flags, layouts
 from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
 from planner.plan import Job
+from planner.search.pins import Pins
 
 JOB = Job(seq_len=4096, global_batch=64, precision="bf16")
 

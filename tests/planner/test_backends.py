@@ -8,11 +8,11 @@ import pytest
 
 from planner.backends.estimate import Estimate, estimate
 from planner.backends.rules import KNOWN, rules_of
+from planner.backends.runs import Run
 from planner.backends.states import by_kind, states
 from planner.backends.work import Shape, block, head, rates
 from planner.expressions import cluster_of
 from planner.model import Architecture, Experts
-from planner.runs import Run
 
 GPT = Architecture(
     family="gpt",

@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from planner.arithmetic import matrix_sides
 from planner.cluster import ClusterSpec
-from planner.collectives import Level
-from planner.costs import CostTables
+from planner.costs.collectives import Level
+from planner.costs.layout_costs import CostTables
+from planner.costs.memory import BUCKET_BYTES, Sharing, states
+from planner.costs.rates import HOST_LINK_SHARE, HOST_MEMORY_SHARE, Rates, rates
+from planner.costs.sharding import Links, traffic
 from planner.expressions import resolve_cluster, resolve_model
-from planner.memory import BUCKET_BYTES, Sharing, states
+from planner.layers.arithmetic import matrix_sides
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
 from planner.predict import layout_prediction
-from planner.rates import HOST_LINK_SHARE, HOST_MEMORY_SHARE, Rates, rates
-from planner.sharding import Links, traffic
 
 JOB = Job(seq_len=4096, global_batch=16)
 N = 1e9

@@ -7,13 +7,13 @@ import random
 import pytest
 
 from planner.cluster import ClusterSpec
-from planner.costs import CostTables
+from planner.costs.layout_costs import CostTables
 from planner.expressions import resolve_cluster, resolve_model
-from planner.formulation import instance_of
 from planner.model import ModelGraph
 from planner.plan import Job, Layout, Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import balanced_cuts, layout_prediction, placement_prediction, predict
 from planner.schedule import in_flight, orders
+from planner.search.formulation import instance_of
 from planner.simulate import closed_form_s
 
 JOB = Job(seq_len=4096, global_batch=64)

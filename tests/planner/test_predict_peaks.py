@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.architecture import graph_of
 from planner.cluster import Accelerator, ClusterSpec, DeviceCurve, DeviceGroup, LinkTier
+from planner.layers.architecture import graph_of
 from planner.model import Architecture, ModelGraph
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import predict

@@ -9,7 +9,7 @@ import pytest
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
 from planner.plan import Job
-from planner.search import search
+from planner.search.best_first import search
 from planner.units import duration_s
 from profiler import agenda
 from tests.runtime import cases

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
-from planner.pins import Pins
 from planner.plan import Plan
 from planner.profile import Birth, Profile
-from planner.search import search
+from planner.search.best_first import search
+from planner.search.pins import Pins
 from profiler import layers
 from profiler.layers import Case, Chain
 from runtime.factory import graph_of_factory

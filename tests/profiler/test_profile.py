@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from planner import document
-from planner.architecture import graph_of
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import resolve_cluster
+from planner.layers.architecture import graph_of
 from planner.model import Edge, Layer, ModelGraph
 from planner.plan import Job, Layout
 from planner.predict import layout_prediction

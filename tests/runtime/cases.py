@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from planner.layers.parameters import graph_of
 from planner.model import Architecture, Experts, ModelGraph
-from planner.parameters import graph_of
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
 
 MIXED = ("mixtral", "qwen3_moe")

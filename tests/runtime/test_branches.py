@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.crossings import crossings_of
+from planner.costs.crossings import crossings_of
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
-from planner.pins import Pins
 from planner.plan import Job, PlacedLayer, Plan, ScheduleName, Stage
-from planner.search import search
+from planner.search.best_first import search
+from planner.search.pins import Pins
 from runtime.branches import Branches
 from runtime.engine import Engine
 from runtime.factory import graph_of_factory

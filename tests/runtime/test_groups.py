@@ -13,9 +13,9 @@ import torch
 from planner import document
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
-from planner.pins import Pins
 from planner.plan import Mesh, Plan, PlannedGroup, Share
-from planner.search import search
+from planner.search.best_first import search
+from planner.search.pins import Pins
 from runtime.engine import Engine
 from runtime.launch import launch
 from tests.planner.test_cluster import DEVICE

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from planner.backends.estimate import estimate
+from planner.backends.runs import Run, each, read_rows
 from planner.calibrate import runs
 from planner.calibrate.calibration import calibrate, calibrated_json
 from planner.calibrate.constants import calibrated
 from planner.errors import DocumentError
 from planner.profile import Calibration, TierCalibration
-from planner.runs import Run, each, read_rows
 
 HEADER = (
     "id,source,layers,hidden_size,ffn_size,n_heads,vocab_size,gated_mlp,seq_len,accelerator,"

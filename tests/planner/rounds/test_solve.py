@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import pytest
 
-from planner.instance import Fathomed, Infeasible, Option
 from planner.rounds.problem import (
     Moment,
     RoundsProblem,
@@ -21,6 +20,7 @@ from planner.rounds.problem import (
 )
 from planner.rounds.solve import solve_rounds
 from planner.schedule import orders, rank_of_stage
+from planner.solver.instance import Fathomed, Infeasible, Option
 
 
 def random_problem(seed: int) -> RoundsProblem:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Job
-from planner.search import search
+from planner.search.best_first import search
 from planner.whatif.changes import changed
 from planner.whatif.study import ChangeName
 

@@ -1,0 +1,1 @@
+"""What a layout costs: seconds and bytes of layers, collectives, hosts."""

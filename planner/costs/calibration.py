@@ -1,0 +1,272 @@
+"""A layer's seconds and bytes corrected by what a profile measured.
+
+An exact measurement replaces the arithmetic; between two measured micro-batches figures are
+interpolated; elsewhere the arithmetic is scaled by measured over computed at the nearest setting of
+the same kind.  `Figures.provenance` says which of these it was.  Nothing is measured over context
+or expert ranks: there the seconds of communication stay the arithmetic's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import Provenance
+from planner.layers.operator_table import Setting, smaller
+from planner.profile import LayerMeasurement, Recompute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One layer kind under one recompute choice, one rank, one micro-batch, nothing sharded.
+
+    `*_tensor_s` is communication inside the layer, part of neither compute nor recompute.
+    """
+
+    forward_s: float
+    forward_tensor_s: float
+    backward_s: float
+    recompute_s: float
+    backward_tensor_s: float
+    forward_ahead_s: float
+    """Seconds of forward in which the device still works and the host has started everything."""
+    backward_ahead_s: float
+    stored_bytes: float
+    forward_transient_bytes: float
+    backward_transient_bytes: float
+    returned_bytes: float
+    """What the layer itself returns; a head returns logits, and the loss is beside it."""
+    stores_input: bool
+    provenance: Provenance
+    spread: float
+    weight_share: float = 0.0
+    """Of backward_s, what a split backward leaves for W: half of the products of Linears."""
+    packable_share: float = 0.0
+    """Of stored_bytes, what floating tensors take."""
+    elements_per_stored_byte: float = 0.0
+    """Elements of those tensors, for each byte of stored_bytes."""
+    kept_bytes: float = 0.0
+    """Kept from I to W by each micro-batch: inputs of Linears and gradients of their outputs."""
+
+    @property
+    def weight_s(self) -> float:
+        """Seconds of W in a split backward."""
+        return self.weight_share * self.backward_s
+
+    @property
+    def credit_s(self) -> float:
+        """Seconds that the layer takes from a zero-bubble schedule's fill: min(2 w, f + w, b + w).
+
+        f, b and w are seconds of F, I and W; what is left of f + b + w is max(f, b, f + b - w), the
+        bubble of like ranks.
+        """
+        weight_s = self.weight_s
+        least_s = smaller(2 * weight_s, self.whole_forward_s + weight_s)
+        return smaller(least_s, self.whole_backward_s)
+
+    @property
+    def whole_forward_s(self) -> float:
+        """Forward with its communication."""
+        return self.forward_s + self.forward_tensor_s
+
+    @property
+    def whole_backward_s(self) -> float:
+        """Backward with recomputation and communication."""
+        return self.backward_s + self.recompute_s + self.backward_tensor_s
+
+    @property
+    def passes_s(self) -> float:
+        """Both passes."""
+        return self.whole_forward_s + self.whole_backward_s
+
+
+def one_of(many: Figures, index: int) -> Figures:
+    """Return one of many figures that are arrays."""
+    values = {name: getattr(many, name) for name in _NAMES}
+    return Figures(
+        **{k: v.item(index) if isinstance(v, np.ndarray) else v for k, v in values.items()}
+    )
+
+
+def taken(many: Figures, places: NDArray[np.intp]) -> Figures:
+    """Return the figures of some places, of figures that are arrays [place]."""
+    changed: dict[str, Any] = {}
+    for name in _NAMES:
+        value = getattr(many, name)
+        changed[name] = value[places] if isinstance(value, np.ndarray) else value
+    return Figures(**changed)
+
+
+def joined(parts: Sequence[tuple[list[int], Figures]], count: int) -> Figures:
+    """Return figures that are arrays [place] of `count`, from those of some places each.
+
+    What is no number is taken from the first.
+    """
+    first = parts[0][1]
+    place = np.argsort(np.concatenate([places for places, _ in parts]))
+    sizes = [len(places) for places, _ in parts]
+    assert sum(sizes) == count
+    values: dict[str, Any] = {}
+    for name in _NAMES:
+        each = [getattr(figures, name) for _, figures in parts]
+        if isinstance(each[0], (str, bool)):
+            continue
+        columns = [
+            value if isinstance(value, np.ndarray) else np.full(size, value)
+            for value, size in zip(each, sizes, strict=True)
+        ]
+        values[name] = np.concatenate(columns)[place]
+    return replace(first, **values)
+
+
+_NAMES = tuple(field.name for field in fields(Figures))
+
+Computed = Callable[[Setting, Recompute], Figures]
+
+
+def calibrated(
+    measurements: Sequence[LayerMeasurement],
+    kind: str,
+    setting: Setting,
+    recompute: Recompute,
+    computed: Computed,
+) -> Figures:
+    """Return the figures of a layer kind, measured where possible."""
+    own = computed(setting, recompute)
+    same_kind = [m for m in measurements if m.kind == kind and m.precision == setting.precision]
+    if not same_kind:
+        return own
+    if setting.context > 1 or setting.expert > 1:
+        like = replace(setting, seq_len=setting.seq_len // setting.context, context=1, expert=1)
+        return replace(
+            _scaled_to_nearest(own, same_kind, like, recompute, computed),
+            forward_tensor_s=own.forward_tensor_s,
+            backward_tensor_s=own.backward_tensor_s,
+        )
+    exact = {m.micro_batch: m for m in same_kind if _same_but_batch(m, setting, recompute)}
+    if setting.micro_batch in exact:
+        return _measured(own, exact[setting.micro_batch])
+    below = [b for b in exact if b < setting.micro_batch]
+    above = [b for b in exact if b > setting.micro_batch]
+    if below and above:
+        low, high = exact[max(below)], exact[min(above)]
+        share = (setting.micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
+        return _between(_measured(own, low), _measured(own, high), share)
+    return _scaled_to_nearest(own, same_kind, setting, recompute, computed)
+
+
+def _scaled_to_nearest(
+    own: Figures,
+    measurements: Sequence[LayerMeasurement],
+    setting: Setting,
+    recompute: Recompute,
+    computed: Computed,
+) -> Figures:
+    nearest = min(measurements, key=lambda m: _distance(m, setting, recompute))
+    there = Setting(
+        micro_batch=nearest.micro_batch,
+        seq_len=nearest.seq_len,
+        precision=nearest.precision,
+        tensor=nearest.tensor,
+    )
+    return _scaled(own, nearest, computed(there, nearest.recompute))
+
+
+def corrects(measurements: Sequence[LayerMeasurement], setting: Setting) -> bool:
+    """Whether measurements may change the figures of a setting."""
+    return any(m.precision == setting.precision for m in measurements)
+
+
+def _same_but_batch(m: LayerMeasurement, setting: Setting, recompute: Recompute) -> bool:
+    return (
+        m.tensor == setting.tensor
+        and m.seq_len == setting.seq_len
+        and m.recompute == recompute
+        and (m.tensor == 1 or m.sequence_parallel)
+    )
+
+
+def _distance(
+    m: LayerMeasurement, setting: Setting, recompute: Recompute
+) -> tuple[bool, float, float, float]:
+    """Order measurements: same recompute first, then tensor degree, sequence, micro-batch."""
+    return (
+        m.recompute != recompute,
+        abs(math.log(m.tensor / setting.tensor)),
+        abs(math.log(m.seq_len / setting.seq_len)),
+        abs(math.log(m.micro_batch / setting.micro_batch)),
+    )
+
+
+def _measured(own: Figures, m: LayerMeasurement) -> Figures:
+    """Replace seconds and bytes; measured seconds divide among causes as computed ones do."""
+    forward = m.forward_s / own.whole_forward_s if own.whole_forward_s else 0.0
+    backward = m.backward_s / own.whole_backward_s if own.whole_backward_s else 0.0
+    return replace(
+        own,
+        forward_s=m.forward_s - own.forward_tensor_s * forward,
+        forward_tensor_s=own.forward_tensor_s * forward,
+        backward_s=m.backward_s - (own.recompute_s + own.backward_tensor_s) * backward,
+        recompute_s=own.recompute_s * backward,
+        backward_tensor_s=own.backward_tensor_s * backward,
+        stored_bytes=float(m.stored_bytes),
+        forward_transient_bytes=float(m.forward_transient_bytes),
+        backward_transient_bytes=float(m.backward_transient_bytes),
+        stores_input=True,
+        provenance="measured",
+        spread=m.spread,
+    )
+
+
+def _between(low: Figures, high: Figures, share: float) -> Figures:
+    """Interpolate straight between two measured micro-batches."""
+
+    def mix(a: float, b: float) -> float:
+        return a + share * (b - a)
+
+    return replace(
+        low,
+        forward_s=mix(low.forward_s, high.forward_s),
+        forward_tensor_s=mix(low.forward_tensor_s, high.forward_tensor_s),
+        backward_s=mix(low.backward_s, high.backward_s),
+        recompute_s=mix(low.recompute_s, high.recompute_s),
+        backward_tensor_s=mix(low.backward_tensor_s, high.backward_tensor_s),
+        stored_bytes=mix(low.stored_bytes, high.stored_bytes),
+        forward_transient_bytes=mix(low.forward_transient_bytes, high.forward_transient_bytes),
+        backward_transient_bytes=mix(low.backward_transient_bytes, high.backward_transient_bytes),
+        stores_input=True,
+        provenance="interpolated",
+        spread=max(low.spread, high.spread),
+    )
+
+
+def _scaled(own: Figures, m: LayerMeasurement, there: Figures) -> Figures:
+    """Scale the arithmetic by measured over computed at the nearest measured setting."""
+
+    def ratio(measured: float, computed: float) -> float:
+        return measured / computed if measured > 0 and computed > 0 else 1.0
+
+    forward = ratio(m.forward_s, there.whole_forward_s)
+    backward = ratio(m.backward_s, there.whole_backward_s)
+    # Where nothing was sent, what was measured says nothing of sending.
+    sent = there.forward_tensor_s > 0
+    return replace(
+        own,
+        forward_s=own.forward_s * forward,
+        forward_tensor_s=own.forward_tensor_s * (forward if sent else 1.0),
+        backward_s=own.backward_s * backward,
+        recompute_s=own.recompute_s * backward,
+        backward_tensor_s=own.backward_tensor_s * (backward if sent else 1.0),
+        stored_bytes=own.stored_bytes * ratio(m.stored_bytes, there.stored_bytes),
+        forward_transient_bytes=own.forward_transient_bytes
+        * ratio(m.forward_transient_bytes, there.forward_transient_bytes),
+        backward_transient_bytes=own.backward_transient_bytes
+        * ratio(m.backward_transient_bytes, there.backward_transient_bytes),
+        provenance="fitted",
+        spread=max(own.spread, m.spread),
+    )

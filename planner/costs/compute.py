@@ -1,0 +1,177 @@
+"""Seconds that operators take on a device, from its calibrated curve.
+
+    seconds = kernels launch_s + FLOPs / (f P) + bytes / (g W)
+
+P is the peak of the job's precision times the share of it that lasts through a step, W the memory
+bandwidth, f and g the fractions of the device's curve; f differs between matrix products and
+attention, forward and backward.  The additive form fits measured products of ten accelerators to
+5-13 %, where a roofline (the larger term alone) is 18-34 % optimistic.  Of a communication only
+its launch and the copies beside it count here; its time on the links stands in
+`planner.costs.collectives`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.cluster import Accelerator, DeviceCurve, Precision
+from planner.errors import DocumentError
+from planner.layers.operator_table import Operator
+
+MATMUL_BACKWARD = 2.0
+"""A product's backward is two products of its size: one for each factor's gradient."""
+
+ATTENTION_BACKWARD = 2.5
+"""Fused attention recomputes the scores: 5 products instead of 2 (Dao et al., 2022, appendix B)."""
+
+BACKWARD_KERNELS = 2
+"""A backward starts about two kernels for each one of its forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sustained:
+    """Rate of matrix units through a step over that of the short kernels that curves are fitted to.
+
+    Power limits lower the clock; what the host and small kernels leave idle is not in it.
+    """
+
+    eager: float = 0.9
+    """Of modules as PyTorch runs them, and of older libraries on Hopper and later."""
+    tuned: float = 0.95
+    """Of frameworks with their own kernels, 16 bits."""
+
+
+SUSTAINED: dict[str, Sustained] = {
+    "a100": Sustained(1.0, 1.0),
+    "a800": Sustained(1.0, 1.0),
+    "h100": Sustained(0.9, 1.0),
+    "h100-hbm2e-96gb": Sustained(0.9, 0.9),
+    "h200": Sustained(0.9, 1.0),
+    "h800": Sustained(0.9, 1.0),
+    "h20": Sustained(0.9, 1.0),
+    "gh200": Sustained(0.9, 1.0),
+    "b200": Sustained(0.8, 0.75),
+    "b300": Sustained(0.9, 0.8),
+    "gb200": Sustained(0.9, 0.85),
+    "gb300": Sustained(0.9, 0.85),
+    "rtx-3090": Sustained(0.9, 1.1),
+    "rtx-4090": Sustained(0.9, 1.05),
+    "rtx-5090": Sustained(0.9, 1.05),
+    "rtx-6000-ada": Sustained(0.9, 0.75),
+}
+"""By accelerator, or the first part of its name.  GeForce cards run above the clock that their
+sheets are for.  Fitted to residuals of whole steps, `tuned` over published runs of frameworks,
+`eager` over runs of modules; GB200 and GB300 may draw 1.2 times the power of B200, the H100 with
+96 GB 0.7 times that of others, the RTX 6000 Ada 0.67 times that of an RTX 4090 on the same chip."""
+
+
+def sustained_share(accelerator: Accelerator) -> Sustained:
+    """Return an accelerator's row of the table."""
+    family = accelerator.name.split("-")[0]
+    return SUSTAINED.get(accelerator.name, SUSTAINED.get(family, Sustained()))
+
+
+SAME_RATE: dict[Precision, tuple[Precision, ...]] = {
+    "tf32": ("tf32", "fp32"),
+    "bf16": ("bf16", "fp16"),
+    "fp16": ("fp16", "bf16"),
+    "fp8": ("fp8", "bf16", "fp16"),
+}
+"""Where a sheet does not quote a precision, whose rate stands for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The rates of one device in one precision."""
+
+    peak_flops: float
+    memory_bytes_per_s: float
+    curve: DeviceCurve
+    sustained: float = 1.0
+    """Rate of products in a training step over that of single kernels."""
+
+
+def device(accelerator: Accelerator, precision: Precision) -> Device:
+    """Return the rates that an accelerator has in a precision."""
+    return Device(
+        peak_flops=peak_flops(accelerator, precision),
+        memory_bytes_per_s=accelerator.memory_bytes_per_s,
+        curve=accelerator.curve,
+        sustained=sustained(accelerator),
+    )
+
+
+def sustained(accelerator: Accelerator) -> float:
+    """Return the share of a single kernel's rate that a step sustains.
+
+    A curve measured on the machine itself contains it, and CPUs' curves are always of long runs.
+    """
+    if accelerator.curve.provenance == "measured" or accelerator.kind == "cpu":
+        return 1.0
+    return sustained_share(accelerator).eager
+
+
+def peak_flops(accelerator: Accelerator, precision: Precision) -> float:
+    """Return the dense peak of a precision, FLOP/s."""
+    for name in SAME_RATE.get(precision, (precision,)):
+        if name in accelerator.peak_flops:
+            return accelerator.peak_flops[name]
+    known = ", ".join(sorted(accelerator.peak_flops))
+    raise DocumentError(
+        "precision", f"is {precision}, which {accelerator.name} has no peak for; it has {known}"
+    )
+
+
+def forward_s(operator: Operator, on: Device) -> float:
+    """Seconds of an operator's forward.
+
+    >>> curve = DeviceCurve(launch_s=4e-6, matmul=0.7, attention_forward=0.5,
+    ...     attention_backward=0.4, memory=0.8, spread=0.1, provenance="quoted", source="example")
+    >>> h100 = Device(peak_flops=989e12, memory_bytes_per_s=3.35e12, curve=curve)
+    >>> product = Operator(name="8192^3", kind="matmul", inputs=(), outputs={},
+    ...     flops=2 * 8192**3, moved_bytes=3 * 2 * 8192**2)
+    >>> f"{1e3 * forward_s(product, h100):.2f} ms"
+    '1.74 ms'
+    """
+    return seconds(
+        on,
+        kind=operator.kind,
+        flops=operator.flops,
+        moved_bytes=operator.copied_bytes if operator.communicates else operator.moved_bytes,
+        kernels=operator.kernels,
+    )
+
+
+def backward_s(operator: Operator, on: Device) -> float:
+    """Seconds of an operator's backward, recomputation not counted."""
+    factor = ATTENTION_BACKWARD if operator.kind == "attention" else MATMUL_BACKWARD
+    return seconds(
+        on,
+        kind=operator.kind,
+        flops=factor * operator.flops,
+        moved_bytes=operator.copied_bytes
+        if operator.communicates
+        else operator.backward_moved_bytes,
+        kernels=1 if operator.communicates else BACKWARD_KERNELS * operator.kernels,
+        backward=True,
+    )
+
+
+def seconds(
+    on: Device,
+    *,
+    kind: str,
+    flops: float,
+    moved_bytes: float,
+    kernels: int,
+    backward: bool = False,
+) -> float:
+    """Seconds of `kernels` kernels of one kind that do this work together."""
+    curve = on.curve
+    result = kernels * curve.launch_s
+    if kind in ("attention", "matmul"):
+        fraction = curve.matmul
+        if kind == "attention":
+            fraction = curve.attention_backward if backward else curve.attention_forward
+        result += flops / (fraction * on.sustained * on.peak_flops)
+    return result + moved_bytes / (curve.memory * on.memory_bytes_per_s)

@@ -1,0 +1,105 @@
+"""What crosses the boundaries of a pipeline whose layers form a graph.
+
+A layer's output crosses every boundary between its stage and the last stage that reads it; the
+stages between pass it on.  What the first layers read, the tokens, every rank has by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from planner.model import Layer, ModelGraph
+from planner.plan import Plan
+
+MOST_IDEALS = 20_000
+"""Graphs with more downsets are split along the best of several orders."""
+
+
+def crossings(model: ModelGraph, stages: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """[boundary] Layers whose outputs cross it, in the order in which the stages have them.
+
+    >>> from planner.model import Edge, Layer
+    >>> skip = ModelGraph(
+    ...     name="skip",
+    ...     layers=tuple(Layer(name=name, kind=name, parameters=1) for name in "abc"),
+    ...     edges=tuple(Edge(source=a, target=b) for a, b in ("ab", "bc", "ac")),
+    ... )
+    >>> crossings(skip, ["a", "b", "c"])
+    (('a',), ('a', 'b'))
+    """
+    stage_of = {name: s for s, held in enumerate(stages) for name in held}
+    last = {name: stage_of[name] for name in stage_of}
+    for source, target in model.graph.edges:
+        last[source] = max(last[source], stage_of[target])
+    names = [name for held in stages for name in held]
+    return tuple(
+        tuple(name for name in names if stage_of[name] <= s < last[name])
+        for s in range(len(stages) - 1)
+    )
+
+
+def crossings_of(plan: Plan, model: ModelGraph) -> tuple[tuple[str, ...], ...]:
+    """[boundary] Layers whose outputs cross it in a plan."""
+    return crossings(model, [[item.layer for item in stage.layers] for stage in plan.stages])
+
+
+def in_order(model: ModelGraph, order: Sequence[str] | None = None) -> ModelGraph:
+    """Return the same graph with its layers one by one in an order; a topological one unless given.
+
+    Its digest is another.
+    """
+    single = dict(model.chain)
+    if order is None:
+        import networkx  # noqa: PLC0415 - loads slowly, and chains need none of it
+
+        place = {name: at for at, name in enumerate(single)}
+        order = list(networkx.lexicographical_topological_sort(model.graph, key=place.__getitem__))
+    return ModelGraph(
+        name=model.name,
+        source=model.source,
+        architecture=model.architecture,
+        layers=tuple(_alone(name, single[name]) for name in order),
+        edges=model.edges,
+    )
+
+
+def _alone(name: str, layer: Layer) -> Layer:
+    return layer.model_copy(update={"name": name, "repeat": 1})
+
+
+def sink_kind(model: ModelGraph) -> str | None:
+    """Return the kind of the layer that nobody reads, if it is the only one and of its own kind."""
+    graph, kinds = model.graph, {name: layer.kind for name, layer in model.chain}
+    ends = [name for name in graph if not graph.out_degree(name)]
+    if len(ends) != 1 or list(kinds.values()).count(kinds[ends[0]]) > 1:
+        return None
+    return kinds[ends[0]]
+
+
+def narrowest_bytes(model: ModelGraph, output_bytes: Mapping[str, float]) -> float:
+    """Least that crosses any boundary; `output_bytes` are of each kind of layer."""
+    kinds = {name: layer.kind for name, layer in model.chain}
+    return min((output_bytes[kinds[edge.source]] for edge in model.edges), default=0.0)
+
+
+def widest_bytes(model: ModelGraph, output_bytes: Mapping[str, float]) -> float:
+    """Most that crosses a boundary of any split: of all downsets, or of the orders to be tried."""
+    import numpy as np  # noqa: PLC0415 - these load networkx, and chains need none of them
+
+    from planner.solver.graphs.graph_instance import graph_instance  # noqa: PLC0415
+    from planner.solver.graphs.ideals import ideals  # noqa: PLC0415
+    from planner.solver.graphs.orders import orders  # noqa: PLC0415
+    from planner.solver.instance import Option, Stage  # noqa: PLC0415
+
+    kinds = {name: layer.kind for name, layer in model.chain}
+    stated = graph_instance(
+        model.graph,
+        options=dict.fromkeys(kinds, (Option(name="", forward_s=0.0, backward_s=0.0),)),
+        output_s={name: output_bytes[kind] for name, kind in kinds.items()},
+        stages=(Stage(capacity_bytes=0.0),),
+        steady=0.0,
+    )
+    every = ideals(stated.readers(), most=MOST_IDEALS)
+    if every is not None:
+        return float(every.crossing(stated.readers(), np.array(stated.output_s)).max())
+    return max(max(stated.chain_along(order).cut_s) for order in orders(stated).values())

@@ -1,0 +1,121 @@
+"""Costs where device groups differ: each pipeline stage on one group, priced with its figures.
+
+A stage's ranks are of one group, so tensor and data parallelism stay inside it and the links that
+they use are the group's own.  Only the pipeline crosses from one group to another, over the tier
+that joins them; between stages of one group it takes the slowest link that two of them have.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner.cluster import ClusterSpec
+from planner.costs.collectives import Level, group_levels
+from planner.costs.hosts import host_room_bytes
+from planner.costs.layout_costs import CostTables, LayoutCosts
+from planner.costs.rates import Rates, rates
+from planner.costs.seats import Seat, Seats
+from planner.document import nearest
+from planner.errors import DocumentError
+from planner.model import ModelGraph
+from planner.plan import Activations, Job, Layout
+from planner.profile import Profile, Profiles
+
+
+def profiles_of(cluster: ClusterSpec, profile: Profiles) -> dict[str, Profile]:
+    """Return the profile of each group that has one."""
+    if profile is None:
+        return {}
+    names = [group.name for group in cluster.groups]
+    if isinstance(profile, Profile):
+        if len(names) > 1:
+            raise DocumentError(
+                "profile",
+                "was measured on one kind of device, and the cluster has several; say of which, as "
+                f"in --profile {names[0]}=profile.yaml",
+            )
+        return {names[0]: profile}
+    for name in profile:
+        if name not in names:
+            raise DocumentError("profile", f"'{name}' is no group of it; {nearest(name, names)}")
+    return dict(profile)
+
+
+def only_profile(profile: Profiles) -> Profile | None:
+    """Return the profile for devices that are all alike."""
+    if profile is None or isinstance(profile, Profile):
+        return profile
+    if len(profile) > 1:
+        raise DocumentError(
+            "profile", f"is of {' and '.join(profile)}, and the devices are all alike; give one"
+        )
+    return next(iter(profile.values()), None)
+
+
+class GroupCosts:
+    """Costs of a model on every group of a cluster, for any layout."""
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        cluster: ClusterSpec,
+        job: Job,
+        profile: Profiles = None,
+        activations: tuple[Activations, ...] = ("keep",),
+    ) -> None:
+        profiles = profiles_of(cluster, profile)
+        self.model = model
+        self.cluster = cluster
+        self.job = job
+        self._alone = {group.name: cluster.part((group,)) for group in cluster.groups}
+        self.tables = {
+            name: CostTables(model, alone, job, profiles.get(name), activations)
+            for name, alone in self._alone.items()
+        }
+        self._rates: dict[str, Rates] = {
+            name: rates(alone, job, profiles.get(name)) for name, alone in self._alone.items()
+        }
+
+    def stage_devices(self, layout: Layout) -> int:
+        """Devices of one pipeline stage."""
+        return layout.devices // layout.pipeline
+
+    def stages_of(self, layout: Layout) -> dict[str, int]:
+        """How many stages each group holds if it is used up."""
+        each = self.stage_devices(layout)
+        return {group.name: group.devices // each for group in self.cluster.groups}
+
+    def costs(self, layout: Layout) -> dict[str, LayoutCosts]:
+        """Return each group's costs of a layout, in the order of the groups."""
+        return {name: tables.of(layout) for name, tables in self.tables.items()}
+
+    def crossing_s(self, layout: Layout, before: str, after: str) -> float:
+        """Seconds of one micro-batch's activation from a stage on one group to one on another."""
+        size_bytes = self.tables[before].of(layout).boundary_bytes
+        if before != after:
+            joined = Level(self.cluster.tiers[-1], 2)
+            return self._rates[before].link_s("send_recv", size_bytes, (joined,))
+        inside = replace(layout, pipeline=max(1, self.stages_of(layout)[before]))
+        levels = group_levels(self._alone[before].tiers, inside, ("pipeline",))
+        return self._rates[before].link_s("send_recv", size_bytes, levels)
+
+    def seats(self, layout: Layout, groups: Sequence[str]) -> Seats:
+        """Return the seats of stages that run on these groups."""
+        costs = self.costs(layout)
+        held = {group.name: group for group in self.cluster.groups}
+        return Seats(
+            stages=tuple(
+                Seat(
+                    costs=costs[g],
+                    accelerator=held[g].accelerator,
+                    host_room_bytes=host_room_bytes(held[g]),
+                )
+                for g in groups
+            ),
+            transfer_s=tuple(
+                self.crossing_s(layout, before, after)
+                for before, after in itertools.pairwise(groups)
+            ),
+        )

@@ -1,0 +1,96 @@
+"""Memory of hosts: which pipeline ranks have devices on one node, and what they may fill there.
+
+Ranks are numbered with the innermost axis of a layout first, and nodes take them in that order, so
+a node has devices of one pipeline rank or of several.  Nodes with the same devices are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from planner.cluster import ClusterSpec, DeviceGroup
+from planner.costs.collectives import group_steps
+from planner.plan import Layout
+from planner.prediction import Assumption
+from planner.solver.sides import Host
+from planner.units import bytes_text
+
+USABLE = 0.5
+"""Of a host's memory: pinned blocks are powers of two, so what is held takes up to twice its bytes,
+and the operating system and the ranks' own processes need the rest."""
+
+
+def hosts(cluster: ClusterSpec, layout: Layout) -> tuple[Host, ...]:
+    """Return one host for each kind of node; none if the cluster does not say its memory."""
+    memory = cluster.groups[0].host_memory_bytes
+    if memory is None or len(cluster.groups) > 1:
+        return ()
+    return tuple(
+        Host(capacity_bytes=USABLE * memory, ranks=ranks)
+        for ranks in ranks_on_nodes(cluster, layout)
+    )
+
+
+def host_room_bytes(group: DeviceGroup) -> float | None:
+    """Return an even share of a host's memory for each of its devices, None if nobody says.
+
+    Where groups differ a stage's devices are held to it: then hosts have room for any stages.
+    """
+    memory = group.host_memory_bytes
+    return None if memory is None else USABLE * memory / group.devices_per_node
+
+
+def ranks_on_nodes(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Return for each kind of node how many devices of each pipeline rank it has."""
+    size = min(cluster.groups[0].devices_per_node, layout.devices)
+    steps = group_steps(layout, ("pipeline",))
+    return _kinds(size, layout.devices, *(steps[0] if steps else (1, layout.devices)))
+
+
+@lru_cache(maxsize=1 << 12)
+def _kinds(size: int, devices: int, ranks: int, stride: int) -> tuple[tuple[int, ...], ...]:
+    """Return the kinds of nodes of `size` devices; neighbours on the axis are `stride` apart."""
+    if stride % size == 0:
+        return tuple(tuple(size * (r == own) for r in range(ranks)) for own in range(ranks))
+    # What stands on nodes repeats with ranks x stride.
+    period = min(math.lcm(size, ranks * stride), devices)
+    found: dict[tuple[int, ...], None] = {}
+    for first in range(0, period, size):
+        numbers = Counter(
+            device // stride % ranks for device in range(first, min(first + size, devices))
+        )
+        found[tuple(numbers[rank] for rank in range(ranks))] = None
+    return tuple(found)
+
+
+def overfull(
+    cluster: ClusterSpec, layout: Layout, rank_bytes: Sequence[float]
+) -> tuple[float, float] | None:
+    """Return bytes and room of the fullest host if it has too little; `rank_bytes` by rank."""
+    used = [
+        (sum(n * size for n, size in zip(host.ranks, rank_bytes, strict=True)), host.capacity_bytes)
+        for host in hosts(cluster, layout)
+    ]
+    most = max(used, default=(0.0, 0.0))
+    return most if most[0] > most[1] * (1 + 1e-12) else None
+
+
+def unknown(
+    cluster: ClusterSpec, layout: Layout, rank_bytes: Sequence[float]
+) -> Iterator[Assumption]:
+    """Yield that hosts are taken to have memory enough, where it matters and nobody says."""
+    if not any(rank_bytes) or cluster.groups[0].host_memory_bytes is not None:
+        return
+    most = max(
+        sum(n * size for n, size in zip(ranks, rank_bytes, strict=True))
+        for ranks in ranks_on_nodes(cluster, layout)
+    )
+    yield Assumption(
+        what=f"each host has room for the {bytes_text(most)} that its devices put there, up to "
+        "twice that as pinned blocks",
+        provenance="assumed",
+        source="the cluster does not say groups[0].host_memory_bytes",
+    )

@@ -1,0 +1,288 @@
+"""Seconds and bytes of each layer kind under each recompute choice, before anything is sharded.
+
+Operators from `planner.layers.arithmetic`, their seconds from the device's curve and the tiers'
+links, corrected by a profile.  The figures depend only on how a layer is divided, so one entry
+serves all layouts that differ in data parallelism, pipeline and schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import ClusterSpec, Collective
+from planner.costs import collectives, compute
+from planner.costs.calibration import Figures, calibrated, corrects, joined, one_of
+from planner.costs.collectives import Levels, group_steps
+from planner.costs.rates import Rates
+from planner.layers import arithmetic
+from planner.layers.operator_table import (
+    BACKWARD_OF,
+    RECOMPUTES,
+    GroupAxis,
+    ManySettings,
+    Operator,
+    Setting,
+    Table,
+    larger,
+    share,
+)
+from planner.model import Layer, ModelGraph
+from planner.plan import Layout
+from planner.prediction import Assumption
+from planner.profile import Profile, Recompute
+
+Floats = NDArray[np.float64]
+Groups = tuple[Levels, Levels, Levels]
+"""Of tensor, context and expert parallelism."""
+LinkSeconds = Callable[[Collective, float, GroupAxis], float]
+"""Seconds of a collective of so many bytes in the group of an axis."""
+
+KindFigures = dict[str, tuple[Figures, ...]]
+"""By Layer.kind, in the order none, selective, full."""
+
+
+class LayerFigures:
+    """The figures of a model's layer kinds on a cluster, each setting worked out once."""
+
+    def __init__(
+        self, model: ModelGraph, cluster: ClusterSpec, profile: Profile | None, rates: Rates
+    ) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.profile = profile
+        self._rates = rates
+        self._layers = {layer.kind: layer for layer in model.layers}
+        self._known: dict[tuple[object, ...], tuple[KindFigures, tuple[Assumption, ...]]] = {}
+        self._together: dict[tuple[object, ...], tuple[KindFigures, int]] = {}
+        """Figures of many settings, and the place of one among them."""
+        self._groups: dict[tuple[object, ...], Levels] = {}
+
+    def of(self, setting: Setting, layout: Layout) -> KindFigures:
+        """Return every kind's figures, in a setting whose groups lie as the layout says."""
+        return self._entry(setting, layout)[0]
+
+    def assumptions(self, setting: Setting, layout: Layout) -> tuple[Assumption, ...]:
+        """Return what was not measured of these figures, and where it came from."""
+        return self._entry(setting, layout)[1]
+
+    def together(self, places: Sequence[tuple[Setting, Layout]]) -> KindFigures:
+        """Return figures that are arrays [place].
+
+        Settings that take the same branches share one table of operators (see `ManySettings`), so
+        that thousands take a tenth of a second, and all their figures are known afterwards.  What a
+        profile corrects is worked out one by one.
+        """
+        alike: dict[tuple[bool, ...], list[int]] = {}
+        apart: list[tuple[list[int], KindFigures]] = []
+        for index, (setting, layout) in enumerate(places):
+            if self.profile is None or not corrects(self.profile.layers, setting):
+                alike.setdefault(setting.branches, []).append(index)
+            else:
+                apart.append(([index], self.of(setting, layout)))
+        for indices in alike.values():
+            apart.append((indices, self._many([places[index] for index in indices])))
+        return {
+            kind: tuple(
+                joined([(indices, found[kind][choice]) for indices, found in apart], len(places))
+                for choice in range(len(RECOMPUTES))
+            )
+            for kind in self._layers
+        }
+
+    def _many(self, places: Sequence[tuple[Setting, Layout]]) -> KindFigures:
+        """Return figures that are arrays [place], of settings that take the same branches."""
+        settings = ManySettings.of([setting for setting, _ in places])
+        groups = [self._groups_of(layout) for _, layout in places]
+        link_s = self._links_s(groups)
+        figures = {}
+        for kind, layer in self._layers.items():
+            table = arithmetic.table(self.model, layer, settings)
+            figures[kind] = tuple(
+                self._computed(layer, settings, table, choice, link_s) for choice in RECOMPUTES
+            )
+        for index, (setting, _) in enumerate(places):
+            self._together[_key(setting, groups[index])] = figures, index
+        return figures
+
+    def _entry(
+        self, setting: Setting, layout: Layout
+    ) -> tuple[KindFigures, tuple[Assumption, ...]]:
+        groups = self._groups_of(layout)
+        key = _key(setting, groups)
+        found = self._known.get(key)
+        if found is None:
+            figures = {}
+            together, index = self._together.get(key, ({}, 0))
+            for kind, layer in self._layers.items():
+                if together:
+                    figures[kind] = tuple(one_of(choice, index) for choice in together[kind])
+                else:
+                    figures[kind] = self._layer_figures(layer, setting, groups)
+            found = self._known[key] = (figures, self._origins(figures))
+        return found
+
+    def _groups_of(self, layout: Layout) -> Groups:
+        """Experts take neighbouring ranks of tensor, context and data_shard, innermost first."""
+        experts = ((layout.expert, 1),) if layout.expert > 1 else ()
+        steps = (group_steps(layout, ("tensor",)), group_steps(layout, ("context",)), experts)
+        tensor, context, expert = (self._levels(each, layout.devices) for each in steps)
+        return tensor, context, expert
+
+    def _levels(self, steps: tuple[tuple[int, int], ...], devices: int) -> Levels:
+        key = (steps, devices)
+        if key not in self._groups:
+            self._groups[key] = collectives.levels(self.cluster.tiers, steps, devices=devices)
+        return self._groups[key]
+
+    def _layer_figures(self, layer: Layer, setting: Setting, groups: Groups) -> tuple[Figures, ...]:
+        """Return the figures of one layer kind, one for each recompute choice."""
+        measurements = self.profile.layers if self.profile else ()
+        link_s = self._link_s(groups)
+        tables: dict[Setting, Table] = {}
+
+        def computed(at: Setting, recompute: Recompute) -> Figures:
+            if at not in tables:
+                tables[at] = arithmetic.table(self.model, layer, at)
+            return self._computed(layer, at, tables[at], recompute, link_s)
+
+        return tuple(
+            calibrated(measurements, layer.kind, setting, recompute, computed)
+            for recompute in RECOMPUTES
+        )
+
+    def _computed(
+        self,
+        layer: Layer,
+        setting: Setting,
+        table: Table,
+        recompute: Recompute,
+        link_s: LinkSeconds,
+    ) -> Figures:
+        """Return a layer's figures by arithmetic alone; arrays where settings are many.
+
+        A pass takes what the device needs or what the host needs to start its kernels, whichever is
+        more; how far the device is behind tells what else the host may do unseen.
+        """
+        again, on = table.recomputed(recompute), self._rates.device
+        forward_s = sum(compute.forward_s(op, on) for op in table.operators)
+        backward_s = sum(compute.backward_s(op, on) for op in table.operators)
+        recompute_s = sum(compute.forward_s(op, on) for op in again)
+        kernels = sum(op.kernels for op in table.operators)
+        forward_host_s = self._rates.host_s(kernels, "forward")
+        backward_host_s = self._rates.host_s(kernels, "backward")
+        recompute_host_s = self._rates.host_s(sum(op.kernels for op in again), "forward")
+        forward_tensor_s, backward_tensor_s = _tensor_s(table.operators, again, link_s)
+        late = [op for op in table.operators if self._weight_waits(layer, op)]
+        weight_s = sum(compute.backward_s(op, on) for op in late) / compute.MATMUL_BACKWARD
+        inputs = {name for op in late for name in op.inputs}
+        stored_bytes = table.stored_bytes(recompute)
+        packable_bytes, elements = table.packable(recompute, setting.element_bytes)
+        return Figures(
+            forward_s=larger(forward_s, forward_host_s),
+            forward_tensor_s=forward_tensor_s,
+            backward_s=larger(backward_s, backward_host_s),
+            recompute_s=larger(recompute_s, recompute_host_s),
+            backward_tensor_s=backward_tensor_s,
+            forward_ahead_s=larger(0.0, forward_s - forward_host_s),
+            backward_ahead_s=larger(
+                0.0, backward_s + recompute_s - backward_host_s - recompute_host_s
+            ),
+            stored_bytes=stored_bytes,
+            packable_share=share(packable_bytes, stored_bytes),
+            elements_per_stored_byte=share(elements, stored_bytes),
+            forward_transient_bytes=table.forward_transient_bytes(recompute),
+            backward_transient_bytes=table.backward_transient_bytes(recompute),
+            returned_bytes=table.returned_bytes,
+            stores_input="x" in table.stored(recompute),
+            provenance=on.curve.provenance,
+            spread=on.curve.spread,
+            weight_share=share(weight_s, backward_s),
+            kept_bytes=sum(table.sizes[name] for name in inputs)
+            + sum(sum(op.outputs.values()) for op in late),
+        )
+
+    def _link_s(self, groups: Groups) -> LinkSeconds:
+        """Return the seconds of collectives in one place."""
+        by_axis = dict(zip(get_args(GroupAxis), groups, strict=True))
+
+        def link_s(operation: Collective, size_bytes: float, axis: GroupAxis) -> float:
+            return self._rates.link_s(operation, size_bytes, by_axis[axis])
+
+        return link_s
+
+    def _links_s(self, places: Sequence[Groups]) -> LinkSeconds:
+        """Return the seconds of collectives in many places: arrays [place]."""
+        members: dict[GroupAxis, dict[object, tuple[Levels, list[int]]]] = {}
+        for index, groups in enumerate(places):
+            for axis, group in zip(get_args(GroupAxis), groups, strict=True):
+                found = members.setdefault(axis, {})
+                found.setdefault(_spans(group), (group, []))[1].append(index)
+
+        def link_s(operation: Collective, size_bytes: float, axis: GroupAxis) -> float:
+            sizes = np.broadcast_to(np.asarray(size_bytes, dtype=float), (len(places),))
+            result = np.empty(len(places))
+            for group, indices in members[axis].values():
+                result[indices] = self._rates.links_s(operation, sizes[indices], group)
+            return cast(float, result)
+
+        return link_s
+
+    def _weight_waits(self, layer: Layer, operator: Operator) -> bool:
+        """Whether a split backward makes the gradient of an operator's weight in W.
+
+        The runtime puts off Linears alone: not experts, whose matrices lie in one parameter, nor
+        the transposed ones of GPT-2's blocks.
+        """
+        if operator.kind != "matmul" or operator.name.startswith("expert"):
+            return False
+        a = self.model.architecture
+        return a is None or a.family != "gpt2" or layer.kind == "head"
+
+    def _origins(self, figures: KindFigures) -> tuple[Assumption, ...]:
+        kinds: dict[str, list[str]] = {}
+        for kind, choices in figures.items():
+            for origin in sorted({choice.provenance for choice in choices} - {"measured"}):
+                kinds.setdefault(origin, []).append(kind)
+        birth = self.profile.birth if self.profile else None
+        profile = f", profile of {birth.date} on {birth.host}" if birth else ""
+        return tuple(
+            Assumption(
+                what=f"seconds and bytes of {', '.join(names)}",
+                provenance=origin,
+                source=f"planner/layers/arithmetic.py{profile}",
+            )
+            for origin, names in sorted(kinds.items())
+        )
+
+
+def _tensor_s(
+    operators: Iterable[Operator], again: Iterable[Operator], link_s: LinkSeconds
+) -> tuple[float, float]:
+    """Return the seconds of communication inside a layer: forward, backward with recompute."""
+    forward_s = backward_s = 0.0
+    for operator in operators:
+        if operator.communicates:
+            size, axis = operator.moved_bytes, operator.axis
+            forward_s += link_s(cast(Collective, operator.kind), size, axis)
+            backward_s += link_s(BACKWARD_OF[operator.kind], size, axis)
+    for operator in again:
+        if operator.communicates:
+            kind = cast(Collective, operator.kind)
+            backward_s += link_s(kind, operator.moved_bytes, operator.axis)
+    return forward_s, backward_s
+
+
+def _key(setting: Setting, groups: Groups) -> tuple[object, ...]:
+    """What figures depend on."""
+    return setting, *(
+        tuple((level.tier.name, level.members) for level in group) for group in groups
+    )
+
+
+def _spans(group: Levels) -> tuple[tuple[str, int], ...]:
+    """What tells one group's levels from another's."""
+    return tuple((level.tier.name, level.members) for level in group)

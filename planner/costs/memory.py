@@ -1,0 +1,262 @@
+"""Bytes that a layer's parameters, gradients and optimizer state take on one rank.
+
+The rules are those of the native runtime: FSDP2 units of one layer each, AdamW in fp32, and with
+bf16 a MixedPrecisionPolicy that computes in bf16 and reduces gradients in fp32.  Activations stand
+in `planner.layers.arithmetic`, what a rank holds beside layers in `planner.costs.layout_costs`.
+
+Symbols: N parameters of the layer on the rank after tensor parallelism, d shard degree, e bytes of
+a parameter in computation (2 for bf16, 4 for fp32).  Master parameters take 4 bytes each, AdamW's
+two moments 8, gradients 4; FSDP2 adds a working copy of e N wherever it wraps a layer.  It wraps
+all but whole copies in fp32, whose gradients are summed without it (runtime/replicas.py).
+
+                       parameters      gradients       optimizer
+    ZeRO-0, fp32       4 N             4 N             8 N
+    ZeRO-0, 16 bits    4 N + e N       4 N             8 N
+    ZeRO-1             4 N/d + e N     4 N  (1)        8 N/d
+    ZeRO-2             4 N/d + e N     4 N/d  (2)      8 N/d
+    ZeRO-3             4 N/d  (3)      4 N/d  (2)      8 N/d
+
+(1) Gradients are reduced once, after the last micro-batch; with a single one they are 4 N/d.
+(2) Under a pipeline torch reduces once per step too, so 4 N.
+(3) Under a pipeline what a backward gathered stays until the next forward of its layer: + e N when
+    a backward is done, that is, when a micro-batch's activations are gone.
+
+Offload.  `optimizer`: the moments, 8 N/d, are on the host, and the step brings them to the device
+through three buckets, each as large as the largest parameter's moments and at least BUCKET_BYTES.
+`parameters`: the 16 N/d of parameters, gradients and moments are on the host; the device has the
+working copy, e N (ZeRO-3: while the unit works), gradients that wait whole for their reduction, and
+while a shard is copied its 4 N/d and, narrowed, e N/d.
+Gradients on the wire.  In 16 bits the reduction's input is 2 N; PowerSGD keeps what it left out of
+the last step, 4 N, and its factors.
+
+While a unit works it needs in forward, ZeRO-3 only, 3 e N (its copy, the gathered buffer it came
+from, the next unit's buffer), and in backward its fresh gradients e N, the reduction's input 4 N
+(not in a pipeline, which reduces when no activations are left), and for ZeRO-3 again copy and next
+buffer.  The optimizer is fused and needs no temporaries.
+
+A loss holds its logits several times over, and lets go of them before its weight's gradient is
+made: fresh gradients and the reduction's input come after it, and under a pipeline the copies too.
+
+Sources: torch 2.13, distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py);
+Rajbhandari et al., 2020 (ZeRO) for the stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.cluster import Precision
+from planner.plan import GradientWire, Offload
+
+MASTER = 4
+"""Bytes of a master parameter, of a gradient, and of each moment: fp32."""
+MOMENTS = 2
+BUCKETS = 3
+BUCKET_BYTES = 64 * 2**20
+"""Of moments that come to the device together, those in use, and those that go back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """How the states of a layer are divided, and when its gradients are reduced."""
+
+    precision: Precision
+    zero: int
+    shard: int
+    """Ranks that divide the states."""
+    data: int
+    """Ranks that hold gradients of the same parameters, the shard degree included."""
+    pipelined: bool
+    accumulated: bool
+    """A step has several micro-batches."""
+    offload: Offload = "none"
+    wire: GradientWire = "full"
+    versions: int = 1
+    """How often the parameters are held: twice where a pipeline never drains."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of a parameter in computation."""
+        return 2 if self.precision in ("bf16", "fp16", "fp8") else 4
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether FSDP2 holds the layer.
+
+        It does for divided states, mixed precision, parameters on the host, sums in 16 bits.
+        """
+        needed = self.working_bytes != MASTER or self.offload == "parameters"
+        return needed or (self.data > 1 and (self.sharded or self.wire in ("bf16", "fp16")))
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of a gradient in its reduction, where it is not of low rank."""
+        return 2 if self.wire in ("bf16", "fp16") else MASTER
+
+    @property
+    def sharded(self) -> bool:
+        """Whether states are divided at all."""
+        return self.zero > 0 and self.shard > 1
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether parameters are freed between a layer's forward and backward."""
+        return self.sharded and self.zero == 3
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether a step reduces gradients several times, in every micro-batch's backward.
+
+        With a single one ZeRO-2 is ZeRO-1, to the last bit.
+        """
+        return self.sharded and self.zero >= 2 and self.accumulated and not self.pipelined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Bytes of one layer on one rank."""
+
+    parameters_bytes: float
+    gathered_bytes: float
+    """Copies that a pipeline's backward gathers while activations go, note (3)."""
+    gradients_bytes: float
+    optimizer_bytes: float
+    forward_transient_bytes: float
+    backward_transient_bytes: float
+    host_bytes: float = 0.0
+    bucket_bytes: float = 0.0
+    """Of moments on the host, the largest that come to the device together."""
+    after_loss_bytes: float = 0.0
+    """Of backward_transient_bytes, what comes when a loss's own working memory is gone."""
+
+    @property
+    def resident_bytes(self) -> float:
+        """What stays for the whole step."""
+        whole = self.parameters_bytes + self.gathered_bytes
+        return whole + self.gradients_bytes + self.optimizer_bytes
+
+    def __add__(self, other: States) -> States:
+        """Both together, as one unit."""
+        return States(
+            parameters_bytes=self.parameters_bytes + other.parameters_bytes,
+            gathered_bytes=self.gathered_bytes + other.gathered_bytes,
+            gradients_bytes=self.gradients_bytes + other.gradients_bytes,
+            optimizer_bytes=self.optimizer_bytes + other.optimizer_bytes,
+            forward_transient_bytes=self.forward_transient_bytes + other.forward_transient_bytes,
+            backward_transient_bytes=self.backward_transient_bytes + other.backward_transient_bytes,
+            host_bytes=self.host_bytes + other.host_bytes,
+            bucket_bytes=max(self.bucket_bytes, other.bucket_bytes),
+            after_loss_bytes=self.after_loss_bytes + other.after_loss_bytes,
+        )
+
+
+def padded(parameters: float, pieces: int, shard: int) -> float:
+    """Return parameters with what FSDP adds to divide them along a dim of `pieces`.
+
+    It gives each of `shard` ranks ceil(pieces / shard) of them, so that ranks hold more than their
+    share, and what is gathered has all ranks' pieces.  Source: torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param.py (padded_sharded_param_size).
+
+    >>> padded(8e9, pieces=8, shard=16) / 16
+    1000000000.0
+    """
+    return parameters * -(-pieces // shard) * shard / pieces
+
+
+def states(
+    parameters: float,
+    sharing: Sharing,
+    *,
+    largest: float = 0.0,
+    factors: float = 0.0,
+    pieces: int = 0,
+    loss: bool = False,
+) -> States:
+    """Return what a layer with this many parameters on the rank holds; the table is above.
+
+    `largest` is its largest single parameter, whose fresh gradient waits to be added where FSDP2
+    does not hold it; `factors` are the elements of its gradients' low-rank factors.  Its
+    parameters are divided into `pieces` at most, 0 being as many as one likes.  A layer with the
+    `loss` makes its weight's gradient when the loss is done.
+
+    >>> eight = Sharing(precision="bf16", zero=3, shard=8, data=8, pipelined=False,
+    ...     accumulated=True)
+    >>> states(8e9, eight).resident_bytes / 8e9 * 8
+    16.0
+    """
+    n, e, d = parameters, sharing.working_bytes, sharing.shard if sharing.sharded else 1
+    moments, on_host = MOMENTS * MASTER * n / d, 0.0
+    if sharing.offload == "optimizer":
+        moments, on_host = 0.0, moments
+    bucket = max(BUCKET_BYTES, MOMENTS * MASTER * min(largest, n) / d) if on_host else 0.0
+    if not sharing.wrapped:
+        if sharing.wire == "powersgd":
+            moments += MASTER * (n + factors)
+        added = sharing.accumulated or sharing.data > 1
+        return States(
+            parameters_bytes=sharing.versions * MASTER * n,
+            gathered_bytes=0.0,
+            gradients_bytes=MASTER * n,
+            optimizer_bytes=moments,
+            forward_transient_bytes=0.0,
+            backward_transient_bytes=e * largest if added else 0.0,
+            host_bytes=on_host,
+            bucket_bytes=bucket,
+        )
+    once = sharing.pipelined or sharing.accumulated
+    whole_gradients = not sharing.sharded or (once and not sharing.reduces_each_micro_batch)
+    whole = padded(n, pieces, d) if pieces and sharing.sharded else n
+    moments, on_host, bucket = (
+        size * whole / n if n else 0.0 for size in (moments, on_host, bucket)
+    )
+    gathered = e * whole if sharing.gathers_again else 0.0
+    reduced = 0.0 if sharing.pipelined else sharing.wire_bytes * whole
+    masters, gradients = MASTER * whole / d, MASTER * (n if whole_gradients else whole / d)
+    arriving = 0.0
+    if sharing.offload == "parameters":
+        on_host, moments, masters = (2 + MOMENTS) * MASTER * whole / d, 0.0, 0.0
+        arriving = (MASTER + (e if e != MASTER else 0)) * whole / d
+        gradients = gradients if whole_gradients and once else 0.0
+    if sharing.wire == "powersgd":
+        moments += MASTER * (n + factors)
+    return States(
+        parameters_bytes=sharing.versions * (masters + (0.0 if gathered else e * whole)),
+        gathered_bytes=gathered if sharing.pipelined else 0.0,
+        gradients_bytes=gradients,
+        optimizer_bytes=moments,
+        forward_transient_bytes=3 * gathered + arriving,
+        backward_transient_bytes=e * n + reduced + 2 * gathered + arriving,
+        host_bytes=on_host,
+        bucket_bytes=bucket,
+        after_loss_bytes=(e * n + reduced + (2 * gathered if sharing.pipelined else 0.0)) * loss,
+    )
+
+
+def frozen_states(parameters: float, sharing: Sharing) -> States:
+    """Return what a layer's frozen parameters hold: no gradients and no optimizer state.
+
+    They are kept in the type of the computation, e bytes each (runtime/lora.py):
+
+        ZeRO-0, fp32           4 N
+        ZeRO-0 to 2            e N/d + e N
+        ZeRO-3                 e N/d, and while a unit works what trained parameters need too
+
+    >>> eight = Sharing(precision="bf16", zero=3, shard=8, data=8, pipelined=False,
+    ...     accumulated=True)
+    >>> frozen_states(8e9, eight).resident_bytes / 8e9 * 8
+    2.0
+    """
+    n, e, d = parameters, sharing.working_bytes, sharing.shard if sharing.sharded else 1
+    if not sharing.wrapped:
+        gathered, held = 0.0, MASTER * n
+    else:
+        gathered = e * n if sharing.gathers_again else 0.0
+        held = e * n / d + (0.0 if gathered else e * n)
+    return States(
+        parameters_bytes=held,
+        gathered_bytes=gathered if sharing.pipelined else 0.0,
+        gradients_bytes=0.0,
+        optimizer_bytes=0.0,
+        forward_transient_bytes=3 * gathered,
+        backward_transient_bytes=2 * gathered,
+    )

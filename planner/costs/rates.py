@@ -1,0 +1,247 @@
+"""How fast a cluster does what is not a layer's computation, and where each figure comes from.
+
+A profile's measured collectives and overheads stand first; without them rules of this file hold,
+and `assumptions` names each one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import ClusterSpec, Collective
+from planner.costs import compute
+from planner.costs.collectives import Curves, Levels, collective_s, collectives_s, curves_by_name
+from planner.errors import DocumentError
+from planner.layers.operator_table import larger
+from planner.plan import Job
+from planner.prediction import Assumption
+from planner.profile import Calibration, Overheads, Profile
+from planner.units import bytes_text
+
+Floats = NDArray[np.float64]
+
+OVERLAP = 0.9
+"""Share of sharding collectives that can hide behind compute on an accelerator without a profile;
+the rest stands for the kernels' contention for the same device."""
+OPTIMIZER_TRAFFIC_BYTES = 40
+"""Memory traffic per parameter of fused AdamW in fp32: read p, g, m, v and write p, m, v (28), read
+g for the norm (4), read and write g to clip it (8)."""
+HOST_LINK_SHARE = 0.8
+"""Of a host link's quoted rate, what copies from and to pinned memory are taken to reach: headers
+and flow control of PCIe take a tenth to a fifth.  Assumed, not measured."""
+USUAL_HOST_MEMORY_BYTES_PER_S = 4e11
+"""Of one node, where a cluster does not say: two sockets with eight channels of DDR4-3200."""
+HOST_MEMORY_SHARE = 0.6
+"""Of a host's quoted memory bandwidth, what AdamW on all its cores is taken to reach.  Assumed."""
+KERNEL_HOST_S = {"forward": 9e-6, "backward": 12e-6}
+"""Seconds of the host for each kernel of a forward, in both passes: a Llama block of negligible
+size, transformers 5.23, torch 2.13, one EPYC core, 34 kernels in 304 and 399 µs (2026-11-21)."""
+UNIT_HOST_S = 0.65e-3
+"""Seconds of the host for each FSDP2 unit and pass: 1.3 ms a unit and step on the same host."""
+
+ACTION_HOST_S = 0.5e-3
+"""Seconds of the host for each pipeline action, without a profile: a micro-batch's forward and
+backward on a stage take 0.5 to 1 ms beside its layers in fits to Megatron's published runs
+(`planner.backends.rules`, host_micro_batch_s), and every stage of a rank has its own."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds on one cluster, in one precision, beside the arithmetic of layers."""
+
+    device: compute.Device
+    curves: Curves
+    overheads: Overheads | None
+    on_cpu: bool
+    calibration: Calibration | None = None
+    host_link_bytes_per_s: float | None = None
+    """Of one device while all devices of its node copy, one direction, as it is reached."""
+    host_memory_bytes_per_s: float = 0.0
+    """Of one device's share of its host while all devices' processes work."""
+
+    @property
+    def action_s(self) -> float:
+        """Seconds of the host for one action of a pipeline's schedule."""
+        if self.overheads:
+            return self.overheads.pipeline_action_s
+        found = self.calibration.action_s if self.calibration else None
+        return ACTION_HOST_S if found is None else found
+
+    @property
+    def slack(self) -> float | None:
+        """Reserved over allocated memory, where runs have told it."""
+        return self.calibration.slack if self.calibration else None
+
+    @property
+    def step_s(self) -> float:
+        """Fixed seconds of a step."""
+        if self.overheads:
+            return self.overheads.step_s
+        return (self.calibration.step_s or 0.0) if self.calibration else 0.0
+
+    def link_s(self, operation: Collective, size_bytes: float, group: Levels) -> float:
+        """Seconds of a collective."""
+        return collective_s(operation, size_bytes, group, self.curves)
+
+    def links_s(self, operation: Collective, sizes_bytes: Floats, group: Levels) -> Floats:
+        """[size] Seconds of a collective of each size."""
+        return collectives_s(operation, sizes_bytes, group, self.curves)
+
+    def memory_s(self, moved_bytes: float) -> float:
+        """Seconds of memory traffic."""
+        return moved_bytes / (self.device.curve.memory * self.device.memory_bytes_per_s)
+
+    def host_copy_s(self, size_bytes: float) -> float:
+        """Seconds of a copy between device and host, one direction; on a CPU both are memory."""
+        if self.on_cpu:
+            return self.memory_s(2 * size_bytes)
+        if self.host_link_bytes_per_s is None:
+            raise DocumentError(
+                "groups[0].host_link_bytes_per_s",
+                "is not given, and what is offloaded to the host goes over that link",
+            )
+        return size_bytes / self.host_link_bytes_per_s
+
+    def host_memory_s(self, moved_bytes: float) -> float:
+        """Seconds of memory traffic on the host."""
+        if self.on_cpu:
+            return self.memory_s(moved_bytes)
+        return moved_bytes / self.host_memory_bytes_per_s
+
+    def host_optimizer_s(self, parameters: float) -> float:
+        """Seconds of clipping and AdamW by the host, for parameters held by a rank."""
+        return self.host_memory_s(OPTIMIZER_TRAFFIC_BYTES * parameters)
+
+    def optimizer_s(self, parameters: float) -> float:
+        """Seconds of clipping and AdamW for parameters held by a rank."""
+        if self.overheads:
+            return self.overheads.optimizer_s_per_parameter * parameters
+        return self.memory_s(OPTIMIZER_TRAFFIC_BYTES * parameters)
+
+    def exposed_s(self, communication_s: float, window_s: float) -> float:
+        """Seconds of a sharding collective that computation of `window_s` does not hide."""
+        overlap = 0.0 if self.on_cpu else OVERLAP
+        if self.overheads:
+            overlap = self.overheads.overlap
+        return larger((1 - overlap) * communication_s, communication_s - window_s)
+
+    def unit_s(self, ahead_s: float) -> float:
+        """Seconds that a sharded unit adds to a pass, beside its collectives.
+
+        Unmeasured, it is the host's work, of which a device that is behind by `ahead_s` sees less.
+        """
+        if self.overheads:
+            return self.overheads.shard_unit_s
+        return max(0.0, UNIT_HOST_S - ahead_s)
+
+    def gather_copy_s(self, gathered_bytes: float) -> float:
+        """Seconds of the copies beside a gather of parameters; unmeasured, one read, one write."""
+        if self.overheads and self.overheads.gather_copy_s_per_byte is not None:
+            return self.overheads.gather_copy_s_per_byte * gathered_bytes
+        return self.memory_s(2 * gathered_bytes)
+
+    def reduce_copy_s(self, fresh_bytes: float, reduced_bytes: float) -> float:
+        """Seconds of the copies beside a reduction; unmeasured, gradients read, its input written.
+
+        `fresh_bytes` are the gradients as backward made them, `reduced_bytes` in the type reduced.
+        """
+        if self.overheads and self.overheads.reduce_copy_s_per_byte is not None:
+            return self.overheads.reduce_copy_s_per_byte * reduced_bytes
+        return self.memory_s(fresh_bytes + reduced_bytes)
+
+    def host_s(self, kernels: int, direction: str) -> float:
+        """Seconds that the host takes to start the kernels of a layer.
+
+        A CPU's own kernels run in the thread that starts them, and its curve contains it.
+        """
+        return 0.0 if self.on_cpu else kernels * KERNEL_HOST_S[direction]
+
+
+def rates(cluster: ClusterSpec, job: Job, profile: Profile | None) -> Rates:
+    """Return the rates of a cluster's devices and links."""
+    group = cluster.groups[0]
+    accelerator = group.accelerator
+    link = group.host_link_bytes_per_s
+    return Rates(
+        device=compute.device(accelerator, job.precision),
+        curves=curves_by_name(profile.collectives if profile else ()),
+        overheads=profile.overheads if profile else None,
+        calibration=profile.calibration if profile else None,
+        on_cpu=accelerator.kind == "cpu",
+        host_link_bytes_per_s=None
+        if link is None
+        else HOST_LINK_SHARE * link / min(group.host_link_devices, group.devices_per_node),
+        host_memory_bytes_per_s=HOST_MEMORY_SHARE
+        * (group.host_memory_bytes_per_s or USUAL_HOST_MEMORY_BYTES_PER_S)
+        / group.devices_per_node,
+    )
+
+
+def host_assumptions(cluster: ClusterSpec) -> Iterator[Assumption]:
+    """Yield what is taken for granted of the host, for layouts that offload to it."""
+    group = cluster.groups[0]
+    if group.accelerator.kind == "cpu":
+        return
+    link = group.host_link_bytes_per_s or 0.0
+    shared = f", shared by {group.host_link_devices} devices" * (group.host_link_devices > 1)
+    yield Assumption(
+        what=f"host link of {bytes_text(link)}/s per direction{shared}, of which copies reach "
+        f"{HOST_LINK_SHARE:.0%}",
+        provenance="quoted",
+        source=group.accelerator.sources.get("host_link_bytes_per_s", "cluster document"),
+    )
+    memory = group.host_memory_bytes_per_s
+    yield Assumption(
+        what=f"host memory of {bytes_text(memory or USUAL_HOST_MEMORY_BYTES_PER_S)}/s per node, of "
+        f"which an optimizer on the host reaches {HOST_MEMORY_SHARE:.0%}",
+        provenance="quoted" if memory else "assumed",
+        source="cluster document" if memory else "planner/costs/rates.py",
+    )
+
+
+def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> Iterator[Assumption]:
+    """Yield what was not measured on this cluster: device, links, overheads."""
+    accelerator, curve = cluster.groups[0].accelerator, used.device.curve
+    measured = f"profile of {profile.birth.date} on {profile.birth.host}" if profile else ""
+    yield Assumption(
+        what=f"kernels of {accelerator.name}: {curve.matmul:.0%} of peak in products, "
+        f"{curve.memory:.0%} of memory bandwidth",
+        provenance=curve.provenance,
+        source=curve.source,
+    )
+    if used.device.sustained < 1:
+        yield Assumption(
+            what=f"sustained rate {used.device.sustained:.0%} of that of single kernels",
+            provenance="fitted",
+            source="published training runs on A100, H100 and B200; docs/decisions",
+        )
+    for tier in cluster.tiers:
+        found = sorted(operation for name, operation in used.curves if name == tier.name)
+        yield Assumption(
+            what=f"links of tier {tier.name}" + (f": {', '.join(found)}" if found else ""),
+            provenance="measured" if found else tier.provenance,
+            source=measured if found else tier.source or "cluster document",
+        )
+    if used.calibration:
+        yield Assumption(
+            what=f"constants of {used.calibration.accelerator} and its links",
+            provenance="fitted",
+            source=used.calibration.source,
+        )
+    if used.overheads:
+        yield Assumption(
+            what="overlap, optimizer and runtime overheads", provenance="measured", source=measured
+        )
+        return
+    overlap = "nothing" if used.on_cpu else f"{OVERLAP:.0%}"
+    yield Assumption(
+        what=f"{overlap} of sharding communication can hide behind computation; the optimizer "
+        "moves 40 bytes per parameter; a pipeline action takes 0.5 ms of the host, a step has no "
+        "fixed seconds",
+        provenance="assumed",
+        source="planner/costs/rates.py",
+    )

@@ -1,0 +1,97 @@
+"""Where the stages of a pipeline sit: on whose devices, and what crosses from one to the next.
+
+The layers of a chain on equal devices hand one activation on, always over the same links, and every
+stage has the same costs (`alike`).  Where device groups differ, each stage has the costs and the
+memory of its own; where layers form a graph, each boundary has the tensors that cross it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.cluster import Accelerator
+from planner.costs.crossings import crossings
+from planner.costs.layout_costs import CostTables, LayoutCosts
+from planner.plan import Layout
+from planner.prediction import Assumption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passing:
+    """Bytes of one micro-batch that cross the ends of a stage."""
+
+    received_bytes: float
+    made_bytes: float
+    """Of what is sent, what this stage made; the rest it received and passes on as it is."""
+    sent_bytes: float
+
+    @property
+    def held_bytes(self) -> float:
+        """What a micro-batch in flight holds; a tensor that is passed on counts once."""
+        return self.received_bytes + self.made_bytes
+
+    @property
+    def widest_bytes(self) -> float:
+        """What is under way at once at the end where more crosses."""
+        return max(self.received_bytes, self.sent_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """One stage's costs and devices; `passing` is None for one activation of the stream."""
+
+    costs: LayoutCosts
+    accelerator: Accelerator
+    passing: Passing | None = None
+    host_room_bytes: float | None = None
+    """Of the host's memory, what each of its devices may fill; None leaves it to the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seats:
+    """All stages in order, and the seconds from each but the last to the next."""
+
+    stages: tuple[Seat, ...]
+    transfer_s: tuple[float, ...]
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What was not measured of any stage's costs, each once."""
+        every = (assumption for seat in self.stages for assumption in seat.costs.assumptions)
+        return tuple(dict.fromkeys(every))
+
+
+def alike(tables: CostTables, layout: Layout) -> Seats:
+    """Return the seats of a chain's stages on devices that are alike."""
+    costs = tables.of(layout)
+    seat = Seat(costs=costs, accelerator=tables.cluster.groups[0].accelerator)
+    return Seats(
+        stages=(seat,) * layout.stages, transfer_s=(costs.transfer_s,) * (layout.stages - 1)
+    )
+
+
+def branching(tables: CostTables, layout: Layout, stages: Sequence[Sequence[str]]) -> Seats:
+    """Return the seats of stages that hold these layers of a graph, on devices that are alike."""
+    costs = tables.of(layout)
+    by_kind = tables.output_bytes(layout)
+    size_bytes = {name: by_kind[layer.kind] for name, layer in tables.model.chain}
+    crossing = crossings(tables.model, stages)
+    seats = []
+    for s, held in enumerate(stages):
+        received = crossing[s - 1] if s else ()
+        sent = crossing[s] if s < len(crossing) else ()
+        passing = Passing(
+            received_bytes=sum(size_bytes[name] for name in received),
+            made_bytes=sum(size_bytes[name] for name in sent if name in held),
+            sent_bytes=sum(size_bytes[name] for name in sent),
+        )
+        seats.append(
+            Seat(costs=costs, accelerator=tables.cluster.groups[0].accelerator, passing=passing)
+        )
+    return Seats(
+        stages=tuple(seats),
+        transfer_s=tuple(
+            tables.crossing_s(layout, [size_bytes[name] for name in names]) for names in crossing
+        ),
+    )

@@ -1,0 +1,239 @@
+"""What one layer of a model is, as a table of operators, and what a model counts.
+
+Symbols: b micro-batch, s sequence, h hidden, a heads, k key-value heads, d head dim, f FFN,
+V vocabulary, E experts, t tensor degree, c context degree, e bytes per element.
+
+The rules are those of eager PyTorch modules as `transformers` writes them, with tensor and sequence
+parallelism as in `runtime.tensor`: a linear layer keeps its gathered input, an RMS norm works in
+fp32 out of separate kernels, softmax and loss are in fp32.  With them, a GPT block (LayerNorm,
+GELU, f = 4h, t = 1, bf16) keeps the 34 s b h bytes of Korthikanti et al., 2022,
+https://arxiv.org/abs/2205.05198, less the two dropout masks that training without dropout lacks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from planner.layers.attention import attention, attention_width, window
+from planner.layers.ends import embedding, embedding_width, head
+from planner.layers.feed_forward import experts, mlp
+from planner.layers.operator_table import FP32, Operator, Setting, Table
+from planner.layers.operators import norm
+from planner.model import Architecture, Layer, ModelGraph
+
+
+def table(model: ModelGraph, layer: Layer, setting: Setting) -> Table:
+    """Return the operators of a layer; a traced layer becomes one operator."""
+    architecture = model.architecture
+    if architecture is None or layer.trace is not None:
+        return traced(layer, setting)
+    if layer.kind == "embedding":
+        return embedding(architecture, setting)
+    if layer.kind == "head":
+        return head(architecture, setting)
+    return _block(architecture, layer.kind, setting)
+
+
+def step_flops(model: ModelGraph, *, seq_len: int, global_batch: int) -> float:
+    """FLOPs of one step by the convention of model FLOPs utilisation.
+
+        6 N + 12 L a d s      per token
+
+    N are the parameters that multiply a token (all but the input embedding and the experts that it
+    is not sent to), the second term is attention without discount for the causal mask, forward and
+    backward; recomputation does not count.  Source: Chowdhery et al., 2022 (PaLM), appendix B.
+    A sliding window replaces s.  Traced layers count three times their forward FLOPs.
+    """
+    architecture = model.architecture
+    if architecture is None:
+        forward = sum(
+            layer.repeat * (layer.trace.forward_flops if layer.trace else 0.0)
+            for layer in model.layers
+        )
+        return 3.0 * forward * global_batch
+    tokens = float(seq_len * global_batch)
+    flops = 0.0
+    for layer in model.layers:
+        if layer.kind == "embedding":
+            continue
+        flops += layer.repeat * 6.0 * _active_parameters(architecture, layer) * tokens
+        if layer.kind == "head":
+            if architecture.tied_embeddings and architecture.vocab_size:
+                flops += 6.0 * architecture.vocab_size * embedding_width(architecture) * tokens
+            continue
+        span = window(architecture, layer.kind, seq_len)
+        flops += layer.repeat * 12.0 * attention_width(architecture) * span * tokens
+    return flops
+
+
+def local_parameters(
+    model: ModelGraph, layer: Layer, *, tensor: int = 1, expert: int = 1
+) -> tuple[float, float]:
+    """Return a layer's parameters on a rank: those of every rank's kind, and routed experts'.
+
+    Matrices divide by the tensor degree; norms, routers and biases of row-wise matrices stay whole.
+    Routed experts divide by the expert degree, or by the tensor degree where that is 1.  Beside
+    experts that are on ranks of their own, those that all tokens share are whole on every rank.
+    """
+    architecture = model.architecture
+    if architecture is None or layer.trace is not None:
+        return float(layer.parameters), 0.0
+    routed = _routed_parameters(architecture) if layer.kind == "moe_block" else 0
+    whole = _undivided_parameters(architecture, layer.kind)
+    if expert > 1 and layer.kind == "moe_block":
+        whole += _shared_parameters(architecture)
+    dense = (layer.parameters - routed - whole) / tensor + whole
+    return dense, routed / (expert if expert > 1 else tensor)
+
+
+def largest_matrix(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float:
+    """Return the parameters of a layer's largest matrix on a rank."""
+    a = model.architecture
+    if a is None or layer.trace is not None:
+        return float(layer.parameters)
+    if layer.kind in ("embedding", "head"):
+        return a.vocab_size * embedding_width(a) / tensor
+    widest = max(a.ffn_size, a.heads * a.head_dim)
+    if layer.kind == "moe_block" and a.experts is not None:
+        # The matrices of all experts are one parameter.
+        widest = max(a.heads * a.head_dim, a.experts.count * a.experts.ffn_size)
+    return float(a.hidden_size * widest) / tensor
+
+
+def matrix_sides(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float:
+    """Return rows plus columns of all matrices of a layer on a rank, added up.
+
+    Matrices are as `transformers` has them; of a layer that was traced one square is assumed, and
+    of experts each has its own.  One side of each is divided by the tensor degree.
+    """
+    a = model.architecture
+    if a is None or layer.trace is not None:
+        return 2.0 * math.sqrt(layer.parameters)
+    if layer.kind in ("embedding", "head"):
+        return a.vocab_size / tensor + embedding_width(a)
+    matrices = [*_attention_matrices(a)]
+    widths = [a.ffn_size]
+    if layer.kind == "moe_block" and a.experts is not None:
+        shared = a.experts.shared_ffn_size or a.experts.shared * a.experts.ffn_size
+        widths = [a.experts.ffn_size] * a.experts.count + [shared] * (shared > 0)
+        matrices.append((a.hidden_size, a.experts.count))
+    matrices += [(a.hidden_size, width) for width in widths for _ in range(3 if a.gated_mlp else 2)]
+    return float(sum(whole + divided / tensor for whole, divided in matrices))
+
+
+def _attention_matrices(a: Architecture) -> Iterator[tuple[int, int]]:
+    """Yield both sides of each projection, the one that tensor parallelism divides last."""
+    latent = a.latent
+    if latent is None:
+        for heads in (a.heads, a.kv_heads, a.kv_heads, a.heads):
+            yield a.hidden_size, heads * a.head_dim
+        return
+    query = a.heads * (latent.nope_head_dim + latent.rope_head_dim)
+    if latent.q_rank:
+        yield a.hidden_size, latent.q_rank
+    yield latent.q_rank or a.hidden_size, query
+    yield a.hidden_size, latent.kv_rank + latent.rope_head_dim
+    yield latent.kv_rank, a.heads * (latent.nope_head_dim + latent.value_head_dim)
+    yield a.hidden_size, a.heads * latent.value_head_dim
+
+
+def _block(a: Architecture, kind: str, setting: Setting) -> Table:
+    """Attention, then MLP or experts, each beside the residual stream."""
+    stream = setting.stream_tokens * a.hidden_size * setting.element_bytes
+    operators: list[Operator] = []
+    residual = "x"
+    for part in ("attention", "mlp"):
+        tensor = residual
+        if a.pre_norm:
+            operators.append(norm(a, setting, tensor, f"{part}_norm", width=a.hidden_size))
+            tensor = f"{part}_norm"
+        if part == "attention":
+            operators += attention(a, kind, setting, tensor)
+        elif kind == "moe_block" and a.experts is not None:
+            operators += experts(a, setting, tensor)
+        else:
+            operators += mlp(a, setting, tensor, f"{part}", ffn_size=a.ffn_size)
+        tensor = f"{part}_out"
+        if a.post_norms:
+            operators.append(norm(a, setting, tensor, f"{part}_post_norm", width=a.hidden_size))
+            tensor = f"{part}_post_norm"
+        operators.append(
+            Operator(
+                name=f"{part}_residual",
+                kind="memory",
+                inputs=(residual, tensor),
+                outputs={f"{part}_sum": stream},
+                moved_bytes=3 * stream,
+                backward_moved_bytes=3 * stream,
+                # GPT-2's block in `transformers` has a variable of its own for it.
+                holds=("attention_out",) if a.family == "gpt2" else (),
+            )
+        )
+        residual = f"{part}_sum"
+        if not a.pre_norm:
+            operators.append(norm(a, setting, residual, f"{part}_norm", width=a.hidden_size))
+            residual = f"{part}_norm"
+    return Table(kind=kind, operators=tuple(operators), input_bytes=stream, output=residual)
+
+
+def traced(layer: Layer, setting: Setting) -> Table:
+    """One operator of a layer that was traced in fp32; times its samples, in the job's type."""
+    trace = layer.trace
+    samples = 1.0 * setting.micro_batch
+    scale = samples * setting.element_bytes / FP32
+    stored = trace.stored_bytes * scale if trace else 0.0
+    output = trace.output_bytes * scale if trace else 0.0
+    transient = trace.transient_bytes * scale if trace else 0.0
+    operator = Operator(
+        name=layer.name,
+        kind="matmul",
+        inputs=("x",),
+        outputs={"kept": stored, "out": output},
+        saved=("kept",),
+        flops=trace.forward_flops * samples if trace else 0.0,
+        moved_bytes=2 * (stored + output),
+        backward_moved_bytes=4 * (stored + output),
+        workspace_bytes=transient,
+    )
+    return Table(kind=layer.kind, operators=(operator,), input_bytes=output, output="out")
+
+
+def _active_parameters(a: Architecture, layer: Layer) -> float:
+    """Parameters of a layer that one token is multiplied with."""
+    if layer.kind != "moe_block" or a.experts is None:
+        return float(layer.parameters)
+    routed = _routed_parameters(a)
+    return layer.parameters - routed * (1.0 - a.experts.per_token / a.experts.count)
+
+
+def _routed_parameters(a: Architecture) -> int:
+    if a.experts is None:
+        return 0
+    return a.experts.count * (3 if a.gated_mlp else 2) * a.hidden_size * a.experts.ffn_size
+
+
+def _shared_parameters(a: Architecture) -> int:
+    if a.experts is None:
+        return 0
+    width = a.experts.shared_ffn_size or a.experts.shared * a.experts.ffn_size
+    return (3 if a.gated_mlp else 2) * a.hidden_size * width
+
+
+def _undivided_parameters(a: Architecture, kind: str) -> int:
+    """Parameters that every tensor-parallel rank holds whole."""
+    norm = a.hidden_size * (2 if a.norm == "layer" else 1)
+    if kind == "embedding":
+        learned = a.max_positions * a.hidden_size if a.positions == "learned" else 0
+        return learned + (a.token_types * a.hidden_size + norm if a.token_types else 0)
+    if kind == "head":
+        return norm + (a.hidden_size**2 + a.hidden_size + norm if a.head_transform else 0)
+    count = (4 if a.post_norms else 2) * norm
+    count += a.hidden_size * (a.output_bias + a.mlp_bias)
+    count += 2 * a.head_dim if a.qk_norm else 0
+    if a.latent is not None:
+        count += a.latent.q_rank * (a.hidden_size + 1)
+        count += (a.hidden_size + 1) * a.latent.kv_rank + a.hidden_size * a.latent.rope_head_dim
+    if kind == "moe_block" and a.experts is not None:
+        count += a.hidden_size * a.experts.count
+    return count

@@ -1,0 +1,287 @@
+"""Operators of self-attention: projections, positions, the fused core, the output projection."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from planner.layers.operator_table import FP32, Operator, Setting, smaller
+from planner.layers.operators import gathered, matmul, norm, row_wise
+from planner.model import Architecture, LatentAttention
+
+CAPPED_BLOCK = 512
+"""Queries whose capped scores exist at once (runtime/capped.py)."""
+CAPPED_KERNELS = 12
+"""Of each such block."""
+
+
+def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list[Operator]:
+    """Projections, rotary positions, fused attention, output projection."""
+    if a.latent is not None:
+        return _latent_attention(a, a.latent, setting, source)
+    e, t, tokens = setting.element_bytes, setting.tensor, setting.tokens
+    full = tokens * a.hidden_size * e
+    query_width = a.heads * a.head_dim / t
+    key_width = a.kv_heads * a.head_dim / t
+    query, key = tokens * query_width * e, tokens * key_width * e
+    width = query_width + 2 * key_width
+    operators, whole = gathered(setting, source, "attention_gather", full)
+    operators.append(
+        matmul(
+            "qkv",
+            (whole,),
+            {"q_linear": query, "k_linear": key, "v": key},
+            flops=2 * tokens * a.hidden_size * width,
+            moved_bytes=3 * full + (tokens + a.hidden_size) * width * e,
+            kernels=3,
+        )
+    )
+    q, k = "q_linear", "k_linear"
+    if a.qk_norm:
+        for head, heads in (("q", a.heads / t), ("k", a.kv_heads / t)):
+            operators.append(
+                norm(
+                    a,
+                    setting,
+                    f"{head}_linear",
+                    f"{head}_norm",
+                    width=a.head_dim,
+                    rows=tokens * heads,
+                )
+            )
+        q, k = "q_norm", "k_norm"
+    if a.positions == "rotary":
+        operators.append(_rotary(q, k, query, key))
+        q, k = "q", "k"
+    operators += _core(
+        a,
+        kind,
+        setting,
+        (q, k, "v"),
+        query=query,
+        key=key,
+        value=key,
+        out=query,
+        width=query_width,
+    )
+    operators += row_wise(
+        setting,
+        "core",
+        "attention_out",
+        flops=2 * tokens * query_width * a.hidden_size,
+        in_bytes=query,
+        out_bytes=full,
+        weight_bytes=query_width * a.hidden_size * e,
+    )
+    return operators
+
+
+def _latent_attention(
+    a: Architecture, latent: LatentAttention, setting: Setting, source: str
+) -> list[Operator]:
+    """Low-rank projections down (whole on every rank) and up (divided by heads)."""
+    e, t, tokens = setting.element_bytes, setting.tensor, setting.tokens
+    full = tokens * a.hidden_size * e
+    heads = a.heads / t
+    query_width = heads * _query_dim(latent)
+    value_width = heads * latent.value_head_dim
+    query, value = tokens * query_width * e, tokens * value_width * e
+    up_width = heads * (latent.nope_head_dim + latent.value_head_dim)
+    down_width = latent.kv_rank + latent.rope_head_dim
+    operators, whole = gathered(setting, source, "attention_gather", full)
+
+    def product(name: str, tensor: str, rows: float, columns: float) -> Operator:
+        size = tokens * columns * e
+        moved = (tokens * (rows + columns) + rows * columns) * e
+        flops = 2 * tokens * rows * columns
+        return matmul(name, (tensor,), {name: size}, flops=flops, moved_bytes=moved)
+
+    query_source, query_rows = whole, float(a.hidden_size)
+    if latent.q_rank:
+        operators.append(product("q_down", whole, a.hidden_size, latent.q_rank))
+        operators.append(norm(a, setting, "q_down", "q_latent", width=latent.q_rank, rows=tokens))
+        query_source, query_rows = "q_latent", float(latent.q_rank)
+    operators.append(product("q_linear", query_source, query_rows, query_width))
+    operators.append(product("kv_down", whole, a.hidden_size, down_width))
+    operators.append(norm(a, setting, "kv_down", "kv_latent", width=latent.kv_rank, rows=tokens))
+    operators.append(product("kv_up", "kv_latent", latent.kv_rank, up_width))
+    operators.append(
+        Operator(
+            name="rotary",
+            kind="memory",
+            inputs=("q_linear", "kv_up"),
+            outputs={"q": query, "k": query},
+            moved_bytes=4 * (query + query),
+            backward_moved_bytes=4 * (query + query),
+            kernels=14,
+        )
+    )
+    operators += _core(
+        a,
+        "block",
+        setting,
+        ("q", "k", "kv_up"),
+        query=query,
+        key=query,
+        value=value,
+        out=value,
+        width=(query_width + value_width) / 2,
+    )
+    operators += row_wise(
+        setting,
+        "core",
+        "attention_out",
+        flops=2 * tokens * value_width * a.hidden_size,
+        in_bytes=value,
+        out_bytes=full,
+        weight_bytes=value_width * a.hidden_size * e,
+    )
+    return operators
+
+
+def _rotary(q: str, k: str, query: float, key: float) -> Operator:
+    """x cos + rotate_half(x) sin for queries and keys: five kernels each, nothing kept."""
+    size = query + key
+    return Operator(
+        name="rotary",
+        kind="memory",
+        inputs=(q, k),
+        outputs={"q": query, "k": key},
+        moved_bytes=10 * size,
+        backward_moved_bytes=10 * size,
+        kernels=10,
+        workspace_bytes=2 * query,
+    )
+
+
+def _core(
+    a: Architecture,
+    kind: str,
+    setting: Setting,
+    inputs: tuple[str, str, str],
+    *,
+    query: float,
+    key: float,
+    value: float,
+    out: float,
+    width: float,
+) -> list[Operator]:
+    """Fused attention; with context parallelism keys and values are gathered first.
+
+    FLOPs: 2 products of 2 b s (keys per query) a d, and a causal mask skips half of the keys.
+    """
+    q, k, v = inputs
+    operators = []
+    saved: tuple[str, ...] = ("core", "log_sum")
+    attended, kernels, workspace = _attended(a, setting.seq_len), 1, 0.0
+    if setting.divides_sequence:
+        if a.family == "gpt2":
+            saved = (*saved, k, v)  # as long as its queries, which lie in one tensor with them
+        key, value = key * setting.context, value * setting.context
+        local = (key + value) / setting.context
+        operators.append(
+            Operator(
+                name="kv_gather",
+                kind="all_gather",
+                inputs=(k, v),
+                outputs={"k_all": key, "v_all": value},
+                moved_bytes=key + value,
+                # They travel in one buffer, and rank by rank.
+                copied_bytes=2 * (local + key + value),
+                workspace_bytes=local + key + value,
+                axis="context",
+            )
+        )
+        k, v = "k_all", "v_all"
+        # Two chunks of queries, each over the keys before it and over its own; outputs of the two
+        # are merged in fp32, half of the queries at a time.
+        kernels = 16
+        workspace = out + 1.5 * out * FP32 / setting.element_bytes
+    if a.family == "gemma2":
+        # Capped scores have a kernel of their own (runtime/capped.py), block by block.
+        span = window(a, kind, setting.seq_len)
+        attended = span - span**2 / (2.0 * setting.seq_len)
+        kernels, workspace = _capped(a, setting, span)
+    elif window(a, kind, setting.seq_len) < setting.seq_len:
+        # With an explicit mask the fused kernel neither groups heads nor skips keys.
+        attended = float(setting.seq_len)
+        shared = a.heads / a.kv_heads
+        key, value, kernels, workspace = key * shared, value * shared, 1, 0.0
+        mask = setting.seq_len**2 / setting.context * setting.element_bytes
+        operators += [
+            Operator(
+                name="repeat_heads",
+                kind="memory",
+                inputs=(k, v),
+                outputs={"k_heads": key, "v_heads": value},
+                moved_bytes=2 * (key + value),
+                backward_moved_bytes=2 * (key + value),
+                kernels=2,
+            ),
+            Operator(
+                name="mask",
+                kind="memory",
+                inputs=(),
+                outputs={"mask": mask},
+                moved_bytes=2 * mask,
+                kernels=2,
+            ),
+        ]
+        k, v, saved = "k_heads", "v_heads", (*saved, "mask")
+    log_sum = setting.tokens * a.heads / setting.tensor * FP32
+    operators.append(
+        Operator(
+            name="core",
+            kind="attention",
+            inputs=(q, k, v),
+            outputs={"core": out, "log_sum": log_sum},
+            fp32=("log_sum",),
+            saved=(q, k, v, *saved),
+            flops=4 * setting.tokens * attended * width,
+            moved_bytes=query + key + value + out,
+            backward_moved_bytes=2 * (query + key + value + out),
+            kernels=kernels,
+            workspace_bytes=workspace,
+        )
+    )
+    return operators
+
+
+def _capped(a: Architecture, setting: Setting, span: int) -> tuple[int, float]:
+    """Return kernels and working memory of attention that writes a block's scores.
+
+    Scores stand twice in fp32, and half as much in 16 bits; beside them the products that are added
+    to the gradients of keys or values, and in 16 bits those gradients in fp32.
+    """
+    e, heads = setting.element_bytes, a.heads / setting.tensor
+    chunks = 2 * setting.context if setting.divides_sequence else 1
+    rows = smaller(CAPPED_BLOCK, setting.seq_len // chunks)
+    keys = smaller(setting.seq_len, span + rows)
+    scores = setting.micro_batch * heads * rows * keys * FP32
+    product = setting.micro_batch * keys * heads * a.head_dim
+    gradients = 2 * setting.micro_batch * setting.seq_len * a.kv_heads / setting.tensor
+    narrow = e != FP32
+    workspace = (2.5 if narrow else 2.0) * scores + product * (e + FP32 * narrow)
+    workspace += gradients * a.head_dim * FP32 * narrow
+    blocks = -(-setting.seq_len // setting.context // rows)
+    return cast(int, CAPPED_KERNELS * blocks), workspace
+
+
+def window(a: Architecture, kind: str, seq_len: int) -> int:
+    """Tokens that a query may attend to."""
+    return min(seq_len, a.sliding_window) if kind == "local_block" else seq_len
+
+
+def _attended(a: Architecture, seq_len: int) -> float:
+    """Mean number of keys per query: half the sequence under a causal mask."""
+    return seq_len / 2.0 if a.causal else float(seq_len)
+
+
+def attention_width(a: Architecture) -> float:
+    """Mean of the query-key width and the value width over all heads: a d without latents."""
+    if a.latent is None:
+        return float(a.heads * a.head_dim)
+    return a.heads * (_query_dim(a.latent) + a.latent.value_head_dim) / 2.0
+
+
+def _query_dim(latent: LatentAttention) -> int:
+    return latent.nope_head_dim + latent.rope_head_dim

@@ -1,0 +1,365 @@
+"""Operators of a layer on one rank, and the tensors between them.
+
+A table lists operators in forward order with their FLOPs, the bytes they move through memory or
+over links, the tensors they make and the tensors that their backward needs.  Shapes are local: one
+rank, one micro-batch, after tensor, context and expert parallelism.  What is stored under a
+recompute choice, and what a layer needs beyond that while it runs, is read off the table by
+following every tensor from its birth to its last use.
+
+Which operators a transformer has is in `planner.layers.arithmetic`; seconds are in
+`planner.costs.compute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, cast
+
+import numpy as np
+
+from planner.cluster import Collective, Precision
+from planner.profile import Recompute
+
+OperatorKind = Literal[
+    "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
+]
+GroupAxis = Literal["tensor", "context", "expert"]
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
+    {"matmul", "attention", "reduce_scatter", "all_to_all"}
+)
+"""Whose outputs selective recompute keeps; all others run a second time in backward."""
+
+BACKWARD_OF: dict[str, Collective] = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+}
+"""The collective that each communication operator's backward is."""
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a layer is divided, and what one micro-batch is."""
+
+    micro_batch: int
+    seq_len: int
+    precision: Precision = "bf16"
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one activation."""
+        return 4 if self.precision in ("fp32", "tf32") else 2
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch inside the tensor-parallel regions of a rank."""
+        return self.micro_batch * self.seq_len / self.context
+
+    @property
+    def stream_tokens(self) -> float:
+        """Tokens of the residual stream on a rank: sequence parallelism divides them further."""
+        return self.tokens / self.tensor
+
+    @property
+    def branches(self) -> tuple[bool, ...]:
+        """What makes a layer have other operators, and not the same ones with other figures."""
+        return self.divides_tensors, self.divides_sequence, self.spreads_experts, self.batched
+
+    @property
+    def divides_tensors(self) -> bool:
+        """Whether tensor parallelism divides the layer."""
+        return self.tensor > 1
+
+    @property
+    def divides_sequence(self) -> bool:
+        """Whether context parallelism divides the sequence."""
+        return self.context > 1
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts are on several ranks."""
+        return self.expert > 1
+
+    @property
+    def batched(self) -> bool:
+        """Whether a micro-batch has several samples."""
+        return self.micro_batch > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManySettings(Setting):
+    """Settings that differ in figures alone: every operator of their table has arrays [setting].
+
+    Its integers are arrays too.  What a table is made of is arithmetic on them, and asks for the
+    branches below alone; so one pass over the operators of a layer serves thousands of settings.
+    """
+
+    taken: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, settings: Sequence[Setting]) -> ManySettings:
+        """Return settings of one sequence, one precision and the same branches as one."""
+        some = settings[0]
+        assert len({(s.seq_len, s.precision, s.branches) for s in settings}) == 1
+
+        def column(name: str) -> int:
+            return cast(int, np.array([getattr(s, name) for s in settings], dtype=float))
+
+        return cls(
+            micro_batch=column("micro_batch"),
+            seq_len=some.seq_len,
+            precision=some.precision,
+            tensor=column("tensor"),
+            context=column("context"),
+            expert=column("expert"),
+            taken=some.branches,
+        )
+
+    @property
+    def divides_tensors(self) -> bool:
+        """Whether tensor parallelism divides the layer."""
+        return self.taken[0]
+
+    @property
+    def divides_sequence(self) -> bool:
+        """Whether context parallelism divides the sequence."""
+        return self.taken[1]
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts are on several ranks."""
+        return self.taken[2]
+
+    @property
+    def batched(self) -> bool:
+        """Whether a micro-batch has several samples."""
+        return self.taken[3]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One step of a layer's forward pass on one rank.
+
+    For communication `moved_bytes` is the size in the sense of nccl-tests: gathered output,
+    scattered input, reduced buffer.
+    """
+
+    name: str
+    kind: OperatorKind
+    inputs: tuple[str, ...]
+    outputs: dict[str, float]
+    """Bytes of every tensor made."""
+    saved: tuple[str, ...] = ()
+    """Tensors that its backward needs."""
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    backward_moved_bytes: float = 0.0
+    kernels: int = 1
+    workspace_bytes: float = 0.0
+    """Live only inside the operator, beside its outputs."""
+    holds: tuple[str, ...] = ()
+    """Tensors that a variable of the caller keeps alive until the operator is done."""
+    copied_bytes: float = 0.0
+    """Memory traffic of a communication that must reorder its buffers, one direction."""
+    axis: GroupAxis = "tensor"
+    fp32: tuple[str, ...] = ()
+    """Outputs in fp32, whatever the precision."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the operator moves bytes over links."""
+        return self.kind in BACKWARD_OF
+
+
+@dataclass(frozen=True)
+class Table:
+    """The operators of one layer in forward order, and the tensors between them."""
+
+    kind: str
+    operators: tuple[Operator, ...]
+    input_bytes: float
+    """Of the activation that enters; the tensor is called `x`."""
+    output: str
+    outside: int = 0
+    """How many trailing operators are not the layer's own and never recomputed: the loss."""
+
+    @cached_property
+    def sizes(self) -> dict[str, float]:
+        """Bytes of every tensor by name."""
+        result = {"x": self.input_bytes}
+        for operator in self.operators:
+            result |= operator.outputs
+        return result
+
+    @property
+    def output_bytes(self) -> float:
+        """Bytes that leave the layer."""
+        return self.sizes[self.output]
+
+    @property
+    def returned_bytes(self) -> float:
+        """Bytes of what the layer's own operators return: logits, where the loss is outside."""
+        return sum(self._inside[-1].outputs.values())
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of one forward pass."""
+        return sum(operator.flops for operator in self.operators)
+
+    def recomputed(self, recompute: Recompute) -> tuple[Operator, ...]:
+        """Return the operators that run a second time in backward.
+
+        Recomputation stops when the last tensor that backward needs is there again.
+        """
+        if recompute == "none":
+            return ()
+        again = self._inside[: self._needed_again]
+        if recompute == "full":
+            return again
+        return tuple(op for op in again if op.kind not in KEPT_BY_SELECTIVE)
+
+    def stored(self, recompute: Recompute) -> dict[str, float]:
+        """Return name and bytes of the tensors kept from forward to backward."""
+        if recompute == "none":
+            names = _saved(self.operators)
+        else:
+            names = {"x"} | (_saved(self._outside) - _outputs(self._inside))
+            if recompute == "selective":
+                names |= _outputs(op for op in self._inside if op.kind in KEPT_BY_SELECTIVE)
+        return {name: self.sizes[name] for name in names}
+
+    def stored_bytes(self, recompute: Recompute) -> float:
+        """Bytes kept from forward to backward by one micro-batch in flight."""
+        return sum(self.stored(recompute).values())
+
+    def packable(self, recompute: Recompute, element_bytes: int) -> tuple[float, float]:
+        """Return bytes and elements of the stored floating tensors; token ids are not."""
+        wide = {name for operator in self.operators for name in operator.fp32}
+        sizes = self.stored(recompute)
+        if self.kind == "embedding":
+            sizes.pop("x", None)
+        elements = sum(
+            size / (FP32 if name in wide else element_bytes) for name, size in sizes.items()
+        )
+        return sum(sizes.values()), elements
+
+    def forward_transient_bytes(self, recompute: Recompute) -> float:
+        """Peak inside forward above what is stored at its end, beyond the layer's output."""
+        stored = self.stored(recompute)
+        last_use = {n: i for i, op in enumerate(self.operators) for n in (*op.inputs, *op.holds)}
+        dying: list[list[str]] = [[] for _ in self.operators]
+        for index, operator in enumerate(self.operators):
+            for name in operator.outputs:
+                if name != self.output and name not in stored:
+                    dying[last_use.get(name, index)].append(name)
+        alive = self.input_bytes
+        peak = 0.0
+        for operator, names in zip(self.operators, dying, strict=True):
+            alive = alive + sum(operator.outputs.values())
+            peak = larger(peak, alive + operator.workspace_bytes)
+            for name in names:
+                alive = alive - self.sizes[name]
+        beyond = sum(size for name, size in stored.items() if name != self.output)
+        held_input = 0.0 if "x" in stored else self.input_bytes
+        return larger(0.0, peak - beyond - self.output_bytes - held_input)
+
+    def backward_transient_bytes(self, recompute: Recompute) -> float:
+        """Peak inside backward above what was stored at its begin.
+
+        Gradients of activations count, the output's included; those of parameters do not.
+        Recomputation starts when backward enters the layer's own operators.
+        """
+        first_save: dict[str, int] = {}
+        for index, operator in enumerate(self.operators):
+            for name in operator.saved:
+                first_save.setdefault(name, index)
+        gradients = {self.output: self.output_bytes}
+        inside = len(self._inside)
+        again = self.recomputed_bytes(recompute)
+        freed = peak = 0.0
+        for index in range(len(self.operators) - 1, -1, -1):
+            operator = self.operators[index]
+            if gradients.keys().isdisjoint(operator.outputs):
+                continue
+            made = sum(self.sizes[name] for name in operator.inputs) + operator.workspace_bytes
+            back = again if index < inside else 0.0
+            peak = larger(peak, sum(gradients.values()) + made + back - freed)
+            gradients |= {name: self.sizes[name] for name in operator.inputs}
+            for name in operator.outputs:
+                gradients.pop(name, None)
+            freed += sum(self.sizes[n] for n in set(operator.saved) if first_save[n] == index)
+        return peak
+
+    def recomputed_bytes(self, recompute: Recompute) -> float:
+        """Bytes that recomputation brings back beyond what is kept.
+
+        What selective recompute kept and recomputation never reaches stays as well.
+        """
+        if recompute == "none":
+            return 0.0
+        kept = self.stored(recompute)
+        needed = _saved(self.operators) | {"x"}
+        passed = _outputs(self._inside[: self._needed_again]) - needed
+        again = sum(self.sizes[name] for name in needed - kept.keys())
+        return again - sum(size for name, size in kept.items() if name in passed)
+
+    @property
+    def _needed_again(self) -> int:
+        """How many leading operators make all that the layer's own backward needs."""
+        needed = _saved(self._inside)
+        made = [i for i, op in enumerate(self._inside) if not needed.isdisjoint(op.outputs)]
+        return max(made, default=-1) + 1
+
+    @property
+    def _inside(self) -> tuple[Operator, ...]:
+        return self.operators[: len(self.operators) - self.outside]
+
+    @property
+    def _outside(self) -> tuple[Operator, ...]:
+        return self.operators[len(self.operators) - self.outside :]
+
+
+def larger(one: float, other: float) -> float:
+    """Return the larger, element by element where settings are many."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.maximum(one, other))
+    return max(one, other)
+
+
+def smaller(one: float, other: float) -> float:
+    """Return the smaller, element by element where settings are many."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.minimum(one, other))
+    return min(one, other)
+
+
+def either(condition: bool, one: float, other: float) -> float:
+    """Return `one` where the condition holds, element by element where settings are many."""
+    if isinstance(condition, np.ndarray):
+        return cast(float, np.where(condition, one, other))
+    return one if condition else other
+
+
+def share(part: float, whole: float) -> float:
+    """Return part / whole, 0 of nothing; element by element where settings are many."""
+    if not isinstance(whole, np.ndarray):
+        return part / whole if whole else 0.0
+    return cast(float, np.divide(part, whole, out=np.zeros(whole.shape), where=whole != 0))
+
+
+def _saved(operators: Iterable[Operator]) -> set[str]:
+    return {name for operator in operators for name in operator.saved}
+
+
+def _outputs(operators: Iterable[Operator]) -> set[str]:
+    return {name for operator in operators for name in operator.outputs}

@@ -1,0 +1,1 @@
+"""From what a user asks to the fastest plan: configurations, bounds, best-first search, proof."""

@@ -1,0 +1,514 @@
+"""The search: best bound first, a dearer bound only where a cheaper one does not decide.
+
+Objective, the closed form that the certificate speaks of:
+
+    T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s,   mem_r <= capacity
+
+with t_r the seconds of rank r on one micro-batch, and steady, fill and credit those of the
+schedule (planner.search.formulation).  Families of configurations wait in a queue, ordered by the
+highest lower bound that is known of each.  The first one gets its next bound (see
+planner.search.candidates) and goes back to its place; a family of several schedules makes place
+for one family of each, a family whose bounds are all known makes place for its layouts, and a
+layout that is first again with all of its bounds has its partition problem solved.  When the first
+of the queue is not below the best objective found, no configuration that is left is either, and
+the search ends with a proof.  So no problem is solved whose bounds exceed the optimum, and no dear
+bound is worked out where a cheap one exceeds it.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from planner.cluster import ClusterSpec
+from planner.costs.group_costs import only_profile
+from planner.costs.layout_costs import CostTables
+from planner.errors import DocumentError, NoPlanFits
+from planner.model import ModelGraph
+from planner.native import Rules, refusal
+from planner.plan import Job, Layout, Plan
+from planner.prediction import Certificate, Prediction
+from planner.profile import Profiles
+from planner.search.candidates import Bounded, Candidates, Levels
+from planner.search.certificate import (
+    BOUNDS,
+    CHOSEN,
+    COMMUNICATION,
+    COMPUTATION,
+    DOMINATED,
+    MEMORY,
+    NO_FASTER,
+    OUT_OF_MEMORY,
+    REFUSED,
+    ROOM,
+    RUNNERS_UP,
+    SHARED,
+    SLOWER,
+    UNFINISHED,
+    UNKEPT,
+    Account,
+)
+from planner.search.finalists import MARGIN, finalists, simulated
+from planner.search.layout_queue import TOLERANCE, Found, may_beat, ranking, wins
+from planner.search.misses import closest_miss, nothing_runs
+from planner.search.pins import Pins
+from planner.search.ranked import Ranked, ranked
+from planner.search.ranks import run_of
+from planner.search.savings import activations
+from planner.search.space import Family, complexity, kind
+from planner.solver import sided
+from planner.solver.frontier import FrontierStore
+from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
+
+TIES_LIMIT_S = 60.0
+"""For the integer program on one layout, where hosts or requirements tie stages together; what it
+leaves unproven the certificate says."""
+
+_AHEAD = 96
+"""Families that are bounded at once."""
+_OPENED = 12
+"""Parts of families whose layouts are bounded at once."""
+
+Progress = Callable[[int, int], None]
+_Solved = Found[Solution]
+Outcome = Solution | Infeasible | Fathomed | Unfinished
+Solve = Callable[[Instance, float], Outcome]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a search found: the plan, what it should do, and why nothing else is faster."""
+
+    plan: Plan
+    prediction: Prediction
+    certificate: Certificate
+    search_s: float
+    """CPU seconds of the search itself."""
+    top: tuple[Ranked, ...]
+    """The best plan of each kind, fastest first; the first is `plan`."""
+    closed_form: Ranked | None = None
+    """The optimum of the closed form, where finalists were simulated; it may be `plan`."""
+    solved: int
+    """How many partition problems were solved."""
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave the cycle collector out: a search makes many objects that live, and few cycles.
+
+    It would go through all of them again and again, a sixth of a large search's seconds.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@_uncollected()
+def search(
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    job: Job,
+    *,
+    cluster_name: str | None = None,
+    profile: Profiles = None,
+    pins: Pins | None = None,
+    solver: str = "exact",
+    top: int = 1,
+    progress: Progress | None = None,
+    rules: Rules = refusal,
+) -> Answer:
+    """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
+
+    `top` plans are found if there are so many of different kinds (see planner.search.space.kind).
+    `rules` say which layouts are refused; those of the native backend if nothing else is asked for.
+    """
+    started = time.process_time()
+    pins = pins or Pins()
+    if pins.require and (cluster.mixed or model.edges):
+        raise DocumentError(
+            "require", "speaks of layers in a chain and of stages on devices that are alike"
+        )
+    if cluster.mixed and model.edges:
+        raise DocumentError(
+            "cluster", "has devices that differ, and a graph of layers needs devices that are alike"
+        )
+    if cluster.mixed:
+        from planner.search.spaces.mixed import search_mixed  # noqa: PLC0415 - it imports this module
+
+        return search_mixed(
+            model,
+            cluster,
+            job,
+            cluster_name=cluster_name or cluster.name,
+            profile=profile,
+            pins=pins,
+            solver=solver,
+            top=top,
+            progress=progress,
+        )
+    treated = activations(cluster, pins)
+    tables = CostTables(model, cluster, job, only_profile(profile), treated)
+    candidates = Candidates(model, cluster, job, tables, pins, rules)
+    if model.edges:
+        from planner.search.spaces.graph import search_graph  # noqa: PLC0415 - it imports this module
+
+        name = cluster_name or cluster.name
+        return search_graph(
+            candidates, cluster_name=name, solver=solver, top=top, progress=progress
+        )
+    unlike = run_of(model) is None and not pins.require and solver == "exact"
+    if not candidates.families and unlike:
+        from planner.search.spaces.rounds import search_rounds  # noqa: PLC0415 - it imports this module
+
+        name = cluster_name or cluster.name
+        return search_rounds(candidates, cluster_name=name, top=top, progress=progress)
+    if not candidates.families:
+        raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))
+    hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress)
+    bests = hunt.run()
+    if not bests and pins.require:
+        asked = "; ".join(map(str, pins.require))
+        raise NoPlanFits(f"no plan that fits the devices keeps all of this: {asked}")
+    if not bests:
+        raise NoPlanFits(closest_miss(candidates))
+
+    name = cluster_name or cluster.name
+    every = [ranked(candidates, best.layout, best.split, name) for best in bests]
+    winner, closed_form = bests[0], every[0]
+    order = finalists(candidates, closed_form, hunt.near(), hunt.solve, name)
+    chosen = order[0]
+    others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
+    top_plans = (chosen, *others)[:top]
+    certificate = hunt.account.certificate(
+        objective_s=winner.objective_s,
+        lower_bound_s=winner.lower_bound_s,
+        optimal=winner.split.optimal,
+        solver=solver,
+    ).model_copy(
+        update={
+            "layout": winner.layout.text(),
+            "simulated": simulated(candidates, order, closed_form),
+        }
+    )
+    answer = Answer(
+        plan=chosen.plan,
+        prediction=chosen.prediction,
+        certificate=certificate,
+        search_s=time.process_time() - started,
+        top=top_plans,
+        closed_form=closed_form,
+        solved=hunt.solved,
+    )
+    if unlike:
+        from planner.search.spaces.rounds import with_rounds  # noqa: PLC0415 - it imports this module
+
+        return with_rounds(answer, candidates, name, progress)
+    return answer
+
+
+_Coming = tuple[float, int, Family]
+"""A family whose turn to be bounded may come, with its bound; the id tells equals apart."""
+
+
+class _Entry(NamedTuple):
+    """A family or a layout in the queue; complexity tells those of one step apart."""
+
+    bound_s: float
+    complexity: tuple[int, ...]
+    known: int
+    """Index of the last of BOUNDS that is worked out."""
+    item: Family | Layout
+
+    @property
+    def first(self) -> Layout:
+        """The layout, or the simplest one of the family."""
+        return _first(self.item)
+
+
+class _Hunt:
+    """One run over the candidates: the queue, the best of each kind, the account."""
+
+    def __init__(
+        self, candidates: Candidates, solve: Solve, *, top: int, progress: Progress | None
+    ) -> None:
+        self.account = Account()
+        self.account.counts[REFUSED] = sum(candidates.refused.values())
+        self.solved = 0
+        self.solve = solve
+        self._candidates = candidates
+        self._top = top
+        self._progress = progress
+        self._bests: dict[tuple[int, ...], _Solved] = {}
+        self._queue: list[_Entry] = []
+        bounds_s = candidates.computation_s().tolist()
+        self._waiting = sorted(((s, index) for index, s in enumerate(bounds_s)), reverse=True)
+        """Families of which only the first bound is known, with their index; the lowest is last."""
+        self._looked_at: dict[int, tuple[Family, Levels]] = {}
+        """Families whose bounds within memory are known, by their id."""
+        self._undivided: list[_Coming] = []
+        self._unopened: list[_Coming] = []
+        """Of the queue, families that may be bounded within memory next, and parts to be opened."""
+        self._opened: dict[int, tuple[Family, Bounded]] = {}
+        """Parts whose layouts are bounded, by their id."""
+        self._left: list[_Entry] = []
+        """What was in the queue when the search ended, with memory and sharing in its bounds."""
+
+    def run(self) -> list[_Solved]:
+        """Return the best configurations, one of each kind, fastest first."""
+        while (entry := self._next()) is not None:
+            if self._settled(entry.bound_s):
+                heapq.heappush(self._queue, entry)
+                break
+            self._advance(entry)
+            if self._progress:
+                self._progress(len(self._looked_at), len(self._candidates.families))
+        self._left = [entry for entry in self._queue if entry.known >= SHARED]
+        heapq.heapify(self._left)
+        for _ in range(RUNNERS_UP):
+            if (entry := self._next()) is not None:
+                self._outbounded(entry)
+        for entry in self._queue:
+            self._outbounded(entry, listed=False)
+        families = self._candidates.families
+        self.account.counts[BOUNDS[COMPUTATION]] += sum(families[i].size for _, i in self._waiting)
+        return self._ranking()
+
+    def near(self) -> Iterator[Layout]:
+        """Yield the best of other kinds, then layouts that were left, the lowest bound first.
+
+        Layouts are those with a bound within the margin of finalists that nothing dominates, of
+        families whose sharing was looked at.
+        """
+        bests = self._ranking_all()
+        for best in bests:
+            yield best.layout
+        onward = copy(self)
+        onward.account = Account()
+        onward._queue, onward._waiting = self._left, []
+        limit_s = bests[0].objective_s * (1 + MARGIN)
+        while (entry := onward._next()) is not None and entry.bound_s <= limit_s:
+            if isinstance(entry.item, Layout) and entry.known == MEMORY:
+                yield entry.item
+            else:
+                onward._deepen(entry)
+
+    def _next(self) -> _Entry | None:
+        """Take the entry with the lowest bound, the simplest of equals."""
+        while self._waiting:
+            bound_s, index = self._waiting[-1]
+            if self._queue and self._queue[0].bound_s < bound_s:
+                break
+            self._waiting.pop()
+            self._push(bound_s, COMPUTATION, self._candidates.families[index])
+        return heapq.heappop(self._queue) if self._queue else None
+
+    def _advance(self, entry: _Entry) -> None:
+        """Bring one entry a step further: a better bound, its layouts, or its solution."""
+        item, bound_s = entry.item, entry.bound_s
+        rival = self._rival(entry.first)
+        if rival is not None and not may_beat(bound_s, complexity(entry.first), rival):
+            self._outbounded(entry)
+        elif isinstance(item, Layout) and entry.known == MEMORY:
+            self._try(item, bound_s, rival)
+        else:
+            self._deepen(entry)
+
+    def _deepen(self, entry: _Entry) -> None:
+        """Work out a better bound, or put the layouts of a family in its place."""
+        item, bound_s = entry.item, entry.bound_s
+        if isinstance(item, Family):
+            if entry.known == COMPUTATION:
+                self._divide(bound_s, item)
+            elif entry.known == ROOM:
+                better_s = float(self._candidates.shared_s(item).min())
+                self._push(max(bound_s, better_s), SHARED, item)
+            else:
+                for layout, better_s in self._layouts(item):
+                    self._enlist(max(bound_s, better_s), layout)
+        elif entry.known == SHARED:
+            better_s = max(bound_s, self._candidates.communication_s(item))
+            self._push(better_s, COMMUNICATION, item)
+        elif self._candidates.dominator(item) is not None:
+            self.account.lost(DOMINATED, item)
+        else:
+            self._push(max(bound_s, self._candidates.memory_s(item)), MEMORY, item)
+
+    def _divide(self, bound_s: float, family: Family) -> None:
+        """Put the parts of a family in its place.
+
+        There is one for each saving, then for each ZeRO level and timetable.
+        """
+        if len(family.savings) > 1:
+            saved_s = self._candidates.savings_s(family)
+            for part_s, part in zip(saved_s, family.by_saving(), strict=True):
+                self._push(max(bound_s, part_s), COMPUTATION, part)
+            return
+        for sharings, rooms_s in self._levels(family):
+            level = replace(family, sharings=sharings)
+            for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
+                if math.isinf(room_s):
+                    self.account.counts[OUT_OF_MEMORY] += len(sharings)
+                else:
+                    part = replace(level, timetables=(timetable,))
+                    self._push(max(bound_s, room_s), ROOM, part)
+
+    def _levels(self, family: Family) -> Levels:
+        """Return a family's bounds within memory; those that come next are worked out with it."""
+        if id(family) not in self._looked_at:
+            every, lowest = self._candidates.families, self._waiting[: -_AHEAD - 1 : -1]
+            waiting = (every[index] for _, index in lowest)
+            ahead = [
+                f for f in (*_first_of(self._undivided, _AHEAD), *waiting) if len(f.savings) == 1
+            ]
+            some = [family, *(f for f in ahead if id(f) not in self._looked_at)][:_AHEAD]
+            for one, levels in zip(some, self._candidates.rooms_s(some), strict=True):
+                self._looked_at[id(one)] = one, levels
+        return self._looked_at[id(family)][1]
+
+    def _layouts(self, part: Family) -> Bounded:
+        """Return a part's layouts with their bounds; those of the next parts are worked out too."""
+        if id(part) not in self._opened:
+            ahead = _first_of(self._unopened, _OPENED)
+            coming = (one for one in ahead if one is not part and id(one) not in self._opened)
+            some = [part, *coming]
+            for one, bounded in zip(some, self._candidates.shared_rooms_s(some), strict=True):
+                self._opened[id(one)] = one, bounded
+        return self._opened[id(part)][1]
+
+    def _enlist(self, bound_s: float, layout: Layout) -> None:
+        """Let a layout of a family stand for itself."""
+        if self._candidates.refusal(layout) is not None:
+            self.account.lost(REFUSED, layout)
+        elif self._candidates.repeats(layout):
+            self.account.lost(DOMINATED, layout)
+        else:
+            self._push(bound_s, SHARED, layout)
+
+    def _push(self, bound_s: float, known: int, item: Family | Layout) -> None:
+        """Put an item in the queue; what cannot fit goes to the account."""
+        if math.isinf(bound_s):
+            self.account.lost(OUT_OF_MEMORY, _first(item), count=_size(item))
+            return
+        entry = _Entry(bound_s, complexity(_first(item)), known, item)
+        heapq.heappush(self._queue, entry)
+        if isinstance(item, Family) and known != ROOM:
+            coming = self._undivided if known == COMPUTATION else self._unopened
+            heapq.heappush(coming, (bound_s, id(item), item))
+
+    def _try(self, layout: Layout, bound_s: float, rival: _Solved | None) -> None:
+        """Solve a configuration; it has to beat its rival."""
+        step_s = self._candidates.costs(layout).step_s
+        cutoff_s = math.inf
+        if rival is not None:
+            simpler = complexity(layout) < complexity(rival.layout)
+            hair = TOLERANCE if simpler else -TOLERANCE
+            cutoff_s = rival.objective_s * (1 + hair) - step_s
+        self.solved += 1
+        found = self.solve(self._candidates.instance(layout), cutoff_s)
+        if isinstance(found, Infeasible):
+            required = bool(self._candidates.pins.require)
+            self.account.lost(UNKEPT if required else OUT_OF_MEMORY, layout)
+        elif isinstance(found, Fathomed):
+            bound_s = max(bound_s, found.lower_bound_s + step_s)
+            self.account.lost(NO_FASTER, layout, bound_s=bound_s)
+        elif isinstance(found, Unfinished):
+            bound_s = max(bound_s, found.lower_bound_s + step_s)
+            self.account.lost(UNFINISHED, layout, bound_s=bound_s)
+        else:
+            if not found.optimal:
+                self.account.unfinished_s.append(found.lower_bound_s + step_s)
+            proven_s = found.lower_bound_s + step_s
+            self._enter(Found(found.objective_s + step_s, proven_s, layout, found))
+
+    def _enter(self, new: _Solved) -> None:
+        """Let a solved configuration stand for its kind if it is the best of it."""
+        old = self._bests.get(kind(new.layout))
+        if old is None or wins(new, old):
+            self._bests[kind(new.layout)] = new
+            new, old = old or new, new
+            if new is old:
+                return
+        self.account.lost(SLOWER, new.layout, objective_s=new.objective_s)
+
+    def _outbounded(self, entry: _Entry, *, listed: bool = True) -> None:
+        outcome = BOUNDS[entry.known]
+        self.account.lost(
+            outcome,
+            entry.first,
+            bound_s=entry.bound_s if listed else None,
+            because=f"not solved, {outcome}",
+            count=_size(entry.item),
+        )
+
+    def _rival(self, layout: Layout) -> _Solved | None:
+        """Return the best that a configuration has to beat to be among the `top`, if any."""
+        own = self._bests.get(kind(layout))
+        bests = self._ranking_all()
+        worst = bests[self._top - 1] if len(bests) >= self._top else None
+        if own is None or worst is None:
+            return own or worst
+        return own if wins(own, worst) else worst
+
+    def _settled(self, bound_s: float) -> bool:
+        """Whether no configuration with at least this bound can enter the ranking."""
+        bests = self._ranking_all()
+        if len(bests) < self._top:
+            return False
+        return bound_s > bests[self._top - 1].objective_s * (1 + TOLERANCE)
+
+    def _ranking_all(self) -> list[_Solved]:
+        return sorted(self._bests.values(), key=lambda best: best.rank)
+
+    def _ranking(self) -> list[_Solved]:
+        """Return the best of each kind, fastest first; losers go to the account."""
+        bests = self._ranking_all()
+        order = [bests[at] for at in ranking(bests)]
+        if order:
+            self.account.counts[CHOSEN] = 1
+        for best in order[1:]:
+            self.account.lost(SLOWER, best.layout, objective_s=best.objective_s)
+        return order[: self._top]
+
+
+def _first_of(coming: list[_Coming], most: int) -> list[Family]:
+    """Take the first few families from a queue of such."""
+    return [heapq.heappop(coming)[-1] for _ in range(min(most, len(coming)))]
+
+
+def _first(item: Family | Layout) -> Layout:
+    return item.first if isinstance(item, Family) else item
+
+
+def _size(item: Family | Layout) -> int:
+    return item.size if isinstance(item, Family) else 1
+
+
+def _solver(name: str) -> Solve:
+    """Return the function that solves a partition problem below a cutoff."""
+    frontiers = FrontierStore()
+
+    def exactly(instance: Instance, cutoff_s: float) -> Outcome:
+        return sided.solve(
+            instance, cutoff_s=cutoff_s, frontiers=frontiers, time_limit_s=TIES_LIMIT_S
+        )
+
+    def by_program(instance: Instance, _: float) -> Outcome:
+        from planner.solver import ilp  # noqa: PLC0415 - loads HiGHS
+
+        return ilp.solve(instance)
+
+    solvers: dict[str, Solve] = {"exact": exactly, "ilp": by_program}
+    if name not in solvers:
+        raise DocumentError("solver", f"is '{name}'; the solvers are {' and '.join(solvers)}")
+    return solvers[name]

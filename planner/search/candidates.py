@@ -1,0 +1,478 @@
+"""The configurations that one search looks at, and what each can be held against.
+
+Bounds come in steps, each dearer than the one before.  For a whole family:
+
+    computation     layers and actions at their fastest, nothing shared or sent, under the best of
+                    its schedules
+
+for the part of it that has one ZeRO level and one schedule:
+
+    rooms           with what ranks can hold if states are shared as far as they go
+                    (planner.search.joint.rooms, of many families at once)
+    shared          with the sharding of the commonest layers, memory ignored
+
+and for a single layout:
+
+    shared rooms    both
+    communication   with its sharding and pipeline transfers, memory ignored
+    memory          with all of them and what each stage can hold (planner.solver.bounds.counted_s)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import ClusterSpec
+from planner.costs.layout_costs import CostTables, LayoutCosts, fastest_s, least_credits_s
+from planner.costs.rates import rates
+from planner.model import ModelGraph
+from planner.native import Rules, refusal
+from planner.plan import Job, Layout
+from planner.schedule import FOLDED, splits_backward
+from planner.search.dominance import dominates, twins
+from planner.search.formulation import (
+    boundaries_s,
+    capacity_bytes,
+    instance_of,
+    layout_pace,
+    unkept,
+)
+from planner.search.joint.rooms import Chain, Paces, Rooms, Unit
+from planner.search.pins import Pins
+from planner.search.savings import Saving, least_s, savings
+from planner.search.space import (
+    Degrees,
+    Family,
+    Sharing,
+    Timetable,
+    canonical,
+    every_degrees,
+    families,
+    micro_batches,
+    sharings,
+    timetables,
+)
+from planner.solver import bounds
+from planner.solver.instance import ROUNDING, Instance
+
+Levels = list[tuple[tuple[Sharing, ...], bounds.Floats]]
+"""Sharings of one ZeRO level, with a bound for each timetable."""
+Bounded = list[tuple[Layout, float]]
+"""Layouts and the least seconds of each."""
+
+
+class Candidates:
+    """All families of a space that the backend runs, and the refusals by reason."""
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        cluster: ClusterSpec,
+        job: Job,
+        tables: CostTables,
+        pins: Pins,
+        rules: Rules = refusal,
+    ) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.job = job
+        self.tables = tables
+        self.pins = pins
+        self.rules = rules
+        self.refused: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
+        for layer in model.layers:
+            self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
+        self._commonest = max(self._counts.items(), key=lambda item: item[1])
+        self._known_shared: dict[int, _Shared] = {}
+        """By the id of their part."""
+        self._known_moved: dict[tuple[int, bool], _Moved] = {}
+        """By the id of the sharings, which those of one family and level have in common."""
+        self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
+        self._rates = rates(cluster, job, tables.profile)
+        self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
+        self.families = list(self._families())
+
+    def _families(self) -> Iterator[Family]:
+        """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
+        for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
+            plainest = _plainest(self.job, degrees)
+            reason = self.refusal(plainest)
+            if reason is None:
+                saved = self._savings(plainest)
+                yield from families(self.model, self.cluster, self.job, degrees, self.pins, saved)
+                continue
+            count = len(sharings(degrees, self.pins)) * sum(
+                len(timetables(self.model, degrees.pipeline, number, self.pins))
+                for _, number in micro_batches(self.job, degrees, self.pins)
+            )
+            if count:
+                self.refused[reason] = self.refused.get(reason, 0) + count
+
+    def _savings(self, plainest: Layout) -> tuple[Saving, ...]:
+        """Return what layouts with these degrees may save."""
+
+        def runs(saving: Saving) -> bool:
+            changed = replace(plainest, offload=saving.offload, gradient_wire=saving.wire)
+            return self.refusal(changed) is None
+
+        return savings(self.model, self.cluster, self.pins, runs)
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        lacking = unkept(self.model, layout, self.pins.require) if self.pins.require else None
+        if lacking is not None:
+            return f"it lacks stages that are asked for: {list(lacking.stages or ())}"
+        if self.pins.require and layout.virtual_stages > 1:
+            return "what is required of layers and stages needs one stage on each rank"
+        return self.rules(self.model, self.cluster, self.job, layout)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield every layout that the backend runs."""
+        for family in self.families:
+            for layout in family.layouts():
+                if self.refusal(layout) is None:
+                    yield layout
+
+    def computation_s(self) -> bounds.Floats:
+        """[family] Least seconds of a step by layers and pipeline actions, nothing shared or sent.
+
+        A family of several timetables has the least of theirs.
+        """
+        numbers: dict[tuple[object, ...], int] = {}
+        number = [numbers.setdefault(f.divided, len(numbers)) for f in self.families]
+        some = dict(zip(number, self.families, strict=True))
+        firsts = [some[n].first for n in range(len(numbers))]
+        self._divided = numbers
+        figures = self.tables.figures_together(firsts)
+        counts = np.array(list(self._counts.values()))
+        self._chain = Chain(
+            counts=self._counts,
+            commonest=self._commonest[0],
+            figures=figures,
+            fastest_s=fastest_s(figures, self.pins.recompute),
+            credits_s=counts @ least_credits_s(figures),
+        )
+        whole_bytes = self.cluster.groups[0].accelerator.memory_bytes
+        free_bytes = capacity_bytes(self.cluster, self.tables.unlinked(firsts[0]), whole_bytes)
+        self._rooms = Rooms(
+            self.tables,
+            self._chain,
+            capacity_bytes=free_bytes * (1 + ROUNDING),
+            recompute=self.pins.recompute,
+        )
+        every_s = self._timetables_s(self.families)
+        firsts_at = np.cumsum([0, *(len(family.timetables) for family in self.families[:-1])])
+        least_s: bounds.Floats = np.minimum.reduceat(every_s, firsts_at)
+        return least_s
+
+    def timetables_s(self, family: Family) -> list[float]:
+        """[timetable] `computation_s` of each timetable of a family."""
+        return [float(seconds) for seconds in self._timetables_s([family])]
+
+    def savings_s(self, family: Family) -> list[float]:
+        """[saving] Least seconds by computation alone and what offloaded states add."""
+        computing_s = min(self.timetables_s(family))
+        return [computing_s + self._added_s(saving) for saving in family.savings]
+
+    def _added_s(self, saving: Saving) -> float:
+        added_s = least_s(saving, self._parameters, self.cluster.devices, self._rates)
+        return (1 - 1e-9) * added_s
+
+    def _timetables_s(self, families: Sequence[Family]) -> bounds.Floats:
+        """[timetable of the families in turn] Least seconds by computation alone."""
+        number, stages, paces = [], [], []
+        for family in families:
+            found = self._paces(family.degrees.pipeline, family.micro_batches, family.timetables)
+            paces.append(found)
+            number += [self._divided[family.divided]] * len(found)
+            stages += [float(family.degrees.pipeline)] * len(found)
+        steady, fill, credited, actions, least = np.concatenate(paces).T
+        return self.tables.step_s + bounds.balanced_each_s(
+            list(self._counts.values()),
+            self._chain.fastest_s[:, number],
+            stages=np.array(stages),
+            steady=steady,
+            fill=fill,
+            exposed_s=actions * self.tables.action_s,
+            each_exposed_s=least * self.tables.action_s,
+            credits_s=credited * self._chain.credits_s[number],
+        )
+
+    def _paces(
+        self, pipeline: int, count: int, found: tuple[Timetable, ...]
+    ) -> NDArray[np.float64]:
+        """[timetable, 5] Steady, fill, what a credit counts for; actions of all, of the least rank.
+
+        Those at the ends of the model are left out (planner.search.formulation.boundaries_s).
+        """
+        key = (pipeline, count, found)
+        if key not in self._known_paces:
+            rows = []
+            for name, virtual in found:
+                steady, fill = layout_pace(
+                    self.model,
+                    Layout(
+                        pipeline=pipeline,
+                        micro_batches=count,
+                        schedule=name,
+                        virtual_stages=virtual,
+                    ),
+                )
+                splits = splits_backward(name)
+                actions = (3 if splits else 2) * virtual if pipeline > 1 else 0
+                rows.append(
+                    (
+                        steady,
+                        fill,
+                        fill if splits else 0.0,
+                        max(0, pipeline * actions - 2),
+                        max(0, actions - (2 if name in FOLDED else 1)),
+                    )
+                )
+            self._known_paces[key] = np.array(rows)
+        return self._known_paces[key]
+
+    def rooms_s(self, families: Sequence[Family]) -> list[Levels]:
+        """Least seconds within memory, of each family under every ZeRO level and timetable.
+
+        Families have one saving each.  All layouts of a level are at least what the one that
+        divides states among the most ranks is (states only grow with fewer, see
+        planner.costs.memory).
+        """
+        levels = [_levels(family) for family in families]
+        units = [
+            Unit(family, level[0])
+            for family, own in zip(families, levels, strict=True)
+            for level in own
+        ]
+        each_s = iter(self._within_memory_s(units, np.zeros(len(units))))
+        return [[(level, next(each_s)) for level in own] for own in levels]
+
+    def _within_memory_s(
+        self, units: Sequence[Unit], once_s: bounds.Floats, seen_s: bounds.Floats | None = None
+    ) -> list[bounds.Floats]:
+        """[unit][timetable] Least seconds within memory.
+
+        What sharing adds to a step `once_s` [unit], and to a micro-batch of one of the commonest
+        layers `seen_s` [unit, choice].
+        """
+        paces = [self._paces(f.degrees.pipeline, f.micro_batches, f.timetables) for f, _ in units]
+        found = self._rooms.least_s(
+            units,
+            np.array([self._divided[family.divided] for family, _ in units]),
+            Paces(*np.concatenate(paces).T),
+            once_s + [self._added_s(family.savings[0]) for family, _ in units],
+            seen_s,
+        )
+        return np.split(found, np.cumsum([len(pace) for pace in paces])[:-1])
+
+    def shared_s(self, part: Family) -> bounds.Floats:
+        """[sharing] Least seconds with what sharding the commonest layers adds, memory ignored.
+
+        `part` has one ZeRO level and one timetable.  The other layers take their fewest seconds
+        anywhere, and what crosses a boundary of the pipeline takes no time.
+        """
+        shared = self._known_shared[id(part)] = self._shared(part)
+        return shared.least_s
+
+    def _shared(self, part: Family) -> _Shared:
+        """Return what sharing takes of the commonest layers."""
+        number, moved = self._divided[part.divided], self._moved(part)
+        commonest, layers = self._commonest
+        rows = [
+            (self._counts[kind], float(self._chain.fastest_s[at, number]), 0.0)
+            for at, kind in enumerate(self._counts)
+            if kind != commonest
+        ]
+        # Both are arrays [sharing].
+        rows.append((layers, cast(float, moved.passes_s), cast(float, moved.once_s)))
+        ((steady, fill, credited, actions, least),) = self._paces(
+            part.degrees.pipeline, part.micro_batches, part.timetables
+        ).tolist()
+        balanced_s = bounds.balanced_s(
+            rows,
+            stages=part.degrees.pipeline,
+            exposed_s=actions * self.tables.action_s,
+            each_exposed_s=least * self.tables.action_s,
+            steady=steady,
+            fill=fill,
+            credits_s=credited * float(self._chain.credits_s[number]),
+        )
+        least_s = np.asarray(balanced_s * (1 - 1e-12) + self.tables.step_s)
+        return _Shared(part, least_s, moved)
+
+    def _moved(self, part: Family) -> _Moved:
+        """Return what sharing takes of one of the commonest layers: no matter of timetables.
+
+        But for one: pipedream-2bw holds parameters twice.
+        """
+        key = id(part.sharings), part.timetables[0].schedule == "pipedream-2bw"
+        found = self._known_moved.get(key)
+        if found is None:
+            layouts = list(part.layouts())
+            parts = [
+                one
+                for one in self.tables.parts_together(self._commonest[0], layouts)
+                if self.pins.recompute in (None, one.recompute)
+            ]
+            each_s = [_all(one.forward_s + one.backward_s, layouts) for one in parts]
+            found = self._known_moved[key] = _Moved(
+                part.sharings,
+                np.min(each_s, axis=0),
+                np.min([_all(one.once_s, layouts) for one in parts], axis=0),
+                np.stack([_all(one.sharing_s, layouts) for one in parts], axis=1),
+            )
+        return found
+
+    def shared_rooms_s(self, parts: Sequence[Family]) -> list[Bounded]:
+        """[part][layout] Least seconds with the sharding of the commonest layers, within memory.
+
+        Parts are as in `shared_s`.  Of sharings that divide states among as many ranks, wherever
+        they lie, the least of every figure stands for all.
+        """
+        result, units, once_s, seen_s = [], [], [], []
+        members: list[tuple[bounds.Floats, list[int]]] = []
+        for part in parts:
+            shared = self._known_shared.pop(id(part), None) or self._shared(part)
+            least_s, moved = shared.least_s.copy(), shared.moved
+            many = max(1.0, self._commonest[1] / part.degrees.pipeline)
+            groups: dict[tuple[int, int], list[int]] = {}
+            for index, sharing in enumerate(part.sharings):
+                level = 1 if _alike(part) and sharing.zero == 2 else sharing.zero
+                groups.setdefault((level, sharing.shard), []).append(index)
+            for own in groups.values():
+                members.append((least_s, own))
+                units.append(Unit(part, part.sharings[own[0]]))
+                once_s.append(many * moved.once_s[own].min())
+                seen_s.append(moved.seen_s[own].min(axis=0))
+            result.append((part, least_s))
+        rooms_s = self._within_memory_s(units, np.array(once_s), np.array(seen_s))
+        for (least_s, own), (room_s,) in zip(members, rooms_s, strict=True):
+            least_s[own] = np.maximum(least_s[own], room_s)
+        return [
+            list(zip(part.layouts(), least_s.tolist(), strict=True)) for part, least_s in result
+        ]
+
+    def communication_s(self, layout: Layout) -> float:
+        """Least seconds with what sharding and the pipeline add, memory ignored."""
+        costs = self.tables.of(layout)
+        allowed = self.pins.recompute
+        rows = []
+        for kind, table in costs.kinds.items():
+            choices = [cost for cost in table if allowed in (None, cost.recompute)]
+            fastest_s = min(cost.forward_s + cost.backward_s for cost in choices)
+            rows.append((self._counts[kind], fastest_s, min(cost.sync_s for cost in choices)))
+        steady, fill = layout_pace(self.model, layout)
+        credits_s = 0.0
+        if layout.pipeline > 1 and splits_backward(layout.schedule):
+            credits_s = fill * sum(
+                self._counts[kind] * min(part.figures.credit_s for part in parts)
+                for kind, parts in costs.parts.items()
+            )
+        exposed_s = boundaries_s(costs, layout)
+        bound_s = bounds.balanced_s(
+            rows,
+            stages=layout.pipeline,
+            exposed_s=sum(exposed_s),
+            each_exposed_s=min(exposed_s),
+            steady=steady,
+            fill=fill,
+            credits_s=credits_s,
+        )
+        return bound_s + costs.step_s
+
+    def memory_s(self, layout: Layout) -> float:
+        """Least seconds with what each stage can hold; inf if the layout does not fit."""
+        return bounds.counted_s(self.instance(layout)) + self.tables.of(layout).step_s
+
+    def costs(self, layout: Layout) -> LayoutCosts:
+        """Return the costs of a layout."""
+        return self.tables.of(layout)
+
+    def instance(self, layout: Layout) -> Instance:
+        """Return the partition problem of a layout."""
+        costs = self.tables.of(layout)
+        pins = self.pins
+        return instance_of(self.model, self.cluster, layout, costs, pins.recompute, pins.require)
+
+    def repeats(self, layout: Layout) -> bool:
+        """Whether a layout is ZeRO-2 where that does what ZeRO-1 does, which can be chosen too.
+
+        Under a pipeline, and where a step has one micro-batch, both reduce gradients once and hold
+        the same (planner.costs.memory, planner.costs.sharding).
+        """
+        if layout.zero != 2 or (layout.pipeline == 1 and layout.micro_batches > 1):
+            return False
+        simpler = replace(layout, zero=1)
+        return self.pins.allow(simpler) and self.refusal(simpler) is None
+
+    def dominator(self, layout: Layout) -> Layout | None:
+        """Return a candidate that can do all that this layout can, if one is known."""
+        costs = self.tables.of(layout)
+        for changed in twins(layout):
+            twin = canonical(self.cluster, changed)
+            if twin == layout or not self.pins.allow(twin) or self.refusal(twin) is not None:
+                continue
+            if dominates(twin, self.tables.of(twin), layout, costs):
+                return twin
+        return None
+
+
+def _plainest(job: Job, degrees: Degrees) -> Layout:
+    """Return a layout of these degrees that shares nothing."""
+    return Layout(
+        tensor=degrees.tensor,
+        context=degrees.context,
+        expert=degrees.expert,
+        pipeline=degrees.pipeline,
+        data_replicate=degrees.data,
+        micro_batches=job.global_batch // degrees.data,
+    )
+
+
+class _Moved(NamedTuple):
+    """What sharing takes of one of the commonest layers; arrays [sharing]."""
+
+    sharings: tuple[Sharing, ...]
+    passes_s: bounds.Floats
+    """Fewest seconds of both passes."""
+    once_s: bounds.Floats
+    seen_s: bounds.Floats
+    """[sharing, choice] Of both passes."""
+
+
+class _Shared(NamedTuple):
+    """The least seconds of a part's layouts, and what they come from."""
+
+    part: Family
+    least_s: bounds.Floats
+    """[sharing]"""
+    moved: _Moved
+
+
+def _all(seconds: float, layouts: Sequence[Layout]) -> bounds.Floats:
+    """[layout] Seconds that may be one number for all."""
+    return np.broadcast_to(np.asarray(seconds, dtype=float), (len(layouts),)).copy()
+
+
+def _levels(family: Family) -> list[tuple[Sharing, ...]]:
+    """Return a family's sharings by what ZeRO level states are divided by, the widest first.
+
+    Under a pipeline, and where a step has one micro-batch, ZeRO-2 is ZeRO-1 (planner.costs.memory).
+    """
+    result: dict[int, list[Sharing]] = {}
+    for sharing in family.sharings:
+        level = 1 if _alike(family) and sharing.zero == 2 else sharing.zero
+        result.setdefault(level, []).append(sharing)
+    return [tuple(level) for level in result.values()]
+
+
+def _alike(family: Family) -> bool:
+    """Whether ZeRO-2 does what ZeRO-1 does."""
+    return family.degrees.pipeline > 1 or family.micro_batches == 1

@@ -1,0 +1,95 @@
+"""Layouts that need not be solved, because another can do all that they can.
+
+A layout's *twin* differs from it in one choice: 1F1B instead of GPipe, ZeRO-1 instead of the other
+levels, states divided among all data-parallel ranks, the usual order of axes.  Where the twin's
+costs are no higher in any figure, every split of the layout is a split of the twin that takes no
+longer and needs no more memory, so the twin's optimum is at least as good.  Whether they are no
+higher is looked up in the costs each time; nothing is taken for granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.costs.layout_costs import LayoutCosts, counted_by_rank
+from planner.plan import INSIDE_OUT, Layout
+from planner.schedule import most_in_flight
+from planner.search.space import complexity
+
+
+def twins(layout: Layout) -> Iterator[Layout]:
+    """Yield the layouts that may dominate this one."""
+    if layout.schedule == "gpipe" and layout.pipeline > 1:
+        yield replace(layout, schedule="1f1b")
+    if layout.zero > 1:
+        yield replace(layout, zero=1)
+    if layout.data_replicate > 1:
+        yield replace(layout, zero=max(1, layout.zero), data_shard=layout.data, data_replicate=1)
+    if layout.gradient_wire == "fp16":
+        yield replace(layout, gradient_wire="bf16")
+    if layout.order != INSIDE_OUT:
+        yield replace(layout, order=INSIDE_OUT)
+
+
+def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts) -> bool:
+    """Whether every split of `layout` is a split of `twin`, which wins or is the simpler in a tie.
+
+    With w, a, u the resident, stored and transient bytes and q the micro-batches in flight, a stage
+    of the twin needs, since max_l u'_l <= max_l u_l + Σ_l max(0, u'_l - u_l),
+
+        Σ_l (w'_l + q' a'_l) + max_l u'_l <= Σ_l (w_l + q a_l) + max_l u_l
+
+    if each option has w' + q' a' + max(0, u' - u) <= w + q a.  Seconds add up over layers, so it is
+    enough that no option takes longer.  The twin wins outright if it synchronises less on every
+    layer.  Where ranks have several stages or split backwards, each layer has a q of its own, alike
+    for both twins: then a' <= a, and the inequality at q = 0, are enough.
+    """
+    if _beside_layers(by, costs):
+        return False
+    by_rank = counted_by_rank(layout)
+    in_flight = {(0, 0)} if by_rank else _in_flight(twin, layout)
+    faster = True
+    for kind, table in costs.kinds.items():
+        for mine, other in zip(by.kinds[kind], table, strict=True):
+            if mine.forward_s + mine.backward_s > other.forward_s + other.backward_s:
+                return False
+            if mine.sync_s > other.sync_s or (by_rank and mine.stored_bytes > other.stored_bytes):
+                return False
+            if mine.host_bytes > other.host_bytes or mine.host_resident_bytes > (
+                other.host_resident_bytes
+            ):
+                return False
+            faster = faster and mine.sync_s < other.sync_s
+            transient = max(0.0, mine.transient_bytes - other.transient_bytes)
+            for q_mine, q_other in in_flight:
+                held = mine.resident_bytes + q_mine * mine.stored_bytes + transient
+                if held > other.resident_bytes + q_other * other.stored_bytes:
+                    return False
+    return faster or complexity(twin) < complexity(layout)
+
+
+def _beside_layers(by: LayoutCosts, costs: LayoutCosts) -> bool:
+    """Whether the twin costs more in anything that no layer causes."""
+    names = (
+        "fixed_bytes",
+        "boundary_bytes",
+        "slack",
+        "boundary_s",
+        "transfer_s",
+        "action_s",
+        "step_s",
+    )
+    return any(getattr(by, name) > getattr(costs, name) for name in names)
+
+
+def _in_flight(twin: Layout, layout: Layout) -> set[tuple[int, int]]:
+    """Return how many micro-batches stages hold, of the twin and of the layout."""
+    return {
+        (
+            most_in_flight(twin.schedule, s, stages=p, micro_batches=m),
+            most_in_flight(layout.schedule, s, stages=p, micro_batches=m),
+        )
+        for p, m in [(layout.pipeline, layout.micro_batches)]
+        for s in {0, p - 1, max(0, p - m)}
+    }

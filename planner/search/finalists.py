@@ -1,0 +1,157 @@
+"""The configurations that are nearly as fast as the best, run through the simulator.
+
+The closed form in which a search is proven may be some percent above or below the simulated step
+(docs/schedules.md).  So configurations whose bound in it is within `MARGIN` of the optimum are
+solved and simulated too: the optimum's own under every other timetable, and those that came
+closest.  The fastest simulated plan is the answer.
+
+What is proven in the simulator's terms is less: no split of a 1F1B configuration is faster than
+`simulated_bound_s`; of other schedules nothing is proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from planner.plan import Layout
+from planner.prediction import Finalist, Simulated
+from planner.search.candidates import Candidates
+from planner.search.ranked import Ranked, ranked
+from planner.search.space import canonical, complexity, timetables
+from planner.solver.inner import solve as solve_exactly
+from planner.solver.instance import Instance, Solution
+from planner.solver.phi import balanced_s
+
+MARGIN = 0.03
+"""Beyond the optimum of the closed form, relatively."""
+MOST_SOLVED = 8
+"""Partition problems beside the optimum's."""
+MOST_ACTIONS = 20_000
+"""Forwards and backwards of all ranks in one simulated step; the optimum's may be more."""
+TIE = 1e-9
+
+Solve = Callable[[Instance, float], object]
+
+
+def finalists(
+    candidates: Candidates,
+    best: Ranked,
+    near: Iterable[Layout],
+    solve: Solve,
+    cluster_name: str,
+) -> list[Ranked]:
+    """Return `best` and the plans near it, the fastest simulated first.
+
+    Of plans equally fast `best` comes first, then the simplest.
+    """
+    limit_s = best.objective_s * (1 + MARGIN)
+    found, solved = [best], 0
+    for layout in _layouts(candidates, best.plan.layout, near):
+        if solved >= MOST_SOLVED:
+            break
+        if 2 * layout.micro_batches * layout.stages > MOST_ACTIONS:
+            continue
+        if candidates.communication_s(layout) > limit_s or candidates.memory_s(layout) > limit_s:
+            continue
+        solved += 1
+        step_s = candidates.costs(layout).step_s
+        solution = solve(candidates.instance(layout), limit_s - step_s)
+        if isinstance(solution, Solution):
+            found.append(ranked(candidates, layout, solution, cluster_name))
+    fitting = [one for one in found if one is best or one.prediction.fits]
+    least_s = min(one.prediction.step_time_s for one in fitting)
+    return sorted(
+        fitting,
+        key=lambda one: (
+            # What is within the tie of the fastest counts as equal to it.
+            max(one.prediction.step_time_s, least_s * (1 + TIE)),
+            one is not best,
+            complexity(one.plan.layout),
+        ),
+    )
+
+
+def _layouts(candidates: Candidates, best: Layout, near: Iterable[Layout]) -> Iterator[Layout]:
+    """Yield the optimum's layout under other timetables, then those near it, each once."""
+    seen = {best}
+    others = [
+        replace(best, schedule=name, virtual_stages=virtual)
+        for name, virtual in timetables(
+            candidates.model, best.pipeline, best.micro_batches, candidates.pins
+        )
+    ]
+    for layout in (*others, *near):
+        same = layout if candidates.pins.order else canonical(candidates.cluster, layout)
+        if same not in seen and candidates.refusal(same) is None:
+            seen.add(same)
+            yield same
+
+
+def simulated(candidates: Candidates, order: list[Ranked], closed_form: Ranked) -> Simulated:
+    """Return what the simulator says of the finalists, and what is proven of the first."""
+    chosen = order[0]
+    bound_s = simulated_bound_s(candidates, chosen.plan.layout)
+    step_s = chosen.prediction.step_time_s
+    named = f"the optimum of the closed form, {closed_form.prediction.layout}"
+    if chosen is closed_form:
+        verdict = f"{named}, is the fastest of {len(order)} simulated"
+    else:
+        verdict = (
+            f"{named}, takes {closed_form.prediction.step_time_s:.6g} s simulated; of {len(order)} "
+            f"finalists {chosen.prediction.layout} is the fastest with {step_s:.6g} s"
+        )
+    return Simulated(
+        statement=verdict,
+        layout=chosen.prediction.layout,
+        step_time_s=step_s,
+        lower_bound_s=bound_s,
+        bound=(
+            f"no split of {chosen.prediction.layout} is faster (Phi of 1F1B, memory as in the "
+            "closed form)"
+            if bound_s is not None
+            else f"none is known for {chosen.plan.schedule}"
+        ),
+        margin=MARGIN,
+        finalists=tuple(
+            Finalist(
+                layout=one.prediction.layout,
+                objective_s=one.objective_s,
+                step_time_s=one.prediction.step_time_s,
+            )
+            for one in order
+        ),
+    )
+
+
+def simulated_bound_s(candidates: Candidates, layout: Layout) -> float | None:
+    """Seconds that no split of a 1F1B layout beats in the simulator; None for other schedules.
+
+    `planner.solver.phi.balanced_s` of the least Σ_s t_s that fits; transfers, which the closed form
+    charges to stages, count as latency there.  The rank of the first stage ends last, and reduces
+    and updates at least its first layer.
+    """
+    if layout.schedule != "1f1b":
+        return None
+    costs, instance = candidates.costs(layout), candidates.instance(layout)
+    least = solve_exactly(
+        replace(
+            instance,
+            steady=0.0,
+            kinds=tuple(
+                tuple(replace(option, sync_s=0.0) for option in table) for table in instance.kinds
+            ),
+        )
+    )
+    if not isinstance(least, Solution):
+        return None
+    transfers_s = 2 * (layout.pipeline - 1) * costs.transfer_s
+    pipeline_s = balanced_s(
+        least.objective_s - transfers_s,
+        stages=layout.pipeline,
+        micro_batches=layout.micro_batches,
+        transfer_s=costs.transfer_s,
+    )
+    held = instance.layers if layout.pipeline == 1 else instance.layers[:1]
+    sync_s = sum(min(option.sync_s for option in instance.kinds[kind]) for kind in held)
+    return pipeline_s + sync_s + costs.step_s

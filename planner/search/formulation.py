@@ -1,0 +1,282 @@
+"""A layout as a partition problem, and a solved partition problem as a plan.
+
+instance_of(layout)           what there is to choose: cuts, each layer's recomputation and so on
+plan_of(layout, solution)     what was chosen
+
+With one stage a rank, stages are the consecutive layers between cuts.  With several, what is cut
+is the chain in the order of ranks (planner.search.ranks), and t_s, mem_s of
+planner.solver.instance are those of a rank, all its stages together:
+
+    T = steady · max_r t_r + Σ_r (fill · t_r - credit_r) + max_r Σ sync + step_s
+
+With ρ the largest stage's share of an average rank, and c_l = `Figures.credit_s`, the least over a
+layer's choices, which makes the bubble of like ranks max(f, b, f + b - w):
+
+    schedule             steady   fill             credit_r
+    1f1b, gpipe          m - 1    1                0
+    interleaved          m - ρ    ρ                0
+    split backwards      m        ρ (P - 1) / P    fill Σ c_l
+    pipedream-2bw        m        0                0
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from planner.cluster import Accelerator, ClusterSpec
+from planner.costs.hosts import hosts
+from planner.costs.layout_costs import LayoutCosts, counted_by_rank
+from planner.model import ModelGraph
+from planner.pipeline_model import pace
+from planner.plan import Job, Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel
+from planner.plan import Stage as PlanStage
+from planner.profile import Recompute
+from planner.schedule import most_in_flight, rank_of_stage, splits_backward
+from planner.search.layer_options import allowed, option_of
+from planner.search.rank_problem import RankProblem, input_stored
+from planner.search.ranks import largest_stage, run_of
+from planner.solver.instance import Instance, Solution, Stage
+from planner.solver.requirements import Requirement
+from planner.training import Training
+
+__all__ = [
+    "allowed",
+    "boundaries_s",
+    "capacity_bytes",
+    "instance_of",
+    "layout_pace",
+    "plan_of",
+    "plan_with",
+    "planned_bytes",
+    "unkept",
+]
+
+SHORTEST_TIMEOUT_S = 120.0
+KEPT_FREE = 0.04
+
+
+def planned_bytes(device: Accelerator, memory_bytes: float) -> float:
+    """Return how much of so much memory a plan may fill on a device of this kind.
+
+    Costs count the mean of what an allocator reserves over what is allocated, 1.048; runs reached
+    1.09.  The share kept free is the difference.
+    """
+    return memory_bytes if device.kind == "cpu" else memory_bytes * (1 - KEPT_FREE)
+
+
+def capacity_bytes(cluster: ClusterSpec, costs: LayoutCosts, memory_bytes: float) -> float:
+    """Return what a rank has for its stage, its layers' share of so much device memory."""
+    device = cluster.groups[0].accelerator
+    return (planned_bytes(device, memory_bytes) - costs.fixed_bytes) / costs.slack
+
+
+def instance_of(
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    layout: Layout,
+    costs: LayoutCosts,
+    recompute: Recompute | None = None,
+    require: tuple[Requirement, ...] = (),
+) -> Instance:
+    """Return the partition problem of one layout; `recompute` allows that choice alone.
+
+    Every one of `require` must be one that the layout can keep (see `unkept`).
+    """
+    instance = _free_instance(model, cluster, layout, costs, recompute)
+    layers, stages = len(instance.layers), len(instance.stages)
+    sides = [asked.side(layers=layers, stages=stages) for asked in require]
+    on_host = any(
+        option.host_bytes or option.host_resident_bytes
+        for table in instance.kinds
+        for option in table
+    )
+    return replace(
+        instance,
+        sides=tuple(side for side in sides if side is not None),
+        hosts=hosts(cluster, layout) if on_host else (),
+    )
+
+
+def unkept(
+    model: ModelGraph, layout: Layout, require: tuple[Requirement, ...]
+) -> Requirement | None:
+    """Return a requirement that no plan of a layout keeps, because it lacks the stages."""
+    layers = len(model.chain)
+    for asked in require:
+        if asked.side(layers=layers, stages=layout.pipeline) is None:
+            return asked
+    return None
+
+
+def _free_instance(
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    layout: Layout,
+    costs: LayoutCosts,
+    recompute: Recompute | None,
+) -> Instance:
+    capacity = capacity_bytes(cluster, costs, cluster.groups[0].accelerator.memory_bytes)
+    steady, fill = layout_pace(model, layout)
+    exposed_s = boundaries_s(costs, layout)
+    if counted_by_rank(layout):
+        problem = RankProblem(model, layout, costs, recompute)
+        return problem.instance(capacity, steady=steady, fill=fill, exposed_s=exposed_s)
+    numbers = {name: number for number, name in enumerate(costs.kinds)}
+    # Options may differ in forward: packing takes seconds there, a profile has measured others.
+    tables = [allowed(table, layout, recompute) for table in costs.kinds.values()]
+    same_forward = all(len({cost.forward_s for cost in table}) == 1 for table in tables)
+    return Instance(
+        layers=tuple(numbers[kind] for kind in model.chain_kinds),
+        kinds=tuple(tuple(option_of(cost) for cost in table) for table in tables),
+        stages=_stages(model, layout, costs, capacity, exposed_s),
+        steady=steady,
+        fill=fill,
+        forward_apart=layout.schedule == "gpipe" and layout.pipeline > 1 and same_forward,
+    )
+
+
+def _stages(
+    model: ModelGraph,
+    layout: Layout,
+    costs: LayoutCosts,
+    capacity_bytes: float,
+    exposed_s: list[float],
+) -> tuple[Stage, ...]:
+    """Return the stages of ranks that have one each.
+
+    Beside its layers a stage holds what the pipeline received, unless its first layer stores that,
+    and sent, for each micro-batch in flight, and one of each on the way (planner.predict).
+    """
+    last = layout.pipeline - 1
+    received = 0 if input_stored(model, costs) else 1
+    result = []
+    for s in range(layout.pipeline):
+        in_flight = most_in_flight(
+            layout.schedule, s, stages=layout.pipeline, micro_batches=layout.micro_batches
+        )
+        held = (received * (s > 0) + (s < last)) * in_flight + 2 if last else 0
+        result.append(
+            Stage(
+                capacity_bytes=capacity_bytes,
+                in_flight=in_flight,
+                exposed_s=exposed_s[s],
+                fixed_bytes=held * costs.boundary_bytes,
+            )
+        )
+    return tuple(result)
+
+
+def layout_pace(model: ModelGraph, layout: Layout) -> tuple[float, float]:
+    """Return `steady` and `fill` of a layout."""
+    if layout.pipeline == 1:
+        return layout.micro_batches - 1.0, 1.0
+    share, run = 1.0, run_of(model)
+    if layout.virtual_stages > 1 and run is not None:
+        share = largest_stage(run, layout.pipeline, layout.virtual_stages)
+    return pace(
+        layout.schedule,
+        ranks=layout.pipeline,
+        micro_batches=layout.micro_batches,
+        largest_stage=share,
+    )
+
+
+def boundaries_s(costs: LayoutCosts, layout: Layout) -> list[float]:
+    """[rank] Exposed seconds of a micro-batch that no layer counts: transfers and actions.
+
+    A stage runs a forward and a backward, or an F, an I and a W, each one action; the layers at
+    the ends of the model count one of them (see planner.costs.strategy).  Each of a stage's ends
+    that meets another rank has a transfer there.
+    """
+    ranks, virtual = layout.pipeline, layout.virtual_stages
+    if not counted_by_rank(layout):
+        last = ranks - 1
+        return [costs.boundary_s * ((s > 0) + (s < last)) for s in range(ranks)]
+    home = rank_of_stage(layout.schedule, stages=layout.stages, virtual_stages=virtual)
+    actions = 3 if splits_backward(layout.schedule) else 2
+    result = [virtual * actions * costs.action_s] * ranks
+    result[home[0]] -= costs.action_s
+    result[home[-1]] -= costs.action_s
+    for one, next_ in itertools.pairwise(home):
+        if one != next_:
+            result[one] += costs.transfer_s
+            result[next_] += costs.transfer_s
+    return result
+
+
+def plan_of(
+    model: ModelGraph,
+    cluster_name: str,
+    job: Job,
+    layout: Layout,
+    costs: LayoutCosts,
+    solution: Solution,
+    recompute: Recompute | None = None,
+) -> Plan:
+    """Return the plan that a solution of `instance_of` describes, with the same `recompute`."""
+    names = [name for name, _ in model.chain]
+    choices = {kind: allowed(table, layout, recompute) for kind, table in costs.kinds.items()}
+    if layout.virtual_stages > 1:
+        placed = RankProblem(model, layout, costs, recompute).placed(solution)
+    else:
+        placed = [
+            [(at, solution.options[at]) for at in range(first, end)]
+            for first, end in itertools.pairwise(solution.cuts)
+        ]
+    chosen = [
+        [(names[at], choices[model.chain_kinds[at]][option]) for at, option in stage]
+        for stage in placed
+    ]
+    stages = tuple(
+        PlanStage(
+            layers=tuple(
+                PlacedLayer(layer=name, recompute=choice.recompute, activations=choice.activations)
+                for name, choice in stage
+            )
+        )
+        for stage in chosen
+    )
+    return plan_with(
+        model, cluster_name, job, layout, stages, step_s=solution.objective_s + costs.step_s
+    )
+
+
+def plan_with(
+    model: ModelGraph,
+    cluster_name: str,
+    job: Job,
+    layout: Layout,
+    stages: tuple[PlanStage, ...],
+    *,
+    step_s: float,
+    groups: tuple[PlannedGroup, ...] | None = None,
+) -> Plan:
+    """Return the plan of a layout with these stages; ranks wait ten times `step_s` for others."""
+    return Plan(
+        model=PlannedModel(name=model.name, source=model.source or model.name, digest=model.digest),
+        cluster=cluster_name,
+        seq_len=job.seq_len,
+        global_batch=job.global_batch,
+        precision=job.precision,
+        mesh=Mesh(
+            tensor=layout.tensor,
+            context=layout.context,
+            data_shard=layout.data_shard,
+            data_replicate=layout.data_replicate,
+            pipeline=layout.pipeline,
+            expert=layout.expert,
+            order=layout.order,
+        ),
+        zero=layout.zero,
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        micro_batch=layout.micro_batch,
+        micro_batches=layout.micro_batches,
+        offload=layout.offload,
+        gradient_wire=layout.gradient_wire,
+        timeout_s=max(SHORTEST_TIMEOUT_S, 10.0 * step_s),
+        training=Training(lora=job.lora),
+        stages=stages,
+        groups=groups,
+    )

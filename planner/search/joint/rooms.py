@@ -1,0 +1,373 @@
+"""Least seconds of many families within memory, under every timetable each may have.
+
+Of a family and one of its sharings, *lean* because it divides states the most, the layers of the
+commonest kind are counted as planner.search.joint.hosting does, beside what surely lies on the
+ranks of the model's ends: its first and its last layer, each with the least of every figure.  The
+other layers take their fewest seconds anywhere, and no room.  Of a stage's own buffers those of
+what it sends and of what is on the way are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.costs.activations import treated
+from planner.costs.calibration import taken
+from planner.costs.layer_figures import KindFigures
+from planner.costs.layout_costs import CostTables, counted_by_rank, holding_of
+from planner.costs.memory import States
+from planner.costs.strategy import Holding, StrategyParts, strategy_cost
+from planner.layers.operator_table import RECOMPUTES, either
+from planner.pipeline_model import held
+from planner.plan import Layout
+from planner.profile import Recompute
+from planner.schedule import rank_of_stage, splits_backward
+from planner.search.joint.hosting import Options, Stages, hosted
+from planner.search.ranks import longest_run, shares_of
+from planner.search.space import Family, Sharing, Timetable
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+class Unit(NamedTuple):
+    """Layouts that are looked at together: a family's, of which none holds less than under one
+    sharing."""
+
+    family: Family
+    leanest: Sharing
+
+
+class Paces(NamedTuple):
+    """[problem] How a timetable turns the seconds of ranks into those of a step.
+
+    `actions` of all ranks and of any at least, which no layer counts; a credit counts `credited`.
+    """
+
+    steady: Floats
+    fill: Floats
+    credited: Floats
+    actions: Floats
+    least_actions: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """The layers of a model by kind, and the settings that their seconds were worked out in."""
+
+    counts: dict[str, int]
+    commonest: str
+    figures: KindFigures
+    """Arrays [setting]."""
+    fastest_s: Floats
+    """[kind, setting]"""
+    credits_s: Floats
+    """[setting] Of all layers."""
+
+
+class _Ranks(NamedTuple):
+    """The ranks of a pipeline under one timetable."""
+
+    columns: Floats
+    """[column, rank] Micro-batches in flight and waiting; buffers; how often what one like layer
+    keeps may wait beyond its share; 1 where the rank has the model's first, last layer."""
+    holding: int
+    """Place in `_HOLDINGS`."""
+    least: tuple[float, float]
+    """Least in flight, and least buffers."""
+
+
+class Rooms:
+    """Bounds on the families of one search."""
+
+    def __init__(
+        self,
+        tables: CostTables,
+        chain: Chain,
+        *,
+        capacity_bytes: float,
+        recompute: Recompute | None,
+    ) -> None:
+        """`capacity_bytes` are for layers and the pipeline's buffers, on every rank."""
+        self._tables = tables
+        self._chain = chain
+        self._capacity_bytes = capacity_bytes
+        self._kinds = tables.model.chain_kinds
+        run = longest_run(self._kinds)
+        self._like = run is not None and self._kinds[run.before] == chain.commonest
+        self._recompute = recompute
+        self._ranks: dict[tuple[object, ...], tuple[_Ranks, ...]] = {}
+
+    def least_s(
+        self,
+        units: Sequence[Unit],
+        settings: Indices,
+        paces: Paces,
+        added_s: Floats,
+        seen_s: Floats | None = None,
+    ) -> Floats:
+        """[timetable of the units in turn] Least seconds of a step; inf where none fits.
+
+        `settings` [unit] are places in the chain's arrays; `added_s` [unit] comes on top of a step,
+        `seen_s` [unit, choice] of the passes of one of the commonest layers.
+        """
+        each = [self._ranks_of(unit.family) for unit in units]
+        every = [ranks for own in each for ranks in own]
+        of_unit = np.repeat(np.arange(len(units)), [len(own) for own in each])
+        degree = np.array([unit.family.degrees.pipeline for unit in units])[of_unit]
+        costs = _Costs(self._tables, self._chain.figures, units, settings, self._recompute)
+        holdings = np.array([ranks.holding for ranks in every])
+        options = Options(
+            **dict(zip(_FIGURES, costs.of(self._chain.commonest, holdings, of_unit), strict=True))
+        )
+        if seen_s is not None:
+            options = replace(options, time_s=options.time_s + seen_s[of_unit].T)
+        boundary_bytes = np.array([self._boundary_bytes(unit) for unit in units])[of_unit]
+        least = np.array([ranks.least for ranks in every]).T
+        kept = np.flatnonzero(self._may_fit(options, boundary_bytes, least, degree))
+        bound_s = np.full(len(every), np.inf)
+        if len(kept):
+            some = [every[at] for at in kept.tolist()]
+            columns = np.concatenate([ranks.columns for ranks in some], axis=1)
+            options, degree, of_unit = options.of(kept), degree[kept], of_unit[kept]
+            stages = self._stages(
+                columns, options, degree, boundary_bytes[kept], costs, holdings[kept], of_unit
+            )
+            bound_s[kept] = self._bound_s(
+                options,
+                stages,
+                settings[of_unit],
+                Paces(*(column[kept] for column in paces)),
+                added_s[of_unit],
+            )
+        return bound_s
+
+    def _may_fit(
+        self, options: Options, boundary_bytes: Floats, least: Floats, degree: Indices
+    ) -> NDArray[np.bool_]:
+        """[timetable] Whether all ranks hold the layers if each were like the roomiest of them."""
+        in_flight, buffers = least
+        lean = (options.resident_bytes + in_flight * options.stored_bytes).min(axis=0)
+        free = self._capacity_bytes - buffers * boundary_bytes
+        free -= options.transient_bytes.min(axis=0)
+        layers = -(-self._chain.counts[self._chain.commonest] // degree)
+        may: NDArray[np.bool_] = layers * lean <= free * (1 + 1e-9)
+        return may
+
+    def _stages(
+        self,
+        columns: Floats,
+        options: Options,
+        degree: Indices,
+        boundary_bytes: Floats,
+        costs: _Costs,
+        holdings: Indices,
+        of_unit: Indices,
+    ) -> Stages:
+        """Return the ranks of all timetables, with what is left beside what surely lies there."""
+        in_flight, waiting, buffers, more, *ends = columns
+        problem = np.repeat(np.arange(len(degree)), degree)
+        free_bytes = self._capacity_bytes - buffers * boundary_bytes[problem]
+        if self._like:
+            free_bytes -= more * options.kept_bytes.min(axis=0)[problem]
+        beside_s, beside_bytes = np.zeros(len(problem)), np.zeros(len(problem))
+        for kind, here in zip(self._tables.end_kinds, ends, strict=True):
+            if kind is None or kind == self._chain.commonest:
+                continue
+            at = np.flatnonzero(here)
+            figures = costs.of(kind, holdings, of_unit).min(axis=1)[:, problem[at]]
+            time_s, stored, resident, transient, kept = figures
+            beside_s[at] += time_s
+            free_bytes[at] -= resident + in_flight[at] * stored + waiting[at] * kept
+            beside_bytes[at] = np.maximum(beside_bytes[at], transient)
+        return Stages(
+            counts=degree,
+            in_flight=in_flight,
+            waiting=waiting,
+            free_bytes=free_bytes,
+            beside_s=beside_s,
+            beside_transient_bytes=beside_bytes,
+        )
+
+    def _bound_s(
+        self, options: Options, stages: Stages, setting: Indices, paces: Paces, added_s: Floats
+    ) -> Floats:
+        """[timetable] Least seconds, by the slowest stage and by all of them."""
+        chain, action_s, ranks = self._chain, self._tables.action_s, stages.counts
+        counts = np.array(list(chain.counts.values()), dtype=float)
+        fastest_s = chain.fastest_s[:, setting]
+        even_s = np.ceil(counts[:, None] / ranks) * fastest_s
+        at = list(chain.counts).index(chain.commonest)
+        slowest_s, counted_s = hosted(options, stages, chain.counts[chain.commonest], even_s[at])
+        fits = np.isfinite(counted_s)
+        total_s = np.where(fits, counted_s, 0.0) + paces.actions * action_s
+        total_s += np.delete(counts, at) @ np.delete(fastest_s, at, axis=0)
+        slowest_s = np.maximum(np.where(fits, slowest_s, 0.0), even_s.max(axis=0))
+        slowest_s = np.maximum(slowest_s + paces.least_actions * action_s, total_s / ranks)
+        once_s = added_s + self._tables.step_s - paces.credited * chain.credits_s[setting]
+        bound_s = (paces.steady * slowest_s + paces.fill * total_s) * _BELOW + once_s
+        return np.where(fits, bound_s, np.inf)
+
+    def _boundary_bytes(self, unit: Unit) -> float:
+        return self._tables.boundary_bytes(_layout(unit))
+
+    def _ranks_of(self, family: Family) -> tuple[_Ranks, ...]:
+        """[timetable] Return how the ranks of a family are laden."""
+        key = (family.degrees.pipeline, family.micro_batches, family.timetables)
+        found = self._ranks.get(key)
+        if found is None:
+            found = self._ranks[key] = tuple(
+                _ranks(self._kinds, family.degrees.pipeline, family.micro_batches, timetable)
+                for timetable in family.timetables
+            )
+        return found
+
+
+class _Costs:
+    """What layers hold in many layouts, and their seconds without those of sharing."""
+
+    def __init__(
+        self,
+        tables: CostTables,
+        figures: KindFigures,
+        units: Sequence[Unit] | Sequence[Layout],
+        settings: Indices,
+        recompute: Recompute | None,
+    ) -> None:
+        layouts = [_layout(unit) if isinstance(unit, Unit) else unit for unit in units]
+        self._tables = tables
+        self._figures = figures
+        self._settings = settings
+        self._recompute = recompute
+        self._kinds = list(figures)
+        self._states = [tables.states(layout) for layout in layouts]
+        self._once = cast(bool, np.array([layout.micro_batches == 1 for layout in layouts]))
+        self._pipelined = cast(bool, np.array([layout.pipeline > 1 for layout in layouts]))
+        self._parts: dict[str, list[StrategyParts]] = {}
+
+    def of(self, kind: str, holdings: Indices, layouts: Indices) -> Floats:
+        """[figure, choice, place] One kind's `_FIGURES`, for layouts that hold things somehow."""
+        if kind not in self._parts:
+            self._parts[kind] = list(self._of(kind))
+        parts = self._parts[kind]
+        result = np.empty((len(_FIGURES), len(parts), len(layouts)))
+        for number in np.unique(holdings).tolist():
+            at = np.flatnonzero(holdings == number)
+            of = layouts[at]
+            for choice, part in enumerate(parts):
+                cost = strategy_cost(
+                    part,
+                    neighbour_bytes=0.0,
+                    action_s=0.0,
+                    holding=_HOLDINGS[number],
+                    last=kind == self._tables.end_kinds[1],
+                    once=self._once,
+                )
+                figures = (
+                    cost.forward_s + cost.backward_s,
+                    cost.stored_bytes,
+                    cost.resident_bytes,
+                    cost.transient_bytes,
+                    part.figures.kept_bytes,
+                )
+                for row, figure in enumerate(figures):
+                    result[row, choice, at] = (
+                        figure[of] if isinstance(figure, np.ndarray) else figure
+                    )
+        return result
+
+    def _of(self, kind: str) -> Iterable[StrategyParts]:
+        at = self._kinds.index(kind)
+        states = _stacked([states[at] for states in self._states])
+        last = kind == self._tables.end_kinds[1]
+        for recompute, many in zip(RECOMPUTES, self._figures[kind], strict=True):
+            if self._recompute not in (None, recompute):
+                continue
+            figures = taken(many, self._settings)
+            passed = either(self._pipelined, figures.returned_bytes, 0.0) if last else 0.0
+            for activations in self._tables.activations:
+                yield StrategyParts(
+                    recompute=recompute,
+                    activations=activations,
+                    figures=figures,
+                    states=states,
+                    treated=treated(activations, figures, self._tables.rates, passed=passed),
+                    gather_s=0.0,
+                    backward_shard_s=0.0,
+                    sync_s=0.0,
+                    optimizer_s=0.0,
+                )
+
+
+def costs_together(
+    tables: CostTables,
+    figures: KindFigures,
+    layouts: Sequence[Layout],
+    kind: str,
+    recompute: Recompute | None = None,
+) -> Floats:
+    """[figure, choice, layout] Seconds, stored, resident, transient and kept bytes of one kind.
+
+    Each layout holds things as its own timetable does; `figures` are arrays [layout].
+    """
+    every = np.arange(len(layouts))
+    holdings = np.array([_HOLDINGS.index(holding_of(layout)) for layout in layouts])
+    return _Costs(tables, figures, layouts, every, recompute).of(kind, holdings, every)
+
+
+_HOLDINGS: tuple[Holding, ...] = get_args(Holding)
+_FIGURES = ("time_s", "stored_bytes", "resident_bytes", "transient_bytes", "kept_bytes")
+
+_BELOW = 1.0 - 1e-9
+"""Sums in another order differ in the last bits, and a bound may not be above what it bounds."""
+
+
+def _stacked(states: Sequence[States]) -> States:
+    """Return states that are arrays."""
+    numbers: dict[int, int] = {}
+    place = np.array([numbers.setdefault(id(one), len(numbers)) for one in states])
+    some = {id(one): one for one in states}
+    each = [some[key] for key in numbers]
+    columns = ([getattr(one, name) for one in each] for name in _STATES)
+    arrays = (np.array(column)[place] for column in columns)
+    return States(**dict(zip(_STATES, arrays, strict=True)))
+
+
+_STATES = tuple(field.name for field in fields(States))
+
+
+def _layout(unit: Unit) -> Layout:
+    """Return a layout of the unit; what it holds is the same under every timetable."""
+    return unit.family.layout(unit.leanest, Timetable())
+
+
+def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Timetable) -> _Ranks:
+    """Return how ranks are laden, as in planner.search.formulation and .rank_problem."""
+    name, virtual = timetable
+    layout = Layout(pipeline=ranks, schedule=name, virtual_stages=virtual)
+    none, at = np.zeros(ranks), np.arange(ranks)
+    home = rank_of_stage(name, stages=ranks * virtual, virtual_stages=virtual)
+    ends = (at == home[0]).astype(float), (at == home[-1]).astype(float)
+    each = [
+        held(name, rank, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual)
+        for rank in range(ranks)
+    ]
+    alive = np.array([float(one.alive) for one in each])
+    if ranks == 1:
+        columns = none + 1.0, none, none, none, *ends
+    elif not counted_by_rank(layout):
+        columns = alive, none, np.where(at < ranks - 1, alive, 0.0) + 2.0, none, *ends
+    else:
+        waiting = np.array([float(one.waiting) for one in each])
+        waiting *= splits_backward(name)
+        shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
+        full = np.array([shares.full_stages(rank) if shares else 1 for rank in range(ranks)])
+        more = waiting * (full - 1) / full
+        columns = alive / full, waiting / full, alive + 2.0 * virtual, more, *ends
+    least = float(columns[0].min()), float(columns[2].min())
+    return _Ranks(np.stack(columns), _HOLDINGS.index(holding_of(layout)), least)

@@ -1,0 +1,68 @@
+"""What a layer of a partition problem may choose among, from the costs of its kind."""
+
+from __future__ import annotations
+
+from planner.costs.strategy import StrategyCost
+from planner.native import layer_obstacle
+from planner.plan import Layout
+from planner.profile import Recompute
+from planner.solver.instance import Option
+
+
+def allowed(
+    table: tuple[StrategyCost, ...], layout: Layout, recompute: Recompute | None
+) -> tuple[StrategyCost, ...]:
+    """Return what a layer may choose among.
+
+    To offload or to compress is left out where another choice is no worse in any figure: then no
+    optimum needs it.  Forward and backward count apart under GPipe alone.
+    """
+    apart = layout.schedule == "gpipe" and layout.pipeline > 1
+    asked = [
+        cost
+        for cost in table
+        if recompute in (None, cost.recompute)
+        and not layer_obstacle(layout, cost.recompute, cost.activations)
+    ]
+    return tuple(
+        cost
+        for at, cost in enumerate(asked)
+        if cost.activations == "keep"
+        or not any(_no_worse(other, cost, apart, first=i < at) for i, other in enumerate(asked))
+    )
+
+
+def _no_worse(other: StrategyCost, cost: StrategyCost, apart: bool, *, first: bool) -> bool:
+    """Whether `other` can stand for `cost`; of two that are equal the first can."""
+    theirs, mine = _figures(other, apart), _figures(cost, apart)
+    if other is cost or any(a > b for a, b in zip(theirs, mine, strict=True)):
+        return False
+    return first or theirs != mine
+
+
+def _figures(cost: StrategyCost, apart: bool) -> tuple[float, ...]:
+    return (
+        cost.forward_s if apart else cost.forward_s + cost.backward_s,
+        cost.backward_s if apart else 0.0,
+        cost.stored_bytes,
+        cost.transient_bytes,
+        cost.resident_bytes,
+        cost.sync_s,
+        cost.host_bytes,
+        cost.host_resident_bytes,
+    )
+
+
+def option_of(cost: StrategyCost) -> Option:
+    """Return one choice as an option of a partition problem."""
+    return Option(
+        name=cost.name,
+        forward_s=cost.forward_s,
+        backward_s=cost.backward_s,
+        stored_bytes=cost.stored_bytes,
+        transient_bytes=cost.transient_bytes,
+        resident_bytes=cost.resident_bytes,
+        sync_s=cost.sync_s,
+        host_bytes=cost.host_bytes,
+        host_resident_bytes=cost.host_resident_bytes,
+    )

@@ -1,0 +1,251 @@
+"""Choices that the user has made, and the one layout that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from planner.cluster import ClusterSpec
+from planner.document import nearest
+from planner.errors import DocumentError
+from planner.plan import (
+    INSIDE_OUT,
+    Activations,
+    Axis,
+    GradientWire,
+    Job,
+    Layout,
+    Offload,
+    ScheduleName,
+)
+from planner.profile import Recompute
+from planner.schedule import FOLDED, LOOPED
+from planner.solver.requirements import Requirement
+
+SCHEDULES: tuple[ScheduleName, ...] = (
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    "zb-h1",
+    "interleaved-zb",
+    "zbv",
+    "dualpipe-v",
+    "pipedream-2bw",
+)
+"""From the simplest: among equally fast plans it wins."""
+Allowance = Literal["stale", "compress", "offload"]
+"""What must be asked for.  Weights one step old, 8-bit activations and gradients change the
+arithmetic of training; to offload does not, but the search takes longer."""
+SHORT_NAMES = {
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
+    "pp": "pipeline",
+    "dp": "data",
+    "shard": "data_shard",
+    "zero": "zero",
+    "micro_batch": "micro_batch",
+    "schedule": "schedule",
+    "v": "virtual_stages",
+    "recompute": "recompute",
+    "activations": "activations",
+    "offload": "offload",
+    "gradients": "gradient_wire",
+    "order": "order",
+}
+WORDS: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "recompute": get_args(Recompute),
+    "activations": get_args(Activations),
+    "offload": get_args(Offload),
+    "gradient_wire": get_args(GradientWire),
+}
+AXES: dict[str, tuple[Axis, ...]] = {
+    "tp": ("tensor",),
+    "cp": ("context",),
+    "dp": ("data_shard", "data_replicate"),
+    "shard": ("data_shard",),
+    "replicate": ("data_replicate",),
+    "pp": ("pipeline",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """Choices that the user has made; None leaves the choice to the search."""
+
+    tensor: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    data_shard: int | None = None
+    """Ranks that ZeRO divides the states among; the data axis may be a multiple of it."""
+    zero: int | None = None
+    micro_batch: int | None = None
+    schedule: ScheduleName | None = None
+    virtual_stages: int | None = None
+    recompute: Recompute | None = None
+    activations: Activations | None = None
+    offload: Offload | None = None
+    gradient_wire: GradientWire | None = None
+    order: tuple[Axis, ...] | None = None
+    """All axes, the innermost first."""
+    allowed: frozenset[Allowance] = frozenset()
+    require: tuple[Requirement, ...] = ()
+    """What a split must keep beside."""
+
+    def allow(self, layout: Layout) -> bool:
+        """Whether a layout keeps every pin; recomputation and activations are not the layout's."""
+        pinned = (
+            (self.tensor, layout.tensor),
+            (self.context, layout.context),
+            (self.expert, layout.expert),
+            (self.pipeline, layout.pipeline),
+            (self.data, layout.data),
+            (self.data_shard, layout.data_shard),
+            (self.zero, layout.zero),
+            (self.micro_batch, layout.micro_batch),
+            (self.schedule, layout.schedule),
+            (self.virtual_stages, layout.virtual_stages),
+            (self.offload, layout.offload),
+            (self.gradient_wire, layout.gradient_wire),
+            (self.order, layout.order),
+        )
+        return all(pin in (None, value) for pin, value in pinned)
+
+
+def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
+    """Read `tp=8`, `pp=4,zero=3`, ... as the command line gives them, and what is allowed.
+
+    >>> read_pins(["tp=8", "zero=3,recompute=full"]).recompute
+    'full'
+    """
+    values: dict[str, int | str | tuple[Axis, ...]] = {}
+    for item in (part.strip() for text in texts for part in text.split(",")):
+        name, sign, value = item.partition("=")
+        field = SHORT_NAMES.get(name) or (name if name in SHORT_NAMES.values() else None)
+        if not sign or field is None:
+            raise DocumentError("fix", f"'{item}': write NAME=VALUE; {nearest(name, _names())}")
+        if field in values:
+            raise DocumentError("fix", f"'{item}': {name} is given twice")
+        values[field] = _pin_value(field, value, item)
+    pins = Pins(**values, allowed=read_allowances(allow))  # type: ignore[arg-type]
+    for needed, word in _needed(pins):
+        if word not in pins.allowed:
+            raise DocumentError("fix", f"{needed} changes training: add --allow {word}")
+    return pins
+
+
+def _needed(pins: Pins) -> Iterator[tuple[str, Allowance]]:
+    """Yield pins that need an allowance, as they are written, and which."""
+    if pins.schedule == "pipedream-2bw":
+        yield "schedule=pipedream-2bw", "stale"
+    if pins.activations == "compress":
+        yield "activations=compress", "compress"
+    if pins.gradient_wire not in (None, "full"):
+        yield f"gradients={pins.gradient_wire}", "compress"
+
+
+def read_allowances(texts: Sequence[str]) -> frozenset[Allowance]:
+    """Read `stale`, `stale,compress`, ... as the command line gives them.
+
+    >>> sorted(read_allowances(["stale,offload"]))
+    ['offload', 'stale']
+    """
+    found: set[Allowance] = set()
+    for word in (part.strip() for text in texts for part in text.split(",")):
+        if word not in get_args(Allowance):
+            known = list(get_args(Allowance))
+            raise DocumentError("allow", f"'{word}' is not known; {nearest(word, known)}")
+        found.add(word)  # type: ignore[arg-type]
+    return frozenset(found)
+
+
+def _names() -> list[str]:
+    return list(SHORT_NAMES)
+
+
+def _pin_value(field: str, value: str, item: str) -> int | str | tuple[Axis, ...]:
+    if field == "order":
+        return _order(value, item)
+    words = WORDS.get(field)
+    if words is not None:
+        if value not in words:
+            raise DocumentError("fix", f"'{item}': {field} is one of {', '.join(words)}")
+        return value
+    least = 0 if field == "zero" else 1
+    if not value.isdecimal() or int(value) < least or (field == "zero" and int(value) > 3):
+        bounds = "0, 1, 2 or 3" if field == "zero" else "a whole number from 1"
+        raise DocumentError("fix", f"'{item}': {field} is {bounds}")
+    return int(value)
+
+
+def _order(value: str, item: str) -> tuple[Axis, ...]:
+    """Read `pp-tp-dp`: axes from the innermost; those that are not named follow as usual."""
+    axes: list[Axis] = []
+    for name in value.split("-"):
+        if name not in AXES:
+            raise DocumentError(
+                "fix",
+                f"'{item}': order names axes from the innermost, as in pp-tp-dp; "
+                f"{nearest(name, list(AXES))}",
+            )
+        axes.extend(AXES[name])
+    if len(set(axes)) < len(axes):
+        raise DocumentError("fix", f"'{item}': order names an axis twice")
+    return (*axes, *(axis for axis in INSIDE_OUT if axis not in axes))
+
+
+def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins) -> Layout:
+    """Return the one layout that pins describe; what they leave open takes the plainest value.
+
+    Data parallelism takes the devices that are left, sharded by ZeRO-1; a micro-batch is 1 sample.
+    """
+    tensor, pipeline = pins.tensor or 1, pins.pipeline or 1
+    context, expert = pins.context or 1, pins.expert or 1
+    data = pins.data or max(1, cluster.devices // (tensor * context * pipeline))
+    micro_batch = pins.micro_batch or 1
+    zero = (1 if data > 1 else 0) if pins.zero is None else pins.zero
+    shard = (pins.data_shard or data) if zero else 1
+    if job.global_batch % (data * micro_batch):
+        raise DocumentError(
+            "layout",
+            f"dp={data} x micro_batch={micro_batch} does not divide the global batch of "
+            f"{job.global_batch}",
+        )
+    if zero and data == 1:
+        raise DocumentError("layout", f"zero={zero} needs dp > 1 to shard over")
+    if data % shard or (zero and shard == 1):
+        raise DocumentError("layout", f"shard={shard} must divide dp={data} and exceed 1")
+    if pins.data_shard and not zero and pins.data_shard > 1:
+        raise DocumentError("layout", f"shard={pins.data_shard} needs zero=1, 2 or 3")
+    if (shard * context * tensor) % expert:
+        raise DocumentError(
+            "layout", f"ep={expert} does not divide shard x cp x tp = {shard * context * tensor}"
+        )
+    return Layout(
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        pipeline=pipeline,
+        data_replicate=data // shard,
+        data_shard=shard,
+        zero=zero,
+        schedule=pins.schedule or "1f1b",
+        virtual_stages=pins.virtual_stages or _usual_stages(pins.schedule),
+        offload=pins.offload or "none",
+        gradient_wire=pins.gradient_wire or "full",
+        order=pins.order or INSIDE_OUT,
+        micro_batch=micro_batch,
+        micro_batches=job.global_batch // (data * micro_batch),
+    )
+
+
+def _usual_stages(schedule: ScheduleName | None) -> int:
+    """Return the fewest stages on a rank that a schedule takes."""
+    return 2 if schedule in (*FOLDED, *LOOPED) else 1
+
+
+assert {*SHORT_NAMES.values(), "allowed", "require"} == {field.name for field in fields(Pins)}

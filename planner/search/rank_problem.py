@@ -1,0 +1,252 @@
+"""The partition problem of ranks that have several stages, or backwards that are split.
+
+Each rank is one stage of the problem, with the layers of all its stages (planner.search.ranks), the
+micro-batches that it holds (planner.pipeline_model.held) and its own buffers.  A solution never
+holds less than planner.costs.rank_memory finds in the plan that is made of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cached_property
+from typing import Literal
+
+from planner.costs.layout_costs import LayoutCosts
+from planner.costs.strategy import StrategyCost, StrategyParts
+from planner.errors import DocumentError
+from planner.model import ModelGraph
+from planner.pipeline_model import Held, held, most_on_first_stage
+from planner.plan import Layout
+from planner.profile import Recompute
+from planner.schedule import splits_backward
+from planner.search.layer_options import allowed, option_of
+from planner.search.ranks import Shares, shares_of
+from planner.solver.instance import Instance, Option, Solution, Stage
+
+Pair = tuple[StrategyCost, StrategyParts]
+
+
+class RankProblem:
+    """One layout's problem, and how to read its solution."""
+
+    def __init__(
+        self, model: ModelGraph, layout: Layout, costs: LayoutCosts, recompute: Recompute | None
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.costs = costs
+        self._recompute = recompute
+        self._chain = model.chain_kinds
+        self._pairs: dict[str, list[Pair]] = {}
+        self._shares: Shares | None = None
+        if layout.virtual_stages > 1:
+            self._shares = shares_of(
+                self._chain, layout.schedule, layout.pipeline, layout.virtual_stages
+            )
+            if self._shares is None:
+                raise DocumentError(
+                    "virtual_stages",
+                    f"is {layout.virtual_stages}; {model.name} has no run of like layers that "
+                    f"{layout.stages} stages could share evenly: use 1",
+                )
+
+    def instance(
+        self, capacity_bytes: float, *, steady: float, fill: float, exposed_s: list[float]
+    ) -> Instance:
+        """Return the problem."""
+        layers, groups = self._entries()
+        tables = [self._table(group) for group in groups]
+        credits_s = [sum(self._credit_s(self._chain[at]) for at in group) for group in groups]
+        return Instance(
+            layers=tuple(layers),
+            kinds=tuple(tables),
+            stages=tuple(
+                self._stage(rank, capacity_bytes, exposed_s[rank])
+                for rank in range(self.layout.pipeline)
+            ),
+            steady=steady,
+            fill=fill,
+            credits_s=tuple(fill * credit for credit in credits_s) if self._splits else (),
+        )
+
+    def placed(self, solution: Solution) -> list[list[tuple[int, int]]]:
+        """Return the position and the choice of every stage's layers."""
+        assert self._shares is not None, "with one stage a rank the cuts say it"
+        entries = self._shares.entries
+        choices = [
+            list(itertools.product(*(range(len(self._of(self._chain[at]))) for at in entry)))
+            for entry in entries
+        ]
+        like = self._of(self._chain[self._shares.run.before])
+        order = sorted(range(len(like)), key=lambda choice: (like[choice][0].stored_bytes, -choice))
+        chosen = [options[at] for options, at in zip(choices, solution.options, strict=True)]
+        return self._shares.placed(solution.cuts, chosen, order)
+
+    @property
+    def shares(self) -> Shares | None:
+        """How ranks share the chain; None with one stage a rank."""
+        return self._shares
+
+    def treatments(self, entry: int, option: int) -> tuple[StrategyCost, ...]:
+        """Return what an option of an entry means for each layer that the entry stands for."""
+        positions = self._shares.entries[entry] if self._shares is not None else (entry,)
+        each = [[cost for cost, _ in self._of(self._chain[at])] for at in positions]
+        return tuple(itertools.product(*each))[option]
+
+    @property
+    def _splits(self) -> bool:
+        return splits_backward(self.layout.schedule)
+
+    def _stage(self, rank: int, capacity_bytes: float, exposed_s: float) -> Stage:
+        own, full = self._held(rank), self._full_stages(rank)
+        buffers = self._buffers * own.alive + 2 * self.layout.virtual_stages
+        fixed = buffers * self.costs.boundary_bytes
+        if self._shares is not None:
+            # What waits for W may wait in the largest stage: ⌈n / V⌉ <= (n + V - 1) / V layers.
+            fixed += own.waiting * (full - 1) / full * self._like_kept
+        return Stage(
+            capacity_bytes=capacity_bytes,
+            in_flight=own.alive / full,
+            waiting=own.waiting / full,
+            exposed_s=exposed_s,
+            fixed_bytes=fixed,
+            least_layers=self._shares.least_entries[rank] if self._shares is not None else 1,
+            most_in_flight=None if self._shares is None else self._most_on_first_stage,
+        )
+
+    @cached_property
+    def _most_on_first_stage(self) -> int:
+        return most_on_first_stage(
+            self.layout.schedule,
+            ranks=self.layout.pipeline,
+            micro_batches=self.layout.micro_batches,
+            virtual_stages=self.layout.virtual_stages,
+        )
+
+    @cached_property
+    def _buffers(self) -> int:
+        """Activations that a micro-batch in flight keeps at the ends of a stage."""
+        return 1 if input_stored(self.model, self.costs) else 2
+
+    def _full_stages(self, rank: int) -> int:
+        return 1 if self._shares is None else self._shares.full_stages(rank)
+
+    def _held(self, rank: int) -> Held:
+        layout = self.layout
+        return held(
+            layout.schedule,
+            rank,
+            ranks=layout.pipeline,
+            micro_batches=layout.micro_batches,
+            virtual_stages=layout.virtual_stages,
+        )
+
+    def _of(self, kind: str) -> list[Pair]:
+        """Return what a layer of a kind may take, in the order of `allowed`."""
+        if kind not in self._pairs:
+            table, parts = self.costs.kinds[kind], self.costs.parts[kind]
+            part_of = {id(cost): part for cost, part in zip(table, parts, strict=True)}
+            choices = allowed(table, self.layout, self._recompute)
+            self._pairs[kind] = [(cost, part_of[id(cost)]) for cost in choices]
+        return self._pairs[kind]
+
+    def _credit_s(self, kind: str) -> float:
+        return min(part.figures.credit_s for part in self.costs.parts[kind])
+
+    @cached_property
+    def _like_kept(self) -> float:
+        """Bytes that a micro-batch of one of the like layers leaves for W."""
+        assert self._shares is not None
+        if not self._splits:
+            return 0.0
+        kind = self._chain[self._shares.run.before]
+        return max(part.figures.kept_bytes for _, part in self._of(kind))
+
+    def _entries(self) -> tuple[list[int], list[tuple[int, ...]]]:
+        """Return the kind of every entry, and of every kind the positions of one entry."""
+        every = (
+            [(at,) for at in range(len(self._chain))]
+            if self._shares is None
+            else self._shares.entries
+        )
+        numbers: dict[object, int] = {}
+        layers: list[int] = []
+        groups: list[tuple[int, ...]] = []
+        for entry in every:
+            key = entry if self._place(entry[0]) != "like" else self._chain[entry[0]]
+            if key not in numbers:
+                numbers[key] = len(groups)
+                groups.append(entry)
+            layers.append(numbers[key])
+        return layers, groups
+
+    def _place(self, at: int) -> Literal["first stage", "like", "last stage"]:
+        """Say where a layer of the chain lies; with one stage a rank, wherever a cut puts it."""
+        if self._shares is None or 0 <= at - self._shares.run.before < self._shares.run.alike:
+            return "like"
+        return "first stage" if at < self._shares.run.before else "last stage"
+
+    def _table(self, group: tuple[int, ...]) -> tuple[Option, ...]:
+        """Return the options of an entry: one of every layer's, together."""
+        each = [[self._option(at, *pair) for pair in self._of(self._chain[at])] for at in group]
+        return tuple(_together(chosen) for chosen in itertools.product(*each))
+
+    def _option(self, at: int, cost: StrategyCost, part: StrategyParts) -> Option:
+        """Return one layer's option, with what its place makes of it.
+
+        A rank's micro-batches in flight are those of its stages on average, and those of the first
+        stage of the model are more.  The layers at the ends wait for W as often as their rank does.
+        """
+        option = option_of(cost)
+        kept = part.figures.kept_bytes if self._splits else 0.0
+        if self._shares is None:
+            return replace(option, kept_bytes=kept)
+        if cost.activations == "offload":
+            # Layers stand by what they store here, so any other may be on its way beside this one.
+            beside = max(
+                p.treated.moving_bytes for parts in self.costs.parts.values() for p in parts
+            )
+            option = replace(option, transient_bytes=option.transient_bytes + beside)
+        place = self._place(at)
+        if place == "like":
+            return replace(option, kept_bytes=self._like_kept)
+        if place == "last stage":
+            return replace(option, kept_bytes=self._full_stages(self._shares.home[-1]) * kept)
+        full = self._full_stages(0)
+        more = max(1.0, self._most_on_first_stage * full / self._held(0).alive)
+        return replace(option, stored_bytes=more * option.stored_bytes, kept_bytes=full * kept)
+
+
+def input_stored(model: ModelGraph, costs: LayoutCosts) -> bool:
+    """Whether what any stage but the first receives is among what its first layer stores.
+
+    In a graph of layers a stage receives more than its first layer takes.
+    """
+    if model.edges:
+        return False
+    first, *others = model.chain_kinds
+    return all(
+        part.stores_input
+        for kind, parts in costs.parts.items()
+        for part in parts
+        if kind != first or kind in others
+    )
+
+
+def _together(options: tuple[Option, ...]) -> Option:
+    """Return the option of layers that lie on one rank."""
+    if len(options) == 1:
+        return options[0]
+    return Option(
+        name=" + ".join(option.name for option in options),
+        forward_s=sum(option.forward_s for option in options),
+        backward_s=sum(option.backward_s for option in options),
+        stored_bytes=sum(option.stored_bytes for option in options),
+        kept_bytes=sum(option.kept_bytes for option in options),
+        transient_bytes=max(option.transient_bytes for option in options),
+        resident_bytes=sum(option.resident_bytes for option in options),
+        sync_s=sum(option.sync_s for option in options),
+        host_bytes=sum(option.host_bytes for option in options),
+        host_resident_bytes=sum(option.host_resident_bytes for option in options),
+    )

@@ -1,0 +1,43 @@
+"""A solved configuration as a plan with its prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.plan import Layout, Plan
+from planner.predict import placement_prediction, placements_of
+from planner.prediction import Prediction
+from planner.search.candidates import Candidates
+from planner.search.formulation import plan_of
+from planner.solver.instance import Solution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """A plan, its objective in the closed form, and what it should do."""
+
+    plan: Plan
+    objective_s: float
+    prediction: Prediction
+
+
+def ranked(candidates: Candidates, layout: Layout, solution: Solution, cluster_name: str) -> Ranked:
+    """Return the plan of a solved configuration, and what it should do."""
+    costs = candidates.costs(layout)
+    plan = plan_of(
+        candidates.model,
+        cluster_name,
+        candidates.job,
+        layout,
+        costs,
+        solution,
+        candidates.pins.recompute,
+    )
+    prediction = placement_prediction(
+        candidates.tables, layout, placements_of(plan, candidates.model)
+    )
+    return Ranked(
+        plan=plan,
+        objective_s=solution.objective_s + costs.step_s,
+        prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
+    )

@@ -1,0 +1,82 @@
+"""What layouts may put on the host or send in fewer bits, and the least that it costs a step.
+
+To offload changes no result and fewer bits do.  Both must be allowed: the first because a search
+with it takes longer, the second because it loses something.  A CPU is its own host and gains
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from planner.cluster import ClusterSpec
+from planner.costs.rates import Rates
+from planner.model import ModelGraph
+from planner.plan import Activations, GradientWire, Offload
+from planner.search.pins import Pins
+
+
+class Saving(NamedTuple):
+    """States on the host, and how gradients travel."""
+
+    offload: Offload = "none"
+    wire: GradientWire = "full"
+
+
+def reaches_host(model: ModelGraph, cluster: ClusterSpec) -> bool:
+    """Whether states may lie on the host: devices alike and linked to it, and a chain of layers."""
+    group = cluster.groups[0]
+    linked = group.host_link_bytes_per_s is not None and group.accelerator.kind != "cpu"
+    return linked and not cluster.mixed and not model.edges
+
+
+def savings(
+    model: ModelGraph, cluster: ClusterSpec, pins: Pins, runs: Callable[[Saving], bool]
+) -> tuple[Saving, ...]:
+    """Return those to choose among, the simplest first; `runs` tells what a backend executes."""
+    offloads: tuple[Offload, ...] = ("none",)
+    if pins.offload is not None:
+        offloads = (pins.offload,)
+    elif "offload" in pins.allowed and reaches_host(model, cluster):
+        offloads = ("none", "optimizer", "parameters")
+    wires: tuple[GradientWire, ...] = ("full",)
+    if pins.gradient_wire is not None:
+        wires = (pins.gradient_wire,)
+    elif "compress" in pins.allowed and not model.edges and not cluster.mixed:
+        wires = ("full", "bf16", "fp16", "powersgd")
+    every = tuple(Saving(offload, wire) for wire in wires for offload in offloads)
+    # What is pinned stays, so that its refusal is told.
+    pinned = pins.offload is not None or pins.gradient_wire is not None
+    return tuple(one for one in every if pinned or one == Saving() or runs(one))
+
+
+def activations(cluster: ClusterSpec, pins: Pins) -> tuple[Activations, ...]:
+    """Return the ways to treat activations that layers may choose among."""
+    if pins.activations is not None:
+        return (pins.activations,)
+    return tuple(_activations(cluster, pins))
+
+
+def _activations(cluster: ClusterSpec, pins: Pins) -> Iterator[Activations]:
+    yield "keep"
+    if "offload" in pins.allowed and all(
+        group.host_link_bytes_per_s is not None and group.accelerator.kind != "cpu"
+        for group in cluster.groups
+    ):
+        yield "offload"
+    if "compress" in pins.allowed:
+        yield "compress"
+
+
+def least_s(saving: Saving, parameters: float, devices: int, rates: Rates) -> float:
+    """Least seconds that offloaded states add to a step: no rank holds less than the mean.
+
+    Moments cross the link twice, 16 bytes per parameter; parameters on the host are updated there.
+    """
+    share = parameters / devices
+    if saving.offload == "optimizer":
+        return rates.host_copy_s(16 * share)
+    if saving.offload == "parameters":
+        return rates.host_optimizer_s(share)
+    return 0.0

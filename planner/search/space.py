@@ -1,0 +1,386 @@
+"""The space that a search looks at: families of layouts, and the layouts of a family.
+
+A family has its degrees and its micro-batch, which is what computation depends on; its layouts
+differ in what is shared and sent: ZeRO level, over how many ranks, in which order the axes lie on
+the links, the schedule with its stages per rank, what states are on the host and how gradients
+travel (planner.search.savings).  Degrees are divisors: tensor x context x data
+x pipeline = devices; micro-batches divide each data-parallel rank's share of the global batch.
+
+Stages per rank are 2 to 8 for the schedules that take several, as planner.search.ranks shares
+layers among them; a number that leaves the largest stage as large as a smaller one does is left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple, get_args
+
+from planner.cluster import ClusterSpec
+from planner.model import ModelGraph
+from planner.plan import INSIDE_OUT, Axis, GradientWire, Job, Layout, Offload, ScheduleName
+from planner.schedule import FOLDED, LOOPED, obstacle
+from planner.search import axis_orders
+from planner.search.pins import SCHEDULES, Pins
+from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
+from planner.search.savings import Saving
+
+LARGEST_MICRO_BATCH = 64
+LARGEST_CONTEXT = 64
+MOST_VIRTUAL_STAGES = 8
+
+
+class Timetable(NamedTuple):
+    """A schedule, and how many stages it runs on each rank."""
+
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """How many ranks each axis has; replicate and shard are told apart later."""
+
+    tensor: int
+    context: int
+    expert: int
+    pipeline: int
+    data: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """ZeRO level, how the data axis is divided, and where the axes lie."""
+
+    zero: int
+    shard: int
+    replicate: int
+    order: tuple[Axis, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Layouts of equal degrees and micro-batch whose tensor and context groups use equal links.
+
+    `sharings` begin with the simplest, and at each ZeRO level with the most ranks.
+    """
+
+    degrees: Degrees
+    micro_batch: int
+    micro_batches: int
+    sharings: tuple[Sharing, ...]
+    timetables: tuple[Timetable, ...]
+    savings: tuple[Saving, ...] = (Saving(),)
+    place: axis_orders.Spans = ()
+    """How far tensor and context groups reach within each tier."""
+
+    @property
+    def divided(self) -> tuple[object, ...]:
+        """What the computation inside layers depends on."""
+        degrees = self.degrees
+        return degrees.tensor, degrees.context, degrees.expert, self.micro_batch, self.place
+
+    @property
+    def size(self) -> int:
+        """How many layouts there are."""
+        return len(self.sharings) * len(self.timetables) * len(self.savings)
+
+    def by_timetable(self) -> Iterator[Family]:
+        """Yield the part of the family that each timetable makes up."""
+        for timetable in self.timetables:
+            yield replace(self, timetables=(timetable,))
+
+    def by_saving(self) -> Iterator[Family]:
+        """Yield the part of the family that each saving makes up."""
+        for saving in self.savings:
+            yield replace(self, savings=(saving,))
+
+    def layout(
+        self, sharing: Sharing, timetable: Timetable, saving: Saving | None = None
+    ) -> Layout:
+        """Return one layout; without `saving`, of the first."""
+        saving = saving or self.savings[0]
+        return Layout(
+            tensor=self.degrees.tensor,
+            context=self.degrees.context,
+            expert=self.degrees.expert,
+            pipeline=self.degrees.pipeline,
+            data_replicate=sharing.replicate,
+            data_shard=sharing.shard,
+            zero=sharing.zero,
+            schedule=timetable.schedule,
+            virtual_stages=timetable.virtual_stages,
+            micro_batch=self.micro_batch,
+            micro_batches=self.micro_batches,
+            order=sharing.order,
+            offload=saving.offload,
+            gradient_wire=saving.wire,
+        )
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield every layout."""
+        for sharing in self.sharings:
+            for timetable in self.timetables:
+                for saving in self.savings:
+                    yield self.layout(sharing, timetable, saving)
+
+    def widest(self) -> Iterator[Sharing]:
+        """Yield the sharings that divide states among the most ranks, for each ZeRO level."""
+        for level in {sharing.zero: None for sharing in self.sharings}:
+            yield next(sharing for sharing in self.sharings if sharing.zero == level)
+
+    def corners(self) -> Iterator[Layout]:
+        """Yield the layouts that divide states among the most ranks, for each ZeRO level."""
+        for widest in self.widest():
+            for timetable in self.timetables:
+                for saving in self.savings:
+                    yield self.layout(widest, timetable, saving)
+
+    @property
+    def first(self) -> Layout:
+        """The least complex layout."""
+        return self.layout(self.sharings[0], self.timetables[0], self.savings[0])
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors in ascending order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def layouts(
+    model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins | None = None
+) -> Iterator[Layout]:
+    """Yield every layout that uses all devices and divides the batch.
+
+    What a backend cannot execute is not left out here: the search asks the backend and counts it.
+    """
+    pins = pins or Pins()
+    for degrees in every_degrees(model, cluster, job, pins):
+        for family in families(model, cluster, job, degrees, pins):
+            yield from family.layouts()
+
+
+def every_degrees(
+    model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins
+) -> Iterator[Degrees]:
+    """Yield the degrees that use all devices and divide the batch, simplest first."""
+    devices = cluster.devices
+    for tensor in _allowed(divisors(devices), pins.tensor):
+        if tensor > _most_tensor_parallel(model):
+            continue
+        for context in _allowed(_context_degrees(job, devices // tensor, pins), pins.context):
+            for pipeline in _allowed(divisors(devices // tensor // context), pins.pipeline):
+                data = devices // tensor // context // pipeline
+                if pipeline > len(model.chain) or (pins.data or data) != data:
+                    continue
+                if job.global_batch % data:
+                    continue
+                for expert in _allowed(_expert_degrees(model, devices // pipeline), pins.expert):
+                    yield Degrees(
+                        tensor=tensor,
+                        context=context,
+                        expert=expert,
+                        pipeline=pipeline,
+                        data=data,
+                    )
+
+
+def micro_batches(job: Job, degrees: Degrees, pins: Pins) -> list[tuple[int, int]]:
+    """Return the sizes of a micro-batch that divide a rank's share, each with their number."""
+    share = job.global_batch // degrees.data
+    return [
+        (size, share // size)
+        for size in _allowed(divisors(share), pins.micro_batch)
+        if size <= LARGEST_MICRO_BATCH or pins.micro_batch is not None
+    ]
+
+
+def timetables(model: ModelGraph, pipeline: int, count: int, pins: Pins) -> tuple[Timetable, ...]:
+    """Return the timetables that differ and can run `count` micro-batches, simplest first.
+
+    Without a pipeline there is only one.  A graph of layers has one stage a rank.
+    """
+    every = _timetables(run_of(model), pipeline, count, pins)
+    if model.edges:
+        return tuple(one for one in every if one.virtual_stages == 1)
+    return every
+
+
+@lru_cache(maxsize=1 << 14)
+def _timetables(run: Run | None, pipeline: int, count: int, pins: Pins) -> tuple[Timetable, ...]:
+    every: list[Timetable] = []
+    for name in SCHEDULES if pipeline > 1 else SCHEDULES[:1]:
+        if pins.schedule not in (None, name):
+            continue
+        if name == "pipedream-2bw" and "stale" not in pins.allowed:
+            continue
+        for virtual in _stages_per_rank(name, run, pipeline, pins.virtual_stages):
+            shape = {"stages": pipeline * virtual, "micro_batches": count}
+            if pipeline == 1 or obstacle(name, virtual_stages=virtual, **shape) is None:
+                every.append(Timetable(name, virtual))
+    return tuple(every)
+
+
+def _stages_per_rank(
+    name: ScheduleName, run: Run | None, pipeline: int, pinned: int | None
+) -> list[int]:
+    """Return the numbers of stages per rank that a schedule takes."""
+    if name not in LOOPED and name not in FOLDED:
+        return _allowed([1], pinned)
+    if run is None:
+        return []
+    if name in FOLDED:
+        combined = run.before + run.behind <= MOST_COMBINED
+        return _allowed([2] if combined and run.alike >= 2 * pipeline else [], pinned)
+    if pinned is not None:
+        return [pinned] if 1 < pinned <= run.alike // pipeline else []
+    return virtual_stages(run, pipeline, most=MOST_VIRTUAL_STAGES)
+
+
+def sharings(degrees: Degrees, pins: Pins) -> list[tuple[int, int]]:
+    """Return ZeRO levels with the number of ranks that divide the states, simplest first.
+
+    Level 0 replicates; the others shard over the whole data axis or part of it, which leaves the
+    rest to replicate (hybrid sharding).
+    """
+    result = []
+    group = degrees.context * degrees.tensor
+    for zero in _allowed([0, 1, 2, 3], pins.zero):
+        for shard in reversed(divisors(degrees.data)) if zero else [1]:
+            if zero and shard == 1:
+                continue
+            if (shard * group) % degrees.expert or pins.data_shard not in (None, shard):
+                continue
+            result.append((zero, shard))
+    return result
+
+
+def families(
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    job: Job,
+    degrees: Degrees,
+    pins: Pins,
+    saved: tuple[Saving, ...] = (Saving(),),
+) -> Iterator[Family]:
+    """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
+    tiers = tiers_of(cluster)
+    by_place: dict[axis_orders.Spans, list[Sharing]] = {}
+    for zero, shard in sharings(degrees, pins):
+        replicate = degrees.data // shard
+        for spans, order in _orders(tiers, degrees, shard, replicate, pins).items():
+            inner = spans[:2]  # of tensor and context
+            by_place.setdefault(inner, []).append(Sharing(zero, shard, replicate, order))
+    for size, count in micro_batches(job, degrees, pins):
+        every = timetables(model, degrees.pipeline, count, pins)
+        for place, found in by_place.items() if every else ():
+            yield Family(
+                degrees=degrees,
+                micro_batch=size,
+                micro_batches=count,
+                sharings=tuple(found),
+                timetables=every,
+                savings=saved,
+                place=place,
+            )
+
+
+def _orders(
+    tiers: tuple[int, ...], degrees: Degrees, shard: int, replicate: int, pins: Pins
+) -> dict[axis_orders.Spans, tuple[Axis, ...]]:
+    """Return the orders of axes that differ; experts take neighbouring ranks, so there is one."""
+    each = (degrees.tensor, degrees.context, shard, replicate, degrees.pipeline)
+    if degrees.expert > 1 and pins.order not in (None, INSIDE_OUT):
+        return {}
+    if degrees.expert > 1 or pins.order is not None:
+        order = pins.order or INSIDE_OUT
+        return {axis_orders.spans(tiers, each, order): order}
+    return axis_orders.distinct_orders(tiers, each)
+
+
+def canonical(cluster: ClusterSpec, layout: Layout) -> Layout:
+    """Return the layout of the space whose axes lie on the same links."""
+    tiers, each = tiers_of(cluster), axis_orders.degrees_of(layout)
+    order = axis_orders.distinct_orders(tiers, each)[axis_orders.spans(tiers, each, layout.order)]
+    return layout if order == layout.order else replace(layout, order=order)
+
+
+def tiers_of(cluster: ClusterSpec) -> tuple[int, ...]:
+    """Return how many devices each link tier reaches."""
+    return tuple(tier.devices for tier in cluster.tiers)
+
+
+def _context_degrees(job: Job, ranks: int, pins: Pins) -> list[int]:
+    """Return degrees that divide the sequence, up to the largest worth a look."""
+    return [
+        degree
+        for degree in divisors(ranks)
+        if job.seq_len % degree == 0 and (degree <= LARGEST_CONTEXT or pins.context is not None)
+    ]
+
+
+def _expert_degrees(model: ModelGraph, ranks: int) -> list[int]:
+    a = model.architecture
+    if a is None or a.experts is None:
+        return [1]
+    return [degree for degree in divisors(a.experts.count) if ranks % degree == 0]
+
+
+def _allowed(values: list[int], pinned: int | None) -> list[int]:
+    return values if pinned is None else [value for value in values if value == pinned]
+
+
+def _most_tensor_parallel(model: ModelGraph) -> int:
+    return model.architecture.heads if model.architecture else 1
+
+
+def complexity(layout: Layout) -> tuple[int, ...]:
+    """Order layouts by how much machinery they need; among equals the simplest wins.
+
+    No two layouts of a space have the same complexity.
+    """
+    return (
+        layout.pipeline,
+        layout.tensor,
+        layout.context,
+        layout.expert,
+        layout.zero,
+        layout.data_replicate if layout.zero else 0,
+        _PLACES[layout.schedule],
+        layout.virtual_stages,
+        _PLACES[layout.offload],
+        _PLACES[layout.gradient_wire],
+        *_axes(layout.order),
+        -layout.micro_batch,
+    )
+
+
+@lru_cache(maxsize=1 << 10)
+def _axes(order: tuple[Axis, ...]) -> tuple[int, ...]:
+    return tuple(INSIDE_OUT.index(axis) for axis in order)
+
+
+_PLACES = {
+    name: place
+    for names in (SCHEDULES, get_args(Offload), get_args(GradientWire))
+    for place, name in enumerate(names)
+}
+"""Where each choice stands among its like."""
+
+
+def kind(layout: Layout) -> tuple[int, ...]:
+    """Return what makes plans differ in kind: the degrees of their mesh."""
+    return (
+        layout.pipeline,
+        layout.tensor,
+        layout.context,
+        layout.expert,
+        layout.data,
+    )

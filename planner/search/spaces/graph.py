@@ -1,0 +1,229 @@
+"""The search for graphs of layers: which layout, which split, over all orders of the branches.
+
+For each layout the split of the graph and every layer's recomputation are chosen together: exactly
+over all orders in which branches can be taken while the graph has at most
+`planner.costs.crossings.MOST_IDEALS` downsets, else as the best of several orders with a bound for
+all (`planner.solver.graphs.lattice`).  A tensor that stages pass on is sent, and counted, at every
+boundary that it crosses.  For its buffers every stage sets aside what the widest boundary of any
+split needs; the prediction of the chosen plan counts what its own boundaries need.
+
+Layouts wait in `planner.search.layout_queue` by their computation and their least communication.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from planner.cluster import ClusterSpec
+from planner.costs.crossings import MOST_IDEALS, in_order
+from planner.costs.hosts import hosts
+from planner.costs.layout_costs import CostTables, LayoutCosts, counted_by_rank
+from planner.costs.seats import branching
+from planner.errors import DocumentError
+from planner.model import ModelGraph
+from planner.plan import Job, Layout, Plan, PlannedModel
+from planner.predict import placement_prediction, placements_of
+from planner.search.best_first import TIES_LIMIT_S, Answer
+from planner.search.candidates import Candidates
+from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
+from planner.search.formulation import instance_of, plan_of
+from planner.search.layout_queue import Bound, Bundle, Found, Lost
+from planner.search.pins import Pins
+from planner.search.ranked import Ranked
+from planner.search.savings import activations
+from planner.search.spaces.misses import Request, closest_miss
+from planner.search.spaces.rounds import RoundSpace, unlike
+from planner.search.spaces.search import Progress, Refusals, Space, search_spaces
+from planner.solver import sided
+from planner.solver.frontier import FrontierStore
+from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
+from planner.solver.graphs.lattice import solve_graph
+from planner.solver.instance import Infeasible, Solution, broken
+
+MOST_PAIRS = 10_000_000
+"""Pairs of downsets compared at once; more leave a gap."""
+
+
+def search_graph(
+    candidates: Candidates,
+    *,
+    cluster_name: str,
+    solver: str,
+    top: int = 1,
+    progress: Progress | None = None,
+) -> Answer:
+    """Return the fastest plan that fits, with its proof; `candidates` are of a model with edges."""
+    if solver != "exact":
+        raise DocumentError("solver", f"is '{solver}'; graphs of layers need 'exact'")
+
+    def build(cluster: ClusterSpec, job: Job, pins: Pins) -> list[Space[Any]]:
+        tables = CostTables(
+            candidates.model, cluster, job, candidates.tables.profile, activations(cluster, pins)
+        )
+        changed = Candidates(candidates.model, cluster, job, tables, pins, candidates.rules)
+        return spaces_of(changed)
+
+    request = Request(
+        model=candidates.model,
+        cluster=candidates.cluster,
+        job=candidates.job,
+        pins=candidates.pins,
+        build=build,
+    )
+
+    return search_spaces(
+        spaces_of(candidates),
+        cluster_name=cluster_name,
+        refused=candidates.refused,
+        why_nothing=partial(closest_miss, request),
+        top=top,
+        progress=progress,
+    )
+
+
+def spaces_of(candidates: Candidates) -> list[Space[Any]]:
+    """Return one stage a rank, and two where the graph has one order."""
+    spaces: list[Space[Any]] = [GraphSpace(candidates)] if candidates.families else []
+    return [*spaces, RoundSpace(candidates)] if unlike(candidates.model) else spaces
+
+
+class GraphSpace:
+    """The partition problems of a graph's layouts."""
+
+    def __init__(self, candidates: Candidates) -> None:
+        self._candidates = candidates
+        self._tables: CostTables = candidates.tables
+        self._model: ModelGraph = in_order(candidates.model)
+        self._frontiers = FrontierStore()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The one group of devices."""
+        return (self._candidates.cluster.groups[0].name,)
+
+    def costs_of(self, layout: Layout) -> tuple[LayoutCosts, ...]:
+        """Return the costs of a layout."""
+        return (self._tables.of(layout),)
+
+    @property
+    def bounds(self) -> Sequence[tuple[str, Bound]]:
+        """Lower bounds on a layout's seconds, and what falls to each."""
+        return [
+            (BOUNDS[COMPUTATION], lambda _: 0.0),
+            (BOUNDS[COMMUNICATION], self._candidates.communication_s),
+        ]
+
+    def bundles(self, _: Refusals) -> Iterator[Bundle]:
+        """Yield every layout that keeps what the user fixed, by family and schedule."""
+        self._candidates.computation_s()
+        for family in self._candidates.families:
+            least_s = self._candidates.timetables_s(family)
+            for part, bound_s in zip(family.by_timetable(), least_s, strict=True):
+                yield Bundle(part.first, bound_s, part.size, part.layouts)
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        return self._candidates.refusal(layout)
+
+    def instance(self, layout: Layout) -> GraphInstance:
+        """Return the partition problem of a layout."""
+        costs, model = self._tables.of(layout), self._model
+        chain = instance_of(
+            model, self._candidates.cluster, layout, costs, self._candidates.pins.recompute
+        )
+        number = {name: at for at, (name, _) in enumerate(model.chain)}
+        sent_s = {
+            kind: self._tables.crossing_s(layout, [size])
+            for kind, size in self._tables.output_bytes(layout).items()
+        }
+        # The action of its loss is in the last layer's own seconds.
+        each = 3.0 if counted_by_rank(layout) else 2.0
+        actions = [each] * (layout.pipeline - 1) + [each - 1.0] if layout.pipeline > 1 else [0.0]
+        return GraphInstance(
+            names=tuple(number),
+            layers=chain.layers,
+            edges=tuple(
+                sorted({(number[edge.source], number[edge.target]) for edge in model.edges})
+            ),
+            kinds=chain.kinds,
+            output_s=tuple(sent_s[layer.kind] for _, layer in model.chain),
+            stages=tuple(
+                replace(stage, exposed_s=count * costs.action_s)
+                for stage, count in zip(chain.stages, actions, strict=True)
+            ),
+            steady=chain.steady,
+            forward_apart=chain.forward_apart,
+            fill=chain.fill,
+            credits_s=chain.credits_s,
+        )
+
+    def solve(self, layout: Layout, _: float) -> Found[GraphSolution] | Lost:
+        """Return the best split of a layout; see `_within_hosts` for activations on the host."""
+        problem = self.instance(layout)
+        answer = solve_graph(
+            problem, frontiers=self._frontiers, most_ideals=MOST_IDEALS, most_pairs=MOST_PAIRS
+        )
+        if isinstance(answer, Infeasible):
+            return Lost(OUT_OF_MEMORY, reason=answer.reason)
+        if isinstance(answer, Undecided):
+            bound_s = self._candidates.communication_s(layout)
+            return Lost(UNFINISHED, bound_s=bound_s, reason=answer.reason)
+        step_s = self._tables.of(layout).step_s
+        kept = self._within_hosts(layout, problem, answer)
+        if kept is None:
+            return Lost(UNFINISHED, bound_s=answer.lower_bound_s + step_s)
+        return Found(kept.objective_s + step_s, kept.lower_bound_s + step_s, layout, kept)
+
+    def _within_hosts(
+        self, layout: Layout, problem: GraphInstance, found: GraphSolution
+    ) -> GraphSolution | None:
+        """Return the split if no host is too full, else the best one along its order that is not.
+
+        No split takes less than one that ignores hosts.
+        """
+        if not any(option.host_bytes for table in problem.kinds for option in table):
+            return found
+        chain = replace(
+            problem.chain_along(found.order), hosts=hosts(self._candidates.cluster, layout)
+        )
+        if broken(chain, found.split) is None:
+            return found
+        kept = sided.solve(chain, frontiers=self._frontiers, time_limit_s=TIES_LIMIT_S)
+        if not isinstance(kept, Solution):
+            return None
+        split = replace(kept, lower_bound_s=min(found.lower_bound_s, kept.objective_s))
+        return replace(found, split=split)
+
+    def ranked(self, found: Found[GraphSolution], cluster_name: str) -> Ranked:
+        """Return the plan of a split and its prediction."""
+        original, job = self._candidates.model, self._candidates.job
+        names = [found.split.names[layer] for layer in found.split.order]
+        ordered = in_order(self._model, names)
+        plan = plan_of(
+            ordered,
+            cluster_name,
+            job,
+            found.layout,
+            self._tables.of(found.layout),
+            found.split.split,
+            self._candidates.pins.recompute,
+        )
+        # The plan is for the model as its source has it, whatever the order of its branches.
+        own = PlannedModel(name=plan.model.name, source=plan.model.source, digest=original.digest)
+        plan = Plan(**{**dict(plan), "model": own})
+        cuts = found.split.split.cuts
+        seats = branching(
+            self._tables, found.layout, [names[a:b] for a, b in itertools.pairwise(cuts)]
+        )
+        prediction = placement_prediction(
+            self._tables, found.layout, placements_of(plan, original), seats
+        )
+        return Ranked(
+            plan=plan,
+            objective_s=found.objective_s,
+            prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
+        )

@@ -1,0 +1,200 @@
+"""A layout over unequal devices as a partition problem, and its solution as a plan.
+
+Every group has the partition problem that it would have alone (`planner.search.formulation`);
+together they are the problem of `planner.solver.unequal.unequal_instance`, whose stages are the
+ranks of the pipeline.  What crosses from one rank to a neighbour depends on the groups of both.
+Where ranks have several stages, the last rank's output goes back to the first; it is taken to
+cross the slowest link there is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from planner.costs.group_costs import GroupCosts
+from planner.costs.hosts import host_room_bytes
+from planner.costs.layout_costs import counted_by_rank
+from planner.costs.strategy import StrategyCost
+from planner.plan import Layout, PlacedLayer, Plan, Stage
+from planner.schedule import LOOPED, rank_of_stage, splits_backward
+from planner.search.formulation import plan_with
+from planner.search.layer_options import allowed
+from planner.search.layout_queue import Found
+from planner.search.rank_problem import RankProblem
+from planner.search.spaces.groups import GroupSpace
+from planner.solver.instance import Instance
+from planner.solver.unequal.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
+
+
+def stages_problem(
+    costs: GroupCosts, layout: Layout, chains: dict[str, Instance]
+) -> UnequalInstance:
+    """Return the problem of a layout from those of the groups."""
+    stages = costs.stages_of(layout)
+    some = next(iter(chains.values()))
+    crossings_s = _crossings_s(costs, layout)
+    widest_s = max(map(max, crossings_s))
+    rooms = {group.name: host_room_bytes(group) for group in costs.cluster.groups}
+    return UnequalInstance(
+        layers=some.layers,
+        types=tuple(
+            DeviceType(
+                name=name,
+                stages=stages[name],
+                kinds=chain.kinds,
+                rooms=tuple(
+                    replace(stage, exposed_s=exposed_s)
+                    for stage, exposed_s in zip(
+                        chain.stages,
+                        _exposed_s(layout, costs.tables[name].action_s, widest_s),
+                        strict=True,
+                    )
+                ),
+                credits_s=chain.credits_s,
+                host_bytes=rooms[name] if _on_host(chain) else None,
+            )
+            for name, chain in chains.items()
+        ),
+        in_flight=tuple(stage.in_flight for stage in some.stages),
+        steady=some.steady,
+        fill=some.fill,
+        forward_apart=all(chain.forward_apart for chain in chains.values()),
+        cut_s=tuple(
+            tuple((cut_s,) * (len(some.layers) + 1) for cut_s in row)
+            for row in _cuts_s(costs, layout, crossings_s)
+        ),
+    )
+
+
+def _on_host(chain: Instance) -> bool:
+    return any(option.host_bytes for table in chain.kinds for option in table)
+
+
+def _crossings_s(costs: GroupCosts, layout: Layout) -> list[list[float]]:
+    """[group before][group after] Seconds of one crossing from a rank to its neighbour."""
+    if layout.pipeline == 1:
+        return [[0.0]]
+    return [
+        [costs.crossing_s(layout, before, after) for after in costs.tables]
+        for before in costs.tables
+    ]
+
+
+def _cuts_s(costs: GroupCosts, layout: Layout, crossings_s: list[list[float]]) -> list[list[float]]:
+    """[group before][group after] Seconds that each of two neighbours spends on a micro-batch.
+
+    Each of the V stages of a rank has a neighbour on the next rank.  With whole backwards and one
+    stage a rank, a boundary also stands for one of the two actions of each.
+    """
+    if layout.pipeline == 1:
+        return crossings_s
+    if counted_by_rank(layout):
+        return [[layout.virtual_stages * each_s for each_s in row] for row in crossings_s]
+    action_s = [tables.action_s for tables in costs.tables.values()]
+    return [
+        [each_s + max(before_s, after_s) for each_s, after_s in zip(row, action_s, strict=True)]
+        for row, before_s in zip(crossings_s, action_s, strict=True)
+    ]
+
+
+def _exposed_s(layout: Layout, action_s: float, widest_s: float) -> list[float]:
+    """[rank] Seconds of a micro-batch that neither layers nor neighbours count.
+
+    These are actions, of which the layers at the ends of the model count one each, and the way
+    back from the last rank to the first.
+    """
+    ranks, virtual = layout.pipeline, layout.virtual_stages
+    if not counted_by_rank(layout):
+        return [0.0] * ranks
+    home = rank_of_stage(layout.schedule, stages=layout.stages, virtual_stages=virtual)
+    result = [virtual * (3 if splits_backward(layout.schedule) else 2) * action_s] * ranks
+    result[home[0]] -= action_s
+    result[home[-1]] -= action_s
+    if layout.schedule in LOOPED:
+        result[0] += (virtual - 1) * widest_s
+        result[-1] += (virtual - 1) * widest_s
+    return result
+
+
+def planned(space: GroupSpace, found: Found[UnequalSolution], cluster_name: str) -> Plan:
+    """Return the plan that a solution describes."""
+    layout, group_of_rank = found.layout, found.split.stage_types
+    model = space.model
+    home = rank_of_stage(
+        layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+    )
+    names = [name for name, _ in model.chain]
+    placed = (_shared if layout.virtual_stages > 1 else _consecutive)(space, found)
+    return plan_with(
+        model,
+        cluster_name,
+        space.job,
+        layout,
+        tuple(
+            Stage(
+                layers=tuple(
+                    PlacedLayer(
+                        layer=names[at], recompute=cost.recompute, activations=cost.activations
+                    )
+                    for at, cost in held
+                ),
+                group=group_of_rank[rank],
+            )
+            for held, rank in zip(placed, home, strict=True)
+        ),
+        step_s=found.objective_s,
+        groups=space.planned_groups,
+    )
+
+
+Placed = list[list[tuple[int, StrategyCost]]]
+
+
+def _consecutive(space: GroupSpace, found: Found[UnequalSolution]) -> Placed:
+    """[stage] Positions of its layers and what becomes of them, one stage a rank."""
+    layout, split = found.layout, found.split.split
+    kinds = space.model.chain_kinds
+    placed: Placed = []
+    for group, (first, end) in zip(
+        found.split.stage_types, itertools.pairwise(split.cuts), strict=True
+    ):
+        tables = space.costs.tables[group].of(layout).kinds
+        choices = {kind: allowed(tables[kind], layout, space.pins.recompute) for kind in tables}
+        placed.append([(at, choices[kinds[at]][split.options[at]]) for at in range(first, end)])
+    return placed
+
+
+def _shared(space: GroupSpace, found: Found[UnequalSolution]) -> Placed:
+    """The same where ranks have several stages: shares of like layers (`planner.search.ranks`)."""
+    layout, split = found.layout, found.split.split
+    groups = sorted(set(found.split.stage_types))
+    problems = {
+        group: RankProblem(
+            space.model, layout, space.costs.tables[group].of(layout), space.pins.recompute
+        )
+        for group in groups
+    }
+    shares = problems[groups[0]].shares
+    assert shares is not None, "ranks have several stages"
+    # Choices of every group have numbers of their own, those that store least first.
+    like = space.model.chain_kinds[shares.run.before]
+    numbered: list[StrategyCost] = []
+    order: list[int] = []
+    number_of: dict[int, int] = {}
+    for problem in problems.values():
+        for kind, table in problem.costs.kinds.items():
+            first = len(numbered)
+            numbered += table
+            number_of |= {id(cost): first + at for at, cost in enumerate(table)}
+            if kind == like:
+                own = range(first, len(numbered))
+                order += sorted(own, key=lambda n: (numbered[n].stored_bytes, -n))
+    choices: list[tuple[int, ...]] = []
+    for rank, (first, end) in enumerate(itertools.pairwise(split.cuts)):
+        problem = problems[found.split.stage_types[rank]]
+        for entry in range(first, end):
+            costs = problem.treatments(entry, split.options[entry])
+            choices.append(tuple(number_of[id(cost)] for cost in costs))
+    placed = shares.placed(split.cuts, choices, order)
+    return [[(at, numbered[choice]) for at, choice in stage] for stage in placed]

@@ -1,0 +1,99 @@
+"""What searches over the layouts of some device groups have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner.cluster import ClusterSpec
+from planner.costs.group_costs import GroupCosts
+from planner.costs.layout_costs import LayoutCosts
+from planner.model import ModelGraph
+from planner.plan import Job, Layout, PlannedGroup
+from planner.profile import Profiles
+from planner.search.formulation import instance_of
+from planner.search.pins import Pins
+from planner.search.savings import activations
+from planner.solver.frontier import FrontierStore
+from planner.solver.instance import Instance
+
+
+class GroupSpace:
+    """Some groups of a cluster, each to be used whole, and what a model costs on them."""
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        cluster: ClusterSpec,
+        job: Job,
+        pins: Pins,
+        profile: Profiles = None,
+        whole: ClusterSpec | None = None,
+    ) -> None:
+        """`whole` is the cluster whose groups these are, if it has others too."""
+        self.model = model
+        self.cluster = cluster
+        self.job = job
+        self.pins = pins
+        self.whole = whole or cluster
+        self.activations = activations(cluster, pins)
+        self.costs = GroupCosts(model, cluster, job, profile, self.activations)
+        self.frontiers = FrontierStore()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the groups."""
+        return tuple(self.costs.tables)
+
+    def costs_of(self, layout: Layout) -> tuple[LayoutCosts, ...]:
+        """Return the costs of a layout on each group."""
+        return tuple(self.costs.costs(layout).values())
+
+    @property
+    def planned_groups(self) -> tuple[PlannedGroup, ...]:
+        """The groups of the whole cluster as a plan names them."""
+        return tuple(
+            PlannedGroup(name=group.name, devices=group.devices) for group in self.whole.groups
+        )
+
+    def chains(self, layout: Layout) -> dict[str, Instance]:
+        """Return each group's partition problem of a layout, as if it ran all stages."""
+        return {
+            group.name: instance_of(
+                self.model,
+                self.cluster.part((group,)),
+                layout,
+                self.costs.tables[group.name].of(layout),
+                self.pins.recompute,
+            )
+            for group in self.cluster.groups
+        }
+
+
+def leanest(corners: Sequence[LayoutCosts]) -> LayoutCosts:
+    """Return the least bytes of some layouts' costs, and the seconds of computation alone.
+
+    The layouts differ in nothing but how states are shared.
+    """
+    some = corners[0]
+    return replace(
+        some,
+        kinds={
+            kind: tuple(
+                replace(
+                    cost,
+                    forward_s=part.unshared_forward_s,
+                    backward_s=part.unshared_backward_s,
+                    stored_bytes=min(one.kinds[kind][at].stored_bytes for one in corners),
+                    transient_bytes=min(one.kinds[kind][at].transient_bytes for one in corners),
+                    resident_bytes=min(one.kinds[kind][at].resident_bytes for one in corners),
+                    sync_s=0.0,
+                )
+                for at, (cost, part) in enumerate(zip(table, some.parts[kind], strict=True))
+            )
+            for kind, table in some.kinds.items()
+        },
+        boundary_s=some.action_s,
+        transfer_s=0.0,
+        fixed_bytes=min(one.fixed_bytes for one in corners),
+    )

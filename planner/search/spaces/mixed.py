@@ -1,0 +1,418 @@
+"""The search where device groups differ: which groups, which layout, what runs where.
+
+Every non-empty set of the cluster's groups may be used, each group of it whole: as stages of a
+pipeline, or, without one, as data-parallel ranks with their own shares
+(`planner.search.spaces.shares`).  For each layout of a pipeline the order of the groups along it,
+the cuts and every layer's treatment are chosen together, exactly
+(`planner.solver.unequal.unequal`); where ranks have several stages, what is cut is the chain in
+the order of ranks (`planner.search.ranks`).  Layouts wait in `planner.search.layout_queue` by
+
+    T >= steady · τ + Σ_l min_g (fill · t_gl - credit_gl) + fill · least exposed + least sync + step
+
+where no split has a slowest stage below τ: with P_g stages of group g, seconds t_gl of layer l on
+it and T_g = Σ_l t_gl, weighing the stages by 1 / T_g gives
+
+    τ Σ_g P_g / T_g  >=  Σ_g (seconds of g's stages) / T_g  >=  Σ_l min_g t_gl / T_g
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import ClusterSpec
+from planner.costs.group_costs import profiles_of
+from planner.costs.layout_costs import LayoutCosts, refusal
+from planner.errors import DocumentError
+from planner.model import ModelGraph
+from planner.native import GROUP_SCHEDULES
+from planner.pipeline_model import held
+from planner.plan import Job, Layout, ScheduleName
+from planner.predict import placement_prediction, placements_of
+from planner.profile import Profiles
+from planner.schedule import splits_backward
+from planner.search.best_first import Answer
+from planner.search.certificate import (
+    BOUNDS,
+    COMMUNICATION,
+    COMPUTATION,
+    DOMINATED,
+    MEMORY,
+    NO_FASTER,
+    OUT_OF_MEMORY,
+)
+from planner.search.dominance import dominates, twins
+from planner.search.formulation import instance_of, layout_pace, planned_bytes
+from planner.search.layout_queue import Bound, Bundle, Found, Lost
+from planner.search.pins import Pins
+from planner.search.ranked import Ranked
+from planner.search.space import (
+    Degrees,
+    Timetable,
+    every_degrees,
+    micro_batches,
+    sharings,
+    timetables,
+)
+from planner.search.spaces.group_stages import planned, stages_problem
+from planner.search.spaces.groups import GroupSpace, leanest
+from planner.search.spaces.misses import Request, closest_miss
+from planner.search.spaces.search import Progress, Refusals, Space, search_spaces
+from planner.search.spaces.shares import ShareSpace
+from planner.solver.instance import ROUNDING, Fathomed, Infeasible
+from planner.solver.unequal.unequal import least_s, solve_unequal
+from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
+
+Floats = NDArray[np.float64]
+
+
+def search_mixed(
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    job: Job,
+    *,
+    cluster_name: str,
+    profile: Profiles,
+    pins: Pins,
+    solver: str,
+    top: int = 1,
+    progress: Progress | None = None,
+) -> Answer:
+    """Return the fastest plan that fits, with its proof; `profile` has those of groups by name."""
+    if solver != "exact":
+        raise DocumentError("solver", f"is '{solver}'; devices that differ need 'exact'")
+    profiles_of(cluster, profile)
+
+    def build(cluster: ClusterSpec, job: Job, pins: Pins) -> list[Space[Any]]:
+        return list(_spaces(model, cluster, job, profile, pins))
+
+    request = Request(model=model, cluster=cluster, job=job, pins=pins, build=build)
+    return search_spaces(
+        _spaces(model, cluster, job, profile, pins),
+        cluster_name=cluster_name,
+        refused={},
+        why_nothing=partial(closest_miss, request),
+        top=top,
+        progress=progress,
+    )
+
+
+class MixedSpace(GroupSpace):
+    """The layouts of some groups that use each of them whole, as ranks of a pipeline."""
+
+    _known_s: dict[tuple[int, ...], tuple[Floats, Floats]] | None = None
+
+    @property
+    def bounds(self) -> Sequence[tuple[str, Bound]]:
+        """Lower bounds on a layout's seconds, and what falls to each."""
+        return [
+            (BOUNDS[COMPUTATION], self.computation_s),
+            (BOUNDS[COMMUNICATION], self.bound_s),
+            (BOUNDS[MEMORY], self.memory_s),
+        ]
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        return refusal(self.model, self.cluster, self.job, layout)
+
+    def bundles(self, refused: Refusals) -> Iterator[Bundle]:
+        """Yield every layout that keeps what the user fixed, those alike but for sharing in one."""
+        for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
+            shared = sharings(degrees, self.pins)
+            why = self._refusal_of(degrees)
+            if why is not None:
+                count = len(shared) * sum(
+                    len(timetables(self.model, degrees.pipeline, number, self.pins))
+                    for _, number in micro_batches(self.job, degrees, self.pins)
+                )
+                refused[why] = refused.get(why, 0) + count
+                continue
+            for size, count in micro_batches(self.job, degrees, self.pins):
+                for timetable in timetables(self.model, degrees.pipeline, count, self.pins):
+                    if timetable.schedule not in GROUP_SCHEDULES or not shared:
+                        continue
+                    every = partial(self._layouts, degrees, shared, size, count, timetable)
+                    first = next(every())
+                    yield Bundle(
+                        first,
+                        self.computation_s(first),
+                        len(shared),
+                        every,
+                        partial(self.room_s, every),
+                    )
+
+    def _refusal_of(self, degrees: Degrees) -> str | None:
+        """Return why nothing runs with these degrees, whatever is shared."""
+        for size, count in micro_batches(self.job, degrees, self.pins)[:1]:
+            (plainest,) = self._layouts(degrees, [(0, 1)], size, count, Timetable())
+            return self.refusal(plainest)
+        return None
+
+    def _layouts(
+        self,
+        degrees: Degrees,
+        shared: Sequence[tuple[int, int]],
+        size: int,
+        count: int,
+        timetable: Timetable,
+    ) -> Iterator[Layout]:
+        for zero, shard in shared:
+            yield Layout(
+                tensor=degrees.tensor,
+                context=degrees.context,
+                expert=degrees.expert,
+                pipeline=degrees.pipeline,
+                data_replicate=degrees.data // shard,
+                data_shard=shard,
+                zero=zero,
+                schedule=timetable.schedule,
+                virtual_stages=timetable.virtual_stages,
+                micro_batch=size,
+                micro_batches=count,
+            )
+
+    def instance(self, layout: Layout) -> UnequalInstance:
+        """Return the partition problem of a layout."""
+        return stages_problem(self.costs, layout, self.chains(layout))
+
+    def computation_s(self, layout: Layout) -> float:
+        """Least seconds of a step by layers and actions alone, memory ignored."""
+        fastest_s, credits_s = self._passes_s(layout)
+        action_s = min(tables.action_s for tables in self.costs.tables.values())
+        actions = 2 * layout.virtual_stages * layout.pipeline - 2 if layout.pipeline > 1 else 0
+        return self._least_s(layout, fastest_s, credits_s, exposed_s=actions * action_s)
+
+    def bound_s(self, layout: Layout) -> float:
+        """Least seconds of a step with what is shared and sent; inf if layers cannot fit.
+
+        Of memory it is only asked whether the commonest layers alone find room.
+        """
+        each = list(self.costs.costs(layout).values())
+        if not self._has_room(layout, each):
+            return math.inf
+        fastest_s = self._each(each, "time_s")
+        _, credits_s = self._passes_s(layout)
+        counts = np.array(self._counts)
+        sync_s = self._each(each, "sync_s").min(axis=0)
+        once_s = max(float(sync_s.max()), float(counts @ sync_s) / layout.pipeline)
+        exposed_s = 0.0
+        if layout.pipeline > 1:
+            names = list(self.costs.tables)
+            crossing_s = min(
+                self.costs.crossing_s(layout, a, b) for a, b in itertools.product(names, names)
+            )
+            action_s = min(costs.action_s for costs in each)
+            exposed_s = 2 * layout.virtual_stages * (layout.pipeline - 1) * (crossing_s + action_s)
+        return self._least_s(layout, fastest_s, credits_s, exposed_s=exposed_s) + once_s
+
+    def room_s(self, every: Callable[[], Iterator[Layout]]) -> float:
+        """Least seconds of layouts that differ in sharing, with what stages hold under any.
+
+        Every figure is the least of them all: seconds are those of computation, states are divided
+        among as many ranks as there are under each ZeRO level.
+        """
+        corners: dict[int, Layout] = {}
+        for layout in every():
+            widest = corners.setdefault(layout.zero, layout)
+            if layout.data_shard > widest.data_shard:
+                corners[layout.zero] = layout
+        first = next(every())
+        lean = [
+            leanest([tables.unlinked(corner) for corner in corners.values()])
+            for tables in self.costs.tables.values()
+        ]
+        if not self._has_room(first, lean):
+            return math.inf
+        chains = {
+            group.name: instance_of(
+                self.model, self.cluster.part((group,)), first, costs, self.pins.recompute
+            )
+            for group, costs in zip(self.cluster.groups, lean, strict=True)
+        }
+        problem = stages_problem(self.costs, first, chains)
+        step_s = max(tables.step_s for tables in self.costs.tables.values())
+        return (1 - 1e-12) * least_s(problem, frontiers=self.frontiers) + step_s
+
+    def memory_s(self, layout: Layout) -> float:
+        """Least seconds of a step with what stages can hold; inf if the layout does not fit."""
+        step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
+        return least_s(self.instance(layout), frontiers=self.frontiers) + step_s
+
+    def _has_room(self, layout: Layout, each: Sequence[LayoutCosts]) -> bool:
+        """Whether the commonest layers may fit, each rank on whichever group holds the most.
+
+        A rank holds no more of them than its leanest option allows, with the micro-batches in
+        flight of its stages on average, and the buffers of what it sends and of what is on the way.
+        """
+        alive, buffers = _held(
+            layout.schedule, layout.pipeline, layout.micro_batches, layout.virtual_stages
+        )
+        place = int(np.argmax(self._counts))
+        most = np.zeros(len(alive))
+        for group, costs in zip(self.cluster.groups, each, strict=True):
+            device = group.accelerator
+            room = (planned_bytes(device, device.memory_bytes) - costs.fixed_bytes) / costs.slack
+            table = list(costs.kinds.values())[place]
+            least = min(cost.transient_bytes for cost in table)
+            free = room * (1 + ROUNDING) - least - buffers * costs.boundary_bytes
+            for cost in table:
+                each_bytes = np.maximum(1.0, cost.resident_bytes + alive * cost.stored_bytes)
+                most = np.maximum(most, np.floor(np.maximum(0.0, free) / each_bytes))
+        return bool(most.sum() >= self._counts[place])
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        """[kind] Layers of the model."""
+        counts: dict[str, int] = {}
+        for layer in self.model.layers:
+            counts[layer.kind] = counts.get(layer.kind, 0) + layer.repeat
+        return list(counts.values())
+
+    def _each(self, each: Sequence[LayoutCosts], figure: str) -> Floats:
+        """[group, kind] Least of a figure that the choices of a kind have."""
+        pinned = self.pins.recompute
+        return np.array(
+            [
+                [
+                    min(
+                        cost.sync_s if figure == "sync_s" else cost.forward_s + cost.backward_s
+                        for cost in table
+                        if pinned in (None, cost.recompute)
+                    )
+                    for table in costs.kinds.values()
+                ]
+                for costs in each
+            ]
+        )
+
+    def _least_s(
+        self, layout: Layout, time_s: Floats, credits_s: Floats, *, exposed_s: float
+    ) -> float:
+        """Least seconds from those of each group and kind; see the head of this module."""
+        counts = np.array(self._counts)
+        stages = np.array(list(self.costs.stages_of(layout).values()))
+        steady, fill = layout_pace(self.model, layout)
+        split = layout.pipeline > 1 and splits_backward(layout.schedule)
+        whole_s = time_s @ counts
+        step_s = max(tables.step_s for tables in self.costs.tables.values())
+        if not whole_s.all():
+            return step_s
+        weighed = float(counts @ (time_s / whole_s[:, None]).min(axis=0))
+        slowest_s = weighed / float((stages / whole_s).sum())
+        if layout.virtual_stages == 1:
+            slowest_s = max(slowest_s, float(time_s.min(axis=0).max()))
+        fill_s = float(counts @ (fill * (time_s - split * credits_s)).min(axis=0))
+        # Sums taken in two orders differ in the last bits.
+        return (1 - 1e-12) * (steady * slowest_s + fill_s + fill * exposed_s) + step_s
+
+    def _passes_s(self, layout: Layout) -> tuple[Floats, Floats]:
+        """[group, kind] Least seconds of a micro-batch with nothing shared, and least credits."""
+        if self._known_s is None:
+            self._known_s = self._all_passes_s()
+        return self._known_s[_divided(layout)]
+
+    def _all_passes_s(self) -> dict[tuple[int, ...], tuple[Floats, Floats]]:
+        """All that layouts of this space want of `_passes_s`, worked out together."""
+        some: dict[tuple[int, ...], Layout] = {}
+        for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
+            if self._refusal_of(degrees) is not None:
+                continue
+            for size, count in micro_batches(self.job, degrees, self.pins):
+                (layout,) = self._layouts(degrees, [(0, 1)], size, count, Timetable())
+                some.setdefault(_divided(layout), layout)
+        every = list(some.values())
+        each = [
+            tables.passes_s(every, self.pins.recompute) for tables in self.costs.tables.values()
+        ]
+        times_s, credits_s = (np.array(found) for found in zip(*each, strict=True))
+        return {key: (times_s[:, :, at], credits_s[:, :, at]) for at, key in enumerate(some)}
+
+    def solve(self, layout: Layout, cutoff_s: float) -> Found[UnequalSolution] | Lost:
+        """Return the best order of groups, cuts and options of a layout."""
+        if self._dominated(layout):
+            return Lost(DOMINATED)
+        step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
+        answer = solve_unequal(
+            self.instance(layout), cutoff_s=cutoff_s - step_s, frontiers=self.frontiers
+        )
+        if isinstance(answer, Infeasible):
+            return Lost(OUT_OF_MEMORY, reason=answer.reason)
+        if isinstance(answer, Fathomed):
+            return Lost(NO_FASTER, bound_s=answer.lower_bound_s + step_s)
+        return Found(
+            answer.split.objective_s + step_s, answer.split.lower_bound_s + step_s, layout, answer
+        )
+
+    def _dominated(self, layout: Layout) -> bool:
+        """Whether another layout of the space can do all that this one can, on every group."""
+        return any(
+            self.pins.allow(twin)
+            and self.refusal(twin) is None
+            and all(
+                dominates(twin, tables.of(twin), layout, tables.of(layout))
+                for tables in self.costs.tables.values()
+            )
+            for twin in twins(layout)
+        )
+
+    def ranked(self, found: Found[UnequalSolution], cluster_name: str) -> Ranked:
+        """Return the plan of a split and its prediction."""
+        plan = planned(self, found, cluster_name)
+        groups = [stage.group or "" for stage in plan.stages]
+        prediction = placement_prediction(
+            self.costs.tables[groups[0]],
+            found.layout,
+            placements_of(plan, self.model),
+            self.costs.seats(found.layout, groups),
+        )
+        return Ranked(
+            plan=plan,
+            objective_s=found.objective_s,
+            prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
+        )
+
+
+@lru_cache(maxsize=1 << 12)
+def _held(schedule: ScheduleName, ranks: int, count: int, virtual: int) -> tuple[Floats, Floats]:
+    """[rank] Micro-batches in flight of a stage, and activations that wait to be sent, at least."""
+    if ranks == 1:
+        return np.ones(1), np.zeros(1)
+    alive = np.array(
+        [
+            held(schedule, rank, ranks=ranks, micro_batches=count, virtual_stages=virtual).alive
+            for rank in range(ranks)
+        ],
+        dtype=float,
+    )
+    sends = np.ones(ranks)
+    if virtual == 1 and not splits_backward(schedule):
+        sends[-1] = 0.0
+    return alive / virtual, sends * alive + 2 * virtual
+
+
+def _divided(layout: Layout) -> tuple[int, ...]:
+    """What the computation inside layers depends on; axes lie in one order."""
+    return layout.tensor, layout.context, layout.expert, layout.micro_batch
+
+
+def _spaces(
+    model: ModelGraph, cluster: ClusterSpec, job: Job, profile: Profiles, pins: Pins
+) -> Iterator[Space[Any]]:
+    """Yield the layouts of every set of groups, the largest first.
+
+    Shares are soon solved, and what they reach need not be looked for along a pipeline.
+    """
+    profiles = profiles_of(cluster, profile)
+    for count in range(len(cluster.groups), 0, -1):
+        for groups in itertools.combinations(cluster.groups, count):
+            part = cluster.part(groups)
+            own = {group.name: profiles[group.name] for group in groups if group.name in profiles}
+            if part.mixed:
+                yield ShareSpace(model, part, job, pins, own, cluster)
+            yield MixedSpace(model, part, job, pins, own, cluster)

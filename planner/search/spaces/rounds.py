@@ -1,0 +1,314 @@
+"""Layouts of two stages a rank for chains of unlike layers, and for graphs that have one order.
+
+Where a chain has a long run of like layers, `planner.search.ranks` shares it among ranks by
+counts, with any number of stages each.  Without one, ranks have two stages, looped or folded, and
+the split is that of `planner.rounds`.  What stages put on the host is not offered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from planner.costs.crossings import in_order
+from planner.costs.layout_costs import LayoutCosts
+from planner.costs.seats import alike, branching
+from planner.costs.strategy import StrategyCost
+from planner.model import ModelGraph
+from planner.plan import Layout, PlacedLayer, Plan, PlannedModel, Stage
+from planner.predict import placement_prediction, placements_of
+from planner.rounds.problem import RoundsProblem, RoundsSolution, moments
+from planner.rounds.solve import least_s, solve_rounds
+from planner.schedule import FOLDED, LOOPED, obstacle, rank_of_stage, splits_backward
+from planner.search.best_first import Answer
+from planner.search.candidates import Candidates
+from planner.search.certificate import (
+    BOUNDS,
+    COMMUNICATION,
+    COMPUTATION,
+    NO_FASTER,
+    OUT_OF_MEMORY,
+    REFUSED,
+    SLOWER,
+    Account,
+)
+from planner.search.formulation import plan_with, planned_bytes
+from planner.search.layer_options import allowed, option_of
+from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first
+from planner.search.misses import nothing_runs
+from planner.search.pins import SCHEDULES, Pins
+from planner.search.rank_problem import input_stored
+from planner.search.ranked import Ranked
+from planner.search.ranks import run_of
+from planner.search.space import Timetable, every_degrees, families
+from planner.search.spaces.search import Misses, Progress, Refusals, runnable, search_spaces
+from planner.solver.frontier import FrontierStore
+from planner.solver.instance import Fathomed, Infeasible
+
+MOST_LAYERS = 64
+"""Longer chains are not offered two stages a rank: their splits take minutes to try."""
+
+
+def unlike(model: ModelGraph) -> bool:
+    """Whether a model's layers have one order, and no long run of like ones in it."""
+    if not model.edges:
+        return run_of(model) is None
+    names = [name for name, _ in in_order(model).chain]
+    edges = set(model.graph.edges)
+    return all(pair in edges for pair in pairwise(names))
+
+
+class RoundSpace:
+    """The layouts of two stages a rank of one model on devices that are alike."""
+
+    def __init__(self, candidates: Candidates) -> None:
+        self._candidates = candidates
+        self._tables = candidates.tables
+        original = candidates.model
+        self._model = in_order(original) if original.edges else original
+        self._frontiers = FrontierStore()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The one group of devices."""
+        return (self._candidates.cluster.groups[0].name,)
+
+    def costs_of(self, layout: Layout) -> tuple[LayoutCosts, ...]:
+        """Return the costs of a layout."""
+        return (self._tables.of(layout),)
+
+    @property
+    def bounds(self) -> Sequence[tuple[str, Bound]]:
+        """Lower bounds on a layout's seconds, and what falls to each."""
+        return [(BOUNDS[COMPUTATION], lambda _: 0.0), (BOUNDS[COMMUNICATION], self.bound_s)]
+
+    def bundles(self, _: Refusals) -> Iterator[Bundle]:
+        """Yield every layout that keeps what the user fixed, those alike but for sharing in one."""
+        c = self._candidates
+        if c.pins.virtual_stages not in (None, 2) or len(c.model.chain) > MOST_LAYERS:
+            return
+        plain = replace(c.pins, schedule="1f1b", virtual_stages=None)
+        for degrees in every_degrees(c.model, c.cluster, c.job, plain):
+            ranks = degrees.pipeline
+            if ranks == 1 or 2 * ranks > len(c.model.chain):
+                continue
+            for family in families(c.model, c.cluster, c.job, degrees, plain):
+                for timetable in self._timetables(ranks, family.micro_batches, c.pins):
+                    part = replace(family, timetables=(timetable,))
+                    least = self._computation_s(part.first)
+                    yield Bundle(part.first, least, part.size, part.layouts)
+
+    @staticmethod
+    def _timetables(ranks: int, count: int, pins: Pins) -> Iterator[Timetable]:
+        for name in (name for name in SCHEDULES if name in (*LOOPED, *FOLDED)):
+            shape = {"stages": 2 * ranks, "micro_batches": count, "virtual_stages": 2}
+            if pins.schedule in (None, name) and obstacle(name, **shape) is None:
+                yield Timetable(name, 2)
+
+    def _computation_s(self, layout: Layout) -> float:
+        """Least seconds by layers alone: mean ranks, mean stages."""
+        fastest_s, credits_s = self._tables.passes_s([layout], self._candidates.pins.recompute)
+        counts: dict[str, int] = {}
+        for layer in self._model.layers:
+            counts[layer.kind] = counts.get(layer.kind, 0) + layer.repeat
+        order = list(dict.fromkeys(layer.kind for layer in self._candidates.model.layers))
+        number = [counts[kind] for kind in order]
+        whole_s = sum(n * float(t) for n, t in zip(number, fastest_s[:, 0], strict=True))
+        credit_s = sum(n * float(t) for n, t in zip(number, credits_s[:, 0], strict=True))
+        split = splits_backward(layout.schedule)
+        ranks = layout.pipeline
+        mean_s = layout.micro_batches * whole_s / ranks
+        stage_s = (whole_s - split * credit_s) / (2 * ranks)
+        return (1 - 1e-12) * (mean_s + (ranks - 1) * stage_s) + self._tables.step_s
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        return self._candidates.refusal(layout)
+
+    def _choices(self, layout: Layout, kind: str) -> list[StrategyCost]:
+        """Return what a layer may choose among."""
+        table = self._tables.of(layout).kinds[kind]
+        choices = allowed(table, layout, self._candidates.pins.recompute)
+        return [cost for cost in choices if cost.activations != "offload"]
+
+    def problem(self, layout: Layout) -> RoundsProblem:
+        """Return the partition problem of a layout."""
+        costs, model = self._tables.of(layout), self._model
+        device = self._candidates.cluster.groups[0].accelerator
+        split = splits_backward(layout.schedule)
+        ranks, chain = layout.pipeline, [layer.kind for _, layer in model.chain]
+        numbers = {kind: at for at, kind in enumerate(dict.fromkeys(chain))}
+        kinds = []
+        for kind in numbers:
+            kept = max(part.figures.kept_bytes for part in costs.parts[kind]) if split else 0.0
+            options = [option_of(cost) for cost in self._choices(layout, kind)]
+            # Under dualpipe-v the last layer's activations are there all the time: the most of any.
+            most = max(option.resident_bytes for option in options)
+            kinds.append(
+                tuple(replace(one, kept_bytes=kept, resident_bytes=most) for one in options)
+            )
+        home = rank_of_stage(layout.schedule, stages=layout.stages, virtual_stages=2)
+        exposed_s = [2 * (3 if split else 2) * costs.action_s] * ranks
+        # The layers at the ends count an action of their own; of a graph only the last one does.
+        for end in home[-1:] if model.edges else (home[0], home[-1]):
+            exposed_s[end] -= costs.action_s
+        held = moments(layout.schedule, ranks, layout.micro_batches)
+        buffers = 1 if input_stored(model, costs) else 2
+        return RoundsProblem(
+            layers=tuple(numbers[kind] for kind in chain),
+            kinds=tuple(kinds),
+            home=home,
+            moments=held,
+            capacity_bytes=(planned_bytes(device, device.memory_bytes) - costs.fixed_bytes)
+            / costs.slack,
+            fixed_bytes=tuple(
+                (buffers * max(a_0 + a_1 for a_0, a_1, _, _ in own) + 4) * costs.boundary_bytes
+                for own in held
+            ),
+            exposed_s=tuple(exposed_s),
+            micro_batches=layout.micro_batches,
+            credits_s=tuple(
+                min(part.figures.credit_s for part in costs.parts[kind]) for kind in numbers
+            )
+            if split
+            else (),
+            cut_s=self._cuts_s(layout, chain),
+        )
+
+    def _cuts_s(self, layout: Layout, chain: Sequence[str]) -> tuple[float, ...]:
+        """[position] Seconds of what crosses there."""
+        if not self._model.edges:
+            return (self._tables.of(layout).transfer_s,) * (len(chain) + 1)
+        size_bytes = self._tables.output_bytes(layout)
+        each_s = {kind: self._tables.crossing_s(layout, [size_bytes[kind]]) for kind in set(chain)}
+        place = {name: at for at, (name, _) in enumerate(self._model.chain)}
+        last = dict.fromkeys(place, 0)
+        for source, target in self._model.graph.edges:
+            last[source] = max(last[source], place[target])
+        return tuple(
+            sum(each_s[chain[at]] for name, at in place.items() if at < cut <= last[name])
+            for cut in range(len(chain) + 1)
+        )
+
+    def bound_s(self, layout: Layout) -> float:
+        """Least seconds of a step, memory ignored."""
+        return least_s(self.problem(layout)) + self._tables.of(layout).step_s
+
+    def solve(self, layout: Layout, cutoff_s: float) -> Found[RoundsSolution] | Lost:
+        """Return the best split of a layout."""
+        step_s = self._tables.of(layout).step_s
+        answer = solve_rounds(
+            self.problem(layout), cutoff_s=cutoff_s - step_s, frontiers=self._frontiers
+        )
+        if isinstance(answer, Infeasible):
+            return Lost(OUT_OF_MEMORY, reason=answer.reason)
+        if isinstance(answer, Fathomed):
+            return Lost(NO_FASTER, bound_s=answer.lower_bound_s + step_s)
+        return Found(answer.objective_s + step_s, answer.lower_bound_s + step_s, layout, answer)
+
+    def ranked(self, found: Found[RoundsSolution], cluster_name: str) -> Ranked:
+        """Return the plan of a split and its prediction."""
+        c, layout, split = self._candidates, found.layout, found.split
+        chain = self._model.chain
+        stages = tuple(
+            Stage(
+                layers=tuple(
+                    PlacedLayer(layer=name, recompute=cost.recompute, activations=cost.activations)
+                    for at in range(first, end)
+                    for name, layer in [chain[at]]
+                    for cost in [self._choices(layout, layer.kind)[split.options[at]]]
+                )
+            )
+            for first, end in pairwise(split.cuts)
+        )
+        plan = plan_with(self._model, cluster_name, c.job, layout, stages, step_s=found.objective_s)
+        own = PlannedModel(name=plan.model.name, source=plan.model.source, digest=c.model.digest)
+        plan = Plan(**{**dict(plan), "model": own})
+        names = [[item.layer for item in stage.layers] for stage in stages]
+        edges = bool(c.model.edges)
+        seats = branching(self._tables, layout, names) if edges else alike(self._tables, layout)
+        prediction = placement_prediction(self._tables, layout, placements_of(plan, c.model), seats)
+        return Ranked(
+            plan=plan,
+            objective_s=found.objective_s,
+            prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
+        )
+
+
+def search_rounds(
+    candidates: Candidates, *, cluster_name: str, top: int, progress: Progress | None
+) -> Answer:
+    """Return the best plan of two stages a rank, where nothing else is asked for."""
+    model, cluster, job = candidates.model, candidates.cluster, candidates.job
+
+    def why_nothing(refused: Refusals, misses: Misses) -> str:
+        reasons = [reason for _, reason in misses if reason]
+        if not reasons:
+            return nothing_runs(model, cluster, job, refused)
+        return (
+            f"no plan of {model.name} fits {cluster.name} at sequence {job.seq_len} and global "
+            f"batch {job.global_batch}: {reasons[0]}; other schedules hold less"
+        )
+
+    return search_spaces(
+        [RoundSpace(candidates)],
+        cluster_name=cluster_name,
+        refused=candidates.refused,
+        why_nothing=why_nothing,
+        top=top,
+        progress=progress,
+    )
+
+
+def with_rounds(
+    answer: Answer, candidates: Candidates, cluster_name: str, progress: Progress | None
+) -> Answer:
+    """Return the answer for a chain of unlike layers with two stages a rank looked at too.
+
+    The faster of the two in simulation is the plan.
+    """
+    space, account = RoundSpace(candidates), Account()
+    refused: Refusals = {}
+    before = answer.certificate
+    outcome = best_first(
+        runnable(space, refused),
+        bounds=space.bounds,
+        solve=space.solve,
+        account=account,
+        below_s=before.objective_s,
+        progress=progress,
+    )
+    for name, count in before.counts.items():
+        account.counts[name] += count
+    account.counts[REFUSED] += sum(refused.values())
+    account.losers += before.runners_up
+    best = outcome.best[0] if outcome.best else None
+    if best is not None:
+        account.counts[SLOWER] += 1
+    lower_s = before.lower_bound_s if best is None else best.lower_bound_s
+    if not before.optimal:
+        lower_s = min(lower_s, before.lower_bound_s)
+    proof = account.certificate(
+        objective_s=before.objective_s if best is None else best.objective_s,
+        lower_bound_s=lower_s,
+        optimal=before.optimal and (best is None or best.split.optimal),
+        solver=before.solver,
+    )
+    solved = answer.solved + outcome.solved
+    if best is None:
+        kept = {"layout": before.layout, "simulated": before.simulated}
+        return replace(answer, certificate=proof.model_copy(update=kept), solved=solved)
+    other = space.ranked(best, cluster_name)
+    proof = proof.model_copy(update={"layout": best.layout.text()})
+    if other.prediction.step_time_s >= answer.prediction.step_time_s:
+        return replace(answer, certificate=proof, solved=solved)
+    return replace(
+        answer,
+        plan=other.plan,
+        prediction=other.prediction,
+        certificate=proof,
+        top=(other, *answer.top)[: max(1, len(answer.top))],
+        closed_form=other,
+        solved=solved,
+    )

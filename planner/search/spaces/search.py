@@ -1,0 +1,146 @@
+"""One search over the layouts of one or several spaces, and what it answers.
+
+A space says which layouts there are, what bounds them from below, and how one is solved.  Layouts
+of a space wait in `planner.search.layout_queue`; a later space has to beat what an earlier one
+found.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from planner.costs.layout_costs import LayoutCosts
+from planner.errors import NoPlanFits
+from planner.plan import Layout
+from planner.search.best_first import Answer
+from planner.search.certificate import CHOSEN, REFUSED, SLOWER, Account
+from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first, ranking
+from planner.search.ranked import Ranked
+
+Progress = Callable[[int, int], None]
+Refusals = dict[str, int]
+"""Reasons why the backend runs no plan of a layout, and of how many layouts."""
+Misses = list[tuple[Layout, str]]
+"""Layouts that were seen not to fit, and why."""
+
+
+class Proven(Protocol):
+    """A split of a layout's stages."""
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no other split of its layout takes less."""
+
+
+S = TypeVar("S", bound=Proven)
+
+
+class Space(Protocol[S]):
+    """Layouts, and their best splits."""
+
+    @property
+    def groups(self) -> Sequence[str]:
+        """Names of the device groups that it uses."""
+
+    def costs_of(self, layout: Layout) -> Sequence[LayoutCosts]:
+        """Return the costs of a layout on each of them."""
+
+    @property
+    def bounds(self) -> Sequence[tuple[str, Bound]]:
+        """Lower bounds on a layout's seconds, the cheapest first, and what falls to each."""
+
+    def bundles(self, refused: Refusals) -> Iterator[Bundle]:
+        """Yield every layout that keeps what the user fixed, or count why it cannot run.
+
+        Some of a bundle may be refused still.
+        """
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+
+    def solve(self, layout: Layout, cutoff_s: float, /) -> Found[S] | Lost:
+        """Return the best split of a layout; only seconds below the cutoff are of interest."""
+
+    def ranked(self, found: Found[S], cluster_name: str, /) -> Ranked:
+        """Return the plan of a split and its prediction."""
+
+
+def runnable(space: Space[Any], refused: Refusals) -> Iterator[Bundle]:
+    """Yield bundles of what can run; count by reason what was looked at and cannot."""
+
+    def within(layouts: Callable[[], Iterable[Layout]]) -> Iterator[Layout]:
+        for layout in layouts():
+            why = space.refusal(layout)
+            if why is None:
+                yield layout
+            else:
+                refused[why] = refused.get(why, 0) + 1
+
+    for bundle in space.bundles(refused):
+        yield replace(bundle, layouts=partial(within, bundle.layouts))
+
+
+def layouts_of(space: Space[Any]) -> list[Layout]:
+    """Return every layout of a space that can run."""
+    return [layout for bundle in runnable(space, {}) for layout in bundle.layouts()]
+
+
+def search_spaces(
+    spaces: Iterable[Space[Any]],
+    *,
+    cluster_name: str,
+    refused: Refusals,
+    why_nothing: Callable[[Refusals, Misses], str],
+    top: int = 1,
+    progress: Progress | None = None,
+) -> Answer:
+    """Return the fastest plan of all spaces, with its proof.
+
+    `refused` were counted before; `why_nothing` is said if no layout has a plan.
+    """
+    started = time.process_time()
+    account, refused = Account(), dict(refused)
+    found: list[tuple[Space[Any], Found[Any]]] = []
+    misses: Misses = []
+    solved = 0
+    for space in spaces:
+        best_s = min((one.objective_s for _, one in found), default=math.inf)
+        outcome = best_first(
+            runnable(space, refused),
+            bounds=space.bounds,
+            solve=space.solve,
+            account=account,
+            top=top,
+            below_s=best_s if top == 1 else math.inf,
+            progress=progress,
+        )
+        found += [(space, one) for one in outcome.best]
+        misses += outcome.misses
+        solved += outcome.solved
+    account.counts[REFUSED] += sum(refused.values())
+    if not found:
+        raise NoPlanFits(why_nothing(refused, misses))
+    found = [found[at] for at in ranking([one for _, one in found])]
+    account.counts[CHOSEN] += 1
+    for _, loser in found[1:]:
+        account.lost(SLOWER, loser.layout, objective_s=loser.objective_s)
+    ranked = tuple(space.ranked(one, cluster_name) for space, one in found[:top])
+    winner = found[0][1]
+    return Answer(
+        plan=ranked[0].plan,
+        prediction=ranked[0].prediction,
+        certificate=account.certificate(
+            objective_s=winner.objective_s,
+            lower_bound_s=winner.lower_bound_s,
+            optimal=winner.split.optimal,
+            solver="exact",
+        ),
+        search_s=time.process_time() - started,
+        top=ranked,
+        solved=solved,
+    )

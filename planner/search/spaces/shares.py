@@ -1,0 +1,261 @@
+"""Data-parallel ranks on devices that differ: how many micro-batches of a step each should take.
+
+Without a pipeline, every rank (or tensor-parallel group of one kind of devices) runs the whole
+model and may take a share of the step's micro-batches of its own; what ranks have in common comes
+once per step (ZeRO-0 and 1).  With t_g the seconds of a micro-batch on group g, m_r >= 1 the shares
+and M = Σ m_r,
+
+    T = max_r m_r t_{g(r)} + max_g sync_g + step,    memory on the smallest device held
+
+For one choice of recomputation the best shares are exact (`planner.solver.unequal.shares`).  The
+choice is that of the whole model at its fastest within memory on one of the groups, whichever
+gives the least T; the shares of each group at its own fastest bound every common choice from
+below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from planner.cluster import ClusterSpec
+from planner.costs.hosts import host_room_bytes
+from planner.costs.strategy import StrategyCost
+from planner.model import ModelGraph
+from planner.native import refusal
+from planner.plan import Job, Layout, PlacedLayer, Plan, Share, Stage
+from planner.predict import placements_of, predict
+from planner.profile import Profiles
+from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
+from planner.search.formulation import plan_with
+from planner.search.layer_options import option_of
+from planner.search.layout_queue import Bound, Bundle, Found, Lost
+from planner.search.pins import Pins
+from planner.search.ranked import Ranked
+from planner.search.space import LARGEST_MICRO_BATCH, divisors
+from planner.search.spaces.groups import GroupSpace
+from planner.search.spaces.search import Refusals
+from planner.solver.inner import solve
+from planner.solver.instance import Infeasible, Instance, Solution, fits, priced
+from planner.solver.sides import Host
+from planner.solver.unequal.shares import Replica, fastest_shares
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A choice of recomputation for one whole model, and the share of each rank."""
+
+    groups: tuple[str, ...]
+    """[rank]"""
+    micro_batches: tuple[int, ...]
+    """[rank]"""
+    split: Solution
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no other shares and choice take less."""
+        return self.split.optimal
+
+
+class ShareSpace(GroupSpace):
+    """The layouts without a pipeline that use each of some groups whole."""
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        cluster: ClusterSpec,
+        job: Job,
+        pins: Pins,
+        profile: Profiles = None,
+        whole: ClusterSpec | None = None,
+    ) -> None:
+        super().__init__(model, cluster, job, pins, profile, whole)
+        self._profile = profile
+        some = cluster.groups[0].model_copy(
+            update={"nodes": cluster.devices, "devices_per_node": 1, "tiers": None}
+        )
+        self._alike = cluster.model_copy(update={"groups": (some,)})
+
+    @property
+    def bounds(self) -> Sequence[tuple[str, Bound]]:
+        """Lower bounds on a layout's seconds, and what falls to each."""
+        return [(BOUNDS[COMPUTATION], lambda _: 0.0), (BOUNDS[COMMUNICATION], self.bound_s)]
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        return refusal(self.model, self._alike, self.job, layout)
+
+    def bundles(self, _: Refusals) -> Iterator[Bundle]:
+        """Yield every layout that keeps what the user fixed, each by itself."""
+        for layout in filter(self.pins.allow, self._every_layout()):
+            yield Bundle(layout, 0.0, 1, partial(iter, (layout,)))
+
+    def _every_layout(self) -> Iterator[Layout]:
+        """`micro_batches` is the mean share, rounded up."""
+        common = math.gcd(*(group.devices for group in self.cluster.groups))
+        for tensor in divisors(common):
+            data = self.cluster.devices // tensor
+            for size in divisors(self.job.global_batch):
+                count = self.job.global_batch // size
+                if count < data or (size > LARGEST_MICRO_BATCH and self.pins.micro_batch is None):
+                    continue
+                for zero in (0, 1):
+                    if zero and data < count < 2 * data:
+                        continue
+                    yield Layout(
+                        tensor=tensor,
+                        data_replicate=1 if zero else data,
+                        data_shard=data if zero else 1,
+                        zero=zero,
+                        micro_batch=size,
+                        micro_batches=-(-count // data),
+                    )
+
+    def bound_s(self, layout: Layout) -> float:
+        """Least seconds of a step, memory ignored."""
+        chains = self._chains(layout)
+        fastest_s = {
+            name: sum(min(o.time_s for o in chain.kinds[kind]) for kind in chain.layers)
+            for name, chain in chains.items()
+        }
+        sync_s = max(
+            sum(min(o.sync_s for o in chain.kinds[kind]) for kind in chain.layers)
+            for chain in chains.values()
+        )
+        ranks = self.groups_of_ranks(layout)
+        shares = self._shares(layout, [fastest_s[group] for group in ranks])
+        step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
+        return _end_s(shares, [fastest_s[group] for group in ranks]) + sync_s + step_s
+
+    def groups_of_ranks(self, layout: Layout) -> tuple[str, ...]:
+        """[data-parallel rank] The group on whose devices it lies."""
+        return tuple(
+            group.name
+            for group in self.cluster.groups
+            for _ in range(group.devices // layout.tensor)
+        )
+
+    def solve(self, layout: Layout, _: float) -> Found[Shared] | Lost:
+        """Return the best shares of a layout."""
+        chains = self._chains(layout)
+        ranks = self.groups_of_ranks(layout)
+        best: tuple[float, tuple[int, ...], Solution] | None = None
+        least_s: dict[str, float] = {}
+        for name, chain in chains.items():
+            fastest = solve(chain, frontiers=self.frontiers)
+            if not isinstance(fastest, Solution):
+                reason = fastest.reason if isinstance(fastest, Infeasible) else ""
+                return Lost(OUT_OF_MEMORY, reason=reason)
+            least_s[name] = fastest.stage_s[0]
+            taken = {
+                other: priced(chains[other], fastest.cuts, fastest.options) for other in chains
+            }
+            if not all(fits(chains[other], one) for other, one in taken.items()):
+                continue
+            rank_s = [taken[group].stage_s[0] for group in ranks]
+            shares = self._shares(layout, rank_s)
+            once_s = max(one.stage_sync_s[0] for one in taken.values())
+            total_s = _end_s(shares, rank_s) + once_s
+            if best is None or total_s < best[0]:
+                best = total_s, shares, fastest
+        if best is None:
+            # Measured bytes differ between the groups, and what is best on one is too much for all.
+            return Lost(UNFINISHED, bound_s=self.bound_s(layout))
+        total_s, shares, split = best
+        step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
+        rank_s = [least_s[group] for group in ranks]
+        least_sync_s = max(
+            sum(min(o.sync_s for o in chain.kinds[kind]) for kind in chain.layers)
+            for chain in chains.values()
+        )
+        bound_s = min(total_s, _end_s(self._shares(layout, rank_s), rank_s) + least_sync_s)
+        split = replace(split, objective_s=total_s, lower_bound_s=bound_s)
+        return Found(
+            total_s + step_s,
+            bound_s + step_s,
+            replace(layout, micro_batches=max(shares)),
+            Shared(ranks, shares, split),
+        )
+
+    def _shares(self, layout: Layout, rank_s: Sequence[float]) -> tuple[int, ...]:
+        """[rank] Shares with which the slowest ends first; every rank takes one at least.
+
+        With ZeRO-1 it is two, unless all take one (planner.plan says why).
+        """
+        count = self.job.global_batch // layout.micro_batch
+        least = 2 if layout.zero and count > len(rank_s) else 1
+        further = [Replica(fill_s=(least + 1) * one, steady_s=one) for one in rank_s]
+        more = fastest_shares(further, count - least * len(rank_s))
+        return tuple(least + one for one in more)
+
+    def _chains(self, layout: Layout) -> dict[str, Instance]:
+        """Return each group's problem of one stage, with room for what the smallest device holds.
+
+        All have the same options in one order.
+        """
+        chains = self.chains(layout)
+        room = min(chain.stages[0].capacity_bytes for chain in chains.values())
+        on_host = [host_room_bytes(group) for group in self.cluster.groups]
+        limits = [limit for limit in on_host if limit is not None]
+        offloads = "offload" in self.activations
+        return {
+            name: replace(
+                chain,
+                stages=(replace(chain.stages[0], capacity_bytes=room),),
+                kinds=tuple(
+                    tuple(option_of(cost) for cost in self._choices(table))
+                    for table in self.costs.tables[name].of(layout).kinds.values()
+                ),
+                hosts=(Host(capacity_bytes=min(limits), ranks=(1,)),)
+                if limits and offloads
+                else (),
+            )
+            for name, chain in chains.items()
+        }
+
+    def _choices(self, table: Sequence[StrategyCost]) -> list[StrategyCost]:
+        """Return what a layer may choose among on any group."""
+        return [cost for cost in table if self.pins.recompute in (None, cost.recompute)]
+
+    def ranked(self, found: Found[Shared], cluster_name: str) -> Ranked:
+        """Return the plan of some shares and its prediction."""
+        shared, layout = found.split, found.layout
+        mean = -(-self.job.global_batch // (layout.micro_batch * layout.data))
+        tables = self.costs.tables[shared.groups[0]].of(layout).kinds
+        placed = tuple(
+            PlacedLayer(layer=name, recompute=cost.recompute, activations=cost.activations)
+            for (name, layer), option in zip(self.model.chain, shared.split.options, strict=True)
+            for cost in [self._choices(tables[layer.kind])[option]]
+        )
+        plain = plan_with(
+            self.model,
+            cluster_name,
+            replace(self.job, global_batch=layout.micro_batch * layout.data * mean),
+            replace(layout, micro_batches=mean),
+            (Stage(layers=placed),),
+            step_s=found.objective_s,
+        )
+        plan = Plan(
+            **{
+                **dict(plain),
+                "global_batch": self.job.global_batch,
+                "micro_batches": layout.micro_batches,
+                "groups": self.planned_groups,
+                "shares": tuple(
+                    Share(group=group, micro_batches=count)
+                    for group, count in zip(shared.groups, shared.micro_batches, strict=True)
+                ),
+            }
+        )
+        placements_of(plan, self.model)
+        return Ranked(
+            plan=plan,
+            objective_s=found.objective_s,
+            prediction=predict(plan, self.model, self.whole, self._profile),
+        )
+
+
+def _end_s(shares: Sequence[int], rank_s: Sequence[float]) -> float:
+    return max(count * seconds for count, seconds in zip(shares, rank_s, strict=True))

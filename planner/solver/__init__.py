@@ -1,0 +1,1 @@
+"""The bare partition problem: chains cut into stages, exactly, with proof."""

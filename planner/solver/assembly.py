@@ -1,0 +1,57 @@
+"""The split that a search settled on, laid out over the layers and evaluated from raw numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from planner.solver.instance import Instance, Solution, fits, priced, stage_bytes
+from planner.solver.knapsack import Knapsacks
+
+
+def content_of(kinds: Sequence[int]) -> list[tuple[int, int]]:
+    """Kinds, rising, and their number among these layers."""
+    return [(kind, kinds.count(kind)) for kind in sorted(set(kinds))]
+
+
+def fastest_options(
+    knapsacks: Knapsacks, kinds: Sequence[int], stage: int, sync_limit_s: float = math.inf
+) -> list[int]:
+    """Options with which `stage` is fastest, for layers of these kinds in their order.
+
+    Of alike layers those that come first take the later options (recompute the first layers).
+    """
+    content = content_of(kinds)
+    found = knapsacks.fastest_choice(content, stage, sync_limit_s=sync_limit_s)
+    assert found is not None, "only stages that fit are assembled"
+    left = {kind: taken for (kind, _), taken in zip(content, found.options, strict=True)}
+    return [left[kind].pop() for kind in kinds]
+
+
+def assembled(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -> Solution:
+    """Evaluate a split whose stages are fastest, layers at their earliest option that is no worse.
+
+    A knapsack saves bytes nobody needs: of two options equally fast it takes the leaner, which may
+    be a recomputation that takes no time.
+    """
+    options = list(options)
+    for stage, (first, end) in zip(instance.stages, pairwise(cuts), strict=True):
+        for layer in range(first, end):
+            taken = options[layer]
+            table = instance.options_of(layer)
+            for earlier in range(taken):
+                if table[earlier].time_s != table[taken].time_s:
+                    continue
+                if table[earlier].sync_s > table[taken].sync_s:
+                    continue
+                if table[earlier].host_bytes > table[taken].host_bytes:
+                    continue
+                options[layer] = earlier
+                if stage_bytes(instance, stage, range(first, end), options) <= stage.capacity_bytes:
+                    break
+                options[layer] = taken
+    solution = priced(instance, cuts, options)
+    assert fits(instance, solution), "the knapsacks and the formulas of the instance disagree"
+    return replace(solution, lower_bound_s=solution.objective_s)

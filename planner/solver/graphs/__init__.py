@@ -1,0 +1,1 @@
+"""The same for graphs of layers: all orders of branches at once."""

@@ -1,0 +1,203 @@
+"""The partition problem on a graph of layers: branches, skips and towers instead of a chain.
+
+A contiguous split of a graph into P stages is a growing sequence of downsets (with a layer, all
+that it reads) {} = I_0 < I_1 < ... < I_P = all layers; stage s holds I_{s+1} - I_s.  Time, memory
+and objective are those of `planner.solver.instance`, with one difference: what a cut costs depends
+on the downset before it,
+
+    cut_s(I) = Σ output_s[l] over the layers l in I whose output a layer outside I reads
+
+Each output counts once however many layers read it, and an output that is read several stages
+later is relayed by every stage between, so it counts at every cut that it crosses.  Both stages
+that meet at a cut are charged.
+
+A topological order turns the graph into a chain whose cuts cost the same (`chain_along`), hence
+every split of the graph is a split of some chain, and is evaluated as one.  Only the order in which
+parallel branches are taken is open: a skip connection makes cuts dearer, it leaves one order.
+
+Layers without parameters may be fused into the layer they read before an instance is made.  That
+forbids cuts between the two, nothing else; the solvers do not ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import networkx
+
+from planner.solver.instance import Instance, Option, Solution, Stage
+
+Method = Literal["chain", "lattice", "orders"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphInstance:
+    """A partition problem on a graph.  `kinds`, `stages` and the rest are those of an `Instance`.
+
+    Layers are numbered in a topological order; `layers[l]` is the index in `kinds` of layer l, and
+    an edge (a, b), a < b, says that layer b reads the output of layer a.  `output_s[l]` are the
+    seconds that each of two neighbouring stages spends on sending that output across.
+    """
+
+    names: tuple[str, ...]
+    layers: tuple[int, ...]
+    edges: tuple[tuple[int, int], ...]
+    kinds: tuple[tuple[Option, ...], ...]
+    output_s: tuple[float, ...]
+    stages: tuple[Stage, ...]
+    steady: float
+    forward_apart: bool = False
+    fill: float = 1.0
+    credits_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.layers)
+        if not len(self.names) == len(set(self.names)) == len(self.output_s) == count:
+            raise ValueError(f"{count} layers need as many distinct names and outputs")
+        for before, after in self.edges:
+            if not 0 <= before < after < count:
+                raise ValueError(f"edge ({before}, {after}) does not lead forward in 0..{count}")
+        if any(not seconds >= 0 for seconds in self.output_s):
+            raise ValueError("output_s must not be negative")
+        self.chain_along(range(count))  # checks the rest
+
+    def readers(self) -> list[list[int]]:
+        """[layer] Layers that read its output, rising."""
+        found: list[list[int]] = [[] for _ in self.layers]
+        for before, after in sorted(set(self.edges)):
+            found[before].append(after)
+        return found
+
+    def chain_along(self, order: Sequence[int]) -> Instance:
+        """Return the chain of the layers in a topological `order`; its cuts cost what they do here.
+
+        >>> add = (Option(name="none", forward_s=1.0, backward_s=2.0),)
+        >>> skip = GraphInstance(names=("a", "b", "c"), layers=(0, 0, 0), kinds=(add,),
+        ...     edges=((0, 1), (1, 2), (0, 2)), output_s=(5.0, 7.0, 9.0),
+        ...     stages=(Stage(capacity_bytes=1.0),), steady=3.0)
+        >>> skip.chain_along((0, 1, 2)).cut_s
+        (0.0, 5.0, 12.0, 0.0)
+        """
+        return Instance(
+            layers=tuple(self.layers[layer] for layer in order),
+            kinds=self.kinds,
+            stages=self.stages,
+            steady=self.steady,
+            forward_apart=self.forward_apart,
+            fill=self.fill,
+            credits_s=self.credits_s,
+            cut_s=tuple(self._cuts_along(order)),
+        )
+
+    def _cuts_along(self, order: Sequence[int]) -> list[float]:
+        waiting = [0] * len(self.layers)
+        read_by: list[list[int]] = [[] for _ in self.layers]
+        for before, after in set(self.edges):
+            waiting[before] += 1
+            read_by[after].append(before)
+        crossing: set[int] = set()
+        cuts = [0.0]
+        for layer in order:
+            if waiting[layer]:
+                crossing.add(layer)
+            for before in read_by[layer]:
+                waiting[before] -= 1
+                if not waiting[before]:
+                    crossing.remove(before)
+            cuts.append(sum((self.output_s[one] for one in sorted(crossing)), 0.0))
+        return cuts
+
+
+def graph_instance(
+    graph: networkx.DiGraph,
+    *,
+    options: Mapping[str, Sequence[Option]],
+    output_s: Mapping[str, float],
+    stages: Sequence[Stage],
+    steady: float,
+    forward_apart: bool = False,
+    fill: float = 1.0,
+) -> GraphInstance:
+    """State the problem for a networkx graph whose nodes are layer names.
+
+    Layers with equal options become one kind.  Raises ValueError if the graph has a cycle.
+    """
+    try:
+        names = tuple(networkx.topological_sort(graph))
+    except networkx.NetworkXUnfeasible as error:
+        cycle = " -> ".join(str(edge[0]) for edge in networkx.find_cycle(graph))
+        raise ValueError(f"the graph has a cycle ({cycle}); its layers need an order") from error
+    number = {name: at for at, name in enumerate(names)}
+    kinds: dict[tuple[Option, ...], int] = {}
+    layers = [kinds.setdefault(tuple(options[name]), len(kinds)) for name in names]
+    return GraphInstance(
+        names=names,
+        layers=tuple(layers),
+        edges=tuple(sorted((number[a], number[b]) for a, b in graph.edges)),
+        kinds=tuple(kinds),
+        output_s=tuple(output_s.get(name, 0.0) for name in names),
+        stages=tuple(stages),
+        steady=steady,
+        forward_apart=forward_apart,
+        fill=fill,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSolution:
+    """A split of a graph: the split of the chain of its layers in `order`.
+
+    `method` says how it was found: "chain" if the graph has one order only, "lattice" if among all
+    orders, "orders" if as the best of a few.
+    """
+
+    names: tuple[str, ...]
+    order: tuple[int, ...]
+    split: Solution
+    method: Method
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the layers of every stage, each stage in an order in which it can run."""
+        return tuple(
+            tuple(self.names[layer] for layer in self.order[first:end])
+            for first, end in pairwise(self.split.cuts)
+        )
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Index of the option that each layer takes, by name."""
+        return {
+            self.names[layer]: option
+            for layer, option in zip(self.order, self.split.options, strict=True)
+        }
+
+    @property
+    def objective_s(self) -> float:
+        """Seconds of a step under this split."""
+        return self.split.objective_s
+
+    @property
+    def lower_bound_s(self) -> float:
+        """Seconds below which no split of the graph stays."""
+        return self.split.lower_bound_s
+
+    @property
+    def gap(self) -> float:
+        """Share of the objective that is not yet proven necessary."""
+        return self.split.gap
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no split of the graph, in any order, takes less."""
+        return self.split.optimal
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """No split was found, and the graph has too many to prove that none fits."""
+
+    reason: str

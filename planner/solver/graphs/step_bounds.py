@@ -1,0 +1,183 @@
+"""Lagrangian bounds on the seconds of steps through a lattice of ideals.
+
+The layers of a step (stage s, ideals I < J) are a knapsack, and
+
+    t(I, J) >= max_λ Σ_{l in J - I} min_k (t_k + λ x_k) - λ · budget_s(I, J)
+
+in which the sum is a difference of two sums over ideals.  The transient bytes are not additive: the
+levels that their largest may have are put in a few ranges; within one, options above the range are
+forbidden, its lowest level is charged (or the largest of the layers' smallest, if that is more),
+and the least of the bounds over the ranges holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.solver.graphs.ideals import Ideals
+from planner.solver.knapsack import Family, Knapsacks, Relaxed
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+_TRANSIENT_BINS = 4
+_FEW = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Range:
+    """Sums over ideals for one range of transient levels and one family of stages.
+
+    `levels` rise, and `reached` [level, member] counts layers that need at least that one.
+    `totals` [column, member]: bytes that any option holds; layers without an option in the range;
+    leanest loads; and for each multiplier the least t + λ x.
+    """
+
+    levels: Floats
+    reached: Floats
+    multipliers: Floats
+    totals: Floats
+
+
+class StepBounds:
+    """Bounds for the steps between some ideals; `members` are those, `cut_s` [ideal] their cuts.
+
+    Steps are named by positions in `members`.
+    """
+
+    def __init__(
+        self, knapsacks: Knapsacks, every: Ideals, members: Indices, cut_s: Floats
+    ) -> None:
+        self.knapsacks = knapsacks
+        self.every = every
+        self.members = members
+        self.cut_s = cut_s[members]
+
+    def total(self, per_kind: Floats) -> Floats:
+        """[member] Sum of `per_kind` [kind] over the layers of each ideal."""
+        found: Floats = self._totals(per_kind[:, None])[0]
+        return found
+
+    def fixed_s(self, stage: int, smaller: Indices, larger: Indices) -> Floats:
+        """[step] Seconds of a stage besides its layers: exposed, and the cuts at both ends."""
+        exposed_s = float(self.knapsacks.exposed_s[stage])
+        fixed_s: Floats = exposed_s + self.cut_s[smaller] + self.cut_s[larger]
+        return fixed_s
+
+    def stage_s(self, stage: int, smaller: Indices, larger: Indices) -> Floats:
+        """[step] Bound on the seconds of a stage; inf where its layers cannot fit."""
+        family = self.knapsacks.family_of(stage)
+        scale = self._scales[stage]
+        free = float(self.knapsacks.free_bytes[stage])
+        bound = np.full(len(smaller), np.inf)
+        for one in self._ranges[family]:
+            np.minimum(bound, _bound(one, free, scale, smaller, larger), out=bound)
+        pace = float(self.knapsacks.time_scale[stage])
+        staged: Floats = pace * bound + self.fixed_s(stage, smaller, larger)
+        return staged
+
+    def shared_s(self, stages: slice, *, rest: bool = False) -> Floats:
+        """[member] Least unscaled seconds of its layers if these stages alone hold them.
+
+        With `rest`, of the layers that it lacks.  Stage r holds no more than B_r bytes of
+        resident + q_r · stored, so with q the largest q_r no more than B_r / q_r of
+        y = stored + resident / q, and all stages together take
+
+            Σ_l t_l  >=  Σ_l min_k (t_k + λ y_k) - λ Σ_r B_r / q_r          for any λ >= 0.
+        """
+        multipliers, softened = self._softened
+        if rest:
+            softened = softened[:, -1:] - softened
+        knapsacks = self.knapsacks
+        free = knapsacks.free_bytes - min(map(min, knapsacks.options.levels))
+        given = float(np.sum((free / knapsacks.in_flight)[stages]))
+        found: Floats = (softened - multipliers[:, None] * given).max(axis=0)
+        return found
+
+    @cached_property
+    def _softened(self) -> tuple[Floats, Floats]:
+        """Multipliers λ, 0 first, and [λ, member] Σ min_k (t_k + λ y_k)."""
+        knapsacks, options = self.knapsacks, self.knapsacks.options
+        in_flight = float(knapsacks.in_flight.max())
+        place = knapsacks.family_of(int(knapsacks.in_flight.argmax()))
+        multipliers = knapsacks.relaxed[place].multipliers
+        if len(knapsacks.families) > 1:
+            multipliers = multipliers * in_flight
+        if len(multipliers) > _FEW:
+            multipliers = multipliers[
+                np.linspace(0, len(multipliers) - 1, _FEW).round().astype(int)
+            ]
+        load = np.where(options.present, options.stored + options.resident / in_flight, 0.0)
+        charged = options.time_s[:, :, None] + load[:, :, None] * multipliers
+        return multipliers, self._totals(charged.min(axis=1))
+
+    @cached_property
+    def _scales(self) -> dict[int, float]:
+        """What divides the budget of each stage."""
+        return {
+            stage: scale
+            for family in self.knapsacks.families
+            for stage, scale in zip(family.stages.tolist(), family.scale.tolist(), strict=True)
+        }
+
+    @cached_property
+    def _ranges(self) -> list[list[_Range]]:
+        """[family] Ranges that together hold every level the largest transient may have."""
+        knapsacks = self.knapsacks
+        levels = sorted({u for levels in knapsacks.options.levels for u in levels})
+        bins = len(levels) if len(levels) <= 2 * _TRANSIENT_BINS else _TRANSIENT_BINS
+        parts = [(float(p[0]), float(p[-1])) for p in np.array_split(levels, bins)]
+        return [
+            [self._range(family, relaxed, lowest, highest) for lowest, highest in parts]
+            for family, relaxed in zip(knapsacks.families, knapsacks.relaxed, strict=True)
+        ]
+
+    def _range(self, family: Family, relaxed: Relaxed, lowest: float, highest: float) -> _Range:
+        options = self.knapsacks.options
+        smallest = np.array([levels[0] for levels in options.levels])
+        levels = np.unique(smallest[(smallest > lowest) & (smallest <= highest)])
+        if len(levels) > _TRANSIENT_BINS:
+            levels = levels[np.linspace(0, len(levels) - 1, _TRANSIENT_BINS).round().astype(int)]
+        levels = np.append(lowest, levels)
+        reached = self._totals((smallest[:, None] >= levels).astype(np.float64))
+
+        kinds = np.arange(len(options.sizes))
+        allowed = np.array(self.knapsacks.allowed(kinds.tolist(), highest))
+        none = allowed == 0
+        columns = [
+            family.base_bytes,
+            none.astype(np.float64),
+            np.where(none, 0.0, relaxed.lean[kinds, allowed]),
+            np.where(none[:, None], 0.0, relaxed.least[kinds, allowed]),
+        ]
+        return _Range(levels, reached, relaxed.multipliers, self._totals(np.column_stack(columns)))
+
+    def _totals(self, per_kind: Floats) -> Floats:
+        """[column, member] Sums over ideals of `per_kind` [kind, column]."""
+        totals = self.every.totals(per_kind[self.knapsacks.layers], self.members)
+        return np.ascontiguousarray(totals.T)
+
+
+def _bound(one: _Range, free: float, scale: float, smaller: Indices, larger: Indices) -> Floats:
+    """[step] Bound on unscaled seconds if the largest transient lies in the range."""
+    level = np.full(len(smaller), one.levels[0])
+    for floor, reached in zip(one.levels[1:], one.reached[1:], strict=True):
+        level[reached[larger] > reached[smaller]] = floor
+    room = (free - level) / scale
+    base, none, leanest, *softened = one.totals
+    base = base / scale
+    bound = np.zeros(len(smaller))
+    for multiplier, least in zip(one.multipliers, softened, strict=True):
+        until = least + multiplier * base
+        charge = until[larger]
+        charge -= until[smaller]
+        charge -= multiplier * room
+        np.maximum(bound, charge, out=bound)
+    lean = leanest + base
+    fits = lean[larger] - lean[smaller] <= room + 1e-9 * (np.abs(room) + lean[-1])
+    fits &= none[larger] == none[smaller]
+    return np.where(fits, bound, np.inf)

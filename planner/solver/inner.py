@@ -1,0 +1,214 @@
+"""The exact inner solver: the best cuts and options of one `Instance`, with its proof.
+
+    solve(instance) -> Solution            optimal: its lower bound is its objective
+                     | Infeasible          no split fits in memory, and why
+                     | Fathomed            nothing is below the cutoff
+
+A table of stage seconds (`planner.solver.stage_table`) and the dynamic program over cuts
+(`planner.solver.cuts`).  Table entries are exact or lower bounds; the best cuts over bounds are a
+bound for the instance, and once all the entries they use are exact they are its optimum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from planner.solver.cuts import Cuts, best_cuts, meets, price
+from planner.solver.frontier import FrontierStore
+from planner.solver.instance import (
+    ROUNDING,
+    Fathomed,
+    Infeasible,
+    Instance,
+    Solution,
+    fits,
+    priced,
+    stage_bytes,
+)
+from planner.solver.knapsack import Knapsacks
+from planner.solver.memory_reach import why_infeasible
+from planner.solver.stage_table import StageTable
+
+# Above the rounding that `cuts.meets` forgives, below anything that matters.
+_HAIR = 1e-11
+_COARSE = 2.0**10
+HOSTS_TOO_SMALL = "whatever fits the devices puts more on a host than it has room for"
+
+
+def solve(
+    instance: Instance,
+    *,
+    cutoff_s: float = math.inf,
+    frontiers: FrontierStore | None = None,
+) -> Solution | Infeasible | Fathomed:
+    """Minimise the time of `instance` exactly; only objectives below `cutoff_s` are of interest.
+
+    `frontiers` kept by the caller spares the Pareto sets that earlier instances had in common.
+    Of hosts that several stages share, each stage alone is held to the whole.
+    With a finite cutoff an instance that does not fit may be reported as fathomed.
+
+    Among equally fast splits the one with the earliest cuts is returned; inside a stage the layers
+    that come first take the later options of their kind (recompute the first layers).
+    """
+    if sum(stage.least_layers for stage in instance.stages) > len(instance.layers):
+        return Infeasible(why_infeasible(instance))
+    knapsacks = Knapsacks(instance, frontiers if frontiers is not None else FrontierStore())
+    floor = _Floor(knapsacks)
+    ceiling_s = min(floor.likely_ceiling_s, floor.ceiling_s(cutoff_s))
+    whole_s = floor.most_s
+    while True:
+        best = _best_under(knapsacks, StageTable(knapsacks, ceiling_s, whole_s), cutoff_s)
+        known_s = cutoff_s if best is None else best.objective_s
+        if best is not None and whole_s > _COARSE * sum(best.stage_s):
+            # Options that nobody would take made the grid of the table coarse beside the answer.
+            whole_s = 2 * sum(best.stage_s)
+            continue
+        if ceiling_s >= floor.whole_chain_s or meets(floor.beyond_s(ceiling_s), known_s):
+            break
+        if known_s == math.inf:
+            reason = why_infeasible(instance)
+            if reason:
+                return Infeasible(reason)
+            ceiling_s *= 2
+        else:
+            ceiling_s = floor.ceiling_s(known_s)
+    if best is not None:
+        return best
+    if cutoff_s < math.inf:
+        return Fathomed(cutoff_s)
+    return Infeasible(why_infeasible(instance) or HOSTS_TOO_SMALL)
+
+
+class _Floor:
+    """Bounds that need no table, and how long a stage of a good split can be."""
+
+    def __init__(self, knapsacks: Knapsacks) -> None:
+        instance = knapsacks.instance
+        layers, options = knapsacks.layers, knapsacks.options
+        least_s = knapsacks.options.least_time_s[layers]
+        most_s = options.time_s.max(axis=1, where=options.present, initial=0.0)[layers]
+        sync_s = options.sync_s.min(axis=1)[layers]
+        credit_s = np.array(instance.credits_s)[layers] if instance.credits_s else 0.0
+        scale, exposed_s = knapsacks.time_scale, knapsacks.exposed_s
+
+        gain_s = instance.fill * least_s - credit_s
+        fill_s = float(np.minimum(gain_s * scale.min(), gain_s * scale.max()).sum())
+        fill_s += instance.fill * float(exposed_s.sum())
+        once_s = max(float(sync_s.max()), float(sync_s.sum()) / len(scale))
+        self._steady = instance.steady
+        self._rest_s = fill_s + once_s
+        cut_s = 2 * max(instance.cut_s, default=0.0)
+        self.most_s = float(most_s.sum() * scale.max() + exposed_s.sum() + 2 * sum(instance.cut_s))
+        self.whole_chain_s = float(least_s.sum() * scale.min() + exposed_s.min())
+        balanced_s = float(most_s.sum()) / float((1 / scale).sum())
+        self.likely_ceiling_s = (
+            balanced_s + float(most_s.max() * scale.min()) + float(exposed_s.max()) + cut_s
+        )
+
+    def beyond_s(self, ceiling_s: float) -> float:
+        """Least objective of any split with a stage above `ceiling_s`."""
+        return self._steady * ceiling_s + self._rest_s
+
+    def ceiling_s(self, known_s: float) -> float:
+        """Stage seconds above which no split is below `known_s`."""
+        if self._steady == 0 or known_s == math.inf:
+            return self.whole_chain_s
+        return min((known_s - self._rest_s) / self._steady, self.whole_chain_s)
+
+
+def _best_under(knapsacks: Knapsacks, table: StageTable, cutoff_s: float) -> Solution | None:
+    """Best split of the table below the cutoff."""
+    if not knapsacks.sync_depends:
+        found = _settled_cuts(table, cutoff_s)
+        return None if found is None else _assembled(knapsacks, table, found.cuts)
+    return _best_with_sync_by_option(knapsacks, table, cutoff_s)
+
+
+def _best_with_sync_by_option(
+    knapsacks: Knapsacks, table: StageTable, cutoff_s: float
+) -> Solution | None:
+    """Best split by a falling limit on the sync of every stage, as `cuts.best_cuts` does.
+
+    The limit enters the knapsacks here, so the table changes with it.
+    """
+    least_sync_s = table.least_largest_sync_s()
+    if least_sync_s == math.inf:
+        return None
+    best: Solution | None = None
+    while True:
+        found = _settled_cuts(table, cutoff_s - least_sync_s)
+        if found is None:
+            return best
+        solution = _assembled(knapsacks, table, found.cuts)
+        if solution.objective_s < cutoff_s:
+            best, cutoff_s = solution, solution.objective_s
+        largest_s = max(solution.stage_sync_s)
+        if largest_s <= least_sync_s * (1 + ROUNDING):
+            return best
+        table.limit_sync(largest_s * (1 - ROUNDING))
+
+
+def _settled_cuts(table: StageTable, cutoff_s: float) -> Cuts | None:
+    """Best split of the table with all of its entries exact."""
+    known_s = cutoff_s
+    while True:
+        found = best_cuts(table.costs(), cutoff_s=known_s)
+        if found is None:
+            assert known_s == cutoff_s, "a split was found below this before"
+            return None
+        if not table.settle(found.cuts):
+            return found
+        # What the split really takes bounds the search; a hair more, so that it is found again
+        # and ties are broken among exact entries alone.
+        costs = table.costs()
+        actual = price(costs, found.cuts)
+        hair_s = _HAIR * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
+        known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))
+
+
+def _assembled(knapsacks: Knapsacks, table: StageTable, cuts: tuple[int, ...]) -> Solution:
+    """Lay the options of every stage out over its layers; evaluate from the raw numbers."""
+    instance = knapsacks.instance
+    options: list[int] = []
+    for stage, (first, end) in enumerate(pairwise(cuts)):
+        content = knapsacks.content(first, end - first)
+        found = knapsacks.fastest_choice(
+            content,
+            stage,
+            enough_s=table.layers_s(stage, first, end),
+            sync_limit_s=table.sync_limit_s,
+        )
+        assert found is not None, "only stages that fit are assembled"
+        left = {kind: taken for (kind, _), taken in zip(content, found.options, strict=True)}
+        options.extend(left[kind].pop() for kind in instance.layers[first:end])
+    solution = priced(instance, cuts, _simplest(instance, cuts, options))
+    assert fits(instance, solution), "the knapsacks and the formulas of the instance disagree"
+    return replace(solution, lower_bound_s=solution.objective_s)
+
+
+def _simplest(instance: Instance, cuts: tuple[int, ...], options: list[int]) -> list[int]:
+    """Move layers to earlier options that take the same time, sync no longer and still fit.
+
+    A knapsack saves bytes nobody needs: of two options equally fast it takes the leaner, which
+    may be a recomputation that takes no time.
+    """
+    options = list(options)
+    tied = [len({o.time_s for o in table}) < len(table) for table in instance.kinds]
+    for stage, (first, end) in zip(instance.stages, pairwise(cuts), strict=True):
+        for layer in (layer for layer in range(first, end) if tied[instance.layers[layer]]):
+            table = instance.options_of(layer)
+            taken = table[options[layer]]
+            for simpler, option in enumerate(table[: options[layer]]):
+                if option.time_s != taken.time_s or option.sync_s > taken.sync_s:
+                    continue
+                if option.host_bytes > taken.host_bytes:
+                    continue
+                before, options[layer] = options[layer], simpler
+                if stage_bytes(instance, stage, range(first, end), options) <= stage.capacity_bytes:
+                    break
+                options[layer] = before
+    return options

@@ -1,0 +1,173 @@
+"""What a user asks of a split beside its speed, in words or as part of a document.
+
+    layers 0-3 together
+    layer embedding on stage 0               layers 4-7 on stages 1-2
+    at most 12 layers on stage 0             at most 12 layers on each stage
+    layers block.0..block.7 recompute full   layers 0-9 activations keep or offload
+
+Layers are counted from 0 along the chain, the embedding included, or named; stages are counted from
+0; ranges include both ends.  `planner.solver.sides` has what a solver makes of each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Self, get_args
+
+from pydantic import model_validator
+
+from planner.document import Part, nearest
+from planner.errors import DocumentError
+from planner.plan import Activations
+from planner.profile import Recompute
+from planner.solver.sides import AtMost, Chosen, Placed, Side, Together
+from planner.units import Count, Flag, Positive, Text
+
+_LAYERS = re.compile(r"layers? (\S+) (.+)")
+_MOST = re.compile(r"at most (\d+) layers? on (.+)")
+_FORMS = (
+    "'layers 0-3 together', 'layers 0-3 on stage 0', 'at most 8 layers on stage 0' (or 'each "
+    "stage'), 'layers 0-3 recompute full' or 'layers 0-3 activations keep'"
+)
+
+
+class Requirement(Part):
+    """Exactly one of: layers together, layers on stages, most layers of stages, their options."""
+
+    layers: tuple[Count, Count] | None = None
+    """The first and the last."""
+    together: Flag = False
+    stages: tuple[Count, ...] | None = None
+    """Without it `at_most` speaks of every stage."""
+    at_most: Positive | None = None
+    options: tuple[Text, ...] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.layers is None:
+            if self.at_most is None or self.together or self.options is not None:
+                raise ValueError("layers: is missing; only at_most does without")
+            return self
+        if self.layers[0] > self.layers[1]:
+            raise ValueError(f"layers: is {list(self.layers)}; the first comes first")
+        asked = (self.together, self.stages is not None, self.options is not None)
+        if sum(asked) != 1 or self.at_most is not None:
+            raise ValueError("ask for one of together, stages and options of these layers")
+        if self.stages == () or self.options == ():
+            raise ValueError("stages and options must not be empty; leave out what is not asked")
+        return self
+
+    def __str__(self) -> str:
+        """Say what it asks for."""
+        if self.at_most is not None:
+            where = "each stage" if self.stages is None else f"stages {list(self.stages)}"
+            return f"at most {self.at_most} layers on {where}"
+        first, last = self.layers or (0, 0)
+        if self.together:
+            return f"layers {first}-{last} together"
+        if self.options is not None:
+            return f"layers {first}-{last} {' or '.join(self.options)}"
+        return f"layers {first}-{last} on stages {list(self.stages or ())}"
+
+    def side(self, *, layers: int, stages: int) -> Side | None:
+        """Return what a solver keeps; None if no split into so many stages can."""
+        here = tuple(range(stages) if self.stages is None else self.stages)
+        if self.at_most is not None:
+            return AtMost(layers=self.at_most, stages=tuple(s for s in here if s < stages))
+        assert self.layers is not None, "checked on creation"
+        first, last = self.layers
+        if last >= layers:
+            raise DocumentError(
+                "require", f"speaks of layer {last}; the chain has layers 0 to {layers - 1}"
+            )
+        if self.together:
+            return Together(first=first, last=last)
+        if self.options is not None:
+            return Chosen(first=first, last=last, options=self.options)
+        there = tuple(s for s in here if s < stages)
+        return Placed(first=first, last=last, stages=there) if there else None
+
+
+def read_requirements(texts: Sequence[str], names: Sequence[str]) -> tuple[Requirement, ...]:
+    """Read what the command line gives; `names` are those of the chain's layers.
+
+    >>> read_requirements(["layers a..b on stage 1"], ["a", "b", "c"])[0].layers
+    (0, 1)
+    """
+    return tuple(_requirement(" ".join(text.split()), names) for text in texts)
+
+
+def _requirement(text: str, names: Sequence[str]) -> Requirement:
+    most = _MOST.fullmatch(text)
+    if most:
+        each = most[2] in ("each stage", "every stage")
+        stages = None if each else _stages(most[2], text)
+        if int(most[1]) < 1:
+            raise DocumentError("require", f"'{text}': a stage has at least 1 layer")
+        return Requirement(at_most=int(most[1]), stages=stages)
+    of_layers = _LAYERS.fullmatch(text)
+    if of_layers is None:
+        raise DocumentError("require", f"'{text}': write {_FORMS}")
+    layers = _range(of_layers[1], names, text)
+    rest = of_layers[2]
+    if rest == "together":
+        return Requirement(layers=layers, together=True)
+    if rest.startswith("on "):
+        return Requirement(layers=layers, stages=_stages(rest.removeprefix("on "), text))
+    word, _, wanted = rest.partition(" ")
+    every = {"recompute": get_args(Recompute), "activations": get_args(Activations)}
+    if word not in every:
+        raise DocumentError("require", f"'{text}': write {_FORMS}")
+    chosen = re.split(r" or |, ?", wanted)
+    for choice in chosen:
+        if choice not in every[word]:
+            raise DocumentError("require", f"'{text}': {nearest(choice, list(every[word]))}")
+    return Requirement(
+        layers=layers,
+        options=tuple(
+            option_name(recompute, activations)
+            for recompute in (chosen if word == "recompute" else every["recompute"])
+            for activations in (chosen if word == "activations" else every["activations"])
+        ),
+    )
+
+
+def option_name(recompute: str, activations: str) -> str:
+    """Return the name of a layer's option.
+
+    >>> option_name("full", "keep"), option_name("full", "offload")
+    ('full', 'full, offload')
+    """
+    return recompute if activations == "keep" else f"{recompute}, {activations}"
+
+
+def _range(text: str, names: Sequence[str], whole: str) -> tuple[int, int]:
+    if text in names:
+        return names.index(text), names.index(text)
+    numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if numbers:
+        first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+        if not first <= last < len(names):
+            raise DocumentError(
+                "require", f"'{whole}': layers are numbered 0 to {len(names) - 1}, the first first"
+            )
+        return first, last
+    ends = text.split("..")
+    for name in ends:
+        if name not in names:
+            raise DocumentError("require", f"'{whole}': {nearest(name, list(names))}")
+    if len(ends) != 2 or names.index(ends[0]) > names.index(ends[1]):
+        raise DocumentError("require", f"'{whole}': write layers as 0-3, NAME or NAME..NAME")
+    return names.index(ends[0]), names.index(ends[1])
+
+
+def _stages(text: str, whole: str) -> tuple[int, ...]:
+    found = re.fullmatch(r"stages? (\d+)(?:-(\d+))?((?:,\d+)*)", text.replace(", ", ","))
+    if found is None:
+        raise DocumentError("require", f"'{whole}': write stages as 'stage 0' or 'stages 0-2'")
+    first, last = int(found[1]), int(found[2] or found[1])
+    more = [int(number) for number in found[3].split(",") if number]
+    if first > last:
+        raise DocumentError("require", f"'{whole}': stages {first}-{last} are none")
+    return tuple(sorted({*range(first, last + 1), *more}))

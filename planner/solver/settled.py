@@ -1,0 +1,100 @@
+"""The cheapest path over step costs that start as bounds and become exact when they are wanted.
+
+While a step of the cheapest path is only bounded it is settled, and the search repeated.  All
+costs being exact or below, a path whose steps are exact costs no more than any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.solver.cuts import Costs
+from planner.solver.instance import ROUNDING, Solution
+from planner.solver.paths import Path, Paths, cheapest, priced_path
+
+Floats = NDArray[np.float64]
+
+# Above the rounding that `cuts.meets` forgives, below anything that matters.
+_HAIR = 1e-11
+
+
+class Steps(Protocol):
+    """The steps that paths are made of."""
+
+    @property
+    def paths(self) -> Paths:
+        """All paths along them."""
+
+    @property
+    def sync_depends(self) -> bool:
+        """Whether options of one kind differ in `sync_s`: then it is no part of `costs`."""
+
+    def costs(self) -> Costs:
+        """[step] What they cost, exactly or at least; inf where a step is impossible."""
+
+    def settle(self, steps: Sequence[int]) -> bool:
+        """Make exact what the steps cost; False if everything was."""
+
+    def least_sync_s(self) -> Floats:
+        """[step] Least seconds of synchronisation."""
+
+    def limit_sync(self, limit_s: float) -> None:
+        """Allow only options with which no stage synchronises longer."""
+
+
+class HasSplit(Protocol):
+    """An answer made of a path."""
+
+    @property
+    def split(self) -> Solution:
+        """The split, evaluated from raw numbers."""
+
+
+Answer = TypeVar("Answer", bound=HasSplit)
+
+
+def best_split(
+    steps: Steps, assemble: Callable[[Path], Answer], *, cutoff_s: float
+) -> Answer | None:
+    """Best split along a path, None if there is none below `cutoff_s`.
+
+    Where sync depends on the options, a falling limit on that of every stage enters the steps, as
+    the ceilings do in `paths.cheapest`.
+    """
+    if not steps.sync_depends:
+        found = settled_path(steps, cutoff_s=cutoff_s)
+        return None if found is None else assemble(found)
+    possible = np.isfinite(steps.costs().stage_s)
+    least_sync_s = steps.paths.smallest_maximum(np.where(possible, steps.least_sync_s(), np.inf))
+    best: Answer | None = None
+    while least_sync_s < math.inf:
+        found = settled_path(steps, cutoff_s=cutoff_s - least_sync_s)
+        if found is None:
+            break
+        answer = assemble(found)
+        if answer.split.objective_s < cutoff_s:
+            best, cutoff_s = answer, answer.split.objective_s
+        largest_s = max(answer.split.stage_sync_s)
+        if largest_s <= least_sync_s * (1 + ROUNDING):
+            break
+        steps.limit_sync(largest_s * (1 - ROUNDING))
+    return best
+
+
+def settled_path(steps: Steps, *, cutoff_s: float) -> Path | None:
+    """Cheapest path below the cutoff, with all of its steps exact."""
+    known_s = cutoff_s
+    while True:
+        found = cheapest(steps.paths, steps.costs(), cutoff_s=known_s)
+        if found is None or not steps.settle(found.steps):
+            return found
+        # What the path really takes bounds the search; a hair more, so that it is found again.
+        costs = steps.costs()
+        actual = priced_path(costs, found.steps)
+        hair_s = _HAIR * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
+        known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))

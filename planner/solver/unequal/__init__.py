@@ -1,0 +1,1 @@
+"""The same for devices that differ: their order along the pipeline, shares of replicas."""

@@ -1,0 +1,222 @@
+"""The exact solver for unequal devices: the order of their types along the pipeline, and the cuts.
+
+    solve_unequal(problem) -> UnequalSolution     no order, cuts and options take less
+                            | Infeasible          none fit in memory
+                            | Fathomed            nothing is below the cutoff
+
+Between two stages a split is in a state (layers so far, stages used of each type, type before,
+type after), and takes one step per stage: `planner.solver.unequal.unequal_steps` has the steps,
+`planner.solver.paths` finds the cheapest path exactly.  A ceiling on stage seconds keeps the
+states few (`planner.solver.reach`), and rises until it is high enough: a split with a stage above
+it takes at least
+
+    steady · ceiling + Σ_l min_g (fill · time_scale_g · t_gl - credit) + fill · Σ exposed + sync
+
+with the fastest options t_gl of layer l on type g, and a least sync of the mean over stages or of
+the one layer with the most.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+from planner.solver.assembly import assembled, fastest_options
+from planner.solver.cuts import meets
+from planner.solver.frontier import FrontierStore
+from planner.solver.graphs.ideals import Ideals, ideals
+from planner.solver.graphs.step_table import Known
+from planner.solver.instance import Fathomed, Infeasible, leanest_bytes
+from planner.solver.knapsack import Knapsacks
+from planner.solver.paths import Path
+from planner.solver.reach import LEAST_SHARE, Reach
+from planner.solver.settled import best_split
+from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
+from planner.solver.unequal.unequal_steps import UnequalSteps
+from planner.units import bytes_text
+
+# Ceiling to begin with over the least that could do, and its rise while nothing fits under it.
+_FIRST, _RISE = 1.06, 1.1
+
+
+def solve_unequal(
+    problem: UnequalInstance,
+    *,
+    cutoff_s: float = math.inf,
+    frontiers: FrontierStore | None = None,
+) -> UnequalSolution | Infeasible | Fathomed:
+    """Minimise the time of `problem` over all orders of its device types, cuts and options.
+
+    Only objectives below `cutoff_s` are of interest; with a finite one a problem that does not fit
+    may be reported as fathomed.
+    """
+    layers, stages = len(problem.layers), len(problem.in_flight)
+    if stages > layers:
+        return Infeasible(f"{stages} stages need as many layers; the chain has {layers}")
+    search = _Search(problem, frontiers if frontiers is not None else FrontierStore(), cutoff_s)
+    if search.least_s == math.inf:
+        return Infeasible(_why_infeasible(problem))
+    if meets(search.bound_s, cutoff_s):
+        return Fathomed(search.bound_s)
+    best: UnequalSolution | None = None
+    searched_s, ceiling_s = -math.inf, search.first_s()
+    while ceiling_s > searched_s:
+        best = search.under(ceiling_s, best)
+        searched_s = ceiling_s
+        ceiling_s = search.needed_s(best, searched_s)
+    if best is not None:
+        return best
+    if cutoff_s < math.inf:
+        return Fathomed(max(search.bound_s, cutoff_s))
+    return Infeasible(_why_infeasible(problem))
+
+
+def least_s(problem: UnequalInstance, *, frontiers: FrontierStore | None = None) -> float:
+    """Return seconds below which no split within memory stays; inf if none fits."""
+    if len(problem.in_flight) > len(problem.layers):
+        return math.inf
+    store = frontiers if frontiers is not None else FrontierStore()
+    return _Search(problem, store, math.inf).bound_s
+
+
+class _Search:
+    """One problem under rising ceilings; `least_s` is the first that can do, `whole_s` the last.
+
+    No split takes less than `bound_s`.
+    """
+
+    def __init__(self, problem: UnequalInstance, store: FrontierStore, cutoff_s: float) -> None:
+        self._problem = problem
+        self._cutoff_s = cutoff_s
+        self._knapsacks = [
+            Knapsacks(problem.all_of(number), store) for number in range(len(problem.types))
+        ]
+        self._known: list[Known] = [{} for _ in problem.types]
+        self._every = _ideals_of_chain(len(problem.layers))
+        self._reach = Reach(self._knapsacks, [one.stages for one in problem.types])
+        self._rest_s = self._least_besides_s()
+        self.whole_s = self._longest_stage_s()
+        self.least_s = self._reach.least_s(self.whole_s)
+        self.bound_s = problem.steady * (1 - LEAST_SHARE) * self.least_s + self._rest_s
+
+    def _longest_stage_s(self) -> float:
+        """Seconds of all layers in their slowest options on the slowest type."""
+        problem = self._problem
+        cuts_s = [cut for row in problem.cut_s for cuts in row for cut in cuts]
+        longest_s = 0.0
+        for knapsacks in self._knapsacks:
+            options = knapsacks.options
+            slowest_s = options.time_s.max(axis=1, where=options.present, initial=0.0)
+            own_s = float(knapsacks.time_scale.max() * slowest_s[knapsacks.layers].sum())
+            exposed_s = float(knapsacks.exposed_s.max())
+            longest_s = max(longest_s, own_s + exposed_s + 2 * max(cuts_s, default=0.0))
+        return longest_s * (1 + 1e-9)
+
+    def _least_besides_s(self) -> float:
+        """Least sum over stages and least sync: what a split takes besides its slowest stage."""
+        problem = self._problem
+        gain_s, sync_s = [], []
+        for number, knapsacks in enumerate(self._knapsacks):
+            credits_s = np.array(problem.credits_of(number) or (0.0,))
+            own_s = problem.fill * knapsacks.options.least_time_s - credits_s
+            gain_s.append((knapsacks.time_scale[0] * own_s)[knapsacks.layers])
+            sync_s.append(knapsacks.options.sync_s.min(axis=1)[knapsacks.layers])
+        least_sync_s = np.min(sync_s, axis=0)
+        once_s = max(float(least_sync_s.max()), float(least_sync_s.sum()) / len(problem.in_flight))
+        exposed_s = float(np.min([one.exposed_s for one in self._knapsacks], axis=0).sum())
+        cuts_s = [cut for row in problem.cut_s for cuts in row for cut in cuts]
+        exposed_s += 2 * (len(problem.in_flight) - 1) * min(cuts_s, default=0.0)
+        return float(np.min(gain_s, axis=0).sum()) + problem.fill * exposed_s + once_s
+
+    def first_s(self) -> float:
+        """Ceiling to begin with; above 0, so that it can rise."""
+        return min(_FIRST * max(self.least_s, 1e-3 * self.whole_s), self.whole_s)
+
+    def needed_s(self, best: UnequalSolution | None, searched_s: float) -> float:
+        """Ceiling above which no split can be better, or one somewhat higher if none is known."""
+        steady = self._problem.steady
+        known_s = self._cutoff_s if best is None else best.split.objective_s
+        if meets(steady * searched_s + self._rest_s, known_s):
+            return searched_s
+        highest_s = self.whole_s
+        if steady > 0 and known_s < math.inf:
+            highest_s = min((known_s - self._rest_s) / steady, highest_s)
+        return highest_s if best is not None else min(_RISE * searched_s, highest_s)
+
+    def under(self, ceiling_s: float, best: UnequalSolution | None) -> UnequalSolution | None:
+        """Best split with no stage above the ceiling, if it is better than `best`."""
+        ends = self._reach.ends(ceiling_s)
+        ranges = self._reach.ranges(ends)
+        if not self._reach.arrives(ranges):
+            return best
+        steps = UnequalSteps(
+            self._problem,
+            self._knapsacks,
+            every=self._every,
+            known=self._known,
+            ends=ends,
+            ranges=ranges,
+        )
+        better = best_split(
+            steps,
+            lambda path: self._assembled(steps, path),
+            cutoff_s=self._cutoff_s if best is None else best.split.objective_s,
+        )
+        return best if better is None else better
+
+    def _assembled(self, steps: UnequalSteps, path: Path) -> UnequalSolution:
+        """Choose the options of every stage and evaluate the split from raw numbers."""
+        problem = self._problem
+        order, cuts, options = [], [0], []
+        for stage, step in enumerate(path.steps):
+            number = int(steps.type_of[step])
+            held = steps.tables[number].layers(int(steps.entry[step]))
+            kinds = [problem.layers[layer] for layer in held]
+            options += fastest_options(self._knapsacks[number], kinds, stage, steps.sync_limit_s)
+            order.append(number)
+            cuts.append(cuts[-1] + len(held))
+        return UnequalSolution(
+            names=tuple(one.name for one in problem.types),
+            order=tuple(order),
+            split=assembled(problem.in_order(order, cuts), cuts, options),
+        )
+
+
+@lru_cache(maxsize=64)
+def _ideals_of_chain(layers: int) -> Ideals:
+    found = ideals([[layer + 1] for layer in range(layers - 1)] + [[]], most=layers + 1)
+    assert found is not None, "a chain has one ideal more than layers"
+    return found
+
+
+def _why_infeasible(problem: UnequalInstance) -> str:
+    """Say what all layers need on the roomiest type, and what all stages together have."""
+    layers = range(len(problem.layers))
+    instances = [problem.all_of(number) for number in range(len(problem.types))]
+    some = dict(zip(reversed(problem.layers), reversed(layers), strict=True))
+    for layer in sorted(some.values()):
+        alone = range(layer, layer + 1)
+        short = [
+            leanest_bytes(one, stage, alone) - stage.free_bytes
+            for one in instances
+            for stage in dict.fromkeys(one.stages)
+        ]
+        if min(short) > 0:
+            return (
+                f"layer {layer} alone fits on no device: at best it lacks {bytes_text(min(short))}"
+            )
+    needs = min(
+        leanest_bytes(one, min(one.stages, key=lambda stage: stage.in_flight), layers)
+        for one in instances
+    )
+    free = sum(
+        one.stages * max(stage.free_bytes for stage in instance.stages)
+        for one, instance in zip(problem.types, instances, strict=True)
+    )
+    names = " and ".join(f"{one.stages} x {one.name}" for one in problem.types)
+    return (
+        f"no order of {names} and no cuts fit: in their leanest options all layers need at least "
+        f"{bytes_text(needs)}, and the stages have {bytes_text(free)} free at most"
+    )

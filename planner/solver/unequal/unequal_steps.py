@@ -1,0 +1,196 @@
+"""The steps of a pipeline whose stages may be of any type.
+
+States between stages are (layers so far, stages used of each type, type before, type after); a step
+is one stage of one type.  The last two matter only if cuts between some types cost anything.  Steps
+of one type with the same run of layers at the same position share an entry of that type's table of
+bounds and exact seconds (`planner.solver.graphs.step_table`); what the cuts cost comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.solver.cuts import Costs
+from planner.solver.graphs.ideals import Ideals
+from planner.solver.graphs.step_bounds import StepBounds
+from planner.solver.graphs.step_table import Known, StepTable
+from planner.solver.knapsack import Knapsacks
+from planner.solver.paths import Paths
+from planner.solver.reach import Counts, Ranges, changed
+from planner.solver.unequal.unequal_instance import UnequalInstance
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+# First layers and ends of runs of layers.
+Runs = tuple[Indices, Indices]
+# (stages used of each type, type before, type after); -1 where there is none or it does not matter.
+Meeting = tuple[Counts, int, int]
+
+
+class UnequalSteps:
+    """[step] All steps under one ceiling, as `planner.solver.settled` wants them.
+
+    A step is of type `type_of[step]` and has the layers of entry `entry[step]` of its table.
+    `ends` and `ranges` are those of the ceiling (`planner.solver.reach`).
+    """
+
+    def __init__(
+        self,
+        problem: UnequalInstance,
+        knapsacks: Sequence[Knapsacks],
+        *,
+        every: Ideals,
+        known: Sequence[Known],
+        ends: list[list[Indices]],
+        ranges: Ranges,
+    ) -> None:
+        self._problem = problem
+        self._ends = ends
+        self._least = [stage.least_layers for stage in knapsacks[0].instance.stages]
+        self._ranges = ranges
+        self._places: list[list[Counts]] = [[] for _ in range(len(problem.in_flight) + 1)]
+        for counts in ranges:
+            self._places[sum(counts)].append(counts)
+        runs = [self._runs(position) for position in range(len(problem.in_flight))]
+        members = np.arange(len(every))
+        self.tables = [
+            StepTable(StepBounds(one, every, members, np.zeros(len(every))), runs, known_of_type)
+            for one, known_of_type in zip(knapsacks, known, strict=True)
+        ]
+        self._link(runs)
+        self.sync_depends = any(one.sync_depends for one in knapsacks)
+        self.sync_limit_s = np.inf
+        self._sync_s = self._of_steps([table.least_sync_s() for table in self.tables])
+
+    def costs(self) -> Costs:
+        """[step] What the objective counts."""
+        problem = self._problem
+        stage_s = self._of_steps([table.stage_s for table in self.tables]) + self._cut_s
+        fill_s = self._of_steps([table.fill_s() for table in self.tables])
+        once_s = []
+        if problem.forward_apart:
+            forward_s = self._of_steps([table.forward_s() for table in self.tables])
+            forward_s = forward_s + self._cut_s / 2
+            stage_s = stage_s - forward_s
+            once_s.append(problem.steady * forward_s)
+        if self._sync_s.any() and not self.sync_depends:
+            once_s.append(self._sync_s)
+        fill_s = fill_s + problem.fill * self._cut_s
+        return Costs(stage_s, fill_s, tuple(once_s), problem.steady)
+
+    def least_sync_s(self) -> Floats:
+        """[step] Least seconds of synchronisation."""
+        return self._sync_s
+
+    def settle(self, steps: Sequence[int]) -> bool:
+        """Make exact what the steps take; False if everything was."""
+        changes = [
+            table.settle([int(self.entry[step]) for step in steps if self.type_of[step] == number])
+            for number, table in enumerate(self.tables)
+        ]
+        return any(changes)
+
+    def limit_sync(self, limit_s: float) -> None:
+        """Allow only options with which no stage synchronises longer."""
+        self.sync_limit_s = limit_s
+        for table in self.tables:
+            table.limit_sync(limit_s)
+
+    def _of_steps(self, of_tables: Sequence[Floats]) -> Floats:
+        """[step] The entry of each step in the array of its type."""
+        found: Floats = np.concatenate(of_tables)[self._flat]
+        return found
+
+    def _runs(self, position: int) -> Runs:
+        """Runs that some type can hold at a position, by rising first layer."""
+        begins = [self._ranges[counts] for counts in self._places[position]]
+        stops = [self._ranges[counts] for counts in self._places[position + 1]]
+        first = np.arange(min(a for a, _ in begins), max(b for _, b in begins) + 1)
+        end = np.arange(min(a for a, _ in stops), max(b for _, b in stops) + 1)
+        furthest = np.max([ends[position][first] for ends in self._ends], axis=0)
+        least = first + self._least[position]
+        row, column = np.nonzero((end >= least[:, None]) & (end <= furthest[:, None]))
+        return first[row], end[column]
+
+    def _meetings(self, position: int) -> list[Meeting]:
+        """States before a position, the layers so far aside."""
+        found: list[Meeting] = []
+        for counts in self._places[position]:
+            if not self._problem.cut_s:
+                found.append((counts, -1, -1))
+                continue
+            types = range(len(counts))
+            before = [g for g in types if changed(counts, g, -1) in self._ranges] or [-1]
+            after = [g for g in types if changed(counts, g, +1) in self._ranges] or [-1]
+            found += [(counts, g, h) for g in before for h in after]
+        return found
+
+    def _link(self, runs: list[Runs]) -> None:
+        """Lay out the steps of every position, sorted by where they start."""
+        width = len(self._problem.layers) + 1
+        meetings = [self._meetings(position) for position in range(len(runs) + 1)]
+        offset = 0
+        hops, types, entries, cuts = [], [], [], []
+        for position, (first, end) in enumerate(runs):
+            before, after = meetings[position], meetings[position + 1]
+            moves = list(self._moves(position, before, after, runs[position]))
+            starts = np.concatenate([m.start * width + first[m.runs] for m in moves])
+            order = np.argsort(starts, kind="stable")
+            stops = np.concatenate([m.stop * width + end[m.runs] for m in moves])
+            hops.append((starts[order], stops[order]))
+            types.append(np.concatenate([np.full(len(m.runs), m.number) for m in moves])[order])
+            entries.append(offset + np.concatenate([m.runs for m in moves])[order])
+            charges = [
+                self._cut_of(before[m.start], first[m.runs])
+                + self._cut_of(after[m.stop], end[m.runs])
+                for m in moves
+            ]
+            cuts.append(np.concatenate(charges)[order])
+            offset += len(first)
+        self.paths = Paths([len(found) * width for found in meetings], hops)
+        self.type_of, self.entry = np.concatenate(types), np.concatenate(entries)
+        self._flat = self.type_of * offset + self.entry
+        self._cut_s = np.concatenate(cuts)
+
+    def _moves(
+        self, position: int, before: list[Meeting], after: list[Meeting], runs: Runs
+    ) -> Iterator[_Move]:
+        """All pairs of meetings that a stage can lie between, with the runs that it can hold."""
+        first, end = runs
+        stops: dict[tuple[Counts, int], list[int]] = {}
+        for stop, (counts, number, _) in enumerate(after):
+            stops.setdefault((counts, number), []).append(stop)
+        held: dict[tuple[Counts, int], Indices] = {}
+        for start, (counts, _, expected) in enumerate(before):
+            for number in range(len(self.tables)) if expected < 0 else (expected,):
+                more = changed(counts, number, +1)
+                if more not in self._ranges:
+                    continue
+                if (counts, number) not in held:
+                    (a, b), (c, d) = self._ranges[counts], self._ranges[more]
+                    inside = (a <= first) & (first <= b) & (c <= end) & (end <= d)
+                    inside &= end <= self._ends[number][position][first]
+                    held[counts, number] = np.flatnonzero(inside)
+                for stop in stops.get((more, expected), ()):
+                    yield _Move(start, stop, number, held[counts, number])
+
+    def _cut_of(self, meeting: Meeting, position: Indices) -> Floats:
+        """Seconds that each of the two stages spends on a cut at these positions."""
+        _, before, after = meeting
+        if before < 0 or after < 0:
+            return np.zeros(len(position))
+        return np.array(self._problem.cut_s[before][after])[position]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Move:
+    """Steps of one type between two meetings: `runs` index what the stage can hold."""
+
+    start: int
+    stop: int
+    number: int
+    runs: Indices

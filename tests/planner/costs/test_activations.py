@@ -1,0 +1,236 @@
+"""What becomes of stored tensors: hand calculations, and what the solver makes of the choice."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.costs.activations import Treated, treated
+from planner.costs.calibration import Figures
+from planner.costs.layout_costs import CostTables, layout_costs
+from planner.costs.rates import Rates, rates
+from planner.expressions import resolve_cluster, resolve_model
+from planner.model import ModelGraph
+from planner.plan import Activations, Job, Layout
+from planner.predict import layout_prediction, placement_prediction, placements_of
+from planner.search.formulation import allowed, instance_of, plan_of
+from planner.solver.inner import solve
+from planner.solver.instance import Solution
+
+JOB = Job(seq_len=4096, global_batch=16)
+EVERY: tuple[Activations, ...] = ("keep", "offload", "compress")
+FIGURES = Figures(
+    forward_s=0.010,
+    forward_tensor_s=0.002,
+    backward_s=0.020,
+    recompute_s=0.003,
+    backward_tensor_s=0.002,
+    forward_ahead_s=0.0,
+    backward_ahead_s=0.0,
+    stored_bytes=1.0e9,
+    forward_transient_bytes=1e8,
+    backward_transient_bytes=2e8,
+    returned_bytes=0.0,
+    stores_input=True,
+    provenance="quoted",
+    spread=0.1,
+    packable_share=0.9,
+    elements_per_stored_byte=0.4,
+)
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelGraph:
+    return resolve_model("llama-3.1-8b")
+
+
+@pytest.fixture(scope="module")
+def node() -> ClusterSpec:
+    return resolve_cluster("8xh100-sxm-80gb")
+
+
+@pytest.fixture
+def h100(node: ClusterSpec) -> Rates:
+    return replace(rates(node, JOB, None), host_link_bytes_per_s=50e9)
+
+
+def test_a_copy_that_takes_longer_than_the_pass_beside_it_is_seen(h100: Rates) -> None:
+    # 1 GB over 50 GB/s are 20 ms; forward takes 12 ms and backward 25.
+    found = treated("offload", FIGURES, h100, passed=0.0)
+
+    assert found.forward_host_s == pytest.approx(0.008)
+    assert found.backward_host_s == 0
+    assert found.stored_bytes == 0
+    assert found.host_bytes == found.moving_bytes == 1e9
+
+
+def test_packed_tensors_take_a_byte_per_element_and_a_scale_per_128(h100: Rates) -> None:
+    # 0.4e9 elements take 0.9e9 bytes, 2.25 each; 0.1e9 bytes are no floating tensors.
+    found = treated("compress", FIGURES, h100, passed=5.0)
+
+    assert found.stored_bytes == pytest.approx(0.1e9 + 0.4e9 * (1 + 4 / 128) + 5.0)
+    assert found.moving_bytes == pytest.approx(0.9e9)
+    memory = h100.device.curve.memory * h100.device.memory_bytes_per_s
+    assert found.packing_s == pytest.approx(0.4e9 * (37 + 2.25) / memory)
+    assert found.unpacking_s == pytest.approx(0.4e9 * (9 + 2.25) / memory)
+    assert found.host_bytes == 0
+
+
+def test_to_keep_costs_nothing(h100: Rates) -> None:
+    assert treated("keep", FIGURES, h100, passed=5.0) == Treated(stored_bytes=1e9 + 5.0)
+
+
+def test_devices_behind_one_link_share_it(node: ClusterSpec) -> None:
+    group = node.groups[0].model_copy(update={"host_link_devices": 4})
+    shared = node.model_copy(update={"groups": (group,)})
+
+    alone_s, together_s = (rates(c, JOB, None).host_copy_s(1e9) for c in (node, shared))
+
+    assert together_s == pytest.approx(4 * alone_s)
+
+
+@pytest.mark.parametrize("activations", ["offload", "compress"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data_shard=8, zero=3, micro_batches=2),
+        Layout(tensor=2, pipeline=2, data_shard=2, zero=1, micro_batches=8),
+        Layout(pipeline=4, data_replicate=2, micro_batches=8, schedule="gpipe"),
+        Layout(pipeline=2, data_replicate=4, micro_batches=4, virtual_stages=2, schedule="zbv"),
+    ],
+    ids=Layout.text,
+)
+def test_parts_add_up_and_fewer_bytes_stay(
+    llama: ModelGraph, node: ClusterSpec, layout: Layout, activations: Activations
+) -> None:
+    kept = layout_prediction(llama, node, JOB, layout)
+    found = layout_prediction(llama, node, JOB, layout, activations=activations)
+
+    cause = {"offload": "offload", "compress": "compression"}[activations]
+    assert cause not in kept.step_parts
+    assert found.step_parts[cause] > 0
+    assert sum(found.step_parts.values()) == pytest.approx(found.step_time_s)
+    for before, after in zip(kept.stages, found.stages, strict=True):
+        assert sum(after.memory_parts.values()) == pytest.approx(after.peak_memory_bytes)
+        assert after.memory_parts["activations"] < before.memory_parts["activations"]
+        assert (after.host_bytes > 0) == (activations == "offload")
+
+
+def test_the_host_holds_what_the_device_would(llama: ModelGraph, node: ClusterSpec) -> None:
+    layout = Layout(pipeline=4, data_replicate=2, micro_batches=8)
+    costs = layout_costs(llama, node, JOB, layout)
+    blocks = 8
+    placements = [
+        (("embedding", "none", "keep"), *[("block", "none", "offload")] * blocks),
+        *[tuple([("block", "none", "offload")] * blocks)] * 2,
+        (*[("block", "none", "offload")] * blocks, ("head", "none", "keep")),
+    ]
+
+    found = placement_prediction(
+        CostTables(llama, node, JOB, activations=EVERY), layout, placements
+    )
+
+    stored = costs.kinds["block"][0].stored_bytes
+    on_host = [stage.host_bytes for stage in found.stages]
+    assert on_host == pytest.approx([q * blocks * stored for q in (4, 3, 2, 1)])
+
+
+def solved(
+    llama: ModelGraph, node: ClusterSpec, layout: Layout, activations: tuple[Activations, ...]
+) -> tuple[CostTables, Solution]:
+    tables = CostTables(llama, node, JOB, activations=activations)
+    found = solve(instance_of(llama, node, layout, tables.of(layout)))
+    assert isinstance(found, Solution)
+    return tables, found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=8, micro_batch=16, micro_batches=1),
+        Layout(tensor=2, pipeline=4, micro_batch=4, micro_batches=4),
+        Layout(pipeline=8, micro_batch=2, micro_batches=8),
+        Layout(pipeline=8, micro_batch=2, micro_batches=8, schedule="gpipe"),
+    ],
+    ids=Layout.text,
+)
+@pytest.mark.parametrize("memory", [24e9, 40e9])
+def test_more_ways_are_never_slower_and_the_bytes_are_those_of_the_prediction(
+    llama: ModelGraph, node: ClusterSpec, layout: Layout, memory: float
+) -> None:
+    accelerator = node.groups[0].accelerator.model_copy(update={"memory_bytes": int(memory)})
+    group = node.groups[0].model_copy(update={"accelerator": accelerator})
+    small = node.model_copy(update={"groups": (group,)})
+    tables = CostTables(llama, small, JOB, activations=EVERY)
+    instance = instance_of(llama, small, layout, tables.of(layout))
+    kept = instance_of(llama, small, layout, CostTables(llama, small, JOB).of(layout))
+
+    free, held = solve(instance), solve(kept)
+
+    if isinstance(held, Solution):
+        assert isinstance(free, Solution)
+        assert free.objective_s <= held.objective_s * (1 + 1e-9)
+    if isinstance(free, Solution):
+        costs = tables.of(layout)
+        plan = plan_of(llama, "small", JOB, layout, costs, free)
+        found = placement_prediction(tables, layout, placements_of(plan, llama))
+        for counted, stage in zip(free.stage_bytes, found.stages, strict=True):
+            whole = costs.fixed_bytes + costs.slack * counted
+            assert stage.peak_memory_bytes <= whole * (1 + 1e-9)
+            assert whole <= stage.peak_memory_bytes * 1.35
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_of_two_layers_that_are_offloaded_the_bytes_are_there_at_a_time(
+    llama: ModelGraph, node: ClusterSpec, stages: int
+) -> None:
+    layout = Layout(pipeline=stages, data_replicate=8 // stages, micro_batches=2 * stages)
+    kept = layout_costs(llama, node, JOB, layout)
+    costs = CostTables(llama, node, JOB, activations=("offload",))
+    chain = [layer.kind for _, layer in llama.chain]
+    size = len(chain) // stages
+    placements = [
+        tuple((kind, "none", "offload") for kind in chain[s * size : (s + 1) * size])
+        for s in range(stages)
+    ]
+
+    found = placement_prediction(costs, layout, placements).stages[0]
+
+    blocks = costs.of(layout).kinds["block"][0]
+    stored = kept.kinds["block"][0].stored_bytes
+    assert blocks.transient_bytes == kept.kinds["block"][0].transient_bytes + 2 * stored
+    if stages == 2:
+        assert found.memory_parts["transient"] == pytest.approx(blocks.transient_bytes)
+        assert found.memory_parts["activations"] == 0
+    head = costs.of(layout).kinds["head"][0]
+    beside = head.transient_bytes - kept.kinds["head"][0].transient_bytes
+    assert beside == pytest.approx(stored)
+
+
+def test_what_can_never_win_is_no_choice(llama: ModelGraph, node: ClusterSpec) -> None:
+    group = node.groups[0].model_copy(update={"host_link_bytes_per_s": 1e6})
+    slow = node.model_copy(update={"groups": (group,)})
+    layout = Layout(pipeline=4, data_replicate=2, micro_batches=8)
+
+    costs = CostTables(llama, slow, JOB, activations=EVERY).of(layout)
+
+    for kind, table in costs.kinds.items():
+        names = [cost.name for cost in allowed(table, layout, None)]
+        assert names[0] == "none"
+        assert {"none", "selective", "full"} <= set(names)
+        assert kind != "head" or len(names) == 3
+    block = [cost.name for cost in allowed(costs.kinds["block"], layout, None)]
+    assert "none, offload" not in block
+
+
+def test_the_choices_of_old_are_untouched(llama: ModelGraph, node: ClusterSpec) -> None:
+    layout = Layout(pipeline=4, data_replicate=2, micro_batches=8)
+    plain = CostTables(llama, node, JOB).of(layout).kinds
+    every = CostTables(llama, node, JOB, activations=EVERY).of(layout).kinds
+
+    for kind, table in plain.items():
+        kept = tuple(cost for cost in every[kind] if cost.activations == "keep")
+        assert kept == table
+    assert all(len(table) == 9 for table in every.values())
+    assert not any(a == b for a, b in itertools.pairwise(every["block"]))

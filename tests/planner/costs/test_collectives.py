@@ -1,0 +1,179 @@
+"""Collective seconds against hand calculations, and groups against the tiers that they span."""
+
+import math
+
+import numpy as np
+import pytest
+
+from planner.cluster import LinkTier
+from planner.costs.collectives import (
+    Level,
+    collective_s,
+    collectives_s,
+    curves_by_name,
+    group_levels,
+    interpolated_s,
+    levels,
+    nearest_ranks,
+)
+from planner.plan import Layout
+from planner.profile import CollectiveCurve, LinkPoint
+
+NVLINK = LinkTier(
+    name="nvlink",
+    devices=8,
+    latency_s=2e-6,
+    bytes_per_s=400e9,
+    fractions={"all_reduce": 1.0, "all_gather": 0.5, "all_to_all": 0.5, "send_recv": 1.0},
+)
+FABRIC = LinkTier(
+    name="fabric",
+    devices=64,
+    latency_s=10e-6,
+    bytes_per_s=50e9,
+    fractions={"all_reduce": 0.8, "all_gather": 0.8, "all_to_all": 0.8, "send_recv": 0.8},
+)
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast")
+
+
+def members(found: tuple[Level, ...]) -> list[tuple[str, int]]:
+    return [(level.tier.name, level.members) for level in found]
+
+
+def test_a_ring_gather_in_a_node_is_latency_plus_bytes() -> None:
+    seconds = collective_s("all_gather", 8e9, (Level(NVLINK, 8),))
+
+    assert seconds == pytest.approx(7 * 2e-6 + 7 / 8 * 8e9 / (0.5 * 400e9))
+
+
+def test_a_gather_over_nodes_is_bound_by_the_network_with_one_eighth_of_the_buffer() -> None:
+    seconds = collective_s("all_gather", 8e9, (Level(NVLINK, 8), Level(FABRIC, 4)))
+
+    network_s = 3 * 10e-6 + 3 / 4 * (8e9 / 8) / (0.8 * 50e9)
+    inside_s = 7 / 8 * 8e9 / (0.5 * 400e9)
+    assert inside_s > network_s
+    assert seconds == pytest.approx(inside_s + 7 * 2e-6 + 3 * 10e-6)
+
+
+def test_an_exchange_sends_each_byte_over_the_narrowest_tier_it_must_cross() -> None:
+    seconds = collective_s("all_to_all", 1e9, (Level(NVLINK, 8), Level(FABRIC, 8)))
+
+    crossing_s = 56 / 64 * 1e9 / (0.8 * 50e9)
+    assert seconds == pytest.approx(crossing_s + 10e-6 + 2e-6)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_one_rank_waits_for_nobody(operation: str) -> None:
+    assert collective_s(operation, 1e9, ()) == 0.0
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_more_bandwidth_is_never_slower_and_more_bytes_never_faster(operation: str) -> None:
+    faster = FABRIC.model_copy(update={"bytes_per_s": 100e9})
+    for size in (1e3, 1e6, 1e9):
+        slow = collective_s(operation, size, (Level(NVLINK, 4), Level(FABRIC, 4)))
+        fast = collective_s(operation, size, (Level(NVLINK, 4), Level(faster, 4)))
+        more = collective_s(operation, 2 * size, (Level(NVLINK, 4), Level(FABRIC, 4)))
+        assert fast <= slow <= more
+
+
+def test_the_innermost_axis_stays_on_the_fastest_tier() -> None:
+    layout = Layout(tensor=8, data_shard=4, pipeline=2)
+    tiers = (NVLINK, FABRIC)
+
+    assert members(group_levels(tiers, layout, ("tensor",))) == [("nvlink", 8)]
+    assert members(group_levels(tiers, layout, ("data_shard",))) == [("fabric", 4)]
+    assert members(group_levels(tiers, layout, ("pipeline",))) == [("fabric", 2)]
+
+
+def test_an_axis_between_the_tiers_has_members_on_both() -> None:
+    layout = Layout(tensor=2, data_shard=16, pipeline=2)
+
+    found = group_levels((NVLINK, FABRIC), layout, ("data_shard",))
+
+    assert members(found) == [("nvlink", 4), ("fabric", 4)]
+
+
+def test_the_order_of_the_mesh_decides_which_axis_is_near() -> None:
+    outside = ("pipeline", "tensor", "context", "data_shard", "data_replicate")
+    layout = Layout(tensor=8, pipeline=8, order=outside)
+
+    assert members(group_levels((NVLINK, FABRIC), layout, ("pipeline",))) == [("nvlink", 8)]
+    assert members(group_levels((NVLINK, FABRIC), layout, ("tensor",))) == [("fabric", 8)]
+
+
+def test_groups_that_straddle_a_node_do_not_count_as_inside() -> None:
+    # Ranks 6, 7, 8 form a group of three, and 7 | 8 is the border of a node.
+    assert members(levels((NVLINK, FABRIC), [(3, 1)], devices=24)) == [("fabric", 3)]
+
+
+def test_a_job_smaller_than_a_node_stays_inside_whatever_its_degrees() -> None:
+    assert members(levels((NVLINK, FABRIC), [(3, 1)], devices=6)) == [("nvlink", 3)]
+
+
+def curve(ranks: int, *points: tuple[int, float], operation: str = "all_reduce") -> CollectiveCurve:
+    return CollectiveCurve(
+        tier="nvlink",
+        operation=operation,
+        ranks=ranks,
+        points=tuple(LinkPoint(size_bytes=s, seconds=t, spread=0.0) for s, t in points),
+    )
+
+
+def test_measured_seconds_come_back_at_measured_sizes_and_between_them_geometrically() -> None:
+    measured = curve(2, (1000, 1e-4), (100_000, 1e-2))
+
+    assert interpolated_s(measured, 1000) == 1e-4
+    assert interpolated_s(measured, 100_000) == 1e-2
+    assert interpolated_s(measured, 10_000) == pytest.approx(1e-3)
+    assert interpolated_s(measured, 1) == 1e-4
+    assert interpolated_s(measured, 1_000_000) == pytest.approx(1e-1)
+
+
+def test_a_measured_operation_is_not_derived_from_another() -> None:
+    curves = curves_by_name([curve(2, (1000, 1.0)), curve(2, (1000, 5.0), operation="all_gather")])
+
+    assert collective_s("all_reduce", 1000, (Level(NVLINK, 2),), curves) == pytest.approx(1.0)
+    assert collective_s("all_gather", 1000, (Level(NVLINK, 2),), curves) == pytest.approx(5.0)
+    unmeasured = collective_s("reduce_scatter", 1000, (Level(NVLINK, 2),), curves)
+    assert unmeasured < 1e-4
+
+
+def test_the_nearest_number_of_ranks_is_nearest_in_ratio() -> None:
+    curves = (curve(2, (1, 1.0)), curve(8, (1, 1.0)))
+
+    assert nearest_ranks(curves, 3).ranks == 2
+    assert nearest_ranks(curves, 5).ranks == 8
+
+
+def test_many_ranks_reduce_by_trees_so_that_latency_grows_with_the_logarithm() -> None:
+    wide = LinkTier(name="wide", devices=4096, latency_s=1e-5, bytes_per_s=1e12)
+
+    seconds = collective_s("all_reduce", 1.0, (Level(wide, 1024),))
+
+    assert seconds == pytest.approx(4 * math.log2(1024) * 1e-5, rel=1e-6)
+
+
+def test_a_mesh_without_switch_gives_two_members_one_link() -> None:
+    mesh = LinkTier(
+        name="xgmi", devices=8, latency_s=0.0, bytes_per_s=448e9, peer_bytes_per_s=64e9,
+        fractions={"all_reduce": 0.75},
+    )  # fmt: skip
+
+    for members, busbw in ((2, 48e9), (8, 336e9)):
+        seconds = collective_s("all_reduce", 1e9, (Level(mesh, members),))
+
+        assert 2 * (members - 1) / members * 1e9 / seconds == pytest.approx(busbw)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_many_sizes_at_once_take_what_each_takes(operation: str, measured: bool) -> None:
+    points = ((1000, 1e-4), (100_000, 1e-2))
+    curves = curves_by_name([curve(2, *points, operation=operation)] if measured else [])
+    sizes = [0.0, 8.0, 5e3, 3e5, 1e9, 1e6, 5e3]
+
+    for group in ((), (Level(NVLINK, 4),), (Level(NVLINK, 4), Level(FABRIC, 4))):
+        together = collectives_s(operation, np.array(sizes), group, curves)
+        each = [collective_s(operation, size, group, curves) for size in sizes]
+        assert together.tolist() == pytest.approx(each, rel=1e-12)

@@ -1,0 +1,96 @@
+"""Which devices share a host, by numbering them one by one."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.costs.hosts import USABLE, hosts, overfull, ranks_on_nodes, unknown
+from planner.expressions import resolve_cluster, resolve_model
+from planner.plan import INSIDE_OUT, Axis, Job, Layout
+from planner.predict import layout_prediction
+
+OUTSIDE: tuple[Axis, ...] = ("pipeline", "context", "tensor", "data_replicate", "data_shard")
+LAYOUTS = [
+    Layout(tensor=8, pipeline=4),
+    Layout(tensor=2, pipeline=4, data_shard=4, zero=1),
+    Layout(pipeline=4, data_shard=8, zero=1, order=OUTSIDE),
+    Layout(tensor=2, pipeline=16),
+    Layout(pipeline=32),
+    Layout(data_shard=32, zero=3),
+    Layout(tensor=4, pipeline=2, data_replicate=4),
+]
+
+
+@pytest.fixture(scope="module")
+def four_nodes() -> ClusterSpec:
+    return resolve_cluster("4x8xh100-sxm-80gb")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.text)
+def test_every_kind_of_node_is_found(four_nodes: ClusterSpec, layout: Layout) -> None:
+    degrees = {
+        "tensor": layout.tensor,
+        "context": layout.context,
+        "data_shard": layout.data_shard,
+        "data_replicate": layout.data_replicate,
+        "pipeline": layout.pipeline,
+    }
+    # The first axis of the order turns fastest.
+    places = [
+        dict(zip(reversed(layout.order), place, strict=True))
+        for place in itertools.product(*(range(degrees[axis]) for axis in reversed(layout.order)))
+    ]
+    expected = set()
+    for first in range(0, 32, 8):
+        here = [place["pipeline"] for place in places[first : first + 8]]
+        expected.add(tuple(here.count(rank) for rank in range(layout.pipeline)))
+
+    found = ranks_on_nodes(four_nodes, layout)
+
+    assert set(found) == expected
+    assert len(set(found)) == len(found)
+
+
+def test_half_of_a_hosts_memory_is_there_to_fill(four_nodes: ClusterSpec) -> None:
+    layout = Layout(tensor=2, pipeline=4, data_shard=4, zero=1)
+    memory = four_nodes.groups[0].host_memory_bytes
+
+    (host, *_) = hosts(four_nodes, layout)
+
+    assert memory is not None
+    assert host.capacity_bytes == USABLE * memory
+    each = host.capacity_bytes / 8
+    assert overfull(four_nodes, layout, [each] * 4) is None
+    assert overfull(four_nodes, layout, [each, each, each, 1.1 * each]) is not None
+
+
+def test_a_host_that_nobody_describes_is_an_assumption(four_nodes: ClusterSpec) -> None:
+    group = four_nodes.groups[0].model_copy(update={"host_memory_bytes": None})
+    silent = four_nodes.model_copy(update={"groups": (group,)})
+    layout = Layout(data_shard=32, zero=3, order=INSIDE_OUT)
+
+    assert hosts(silent, layout) == ()
+    assert not list(unknown(silent, layout, [0.0]))
+    (assumed,) = unknown(silent, layout, [2.0**30])
+    assert "8.0 GiB" in assumed.what
+    assert not list(unknown(four_nodes, layout, [2.0**30]))
+
+
+def test_a_prediction_that_overfills_its_host_does_not_fit(four_nodes: ClusterSpec) -> None:
+    group = four_nodes.groups[0].model_copy(update={"host_memory_bytes": 10**10})
+    small = four_nodes.model_copy(update={"groups": (group,)})
+    llama, job = resolve_model("llama-3.1-8b"), Job(seq_len=2048, global_batch=32)
+    layout = Layout(data_shard=32, zero=3)
+
+    roomy, full = (
+        layout_prediction(llama, cluster, job, replace(layout, offload="optimizer"))
+        for cluster in (four_nodes, small)
+    )
+
+    # 8 of 32 shards of 8 bytes per parameter are 16 GB, and half of 10 GB is there.
+    assert roomy.fits
+    assert not full.fits
+    assert 8 * full.stages[0].host_bytes == pytest.approx(8 * llama.parameters / 4)
+    assert layout_prediction(llama, small, job, layout).fits

@@ -1,0 +1,111 @@
+"""Figures of layers: many settings at once are what each is alone, nothing is below the first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.costs import compute
+from planner.costs.layout_costs import CostTables
+from planner.document import read
+from planner.expressions import resolve_cluster, resolve_model
+from planner.layers import arithmetic
+from planner.layers.operator_table import ManySettings, Setting
+from planner.model import ModelGraph
+from planner.plan import Job, Layout
+from planner.profile import Profile
+from planner.search.pins import Pins
+from planner.search.space import layouts
+
+MODELS = ["llama-3.1-8b", "deepseek-v3", "mixtral-8x7b", "gpt2", "gemma-2-2b", "bert-large"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("divided", [1, 2])
+def test_a_table_of_many_settings_is_the_tables_of_each(name: str, divided: int) -> None:
+    model = resolve_model(name)
+    device = compute.device(resolve_cluster("8xh100-sxm-80gb").groups[0].accelerator, "bf16")
+    each = [
+        Setting(micro_batch=b, seq_len=512, tensor=divided * t, context=divided * c, expert=divided)
+        for b in (divided, 2 * divided, 6 * divided)
+        for t, c in ((1, 1), (2, 1), (1, 4))
+        if t * c == 1 or divided > 1
+        if (b > 1) == (divided > 1)
+    ]
+
+    for layer in model.layers:
+        together = arithmetic.table(model, layer, ManySettings.of(each))
+        for index, setting in enumerate(each):
+            alone = arithmetic.table(model, layer, setting)
+            assert len(alone.operators) == len(together.operators)
+            for one, many in zip(alone.operators, together.operators, strict=True):
+                assert one.name == many.name
+                for seconds in (compute.forward_s, compute.backward_s):
+                    of_all = seconds(many, device)
+                    mine = of_all[index] if hasattr(of_all, "shape") else of_all
+                    assert mine == pytest.approx(seconds(one, device), rel=1e-12)
+                for size, sizes in zip(one.outputs.values(), many.outputs.values(), strict=True):
+                    mine = sizes[index] if hasattr(sizes, "shape") else sizes
+                    assert mine == pytest.approx(size, rel=1e-12)
+
+
+def test_settings_that_take_different_branches_cannot_share_a_table() -> None:
+    with pytest.raises(AssertionError):
+        ManySettings.of([Setting(micro_batch=1, seq_len=8), Setting(micro_batch=2, seq_len=8)])
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "job"),
+    [
+        ("mixtral-8x7b", "4x8xh100-sxm-80gb", Job(seq_len=2048, global_batch=64)),
+        ("deepseek-v3", "4x8xh800-sxm-80gb", Job(seq_len=2048, global_batch=16)),
+        ("llama-3.1-8b", "2x8xa100-sxm-40gb", Job(seq_len=2048, global_batch=32)),
+    ],
+)
+def test_the_fewest_seconds_of_many_layouts_are_those_of_each(
+    name: str, cluster: str, job: Job
+) -> None:
+    model, machine = resolve_model(name), resolve_cluster(cluster)
+    tables = CostTables(model, machine, job)
+    some = list(layouts(model, machine, job, Pins(zero=1)))[::23]
+
+    fastest_s = tables.fastest_s(some)
+
+    assert len(some) > 20
+    for index, layout in enumerate(some):
+        for kind, parts in enumerate(tables.of(layout).parts.values()):
+            least_s = min(p.figures.passes_s for p in parts)
+            assert fastest_s[kind, index] == pytest.approx(least_s, rel=1e-12)
+
+
+def test_a_choice_of_recompute_is_kept() -> None:
+    model, machine = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
+    tables = CostTables(model, machine, Job(seq_len=2048, global_batch=8))
+
+    free, full = (tables.fastest_s([Layout()], choice) for choice in (None, "full"))
+
+    assert (full[0] >= free[0]).all()
+    assert full[1, 0] > free[1, 0]
+
+
+def test_what_a_profile_measured_stands_for_the_arithmetic() -> None:
+    folder = Path(__file__).parents[2] / "plans" / "demo-4m-on-local"
+    machine, profile = (
+        read(ClusterSpec, folder / "cluster.yaml"),
+        read(Profile, folder / "profile.yaml"),
+    )
+    model, job = read(ModelGraph, folder / "model.yaml"), Job(seq_len=128, global_batch=16)
+    tables = CostTables(model, machine, replace(job, precision="fp32"), profile)
+    some = [Layout(micro_batch=b, tensor=t, context=c) for b in (1, 3) for t, c in ((1, 1), (1, 2))]
+
+    fastest_s = tables.fastest_s(some)
+
+    for index, layout in enumerate(some):
+        for kind, parts in enumerate(tables.of(layout).parts.values()):
+            least_s = min(p.figures.passes_s for p in parts)
+            assert fastest_s[kind, index] == pytest.approx(least_s, rel=1e-12)
+    block = [m for m in profile.layers if m.kind == "block" and m.micro_batch == 1]
+    assert fastest_s[1, 0] == pytest.approx(min(m.forward_s + m.backward_s for m in block))

@@ -1,0 +1,232 @@
+"""Costs of layouts: laws that any plan obeys, and what the search needs of them."""
+
+import time
+
+import pytest
+
+from planner.cluster import ClusterSpec, LinkTier
+from planner.costs.layout_costs import CostTables, LayoutCosts, StrategyCost, layout_costs
+from planner.costs.rates import OVERLAP
+from planner.expressions import resolve_cluster, resolve_model
+from planner.model import ModelGraph
+from planner.plan import Job, Layout
+
+JOB = Job(seq_len=4096, global_batch=64)
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelGraph:
+    return resolve_model("llama-3.1-8b")
+
+
+@pytest.fixture(scope="module")
+def node() -> ClusterSpec:
+    return resolve_cluster("8xh100-sxm-80gb")
+
+
+@pytest.fixture(scope="module")
+def tables(llama: ModelGraph, node: ClusterSpec) -> CostTables:
+    return CostTables(llama, node, JOB)
+
+
+def block(costs: LayoutCosts, recompute: str = "none") -> StrategyCost:
+    return next(cost for cost in costs.kinds["block"] if cost.recompute == recompute)
+
+
+def test_every_kind_has_its_three_choices_in_order(tables: CostTables) -> None:
+    costs = tables.of(Layout(data_shard=8, zero=3, micro_batches=8))
+
+    assert list(costs.kinds) == ["embedding", "block", "head"]
+    for choices in costs.kinds.values():
+        assert [choice.recompute for choice in choices] == ["none", "selective", "full"]
+
+
+def test_recomputing_a_block_trades_seconds_for_bytes(tables: CostTables) -> None:
+    none, selective, full = tables.of(Layout(data_shard=8, zero=3)).kinds["block"]
+
+    assert none.stored_bytes > selective.stored_bytes > full.stored_bytes
+    assert none.backward_s < selective.backward_s < full.backward_s
+    assert none.forward_s == selective.forward_s == full.forward_s
+    assert none.sync_s == selective.sync_s == full.sync_s
+
+
+def test_resident_bytes_of_the_whole_model_are_16_per_parameter_over_the_shards(
+    tables: CostTables, llama: ModelGraph
+) -> None:
+    costs = tables.of(Layout(data_shard=8, zero=3, micro_batches=8))
+
+    held = sum(layer.repeat * costs.kinds[layer.kind][0].resident_bytes for layer in llama.layers)
+
+    assert held == pytest.approx(16 * llama.parameters / 8)
+
+
+def test_tensor_parallelism_divides_matrices_and_keeps_norms(
+    tables: CostTables, llama: ModelGraph
+) -> None:
+    whole = block(tables.of(Layout(data_replicate=8, micro_batches=8))).resident_bytes
+    layout = Layout(tensor=2, data_replicate=4, micro_batches=16)
+    halved = block(tables.of(layout)).resident_bytes
+
+    norms = 2 * 4096
+    parameters = next(layer.parameters for layer in llama.layers if layer.kind == "block")
+    assert halved / whole == pytest.approx(((parameters - norms) / 2 + norms) / parameters)
+
+
+def test_a_pipeline_of_a_tied_model_holds_the_embedding_at_both_ends(node: ClusterSpec) -> None:
+    gpt2 = resolve_model("gpt2")
+    tables = CostTables(gpt2, node, Job(seq_len=1024, global_batch=64))
+
+    alone = tables.of(Layout(data_replicate=8, micro_batches=8))
+    piped = tables.of(Layout(data_replicate=4, pipeline=2, micro_batches=16))
+
+    more = piped.kinds["head"][0].resident_bytes - alone.kinds["head"][0].resident_bytes
+    assert more == pytest.approx(18 * 50257 * 768)
+
+
+def test_sharding_levels_move_communication_between_step_and_micro_batch(
+    tables: CostTables,
+) -> None:
+    def of(zero: int) -> StrategyCost:
+        return block(tables.of(Layout(data_shard=8, zero=zero, micro_batches=8)))
+
+    assert of(1).forward_s == of(2).forward_s < of(3).forward_s
+    assert of(1).backward_s < of(2).backward_s < of(3).backward_s
+    assert of(1).sync_s > of(2).sync_s > of(3).sync_s
+
+
+def test_with_one_micro_batch_zero_1_and_2_are_the_same_step(tables: CostTables) -> None:
+    one, two = (tables.of(Layout(data_shard=8, zero=zero, micro_batch=8)) for zero in (1, 2))
+
+    assert one.kinds == two.kinds
+
+
+def test_the_schedule_changes_bytes_and_no_seconds(tables: CostTables) -> None:
+    one = tables.of(Layout(pipeline=4, data_shard=2, zero=1, micro_batches=8, schedule="1f1b"))
+    other = tables.of(Layout(pipeline=4, data_shard=2, zero=1, micro_batches=8, schedule="gpipe"))
+
+    for kind in one.kinds:
+        for before, after in zip(one.kinds[kind], other.kinds[kind], strict=True):
+            assert after.forward_s == before.forward_s
+            assert after.backward_s == before.backward_s
+            assert after.sync_s == before.sync_s
+    assert one.boundary_s == other.boundary_s > 0
+    assert one.fixed_bytes == other.fixed_bytes == one.context_bytes
+
+
+def test_where_all_forwards_come_first_gradients_take_the_place_of_activations(
+    tables: CostTables,
+) -> None:
+    several = block(tables.of(Layout(data_replicate=8, micro_batches=8)))
+    single = block(tables.of(Layout(data_replicate=8, micro_batches=1)))
+
+    gradients = 4 * 218_112_000
+    assert several.stored_bytes > gradients / 2
+    freed = min(gradients, several.stored_bytes)
+    assert several.resident_bytes - single.resident_bytes == pytest.approx(freed)
+
+
+def test_the_last_layer_holds_its_activations_only_while_it_runs(tables: CostTables) -> None:
+    passing = tables.of(Layout(pipeline=2, data_replicate=4, micro_batches=8)).kinds["head"][0]
+    gpipe = Layout(pipeline=2, data_replicate=4, micro_batches=8, schedule="gpipe")
+    queued = tables.of(gpipe).kinds["head"][0]
+
+    assert passing.stored_bytes == 0
+    assert passing.transient_bytes == queued.transient_bytes + queued.stored_bytes
+
+
+def test_there_is_no_boundary_without_a_pipeline(tables: CostTables) -> None:
+    costs = tables.of(Layout(data_shard=8, zero=3))
+
+    assert costs.boundary_s == 0
+    assert costs.fixed_bytes == costs.context_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data_shard=8, zero=3),
+        Layout(data_replicate=8),
+        Layout(tensor=8, micro_batch=8),
+        Layout(tensor=2, pipeline=2, data_shard=2, zero=1, micro_batches=16),
+    ],
+    ids=Layout.text,
+)
+def test_faster_links_are_never_slower(
+    llama: ModelGraph, node: ClusterSpec, layout: Layout
+) -> None:
+    faster = node.model_copy(
+        update={
+            "tiers": tuple(
+                tier.model_copy(update={"bytes_per_s": 2 * tier.bytes_per_s}) for tier in node.tiers
+            )
+        }
+    )
+
+    slow = layout_costs(llama, node, JOB, layout)
+    fast = layout_costs(llama, faster, JOB, layout)
+
+    assert fast.boundary_s <= slow.boundary_s
+    for kind, choices in slow.kinds.items():
+        for before, after in zip(choices, fast.kinds[kind], strict=True):
+            assert after.forward_s <= before.forward_s
+            assert after.backward_s <= before.backward_s
+            assert after.sync_s <= before.sync_s
+            assert after.stored_bytes == before.stored_bytes
+
+
+def test_tensor_parallelism_across_nodes_is_slower_than_inside_one(llama: ModelGraph) -> None:
+    tables = CostTables(llama, resolve_cluster("2x8xh100-sxm-80gb"), JOB)
+    outside = ("pipeline", "data_shard", "data_replicate", "context", "tensor")
+
+    near = block(tables.of(Layout(tensor=2, data_shard=8, zero=1)))
+    far = block(tables.of(Layout(tensor=2, data_shard=8, zero=1, order=outside)))
+
+    assert far.forward_s > near.forward_s
+
+
+def test_a_layout_seen_before_costs_microseconds(tables: CostTables) -> None:
+    layouts = [
+        Layout(pipeline=pipeline, data_shard=8 // pipeline, zero=zero, micro_batches=pipeline * 8)
+        for pipeline in (1, 2, 4)
+        for zero in (1, 2, 3)
+    ]
+    for layout in layouts:
+        tables.of(layout)
+
+    started = time.process_time()
+    for _ in range(100):
+        for layout in layouts:
+            tables.of(layout)
+    each_s = (time.process_time() - started) / (100 * len(layouts))
+
+    assert each_s < 50e-6
+
+
+def test_experts_are_gathered_and_reduced_by_the_ranks_that_hold_the_same_ones() -> None:
+    """8 experts on 4 of a replica's 8 ranks: dense parts divide over 8, experts over 2."""
+    mixtral, nodes = resolve_model("mixtral-8x7b"), resolve_cluster("2x8xh100-sxm-80gb")
+    nodes = nodes.model_copy(update={"tiers": tuple(_ideal(tier) for tier in nodes.tiers)})
+    tables = CostTables(mixtral, nodes, JOB)
+    layout = Layout(pipeline=2, data_shard=8, expert=4, zero=1, micro_batches=8)
+    block = tables.of(layout).parts["moe_block"][0]
+
+    routed = 8 * 3 * 4096 * 14336 / 4
+    attention = 4096 * (4096 + 2 * 1024) + 4096 * 4096
+    dense = attention + 2 * 4096 + 4096 * 8
+    reduced_s = (7 / 8 * 4 * dense + 1 / 2 * 4 * routed) / 100e9
+    gathered_s = (7 / 8 * 2 * dense + 1 / 2 * 2 * routed) / 100e9
+    # Beside collectives: gathered parameters are read and written (2 + 2), fresh gradients read and
+    # the reduction's input written (2 + 4).
+    rates = tables._rates
+    copied_s = (
+        (4 + 6) * (dense + routed) / (rates.device.curve.memory * rates.device.memory_bytes_per_s)
+    )
+    passed_s = block.figures.forward_s
+    seen_s = max(gathered_s - passed_s, (1 - OVERLAP) * gathered_s)
+    assert block.sync_s == pytest.approx(copied_s + reduced_s + seen_s)
+
+
+def _ideal(tier: LinkTier) -> LinkTier:
+    whole = dict.fromkeys(("all_gather", "reduce_scatter"), 1.0)
+    update = {"latency_s": 0.0, "bytes_per_s": 100e9, "fractions": whole}
+    return tier.model_copy(update=update)

@@ -1,0 +1,93 @@
+"""What hides behind computation, what the host costs, and the assumptions that are named."""
+
+import pytest
+
+from planner.costs.rates import OVERLAP, UNIT_HOST_S, Rates, assumptions, rates
+from planner.expressions import resolve_cluster
+from planner.plan import Job
+from planner.profile import Birth, Overheads, Profile
+
+JOB = Job(seq_len=1024, global_batch=8)
+NODE = resolve_cluster("8xh100-sxm-80gb")
+
+
+def profile(**figures: float) -> Profile:
+    birth = Birth(
+        command="profile",
+        date="2026-11-21",
+        host="box",
+        device="gpu",
+        ranks=8,
+        threads_per_rank=1,
+        software={},
+    )
+    zeros = {
+        "step_s": 0.0,
+        "optimizer_s_per_parameter": 0.0,
+        "pipeline_action_s": 0.0,
+        "shard_unit_s": 0.0,
+        "overlap": 0.0,
+    }
+    return Profile(
+        model="m", model_digest="d", birth=birth, layers=(), overheads=Overheads(**zeros | figures)
+    )
+
+
+@pytest.fixture
+def quoted() -> Rates:
+    return rates(NODE, JOB, None)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "communication_s", "window_s", "seen_s"),
+    [
+        (1.0, 2.0, 5.0, 0.0),
+        (1.0, 5.0, 2.0, 3.0),
+        (0.0, 2.0, 5.0, 2.0),
+        (0.5, 2.0, 5.0, 1.0),
+        (0.5, 8.0, 1.0, 7.0),
+    ],
+)
+def test_of_a_collective_only_what_computation_does_not_hide_is_seen(
+    overlap: float, communication_s: float, window_s: float, seen_s: float
+) -> None:
+    measured = rates(NODE, JOB, profile(overlap=overlap))
+
+    assert measured.exposed_s(communication_s, window_s) == pytest.approx(seen_s)
+
+
+def test_without_a_profile_an_accelerator_hides_most_and_a_cpu_nothing(quoted: Rates) -> None:
+    cpu = Rates(device=quoted.device, curves={}, overheads=None, on_cpu=True)
+
+    assert quoted.exposed_s(1.0, 10.0) == pytest.approx(1 - OVERLAP)
+    assert cpu.exposed_s(1.0, 10.0) == 1.0
+
+
+def test_the_host_costs_nothing_where_the_device_is_behind(quoted: Rates) -> None:
+    assert quoted.unit_s(0.0) == UNIT_HOST_S
+    assert quoted.unit_s(1.0) == 0.0
+    assert rates(NODE, JOB, profile(shard_unit_s=0.25)).unit_s(1.0) == 0.25
+
+
+def test_adamw_moves_forty_bytes_per_parameter(quoted: Rates) -> None:
+    memory_bytes_per_s = 3.35e12 * quoted.device.curve.memory
+
+    assert quoted.optimizer_s(1e9) == pytest.approx(40e9 / memory_bytes_per_s)
+
+
+def test_every_fallback_is_named(quoted: Rates) -> None:
+    named = [(a.what, a.provenance) for a in assumptions(NODE, None, quoted)]
+
+    assert any("kernels of h100-sxm-80gb" in what for what, _ in named)
+    assert any("sustained rate 90%" in what for what, _ in named)
+    assert any("links of tier nvlink" in what for what, _ in named)
+    assert any("hide" in what and provenance == "assumed" for what, provenance in named)
+
+
+def test_measured_overheads_are_no_assumption_but_say_where_they_are_from() -> None:
+    measured = profile()
+
+    named = list(assumptions(NODE, measured, rates(NODE, JOB, measured)))
+
+    assert not any(a.provenance == "assumed" for a in named)
+    assert "2026-11-21 on box" in named[-1].source

@@ -1,0 +1,328 @@
+"""Parameters are counted as `transformers` builds them, layer by layer, and as authors publish."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.catalog import model_config, models
+from planner.errors import DocumentError
+from planner.expressions import resolve_model
+from planner.layers.architecture import SUPPORTED, architecture_of
+from planner.layers.parameters import block_kinds, graph_of
+from planner.model import Architecture
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None,
+    reason="transformers is not installed (extra `torch`)",
+)
+DEPTH_KEY = {"gpt2": "n_layer"}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 320,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama with biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "llama with a wide head": LLAMA | {"head_dim": 32, "tie_word_embeddings": True},
+    "llama, keys like queries": {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"},
+    "qwen3 with biases": LLAMA | {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
+    "mistral, no window": LLAMA | {"model_type": "mistral", "sliding_window": None},
+    "gpt2, own width": {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_inner": 100,
+        "n_positions": 128,
+        "vocab_size": 320,
+    },
+    "opt, untied": {
+        "model_type": "opt",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 96,
+        "word_embed_proj_dim": 64,
+        "max_position_embeddings": 128,
+        "vocab_size": 320,
+        "tie_word_embeddings": False,
+    },
+    "vit without biases": {
+        "model_type": "vit",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "image_size": 32,
+        "patch_size": 8,
+        "num_channels": 1,
+        "qkv_bias": False,
+        "num_labels": 7,
+    },
+    "qwen3_moe, first block dense": LLAMA
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [0],
+    },
+    "deepseek_v3, direct queries": LLAMA
+    | {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 24,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+def counts_by_layer(config: dict[str, Any]) -> dict[str, int]:
+    """Count the parameters of the `transformers` model: each block by its index, and the rest."""
+    import torch
+    import transformers
+
+    kind = config["model_type"]
+    made = transformers.AutoConfig.for_model(**config)
+    classes = {
+        "bert": transformers.AutoModelForMaskedLM,
+        "vit": transformers.AutoModelForImageClassification,
+    }
+    with torch.device("meta"):
+        model = classes.get(kind, transformers.AutoModelForCausalLM).from_config(made)
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        block = re.search(r"\.(?:layers|layer|h)\.(\d+)\.", name)
+        place = f"block.{block[1]}" if block else "rest"
+        counts[place] = counts.get(place, 0) + parameter.numel()
+    return counts
+
+
+def our_counts(config: dict[str, Any]) -> dict[str, int]:
+    graph = graph_of(architecture_of(config, name="model"), name="model")
+    counts = {name: layer.parameters for name, layer in graph.chain}
+    return {name: count for name, count in counts.items() if name.startswith("block.")} | {
+        "rest": counts["embedding"] + counts["head"]
+    }
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", sorted(models()))
+def test_each_layer_of_a_catalogue_model_counts_as_transformers_builds_it(name: str) -> None:
+    config = model_config(name)
+    config[DEPTH_KEY.get(config["model_type"], "num_hidden_layers")] = 2
+    if "first_k_dense_replace" in config:
+        config["first_k_dense_replace"] = 1
+
+    assert our_counts(config) == counts_by_layer(config)
+
+
+@needs_transformers
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_each_layer_of_a_variant_counts_as_transformers_builds_it(variant: str) -> None:
+    config = VARIANTS[variant]
+
+    assert our_counts(config) == counts_by_layer(dict(config))
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_defaults_are_those_of_transformers(kind: str) -> None:
+    """A configuration that leaves out all that may be left out means what transformers takes."""
+    import transformers
+
+    required = next(
+        dict(entry.config) for entry in models().values() if entry.config["model_type"] == kind
+    )
+    for key in (
+        "tie_word_embeddings",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings" if kind not in ("bert", "opt") else "",
+        "sliding_window" if kind not in ("mixtral",) else "",
+        "use_sliding_window",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "type_vocab_size",
+        "qkv_bias",
+        "q_lora_rank",
+        "moe_layer_freq",
+        "num_labels",
+        "num_channels",
+        "do_layer_norm_before",
+    ):
+        required.pop(key, None)
+    if kind == "opt":
+        required["word_embed_proj_dim"] = 2048
+    if "num_attention_heads" in required and kind != "vit":
+        required |= {"num_attention_heads": 32, "hidden_size": 2048}
+    taken = transformers.AutoConfig.for_model(**required).to_dict()
+    if kind == "vit":
+        taken["num_labels"] = 2  # a bare config of transformers has two labels, a file's are listed
+        required["num_labels"] = 2
+
+    ours = architecture_of(required, name=kind).model_dump()
+    theirs = architecture_of(taken, name=kind).model_dump()
+
+    ours.pop("max_positions")
+    theirs.pop("max_positions")
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", sorted(n for n, m in models().items() if m.parameters))
+def test_the_total_is_what_the_authors_publish(name: str) -> None:
+    published = models()[name].parameters
+
+    assert resolve_model(name).parameters == pytest.approx(published, rel=0.004)
+
+
+def test_totals_that_everybody_knows_are_exact() -> None:
+    exact = {
+        "gpt2": 124_439_808,
+        "llama-3.1-8b": 8_030_261_248,
+        "llama-3.1-70b": 70_553_706_496,
+        "llama-3.1-405b": 405_853_388_800,
+        "mixtral-8x7b": 46_702_792_704,
+        "deepseek-v3": 671_026_404_352,
+        "qwen3-235b-a22b": 235_093_634_560,
+        "bert-base": 109_514_298,
+        "vit-h-14": 632_045_800,
+    }
+
+    assert {name: resolve_model(name).parameters for name in exact} == exact
+
+
+def test_our_own_models_are_of_the_size_that_they_are_for() -> None:
+    assert 2e6 < resolve_model("demo-4m").parameters < 5e6
+    assert resolve_model("local-25m").parameters >= 20e6
+
+
+def test_blocks_alternate_where_the_model_does() -> None:
+    gemma = resolve_model("gemma-2-9b")
+    kinds = [layer.kind for _, layer in gemma.chain]
+
+    assert kinds[:4] == ["embedding", "local_block", "block", "local_block"]
+    assert [name for name, _ in gemma.chain][-2:] == ["block.41", "head"]
+
+
+def test_leading_blocks_of_a_mixture_may_be_dense() -> None:
+    deepseek = resolve_model("deepseek-v3")
+
+    assert [(layer.kind, layer.repeat) for layer in deepseek.layers] == [
+        ("embedding", 1),
+        ("dense_block", 3),
+        ("moe_block", 58),
+        ("head", 1),
+    ]
+
+
+def test_every_block_of_mistral_is_local_and_none_of_llama() -> None:
+    mistral = architecture_of(model_config("mistral-7b"), name="mistral-7b")
+    llama = architecture_of(model_config("llama-2-7b"), name="llama-2-7b")
+
+    assert set(block_kinds(mistral)) == {"local_block"}
+    assert set(block_kinds(llama)) == {"block"}
+
+
+def test_a_model_of_one_block_still_numbers_it() -> None:
+    graph = graph_of(architecture_of(LLAMA | {"num_hidden_layers": 1}, name="x"), name="x")
+
+    assert [name for name, _ in graph.chain] == ["embedding", "block.0", "head"]
+
+
+def test_tied_weights_count_in_the_embedding() -> None:
+    tied = our_counts(LLAMA | {"tie_word_embeddings": True})
+    untied = our_counts(LLAMA | {"tie_word_embeddings": False})
+
+    assert untied["rest"] - tied["rest"] == 320 * 64
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "says"),
+    [
+        ({"hidden_size": None}, "hidden_size", "is missing"),
+        ({"hidden_size": -64}, "hidden_size", "is -64"),
+        ({"hidden_size": 0}, "hidden_size", "is 0"),
+        ({"hidden_size": 64.5}, "hidden_size", "is 64.5"),
+        ({"hidden_size": float("inf")}, "hidden_size", "is inf"),
+        ({"hidden_size": True}, "hidden_size", "is True"),
+        ({"hidden_size": "64"}, "hidden_size", "is '64'"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers", "whole number"),
+        ({"num_hidden_layers": 10**9}, "layers", "100000"),
+        ({"num_attention_heads": 5}, "num_key_value_heads", "does not divide"),
+        ({"num_attention_heads": 6}, "num_attention_heads", "does not divide"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings", "true or false"),
+        ({"model_type": "mamba"}, "model_type", "llama"),
+        ({"model_type": 3}, "model_type", "is missing"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
+            "max_window_layers",
+            "attend to all",
+        ),
+        ({"model_type": "mixtral", "num_local_experts": 4}, "num_experts_per_tok", "is missing"),
+        (
+            {
+                "model_type": "mixtral",
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "sliding_window": 128,
+            },
+            "sliding_window",
+            "experts",
+        ),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers", "leading"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step", "is 2"),
+    ],
+)
+def test_a_wrong_figure_is_named_by_its_own_key(
+    change: dict[str, Any], path: str, says: str
+) -> None:
+    with pytest.raises(DocumentError, match=says) as caught:
+        architecture_of(LLAMA | change, name="x")
+
+    assert caught.value.path == path
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from(SUPPORTED),
+    change=st.dictionaries(
+        st.sampled_from(
+            sorted({key for entry in models().values() for key in entry.config} - {"model_type"})
+        ),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=3)
+        | st.lists(st.integers(-2, 3), max_size=3)
+        | st.sampled_from([1, 2, 64, 128]),
+        max_size=6,
+    ),
+)
+def test_no_configuration_ends_in_a_traceback(kind: str, change: dict[str, Any]) -> None:
+    config = next(e.config for e in models().values() if e.config["model_type"] == kind)
+    try:
+        architecture = architecture_of(dict(config) | change, name="x")
+    except DocumentError:
+        return
+    assert isinstance(architecture, Architecture)

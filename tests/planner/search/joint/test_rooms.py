@@ -1,0 +1,74 @@
+"""Costs of many layouts in arrays are those of each layout alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.costs.layout_costs import CostTables
+from planner.expressions import resolve_cluster, resolve_model
+from planner.plan import Job
+from planner.profile import Recompute
+from planner.search.candidates import Candidates
+from planner.search.joint.rooms import costs_together
+from planner.search.pins import Pins
+
+CASES = [
+    ("llama-3.2-1b", "2x8xa100-sxm-40gb", Job(seq_len=2048, global_batch=16), ("keep",)),
+    ("mixtral-8x7b", "2x8xh100-sxm-80gb", Job(seq_len=2048, global_batch=16), ("keep",)),
+    (
+        "gpt2",
+        "4xv100-sxm-32gb",
+        Job(seq_len=1024, global_batch=8),
+        ("keep", "compress"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "cluster", "job", "activations"), CASES)
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_what_layers_hold_together_is_what_each_layout_says(
+    name: str, cluster: str, job: Job, activations: tuple, recompute: Recompute | None
+) -> None:
+    model, machine = resolve_model(name), resolve_cluster(cluster)
+    tables = CostTables(model, machine, job, None, activations)
+    layouts = list(Candidates(model, machine, job, tables, Pins()).layouts())
+    some = layouts[:: max(1, len(layouts) // 150)]
+    figures = tables.figures_together(some)
+
+    for kind in figures:
+        together = costs_together(tables, figures, some, kind, recompute)
+        for at, layout in enumerate(some):
+            costs = tables.unlinked(layout)
+            action_s = costs.action_s if kind in tables.end_kinds else 0.0
+            chosen = [cost for cost in costs.kinds[kind] if recompute in (None, cost.recompute)]
+            for choice, cost in enumerate(chosen):
+                expected = (
+                    cost.forward_s + cost.backward_s - action_s,
+                    cost.stored_bytes,
+                    cost.resident_bytes,
+                    cost.transient_bytes,
+                )
+                assert together[:4, choice, at] == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_sharing_of_many_layouts_is_that_of_each() -> None:
+    model, machine = resolve_model("llama-3.2-1b"), resolve_cluster("2x8xa100-sxm-40gb")
+    job = Job(seq_len=2048, global_batch=16)
+    tables = CostTables(model, machine, job)
+    candidates = Candidates(model, machine, job, tables, Pins(micro_batch=1))
+    candidates.computation_s()
+    compared = 0
+    for family in candidates.families[::3]:
+        for sharings, _ in candidates.rooms_s([family])[0]:
+            layouts = [family.layout(sharing, family.timetables[0]) for sharing in sharings]
+            together = tables.parts_together("block", layouts)
+            for at, layout in enumerate(layouts):
+                for one, part in zip(
+                    together, tables.parts("block", layout, linked=True), strict=True
+                ):
+                    for name in ("forward_s", "backward_s", "once_s"):
+                        value = getattr(one, name)
+                        value = value if isinstance(value, float) else value[at]
+                        assert value == pytest.approx(getattr(part, name), rel=1e-12)
+                compared += 1
+    assert compared > 30

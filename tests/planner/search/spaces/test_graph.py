@@ -1,0 +1,342 @@
+"""The search for graphs of layers, against every layout, split and choice there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from planner.costs.crossings import crossings, crossings_of, in_order, sink_kind, widest_bytes
+from planner.costs.layout_costs import CostTables
+from planner.errors import DocumentError, NoPlanFits
+from planner.expressions import resolve_cluster
+from planner.layers.operator_table import RECOMPUTES
+from planner.model import Edge, Layer, LayerTrace, ModelGraph
+from planner.plan import Job, Layout, ScheduleName
+from planner.predict import layout_prediction, predict
+from planner.profile import Birth, LayerMeasurement, Profile
+from planner.schedule import orders
+from planner.search.best_first import Answer, search
+from planner.search.candidates import Candidates
+from planner.search.pins import Pins
+from planner.search.savings import activations
+from planner.search.spaces.graph import GraphSpace
+from planner.search.spaces.search import layouts_of
+from planner.simulate import timeline
+from tests.planner.small_graphs import least_objective_s, splits
+
+JOB = Job(seq_len=64, global_batch=12, precision="fp32")
+TWO = "2xa100-sxm-40gb"
+
+
+def layer(name: str, *, kind: str | None = None, scale: float = 1.0, output: int = 50) -> Layer:
+    """Return a layer of some billions of FLOPs; `output` in MB."""
+    return Layer(
+        name=name,
+        kind=kind or name,
+        parameters=int(5e6 * scale),
+        trace=LayerTrace(
+            forward_flops=2e11 * scale,
+            stored_bytes=int(4e8 * scale),
+            transient_bytes=int(1e8 * scale),
+            output_bytes=output * 10**6,
+        ),
+    )
+
+
+def graph(layers: list[Layer], edges: list[tuple[str, str]]) -> ModelGraph:
+    return ModelGraph(
+        name="graph",
+        layers=tuple(layers),
+        edges=tuple(Edge(source=a, target=b) for a, b in edges),
+    )
+
+
+def random_model(seed: int) -> ModelGraph:
+    """At most 6 layers, of which the last reads all that nobody else does; listed in any order."""
+    rng = random.Random(seed)
+    count = rng.randint(3, 6)
+    names = [f"l{n}" for n in range(count)]
+    edges = [pair for pair in itertools.combinations(names, 2) if rng.random() < 0.35]
+    read = {source for source, _ in edges}
+    edges += [(name, names[-1]) for name in names[:-1] if name not in read]
+    layers = [
+        layer(name, scale=rng.choice([0.5, 1.0, rng.uniform(0.2, 3)]), output=rng.randint(1, 400))
+        for name in names
+    ]
+    rng.shuffle(layers)
+    return graph(layers, edges)
+
+
+def unet(depth: int = 4) -> ModelGraph:
+    """Levels on the way down, each wider read on the way up."""
+    downs = [f"down{n}" for n in range(depth)]
+    ups = [f"up{n}" for n in reversed(range(depth))]
+    names = [*downs, "middle", *ups, "head"]
+    edges = [*itertools.pairwise(names), *zip(downs, reversed(ups), strict=True)]
+    widths = {name: 200 // 2 ** int(name[-1]) for name in (*downs, *ups)}
+    return graph([layer(name, output=widths.get(name, 10)) for name in names], edges)
+
+
+def towers(*lengths: int) -> ModelGraph:
+    layers, edges = [], []
+    for tower, length in enumerate(lengths):
+        names = [f"t{tower}_{n}" for n in range(length)]
+        layers += [layer(name, kind=f"block{tower}", scale=1 + 0.3 * tower) for name in names]
+        edges += [*itertools.pairwise(names), (names[-1], "join")]
+    return graph([*layers, layer("join", scale=0.2)], edges)
+
+
+def candidates(model: ModelGraph, cluster: str, pins: Pins | None = None) -> Candidates:
+    machine, pins = resolve_cluster(cluster), pins or Pins()
+    tables = CostTables(model, machine, JOB, activations=activations(machine, pins))
+    return Candidates(model, machine, JOB, tables, pins)
+
+
+def searched(model: ModelGraph, cluster: str, pins: Pins | None = None) -> Answer:
+    return search(model, resolve_cluster(cluster), JOB, pins=pins)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_no_layout_split_and_options_beat_the_plan(seed: int) -> None:
+    model = random_model(seed)
+    cluster = random.Random(seed).choice([TWO, "3xv100-sxm-16gb"])
+    every = candidates(model, cluster)
+    space = GraphSpace(every)
+    best_s = math.inf
+    for layout in layouts_of(space):
+        costs = every.costs(layout)
+        least_s = least_objective_s(space.instance(layout)) + costs.step_s
+        assert every.communication_s(layout) <= least_s * (1 + 1e-9)
+        best_s = min(best_s, least_s)
+
+    answer = searched(model, cluster)
+
+    assert answer.certificate.optimal
+    assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
+    assert answer.prediction.fits
+    answer.plan.check_model(model)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_treatment_of_activations_beats_the_plan(seed: int) -> None:
+    model = random_model(seed)
+    schedule: ScheduleName = "zb-h1" if seed % 2 else "1f1b"
+    pins = Pins(
+        pipeline=2,
+        schedule=schedule,
+        micro_batch=random.Random(seed).choice([4, 6]),
+        data=1,
+        allowed=frozenset({"offload", "compress"}),
+    )
+    every = candidates(model, TWO, pins)
+    space = GraphSpace(every)
+    (layout,) = layouts_of(space)
+
+    answer = searched(model, TWO, pins)
+
+    best_s = least_objective_s(space.instance(layout)) + every.costs(layout).step_s
+    assert answer.certificate.optimal
+    assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
+    assert answer.prediction.fits
+    again = predict(answer.plan, model, resolve_cluster(TWO))
+    assert again.step_time_s == answer.prediction.step_time_s
+    assert again.stages == answer.prediction.stages
+
+
+def test_a_profile_of_a_graph_is_planned_with() -> None:
+    model, machine = unet(), resolve_cluster(TWO)
+    pins = Pins(pipeline=2, micro_batch=1, schedule="1f1b")
+    figures = CostTables(model, machine, JOB).of(Layout(micro_batches=12)).parts["down0"]
+    slow = Profile(
+        model=model.name,
+        model_digest=model.digest,
+        birth=Birth(
+            command="by hand",
+            date="2026-11-21",
+            host="none",
+            device="none",
+            ranks=1,
+            threads_per_rank=1,
+            software={},
+        ),
+        layers=tuple(
+            LayerMeasurement(
+                kind="down0",
+                tensor=1,
+                sequence_parallel=False,
+                micro_batch=1,
+                seq_len=JOB.seq_len,
+                precision=JOB.precision,
+                recompute=part.recompute,
+                forward_s=5 * part.figures.whole_forward_s,
+                backward_s=5 * part.figures.whole_backward_s,
+                stored_bytes=int(part.figures.stored_bytes),
+                forward_transient_bytes=int(part.figures.forward_transient_bytes),
+                backward_transient_bytes=int(part.figures.backward_transient_bytes),
+                spread=0.0,
+                samples=3,
+            )
+            for part in figures
+        ),
+    )
+
+    plain = searched(model, TWO, pins)
+    answer = search(model, machine, JOB, pins=pins, profile=slow)
+
+    assert len(answer.plan.stages[0].layers) < len(plain.plan.stages[0].layers)
+    assert predict(answer.plan, model, machine, slow) == answer.prediction
+    assert any(one.provenance == "measured" for one in answer.prediction.assumptions) or any(
+        "profile of" in one.source for one in answer.prediction.assumptions
+    )
+
+
+@pytest.mark.parametrize("model", [unet(), towers(4, 3), random_model(3)], ids=lambda m: m.name)
+def test_a_boundary_costs_all_tensors_that_cross_it(model: ModelGraph) -> None:
+    answer = searched(model, "4xa100-sxm-40gb", Pins(pipeline=2, schedule="1f1b"))
+    plan = answer.plan
+    tables = CostTables(model, resolve_cluster("4xa100-sxm-40gb"), JOB)
+    costs = tables.of(plan.layout)
+    kinds = {name: one.kind for name, one in model.chain}
+    outputs = {name: tables.output_bytes(plan.layout)[kind] for name, kind in kinds.items()}
+    held = [[item.layer for item in stage.layers] for stage in plan.stages]
+    crossing = {
+        source for source, target in model.graph.edges if source in held[0] and target in held[1]
+    }
+    assert set(crossings_of(plan, model)[0]) == crossing
+    crossing_s = sum(tables.crossing_s(plan.layout, [outputs[name]]) for name in crossing)
+
+    stage_s, sync_s = [], []
+    for stage in plan.stages:
+        chosen = [costs.kinds[kinds[p.layer]][RECOMPUTES.index(p.recompute)] for p in stage.layers]
+        # A stage has two actions; the last layer's own seconds have one of the last stage's.
+        layers_s = sum(cost.forward_s + cost.backward_s for cost in chosen)
+        actions = 1 if stage is plan.stages[-1] else 2
+        stage_s.append(layers_s + crossing_s + actions * costs.action_s)
+        sync_s.append(sum(cost.sync_s for cost in chosen))
+
+    form_s = (plan.micro_batches - 1) * max(stage_s) + sum(stage_s) + max(sync_s)
+    assert answer.certificate.objective_s == pytest.approx(form_s)
+    run = timeline(
+        orders("1f1b", stages=2, micro_batches=plan.micro_batches),
+        forward_s=[stage.forward_s for stage in answer.prediction.stages],
+        backward_s=[stage.backward_s for stage in answer.prediction.stages],
+        transfer_s=crossing_s,
+    )
+    assert answer.prediction.step_time_s >= run.makespan_s
+    assert predict(plan, model, resolve_cluster("4xa100-sxm-40gb")) == answer.prediction
+
+
+def test_a_stage_holds_what_it_passes_on_for_every_micro_batch_in_flight() -> None:
+    model = unet()
+    names = [name for name, _ in model.chain]
+    cuts = [names[:4], names[4:6], names[6:]]
+    pins = Pins(pipeline=3, micro_batch=1, schedule="1f1b", zero=0)
+    plan = searched(model, "3xa100-sxm-40gb", pins).plan
+    stages = [
+        stage.model_copy(
+            update={
+                "layers": tuple(
+                    plan.stages[0].layers[0].model_copy(update={"layer": n, "recompute": "none"})
+                    for n in held
+                )
+            }
+        )
+        for stage, held in zip(plan.stages, cuts, strict=True)
+    ]
+    plan = plan.model_copy(update={"stages": tuple(stages)})
+
+    assert crossings(model, cuts) == (
+        ("down0", "down1", "down2", "down3"),
+        ("down0", "down1", "down2", "up3"),
+    )
+    prediction = predict(plan, model, resolve_cluster("3xa100-sxm-40gb"))
+    middle = prediction.stages[1].memory_parts["pipeline buffers"]
+    # Two micro-batches in flight hold what was received (200, 100, 50 and 25 MB) and what the
+    # stage made of what it sends (25 MB); the same again is twice under way.
+    assert middle == pytest.approx((2 * (375 + 25) + 2 * 375) * 1e6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_widest_boundary_is_the_widest_of_all_splits(seed: int) -> None:
+    model = random_model(seed)
+    outputs = {one.kind: float(one.trace.output_bytes) for one in model.layers if one.trace}
+    space = GraphSpace(candidates(model, TWO))
+    problem = space.instance(next(iter(candidates(model, TWO, Pins(pipeline=2)).layouts())))
+    widest = 0.0
+    for stage_of in splits(problem):
+        stages = [
+            [name for name, at in zip(problem.names, stage_of, strict=True) if at == s]
+            for s in range(2)
+        ]
+        widest = max(widest, sum(outputs[name] for name in crossings(model, stages)[0]))
+
+    assert widest_bytes(model, outputs) == pytest.approx(widest)
+
+
+def test_branches_are_worth_taking_apart() -> None:
+    model = towers(6, 5)
+    pins = Pins(pipeline=4, schedule="1f1b", micro_batch=1)
+
+    plan = searched(model, "4xa100-sxm-40gb", pins).plan
+
+    placed = [item.layer for stage in plan.stages for item in stage.layers]
+    assert placed != [name for name, _ in model.chain]
+    plan.check_model(model)
+
+
+def test_a_graph_with_too_many_splits_gets_a_plan_with_its_gap() -> None:
+    model = towers(24, 24, 24, 24)
+    pins = Pins(pipeline=4, micro_batch=1, schedule="1f1b", data=1)
+
+    answer = searched(model, "4xa100-sxm-40gb", pins)
+
+    certificate = answer.certificate
+    assert not certificate.optimal
+    assert 0 < certificate.lower_bound_s < certificate.objective_s
+    assert certificate.gap == pytest.approx(1 - certificate.lower_bound_s / certificate.objective_s)
+    answer.plan.check_model(model)
+
+
+def test_a_layout_of_a_graph_is_predicted_along_one_order() -> None:
+    every = candidates(unet(), TWO, Pins(pipeline=2, micro_batch=1))
+    layout = next(iter(every.layouts()))
+
+    whole = layout_prediction(unet(), resolve_cluster(TWO), JOB, layout)
+
+    plan = searched(unet(), TWO, Pins(pipeline=2, micro_batch=1))
+    assert whole.step_time_s >= plan.prediction.step_time_s * (1 - 1e-9)
+    assert whole.stages[0].memory_parts["pipeline buffers"] > 0
+
+
+def test_the_order_in_which_layers_are_listed_changes_nothing() -> None:
+    model = random_model(7)
+    other = in_order(model)
+
+    assert [name for name, _ in other.chain] != [name for name, _ in model.chain]
+    assert set(other.graph.edges) == set(model.graph.edges)
+    assert searched(other, TWO).certificate.objective_s == pytest.approx(
+        searched(model, TWO).certificate.objective_s
+    )
+
+
+def test_only_a_last_layer_of_its_own_kind_is_told_apart() -> None:
+    assert sink_kind(towers(2, 2)) == "join"
+    assert sink_kind(graph([layer("a"), layer("b"), layer("c")], [("a", "b"), ("a", "c")])) is None
+    twins = graph([layer("a", kind="x"), layer("b", kind="x")], [("a", "b")])
+    assert sink_kind(twins) is None
+
+
+def test_what_does_not_fit_and_what_is_not_offered_is_told() -> None:
+    huge = graph(
+        [layer("a", scale=2000), layer("b"), layer("c")], [("a", "b"), ("b", "c"), ("a", "c")]
+    )
+
+    with pytest.raises(NoPlanFits, match=r"no plan of graph fits .* layer 'a' alone fits on no"):
+        searched(huge, "3xv100-sxm-16gb", Pins(pipeline=3))
+    with pytest.raises(DocumentError, match="graphs of layers need 'exact'"):
+        search(unet(), resolve_cluster(TWO), JOB, solver="ilp")
+    with pytest.raises(DocumentError, match="needs devices that are alike"):
+        search(unet(), resolve_cluster("1xa100-sxm-40gb+1xv100-sxm-16gb"), JOB)

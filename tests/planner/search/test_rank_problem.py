@@ -1,0 +1,144 @@
+"""Ranks of several stages: counts held, shares of layers, and bytes never below the prediction."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.costs.layout_costs import CostTables
+from planner.expressions import resolve_cluster, resolve_model
+from planner.pipeline_model import held, most_on_first_stage
+from planner.plan import Job, Layout, ScheduleName
+from planner.predict import placement_prediction, placements_of
+from planner.schedule import obstacle, orders, rank_of_stage
+from planner.search.formulation import instance_of, plan_of
+from planner.search.ranks import Run, longest_run, shares_of, virtual_stages
+from planner.solver.inner import solve
+from planner.solver.instance import Solution
+
+TIMETABLES: list[tuple[ScheduleName, int]] = [
+    ("zb-h1", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("interleaved", 4),
+    ("interleaved-zb", 2),
+    ("interleaved-zb", 3),
+    ("zbv", 2),
+    ("dualpipe-v", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "virtual"), [*TIMETABLES, ("1f1b", 1), ("gpipe", 1)])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize("turns", [1, 2, 4])
+def test_no_moment_of_an_order_holds_more_than_is_counted(
+    name: ScheduleName, virtual: int, ranks: int, turns: int
+) -> None:
+    m, stages = turns * ranks, ranks * virtual
+    if obstacle(name, stages=stages, micro_batches=m, virtual_stages=virtual):
+        pytest.skip("the schedule needs more micro-batches")
+    home = rank_of_stage(name, stages=stages, virtual_stages=virtual)
+    shape = {"ranks": ranks, "micro_batches": m, "virtual_stages": virtual}
+    most_first = most_on_first_stage(name, **shape)
+    for rank, order in enumerate(
+        orders(name, stages=stages, micro_batches=m, virtual_stages=virtual)
+    ):
+        own = [stage for stage in range(stages) if home[stage] == rank]
+        alive, waiting = dict.fromkeys(own, 0), dict.fromkeys(own, 0)
+        counted = held(name, rank, **shape)
+        for stage, kind, _ in order:
+            alive[stage] += kind == "F"
+            waiting[stage] += (kind == "I") - (kind == "W")
+            behind = list(itertools.accumulate(alive[s] for s in reversed(own)))
+            # Of the last j of V stages no more than j / V of what is counted are alive.
+            for j, number in enumerate(behind, start=1):
+                assert number <= counted.alive * j / virtual
+            assert sum(waiting.values()) <= counted.waiting
+            if 0 in alive:
+                assert alive[0] <= most_first
+            if rank == home[-1] and home[0] != home[-1] and virtual > 1:
+                # Stages but the last: what a rank holds whose last stage takes the rest.
+                full = list(itertools.accumulate(alive[s] for s in reversed(own[:-1])))
+                for j, number in enumerate(full, start=1):
+                    assert number <= counted.alive * j / (virtual - 1)
+            alive[stage] -= kind in "BI"
+
+
+def test_the_longest_run_is_what_is_shared() -> None:
+    assert longest_run(("e", *"b" * 6, "h")) == Run(1, 6, 1)
+    assert longest_run(("e", "d", "d", *"m" * 9, "h")) == Run(3, 9, 1)
+    assert longest_run(tuple("ab" * 6)) is None
+    assert virtual_stages(Run(1, 32, 1), 4, most=8) == [2, 3, 4, 8]
+    assert virtual_stages(Run(1, 6, 1), 4, most=8) == []
+    assert shares_of(tuple("ab" * 6), "zbv", 2, 2) is None
+
+
+@pytest.mark.parametrize(("name", "virtual"), TIMETABLES[1:])
+@pytest.mark.parametrize("numbers", [(8, 8, 8, 8), (9, 8, 8, 7), (10, 9, 8, 5), (12, 8, 8, 4)])
+def test_stages_share_a_rank_evenly_and_in_the_order_of_the_model(
+    name: ScheduleName, virtual: int, numbers: tuple[int, ...]
+) -> None:
+    kinds = ("e", *"b" * 32, "h")
+    shares = shares_of(kinds, name, 4, virtual)
+    assert shares is not None
+    entries = [list(shares.entries[0])] + [[at] for at in range(1, 33)]
+    ends = sum(len(entry) for entry in entries[:1])
+    extra = [1, 0, 0, 0] if shares.folded else [1, 0, 0, 1]
+    cuts = [0, *itertools.accumulate(n + e for n, e in zip(numbers, extra, strict=True))]
+    choices = [[0] * len(entry) for entry in shares.entries]
+
+    stages = shares.placed(cuts, choices, [0])
+
+    assert [at for stage in stages for at, _ in stage] == list(range(34))
+    assert all(stages) and ends in (1, 2)
+    for rank, number in enumerate(numbers):
+        own = [stages[s] for s, r in enumerate(shares.home) if r == rank]
+        sizes = [sum(1 <= at <= 32 for at, _ in stage) for stage in own]
+        assert sum(sizes) == number
+        full = sizes[:-1] if shares.relieved(rank) else sizes
+        assert full == sorted(full)
+        if not shares.relieved(rank):
+            assert max(full) - min(full) <= 1
+
+
+@pytest.fixture(scope="module")
+def node() -> ClusterSpec:
+    return resolve_cluster("8xh100-sxm-80gb")
+
+
+@pytest.mark.parametrize("memory_gb", [80, 55, 40])
+@pytest.mark.parametrize(("name", "virtual"), TIMETABLES)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_solution_holds_at_least_what_its_prediction_says(
+    name: ScheduleName, virtual: int, zero: int, memory_gb: int, node: ClusterSpec
+) -> None:
+    model = resolve_model("llama-3.1-8b")
+    group = node.groups[0]
+    device = group.accelerator.model_copy(update={"memory_bytes": memory_gb * 10**9})
+    small = node.model_copy(update={"groups": (group.model_copy(update={"accelerator": device}),)})
+    job = Job(seq_len=8192, global_batch=32)
+    layout = Layout(
+        pipeline=4,
+        data_shard=2,
+        zero=zero,
+        schedule=name,
+        virtual_stages=virtual,
+        micro_batches=16,
+    )
+    tables = CostTables(model, small, job, activations=("keep", "offload"))
+    costs = tables.of(layout)
+    found = solve(instance_of(model, small, layout, costs))
+    if not isinstance(found, Solution):
+        pytest.skip("nothing fits")
+
+    plan = plan_of(model, "8xh100-sxm-80gb", job, layout, costs, found)
+    predicted = placement_prediction(tables, layout, placements_of(plan, model))
+
+    assert predicted.fits
+    for stage, prediction in enumerate(predicted.stages):
+        counted = costs.fixed_bytes + costs.slack * found.stage_bytes[plan.rank_of_stage(stage)]
+        assert counted >= prediction.peak_memory_bytes * (1 - 1e-9)
+    closed_s = found.objective_s + costs.step_s
+    assert 0.85 * closed_s <= predicted.step_time_s <= 1.15 * closed_s

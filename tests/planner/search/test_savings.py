@@ -1,0 +1,151 @@
+"""Searches that may use the host, or lose something: against every layout solved on its own."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.costs.layout_costs import CostTables
+from planner.errors import NoPlanFits
+from planner.expressions import resolve_cluster, resolve_model
+from planner.model import ModelGraph
+from planner.plan import Job
+from planner.search.best_first import search
+from planner.search.candidates import Candidates
+from planner.search.pins import Pins
+from planner.search.savings import Saving, activations, reaches_host, savings
+from planner.solver import sided
+from planner.solver.instance import Solution
+from planner.solver.requirements import Requirement, read_requirements
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> ModelGraph:
+    return resolve_model("gpt2")
+
+
+HOST = frozenset({"offload"})
+
+
+def small(memory: float, host: float | None = None, devices: int = 4) -> ClusterSpec:
+    """A few A100s with little memory."""
+    node = resolve_cluster(f"{devices}xa100-sxm-40gb")
+    group = node.groups[0]
+    accelerator = group.accelerator.model_copy(update={"memory_bytes": int(memory)})
+    changed = {"accelerator": accelerator, "host_memory_bytes": host and int(host)}
+    return node.model_copy(update={"groups": (group.model_copy(update=changed),)})
+
+
+def least_s(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> float:
+    """Seconds of the best layout, each solved by itself."""
+    tables = CostTables(model, cluster, job, activations=activations(cluster, pins))
+    candidates = Candidates(model, cluster, job, tables, pins)
+    answers = (
+        (sided.solve(candidates.instance(layout)), candidates.costs(layout).step_s)
+        for layout in candidates.layouts()
+    )
+    return min(
+        (found.objective_s + step_s for found, step_s in answers if isinstance(found, Solution)),
+        default=math.inf,
+    )
+
+
+@pytest.mark.parametrize(
+    ("memory", "host"), [(2.6e9, None), (3.5e9, None), (2.6e9, 6e9), (6e9, None)]
+)
+def test_no_layout_beats_the_plan(gpt2: ModelGraph, memory: float, host: float | None) -> None:
+    cluster = small(memory, host, devices=2)
+    job = Job(seq_len=1024, global_batch=4)
+    pins = Pins(tensor=1, context=1, allowed=HOST)
+    best_s = least_s(gpt2, cluster, job, pins)
+
+    if best_s == math.inf:
+        with pytest.raises(NoPlanFits):
+            search(gpt2, cluster, job, pins=pins)
+        return
+    answer = search(gpt2, cluster, job, pins=pins)
+
+    assert answer.certificate.optimal
+    assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-6)
+    assert answer.prediction.fits
+
+
+def test_the_host_is_used_where_the_device_is_too_small(gpt2: ModelGraph) -> None:
+    job = Job(seq_len=1024, global_batch=4)
+    cluster = small(2.2e9, devices=1)
+
+    with pytest.raises(NoPlanFits):
+        search(gpt2, cluster, job)
+    answer = search(gpt2, cluster, job, pins=Pins(allowed=HOST))
+
+    assert answer.plan.offload != "none" or any(
+        item.activations == "offload" for stage in answer.plan.stages for item in stage.layers
+    )
+    assert answer.prediction.fits
+    assert answer.prediction.stages[0].host_bytes > 0
+    assert answer.prediction.step_parts["offload"] > 0
+
+
+def test_where_all_fits_nothing_leaves_the_device(gpt2: ModelGraph) -> None:
+    job = Job(seq_len=1024, global_batch=8)
+    answer = search(gpt2, small(40e9), job, pins=Pins(allowed=HOST))
+
+    assert answer.plan.offload == "none"
+    assert answer.prediction.stages[0].host_bytes == 0
+
+
+def test_what_loses_something_must_be_allowed(gpt2: ModelGraph) -> None:
+    cluster = small(8e9)
+
+    host, lossy = Pins(allowed=HOST), Pins(allowed=frozenset({"compress"}))
+
+    assert savings(gpt2, cluster, Pins(), lambda _: True) == (Saving(),)
+    free = savings(gpt2, cluster, host, lambda _: True)
+    allowed = savings(gpt2, cluster, lossy, lambda _: True)
+    assert [saving.offload for saving in free] == ["none", "optimizer", "parameters"]
+    assert {saving.wire for saving in free} == {"full"}
+    assert {saving.wire for saving in allowed} == {"full", "bf16", "fp16", "powersgd"}
+    assert activations(cluster, Pins()) == ("keep",)
+    assert activations(cluster, host) == ("keep", "offload")
+    assert activations(cluster, lossy) == ("keep", "compress")
+    assert savings(gpt2, cluster, host, lambda saving: saving.offload == "none") == (Saving(),)
+
+
+def test_a_cpu_is_its_own_host(gpt2: ModelGraph) -> None:
+    cluster = small(8e9)
+    group = cluster.groups[0]
+    accelerator = group.accelerator.model_copy(update={"kind": "cpu"})
+    local = cluster.model_copy(
+        update={"groups": (group.model_copy(update={"accelerator": accelerator}),)}
+    )
+
+    assert reaches_host(gpt2, cluster)
+    assert not reaches_host(gpt2, local)
+    assert activations(local, Pins(allowed=HOST)) == ("keep",)
+
+
+def test_a_plan_keeps_what_is_required_and_is_no_faster(gpt2: ModelGraph) -> None:
+    cluster, job = small(16e9), Job(seq_len=1024, global_batch=8)
+    names = [name for name, _ in gpt2.chain]
+    pins = Pins(pipeline=2, tensor=1, context=1, schedule="1f1b")
+    asked = ["at most 4 layers on stage 1", "layers 0-1 recompute full", "layers 2-5 together"]
+
+    free = search(gpt2, cluster, job, pins=pins)
+    kept = search(gpt2, cluster, job, pins=replace(pins, require=read_requirements(asked, names)))
+
+    assert len(free.plan.stages[1].layers) > 4
+    assert len(kept.plan.stages[1].layers) <= 4
+    chosen = [item for stage in kept.plan.stages for item in stage.layers]
+    assert [item.recompute for item in chosen[:2]] == ["full", "full"]
+    assert kept.certificate.optimal
+    assert kept.certificate.objective_s > free.certificate.objective_s
+    expected_s = least_s(gpt2, cluster, job, replace(pins, require=read_requirements(asked, names)))
+    assert kept.certificate.objective_s == pytest.approx(expected_s, rel=1e-6)
+
+
+def test_what_cannot_be_kept_is_said(gpt2: ModelGraph) -> None:
+    pins = Pins(pipeline=2, tensor=1, require=(Requirement(at_most=3),))
+
+    with pytest.raises(NoPlanFits, match="at most 3 layers on each stage"):
+        search(gpt2, small(16e9), Job(seq_len=1024, global_batch=8), pins=pins)

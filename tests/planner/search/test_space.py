@@ -1,0 +1,129 @@
+"""The space holds each configuration once; an axis order left out costs what one in it costs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.costs.layout_costs import CostTables
+from planner.errors import DocumentError
+from planner.expressions import resolve_cluster, resolve_model
+from planner.model import ModelGraph
+from planner.plan import INSIDE_OUT, Job, Layout
+from planner.search.axis_orders import distinct_orders
+from planner.search.pins import Pins, pinned_layout, read_pins
+from planner.search.space import canonical, every_degrees, families, layouts
+
+JOB = Job(seq_len=4096, global_batch=64)
+
+
+@pytest.fixture
+def mixtral() -> ModelGraph:
+    return resolve_model("mixtral-8x7b")
+
+
+@pytest.fixture
+def four_nodes() -> ClusterSpec:
+    return resolve_cluster("4x8xh100-sxm-80gb")
+
+
+def test_every_layout_is_there_once_and_uses_all_devices(
+    mixtral: ModelGraph, four_nodes: ClusterSpec
+) -> None:
+    every = list(layouts(mixtral, four_nodes, JOB, Pins(context=1)))
+
+    assert len(set(every)) == len(every) > 1000
+    for layout in every:
+        assert layout.devices == four_nodes.devices
+        assert layout.micro_batch * layout.micro_batches * layout.data == JOB.global_batch
+        assert (layout.data_shard * layout.context * layout.tensor) % layout.expert == 0
+        assert (layout.zero > 0) == (layout.data_shard > 1)
+
+
+def test_layouts_of_a_family_have_equal_computation_and_the_first_is_the_simplest(
+    mixtral: ModelGraph, four_nodes: ClusterSpec
+) -> None:
+    tables = CostTables(mixtral, four_nodes, JOB)
+    pins = Pins(tensor=2, micro_batch=1)
+    for degrees in itertools.islice(every_degrees(mixtral, four_nodes, JOB, pins), 0, 40, 3):
+        for family in families(mixtral, four_nodes, JOB, degrees, pins):
+            every = list(family.layouts())
+
+            seconds = tables.fastest_s(every)
+
+            assert (seconds == seconds[:, :1]).all()
+            assert len(every) == family.size
+            assert every[0] == family.first
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=2, pipeline=4, data_shard=4, zero=3),
+        Layout(tensor=4, pipeline=2, data_shard=2, data_replicate=2, zero=1),
+        Layout(tensor=1, pipeline=2, data_shard=4, data_replicate=4, zero=2),
+        Layout(tensor=2, context=4, data_shard=4, zero=3),
+    ],
+    ids=lambda layout: layout.text(),
+)
+def test_an_order_that_is_left_out_costs_what_its_representative_costs(
+    layout: Layout, mixtral: ModelGraph, four_nodes: ClusterSpec
+) -> None:
+    tables = CostTables(mixtral, four_nodes, JOB)
+    found = set()
+    for order in itertools.permutations(INSIDE_OUT):
+        ordered = replace(layout, order=order)
+
+        same = canonical(four_nodes, ordered)
+
+        found.add(same.order)
+        assert tables.of(ordered).kinds == tables.of(same).kinds
+        assert tables.of(ordered).boundary_s == tables.of(same).boundary_s
+    assert INSIDE_OUT in found
+    assert 1 < len(found) < 24
+
+
+def test_on_one_node_all_orders_are_the_same() -> None:
+    assert list(distinct_orders((8,), (2, 1, 2, 1, 2)).values()) == [INSIDE_OUT]
+    assert list(distinct_orders((), (1, 1, 1, 1, 1)).values()) == [INSIDE_OUT]
+
+
+def test_a_pinned_layout_takes_hybrid_shards_and_context(four_nodes: ClusterSpec) -> None:
+    layout = pinned_layout(four_nodes, JOB, read_pins(["cp=2,pp=2,shard=4,zero=2"]))
+
+    assert (layout.context, layout.data_shard, layout.data_replicate) == (2, 4, 2)
+    assert layout.text() == "tp=1 pp=2 dp=8 cp=2 zero=2 shard=4 1f1b micro_batch=1x8"
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ("shard=3,zero=1", "shard=3 must divide dp=32"),
+        ("shard=4,zero=0", "shard=4 needs zero=1, 2 or 3"),
+        ("ep=3", "ep=3 does not divide"),
+        ("dp=1,zero=2", "zero=2 needs dp > 1"),
+        ("micro_batch=5", "does not divide the global batch"),
+    ],
+)
+def test_pins_that_contradict_each_other_are_refused(
+    pins: str, message: str, four_nodes: ClusterSpec
+) -> None:
+    with pytest.raises(DocumentError, match=message):
+        pinned_layout(four_nodes, JOB, read_pins([pins]))
+
+
+def test_pins_allow_what_they_describe(mixtral: ModelGraph, four_nodes: ClusterSpec) -> None:
+    pins = read_pins(["tp=2,shard=4", "schedule=gpipe", "micro_batch=1"])
+
+    every = list(layouts(mixtral, four_nodes, JOB, pins))
+
+    assert every
+    assert all(pins.allow(layout) for layout in every)
+    assert all(
+        pins.allow(layout) == (layout in every)
+        for layout in layouts(mixtral, four_nodes, JOB, Pins(context=1, expert=1))
+        if layout.context == 1 and layout.expert == 1
+    )

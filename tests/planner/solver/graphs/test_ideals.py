@@ -1,0 +1,95 @@
+"""ideals are counted by formula for towers and listed one by one for random graphs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import networkx
+import numpy as np
+import pytest
+
+from planner.solver.graphs.ideals import Ideals, ideals
+
+
+def listed(found: Ideals) -> list[frozenset[int]]:
+    holds = np.stack([found.holds(layer) for layer in range(found.layers)], axis=1)
+    return [frozenset(np.flatnonzero(row).tolist()) for row in holds]
+
+
+def random_readers(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    count = rng.randint(1, 9)
+    return [[b for b in range(a + 1, count) if rng.random() < 0.3] for a in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_they_are_the_sets_that_hold_all_that_they_read(seed: int) -> None:
+    readers = random_readers(seed)
+    count = len(readers)
+
+    found = ideals(readers, most=1000)
+
+    assert found is not None
+    closed = {
+        frozenset(subset)
+        for size in range(count + 1)
+        for subset in itertools.combinations(range(count), size)
+        if all(a in subset for a in range(count) for b in readers[a] if b in subset)
+    }
+    sets = listed(found)
+    assert len(sets) == len(closed)
+    assert set(sets) == closed
+    assert all(not sets[j] < sets[i] for i, j in itertools.combinations(range(len(sets)), 2))
+
+
+@pytest.mark.parametrize("seed", range(30, 40))
+def test_there_are_as_many_as_antichains(seed: int) -> None:
+    readers = random_readers(seed)
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(range(len(readers)))
+    graph.add_edges_from((a, b) for a, outside in enumerate(readers) for b in outside)
+
+    found = ideals(readers, most=1000)
+
+    assert found is not None
+    assert len(found) == sum(1 for _ in networkx.antichains(graph))
+
+
+@pytest.mark.parametrize("lengths", [(70,), (24, 12), (40, 30), (9, 8, 7)])
+def test_towers_multiply(lengths: tuple[int, ...]) -> None:
+    readers: list[list[int]] = []
+    for length in lengths:
+        first = len(readers)
+        readers += [[first + i + 1] for i in range(length - 1)] + [[]]
+
+    found = ideals(readers, most=10**6)
+
+    assert found is not None
+    assert len(found) == math.prod(length + 1 for length in lengths)
+    assert ideals(readers, most=len(found) - 1) is None
+
+
+def test_an_output_crosses_until_its_last_reader_is_inside() -> None:
+    readers = [[1, 3], [2], [3], []]
+
+    found = ideals(readers, most=10)
+
+    assert found is not None
+    crossing = found.crossing(readers, np.array([1.0, 2.0, 4.0, 8.0]))
+    assert crossing.tolist() == [0.0, 1.0, 3.0, 5.0, 0.0]
+
+
+def test_sums_over_ideals_of_more_than_64_layers() -> None:
+    readers = [[i + 1] for i in range(129)] + [[]]
+    values = np.arange(130)
+
+    found = ideals(readers, most=1000)
+
+    assert found is not None
+    everything = np.arange(131)
+    expected = np.cumsum([0, *values])
+    assert found.totals(values[:, None].astype(float))[:, 0].tolist() == expected.tolist()
+    assert found.codes(values, everything).tolist() == expected.tolist()
+    assert found.difference(60, 66) == list(range(60, 66))

@@ -1,0 +1,132 @@
+"""Bounds never exceed the optimum: that of all splits on small problems, the solver's on others."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from planner.solver.bounds import balanced_s, counted_s
+from planner.solver.inner import solve
+from planner.solver.instance import Instance, Option, Solution, Stage
+from tests.planner.small_instances import least_objective_s, random_instance
+
+
+def balanced_bound_s(instance: Instance) -> float:
+    """Return `balanced_s` of an instance whose stages are as fast as each other."""
+    kinds = instance.kinds
+    return balanced_s(
+        [
+            (instance.layers.count(k), min(o.time_s for o in kind), min(o.sync_s for o in kind))
+            for k, kind in enumerate(kinds)
+            if k in instance.layers
+        ],
+        stages=len(instance.stages),
+        exposed_s=sum(stage.exposed_s for stage in instance.stages),
+        steady=instance.steady,
+    )
+
+
+@pytest.mark.parametrize("start", range(0, 400, 100))
+def test_counting_layers_is_never_above_the_best_of_all_splits(start: int) -> None:
+    tight = 0
+    for seed in range(start, start + 100):
+        instance = random_instance(seed, sync_by_option=seed % 3 == 0)
+        best_s = least_objective_s(instance)
+
+        bound_s = counted_s(instance)
+
+        assert bound_s <= best_s + 1e-9 * abs(best_s), seed
+        tight += bound_s >= 0.95 * best_s
+
+    assert tight > 40
+
+
+def pipeline(seed: int) -> Instance:
+    """Return a model-like chain: an embedding, many equal blocks, a head; memory is tight."""
+    rng = random.Random(seed)
+    count, blocks = rng.choice([1, 2, 4, 8]), rng.randint(8, 40)
+
+    def table(time_s: float, stored: float, resident: float) -> tuple[Option, ...]:
+        shares = [(1.0, 1.0, 0.1), (rng.uniform(1, 1.1), 0.6, 0.3), (1.33, 0.05, 1.0)]
+        return tuple(
+            Option(
+                name=str(share),
+                forward_s=time_s / 3,
+                backward_s=time_s * (slower - 1 / 3),
+                stored_bytes=stored * share,
+                transient_bytes=stored * transient,
+                resident_bytes=resident,
+                sync_s=0.01 * resident,
+            )
+            for slower, share, transient in shares
+        )
+
+    micro_batches = rng.choice([1, count, 4 * count])
+    kinds = (table(0.1, 1, 3), table(1.0, 4, 2), table(rng.uniform(0.5, 3), 8, 3))
+    held = blocks * (2 + rng.uniform(0.05, 1.0) * 4 * min(count, micro_batches)) / count
+    return Instance(
+        layers=(0, *[1] * blocks, 2),
+        kinds=kinds,
+        stages=tuple(
+            Stage(
+                capacity_bytes=held + 10,
+                in_flight=min(micro_batches, count - s),
+                exposed_s=0.05 * ((s > 0) + (s < count - 1)),
+            )
+            for s in range(count)
+        ),
+        steady=micro_batches - 1,
+    )
+
+
+def test_bounds_are_below_and_counting_is_close_to_the_optimum_of_pipelines() -> None:
+    ratios = []
+    for seed in range(60):
+        instance = pipeline(seed)
+        best = solve(instance)
+
+        bound_s = counted_s(instance)
+
+        if not isinstance(best, Solution):
+            continue
+        assert bound_s <= best.objective_s
+        assert balanced_bound_s(instance) <= best.objective_s * (1 + 1e-12)
+        assert bound_s >= balanced_bound_s(instance) * 0.999
+        ratios.append(bound_s / best.objective_s)
+
+    assert len(ratios) > 40
+    assert sum(ratios) / len(ratios) > 0.99
+
+
+def test_a_chain_that_cannot_fit_has_no_finite_bound() -> None:
+    heavy = (Option(name="a", forward_s=1, backward_s=1, resident_bytes=10),)
+    stages = tuple(Stage(capacity_bytes=25) for _ in range(3))
+
+    fits = Instance(layers=(0,) * 6, kinds=(heavy,), stages=stages, steady=1)
+    beyond = Instance(layers=(0,) * 7, kinds=(heavy,), stages=stages, steady=1)
+
+    assert math.isfinite(counted_s(fits))
+    assert counted_s(beyond) == math.inf
+
+
+def test_a_single_stage_is_bounded_by_its_linear_relaxation() -> None:
+    fast = Option(name="fast", forward_s=1, backward_s=1, stored_bytes=10)
+    slow = Option(name="slow", forward_s=1, backward_s=2, stored_bytes=0)
+    stages = (Stage(capacity_bytes=35, in_flight=1),)
+
+    bound_s = counted_s(Instance(layers=(0,) * 8, kinds=((fast, slow),), stages=stages, steady=0))
+
+    # 35 bytes let 3.5 of 8 layers be fast.
+    assert bound_s == pytest.approx(3.5 * 2 + 4.5 * 3)
+
+
+def test_whole_layers_are_counted() -> None:
+    block = (Option(name="a", forward_s=1, backward_s=2),)
+    stages = tuple(Stage(capacity_bytes=1) for _ in range(4))
+
+    bound_s = counted_s(Instance(layers=(0,) * 9, kinds=(block,), stages=stages, steady=7))
+
+    # One of 4 stages holds 3 of the 9 layers.
+    assert bound_s == pytest.approx(7 * 9 + 27)

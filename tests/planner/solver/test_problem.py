@@ -1,0 +1,181 @@
+"""A problem written by hand becomes the instance it describes, and says where it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import planner.solver.problem
+from planner.document import plain, read, schema, write
+from planner.errors import DocumentError
+from planner.solver import sided
+from planner.solver.inner import solve
+from planner.solver.instance import Option, Solution, Stage
+from planner.solver.problem import Problem
+from planner.solver.sides import AtMost, Chosen, Host, Placed, Together
+
+EXAMPLE = "\n".join(
+    line.removeprefix("    ")
+    for line in (planner.solver.problem.__doc__ or "").splitlines()
+    if line.startswith("    ")
+)
+
+
+def test_the_example_of_the_module_is_a_problem_with_a_solution() -> None:
+    instance = Problem.parse(EXAMPLE).instance()
+
+    assert instance.layers == (0,) * 16 + (1,)
+    assert instance.steady == 7
+    assert [stage.in_flight for stage in instance.stages] == [4, 3, 2, 1]
+    assert instance.stages[3] == Stage(capacity_bytes=24e9, time_scale=1 / 1.2)
+    assert instance.kinds[0][1] == Option(
+        name="recompute",
+        forward_s=0.004,
+        backward_s=0.012,
+        stored_bytes=0.1e9,
+        resident_bytes=1.3e9,
+    )
+    answer = solve(instance)
+    assert isinstance(answer, Solution)
+    assert answer.optimal
+
+
+def test_a_problem_survives_a_file(tmp_path: Path) -> None:
+    problem = Problem.parse(EXAMPLE)
+
+    write(problem, tmp_path / "problem.yaml")
+
+    assert read(Problem, tmp_path / "problem.yaml") == problem
+
+
+def example(**changes: object) -> dict[str, object]:
+    data = plain(EXAMPLE)
+    assert isinstance(data, dict)
+    return data | changes
+
+
+def test_the_schema_allows_a_name_for_a_layer() -> None:
+    definitions = schema(Problem)["$defs"]
+
+    assert {"type": "string"} in definitions["LayerRun"]["anyOf"]
+
+
+def test_gpipe_keeps_every_micro_batch_and_counts_forwards_apart() -> None:
+    instance = Problem.of(example(schedule="gpipe", micro_batches=6)).instance()
+
+    assert {stage.in_flight for stage in instance.stages} == {6}
+    assert instance.steady == 5
+    assert instance.forward_apart
+
+
+def test_patterns_repeat_in_order() -> None:
+    layers = ["head", {"layers": ["block", "block", "head"], "count": 2}]
+
+    assert Problem.of(example(layers=layers)).instance().layers == (1, 0, 0, 1, 0, 0, 1)
+
+
+def test_a_custom_schedule_brings_its_own_numbers() -> None:
+    stages = [{"capacity_bytes": 40e9, "in_flight": 2.5, "count": 2}]
+
+    instance = Problem.of(
+        example(schedule="custom", steady=8.5, fill=0.75, stages=stages, cut_s=[0.001] * 16)
+    ).instance()
+
+    assert (instance.steady, instance.fill) == (8.5, 0.75)
+    assert [stage.in_flight for stage in instance.stages] == [2.5, 2.5]
+    assert instance.cut_s == (0.0, *[0.001] * 16, 0.0)
+
+
+def test_an_option_may_differ_from_its_kind() -> None:
+    option = {"name": "host", "forward_s": 1.0, "backward_s": 1.0}
+    kind = {"options": [option | {"resident_bytes": 0.0, "sync_s": 0.5}], "resident_bytes": 7.0}
+
+    problem = Problem.of(example(kinds={"block": kind, "head": kind}))
+
+    assert problem.instance().kinds[0][0].resident_bytes == 0.0
+    assert problem.instance().kinds[0][0].sync_s == 0.5
+
+
+UNEQUAL_FORWARDS = {
+    "block": {
+        "options": [
+            {"name": "keep", "forward_s": 1.0, "backward_s": 2.0},
+            {"name": "offload", "forward_s": 1.1, "backward_s": 2.1},
+        ]
+    },
+    "head": {"options": [{"name": "keep", "forward_s": 1.0, "backward_s": 2.0}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layers": ["blok"]}, "layers[0]: 'blok' is not one of kinds; did you mean 'block'?"),
+        ({"layers": [{"layer": "block"}]}, "layers[0].layer: unknown key; did you mean 'layers'?"),
+        ({"layers": [{"layers": ["block"], "count": "x"}]}, 'layers[0].count: is "x"'),
+        ({"layers": []}, "layers: is empty"),
+        ({"stages": []}, "stages: there are 0"),
+        ({"cut_s": [0.1]}, "cut_s: has 1 values; between 17 layers are 16 places to cut"),
+        ({"kinds": {"block": {"options": []}}}, "options: is empty"),
+        ({"schedule": "custom"}, "steady: is missing"),
+        ({"schedule": "custom", "steady": 3.0}, "stages[0].in_flight: is missing"),
+        ({"schedule": "zigzag"}, "schedule"),
+        (
+            {"schedule": "gpipe", "kinds": UNEQUAL_FORWARDS},
+            "kinds.block.options: differ in forward_s",
+        ),
+        ({"stages": [{"capacity_bytes": -1.0}]}, "stages[0].capacity_bytes: is -1.0"),
+        ({"layers": [{"layers": ["block"] * 9, "count": 4096}]}, "more than 4096"),
+        ({"microbatches": 3}, "did you mean 'micro_batches'?"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(DocumentError) as error:
+        Problem.of(example(**changes))
+
+    assert words in str(error.value)
+
+
+def test_hosts_and_requirements_become_ties_of_the_instance() -> None:
+    hosts = [{"capacity_bytes": 3e10, "ranks": [1, 1, 0, 0]}]
+    require = [
+        {"layers": [0, 3], "together": True},
+        {"layers": [4, 5], "stages": [1, 2]},
+        {"at_most": 6, "stages": [0]},
+        {"layers": [0, 1], "options": ["recompute"]},
+        {"at_most": 9},
+    ]
+
+    instance = Problem.of(example(hosts=hosts, require=require)).instance()
+
+    assert instance.hosts == (Host(capacity_bytes=3e10, ranks=(1, 1, 0, 0)),)
+    assert instance.sides == (
+        Together(first=0, last=3),
+        Placed(first=4, last=5, stages=(1, 2)),
+        AtMost(layers=6, stages=(0,)),
+        Chosen(first=0, last=1, options=("recompute",)),
+        AtMost(layers=9, stages=(0, 1, 2, 3)),
+    )
+    answer = sided.solve(instance)
+    assert isinstance(answer, Solution)
+    assert answer.cuts[1] in range(4, 7)
+    assert [instance.options_of(at)[answer.options[at]].name for at in (0, 1)] == ["recompute"] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hosts": [{"capacity_bytes": 1e9, "ranks": [1]}]}, "hosts[0].ranks: has 1 numbers"),
+        ({"require": [{"layers": [0, 99], "together": True}]}, "layers 0 to 16"),
+        ({"require": [{"layers": [0, 1], "stages": [9]}]}, "stages 0 to 3"),
+        ({"require": [{"layers": [0, 1], "options": ["kep"]}]}, "did you mean 'keep'"),
+        ({"require": [{"layers": [0, 1]}]}, "ask for one of"),
+        ({"require": [{"stages": [0]}]}, "layers: is missing"),
+    ],
+)
+def test_ties_that_make_no_sense_say_where(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(DocumentError) as refused:
+        Problem.of(example(**changes))
+
+    assert message in str(refused.value)
