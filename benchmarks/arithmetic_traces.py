@@ -44,7 +44,7 @@ from planner.native import UNDIVIDED
 from planner.plan import Mesh, Plan
 from planner.profile import Recompute
 from profiler.layers import _bytes_of, plan_of, short_chain
-from runtime import huggingface
+from runtime import capped, huggingface
 from runtime.mesh import Place, place_of
 from runtime.parallelize import parallel_stage
 from runtime.recompute import wrapped
@@ -101,12 +101,18 @@ odd number of positions), the ends of BERT and OPT-350M and OPT's embedding (the
 positions on every rank). Families that the runtime trains are its own layers; of others (BERT,
 DeepSeek-V3, OPT, ViT) the modules are those of `transformers`, divided in the runtime's
 styles. Attention whose values are narrower than its keys (DeepSeek-V3) takes the fused kernel that
-torch has for CUDA. Gemma-2's capped attention runs in blocks, and the FLOPs counted of it are a
-fifth below the arithmetic's: not explained yet. A vocabulary that the tensor degree does not divide
-is made larger by one.
+torch has for CUDA. Gemma-2's capped attention runs in blocks and is an operator of its own; what
+it does inside is counted. A vocabulary that the tensor degree does not divide is made larger by
+one.
 """
 Made = tuple[dict[str, nn.Module], Callable[[Tensor, Tensor], Tensor]]
 """A layer of each kind, and the loss behind the head."""
+
+
+CAPPED = {
+    torch.ops.meshwright.capped_attention: capped._over_blocks._init_fn,
+    torch.ops.meshwright.capped_attention_backward: capped._grads_over_blocks._init_fn,
+}
 
 
 class Flops(TorchDispatchMode):
@@ -120,8 +126,15 @@ class Flops(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        out = func(*args, **kwargs)
         packet = func.overloadpacket
+        if packet in CAPPED:
+            # An operator of its own: what it does inside is counted one by one.
+            with self:
+                return CAPPED[packet](*args, **kwargs)
+        if packet is aten.matmul:
+            with self:
+                return func.decompose(*args, **kwargs)
+        out = func(*args, **kwargs)
         if packet is aten._scaled_dot_product_flash_attention_for_cpu:
             q, k, v = args[:3]
             causal = (len(args) > 4 and args[4]) or kwargs.get("is_causal", False)

@@ -69,6 +69,22 @@ class Run:
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
+    def layout_text(self) -> str:
+        """The layout as people write it."""
+        degrees = {
+            "tp": self.tensor,
+            "pp": self.pipeline,
+            "vpp": self.virtual,
+            "cp": self.context,
+            "ep": self.expert,
+            "dp": self.data,
+        }
+        named = [
+            f"{name}={n}" for name, n in degrees.items() if n > 1 or name in ("tp", "pp", "dp")
+        ]
+        return " ".join([*named, f"micro_batch={self.micro_batch}", f"recompute={self.recompute}"])
+
+    @property
     def micro_batches(self) -> float:
         """Micro-batches of a step on a rank; the last one may be smaller."""
         return max(1.0, self.global_batch / (self.data * self.micro_batch))

@@ -22,7 +22,6 @@ from planner.errors import DocumentError, NoPlanFits
 from planner.model import ModelGraph
 from planner.plan import Job
 from planner.prediction import Prediction
-from planner.scores.validate import layout_text
 from planner.search.pins import Pins
 from planner.units import bytes_text
 
@@ -119,7 +118,7 @@ def backend_search(
         capacity = cluster.groups[0].accelerator.memory_bytes
         raise NoPlanFits(
             f"no layout of {model.name} fits {cluster.name} under {backend}. The closest, "
-            f"{layout_text(run)}, needs {bytes_text(need)} and has {bytes_text(capacity)}."
+            f"{run.layout_text}, needs {bytes_text(need)} and has {bytes_text(capacity)}."
         )
     nearby = [_choice(model, runs[index]) for _, index in heapq.nsmallest(top + 1, fitting)]
     return BackendAnswer(
@@ -137,7 +136,7 @@ def _need_bytes(found: Estimate) -> float:
 
 
 def _choice(model: ModelGraph, run: Run) -> Choice:
-    layout = layout_text(run) + (f" zero={run.zero}" if run.zero is not None else "")
+    layout = run.layout_text + (f" zero={run.zero}" if run.zero is not None else "")
     return Choice(
         run=run,
         layout=layout,

@@ -12,6 +12,9 @@ CAPPED_BLOCK = 512
 """Queries whose capped scores exist at once (runtime/capped.py)."""
 CAPPED_KERNELS = 12
 """Of each such block."""
+CAPPED_PASSES, CAPPED_PASSES_FP32 = (76.0, 162.0), (68.0, 148.0)
+"""Bytes that one score moves, forward and backward, counted over the lines of runtime/capped.py:
+4 read and 4 written by each that works in place, and copies to 16 bits and back."""
 
 
 def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list[Operator]:
@@ -172,7 +175,7 @@ def _core(
     q, k, v = inputs
     operators = []
     saved: tuple[str, ...] = ("core", "log_sum")
-    attended, kernels, workspace = _attended(a, setting.seq_len), 1, 0.0
+    attended, kernels, workspace, scores = _attended(a, setting.seq_len), 1, 0.0, 0.0
     if setting.divides_sequence:
         if a.family == "gpt2":
             saved = (*saved, k, v)  # as long as its queries, which lie in one tensor with them
@@ -199,8 +202,12 @@ def _core(
     if a.family == "gemma2":
         # Capped scores have a kernel of their own (runtime/capped.py), block by block.
         span = window(a, kind, setting.seq_len)
+        rows = _rows(setting)
+        # A block computes its last query's keys for all of its queries.
         attended = span - span**2 / (2.0 * setting.seq_len)
+        attended += rows * (1 - span / (2.0 * setting.seq_len))
         kernels, workspace = _capped(a, setting, span)
+        scores = setting.tokens * a.heads / setting.tensor * attended
     elif window(a, kind, setting.seq_len) < setting.seq_len:
         # With an explicit mask the fused kernel neither groups heads nor skips keys.
         attended = float(setting.seq_len)
@@ -228,6 +235,7 @@ def _core(
         ]
         k, v, saved = "k_heads", "v_heads", (*saved, "mask")
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
+    passes = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
     operators.append(
         Operator(
             name="core",
@@ -237,8 +245,8 @@ def _core(
             fp32=("log_sum",),
             saved=(q, k, v, *saved),
             flops=4 * setting.tokens * attended * width,
-            moved_bytes=query + key + value + out,
-            backward_moved_bytes=2 * (query + key + value + out),
+            moved_bytes=query + key + value + out + passes[0] * scores,
+            backward_moved_bytes=2 * (query + key + value + out) + passes[1] * scores,
             kernels=kernels,
             workspace_bytes=workspace,
         )
@@ -252,9 +260,7 @@ def _capped(a: Architecture, setting: Setting, span: int) -> tuple[int, float]:
     Scores stand twice in fp32, and half as much in 16 bits; beside them the products that are added
     to the gradients of keys or values, and in 16 bits those gradients in fp32.
     """
-    e, heads = setting.element_bytes, a.heads / setting.tensor
-    chunks = 2 * setting.context if setting.divides_sequence else 1
-    rows = smaller(CAPPED_BLOCK, setting.seq_len // chunks)
+    e, heads, rows = setting.element_bytes, a.heads / setting.tensor, _rows(setting)
     keys = smaller(setting.seq_len, span + rows)
     scores = setting.micro_batch * heads * rows * keys * FP32
     product = setting.micro_batch * keys * heads * a.head_dim
@@ -264,6 +270,12 @@ def _capped(a: Architecture, setting: Setting, span: int) -> tuple[int, float]:
     workspace += gradients * a.head_dim * FP32 * narrow
     blocks = -(-setting.seq_len // setting.context // rows)
     return cast(int, CAPPED_KERNELS * blocks), workspace
+
+
+def _rows(setting: Setting) -> float:
+    """Queries of a block of capped attention."""
+    chunks = 2 * setting.context if setting.divides_sequence else 1
+    return smaller(CAPPED_BLOCK, setting.seq_len // chunks)
 
 
 def window(a: Architecture, kind: str, seq_len: int) -> int:

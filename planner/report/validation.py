@@ -8,7 +8,7 @@ import jinja2
 import plotly.graph_objects as go
 
 from planner.report.html import figure_html
-from planner.scores.validate import ScoredRow, Validation, layout_text, macro
+from planner.scores.validate import ScoredRow, Validation, macro
 
 MOST_POINTS = 2000
 """Drawn for each source and picture."""
@@ -32,7 +32,6 @@ def page(validation: Validation) -> str:
         validation=validation,
         figures=figures,
         average=macro(validation.sources.values()),
-        layout_text=layout_text,
         predicted=sum(row.estimate is not None for row in validation.rows),
     )
 
@@ -61,7 +60,7 @@ def scatter(rows: list[ScoredRow], quantity: str, unit: str) -> go.Figure | None
                 name=quantity,
                 marker={"opacity": 0.6},
                 text=[
-                    f"{row.measured.id}<br>{layout_text(row.run) if row.run else ''}"
+                    f"{row.measured.id}<br>{row.run.layout_text if row.run else ''}"
                     for _, row in points
                 ],
             ),

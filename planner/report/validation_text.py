@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from planner.scores.validate import Score, Validation, layout_text, macro
+from planner.scores.validate import Score, Validation, macro
 from planner.units import seconds_text
 
 
@@ -35,7 +35,7 @@ def validation_text(validation: Validation) -> RenderableType:
             if size > 0.02 * row.estimate.step_time_s
         )
         lines.append(
-            f"  {seen.id} ({seen.model} on {row.run.cluster.name}, {layout_text(row.run)}): "
+            f"  {seen.id} ({seen.model} on {row.run.cluster.name}, {row.run.layout_text}): "
             f"predicted {seconds_text(row.estimate.step_time_s)}, "
             f"measured {seconds_text(seen.step_time_s or 0.0)}: {parts}"
         )

@@ -263,25 +263,11 @@ def worst_json(row: ScoredRow) -> dict[str, Any]:
         "id": row.measured.id,
         "model": row.measured.model,
         "accelerator": row.measured.accelerator,
-        "layout": layout_text(row.run) if row.run else "",
+        "layout": row.run.layout_text if row.run else "",
         "predicted_s": row.estimate.step_time_s,
         "measured_s": row.measured.step_time_s,
         "parts": {name: size for name, size in row.estimate.step_parts.items() if size},
     }
-
-
-def layout_text(run: Run) -> str:
-    """Return a run's layout as people write it."""
-    degrees = {
-        "tp": run.tensor,
-        "pp": run.pipeline,
-        "vpp": run.virtual,
-        "cp": run.context,
-        "ep": run.expert,
-        "dp": run.data,
-    }
-    named = [f"{name}={n}" for name, n in degrees.items() if n > 1 or name in ("tp", "pp", "dp")]
-    return " ".join([*named, f"micro_batch={run.micro_batch}", f"recompute={run.recompute}"])
 
 
 def rows_csv(validation: Validation) -> str:

@@ -20,11 +20,8 @@ def families() -> dict[str, list[str]]:
 
 QUICK = [("llama", 1), ("llama", 2), ("opt", 1), ("qwen3_moe", 2)]
 """Families and tensor degrees that every run of the tests traces, a few seconds in all."""
-CAPPED = pytest.mark.xfail(
-    reason="FLOPs of capped attention in blocks are a fifth below the arithmetic's", strict=True
-)
 ALL = [
-    pytest.param(name, tensor, marks=CAPPED if family == "gemma2" else ())
+    (name, tensor)
     for family, names in families().items()
     for name in names
     for tensor in ((1,) if family in UNDIVIDED else (1, 2))

@@ -48,6 +48,8 @@ from planner.solver.instance import Fathomed, Infeasible
 
 MOST_LAYERS = 64
 """Longer chains are not offered two stages a rank: their splits take minutes to try."""
+MOST_UNASKED = 20
+"""The same where nobody asked for it (by `--fix v=2` or such a schedule): 40 layers take 30 s."""
 
 
 def unlike(model: ModelGraph) -> bool:
@@ -86,7 +88,9 @@ class RoundSpace:
     def bundles(self, _: Refusals) -> Iterator[Bundle]:
         """Yield every layout that keeps what the user fixed, those alike but for sharing in one."""
         c = self._candidates
-        if c.pins.virtual_stages not in (None, 2) or len(c.model.chain) > MOST_LAYERS:
+        asked = c.pins.virtual_stages == 2 or c.pins.schedule in (*LOOPED, *FOLDED)
+        most = MOST_LAYERS if asked else MOST_UNASKED
+        if c.pins.virtual_stages not in (None, 2) or len(c.model.chain) > most:
             return
         plain = replace(c.pins, schedule="1f1b", virtual_stages=None)
         for degrees in every_degrees(c.model, c.cluster, c.job, plain):
