@@ -179,6 +179,11 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     a = model.architecture
     if job.precision == "fp8":
         yield from _eight_bit_obstacles(model, job)
+    if job.precision == "fp16" and a is not None and a.family == "gemma2":
+        yield Obstacle(
+            "precision",
+            "is fp16, in which gradients of gemma2 overflow; use bf16",
+        )
     if job.lora is not None:
         yield from _lora_obstacles(model, job, layout)
     if layout.context > 1:

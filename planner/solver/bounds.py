@@ -59,7 +59,7 @@ def balanced_s(
     layer.
 
     >>> balanced_s([(4, 2.0, 0.0)], stages=3, exposed_s=1.0, steady=3)
-    18.0
+    21.0
     """
     total_s, slowest_s, sync_s, longest_s = exposed_s, 0.0, 0.0, 0.0
     for count, fastest_s, least_sync_s in layers:

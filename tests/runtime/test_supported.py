@@ -55,6 +55,12 @@ def test_every_family_is_supported_in_one_process(family: str) -> None:
         ),
         ("gpt2", {}, {"precision": "fp8"}, "precision: is fp8, and the products of gpt2"),
         (
+            "gemma2",
+            {},
+            {"precision": "fp16"},
+            "precision: is fp16, in which gradients of gemma2 overflow",
+        ),
+        (
             "llama",
             {},
             {"gradient_wire": "bf16"},

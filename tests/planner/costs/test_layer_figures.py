@@ -92,7 +92,7 @@ def test_a_choice_of_recompute_is_kept() -> None:
 
 
 def test_what_a_profile_measured_stands_for_the_arithmetic() -> None:
-    folder = Path(__file__).parents[2] / "plans" / "demo-4m-on-local"
+    folder = Path(__file__).parents[3] / "plans" / "demo-4m-on-local"
     machine, profile = (
         read(ClusterSpec, folder / "cluster.yaml"),
         read(Profile, folder / "profile.yaml"),
