@@ -16,25 +16,30 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from meshwright import calibration, commands
-from planner.calibrate.calibration import calibrated_json
+from meshwright import commands
+from meshwright.answers import (
+    agenda_json,
+    agenda_lines,
+    answer_json,
+    as_json,
+    comparison_table,
+    export_json,
+    profile_parts,
+    run_json,
+    top_table,
+)
 from planner.errors import DocumentError, MeshwrightError
 from planner.native import CAVEAT_SOURCE
-from planner.report.calibration_text import calibration_lines
 from planner.report.solution_text import solution_json, solution_text
 from planner.report.text import answer_text, prediction_lines
-from planner.report.validation_text import validation_text
-from planner.scores.validate import validation_json
+from planner.search.best_first import Answer
 from planner.solver.instance import Infeasible, Solution
-from planner.units import bytes_text, count_text, seconds_text
+from planner.units import bytes_text, count_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from planner.search.best_first import Answer
     from planner.search.best_first import Progress as Report
-    from profiler.profile import Intended
-    from runtime.report import Comparison
 
 app = typer.Typer(
     help="Finds the fastest way to train your model on your machines that fits in memory, "
@@ -85,6 +90,9 @@ ProfileOption = Annotated[
         help="Measurements made by 'meshwright profile'; GROUP=FILE,GROUP=FILE if devices differ",
     ),
 ]
+Nodes = Annotated[int | None, typer.Option("--nodes", help="Run the same command on so many nodes")]
+Node = Annotated[int | None, typer.Option("--node", help="Which of them this is")]
+Rendezvous = Annotated[str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
 
 
@@ -131,34 +139,6 @@ def plan(
     json: Json = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
-    if backend != "native":
-        with _bar("pricing layouts", quiet=json) as progress:
-            found = commands.plan_for(
-                backend,
-                model,
-                cluster,
-                seq_len=seq_len,
-                global_batch=global_batch,
-                precision=precision.value if precision else None,
-                lora=lora or (),
-                profile=profile,
-                fix=fix or (),
-                allow=allow or (),
-                require=require or (),
-                top=top,
-                output=output,
-                progress=progress,
-            )
-        if json:
-            from planner.backends.search import backend_answer_json  # noqa: PLC0415 - its rules
-
-            print(commands.as_json(backend_answer_json(found)))
-            return
-        from planner.report.backend_text import backend_answer_text  # noqa: PLC0415 - its rules
-
-        out.print(backend_answer_text(found))
-        out.print(f"searched in {found.search_s:.2f} s of CPU")
-        return
     with _bar("searching layouts", quiet=json) as progress:
         answer = commands.plan(
             model,
@@ -173,11 +153,22 @@ def plan(
             require=require or (),
             solver=solver.value,
             top=top,
+            backend=backend,
             output=output,
             progress=progress,
         )
+    if not isinstance(answer, Answer):
+        from planner.backends.search import backend_answer_json  # noqa: PLC0415 - rules of all
+        from planner.report.backend_text import backend_answer_text  # noqa: PLC0415
+
+        if json:
+            print(as_json(backend_answer_json(answer)))
+            return
+        out.print(backend_answer_text(answer))
+        out.print(f"searched in {answer.search_s:.2f} s of CPU")
+        return
     if json:
-        print(commands.as_json(commands.answer_json(answer)))
+        print(as_json(answer_json(answer)))
         return
     out.print(answer_text(answer.plan, answer.prediction, answer.certificate))
     if top > 1:
@@ -189,22 +180,6 @@ def plan(
             "to be studied, not launched" if studied else f"run it with: meshwright launch {output}"
         )
         out.print(f"plan written to {output}; {then}")
-
-
-def top_table(answer: Answer) -> Table:
-    """Return the best plan of each mesh, fastest first."""
-    table = Table("", "plan", "closed form", "simulated", "tokens/s", "peak memory")
-    for place, ranked in enumerate(answer.top, start=1):
-        prediction = ranked.prediction
-        table.add_row(
-            str(place),
-            prediction.layout,
-            seconds_text(ranked.objective_s),
-            seconds_text(prediction.step_time_s),
-            f"{prediction.tokens_per_s:,.0f}",
-            bytes_text(max(stage.peak_memory_bytes for stage in prediction.stages)),
-        )
-    return table
 
 
 @app.command()
@@ -236,7 +211,7 @@ def predict(
         backend=backend,
     )
     if json:
-        print(commands.as_json(prediction.model_dump(mode="json", exclude_none=True)))
+        print(as_json(prediction.model_dump(mode="json", exclude_none=True)))
         return
     out.print(prediction.layout)
     for line in prediction_lines(prediction):
@@ -254,7 +229,7 @@ def solve(
     """Solve a bare partition problem exactly, for comparison with other solvers."""
     solved = commands.solve(problem, solver=solver.value)
     if json:
-        print(commands.as_json(solution_json(solved.problem, solved.result)))
+        print(as_json(solution_json(solved.problem, solved.result)))
     elif isinstance(solved.result, Solution):
         out.print(solution_text(solved.problem, solved.result))
     elif isinstance(solved.result, Infeasible):
@@ -307,13 +282,9 @@ def launch(
         str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only")] = False,
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", help="Run the same command on so many nodes")
-    ] = None,
-    node: Annotated[int | None, typer.Option("--node", help="Which of them this is")] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")
-    ] = None,
+    nodes: Nodes = None,
+    node: Node = None,
+    rendezvous: Rendezvous = None,
     json: Json = False,
 ) -> None:
     """Train by a plan, and compare with the prediction.
@@ -348,7 +319,7 @@ def launch(
     if run is None:
         return
     if json:
-        print(commands.as_json(commands.run_json(run)))
+        print(as_json(run_json(run)))
         return
     losses = run.report.losses
     if losses:
@@ -380,21 +351,13 @@ def export(
     """Write a checkpoint as a folder that transformers or peft loads."""
     written = commands.export(source, to=to, output=output, dtype=dtype.value)
     if json:
-        print(commands.as_json(commands.export_json(written)))
+        print(as_json(export_json(written)))
         return
     out.print(
         f"{written.checkpoint}, step {written.step}: {count_text(written.parameters)} parameters, "
         f"{bytes_text(written.size_bytes)} in {len(written.files)} files"
     )
     out.print(f"written to {written.folder}; {to} reads it")
-
-
-def comparison_table(rows: Sequence[Comparison]) -> Table:
-    """Return predicted beside measured."""
-    table = Table("", "predicted", "measured", "error")
-    for row in rows:
-        table.add_row(*commands.comparison_cells(row))
-    return table
 
 
 @app.command()
@@ -404,13 +367,9 @@ def profile(
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", help="Run the same command on so many nodes")
-    ] = None,
-    node: Annotated[int | None, typer.Option("--node", help="Which of them this is")] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")
-    ] = None,
+    nodes: Nodes = None,
+    node: Node = None,
+    rendezvous: Rendezvous = None,
     output: Annotated[str, typer.Option("-o", "--output")] = "profile.yaml",
     cluster_output: Annotated[
         str | None, typer.Option("--cluster-output", help="Write the cluster with its links here")
@@ -443,7 +402,7 @@ def profile(
             budget=budget,
         )
         if json:
-            print(commands.as_json(commands.agenda_json(found)))
+            print(as_json(agenda_json(found)))
             return
         for line in agenda_lines(found):
             out.print(line)
@@ -464,53 +423,12 @@ def profile(
         quiet=json,
     )
     if json:
-        print(commands.as_json(measured.model_dump(mode="json", exclude_none=True)))
+        print(as_json(measured.model_dump(mode="json", exclude_none=True)))
         return
-    out.print(f"{measured.model} on {measured.birth.device}, {measured.birth.ranks} ranks")
-    table = Table("kind", "tp", "micro-batch", "recompute", "forward", "backward", "stored")
-    for row in measured.layers:
-        table.add_row(
-            row.kind,
-            str(row.tensor),
-            str(row.micro_batch),
-            row.recompute,
-            seconds_text(row.forward_s),
-            seconds_text(row.backward_s),
-            bytes_text(row.stored_bytes),
-        )
-    out.print(table)
-    for pair in measured.pairs:
-        names = [measured.nodes[at].name for at in (pair.source, pair.target)]
-        out.print(
-            f"{names[0]} -> {names[1]}: {8 * pair.bytes_per_s / 1e6:,.0f} Mbit/s, "
-            f"{seconds_text(pair.latency_s)}"
-        )
-    for finding in measured.findings:
-        out.print(f"[yellow]{finding.text}[/yellow]")
+    for shown in profile_parts(measured):
+        out.print(shown)
     written = f" on node 0, cluster to {cluster_output}" if cluster_output else ""
     out.print(f"profile written to {output}{written}; plan with: --profile {output}")
-
-
-def agenda_lines(found: Intended) -> Iterator[str]:
-    """Yield what a profile would measure, in its order."""
-    ranks = " + ".join(map(str, found.counts))
-    yield f"{found.machine.name}: {ranks} ranks, {found.job.precision}, {found.job.seq_len} tokens"
-    for group in found.groups:
-        apart = f", {group.stride} apart" if group.stride > 1 else ""
-        yield (
-            f"links    {group.tier}, groups of {group.ranks} ranks{apart}: all collectives, "
-            f"1 KiB to 64 MiB, {seconds_text(found.budget.group_s)}"
-        )
-    if len(found.counts) > 1:
-        yield f"pairs    all pairs of nodes, both ways, {seconds_text(found.budget.pairs_s)}"
-    yield f"layers   {seconds_text(found.budget.layers_s)}, as far down this list as it goes:"
-    for wish in found.wishes:
-        why = f"plans use it, value {wish.value:.2f}" if wish.value else "to interpolate between"
-        yield (
-            f"         tp {wish.tensor}, micro-batch {wish.micro_batch}, recompute "
-            f"{wish.recompute}: {why}"
-        )
-    yield "runtime  optimizer, sharding, pipeline actions, a step's fixed seconds"
 
 
 @app.command()
@@ -526,7 +444,7 @@ def show(
     shown = commands.show(plan, cluster=cluster, profile=profile, html=html, trace=trace)
     if json:
         dump = shown.prediction.model_dump(mode="json", exclude_none=True)
-        print(commands.as_json({"prediction": dump, "html": html, "trace": trace}))
+        print(as_json({"prediction": dump, "html": html, "trace": trace}))
         return
     out.print(answer_text(shown.plan, shown.prediction))
     for path in (shown.html, shown.trace):
@@ -555,10 +473,13 @@ def validate(
     json: Json = False,
 ) -> None:
     """Predict every run of a table of real ones, and say how far off the predictions are."""
+    from planner.report.validation_text import validation_text  # noqa: PLC0415 - rules of all
+    from planner.scores.validate import validation_json  # noqa: PLC0415
+
     with _bar("predicting rows", quiet=json) as progress:
         result = commands.validate(table, html=html, rows=rows, progress=progress)
     if json:
-        print(commands.as_json(validation_json(result)))
+        print(as_json(validation_json(result)))
         return
     out.print(validation_text(result))
 
@@ -581,9 +502,13 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Fit the physical constants of your cluster to runs that were measured on it."""
+    from meshwright import calibration  # noqa: PLC0415 - other commands need none of it
+    from planner.calibrate.calibration import calibrated_json  # noqa: PLC0415
+    from planner.report.calibration_text import calibration_lines  # noqa: PLC0415
+
     result = calibration.calibrate(runs, accelerator=accelerator, profile=profile, output=output)
     if json:
-        print(commands.as_json(calibrated_json(result)))
+        print(as_json(calibrated_json(result)))
         return
     for line in calibration_lines(result):
         out.print(line)
@@ -633,7 +558,7 @@ def whatif(
             progress=progress,
         )
     if json:
-        print(commands.as_json(result_json(found)))
+        print(as_json(result_json(found)))
         return
     out.print(result_text(found))
     for path in (html, table):
@@ -660,7 +585,7 @@ def catalog(
 
         found = studies.import_prices(imported, provider=provider, date=date, output=output)
         if json:
-            print(commands.as_json(found.model_dump(mode="json", exclude_none=True)))
+            print(as_json(found.model_dump(mode="json", exclude_none=True)))
         else:
             out.print(
                 f"{len(found.rents)} rents written to {output}; use: whatif --prices {output}"
@@ -668,7 +593,7 @@ def catalog(
         return
     rows = commands.catalog(shelf.value)
     if json:
-        print(commands.as_json(rows))
+        print(as_json(rows))
         return
     table = Table(*rows[0]) if rows else Table()
     for row in rows:

@@ -6,36 +6,42 @@ torch is imported only inside the calls that need it.
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from meshwright.answers import comparison_cells
+from meshwright.inputs import (
+    check_devices,
+    is_plan,
+    job_of,
+    machine_of,
+    model_of,
+    need_torch,
+    plan_model,
+    profile_for,
+)
 from planner import catalog as shelves
 from planner import document
-from planner.calibrate.constants import calibrated
 from planner.cluster import ClusterSpec, Precision
 from planner.costs.group_costs import only_profile
 from planner.costs.layout_costs import refusal
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import is_factory, resolve_cluster, resolve_model
-from planner.model import ModelGraph
+from planner.expressions import resolve_model
 from planner.plan import Job, Plan
 from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
-from planner.profile import Profile, Profiles
+from planner.profile import Profile
 from planner.search.best_first import Answer, Progress, search
 from planner.search.pins import pinned_layout, read_pins
 from planner.solver.instance import Fathomed, Infeasible, Solution
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
 from planner.solver.sided import solve as solve_exactly
-from planner.training import Training
-from planner.units import bytes_text, count_text, duration_s, seconds_text
+from planner.units import bytes_text, count_text, duration_s
 
 if TYPE_CHECKING:
     from planner.backends.search import BackendAnswer
@@ -43,11 +49,6 @@ if TYPE_CHECKING:
     from profiler.profile import Intended
     from runtime.export import Exported
     from runtime.report import Comparison, RunReport
-
-TOKENS_PER_STEP = 2**20
-"""Tokens of a default global batch on accelerators; on CPUs it is 8 samples a rank."""
-FACTORY_SEQ_LEN = 256
-"""Default tokens per sample of a model that does not say how many it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,48 +59,6 @@ class Run:
     report: RunReport
     prediction: Prediction
     rows: list[Comparison]
-
-
-def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:
-    """Return the model that a catalogue name, a configuration or `file.py:factory` names.
-
-    A factory's modules are traced on samples of `seq_len` tokens, by default as many as a job has.
-    """
-    if is_factory(text):
-        _need_torch(f"{text}: reading a Python factory")
-        from runtime.factory import graph_of_factory  # noqa: PLC0415 - needs torch
-
-        graph: ModelGraph = graph_of_factory(text, seq_len=seq_len or FACTORY_SEQ_LEN)
-        return graph
-    return resolve_model(text)
-
-
-def job_of(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    *,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    lora: Sequence[str] = (),
-) -> Job:
-    """Return the work of one step, with defaults that suit the model and the devices."""
-    for name, value in (("seq-len", seq_len), ("global-batch", global_batch)):
-        if value is not None and value < 1:
-            raise DocumentError(name, f"is {value}; it is a whole number from 1")
-    on_cpu = cluster.groups[0].accelerator.kind == "cpu"
-    limit = model.architecture.max_positions if model.architecture else FACTORY_SEQ_LEN
-    if seq_len is None:
-        seq_len = min(limit, 256 if on_cpu else 4096)
-    if global_batch is None:
-        samples = 8 * cluster.devices if on_cpu else max(1, TOKENS_PER_STEP // seq_len)
-        global_batch = -(-samples // cluster.devices) * cluster.devices
-    return Job(
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision or ("fp32" if on_cpu else "bf16"),
-        lora=Training().changed([f"lora.{setting}" for setting in lora]).lora,
-    )
 
 
 def plan(
@@ -116,21 +75,26 @@ def plan(
     require: Sequence[str] = (),
     solver: str = "exact",
     top: int = 1,
+    backend: str = "native",
     output: str | None = None,
     progress: Progress | None = None,
-) -> Answer:
+) -> Answer | BackendAnswer:
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
     `lora` are settings of adapters that alone are trained (`rank=16`).  `allow` names what the
     search may do beside: `offload` to the host, and what changes the arithmetic of training,
     `stale` weights and `compress`.
     `require` says in words what its stages must keep (see planner.solver.requirements).
+
+    With another `backend` than ours the fastest layout of that framework's space is found by its
+    rules, and its flags are written.  A profile then gives constants of the cluster; layers
+    measured in our runtime are not that framework's, and are left out.
     """
     if top < 1:
         raise DocumentError("top", f"is {top}; it is a whole number from 1")
     graph = model_of(model, seq_len=seq_len)
-    measured = _profile_for(graph, profile)
-    machine = _machine(cluster, measured)
+    measured = profile_for(graph, profile)
+    machine = machine_of(cluster, measured)
     job = job_of(
         graph,
         machine,
@@ -139,70 +103,30 @@ def plan(
         precision=precision,
         lora=lora,
     )
+    names = [name for name, _ in graph.chain]
+    pins = replace(read_pins(fix, allow), require=read_requirements(require, names))
+    if backend != "native":
+        from planner.backends.search import backend_search  # noqa: PLC0415 - rules of all
+
+        found = backend_search(
+            graph, machine, job, backend=backend, pins=pins, top=max(top, 8), told=progress
+        )
+        if output is not None:
+            document.write_text("\n".join(found.best.flags) + "\n", output)
+        return found
     answer = search(
         graph,
         machine,
         job,
         cluster_name=cluster,
         profile=measured,
-        pins=replace(
-            read_pins(fix, allow),
-            require=read_requirements(require, [name for name, _ in graph.chain]),
-        ),
+        pins=pins,
         solver=solver,
         top=top,
         progress=progress,
     )
     if output is not None:
         document.write(answer.plan, output)
-    return answer
-
-
-def plan_for(
-    backend: str,
-    model: str,
-    cluster: str,
-    *,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    lora: Sequence[str] = (),
-    profile: str | None = None,
-    fix: Sequence[str] = (),
-    allow: Sequence[str] = (),
-    require: Sequence[str] = (),
-    top: int = 1,
-    output: str | None = None,
-    progress: Progress | None = None,
-) -> BackendAnswer:
-    """Find the fastest layout of another framework's space by its rules; write its flags.
-
-    A profile gives constants of the cluster; layers measured in our runtime are not that
-    framework's, and are left out.
-    """
-    from planner.backends.search import backend_search  # noqa: PLC0415 - rules of every framework
-
-    graph = model_of(model, seq_len=seq_len)
-    machine = _machine(cluster, _profile_for(graph, profile))
-    pins = read_pins(fix, allow)
-    answer = backend_search(
-        graph,
-        machine,
-        job_of(
-            graph,
-            machine,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            precision=precision,
-            lora=lora,
-        ),
-        backend=backend,
-        pins=replace(pins, require=read_requirements(require, [name for name, _ in graph.chain])),
-        top=max(top, 8),
-        told=progress,
-    )
-    if output is not None:
-        document.write_text("\n".join(answer.best.flags) + "\n", output)
     return answer
 
 
@@ -221,22 +145,22 @@ def predict(
 
     With another backend than ours a layout is priced by that framework's accounting rules.
     """
-    if _is_plan(model_or_plan):
+    if is_plan(model_or_plan):
         wanted = document.read(Plan, model_or_plan)
         if layout is not None:
             raise DocumentError("layout", "a plan has its layout already; give a model instead")
         if backend != "native":
             raise DocumentError("backend", "a plan has its backend already; give a model instead")
         graph = plan_model(wanted, model_or_plan)
-        measured = _profile_for(graph, profile)
-        machine = _machine(cluster or wanted.cluster, measured)
-        _check_devices(wanted, machine)
+        measured = profile_for(graph, profile)
+        machine = machine_of(cluster or wanted.cluster, measured)
+        check_devices(wanted, machine)
         return predict_plan(wanted, graph, machine, measured)
     if cluster is None:
         raise DocumentError("cluster", "is missing; say on which machine, as in --cluster local")
     graph = model_of(model_or_plan, seq_len=seq_len)
-    measured = _profile_for(graph, profile)
-    machine = _machine(cluster, measured)
+    measured = profile_for(graph, profile)
+    machine = machine_of(cluster, measured)
     job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
     pins = read_pins([layout] if layout else [], ["stale,compress"])
     wanted_layout = pinned_layout(machine, job, pins)
@@ -302,11 +226,11 @@ def launch(
     from runtime.preflight import cuda_devices  # noqa: PLC0415
     from runtime.report import comparison  # noqa: PLC0415
 
-    _need_torch("launching a plan")
+    need_torch("launching a plan")
     wanted = document.read(Plan, plan_path)
     graph = plan_model(wanted, plan_path)
-    measured = _profile_for(graph, profile)
-    machine = _machine(wanted.cluster, measured)
+    measured = profile_for(graph, profile)
+    machine = machine_of(wanted.cluster, measured)
     seat = seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
     devices = [group.devices_per_node for group in machine.groups for _ in range(group.nodes)]
     if seat.nodes > 1 and seat.nodes != len(devices):
@@ -361,7 +285,7 @@ def export(
         raise DocumentError(
             "to", f"is '{to}'; a checkpoint is exported to huggingface, its adapters to peft"
         )
-    _need_torch("exporting a checkpoint")
+    need_torch("exporting a checkpoint")
     from runtime.export import to_huggingface, to_peft  # noqa: PLC0415 - the runtime
 
     if to == "peft":
@@ -397,7 +321,7 @@ def profile(
     `nodes`, `node` and `rendezvous`, or the environment that torchrun, Slurm or Kubernetes made.
     Node 0 writes `output`, and to `cluster_output` the cluster with its links as measured.
     """
-    _need_torch("measuring a machine")
+    need_torch("measuring a machine")
     from profiler.profile import BUDGET_S  # noqa: PLC0415 - starts ranks
     from profiler.profile import profile as measure  # noqa: PLC0415
     from runtime.nodes import seat_of  # noqa: PLC0415 - starts ranks
@@ -461,32 +385,6 @@ def profile_agenda(
     return found
 
 
-def agenda_json(found: Intended) -> dict[str, Any]:
-    """Return what `profile --dry-run --json` prints."""
-    return {
-        "cluster": found.machine.name,
-        "ranks_of_nodes": list(found.counts),
-        "budget_s": {
-            "each_group": found.budget.group_s,
-            "pairs_of_nodes": found.budget.pairs_s,
-            "layers": found.budget.layers_s,
-        },
-        "groups": [
-            {"tier": g.tier, "ranks": g.ranks, "stride": g.stride, "inner": g.inner}
-            for g in found.groups
-        ],
-        "layers": [
-            {
-                "tensor": w.tensor,
-                "micro_batch": w.micro_batch,
-                "recompute": w.recompute,
-                "value": w.value,
-            }
-            for w in found.wishes
-        ],
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
     """A plan beside its prediction, and where the pictures were written."""
@@ -510,8 +408,8 @@ def show(
     """Show what a plan says and should do; as a page (`html`) or a Chrome trace (`trace`) too."""
     wanted = document.read(Plan, plan_path)
     graph = plan_model(wanted, plan_path)
-    measured = _profile_for(graph, profile)
-    machine = _machine(cluster or wanted.cluster, measured)
+    measured = profile_for(graph, profile)
+    machine = machine_of(cluster or wanted.cluster, measured)
     prediction = predict_plan(wanted, graph, machine, measured)
     if html is not None:
         from planner.report.html import page as report_page  # noqa: PLC0415 - loads plotly
@@ -529,17 +427,6 @@ def show(
 
         document.write_text(trace_json(plan_timeline(wanted, graph, machine, measured)), trace)
     return Shown(plan=wanted, prediction=prediction, html=html, trace=trace)
-
-
-def comparison_cells(row: Comparison) -> tuple[str, str, str, str]:
-    """Return what, predicted, measured and error as people read them."""
-    shown: dict[str, Callable[[float], str]] = {
-        "s": seconds_text,
-        "bytes": bytes_text,
-        "tokens/s": lambda rate: f"{rate:,.0f} tokens/s",
-    }
-    text = shown[row.unit]
-    return row.quantity, text(row.predicted), text(row.measured), f"{100 * row.error:+.1f} %"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -636,153 +523,3 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
             for rent in shelves.rents()
         ]
     raise DocumentError("catalog", f"'{shelf}': ask for accelerators, nodes, models or prices")
-
-
-def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
-    """Return the model of a plan, and refuse one that is not the model the plan was made for."""
-    try:
-        graph = model_of(_source_of(wanted, plan_path), seq_len=wanted.seq_len)
-        wanted.check_model(graph)
-    except DocumentError as error:
-        raise (error if error.file else error.in_file(plan_path or "plan")) from error
-    return graph
-
-
-def _source_of(wanted: Plan, plan_path: str | None) -> str:
-    """A relative file in a plan is looked for where we stand, then beside the plan."""
-    source = wanted.model.source
-    file, colon, factory = source.partition(":")
-    if plan_path is not None and not Path(file).exists():
-        beside = Path(plan_path).parent / file
-        if beside.exists():
-            return f"{beside}{colon}{factory}"
-    return source
-
-
-def _need_torch(what: str) -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise LaunchError(f"{what} needs torch; install it with: pip install 'meshwright[torch]'")
-
-
-def _profile_for(graph: ModelGraph, paths: str | None) -> Profiles:
-    """Read `profile.yaml`, or `GROUP=a.yaml,GROUP=b.yaml` where devices differ."""
-    if paths is None:
-        return None
-    if "=" not in paths or Path(paths).is_file():
-        return _one_profile_for(graph, paths)
-    found: dict[str, Profile] = {}
-    for part in paths.split(","):
-        group, sign, path = part.partition("=")
-        if not sign or group in found:
-            why = "is given twice" if sign else "has no group; write GROUP=FILE,GROUP=FILE"
-            raise DocumentError("profile", f"'{part}': {group if sign else 'it'} {why}")
-        found[group] = _one_profile_for(graph, path)
-    return found
-
-
-def _one_profile_for(graph: ModelGraph, path: str) -> Profile:
-    measured = document.read(Profile, path)
-    if measured.calibration is not None and not measured.layers:
-        return measured  # constants of the cluster hold for every model
-    if measured.model_digest != graph.digest:
-        raise DocumentError(
-            "model_digest",
-            f"is {measured.model_digest}, but {graph.name} has {graph.digest}; "
-            "this profile was measured on another model: measure again",
-            file=path,
-        )
-    return measured
-
-
-def _machine(cluster: str, measured: Profiles) -> ClusterSpec:
-    """Return a cluster, with the constants that runs on it told where a profile has them."""
-    machine = resolve_cluster(cluster)
-    each = (measured,) if isinstance(measured, Profile) else (measured or {}).values()
-    for profile in each:
-        machine = calibrated(machine, profile.calibration)
-    return machine
-
-
-def _check_devices(wanted: Plan, machine: ClusterSpec) -> None:
-    if wanted.mesh.devices > machine.devices:
-        raise DocumentError(
-            "mesh",
-            f"takes {wanted.mesh.devices} ranks, and {machine.name} has {machine.devices} devices; "
-            "plan again for this cluster",
-        )
-
-
-def _is_plan(text: str) -> bool:
-    """Whether a path holds a plan rather than a model."""
-    if not text.endswith((".yaml", ".yml", ".json")) or not Path(text).is_file():
-        return False
-    try:
-        data = document.plain(document.read_text(text))
-    except DocumentError as error:
-        raise error.in_file(text) from error
-    return isinstance(data, dict) and "stages" in data
-
-
-def answer_json(answer: Answer) -> dict[str, Any]:
-    """Return what `plan --json` prints."""
-    prediction = answer.prediction
-    return {
-        "plan": answer.plan.model_dump(mode="json", exclude_none=True),
-        "layout": prediction.layout,
-        "step_time_s": prediction.step_time_s,
-        "step_time_low_s": prediction.step_time_low_s,
-        "step_time_high_s": prediction.step_time_high_s,
-        "tokens_per_s": prediction.tokens_per_s,
-        "mfu": prediction.mfu,
-        "fits": prediction.fits,
-        "peak_memory_bytes": [
-            {"total": stage.peak_memory_bytes, "parts": stage.memory_parts}
-            for stage in prediction.stages
-        ],
-        "certificate": answer.certificate.model_dump(mode="json", exclude_none=True),
-        "top": [
-            {
-                "layout": ranked.prediction.layout,
-                "objective_s": ranked.objective_s,
-                "step_time_s": ranked.prediction.step_time_s,
-                "plan": ranked.plan.model_dump(mode="json", exclude_none=True),
-            }
-            for ranked in answer.top
-        ],
-        "search_s": answer.search_s,
-    }
-
-
-def run_json(run: Run) -> dict[str, Any]:
-    """Return what `launch --json` prints."""
-    return {
-        "report": run.report.model_dump(mode="json", exclude_none=True),
-        "prediction": run.prediction.model_dump(mode="json", exclude_none=True),
-        "comparison": [
-            {
-                "quantity": row.quantity,
-                "unit": row.unit,
-                "predicted": row.predicted,
-                "measured": row.measured,
-                "error": row.error,
-            }
-            for row in run.rows
-        ],
-    }
-
-
-def export_json(written: Exported) -> dict[str, Any]:
-    """Return what `export --json` prints."""
-    return {
-        "checkpoint": str(written.checkpoint),
-        "step": written.step,
-        "folder": str(written.folder),
-        "files": list(written.files),
-        "parameters": written.parameters,
-        "bytes": written.size_bytes,
-    }
-
-
-def as_json(data: object) -> str:
-    """Return one JSON object as text."""
-    return json.dumps(data, indent=2)

@@ -13,10 +13,11 @@ from pathlib import Path
 from rich.console import Console
 
 from meshwright import commands
-from meshwright.cli import comparison_table
+from meshwright.answers import comparison_table
 from planner import document
 from planner.errors import MeshwrightError
 from planner.report.text import answer_text, prediction_lines
+from planner.search.best_first import Answer
 from planner.units import seconds_text
 
 MODEL, CLUSTER = "demo-4m", "local:2"
@@ -54,6 +55,7 @@ def _demonstrate() -> None:
     answer = commands.plan(
         MODEL, CLUSTER, profile=profile, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, output=plan
     )
+    assert isinstance(answer, Answer)
     document.write(answer.certificate, FOLDER / "certificate.yaml")
     document.write(answer.prediction, FOLDER / "prediction.yaml")
     out.print(answer_text(answer.plan, answer.prediction))

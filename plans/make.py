@@ -11,7 +11,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from meshwright.commands import job_of
+from meshwright.inputs import job_of
 from planner import document
 from planner.cluster import ClusterSpec
 from planner.document import Document

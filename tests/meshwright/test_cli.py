@@ -192,8 +192,8 @@ def test_the_catalogue_lists(shelf: str, capfd: pytest.CaptureFixture[str]) -> N
 def test_every_option_of_a_command_is_an_argument_of_its_function(command: str) -> None:
     shown = {"json", "model", "plan", "solver"}  # rendering, and positional arguments
 
-    # Options that choose another function: commands.profile_agenda, commands.plan_for.
-    shown |= {"profile": {"dry_run"}, "plan": {"backend"}}.get(command, set())
+    # An option that chooses another function: commands.profile_agenda.
+    shown |= {"profile": {"dry_run"}}.get(command, set())
 
     options = set(inspect.signature(getattr(cli, command)).parameters) - shown
 

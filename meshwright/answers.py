@@ -1,0 +1,195 @@
+"""What commands answer, as JSON and as tables for people."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from planner.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rich.console import RenderableType
+
+    from meshwright.commands import Run
+    from planner.profile import Profile
+    from planner.search.best_first import Answer
+    from profiler.profile import Intended
+    from runtime.export import Exported
+    from runtime.report import Comparison
+
+
+def answer_json(answer: Answer) -> dict[str, Any]:
+    """Return what `plan --json` prints."""
+    prediction = answer.prediction
+    return {
+        "plan": answer.plan.model_dump(mode="json", exclude_none=True),
+        "layout": prediction.layout,
+        "step_time_s": prediction.step_time_s,
+        "step_time_low_s": prediction.step_time_low_s,
+        "step_time_high_s": prediction.step_time_high_s,
+        "tokens_per_s": prediction.tokens_per_s,
+        "mfu": prediction.mfu,
+        "fits": prediction.fits,
+        "peak_memory_bytes": [
+            {"total": stage.peak_memory_bytes, "parts": stage.memory_parts}
+            for stage in prediction.stages
+        ],
+        "certificate": answer.certificate.model_dump(mode="json", exclude_none=True),
+        "top": [
+            {
+                "layout": ranked.prediction.layout,
+                "objective_s": ranked.objective_s,
+                "step_time_s": ranked.prediction.step_time_s,
+                "plan": ranked.plan.model_dump(mode="json", exclude_none=True),
+            }
+            for ranked in answer.top
+        ],
+        "search_s": answer.search_s,
+    }
+
+
+def run_json(run: Run) -> dict[str, Any]:
+    """Return what `launch --json` prints."""
+    return {
+        "report": run.report.model_dump(mode="json", exclude_none=True),
+        "prediction": run.prediction.model_dump(mode="json", exclude_none=True),
+        "comparison": [
+            {
+                "quantity": row.quantity,
+                "unit": row.unit,
+                "predicted": row.predicted,
+                "measured": row.measured,
+                "error": row.error,
+            }
+            for row in run.rows
+        ],
+    }
+
+
+def export_json(written: Exported) -> dict[str, Any]:
+    """Return what `export --json` prints."""
+    return {
+        "checkpoint": str(written.checkpoint),
+        "step": written.step,
+        "folder": str(written.folder),
+        "files": list(written.files),
+        "parameters": written.parameters,
+        "bytes": written.size_bytes,
+    }
+
+
+def as_json(data: object) -> str:
+    """Return one JSON object as text."""
+    return json.dumps(data, indent=2)
+
+
+def agenda_json(found: Intended) -> dict[str, Any]:
+    """Return what `profile --dry-run --json` prints."""
+    return {
+        "cluster": found.machine.name,
+        "ranks_of_nodes": list(found.counts),
+        "budget_s": {
+            "each_group": found.budget.group_s,
+            "pairs_of_nodes": found.budget.pairs_s,
+            "layers": found.budget.layers_s,
+        },
+        "groups": [
+            {"tier": g.tier, "ranks": g.ranks, "stride": g.stride, "inner": g.inner}
+            for g in found.groups
+        ],
+        "layers": [
+            {
+                "tensor": w.tensor,
+                "micro_batch": w.micro_batch,
+                "recompute": w.recompute,
+                "value": w.value,
+            }
+            for w in found.wishes
+        ],
+    }
+
+
+def top_table(answer: Answer) -> Table:
+    """Return the best plan of each mesh, fastest first."""
+    table = Table("", "plan", "closed form", "simulated", "tokens/s", "peak memory")
+    for place, ranked in enumerate(answer.top, start=1):
+        prediction = ranked.prediction
+        table.add_row(
+            str(place),
+            prediction.layout,
+            seconds_text(ranked.objective_s),
+            seconds_text(prediction.step_time_s),
+            f"{prediction.tokens_per_s:,.0f}",
+            bytes_text(max(stage.peak_memory_bytes for stage in prediction.stages)),
+        )
+    return table
+
+
+def comparison_cells(row: Comparison) -> tuple[str, str, str, str]:
+    """Return what, predicted, measured and error as people read them."""
+    shown: dict[str, Callable[[float], str]] = {
+        "s": seconds_text,
+        "bytes": bytes_text,
+        "tokens/s": lambda rate: f"{rate:,.0f} tokens/s",
+    }
+    text = shown[row.unit]
+    return row.quantity, text(row.predicted), text(row.measured), f"{100 * row.error:+.1f} %"
+
+
+def comparison_table(rows: Sequence[Comparison]) -> Table:
+    """Return predicted beside measured."""
+    table = Table("", "predicted", "measured", "error")
+    for row in rows:
+        table.add_row(*comparison_cells(row))
+    return table
+
+
+def agenda_lines(found: Intended) -> Iterator[str]:
+    """Yield what a profile would measure, in its order."""
+    ranks = " + ".join(map(str, found.counts))
+    yield f"{found.machine.name}: {ranks} ranks, {found.job.precision}, {found.job.seq_len} tokens"
+    for group in found.groups:
+        apart = f", {group.stride} apart" if group.stride > 1 else ""
+        yield (
+            f"links    {group.tier}, groups of {group.ranks} ranks{apart}: all collectives, "
+            f"1 KiB to 64 MiB, {seconds_text(found.budget.group_s)}"
+        )
+    if len(found.counts) > 1:
+        yield f"pairs    all pairs of nodes, both ways, {seconds_text(found.budget.pairs_s)}"
+    yield f"layers   {seconds_text(found.budget.layers_s)}, as far down this list as it goes:"
+    for wish in found.wishes:
+        why = f"plans use it, value {wish.value:.2f}" if wish.value else "to interpolate between"
+        yield (
+            f"         tp {wish.tensor}, micro-batch {wish.micro_batch}, recompute "
+            f"{wish.recompute}: {why}"
+        )
+    yield "runtime  optimizer, sharding, pipeline actions, a step's fixed seconds"
+
+
+def profile_parts(measured: Profile) -> Iterator[RenderableType]:
+    """Yield what a profile says: layers, links between nodes, findings."""
+    yield f"{measured.model} on {measured.birth.device}, {measured.birth.ranks} ranks"
+    table = Table("kind", "tp", "micro-batch", "recompute", "forward", "backward", "stored")
+    for row in measured.layers:
+        table.add_row(
+            row.kind,
+            str(row.tensor),
+            str(row.micro_batch),
+            row.recompute,
+            seconds_text(row.forward_s),
+            seconds_text(row.backward_s),
+            bytes_text(row.stored_bytes),
+        )
+    yield table
+    for pair in measured.pairs:
+        names = [measured.nodes[at].name for at in (pair.source, pair.target)]
+        yield (
+            f"{names[0]} -> {names[1]}: {8 * pair.bytes_per_s / 1e6:,.0f} Mbit/s, "
+            f"{seconds_text(pair.latency_s)}"
+        )
+    for finding in measured.findings:
+        yield f"[yellow]{finding.text}[/yellow]"

@@ -1,0 +1,151 @@
+"""What commands are given: models, clusters, jobs, profiles and plans, read and checked."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from planner import document
+from planner.calibrate.constants import calibrated
+from planner.cluster import ClusterSpec, Precision
+from planner.errors import DocumentError, LaunchError
+from planner.expressions import is_factory, resolve_cluster, resolve_model
+from planner.model import ModelGraph
+from planner.plan import Job, Plan
+from planner.profile import Profile, Profiles
+from planner.training import Training
+
+TOKENS_PER_STEP = 2**20
+"""Tokens of a default global batch on accelerators; on CPUs it is 8 samples a rank."""
+FACTORY_SEQ_LEN = 256
+"""Default tokens per sample of a model that does not say how many it takes."""
+
+
+def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:
+    """Return the model that a catalogue name, a configuration or `file.py:factory` names.
+
+    A factory's modules are traced on samples of `seq_len` tokens, by default as many as a job has.
+    """
+    if is_factory(text):
+        need_torch(f"{text}: reading a Python factory")
+        from runtime.factory import graph_of_factory  # noqa: PLC0415 - needs torch
+
+        graph: ModelGraph = graph_of_factory(text, seq_len=seq_len or FACTORY_SEQ_LEN)
+        return graph
+    return resolve_model(text)
+
+
+def job_of(
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    lora: Sequence[str] = (),
+) -> Job:
+    """Return the work of one step, with defaults that suit the model and the devices."""
+    for name, value in (("seq-len", seq_len), ("global-batch", global_batch)):
+        if value is not None and value < 1:
+            raise DocumentError(name, f"is {value}; it is a whole number from 1")
+    on_cpu = cluster.groups[0].accelerator.kind == "cpu"
+    limit = model.architecture.max_positions if model.architecture else FACTORY_SEQ_LEN
+    if seq_len is None:
+        seq_len = min(limit, 256 if on_cpu else 4096)
+    if global_batch is None:
+        samples = 8 * cluster.devices if on_cpu else max(1, TOKENS_PER_STEP // seq_len)
+        global_batch = -(-samples // cluster.devices) * cluster.devices
+    return Job(
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision or ("fp32" if on_cpu else "bf16"),
+        lora=Training().changed([f"lora.{setting}" for setting in lora]).lora,
+    )
+
+
+def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
+    """Return the model of a plan, and refuse one that is not the model the plan was made for."""
+    try:
+        graph = model_of(_source_of(wanted, plan_path), seq_len=wanted.seq_len)
+        wanted.check_model(graph)
+    except DocumentError as error:
+        raise (error if error.file else error.in_file(plan_path or "plan")) from error
+    return graph
+
+
+def _source_of(wanted: Plan, plan_path: str | None) -> str:
+    """A relative file in a plan is looked for where we stand, then beside the plan."""
+    source = wanted.model.source
+    file, colon, factory = source.partition(":")
+    if plan_path is not None and not Path(file).exists():
+        beside = Path(plan_path).parent / file
+        if beside.exists():
+            return f"{beside}{colon}{factory}"
+    return source
+
+
+def need_torch(what: str) -> None:
+    """Refuse what cannot be done without torch."""
+    if importlib.util.find_spec("torch") is None:
+        raise LaunchError(f"{what} needs torch; install it with: pip install 'meshwright[torch]'")
+
+
+def profile_for(graph: ModelGraph, paths: str | None) -> Profiles:
+    """Read `profile.yaml`, or `GROUP=a.yaml,GROUP=b.yaml` where devices differ."""
+    if paths is None:
+        return None
+    if "=" not in paths or Path(paths).is_file():
+        return _oneprofile_for(graph, paths)
+    found: dict[str, Profile] = {}
+    for part in paths.split(","):
+        group, sign, path = part.partition("=")
+        if not sign or group in found:
+            why = "is given twice" if sign else "has no group; write GROUP=FILE,GROUP=FILE"
+            raise DocumentError("profile", f"'{part}': {group if sign else 'it'} {why}")
+        found[group] = _oneprofile_for(graph, path)
+    return found
+
+
+def _oneprofile_for(graph: ModelGraph, path: str) -> Profile:
+    measured = document.read(Profile, path)
+    if measured.calibration is not None and not measured.layers:
+        return measured  # constants of the cluster hold for every model
+    if measured.model_digest != graph.digest:
+        raise DocumentError(
+            "model_digest",
+            f"is {measured.model_digest}, but {graph.name} has {graph.digest}; "
+            "this profile was measured on another model: measure again",
+            file=path,
+        )
+    return measured
+
+
+def machine_of(cluster: str, measured: Profiles) -> ClusterSpec:
+    """Return a cluster, with the constants that runs on it told where a profile has them."""
+    machine = resolve_cluster(cluster)
+    each = (measured,) if isinstance(measured, Profile) else (measured or {}).values()
+    for profile in each:
+        machine = calibrated(machine, profile.calibration)
+    return machine
+
+
+def check_devices(wanted: Plan, machine: ClusterSpec) -> None:
+    """Refuse a plan for more devices than there are."""
+    if wanted.mesh.devices > machine.devices:
+        raise DocumentError(
+            "mesh",
+            f"takes {wanted.mesh.devices} ranks, and {machine.name} has {machine.devices} devices; "
+            "plan again for this cluster",
+        )
+
+
+def is_plan(text: str) -> bool:
+    """Whether a path holds a plan rather than a model."""
+    if not text.endswith((".yaml", ".yml", ".json")) or not Path(text).is_file():
+        return False
+    try:
+        data = document.plain(document.read_text(text))
+    except DocumentError as error:
+        raise error.in_file(text) from error
+    return isinstance(data, dict) and "stages" in data
