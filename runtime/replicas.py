@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 BUCKET_BYTES = 25 * 2**20
 """What a bucket takes at least, if there is as much."""
+FEWEST_BUCKETS = 8
+"""Of a small model: a bucket is there as a whole when activations still are, and it overlaps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -157,9 +159,12 @@ def _buckets(parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]]) -> li
     every: list[_Bucket] = []
     open_: dict[dist.ProcessGroup, _Bucket] = {}
     # A parameter that is used twice is complete when backward comes to its first use.
-    for parameter, group in reversed(list(dict.fromkeys(parameters))):
+    ordered = list(reversed(dict.fromkeys(parameters)))
+    whole_bytes = sum(_local(parameter).nbytes for parameter, _ in ordered)
+    enough_bytes = min(BUCKET_BYTES, whole_bytes / FEWEST_BUCKETS)
+    for parameter, group in ordered:
         bucket = open_.get(group)
-        if bucket is None or bucket.size_bytes >= BUCKET_BYTES:
+        if bucket is None or bucket.size_bytes >= enough_bytes:
             bucket = open_[group] = _Bucket([], group)
             every.append(bucket)
         bucket.parameters.append(parameter)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.plan import Mesh, Plan
+from planner.predict import predict
 from runtime.engine import Engine
 from runtime.live_memory import LiveMemory
 from runtime.rehearsal import Rehearsal, rank_at, rehearse
@@ -61,6 +63,18 @@ def test_a_rehearsed_rank_peaks_where_a_real_one_does(
     for place in range(plan.mesh.pipeline):
         rank = rank_at(plan, place)
         assert rehearsed(plan, graph, rank).peak_bytes == pytest.approx(measured[rank], rel=near)
+
+
+def test_the_copies_of_a_small_model_peak_where_predicted() -> None:
+    graph = resolve_model("demo-4m")
+    plan = cases.plan(graph, global_batch=16, data_replicate=2, micro_batches=1)
+    plan = plan.model_copy(update={"seq_len": 128})
+    (stage,) = predict(plan, graph, resolve_cluster("local:2")).stages
+
+    found = rehearsed(plan, graph, 0)
+
+    # One bucket with all gradients would be there beside all activations, and 8 % more.
+    assert found.peak_bytes == pytest.approx(stage.peak_memory_bytes, rel=0.015)
 
 
 def test_the_first_of_a_thousand_ranks_holds_its_share_of_every_row() -> None:
