@@ -37,7 +37,7 @@ MEET_S = 300.0
 """How long the first node waits for the last."""
 LENGTH = struct.Struct("!Q")
 MOST_BYTES = 2**30
-OTHERS_S = 3.0
+OTHERS_S = 10.0
 """How long a node that only lost a peer waits for the reason."""
 
 

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 SEQ_LEN, GLOBAL_BATCH = 128, 8
 CUTS = {1: (0, 6), 2: (0, 3, 6), 4: (0, 2, 3, 4, 6)}
+TRIES = 3
 """By number of stages."""
 
 
@@ -96,16 +97,22 @@ def plan(
 
 
 def stage_and_peak_bytes(of: Plan, graph: ModelGraph) -> tuple[int, int]:
-    """Run two steps, the second under watch."""
+    """Run some steps, all but the first under watch; return the least of their peaks.
+
+    gloo's thread lets go of a collective's tensors some time after the wait for it: never earlier.
+    """
     from runtime.engine import Engine
     from runtime.live_memory import LiveMemory
 
     engine = Engine(of, graph, device=torch.device("cpu"))
     tokens = torch.zeros(of.micro_batch * of.micro_batches, SEQ_LEN + 1, dtype=torch.int64)
     engine.step(tokens)
-    with LiveMemory(engine.state().values()) as live:
-        engine.step(tokens)
-    return engine.stage, live.peak_bytes
+    peaks = []
+    for _ in range(TRIES):
+        with LiveMemory(engine.state().values()) as live:
+            engine.step(tokens)
+        peaks.append(live.peak_bytes)
+    return engine.stage, min(peaks)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

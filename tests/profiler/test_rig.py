@@ -6,8 +6,10 @@ node of a cluster runs.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +60,25 @@ def measured(hosts: rig.Rig, *, ranks: int) -> list[NodePair]:
     return [NodePair.model_validate(pair) for pair in every[0]]
 
 
+def measured_at(hosts: rig.Rig, bits_per_s: Sequence[float], *, ranks: int) -> list[NodePair]:
+    """Measure up to thrice, until all pairs are at their rates: others on the machine disturb."""
+    for _ in range(3):
+        pairs = measured(hosts, ranks=ranks)
+        if [pair.bytes_per_s * 8 for pair in pairs] == pytest.approx(bits_per_s, rel=0.1):
+            break
+    return pairs
+
+
 @pytest.mark.matrix
 def test_a_cable_of_half_the_rate_is_named() -> None:
+    rates = [50e6 if 2 in pair else 100e6 for pair in itertools.permutations(range(3), 2)]
     with rig.rig(3, "100mbit") as hosts:
         hosts.shape("50mbit", [2])
-        pairs = measured(hosts, ranks=1)
+        pairs = measured_at(hosts, rates, ranks=1)
 
     found = list(slow_links(pairs, ["node0", "node1", "node2"]))
 
-    assert [pair.bytes_per_s * 8 for pair in pairs] == pytest.approx(
-        [50e6 if 2 in (pair.source, pair.target) else 100e6 for pair in pairs],
-        rel=0.25,  # other tests run beside this one
-    )
+    assert [pair.bytes_per_s * 8 for pair in pairs] == pytest.approx(rates, rel=0.1)
     assert {(f.subject, f.text.split(" at ")[0]) for f in found} == {
         ("node2", "node2 sends"),
         ("node2", "node2 receives"),
@@ -81,9 +90,8 @@ def test_a_cable_of_half_the_rate_is_named() -> None:
 @pytest.mark.parametrize("rate", ["100mbit", "1gbit"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_hosts_measure_the_rate_of_their_cables(rate: str, ranks: int) -> None:
+    rates = [rig.bits_per_s(rate)] * 2
     with rig.rig(2, rate) as hosts:
-        pairs = measured(hosts, ranks=ranks)
+        pairs = measured_at(hosts, rates, ranks=ranks)
 
-    assert [pair.bytes_per_s * 8 for pair in pairs] == pytest.approx(
-        [rig.bits_per_s(rate)] * 2, rel=0.1
-    )
+    assert [pair.bytes_per_s * 8 for pair in pairs] == pytest.approx(rates, rel=0.1)

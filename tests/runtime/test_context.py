@@ -23,6 +23,7 @@ from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
 SAMPLES, SEQ_LEN = 2, 32
+TRIES = 3
 DEVICES = ["cpu", "cuda"]
 
 
@@ -161,13 +162,16 @@ def _kept(graph: ModelGraph, precision: str, recompute: str, context: Context) -
     layer = wrapped(layer, recompute)
     x = torch.randn(SAMPLES, cases.SEQ_LEN // context.degree, 32, dtype=dtype).requires_grad_()
     layer(x).sum().backward()
-    with LiveMemory([*layer.parameters(), *layer.buffers(), x]) as live:
-        before = live.current_bytes
-        output = layer(x)
-        dist.barrier()  # gloo lets go of a gather's tensors a moment after the wait for it returns
-        stored = live.current_bytes - before - output.untyped_storage().nbytes()
-    output.sum().backward()
-    return stored
+    found = []
+    for _ in range(TRIES):
+        with LiveMemory([*layer.parameters(), *layer.buffers(), x]) as live:
+            before = live.current_bytes
+            output = layer(x)
+            dist.barrier()
+            found.append(live.current_bytes - before - output.untyped_storage().nbytes())
+        output.sum().backward()
+    # gloo's thread lets go of a gather's tensors some time after the wait for it: never earlier.
+    return min(found)
 
 
 @pytest.mark.ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from planner.errors import LaunchError
 from runtime import nodes
 from runtime.nodes import Meeting, Seat, seat_of
+from tests.runtime.ports import free_port
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,7 @@ def test_what_cannot_be_understood_says_what_to_write(
 
 def at_table(count: int, work: Callable[[Meeting], Any]) -> list[Any]:
     """Let `count` threads be nodes; return what each returned or raised."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     results: list[Any] = [None] * count
 
     def sit(node: int) -> None:
@@ -117,7 +116,7 @@ def at_table(count: int, work: Callable[[Meeting], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     return results
 
 
@@ -159,8 +158,7 @@ def test_while_ranks_work_a_node_looks_whether_others_left() -> None:
 
 
 def test_two_that_say_they_are_one_node_are_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     seats = [Seat(node=node, nodes=3, host="127.0.0.1", port=port) for node in (0, 1, 1)]
     said: list[str] = []
 
@@ -175,7 +173,7 @@ def test_two_that_say_they_are_one_node_are_refused() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
 
     assert any("two processes say they are node 1" in text for text in said)
 

@@ -20,6 +20,7 @@ from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
 FIGURES = {"hidden_size": 128, "heads": 8, "kv_heads": 4, "head_dim": 16, "ffn_size": 384}
+TRIES = 3
 
 
 def rehearsed(plan: Plan, model: ModelGraph, rank: int) -> Rehearsal:
@@ -32,9 +33,13 @@ def real_peak_bytes(plan: Plan, model: ModelGraph) -> int:
     engine = Engine(plan, model, device=torch.device("cpu"))
     tokens = torch.zeros(plan.micro_batch * plan.micro_batches, plan.seq_len + 1, dtype=torch.int64)
     engine.step(tokens)
-    with LiveMemory(engine.state().values()) as live:
-        engine.step(tokens)
-    return live.peak_bytes
+    peaks = []
+    for _ in range(TRIES):
+        with LiveMemory(engine.state().values()) as live:
+            engine.step(tokens)
+        peaks.append(live.peak_bytes)
+    # gloo's thread lets go of a collective's tensors some time after the wait for it, never before.
+    return min(peaks)
 
 
 @pytest.mark.ranks
