@@ -1,11 +1,18 @@
-"""Fewest seconds within bytes and within a limit on the synchronisation, layer by layer.
+"""Fewest seconds within bytes and within a limit on the synchronisation, by counts per option.
 
-Needed only where options of one kind differ in `sync_s` and the fastest choice breaks the limit:
-then a choice is better or worse in three ways, bytes x, seconds t and sync g, and Pareto sets of
-runs are not worth keeping.  The search is exact.  It keeps the partial choices that are unbeaten
-in all three, and drops those that no completion can bring below the incumbent:
+Needed only where options of one kind differ in `sync_s` (or in bytes on the host) and the fastest
+choice breaks the limit: then a choice is better or worse in three ways, bytes x, seconds t and
+sync g.  Layers of a kind are alike, so a choice says how many of them, n, take each option.
 
-    Σ_l (t + λ x + μ g) - λ · budget - μ · limit        bounds every completion, for any λ, μ >= 0.
+The search is exact.  With multipliers λ, μ >= 0, D their Lagrangian bound and the reduced costs
+
+    r_k = t_k + λ x_k + μ g_k - min_j (t_j + λ x_j + μ g_j)
+
+every choice within both limits takes D + Σ n r + λ · (bytes unused) + μ · (sync unused) seconds.
+All of these are >= 0: a choice of at most D + slack seconds has Σ n r <= slack.  Bytes and sync
+limit counts in the same way, as excesses over what the leanest options take, and so does any
+mixture of the two, which tells early that both cannot be kept.  Counts within all of these rooms
+are listed; the fastest is the optimum if it takes at most D + slack, and else the slack grows.
 """
 
 from __future__ import annotations
@@ -16,14 +23,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.frontier import Runs, fastest_choice
-
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 # The same choice summed in two orders differs in the last bits.
 _SAME = 1e-14
+_ALLOWED = 1e-13
+_HAIR = 1e-12
 _CHUNK = 256
+# Beyond so many partial choices, to compare them takes longer than to carry them on.
+_COMPARED = 2048
+_SLACK_GROWS = 2.0
+# Of the search for the best multiplier: points of a grid, how often it narrows, where it ends.
+_POINTS = 16
+_ZOOMS = 10
+_STEEPEST = 1e12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +47,20 @@ class Choices:
     load_bytes: Floats
     time_s: Floats
     sync_s: Floats
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """The options of group `at` that can be of use; `options` indexes all of them.
+
+    `excess` [room, option] is what a layer takes of each room, the least that it must taken off.
+    """
+
+    at: int
+    options: Indices
+    time_s: Floats
+    excess: Floats
     count: int
 
 
@@ -61,115 +89,216 @@ def fastest_synced(
 
     None if nothing fits, or nothing in less than `upper_s`.
     """
-    dual = _dual(groups, budget_bytes, limit_s)
-    if dual is None or dual.bound_s >= upper_s:
+    shared = _in_shares(groups, budget_bytes, limit_s)
+    if shared is None:
         return None
-    slack = min(dual.incumbent_s, upper_s) - dual.bound_s
-    slack += 1e-9 * (abs(dual.bound_s) + slack) if np.isfinite(slack) else 0.0
-    layers = [g for g, group in enumerate(groups) for _ in range(group.count)]
-    load_left = sum(float(g.load_bytes.min()) * g.count for g in groups)
-    sync_left = sum(float(g.sync_s.min()) * g.count for g in groups)
-
-    load, time, sync, reduced = (np.zeros(1) for _ in range(4))
-    trail: list[tuple[Indices, Indices]] = []
-    for g in layers:
-        group = groups[g]
-        load_left -= float(group.load_bytes.min())
-        sync_left -= float(group.sync_s.min())
-        more = group.time_s + dual.per_byte * group.load_bytes + dual.per_sync * group.sync_s
-        more = more - more.min()
-        wide = np.add.outer(load, group.load_bytes).ravel()
-        once = np.add.outer(sync, group.sync_s).ravel()
-        excess = np.add.outer(reduced, more).ravel()
-        alive = np.flatnonzero(
-            (wide <= (budget_bytes - load_left) * (1 + _SAME))
-            & (once <= (limit_s - sync_left) * (1 + _SAME))
-            & (excess <= slack)
-        )
-        if not len(alive):
-            return None
-        before, added = np.divmod(alive, len(more))
-        load, sync, reduced = wide[alive], once[alive], excess[alive]
-        time = time[before] + group.time_s[added]
-        keep = unbeaten_in_three(load, time, sync)
-        load, time, sync, reduced = load[keep], time[keep], sync[keep], reduced[keep]
-        trail.append((before[keep], added[keep]))
-    point = int(time.argmin())
-    best_s = float(time[point])
-    if best_s >= upper_s:
+    kinds, rooms = shared
+    kinds, bound_s = _with_reduced(kinds)
+    longest_s = sum(kind.count * float(kind.excess[-1].max()) for kind in kinds)
+    slack_s = max(float(np.ptp(kind.time_s)) for kind in kinds) / 64
+    best: list[Indices] | None = None
+    while upper_s > bound_s:
+        slack_s = min(slack_s, longest_s, upper_s - bound_s)
+        hair_s = 1e-9 * (abs(bound_s) + slack_s)
+        found = _fastest_within(kinds, np.append(rooms, slack_s + hair_s))
+        if found is not None and found[0] < upper_s:
+            upper_s, best = found
+        if slack_s >= min(longest_s, upper_s - bound_s):
+            break
+        slack_s *= _SLACK_GROWS
+    if best is None:
         return None
     options: list[list[int]] = [[] for _ in groups]
-    for g, (before, added) in zip(reversed(layers), reversed(trail), strict=True):
-        options[g].append(int(added[point]))
-        point = int(before[point])
-    return best_s, [sorted(taken) for taken in options]
+    for kind, counts in zip(kinds, best, strict=True):
+        options[kind.at] = sorted(np.repeat(kind.options, counts).tolist())
+    return upper_s, options
 
 
-@dataclass(frozen=True, slots=True)
-class _Dual:
-    """A Lagrangian bound with its multipliers, and the seconds of a choice known to fit."""
+def _in_shares(
+    groups: Sequence[Choices], budget_bytes: float, limit_s: float
+) -> tuple[list[_Kind], Floats] | None:
+    """Options as shares of the room for bytes, for sync and for a mixture of them; the rooms.
 
-    bound_s: float
-    per_byte: float
-    per_sync: float
-    incumbent_s: float
-
-
-def _dual(groups: Sequence[Choices], budget_bytes: float, limit_s: float) -> _Dual | None:
-    """Best bound over a grid of multipliers, and an incumbent; None if nothing can fit.
-
-    The incumbent is the fastest choice within the bytes alone once sync is priced high enough for
-    it to keep the limit.
+    None if nothing can fit.  Kinds with fewest choices come first.
     """
-    least_load = sum(float(g.load_bytes.min()) * g.count for g in groups)
-    least_sync = sum(float(g.sync_s.min()) * g.count for g in groups)
-    if least_load > budget_bytes * (1 + _SAME) or least_sync > limit_s * (1 + _SAME):
+    load_room = budget_bytes - sum(float(g.load_bytes.min()) * g.count for g in groups)
+    sync_room = limit_s - sum(float(g.sync_s.min()) * g.count for g in groups)
+    load_hair, sync_hair = _ALLOWED * abs(budget_bytes), _ALLOWED * abs(limit_s)
+    if load_room < -load_hair or sync_room < -sync_hair:
         return None
-    per_byte = _slopes([(g.load_bytes, g.time_s) for g in groups])
-    per_sync = _slopes([(g.sync_s, g.time_s) for g in groups])
-    total = np.zeros((len(per_byte), len(per_sync)))
-    for group in groups:
-        charged = (
-            group.time_s
-            + per_byte[:, None, None] * group.load_bytes
-            + per_sync[None, :, None] * group.sync_s
-        )
-        total += group.count * charged.min(axis=2)
-    bound = total - per_byte[:, None] * budget_bytes - per_sync * limit_s
-    i, j = np.unravel_index(int(bound.argmax()), bound.shape)
-    best = _Dual(float(bound[i, j]), float(per_byte[i]), float(per_sync[j]), np.inf)
-    for price in per_sync[j:].tolist():
-        incumbent_s = _fastest_at_price(groups, price, budget_bytes, limit_s)
-        if incumbent_s < np.inf:
-            return replace(best, incumbent_s=incumbent_s)
-    return best
+    load_room, sync_room = load_room + load_hair, sync_room + sync_hair
+    kinds = []
+    for at, group in enumerate(groups):
+        load = _shares(group.load_bytes, load_room)
+        sync = _shares(group.sync_s, sync_room)
+        possible = np.flatnonzero((load <= 1) & (sync <= 1))
+        if not len(possible):
+            return None
+        unbeaten = unbeaten_in_three(load[possible], group.time_s[possible], sync[possible])
+        kept = possible[unbeaten]
+        excess = np.stack([load[kept], sync[kept]])
+        kinds.append(_Kind(at, kept, group.time_s[kept], excess, group.count))
+    kinds.sort(key=lambda kind: kind.count * (len(kind.options) - 1))
+    weight, least = _tightest_mixture(kinds)
+    if least > 1 + _HAIR:
+        return None
+    mixed = []
+    for kind in kinds:
+        mixture = weight @ kind.excess
+        excess = np.vstack([kind.excess, mixture - mixture.min()])
+        mixed.append(replace(kind, excess=excess))
+    return mixed, np.array([1.0, 1.0, 1.0 - least + _HAIR])
 
 
-def _fastest_at_price(
-    groups: Sequence[Choices], price: float, budget_bytes: float, limit_s: float
-) -> float:
-    """Seconds of the choice least in t + price · g within the bytes; inf if it breaks the limit."""
-    runs = [(Runs(g.load_bytes, g.time_s + price * g.sync_s), g.count) for g in groups]
-    found = fastest_choice(runs, budget_bytes)
-    if found is None:
-        return np.inf
-    time_s = sync_s = 0.0
-    for group, (run, count), point in zip(groups, runs, found[1], strict=True):
-        taken = run.options(count, point)
-        time_s += float(group.time_s[taken].sum())
-        sync_s += float(group.sync_s[taken].sum())
-    return time_s if sync_s <= limit_s else np.inf
+def _shares(resource: Floats, room: float) -> Floats:
+    """[option] Shares of a room beyond the leanest option; inf if there is no room."""
+    excess = resource - resource.min()
+    return excess / room if room > 0 else np.where(excess > 0, np.inf, 0.0)
 
 
-def _slopes(tables: list[tuple[Floats, Floats]]) -> Floats:
-    """Ratios of seconds saved to resource added between options: 0, the distinct ones, a large."""
-    ratios = {0.0}
-    for resource, time_s in tables:
-        added = resource[:, None] - resource[None]
-        saved = time_s[None] - time_s[:, None]
-        useful = (added > 0) & (saved > 0)
-        ratios.update((saved[useful] / added[useful]).tolist())
-    distinct = np.array(sorted(ratios))
-    if len(distinct) > 24:
-        distinct = distinct[np.linspace(0, len(distinct) - 1, 24).round().astype(int)]
-    return np.append(distinct, 2 * distinct[-1] + 1e-30)
+def _tightest_mixture(kinds: Sequence[_Kind]) -> tuple[Floats, float]:
+    """Weights of bytes and sync, one in sum, whose least mixture is the largest; that least.
+
+    A least mixture above 1 says that both limits cannot be kept.  It is concave in the weight and
+    bends where two options of a kind are equal.
+    """
+    bends = {0.0, 1.0}
+    for kind in kinds:
+        load, sync = kind.excess
+        for k in range(len(load)):
+            more, fewer = load - load[k], sync[k] - sync
+            crossing = (more > 0) & (fewer > 0)
+            bends.update((fewer[crossing] / (more + fewer)[crossing]).tolist())
+    share = np.array(sorted(bends))
+    weights = np.stack([share, 1 - share], axis=1)
+    least = sum(kind.count * (weights @ kind.excess).min(axis=1) for kind in kinds)
+    tightest = int(np.argmax(least))
+    return weights[tightest], float(np.asarray(least)[tightest])
+
+
+def _with_reduced(kinds: list[_Kind]) -> tuple[list[_Kind], float]:
+    """Kinds with their reduced costs as the last room, at nearly the best multipliers; the bound.
+
+    The best bound for a given μ is concave in μ: the largest on a grid has the optimum beside it.
+    """
+    low, high = 0.0, 1e-3 * max(float(np.ptp(kind.time_s)) for kind in kinds) + 1e-30
+    while True:  # both limits can be kept in fractions, so the bound ends to rise
+        per_sync = np.linspace(low, high, _POINTS)
+        bounds_s, _ = _bounds_s(kinds, per_sync)
+        best = int(bounds_s.argmax())
+        if best < _POINTS - 1 or high > _STEEPEST:
+            break
+        low, high = float(per_sync[-2]), high * _POINTS
+    for _ in range(_ZOOMS):
+        low, high = float(per_sync[max(best - 1, 0)]), float(per_sync[min(best + 1, _POINTS - 1)])
+        per_sync = np.linspace(low, high, _POINTS)
+        bounds_s, per_load = _bounds_s(kinds, per_sync)
+        best = int(bounds_s.argmax())
+    multipliers = np.array([per_load[best], per_sync[best]])
+    reduced = []
+    for kind in kinds:
+        charged = kind.time_s + multipliers @ kind.excess[:2]
+        reduced.append(replace(kind, excess=np.vstack([kind.excess, charged - charged.min()])))
+    return reduced, float(bounds_s[best])
+
+
+def _bounds_s(kinds: Sequence[_Kind], per_sync: Floats) -> tuple[Floats, Floats]:
+    """[multiplier of sync] The best bound with it, and the multiplier of bytes that gives it."""
+    charged = [kind.time_s + per_sync[:, None] * kind.excess[1] for kind in kinds]
+    slopes = [np.zeros((len(per_sync), 1))]
+    for kind, time_s in zip(kinds, charged, strict=True):
+        load = kind.excess[0]
+        for k in range(len(load)):
+            more = load - load[k]
+            some = more > 0
+            slopes.append(np.maximum((time_s[:, k, None] - time_s[:, some]) / more[some], 0.0))
+    per_load = np.concatenate(slopes, axis=1)
+    bounds = -per_load - per_sync[:, None]
+    for kind, time_s in zip(kinds, charged, strict=True):
+        all_s = time_s[:, None] + per_load[:, :, None] * kind.excess[0]
+        bounds += kind.count * all_s.min(axis=2)
+    best = bounds.argmax(axis=1)
+    rows = np.arange(len(per_sync))
+    return bounds[rows, best], per_load[rows, best]
+
+
+def _fastest_within(kinds: Sequence[_Kind], rooms: Floats) -> tuple[float, list[Indices]] | None:
+    """Fewest seconds within all rooms, and the counts of each kind's options; None if none is."""
+    used, time_s = np.zeros((len(rooms), 1)), np.zeros(1)
+    trail: list[tuple[Indices, Indices]] = []
+    for kind in kinds:
+        parent, counts = _ways(used, kind, rooms, last=kind is kinds[-1])
+        if not len(parent):
+            return None
+        used = used[:, parent] + kind.excess @ counts
+        time_s = time_s[parent] + kind.time_s @ counts
+        if kind is not kinds[-1] and len(parent) <= _COMPARED:
+            kept = unbeaten_in_three(used[0], time_s, used[1])
+            used, time_s, parent, counts = (
+                used[:, kept],
+                time_s[kept],
+                parent[kept],
+                counts[:, kept],
+            )
+        trail.append((parent, counts))
+    way = int(time_s.argmin())
+    best_s = float(time_s[way])
+    taken: list[Indices] = []
+    for parent, counts in reversed(trail):
+        taken.append(counts[:, way])
+        way = int(parent[way])
+    return best_s, taken[::-1]
+
+
+def _ways(used: Floats, kind: _Kind, rooms: Floats, *, last: bool) -> tuple[Indices, Indices]:
+    """Ways within the rooms for the layers of a kind: what each continues, [option, way] counts.
+
+    Options of which fewest fit are counted first; the last one takes what is left.  Of the last
+    kind the two last options share what is left so that it takes the fewest seconds.
+    """
+    most = _most(kind.excess, rooms[:, None] + 0 * kind.excess, kind.count)
+    order = np.argsort(most, kind="stable")
+    open_options = 2 if last and len(order) > 1 else 1
+    parent = np.arange(used.shape[1])
+    left = np.full(len(parent), kind.count)
+    counts = np.zeros((len(order), len(parent)), dtype=np.intp)
+    for k in order[:-open_options]:
+        each = kind.excess[:, k, None]
+        repeats = _most(each, rooms[:, None] - used, left) + 1
+        way = np.repeat(np.arange(len(parent)), repeats)
+        number = np.arange(len(way)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        used = used[:, way] + number * each
+        parent, left, counts = parent[way], left[way] - number, counts[:, way]
+        counts[k] = number
+    if open_options == 1:
+        counts[order[-1]] = left
+        used = used + left * kind.excess[:, order[-1], None]
+        alive = (used <= rooms[:, None]).all(axis=0)
+    else:
+        a, b = order[-2:]
+        counts[a], alive = _shared_out(rooms[:, None] - used, left, kind, a, b)
+        counts[b] = left - counts[a]
+    return parent[alive], counts[:, alive]
+
+
+def _most(excess: Floats, free: Floats, count: Indices | int) -> Indices:
+    """How many layers fit, at most `count`: `excess` of each and what is `free` are [room, ...]."""
+    fitting = np.full(np.broadcast_shapes(excess.shape, free.shape), np.inf)
+    np.divide(free, excess, out=fitting, where=excess > 0)
+    most: Indices = np.clip(np.floor(fitting.min(axis=0)), 0, count).astype(np.intp)
+    return most
+
+
+def _shared_out(
+    free: Floats, left: Indices, kind: _Kind, a: int, b: int
+) -> tuple[Indices, NDArray[np.bool_]]:
+    """How many of the layers left take option a, the others b, and whether that fits."""
+    more = (kind.excess[:, a] - kind.excess[:, b])[:, None]
+    spare = free - left * kind.excess[:, b, None]
+    limit = np.zeros(spare.shape)
+    np.divide(spare, more, out=limit, where=more != 0)
+    highest = np.minimum(np.floor(np.where(more > 0, limit, np.inf)).min(axis=0), left)
+    lowest = np.maximum(np.ceil(np.where(more < 0, limit, -np.inf)).max(axis=0), 0)
+    alive = (lowest <= highest) & ((more != 0) | (spare >= 0)).all(axis=0)
+    number = np.where(kind.time_s[a] < kind.time_s[b], highest, lowest)
+    return np.where(alive, number, 0).astype(np.intp), alive

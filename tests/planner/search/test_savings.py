@@ -87,6 +87,18 @@ def test_the_host_is_used_where_the_device_is_too_small(gpt2: ModelGraph) -> Non
     assert answer.prediction.step_parts["offload"] > 0
 
 
+def test_ninety_like_layers_go_to_the_host_and_the_search_ends() -> None:
+    job = Job(seq_len=2048, global_batch=1536)
+    model, cluster = resolve_model("gpt3-175b"), resolve_cluster("16x8xa100-sxm-80gb")
+
+    kept = search(model, cluster, job, pins=Pins(pipeline=1))
+    answer = search(model, cluster, job, pins=Pins(pipeline=1, allowed=HOST))
+
+    assert answer.certificate.optimal
+    assert answer.certificate.objective_s < kept.certificate.objective_s
+    assert answer.prediction.fits
+
+
 def test_where_all_fits_nothing_leaves_the_device(gpt2: ModelGraph) -> None:
     job = Job(seq_len=1024, global_batch=8)
     answer = search(gpt2, small(40e9), job, pins=Pins(allowed=HOST))

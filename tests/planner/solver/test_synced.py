@@ -9,6 +9,9 @@ import random
 import numpy as np
 import pytest
 
+from planner.solver import ilp, inner
+from planner.solver.instance import Instance, Option, Solution, Stage, broken
+from planner.solver.sides import Host
 from planner.solver.synced import Choices, fastest_synced, unbeaten_in_three
 
 
@@ -52,6 +55,81 @@ def test_the_fastest_choice_within_both_limits(seed: int) -> None:
     assert sum(g.load_bytes[o] for g, o in chosen) <= budget + 1e-9
     assert sum(g.sync_s[o] for g, o in chosen) <= limit + 1e-9
     assert fastest_synced(groups, budget, limit, upper_s=best_s - 1e-9) is None
+
+
+def every_count(options: int, count: int) -> np.ndarray:
+    """[way, option] All ways in which `count` like layers can share the options."""
+    bars = itertools.combinations(range(count + options - 1), options - 1)
+    ends = [(-1, *way, count + options - 1) for way in bars]
+    return np.diff(np.array(ends), axis=1) - 1
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_many_like_layers_against_every_count(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    options, count = int(rng.integers(2, 5)), int(rng.integers(20, 60))
+    free = rng.random(options) < 0.4
+    group = Choices(
+        load_bytes=np.where(free, 0.0, rng.uniform(0, 9, options)),
+        time_s=rng.uniform(1, 2, options),
+        sync_s=np.where(free, rng.uniform(0, 9, options), rng.integers(0, 2, options)),
+        count=count,
+    )
+    end = Choices(rng.uniform(0, 20, 2), rng.uniform(1, 2, 2), rng.uniform(0, 20, 2), count=1)
+    counts = every_count(options, count)
+    load, time, sync = (
+        np.add.outer(counts @ mine, its).ravel()
+        for mine, its in (
+            (group.load_bytes, end.load_bytes),
+            (group.time_s, end.time_s),
+            (group.sync_s, end.sync_s),
+        )
+    )
+    for share in (0.05, 0.3, 0.6):
+        budget, limit = float(np.quantile(load, share)), float(np.quantile(sync, share))
+        within = (load <= budget) & (sync <= limit)
+
+        found = fastest_synced([group, end], budget, limit)
+
+        assert (found is None) == (not within.any())
+        if found is not None:
+            assert found[0] == pytest.approx(float(time[within].min()), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_many_like_layers_against_the_integer_program(seed: int) -> None:
+    # Layers kept on the device, on the host or recomputed, on one stage with a host of its own.
+    rng = random.Random(seed)
+    layer_bytes = rng.uniform(5e9, 15e9)
+    shares = [(1.0, 1.0), (rng.uniform(0.3, 0.7), 1.04), (rng.uniform(0.02, 0.1), 1.26)]
+    kind = [
+        Option(
+            name=f"{share:.2f} {where}",
+            forward_s=0.1,
+            backward_s=0.26 * slower + (share * rng.uniform(0.01, 0.05) if where else 0.0),
+            stored_bytes=0.0 if where else share * layer_bytes,
+            transient_bytes=rng.choice((0.0, 1e9)),
+            host_bytes=share * layer_bytes if where else 0.0,
+        )
+        for share, slower in shares
+        for where in (0, 1)
+    ]
+    whole = 80 * layer_bytes
+    stage = Stage(capacity_bytes=rng.uniform(0.05, 0.4) * whole)
+    instance = Instance(
+        layers=(0,) * 80,
+        kinds=(tuple(kind),),
+        stages=(stage,),
+        steady=1.0,
+        hosts=(Host(capacity_bytes=rng.uniform(0.05, 0.5) * whole, ranks=(1,)),),
+    )
+
+    found, program = inner.solve(instance), ilp.solve(instance)
+
+    assert isinstance(found, Solution)
+    assert isinstance(program, Solution)
+    assert broken(instance, found) is None
+    assert found.objective_s == pytest.approx(program.objective_s, rel=1e-7)
 
 
 def test_unbeaten_in_three_crosses_chunks() -> None:
