@@ -94,6 +94,12 @@ def read(cls: type[D], path: str | os.PathLike[str]) -> D:
     return cls.parse(read_text(path), file=str(path))
 
 
+def unreadable(error: Exception, path: str | os.PathLike[str]) -> DocumentError:
+    """Return what to say of a file that cannot be read."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return DocumentError("", f"cannot be read: {reason}", file=str(path))
+
+
 def read_text(path: str | os.PathLike[str]) -> str:
     """Return a file's text; one clear error if it is missing, binary or too large."""
     file = Path(path)
@@ -103,8 +109,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
     except UnicodeDecodeError as error:
         raise DocumentError("", "is not UTF-8 text", file=str(path)) from error
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise DocumentError("", f"cannot be read: {reason}", file=str(path)) from error
+        raise unreadable(error, path) from error
     if len(text) > MAX_BYTES:
         raise DocumentError("", f"has more than {MAX_BYTES >> 20} MiB", file=str(path))
     return text

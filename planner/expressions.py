@@ -26,7 +26,7 @@ from planner.catalog import (
     rents,
 )
 from planner.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
-from planner.document import nearest, plain, read, read_text
+from planner.document import nearest, plain, read, read_text, unreadable
 from planner.errors import DocumentError
 from planner.layers.architecture import architecture_of
 from planner.layers.parameters import graph_of
@@ -369,7 +369,7 @@ def _path(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:  # ~somebody who has no home
-        raise DocumentError("", f"cannot be read: {error}", file=text) from error
+        raise unreadable(error, text) from error
 
 
 def _model_at(path: Path, text: str) -> ModelGraph:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from planner.catalog import accelerators
 from planner.cluster import ClusterSpec
+from planner.document import unreadable
 from planner.errors import DocumentError
 from planner.expressions import cluster_of
 from planner.model import Architecture, Experts, LatentAttention
@@ -138,7 +139,7 @@ def read_rows(path: Path) -> list[Row]:
                 )
             return [{k: (v or "").strip() for k, v in row.items() if k} for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DocumentError("", f"cannot be read: {error}", file=str(path)) from error
+        raise unreadable(error, path) from error
 
 
 def measured_of(row: Row) -> Measured:

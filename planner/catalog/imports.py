@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from planner.catalog import Rent, accelerators
-from planner.document import Document
+from planner.document import Document, unreadable
 from planner.errors import DocumentError
 
 SKYPILOT = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "SpotPrice", "Region")
@@ -52,7 +52,7 @@ def imported(path: str, *, provider: str, date: str) -> Rents:
             reader = csv.DictReader(lines)
             columns, rows = set(reader.fieldnames or ()), list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DocumentError("", f"cannot be read: {error}", file=path) from error
+        raise unreadable(error, path) from error
     if set(SKYPILOT) <= columns:
         found = _of_skypilot(rows, provider, date, path)
     elif set(GPUHUNT) <= columns:

@@ -126,8 +126,10 @@ def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
     for item in (part.strip() for text in texts for part in text.split(",")):
         name, sign, value = item.partition("=")
         field = SHORT_NAMES.get(name) or (name if name in SHORT_NAMES.values() else None)
-        if not sign or field is None:
+        if field is None:
             raise DocumentError("fix", f"'{item}': write NAME=VALUE; {nearest(name, _names())}")
+        if not sign:
+            raise DocumentError("fix", f"'{item}' has no value; write {item}=VALUE")
         if field in values:
             raise DocumentError("fix", f"'{item}': {name} is given twice")
         values[field] = _pin_value(field, value, item)
