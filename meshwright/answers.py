@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from meshwright.commands import Run
-    from planner.profile import Profile
+    from planner.profile import CollectiveCurve, Profile
     from planner.search.best_first import Answer
     from profiler.profile import Intended
     from runtime.export import Exported
@@ -170,6 +170,25 @@ def agenda_lines(found: Intended) -> Iterator[str]:
     yield "runtime  optimizer, sharding, pipeline actions, a step's fixed seconds"
 
 
+def link_table(curves: Sequence[CollectiveCurve]) -> Table:
+    """Return latency and bandwidth of collectives, one row for each range of sizes."""
+    table = Table("tier", "collective", "ranks", "sizes", "latency", "bandwidth", "worst residual")
+    for curve in curves:
+        for index, line in enumerate(curve.fit.pieces if curve.fit else ()):
+            first = index == 0 and curve.fit is not None
+            apart = f" = {curve.ranks // curve.inner} x {curve.inner}" if curve.inner > 1 else ""
+            table.add_row(
+                curve.tier if first else "",
+                curve.operation if first else "",
+                f"{curve.ranks}{apart}" if first else "",
+                f"{bytes_text(line.from_bytes)} to {bytes_text(line.to_bytes)}",
+                seconds_text(line.latency_s),
+                f"{bytes_text(line.bytes_per_s)}/s" if line.bytes_per_s else "any",
+                f"{100 * curve.fit.residual:.0f} %" if first and curve.fit else "",
+            )
+    return table
+
+
 def profile_parts(measured: Profile) -> Iterator[RenderableType]:
     """Yield what a profile says: layers, links between nodes, findings."""
     yield f"{measured.model} on {measured.birth.device}, {measured.birth.ranks} ranks"
@@ -185,6 +204,8 @@ def profile_parts(measured: Profile) -> Iterator[RenderableType]:
             bytes_text(row.stored_bytes),
         )
     yield table
+    if any(curve.fit for curve in measured.collectives):
+        yield link_table(measured.collectives)
     for pair in measured.pairs:
         names = [measured.nodes[at].name for at in (pair.source, pair.target)]
         yield (

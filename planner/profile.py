@@ -1,7 +1,8 @@
 """Profile: measurements of a model's layers and of a machine's links, with a birth certificate.
 
-Every figure here was measured.  What the planner works out between measurements (interpolation,
-fits) never enters a Profile, but for `calibration`: constants fitted to measured runs, apart.
+Every figure here was measured.  What the planner works out between measurements never enters a
+Profile, but for fits that stand beside what they were fitted to: lines through the points of a
+collective, and `calibration`, constants fitted to measured runs.
 """
 
 from __future__ import annotations
@@ -68,6 +69,25 @@ class LinkPoint(Part):
     spread: Amount
 
 
+class LinkPiece(Part):
+    """A line through neighbouring points: seconds = latency_s + bytes / bytes_per_s."""
+
+    from_bytes: Positive
+    """The smallest and the largest measured size that it goes through."""
+    to_bytes: Positive
+    latency_s: Amount
+    bytes_per_s: Rate | None = None
+    """None: seconds do not depend on the size."""
+
+
+class LinkFit(Part):
+    """Lines through all points of a curve; planner.costs.link_fit draws them."""
+
+    pieces: tuple[LinkPiece, ...] = Field(min_length=1)
+    residual: Amount
+    """Of the point that is farthest from its line, over its seconds."""
+
+
 class CollectiveCurve(Part):
     """Seconds by size for one collective among `ranks` ranks of a tier, raw points.
 
@@ -82,6 +102,8 @@ class CollectiveCurve(Part):
     """Of `ranks`, how many neighbours reach each other over faster tiers; 1: all are apart, and as
     many groups as those neighbours are work at the same time."""
     points: tuple[LinkPoint, ...]
+    fit: LinkFit | None = None
+    """By which seconds at other sizes are told; None: straight between points in logarithms."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

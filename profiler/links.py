@@ -3,7 +3,8 @@
 Sizes are those of nccl-tests (see planner.profile.CollectiveCurve).  Groups of one shape work at
 the same time, since that is what they do in training; a repetition takes as long as its slowest
 rank.  Points are raw medians: no operation is derived from another one, because on gloo and NCCL
-alike they do not follow one bandwidth.
+alike they do not follow one bandwidth.  Beside them stand the lines that planner.costs.link_fit
+draws through them.
 
 Small messages are timed in a row of several, as nccl-tests does, so that the ranks' different
 moments of arrival count once; a send is half a round trip.
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from planner.cluster import Collective
+from planner.costs.link_fit import fitted
 from planner.profile import CollectiveCurve, LinkPoint, NodePair
 from profiler.clock import Clock, median, slowest, spread
 
@@ -156,24 +158,28 @@ def curves(
             )
             if progress:
                 progress((done + 1) / (ROUNDS * len(points)))
-    return [
-        CollectiveCurve(
-            tier=group.tier,
-            operation=operation,
-            ranks=2 if operation == "send_recv" else len(group.ranks),
-            inner=group.inner,
-            points=tuple(
-                LinkPoint(
-                    size_bytes=size,
-                    seconds=median(samples[size, operation]),
-                    spread=spread(samples[size, operation]),
-                )
-                for size in sorted(sizes_bytes)
-                if (size, operation) in samples
-            ),
+    result = []
+    for operation in operations:
+        measured = tuple(
+            LinkPoint(
+                size_bytes=size,
+                seconds=median(samples[size, operation]),
+                spread=spread(samples[size, operation]),
+            )
+            for size in sorted(sizes_bytes)
+            if (size, operation) in samples
         )
-        for operation in operations
-    ]
+        result.append(
+            CollectiveCurve(
+                tier=group.tier,
+                operation=operation,
+                ranks=2 if operation == "send_recv" else len(group.ranks),
+                inner=group.inner,
+                points=measured,
+                fit=fitted(measured),
+            )
+        )
+    return result
 
 
 def _straight_on(seen: Sequence[tuple[int, float]], size_bytes: int) -> float:

@@ -289,10 +289,11 @@ def with_measured_links(
         ]
         change: dict[str, object] = {}
         if messages:
-            points = messages[0].points
+            points, fit = messages[0].points, messages[0].fit
             change = {
-                "latency_s": points[0].seconds,
-                "bytes_per_s": max(p.size_bytes / p.seconds for p in points if p.seconds > 0),
+                "latency_s": fit.pieces[0].latency_s if fit else points[0].seconds,
+                "bytes_per_s": (fit.pieces[-1].bytes_per_s if fit else None)
+                or max(p.size_bytes / p.seconds for p in points if p.seconds > 0),
             }
         if tier.name == NETWORK and pairs:
             change = {

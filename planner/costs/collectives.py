@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Collective, LinkTier
+from planner.costs.link_fit import fitted_s
 from planner.plan import Axis, Layout
 from planner.profile import CollectiveCurve
 
@@ -239,7 +240,8 @@ def _level_s(
     if measured:
         curve = nearest_ranks(measured, n)
         scale = _ring_factor(operation, n) / _ring_factor(operation, curve.ranks)
-        return curve.points[0].seconds, interpolated_s(curve, share * max(scale, 1e-9))
+        latency_s = curve.fit.pieces[0].latency_s if curve.fit else curve.points[0].seconds
+        return latency_s, interpolated_s(curve, share * max(scale, 1e-9))
     rate = _reached_bytes_per_s(operation, tier, n)
     rate *= tier.fractions.get(operation, DEFAULT_FRACTION[operation])
     return _model_s(operation, share, n, latency_s=tier.latency_s, rate=rate)
@@ -299,10 +301,13 @@ def nearest_ranks(curves: Sequence[CollectiveCurve], ranks: int) -> CollectiveCu
 
 
 def interpolated_s(curve: CollectiveCurve, size_bytes: float) -> float:
-    """Seconds at a size, straight between measured points in the logarithms of both.
+    """Seconds at a size, by the lines fitted to a curve.
 
-    Below the smallest size the smallest's seconds hold (latency); above the largest, its bandwidth.
+    Without a fit they go straight between measured points in the logarithms of both; below the
+    smallest size the smallest's seconds hold (latency), above the largest its bandwidth.
     """
+    if curve.fit is not None:
+        return fitted_s(curve.fit, size_bytes)
     points = curve.points
     if size_bytes <= points[0].size_bytes:
         return points[0].seconds
