@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from planner.document import Document, Part
 from planner.units import Amount, Count, Fraction, Positive, Rate, Text
 
+AcceleratorKind = Literal["cuda", "rocm", "gaudi", "xpu", "npu", "tpu", "trainium", "cpu"]
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Collective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast"
@@ -43,7 +44,7 @@ class Accelerator(Part):
     """One device."""
 
     name: Text
-    kind: Literal["cuda", "rocm", "gaudi", "cpu"] = "cuda"
+    kind: AcceleratorKind = "cuda"
     memory_bytes: Positive
     """What a program can use, as the driver shows it; less than the label says."""
     peak_flops: dict[Precision, Rate]

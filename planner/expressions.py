@@ -149,11 +149,13 @@ def cluster_of(
     intra_link: str | None = None,
     network_bytes_per_s: float | None = None,
     host_memory_bytes: int | None = None,
+    widened: bool = False,
 ) -> ClusterSpec:
     """Return a cluster of one accelerator whose node differs from the usual one.
 
     `intra_link` names the link inside a node where a choice exists: `nvlink` gives cards their
     bridge, `pcie` takes it away.  `network_bytes_per_s` counts one device and one direction.
+    `widened` lets links inside a node join more devices than they usually do.
 
     >>> cluster_of("rtx-3090", devices_per_node=2, intra_link="nvlink").tiers[0].name
     'nvlink'
@@ -164,7 +166,9 @@ def cluster_of(
     if intra_link == "nvlink" and entry.bridge and all(t.name != "nvlink" for t in tiers):
         tiers = (entry.bridge, *tiers)
     elif intra_link == "pcie":
-        tiers = tuple(tier for tier in tiers if tier.name == "pcie") or tiers
+        tiers = tuple(tier for tier in tiers if tier.name == "pcie") or _pcie(entry) or tiers
+    if widened:
+        tiers = _widened(tiers or _pcie(entry), devices_per_node)
     return _cluster(
         f"{nodes}x{devices_per_node}x{name}",
         name,
@@ -175,6 +179,28 @@ def cluster_of(
         host_memory_bytes=host_memory_bytes,
         network=_network(entry, devices_per_node, network_bytes_per_s),
     )
+
+
+def _pcie(entry: AcceleratorEntry) -> tuple[LinkTier, ...]:
+    """Return the link over the host that cards without another one have."""
+    if entry.host_link_bytes_per_s is None:
+        return ()
+    usual = accelerators()["rtx-pro-6000"].tiers[0]
+    return (
+        usual.model_copy(
+            update={
+                "bytes_per_s": entry.host_link_bytes_per_s,
+                "provenance": "quoted",
+                "source": "host link; fractions as rtx-pro-6000",
+            }
+        ),
+    )
+
+
+def _widened(tiers: tuple[LinkTier, ...], devices: int) -> tuple[LinkTier, ...]:
+    if not tiers or tiers[-1].devices >= devices:
+        return tiers
+    return (*tiers[:-1], tiers[-1].model_copy(update={"devices": devices}))
 
 
 def _of_accelerator(name: str, counts: Sequence[int], text: str) -> ClusterSpec:

@@ -11,6 +11,7 @@ from planner.backends.rules import Rules, rules_of
 from planner.backends.runs import Run
 from planner.backends.step import step_parts
 from planner.catalog import accelerators
+from planner.errors import DocumentError
 
 EXPERTS_SPREAD = 0.35
 """Spread of steps with experts: routing is as skewed as the data makes it."""
@@ -67,6 +68,8 @@ def estimate(run: Run, *, rules: Rules | None = None) -> Estimate:
     parts = step_parts(layers, recompute)
     step_s = sum(parts.values())
     below, above = _spreads(run, rules, open_points=len(assumptions))
+    if not 0 < step_s < math.inf:
+        raise DocumentError("", "figures are out of all proportion: no step time follows from them")
     return Estimate(
         step_time_s=step_s,
         low_s=step_s * math.exp(-below),

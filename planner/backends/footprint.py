@@ -55,12 +55,15 @@ def _memory_parts(priced: Priced, recompute: str, stage: int) -> dict[str, float
     """Return allocated bytes by cause at the peak of a stage."""
     run, rules, shape, kinds = priced.run, priced.rules, priced.shape, priced.stages[stage]
     kept = states(run, rules, priced.parameters[stage])
-    stored = working = 0.0
+    stored = working = coming = 0.0
     for kind in kinds:
         work = priced.works[kind]
         own, again = work.stored_bytes, 0.0
         if kind not in ("embedding", "head"):
-            own, again = _kept_bytes(rules, recompute, work)
+            own, again = kept_bytes(rules, recompute, work)
+        if "activations" in run.offload and kind not in ("embedding", "head"):
+            coming = max(coming, 2 * own)  # one block on its way, one at work
+            own = 0.0
         stored += own
         working = max(working, again + work.working_bytes)
     zero = rules.zero if run.zero is None else run.zero
@@ -71,18 +74,19 @@ def _memory_parts(priced: Priced, recompute: str, stage: int) -> dict[str, float
     sent = 0.0
     if rules.keeps_sent and stage < run.pipeline - 1:
         sent = shape.element_bytes * shape.stream * run.architecture.hidden_size
-    fresh = rules.fresh_gradient_bytes * priced.parameters[stage].count
+    frozen = run.task in ("lora", "qlora")
+    fresh = 0.0 if frozen else rules.fresh_gradient_bytes * priced.parameters[stage].count
     return {
         "weights": kept.weights_bytes,
         "gradients": kept.gradients_bytes + fresh,
         "optimizer": kept.optimizer_bytes,
-        "activations": _in_flight(run, stage) * (stored + sent),
+        "activations": _in_flight(run, stage) * (stored + sent) + coming,
         "transient": working,
         "gathered": gathered,
     }
 
 
-def _kept_bytes(rules: Rules, recompute: str, work: Work) -> tuple[float, float]:
+def kept_bytes(rules: Rules, recompute: str, work: Work) -> tuple[float, float]:
     """Return what a block keeps of a micro-batch, and what its recomputation brings back."""
     if recompute == "full":
         return work.input_bytes, work.stored_bytes

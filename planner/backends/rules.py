@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from planner.backends.cells import word
 from planner.backends.runs import Run
 
 EIGHT_BITS = ("fp8", "mxfp8", "nvfp4")
@@ -264,6 +265,38 @@ KNOWN: dict[str, Rules] = {
     "ms-swift": replace(TRANSFORMERS, name="ms-swift", zero=3),
 }
 
+SAME_AS: dict[str, tuple[str, ...]] = {
+    "megatron": (
+        "megatron-lm",
+        "megatron-core",
+        "mcore",
+        "megatron-bridge",
+        "nemo",
+        "nemo-megatron",
+    ),
+    "transformers": ("huggingface", "hf", "hf-trainer", "trl", "peft", "axolotl", "llama-factory"),
+    "fsdp": ("fsdp1", "fsdp2", "pytorch-fsdp", "torch-fsdp", "pytorch-fsdp2"),
+    "llm-foundry-fsdp": ("llm-foundry", "composer", "mosaicml"),
+    "nemo-automodel": ("automodel",),
+    "ms-swift": ("swift",),
+    "litgpt": ("lit-gpt",),
+    "deepspeed": ("deepspeed-zero",),
+}
+"""Other names of frameworks, and of those that run the same code."""
+
+
+def known_name(framework: str) -> str:
+    """Return the name under which a framework has rules.
+
+    >>> known_name("Megatron LM"), known_name("fsdp_qlora"), known_name("abacus")
+    ('megatron', 'fsdp_qlora', 'abacus')
+    """
+    if framework.lower() in KNOWN:
+        return framework.lower()
+    said = word(framework)
+    return next((name for name, others in SAME_AS.items() if said in others), said)
+
+
 UNKNOWN = replace(
     MEGATRON,
     name="usual three-dimensional parallelism",
@@ -292,7 +325,7 @@ def rules_of(run: Run) -> tuple[Rules, bool]:
     adapters and single devices, of plain FSDP for ZeRO-3, of three-dimensional parallelism
     otherwise.
     """
-    found = KNOWN.get(run.framework)
+    found = KNOWN.get(known_name(run.framework))
     if found is not None:
         if found.name == "ms-swift" and run.zero:
             found = replace(found, gradient_bytes=4, master_bytes=4, moment_bytes=8)

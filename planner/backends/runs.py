@@ -8,29 +8,25 @@ them); a row that lacks what no convention can give becomes a `Skipped` with its
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from planner.catalog import accelerators
+from planner.backends import cells
+from planner.backends.cells import Row, degree, flag, number, optional, seen, word
+from planner.backends.figures import architecture_of_row
+from planner.backends.machines import cluster_of_row
 from planner.cluster import ClusterSpec
 from planner.document import unreadable
 from planner.errors import DocumentError
-from planner.expressions import cluster_of
-from planner.model import Architecture, Experts, LatentAttention
+from planner.model import Architecture
 
 Task = Literal["pretrain", "lora", "qlora", "full_finetune"]
 Recomputed = Literal["none", "selective", "full", "partial"]
 
 NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
-
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
-DEFAULT_HEAD_DIM = 128
-DEFAULT_VOCABULARY = 32000
-MOST = 1e15
-"""Above every count that a table can mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +52,10 @@ class Run:
     zero: int | None = None
     sequence_parallel: bool | None = None
     recompute: Recomputed | None = None
-    offload: str = "none"
+    hybrid: bool = False
+    """States are divided within a node and copied between nodes."""
+    offload: frozenset[str] = frozenset()
+    """What lies on the host: optimizer, params, activations."""
     precision: str = "bf16"
     quantised: bool = False
     """Frozen weights in 4 bits."""
@@ -68,6 +67,14 @@ class Run:
     def devices(self) -> int:
         """Ranks of the whole job."""
         return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def sharding_ranks(self) -> int:
+        """Ranks that divide what ZeRO divides: all replicas, or those of one node if hybrid."""
+        ranks = self.data * self.context
+        others = self.tensor * self.pipeline
+        per_node = max(1, self.cluster.groups[0].devices_per_node // others)
+        return math.gcd(ranks, per_node) if self.hybrid else ranks
 
     @property
     def layout_text(self) -> str:
@@ -120,9 +127,6 @@ class Skipped:
     reason: str
 
 
-Row = Mapping[str, str]
-
-
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a table; DocumentError where its header lacks what every run needs."""
     try:
@@ -145,8 +149,8 @@ def read_rows(path: Path) -> list[Row]:
 def measured_of(row: Row) -> Measured:
     """Return what a row says was seen."""
     out_of_memory = row.get("out_of_memory", "")
-    step_time_s = _seen(row, "step_time_s")
-    memory = _seen(row, "peak_memory_gib")
+    step_time_s = seen(row, "step_time_s")
+    memory = seen(row, "peak_memory_gib")
 
     def judged(column: str, default: bool) -> bool:
         cell = row.get(column, "")
@@ -176,66 +180,81 @@ def run_of(row: Row) -> Run | Skipped:
     """Return the run of a row, or why it cannot be told."""
     try:
         return _run(row)
-    except _UnknownError as error:
-        return Skipped(reason=str(error))
     except DocumentError as error:
         return Skipped(reason=error.message)
-    except ValueError as error:  # a cell that is no number, or figures that contradict each other
+    except (ValueError, OverflowError) as error:  # no number, or figures that contradict each other
         return Skipped(reason=f"a cell is not valid: {str(error).splitlines()[-1].strip()[:100]}")
-
-
-class _UnknownError(Exception):
-    """A figure that no convention gives."""
 
 
 def _run(row: Row) -> Run:
     assumed: list[str] = []
-    architecture = _architecture(row)
-    devices = _whole(row, "n_devices")
-    tensor, pipeline = _whole(row, "tp", 1), _whole(row, "pp", 1)
-    context = _whole(row, "cp", 1)
+    architecture = architecture_of_row(row, assumed)
+    tensor, pipeline, context = degree(row, "tp"), degree(row, "pp"), degree(row, "cp")
+    devices = _devices(row, tensor * pipeline * context)
     data = _data_degree(row, devices, tensor * pipeline * context)
     micro_batch, global_batch = _batches(row, data, assumed)
-    precision, _, extra = (row.get("precision", "") or "bf16").lower().partition("+")
-    precision = next((known for known in PRECISIONS if precision.startswith(known)), precision)
-    if precision not in PRECISIONS:
-        raise _UnknownError(f"precision '{precision}' is not known")
-    if not row.get("precision"):
+    expert, expert_tensor = _expert_degrees(row, tensor * context * data, assumed)
+    precision, quantised = _told(row, "precision", cells.precision, ("bf16", False), None)
+    if word(row.get("precision", "")) in cells.EMPTY:
         assumed.append("precision bf16")
-    recompute = row.get("recompute", "") or None
-    if recompute not in (None, "none", "selective", "full", "partial"):
-        raise _UnknownError(f"recompute '{recompute}' is not known")
+    recompute = _told(row, "recompute", cells.recomputed, None, assumed)
+    zero = _told(row, "zero_stage", cells.zero_stage, None, assumed)
+    task = _told(row, "task", cells.task, "pretrain", None)
+    memory_gb = number(row, "accelerator_memory_gb")
+    network = number(row, "inter_gb_per_s_per_device")
+    cluster, of_cluster = cluster_of_row(
+        row.get("accelerator", ""),
+        devices,
+        optional(row, "devices_per_node") or 8,
+        memory_gb=memory_gb or None,
+        intra_link=row.get("intra_link", ""),
+        network_bytes_per_s=network * 1e9 if network else None,
+    )
     return Run(
         architecture=architecture,
-        cluster=_cluster(
-            row.get("accelerator", ""),
-            devices,
-            _whole(row, "devices_per_node", 8),
-            row.get("intra_link", ""),
-            _number(row, "inter_gb_per_s_per_device"),
-        ),
-        task=_task(row),
+        cluster=cluster,
+        task=task,
         framework=row.get("framework", "").lower(),
-        seq_len=_whole(row, "seq_len"),
+        seq_len=architecture.max_positions,
         global_batch=global_batch,
         micro_batch=micro_batch,
         tensor=tensor,
         pipeline=pipeline,
         virtual=_chunks(row, architecture.layers, pipeline, assumed),
         context=context,
-        expert=_whole(row, "ep", 1),
-        expert_tensor=_whole(row, "etp", 1),
+        expert=expert,
+        expert_tensor=expert_tensor,
         data=data,
-        zero=_optional(row, "zero_stage"),
-        sequence_parallel=_flag(row, "sequence_parallel"),
-        recompute=recompute,  # type: ignore[arg-type]
-        offload=row.get("offload", "") or "none",
+        zero=zero,
+        hybrid=any(part in word(row.get("zero_stage", "")) for part in ("hsdp", "hybrid")),
+        sequence_parallel=flag(row, "sequence_parallel"),
+        recompute=recompute,
+        offload=cells.offloaded(row.get("offload", "")),
         precision=precision,
-        quantised="quantised" in extra or row.get("task") == "qlora",
-        flash_attention=_flag(row, "flash_attention"),
-        compiled=bool(_flag(row, "compiled")),
-        assumed=tuple(assumed),
+        quantised=quantised or task == "qlora",
+        flash_attention=flag(row, "flash_attention"),
+        compiled=bool(flag(row, "compiled")),
+        assumed=(*assumed, *of_cluster),
     )
+
+
+def _told(
+    row: Row, column: str, read: Callable[[str], Any], default: Any, assumed: list[str] | None
+) -> Any:
+    """Return what a word means; the default where it is empty, and where it says nothing known.
+
+    Without a list of assumptions a word that is not known is an error.
+    """
+    cell = row.get(column, "")
+    if word(cell) in cells.EMPTY:
+        return default
+    found = read(cell)
+    if found is not None:
+        return found
+    if assumed is None:
+        raise DocumentError("", f"{column} '{cell[:40]}' is not known")
+    assumed.append(f"{column} '{cell[:40]}' taken as not known")
+    return default
 
 
 MOST_CHUNKS = 6
@@ -243,210 +262,60 @@ MOST_CHUNKS = 6
 
 def _chunks(row: Row, layers: int, pipeline: int, assumed: list[str]) -> int:
     """Return model chunks per rank; large Megatron-LM runs that do not say are interleaved."""
-    known = _optional(row, "vpp")
-    if known is not None or pipeline == 1 or row.get("framework", "").lower() != "megatron":
+    known = optional(row, "vpp")
+    each = max(1, layers // pipeline)
+    if known is not None and known > each:
+        assumed.append(f"{each} chunks on each pipeline rank")
+        return each
+    if known is not None or pipeline == 1 or word(row.get("framework", "")) != "megatron":
         return max(1, known or 1)
-    each = layers // pipeline
-    chunks = next(n for n in range(min(MOST_CHUNKS, max(1, each)), 0, -1) if each % n == 0)
+    chunks = next(n for n in range(min(MOST_CHUNKS, each), 0, -1) if each % n == 0)
     assumed.append(f"{chunks} chunks on each pipeline rank")
     return chunks
 
 
-def _task(row: Row) -> Task:
-    task = row.get("task", "") or "pretrain"
-    if task not in ("pretrain", "lora", "qlora", "full_finetune"):
-        raise _UnknownError(f"task '{task}' is not known")
-    return task  # type: ignore[return-value]
+def _devices(row: Row, others: int) -> int:
+    """Return the devices of the job: as the row says, or what its degrees multiply to."""
+    devices = optional(row, "n_devices")
+    if devices is None and optional(row, "dp"):
+        devices = others * (optional(row, "dp") or 1)
+    if devices is None:
+        raise DocumentError("", "n_devices is not known")
+    if devices == 0:
+        raise ValueError("n_devices is 0")
+    return devices
 
 
 def _data_degree(row: Row, devices: int, others: int) -> int:
     """Return how many replicas the samples are divided among."""
-    data = _optional(row, "dp")
+    data = optional(row, "dp")
     if data is not None and data * others == devices:
         return data
     if devices % others:
-        raise _UnknownError("tp x pp x cp does not divide n_devices")
+        raise DocumentError("", "tp x pp x cp does not divide n_devices")
     return devices // others
+
+
+def _expert_degrees(row: Row, ranks: int, assumed: list[str]) -> tuple[int, int]:
+    """Return the degrees that divide experts and each of them, among the ranks of one stage."""
+    expert, expert_tensor = degree(row, "ep"), degree(row, "etp")
+    if ranks % (expert * expert_tensor):
+        expert_tensor = math.gcd(expert_tensor, ranks)
+        expert = math.gcd(expert, ranks // expert_tensor)
+        assumed.append(f"experts divided among {expert} x {expert_tensor} ranks")
+    return expert, expert_tensor
 
 
 def _batches(row: Row, data: int, assumed: list[str]) -> tuple[int, int]:
     """Return micro-batch and global batch; one sample where neither is known."""
-    micro_batch, global_batch = _optional(row, "micro_batch_size"), None
-    cell = _number(row, "global_batch_size")
-    if cell is not None:
-        global_batch = max(1, round(cell))
-    if micro_batch is None:
+    micro_batch, cell = optional(row, "micro_batch_size"), number(row, "global_batch_size")
+    if not micro_batch:
         assumed.append("micro_batch 1")
         micro_batch = 1
-    if global_batch is None:
-        assumed.append("one micro-batch a step")
-        global_batch = micro_batch * data
-    return max(1, micro_batch), global_batch
-
-
-def _architecture(row: Row) -> Architecture:
-    """Return the figures of a decoder as the table gives them.
-
-    The table does not say norms, positions and biases: gated MLPs come with RMS norms, rotary
-    positions and no biases (Llama), others with layer norms, biases and learned positions (GPT).
-    """
-    hidden = _whole(row, "hidden_size")
-    heads = _optional(row, "n_heads") or None
-    head_dim = _optional(row, "head_dim") or None
-    if heads is None:
-        heads = max(1, hidden // (head_dim or DEFAULT_HEAD_DIM))
-    head_dim = head_dim or max(1, hidden // heads)
-    kv_heads = _optional(row, "n_kv_heads") or heads
-    if heads % kv_heads:
-        kv_heads = heads
-    gated = _flag(row, "gated_mlp")
-    gated = True if gated is None else gated
-    ffn = _optional(row, "ffn_size") or 4 * hidden
-    attention = row.get("attention", "")
-    return _architecture_of(
-        gated=gated,
-        hidden=hidden,
-        layers=_whole(row, "layers"),
-        heads=heads,
-        kv_heads=1 if attention == "mqa" else kv_heads,
-        head_dim=head_dim,
-        ffn=ffn,
-        vocabulary=_whole(row, "vocab_size", DEFAULT_VOCABULARY),
-        tied=bool(_flag(row, "tied_embeddings")),
-        latent=attention == "mla",
-        experts=(
-            _whole(row, "n_experts", 0),
-            _whole(row, "experts_per_token", 1),
-            _optional(row, "expert_ffn_size") or ffn,
-            _whole(row, "n_shared_experts", 0),
-            _whole(row, "n_dense_layers", 0),
-        ),
-        positions=_whole(row, "seq_len"),
-    )
-
-
-@lru_cache(maxsize=1024)
-def _architecture_of(
-    *,
-    gated: bool,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    ffn: int,
-    vocabulary: int,
-    tied: bool,
-    latent: bool,
-    experts: tuple[int, int, int, int, int],
-    positions: int,
-) -> Architecture:
-    count, per_token, expert_ffn, shared, dense_layers = experts
-    return Architecture(
-        family="llama" if gated else "gpt",
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads if latent else kv_heads,
-        head_dim=head_dim,
-        ffn_size=ffn,
-        vocab_size=vocabulary,
-        gated_mlp=gated,
-        norm="rms" if gated else "layer",
-        positions="rotary" if gated else "learned",
-        max_positions=positions,
-        tied_embeddings=tied,
-        qkv_bias=not gated,
-        output_bias=not gated,
-        mlp_bias=not gated,
-        experts=Experts(
-            count=count,
-            per_token=min(per_token, count),
-            ffn_size=expert_ffn,
-            shared=shared,
-            dense_layers=dense_layers,
-        )
-        if count > 1
-        else None,
-        latent=_latent(hidden) if latent else None,
-    )
-
-
-def _latent(hidden: int) -> LatentAttention:
-    """Return the ranks of latent attention: DeepSeek's by width, Megatron-LM's defaults if small.
-
-    The table has no columns for them.  Sources: DeepSeek-V2 and V3 configurations; Megatron-LM,
-    MLATransformerConfig.
-    """
-    if hidden < 2048:
-        return LatentAttention(
-            q_rank=512, kv_rank=512, rope_head_dim=64, nope_head_dim=128, value_head_dim=128
-        )
-    return LatentAttention(
-        q_rank=1536 if hidden >= 5120 else 0,
-        kv_rank=512,
-        rope_head_dim=64,
-        nope_head_dim=128,
-        value_head_dim=128,
-    )
-
-
-@lru_cache(maxsize=512)
-def _cluster(
-    accelerator: str, devices: int, per_node: int, intra_link: str, network: float | None
-) -> ClusterSpec:
-    entry = accelerators().get(accelerator)
-    if entry is not None and per_node > devices:
-        per_node = devices
-    if devices % per_node:
-        per_node = next(n for n in range(per_node, 0, -1) if devices % n == 0)
-    return cluster_of(
-        accelerator,
-        nodes=devices // per_node,
-        devices_per_node=per_node,
-        intra_link=intra_link or None,
-        network_bytes_per_s=network * 1e9 if network else None,
-    )
-
-
-def _seen(row: Row, column: str) -> float | None:
-    """Return a measurement; None where the cell holds none above 0."""
-    try:
-        value = _number(row, column)
-    except ValueError:
-        return None
-    return value if value else None
-
-
-def _number(row: Row, column: str) -> float | None:
-    cell = row.get(column, "")
     if not cell:
-        return None
-    value = float(cell)
-    if not 0 <= value < MOST:
-        raise ValueError(f"{column} is {cell}")
-    return value
-
-
-def _optional(row: Row, column: str) -> int | None:
-    value = _number(row, column)
-    return None if value is None else round(value)
-
-
-def _whole(row: Row, column: str, default: int | None = None) -> int:
-    value = _optional(row, column)
-    if value is not None:
-        if value == 0 and default != 0:
-            raise ValueError(f"{column} is 0")
-        return value
-    if default is None:
-        raise _UnknownError(f"{column} is not known")
-    return default
-
-
-def _flag(row: Row, column: str) -> bool | None:
-    cell = row.get(column, "")
-    return None if cell == "" else cell in ("1", "1.0", "true", "True")
+        assumed.append("one micro-batch a step")
+        return micro_batch, micro_batch * data
+    return micro_batch, max(1, round(cell))
 
 
 def each(rows: list[Row]) -> Iterator[tuple[Measured, Run | Skipped]]:

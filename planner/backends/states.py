@@ -76,16 +76,24 @@ class States:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
-def states(run: Run, rules: Rules, parameters: Parameters) -> States:
-    """Return what a stage's parameters take on a rank."""
+def states(run: Run, rules: Rules, parameters: Parameters, *, on_device: bool = False) -> States:
+    """Return what a stage's parameters take on a rank; `on_device`: as if nothing were offloaded.
+
+    With the optimizer on the host gradients go there as they are reduced, where ZeRO divides them.
+    """
     zero = rules.zero if run.zero is None else run.zero
-    dense = _states(run, rules, zero, parameters.dense, run.data * run.context)
-    routed_ranks = run.data * run.context * run.tensor / (run.expert * run.expert_tensor)
+    ranks = run.sharding_ranks
+    dense = _states(run, rules, zero, parameters.dense, ranks)
+    routed_ranks = ranks * run.tensor / (run.expert * run.expert_tensor)
     routed = _states(run, rules, zero, parameters.routed, max(1.0, routed_ranks))
+    offload = frozenset() if on_device else run.offload
+    gone = "optimizer" in offload or ("params" in offload and run.task in ("lora", "qlora"))
     return States(
-        weights_bytes=dense.weights_bytes + routed.weights_bytes,
-        gradients_bytes=dense.gradients_bytes + routed.gradients_bytes,
-        optimizer_bytes=dense.optimizer_bytes + routed.optimizer_bytes,
+        weights_bytes=0.0 if "params" in offload else dense.weights_bytes + routed.weights_bytes,
+        gradients_bytes=0.0
+        if gone and zero >= 2
+        else dense.gradients_bytes + routed.gradients_bytes,
+        optimizer_bytes=0.0 if gone else dense.optimizer_bytes + routed.optimizer_bytes,
     )
 
 
@@ -100,8 +108,6 @@ def _states(run: Run, rules: Rules, zero: int, n: float, ranks: float) -> States
         kept = 0.5 + 0.5 * 4 / 64 if run.quantised else weight
         if run.precision in EIGHT_BITS:
             kept = 1.0
-        if "params" in run.offload:
-            kept = 0.0
         return States(
             weights_bytes=kept * n / (ranks if zero == 3 else 1),
             gradients_bytes=0.0,

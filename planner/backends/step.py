@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.backends.footprint import kept_bytes
+from planner.backends.host import offload_s
 from planner.backends.placed import Priced
 from planner.backends.rules import EIGHT_BITS, STALLING_NODES, Rules
 from planner.backends.runs import Run
@@ -63,8 +65,13 @@ class _Pass:
 
 def group(run: Run, axes: tuple[Axis, ...]) -> Levels:
     """Return the levels of a run's group along some axes."""
+    replicas = run.data * run.context // run.sharding_ranks
     layout = Layout(
-        tensor=run.tensor, context=run.context, data_shard=run.data, pipeline=run.pipeline
+        tensor=run.tensor,
+        context=run.context,
+        data_shard=max(1, run.data // replicas),
+        data_replicate=min(replicas, run.data),
+        pipeline=run.pipeline,
     )
     return group_levels(run.cluster.tiers, layout, axes)
 
@@ -209,6 +216,9 @@ def _shard_s(
     if run.task not in ("lora", "qlora"):
         wire = 2 if run.precision in ("fp16", *EIGHT_BITS) else rules.reduce_bytes
         reduce_s = collective_s("reduce_scatter", wire * parameters.count, ranks)
+        copies = group(run, ("data_replicate",))
+        share = wire * parameters.count / run.sharding_ranks
+        reduce_s += collective_s("all_reduce", share, copies)
     gather_s, reduce_s = gather_s / rules.shard_rate, reduce_s / rules.shard_rate
     overlap = rules.shard_overlap
     seen = max((1 - overlap) * gather_s, gather_s - forward_s)
@@ -243,7 +253,7 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
         backward_s=total("backward_s") / m,
         forward_s=total("forward_s") / m,
     )
-    return {
+    parts = {
         "forward": total("forward_s"),
         "backward": total("backward_s"),
         "recompute": total("again_s"),
@@ -256,6 +266,19 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
         "optimizer": optimizer_s,
         "fixed": rules.host_step_s,
     }
+    if run.offload:
+        later_s = parts["backward"] + parts["recompute"]
+        parts["offload"] = offload_s(
+            run,
+            rules,
+            largest,
+            stored_bytes=sum(kept_bytes(rules, recompute, priced.works[kind])[0] for kind in kinds),
+            forward_s=parts["forward"] / m,
+            backward_s=later_s / m,
+        )
+        if "optimizer" in run.offload:
+            parts["optimizer"] = 0.0
+    return parts
 
 
 def stage_seconds(priced: Priced, recompute: str) -> list[tuple[float, float]]:

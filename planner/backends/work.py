@@ -20,6 +20,7 @@ from functools import cached_property
 
 from planner.backends.rules import EIGHT_BITS, Rules
 from planner.backends.runs import Run
+from planner.cluster import Accelerator
 from planner.costs.compute import peak_flops, sustained_share
 from planner.model import Architecture, Experts
 
@@ -84,7 +85,7 @@ def rates(run: Run, rules: Rules) -> Rates:
     older = OLDER_ATTENTION[rules.attention]["hopper" if hopper else "ampere"]
     attention = base * length * older * (SMALL_HEAD if run.architecture.head_dim < 96 else 1.0)
     return Rates(
-        matmul_flops=products * _gain(precision, blackwell=base > 1.9e15),
+        matmul_flops=products * _gain(precision, accelerator, base),
         half_flops=products,
         attention_forward_flops=curve.attention_forward * attention,
         attention_backward_flops=curve.attention_backward * attention,
@@ -93,12 +94,18 @@ def rates(run: Run, rules: Rules) -> Rates:
     )
 
 
-def _gain(precision: str, *, blackwell: bool) -> float:
-    """Return the rate of products in a precision over that in 16 bits."""
-    if precision not in EIGHT_BITS:
+def _gain(precision: str, accelerator: Accelerator, base: float) -> float:
+    """Return the rate of products in a precision over that in 16 bits.
+
+    Devices whose sheet has no rate in 8 bits multiply in 16, and those whose 8 bits are not twice
+    as fast gain accordingly.  Only Blackwell multiplies in 4 bits.
+    """
+    narrow = accelerator.peak_flops.get("fp8")
+    if precision not in EIGHT_BITS or narrow is None:
         return 1.0
-    gain = EIGHT_BIT_GAIN["blackwell" if blackwell else "hopper"]
-    return gain * (FOUR_BIT_GAIN if precision == "nvfp4" else 1.0)
+    blackwell = base > 1.9e15
+    gain = EIGHT_BIT_GAIN["blackwell" if blackwell else "hopper"] * narrow / (2 * base)
+    return gain * (FOUR_BIT_GAIN if precision == "nvfp4" and blackwell else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from planner.cluster import Accelerator, DeviceCurve, LinkTier, Precision
+from planner.cluster import Accelerator, AcceleratorKind, DeviceCurve, LinkTier, Precision
 from planner.document import Document, Part, nearest, plain
 from planner.errors import DocumentError
 from planner.units import Amount, Count, Flag, Positive, Rate, Text
@@ -28,7 +28,7 @@ class AcceleratorEntry(Part):
     driver_names: tuple[Text, ...] = ()
     """What `nvidia-smi` calls it."""
     vendor: Text
-    kind: Literal["cuda", "rocm", "gaudi", "cpu"] = "cuda"
+    kind: AcceleratorKind = "cuda"
     memory_bytes: Positive
     peak_flops: dict[Precision, Rate]
     memory_bytes_per_s: Rate

@@ -5,8 +5,7 @@ it, by the rules of each fine-tuner in turn: replicas or ZeRO over all devices, 
 parallelism inside a node, the micro-batch, recomputation (none, half of the blocks, all), frozen
 weights on the device or in host memory.
 
-Weights in host memory cross the host's link in both passes of every micro-batch, each rank its own
-share, hidden behind the layers' computation as far as that lasts.
+Weights in host memory cross the host's link as `planner.backends.host` says.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Tuner:
     """Whose accounting rules price it."""
     zero: tuple[int, ...]
     recompute: tuple[Recomputed, ...]
-    offload: tuple[str, ...] = ("none",)
+    offload: tuple[frozenset[str], ...] = (frozenset(),)
     context: bool = False
 
 
@@ -47,7 +46,7 @@ TRANSFORMERS = Tuner(
     framework="transformers",
     zero=(0, 3),
     recompute=("none", "selective", "partial", "full"),
-    offload=("none", "params"),
+    offload=(frozenset(), frozenset({"params"})),
 )
 MEGATRON = Tuner(
     framework="megatron", zero=(1,), recompute=("none", "selective", "full"), context=True
@@ -71,7 +70,6 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
             if short is not None:
                 lacks.append(short)
                 continue
-            found = _with_offload(found, run, cluster, model, quantised=quantised)
         fits = found.fits and _peak(found) <= room_bytes
         if fits and (best is None or found.step_time_s < best.step_time_s):
             best = found
@@ -142,32 +140,9 @@ def _words(run: Run) -> str:
     if run.context > 1:
         parts.append(f"cp={run.context}")
     parts += [f"zero={run.zero}", f"micro_batch={run.micro_batch}", f"recompute={run.recompute}"]
-    if run.offload == "params":
+    if "params" in run.offload:
         parts.append("offload=parameters")
     return " ".join(parts)
-
-
-def _with_offload(
-    found: Prediction, run: Run, cluster: ClusterSpec, model: ModelGraph, *, quantised: bool
-) -> Prediction:
-    """Add the seconds of bringing weights from the host."""
-    group = cluster.groups[0]
-    assert group.host_link_bytes_per_s is not None, "seen by _lacking_host"
-    share = _host_share_bytes(run, model, quantised=quantised)
-    computing_s = sum(found.step_parts.get(name, 0.0) for name in ("forward", "backward"))
-    moved_s = 2 * run.micro_batches * share / group.host_link_bytes_per_s
-    seen_s = max(0.0, moved_s - computing_s)
-    longer = (found.step_time_s + seen_s) / found.step_time_s
-    return found.model_copy(
-        update={
-            "step_parts": {**found.step_parts, "offload": seen_s},
-            "step_time_s": found.step_time_s * longer,
-            "step_time_low_s": found.step_time_low_s * longer,
-            "step_time_high_s": found.step_time_high_s * longer,
-            "tokens_per_s": found.tokens_per_s / longer,
-            "mfu": found.mfu / longer,
-        }
-    )
 
 
 def _host_share_bytes(run: Run, model: ModelGraph, *, quantised: bool) -> float:

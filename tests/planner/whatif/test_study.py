@@ -66,7 +66,7 @@ def test_the_largest_cluster_under_a_power_cap() -> None:
         ({"goal": {"epochs": 3}}, "goal", "epochs and dataset_tokens go together"),
         ({"goal": {"tokens": 1e9, "epochs": 3}}, "goal", "exclude each other"),
         ({"offers": [{"cluster": "{n}xa10g"}]}, "offers[0]", "n lists numbers"),
-        ({"offers": [{"cluster": "8xa10"}]}, "offers[0].cluster", "did you mean 'a10g'"),
+        ({"offers": [{"cluster": "8xa10h"}]}, "offers[0].cluster", "did you mean 'a10'"),
         (
             {"offers": [{"cluster": "8xa10g", "rent": {"usd_per_device_hour": 2.0}}]},
             "offers[0].rent",

@@ -1,0 +1,175 @@
+"""Cells of a table of runs: numbers, flags, and the words that people write for one setting.
+
+A word that nobody uses for a setting is None: then the setting is taken as not known, and the run
+says so.  Sizes are bounded, so that no cell makes arithmetic overflow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+Row = Mapping[str, str]
+
+MOST = 1e15
+"""Above every count that a table can mean."""
+
+EMPTY = frozenset({"", "-", "?", "n/a", "na", "nan", "null", "unknown"})
+
+_TRUE_WORDS = "1 true yes y on fa1 fa2 fa3 flash sdpa fused te cudnn compile torch.compile"
+_TRUE = frozenset(_TRUE_WORDS.split())
+_FALSE = frozenset({"0", "false", "no", "n", "off", "none", "eager", "math", "unfused"})
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
+_PRECISION_WORDS = (
+    (r"nvfp4|mxfp4|^fp4", "nvfp4"),
+    (r"mxfp8", "mxfp8"),
+    (r"fp8|float8|e4m3|e5m2", "fp8"),
+    (r"bf16|bfloat16|^mixed", "bf16"),
+    (r"fp16|float16|half|^16|^amp", "fp16"),
+    (r"tf32", "tf32"),
+    (r"fp32|float32|single|^32|^full$", "fp32"),
+    (r"int8|int4|nf4|[48]-?bit", "bf16"),
+)
+_QUANTISED = r"quanti[sz]ed|int8|int4|nf4|[48]-?bit"
+
+_RECOMPUTED = {
+    "none": "none no false 0 off disabled",
+    "selective": "core-attn core-attention attention attn op selective-op sac",
+    "full": "yes true 1 on all uniform full-layer checkpointing gradient-checkpointing "
+    "activation-checkpointing",
+    "partial": "block some half",
+}
+_TASKS = {
+    "pretrain": "pretrain pretraining pre-training train training benchmark continued-pretrain "
+    "continued-pretraining scratch",
+    "lora": "lora dora peft adapter adapters",
+    "qlora": "qlora qdora",
+    "full_finetune": "full full-finetune full-finetuning full-fine-tuning finetune finetuning "
+    "fine-tune fine-tuning sft",
+}
+_ZERO = {
+    0: "none no ddp",
+    1: "distributed-optimizer os shard-optimizer",
+    2: "shard-grad-op sdp",
+    3: "fsdp fsdp1 fsdp2 full-shard hsdp hybrid hybrid-shard",
+}
+
+
+def number(row: Row, column: str) -> float | None:
+    """Return a count or a size; None where the cell is empty."""
+    cell = row.get(column, "").replace(",", "")
+    if cell.lower() in EMPTY:
+        return None
+    value = float(cell)
+    if not 0 <= value < MOST:
+        raise ValueError(f"{column} is {cell}")
+    return value
+
+
+def optional(row: Row, column: str) -> int | None:
+    """Return a whole number; None where the cell is empty."""
+    value = number(row, column)
+    return None if value is None else round(value)
+
+
+def seen(row: Row, column: str) -> float | None:
+    """Return a measurement; None where the cell holds none above 0."""
+    try:
+        value = number(row, column)
+    except ValueError:
+        return None
+    return value if value else None
+
+
+def degree(row: Row, column: str) -> int:
+    """Return how many ranks an axis has; 1 where the cell is empty or 0."""
+    return optional(row, column) or 1
+
+
+def flag(row: Row, column: str) -> bool | None:
+    """Return a flag; None where the cell is empty or says neither.
+
+    >>> flag({"flash_attention": "FA2"}, "flash_attention"), flag({"compiled": "0.0"}, "compiled")
+    (True, False)
+    """
+    cell = row.get(column, "").lower()
+    if re.fullmatch(r"\d+(\.\d+)?", cell):
+        return float(cell) != 0
+    return cell in _TRUE if cell in _TRUE | _FALSE else None
+
+
+def word(text: str) -> str:
+    """Return a word as the lists here have it: lower case, joined by hyphens.
+
+    >>> word("Full_Shard "), word("Megatron LM")
+    ('full-shard', 'megatron-lm')
+    """
+    return re.sub(r"[\s_]+", "-", text.strip().lower())
+
+
+def precision(text: str) -> tuple[str, bool] | None:
+    """Return the type of products and whether frozen weights are narrower; None: not known.
+
+    >>> precision("bfloat16"), precision("bf16+quantised-weights"), precision("fp8_hybrid")
+    (('bf16', False), ('bf16', True), ('fp8', False))
+    """
+    main, _, _ = (said := word(text)).partition("+")
+    quantised = re.search(_QUANTISED, said) is not None
+    for pattern, known in _PRECISION_WORDS:
+        if re.search(pattern, main):
+            return known, quantised
+    return None
+
+
+def recomputed(text: str) -> str | None:
+    """Return the kind of recomputation; None: not known.
+
+    >>> recomputed("Full"), recomputed("core_attn"), recomputed("lots")
+    ('full', 'selective', None)
+    """
+    said = word(text)
+    return next((kind for kind in _RECOMPUTED if said.startswith(kind)), _of(_RECOMPUTED, said))
+
+
+def task(text: str) -> str | None:
+    """Return the task; None: not known."""
+    return _of(_TASKS, word(text))
+
+
+def zero_stage(text: str) -> int | None:
+    """Return the ZeRO level; None: not known.
+
+    >>> zero_stage("zero-2"), zero_stage("3.0"), zero_stage("HSDP"), zero_stage("7")
+    (2, 3, 3, None)
+    """
+    said = word(text)
+    match = re.fullmatch(r"(?:zero|stage|zero-stage)?-?([0-3])(?:\.0+)?", said)
+    if match:
+        return int(match[1])
+    return next((level for level, words in _ZERO.items() if said in words.split()), None)
+
+
+def offloaded(text: str) -> frozenset[str]:
+    """Return what lies on the host: optimizer, params, activations.
+
+    >>> sorted(offloaded("params+activations")), sorted(offloaded("none")), sorted(offloaded("cpu"))
+    (['activations', 'params'], [], ['optimizer'])
+    """
+    said = word(text)
+    found = {
+        name
+        for name, pattern in (
+            ("optimizer", r"optim|adam|moment"),
+            ("params", r"param|weight"),
+            ("activations", r"activ"),
+        )
+        if re.search(pattern, said)
+    }
+    if not found and said not in EMPTY and said not in _FALSE and "disk" not in said:
+        found = {"optimizer"}
+    return frozenset(found)
+
+
+def _of(words: Mapping[str, str], said: str) -> str | None:
+    return next((name for name, each in words.items() if said in each.split()), None)
