@@ -59,7 +59,7 @@ def job_of(
     return Job(
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=precision or ("fp32" if on_cpu else "bf16"),
+        precision=cluster.precision_for(precision),
         lora=Training().changed([f"lora.{setting}" for setting in lora]).lora,
     )
 

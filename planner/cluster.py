@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from planner.document import Document, Part
+from planner.errors import DocumentError
 from planner.units import Amount, Count, Fraction, Positive, Rate, Text
 
 AcceleratorKind = Literal["cuda", "rocm", "gaudi", "xpu", "npu", "tpu", "trainium", "cpu"]
@@ -164,6 +165,23 @@ class ClusterSpec(Document):
     def mixed(self) -> bool:
         """Whether devices differ between groups."""
         return any(group.accelerator != self.groups[0].accelerator for group in self.groups)
+
+    def precision_for(self, wanted: Precision | None) -> Precision:
+        """Return the precision to train in, which is what all devices have units for.
+
+        Where none is wanted: bf16, fp16 on devices older than it, fp32 on CPUs.  Devices without
+        units for bf16 compute in it all the same, several times slower than in fp16.
+        """
+        devices = [group.accelerator for group in self.groups]
+        slow = next((d.name for d in devices if "bf16" not in d.peak_flops), None)
+        if wanted is None:
+            return "fp32" if devices[0].kind == "cpu" else "fp16" if slow else "bf16"
+        if wanted == "bf16" and slow is not None:
+            raise DocumentError(
+                "precision",
+                f"is bf16, which {slow} has no units for; use {self.precision_for(None)}",
+            )
+        return wanted
 
     def part(self, groups: tuple[DeviceGroup, ...]) -> ClusterSpec:
         """Return the cluster that some of its groups are, with the links that they can use."""

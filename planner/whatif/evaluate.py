@@ -86,21 +86,20 @@ class Outcome:
         return {**result, "headroom_bytes": self.headroom_bytes}
 
 
-def job_for(study: Study, model: ModelGraph) -> Job:
+def job_for(study: Study, model: ModelGraph, cluster: ClusterSpec) -> Job:
     """Return the work of a step, what the study leaves open filled in."""
     limit = model.architecture.max_positions if model.architecture else LONGEST_DEFAULT
     seq_len = study.work.seq_len or min(limit, LONGEST_DEFAULT)
     return Job(
         seq_len=seq_len,
         global_batch=study.work.global_batch or max(1, TOKENS_PER_STEP // seq_len),
-        precision=study.work.precision,
+        precision=cluster.precision_for(study.work.precision),
     )
 
 
 def evaluate(study: Study, model_name: str, candidate: Candidate) -> Outcome:
     """Return the outcome of one model on one candidate."""
     model = resolve_model(model_name)
-    job = job_for(study, model)
     blank = Outcome(
         candidate=candidate.name,
         model=model_name,
@@ -111,6 +110,7 @@ def evaluate(study: Study, model_name: str, candidate: Candidate) -> Outcome:
         price=candidate.priced.how,
     )
     try:
+        job = job_for(study, model, candidate.cluster)
         plan, prediction, optimal = _best(study, model, candidate, job)
     except (NoPlanFits, DocumentError) as error:
         return replace(blank, binding=str(error))

@@ -43,7 +43,8 @@ class Work(Part):
     """The model's own, 8,192 at most, where it is not given."""
     global_batch: Positive | None = None
     """Sequences; about 4 million tokens where it is not given."""
-    precision: Precision = "bf16"
+    precision: Precision | None = None
+    """What each cluster has units for, bf16 or fp16, where it is not given."""
     tuning: Tuning = "pretrain"
 
 

@@ -54,6 +54,20 @@ def test_devices_are_those_of_all_groups() -> None:
     assert cluster().devices == 2 * 8 + 1 * 4
 
 
+def older(**rates: float) -> dict[str, Any]:
+    return group("old", 1, 4) | {"accelerator": DEVICE | {"name": "old", "peak_flops": rates}}
+
+
+def test_a_precision_is_one_that_all_devices_have_units_for() -> None:
+    mixed = cluster(groups=[group("a", 2, 8), older(fp32=1e13, fp16=1e14)])
+
+    assert cluster().precision_for(None) == "bf16"
+    assert mixed.precision_for(None) == "fp16"
+    assert mixed.precision_for("fp32") == "fp32"
+    with pytest.raises(DocumentError, match="old has no units for; use fp16"):
+        mixed.precision_for("bf16")
+
+
 def test_one_device_needs_no_link() -> None:
     assert cluster(groups=[group("a", 1, 1)], tiers=[]).devices == 1
 

@@ -59,6 +59,16 @@ def test_the_largest_cluster_under_a_power_cap() -> None:
     assert [c.devices for c in candidates_of(asked)] == [416]
 
 
+def test_each_candidate_trains_in_what_its_devices_have_units_for() -> None:
+    left_open = study(offers=[{"cluster": "4xa10g", "rent": PRICE}, {"cluster": "4xt4"}])
+    plans = [evaluate(left_open, "gpt2", each).plan for each in candidates_of(left_open)]
+    assert [plan.precision for plan in plans if plan] == ["bf16", "fp16"]
+
+    told = study(offers=[{"cluster": "4xt4"}], work={"seq_len": 1024, "precision": "bf16"})
+    [candidate] = candidates_of(told)
+    assert "t4 has no units for" in evaluate(told, "gpt2", candidate).binding
+
+
 @pytest.mark.parametrize(
     ("changes", "place", "message"),
     [
