@@ -30,6 +30,7 @@ from planner.costs.group_costs import only_profile
 from planner.costs.layout_costs import refusal
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import resolve_model
+from planner.native import caveat
 from planner.plan import Job, Plan
 from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
@@ -238,6 +239,9 @@ def launch(
             f"the plan is for {len(devices)} nodes ({wanted.cluster}), and {seat.source} says that "
             f"there are {seat.nodes}; plan again for what is there"
         )
+    warning = caveat(graph, machine)
+    if warning is not None:
+        raise LaunchError(f"{plan_path}: {warning.what}")
     accelerator = machine.groups[0].accelerator
     if accelerator.kind != "cpu" and not cuda_devices():
         raise LaunchError(

@@ -35,6 +35,8 @@ FAMILIES = (
 """Families that the runtime has an adapter for; other models can be planned, not launched."""
 UNDIVIDED = ("gpt2",)
 """Those among them that tensor parallelism does not divide: their weights are transposed."""
+DEVICES = ("cuda", "rocm", "cpu")
+"""Kinds of devices that the runtime runs on."""
 CAVEAT_SOURCE = "planner/native.py"
 """Where an assumption comes from that says that a plan cannot be launched."""
 GROUPED_BYTES = 16
@@ -97,9 +99,9 @@ def limit(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> 
     return str(found) if found else None
 
 
-def caveat(model: ModelGraph) -> Assumption | None:
-    """Return the warning that a plan of this model can be studied but not launched, if so."""
-    found = next(_adapter_obstacles(model), None)
+def caveat(model: ModelGraph, cluster: ClusterSpec) -> Assumption | None:
+    """Return the warning that a plan of this model can be studied there, not launched, if so."""
+    found = next(_device_obstacles(cluster), None) or next(_adapter_obstacles(model), None)
     if found is None:
         return None
     return Assumption(
@@ -378,6 +380,16 @@ def _tensor_limits(a: Architecture | None, job: Job, layout: Layout) -> Iterator
     for name, figure in figures.items():
         if figure % layout.tensor:
             yield Obstacle(place, f"{layout.tensor} does not divide {name} {figure}")
+
+
+def _device_obstacles(cluster: ClusterSpec) -> Iterator[Obstacle]:
+    for group in cluster.groups:
+        if group.accelerator.kind not in DEVICES:
+            yield Obstacle(
+                "cluster",
+                f"the runtime does not run on {group.accelerator.name}, of kind "
+                f"{group.accelerator.kind}; it runs on {', '.join(DEVICES)}",
+            )
 
 
 def _adapter_obstacles(model: ModelGraph) -> Iterator[Obstacle]:

@@ -134,7 +134,7 @@ class CostTables:
         self.profile = profile
         self.activations = activations
         self._rates = rates(cluster, job, profile)
-        warning = caveat(model)
+        warning = caveat(model, cluster)
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
             *((warning,) if warning else ()),

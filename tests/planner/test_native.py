@@ -69,8 +69,18 @@ def test_a_model_without_adapter_is_planned_with_a_caveat_and_not_launched(
     layout = Layout(data_replicate=8, micro_batches=8)
 
     assert refusal(model, node, JOB, layout) is None
-    assert "can be studied, not launched" in caveat(model).what
+    assert "can be studied, not launched" in caveat(model, node).what
     assert obstacle(model, JOB, layout).place == "model.architecture.family"
+
+
+def test_devices_that_the_runtime_does_not_run_on_are_planned_with_a_caveat(
+    llama: ModelGraph, node: ClusterSpec
+) -> None:
+    tpus = resolve_cluster("8xtpu-v5p")
+
+    assert refusal(llama, tpus, JOB, Layout(data_replicate=8, micro_batches=8)) is None
+    assert "does not run on tpu-v5p" in caveat(llama, tpus).what
+    assert caveat(llama, node) is None
 
 
 def test_positions_that_a_model_never_learned_are_refused(node: ClusterSpec) -> None:
@@ -86,7 +96,7 @@ def test_a_family_without_an_adapter_is_planned_within_what_its_figures_divide(
     divided = Layout(tensor=2, context=2, expert=8, data_shard=2, zero=1, micro_batches=32)
 
     assert refusal(deepseek, node, JOB, divided) is None
-    assert "studied, not launched" in str(caveat(deepseek))
+    assert "studied, not launched" in str(caveat(deepseek, node))
     assert "not divide" in str(refusal(deepseek, node, JOB, Layout(tensor=3)))
 
 
