@@ -57,7 +57,7 @@ from planner.search.certificate import (
 )
 from planner.search.finalists import MARGIN, finalists, simulated
 from planner.search.layout_queue import TOLERANCE, Found, may_beat, ranking, wins
-from planner.search.misses import closest_miss, nothing_runs
+from planner.search.misses import closest_miss, nothing_keeps, nothing_runs
 from planner.search.pins import Pins
 from planner.search.ranked import Ranked, ranked
 from planner.search.ranks import run_of
@@ -178,8 +178,7 @@ def search(
     hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress)
     bests = hunt.run()
     if not bests and pins.require:
-        asked = "; ".join(map(str, pins.require))
-        raise NoPlanFits(f"no plan that fits the devices keeps all of this: {asked}")
+        raise NoPlanFits(nothing_keeps(candidates))
     if not bests:
         raise NoPlanFits(closest_miss(candidates))
 

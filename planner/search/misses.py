@@ -39,12 +39,24 @@ def nothing_runs(model: ModelGraph, cluster: ClusterSpec, job: Job, refused: dic
     )
     if not refused:
         return f"no layout of {model.name} {divides}"
-    reasons = sorted(refused.items(), key=lambda item: -item[1])[:3]
-    listed = "; ".join(f"{reason} ({count})" for reason, count in reasons)
     return (
-        f"the native backend can run none of {sum(refused.values())} layouts: {listed}. "
+        f"the native backend can run none of {sum(refused.values())} layouts: {_listed(refused)}. "
         f"Nothing else {divides}"
     )
+
+
+def nothing_keeps(candidates: Candidates) -> str:
+    """Say that no plan keeps what is required, and what was not tried."""
+    asked = "; ".join(map(str, candidates.pins.require))
+    refused = {**candidates.refused, **_refused(candidates)}
+    left_out = f". Not tried: {_listed(refused)}" if refused else ""
+    return f"no plan that fits the devices keeps all of this: {asked}{left_out}"
+
+
+def _listed(refused: dict[str, int]) -> str:
+    """Return the commonest reasons, each with the number of layouts."""
+    reasons = sorted(refused.items(), key=lambda item: -item[1])[:3]
+    return "; ".join(f"{reason} ({count})" for reason, count in reasons)
 
 
 def closest_miss(candidates: Candidates) -> str:

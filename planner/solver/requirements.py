@@ -61,14 +61,14 @@ class Requirement(Part):
     def __str__(self) -> str:
         """Say what it asks for."""
         if self.at_most is not None:
-            where = "each stage" if self.stages is None else f"stages {list(self.stages)}"
+            where = "each stage" if self.stages is None else _named(self.stages)
             return f"at most {self.at_most} layers on {where}"
         first, last = self.layers or (0, 0)
         if self.together:
             return f"layers {first}-{last} together"
         if self.options is not None:
             return f"layers {first}-{last} {' or '.join(self.options)}"
-        return f"layers {first}-{last} on stages {list(self.stages or ())}"
+        return f"layers {first}-{last} on {_named(self.stages or ())}"
 
     def side(self, *, layers: int, stages: int) -> Side | None:
         """Return what a solver keeps; None if no split into so many stages can."""
@@ -140,6 +140,15 @@ def option_name(recompute: str, activations: str) -> str:
     ('full', 'full, offload')
     """
     return recompute if activations == "keep" else f"{recompute}, {activations}"
+
+
+def _named(stages: Sequence[int]) -> str:
+    """Return stages in words.
+
+    >>> _named((0,)), _named((1, 2, 3))
+    ('stage 0', 'stages 1, 2, 3')
+    """
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
 def _range(text: str, names: Sequence[str], whole: str) -> tuple[int, int]:
