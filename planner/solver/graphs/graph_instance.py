@@ -89,26 +89,30 @@ class GraphInstance:
             forward_apart=self.forward_apart,
             fill=self.fill,
             credits_s=self.credits_s,
-            cut_s=tuple(self._cuts_along(order)),
+            cut_s=cuts_along(self.edges, self.output_s, order),
         )
 
-    def _cuts_along(self, order: Sequence[int]) -> list[float]:
-        waiting = [0] * len(self.layers)
-        read_by: list[list[int]] = [[] for _ in self.layers]
-        for before, after in set(self.edges):
-            waiting[before] += 1
-            read_by[after].append(before)
-        crossing: set[int] = set()
-        cuts = [0.0]
-        for layer in order:
-            if waiting[layer]:
-                crossing.add(layer)
-            for before in read_by[layer]:
-                waiting[before] -= 1
-                if not waiting[before]:
-                    crossing.remove(before)
-            cuts.append(sum((self.output_s[one] for one in sorted(crossing)), 0.0))
-        return cuts
+
+def cuts_along(
+    edges: Sequence[tuple[int, int]], output_s: Sequence[float], order: Sequence[int]
+) -> tuple[float, ...]:
+    """[cut] Seconds of the outputs that cross it, for layers in a topological order."""
+    waiting = [0] * len(order)
+    read_by: list[list[int]] = [[] for _ in order]
+    for before, after in set(edges):
+        waiting[before] += 1
+        read_by[after].append(before)
+    crossing: set[int] = set()
+    cuts = [0.0]
+    for layer in order:
+        if waiting[layer]:
+            crossing.add(layer)
+        for before in read_by[layer]:
+            waiting[before] -= 1
+            if not waiting[before]:
+                crossing.remove(before)
+        cuts.append(sum((output_s[one] for one in sorted(crossing)), 0.0))
+    return tuple(cuts)
 
 
 def graph_instance(

@@ -7,8 +7,8 @@
 Between two stages a split is in a state (layers so far, stages used of each type, type before,
 type after), and takes one step per stage: `planner.solver.unequal.unequal_steps` has the steps,
 `planner.solver.paths` finds the cheapest path exactly.  A ceiling on stage seconds keeps the
-states few (`planner.solver.reach`), and rises until it is high enough: a split with a stage above
-it takes at least
+states few (`planner.solver.unequal.reach`), and rises until it is high enough: a split with a stage
+above it takes at least
 
     steady · ceiling + Σ_l min_g (fill · time_scale_g · t_gl - credit) + fill · Σ exposed + sync
 
@@ -19,7 +19,9 @@ the one layer with the most.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
@@ -31,10 +33,10 @@ from planner.solver.graphs.step_table import Known
 from planner.solver.instance import Fathomed, Infeasible, leanest_bytes
 from planner.solver.knapsack import Knapsacks
 from planner.solver.paths import Path
-from planner.solver.reach import LEAST_SHARE, Reach
 from planner.solver.settled import best_split
+from planner.solver.unequal.reach import LEAST_SHARE, Reach, Reaches
 from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
-from planner.solver.unequal.unequal_steps import UnequalSteps
+from planner.solver.unequal.unequal_steps import CutSeconds, UnequalSteps
 from planner.units import bytes_text
 
 # Ceiling to begin with over the least that could do, and its rise while nothing fits under it.
@@ -55,22 +57,8 @@ def solve_unequal(
     layers, stages = len(problem.layers), len(problem.in_flight)
     if stages > layers:
         return Infeasible(f"{stages} stages need as many layers; the chain has {layers}")
-    search = _Search(problem, frontiers if frontiers is not None else FrontierStore(), cutoff_s)
-    if search.least_s == math.inf:
-        return Infeasible(_why_infeasible(problem))
-    if meets(search.bound_s, cutoff_s):
-        return Fathomed(search.bound_s)
-    best: UnequalSolution | None = None
-    searched_s, ceiling_s = -math.inf, search.first_s()
-    while ceiling_s > searched_s:
-        best = search.under(ceiling_s, best)
-        searched_s = ceiling_s
-        ceiling_s = search.needed_s(best, searched_s)
-    if best is not None:
-        return best
-    if cutoff_s < math.inf:
-        return Fathomed(max(search.bound_s, cutoff_s))
-    return Infeasible(_why_infeasible(problem))
+    store = frontiers if frontiers is not None else FrontierStore()
+    return Search(problem, store, cutoff_s, _Chain(problem)).solved()
 
 
 def least_s(problem: UnequalInstance, *, frontiers: FrontierStore | None = None) -> float:
@@ -78,40 +66,101 @@ def least_s(problem: UnequalInstance, *, frontiers: FrontierStore | None = None)
     if len(problem.in_flight) > len(problem.layers):
         return math.inf
     store = frontiers if frontiers is not None else FrontierStore()
-    return _Search(problem, store, math.inf).bound_s
+    return Search(problem, store, math.inf, _Chain(problem)).bound_s
 
 
-class _Search:
+class Layers(Protocol):
+    """How layers hang together: the downsets that stages can end with, and what cuts cost there."""
+
+    @property
+    def every(self) -> Ideals:
+        """All downsets."""
+
+    @property
+    def cut_s(self) -> CutSeconds | None:
+        """[type before][type after][downset] Seconds of each of the stages that meet behind it."""
+
+    def reach(self, knapsacks: Sequence[Knapsacks]) -> Reaches:
+        """Return how far stages get; `knapsacks` [type] have all stages of one type each."""
+
+    def along(self, order: Sequence[int]) -> UnequalInstance:
+        """Return the chain of the layers in an order."""
+
+
+class _Chain:
+    """Layers in a chain: the first few are a downset."""
+
+    def __init__(self, problem: UnequalInstance) -> None:
+        self._problem = problem
+        self.every = _ideals_of_chain(len(problem.layers))
+        self.cut_s: CutSeconds | None = None
+        if problem.cut_s:
+            self.cut_s = [[np.array(cuts) for cuts in row] for row in problem.cut_s]
+
+    def reach(self, knapsacks: Sequence[Knapsacks]) -> Reaches:
+        """Return how far along the chain stages get."""
+        return Reach(knapsacks, [one.stages for one in self._problem.types])
+
+    def along(self, order: Sequence[int]) -> UnequalInstance:
+        """Return the chain; it has only one order."""
+        assert list(order) == list(range(len(self._problem.layers))), "stages hold runs of layers"
+        return self._problem
+
+
+class Search:
     """One problem under rising ceilings; `least_s` is the first that can do, `whole_s` the last.
 
-    No split takes less than `bound_s`.
+    No split takes less than `bound_s`.  What cuts cost is read from `layers` alone.
     """
 
-    def __init__(self, problem: UnequalInstance, store: FrontierStore, cutoff_s: float) -> None:
+    def __init__(
+        self, problem: UnequalInstance, store: FrontierStore, cutoff_s: float, layers: Layers
+    ) -> None:
         self._problem = problem
         self._cutoff_s = cutoff_s
+        self._layers = layers
+        inner = [cuts[1:-1] for row in layers.cut_s or () for cuts in row if len(cuts) > 2]
+        self._least_cut_s = min((float(cuts.min()) for cuts in inner), default=0.0)
+        self._most_cut_s = max((float(cuts.max()) for cuts in inner), default=0.0)
         self._knapsacks = [
             Knapsacks(problem.all_of(number), store) for number in range(len(problem.types))
         ]
         self._known: list[Known] = [{} for _ in problem.types]
-        self._every = _ideals_of_chain(len(problem.layers))
-        self._reach = Reach(self._knapsacks, [one.stages for one in problem.types])
+        self._reach = layers.reach(self._knapsacks)
         self._rest_s = self._least_besides_s()
         self.whole_s = self._longest_stage_s()
         self.least_s = self._reach.least_s(self.whole_s)
-        self.bound_s = problem.steady * (1 - LEAST_SHARE) * self.least_s + self._rest_s
+        self.bound_s = math.inf  # not 0 · inf, with one micro-batch
+        if self.least_s < math.inf:
+            self.bound_s = problem.steady * (1 - LEAST_SHARE) * self.least_s + self._rest_s
+
+    def solved(self) -> UnequalSolution | Infeasible | Fathomed:
+        """Return the best order of types, cuts and options."""
+        if self.least_s == math.inf:
+            return Infeasible(why_infeasible(self._problem))
+        if meets(self.bound_s, self._cutoff_s):
+            return Fathomed(self.bound_s)
+        best: UnequalSolution | None = None
+        searched_s, ceiling_s = -math.inf, self.first_s()
+        while ceiling_s > searched_s:
+            best = self.under(ceiling_s, best)
+            searched_s = ceiling_s
+            ceiling_s = self.needed_s(best, searched_s)
+        if best is not None:
+            return best
+        if self._cutoff_s < math.inf:
+            return Fathomed(max(self.bound_s, self._cutoff_s))
+        return Infeasible(why_infeasible(self._problem))
 
     def _longest_stage_s(self) -> float:
         """Seconds of all layers in their slowest options on the slowest type."""
-        problem = self._problem
-        cuts_s = [cut for row in problem.cut_s for cuts in row for cut in cuts]
         longest_s = 0.0
         for knapsacks in self._knapsacks:
             options = knapsacks.options
             slowest_s = options.time_s.max(axis=1, where=options.present, initial=0.0)
             own_s = float(knapsacks.time_scale.max() * slowest_s[knapsacks.layers].sum())
             exposed_s = float(knapsacks.exposed_s.max())
-            longest_s = max(longest_s, own_s + exposed_s + 2 * max(cuts_s, default=0.0))
+            longest_s = max(longest_s, own_s + exposed_s + 2 * self._most_cut_s)
         return longest_s * (1 + 1e-9)
 
     def _least_besides_s(self) -> float:
@@ -126,8 +175,7 @@ class _Search:
         least_sync_s = np.min(sync_s, axis=0)
         once_s = max(float(least_sync_s.max()), float(least_sync_s.sum()) / len(problem.in_flight))
         exposed_s = float(np.min([one.exposed_s for one in self._knapsacks], axis=0).sum())
-        cuts_s = [cut for row in problem.cut_s for cuts in row for cut in cuts]
-        exposed_s += 2 * (len(problem.in_flight) - 1) * min(cuts_s, default=0.0)
+        exposed_s += 2 * (len(problem.in_flight) - 1) * self._least_cut_s
         return float(np.min(gain_s, axis=0).sum()) + problem.fill * exposed_s + once_s
 
     def first_s(self) -> float:
@@ -147,17 +195,16 @@ class _Search:
 
     def under(self, ceiling_s: float, best: UnequalSolution | None) -> UnequalSolution | None:
         """Best split with no stage above the ceiling, if it is better than `best`."""
-        ends = self._reach.ends(ceiling_s)
-        ranges = self._reach.ranges(ends)
-        if not self._reach.arrives(ranges):
+        spans = self._reach.spans(ceiling_s)
+        if spans is None:
             return best
         steps = UnequalSteps(
             self._problem,
             self._knapsacks,
-            every=self._every,
+            every=self._layers.every,
             known=self._known,
-            ends=ends,
-            ranges=ranges,
+            spans=spans,
+            cut_s=self._layers.cut_s,
         )
         better = best_split(
             steps,
@@ -170,17 +217,21 @@ class _Search:
         """Choose the options of every stage and evaluate the split from raw numbers."""
         problem = self._problem
         order, cuts, options = [], [0], []
+        layers: list[int] = []
         for stage, step in enumerate(path.steps):
             number = int(steps.type_of[step])
             held = steps.tables[number].layers(int(steps.entry[step]))
             kinds = [problem.layers[layer] for layer in held]
             options += fastest_options(self._knapsacks[number], kinds, stage, steps.sync_limit_s)
             order.append(number)
-            cuts.append(cuts[-1] + len(held))
+            layers += held
+            cuts.append(len(layers))
+        chain = self._layers.along(layers).in_order(order, cuts)
         return UnequalSolution(
             names=tuple(one.name for one in problem.types),
             order=tuple(order),
-            split=assembled(problem.in_order(order, cuts), cuts, options),
+            split=assembled(chain, cuts, options),
+            layers=tuple(layers),
         )
 
 
@@ -191,7 +242,7 @@ def _ideals_of_chain(layers: int) -> Ideals:
     return found
 
 
-def _why_infeasible(problem: UnequalInstance) -> str:
+def why_infeasible(problem: UnequalInstance) -> str:
     """Say what all layers need on the roomiest type, and what all stages together have."""
     layers = range(len(problem.layers))
     instances = [problem.all_of(number) for number in range(len(problem.types))]

@@ -175,6 +175,8 @@ class UnequalSolution:
     names: tuple[str, ...]
     order: tuple[int, ...]
     split: Solution
+    layers: tuple[int, ...]
+    """In the order in which the stages have them; of a chain 0, 1, 2, ..."""
 
     @property
     def stage_types(self) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
 """The steps of a pipeline whose stages may be of any type.
 
-States between stages are (layers so far, stages used of each type, type before, type after); a step
-is one stage of one type.  The last two matter only if cuts between some types cost anything.  Steps
-of one type with the same run of layers at the same position share an entry of that type's table of
-bounds and exact seconds (`planner.solver.graphs.step_table`); what the cuts cost comes on top.
+States between stages are (downset so far, stages used of each type, type before, type after); a
+step is one stage of one type.  Of a chain the downsets are the numbers of its first layers.  The
+last two matter only if cuts between some types cost anything.  Steps of one type with the same
+layers at the same position share an entry of that type's table of bounds and exact seconds
+(`planner.solver.graphs.step_table`); what the cuts cost comes on top.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from planner.solver.graphs.step_bounds import StepBounds
 from planner.solver.graphs.step_table import Known, StepTable
 from planner.solver.knapsack import Knapsacks
 from planner.solver.paths import Paths
-from planner.solver.reach import Counts, Ranges, changed
+from planner.solver.unequal.reach import Counts, Runs, Spans, changed
 from planner.solver.unequal.unequal_instance import UnequalInstance
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
-# First layers and ends of runs of layers.
-Runs = tuple[Indices, Indices]
+# [type before][type after] Seconds of a cut behind each downset.
+CutSeconds = Sequence[Sequence[Floats]]
 # (stages used of each type, type before, type after); -1 where there is none or it does not matter.
 Meeting = tuple[Counts, int, int]
 
@@ -35,7 +36,8 @@ class UnequalSteps:
     """[step] All steps under one ceiling, as `planner.solver.settled` wants them.
 
     A step is of type `type_of[step]` and has the layers of entry `entry[step]` of its table.
-    `ends` and `ranges` are those of the ceiling (`planner.solver.reach`).
+    `spans` are those of the ceiling.  `cut_s[g][h]` [downset] is charged to both stages that meet
+    behind it, of types g and h; None where no cut costs anything.
     """
 
     def __init__(
@@ -45,23 +47,24 @@ class UnequalSteps:
         *,
         every: Ideals,
         known: Sequence[Known],
-        ends: list[list[Indices]],
-        ranges: Ranges,
+        spans: Spans,
+        cut_s: CutSeconds | None,
     ) -> None:
         self._problem = problem
-        self._ends = ends
-        self._least = [stage.least_layers for stage in knapsacks[0].instance.stages]
-        self._ranges = ranges
+        self._spans = spans
+        self._width = len(every)
+        self._cuts_s = cut_s
         self._places: list[list[Counts]] = [[] for _ in range(len(problem.in_flight) + 1)]
-        for counts in ranges:
+        for counts in spans.between:
             self._places[sum(counts)].append(counts)
-        runs = [self._runs(position) for position in range(len(problem.in_flight))]
         members = np.arange(len(every))
         self.tables = [
-            StepTable(StepBounds(one, every, members, np.zeros(len(every))), runs, known_of_type)
+            StepTable(
+                StepBounds(one, every, members, np.zeros(len(every))), spans.runs, known_of_type
+            )
             for one, known_of_type in zip(knapsacks, known, strict=True)
         ]
-        self._link(runs)
+        self._link(spans.runs)
         self.sync_depends = any(one.sync_depends for one in knapsacks)
         self.sync_limit_s = np.inf
         self._sync_s = self._of_steps([table.least_sync_s() for table in self.tables])
@@ -105,33 +108,22 @@ class UnequalSteps:
         found: Floats = np.concatenate(of_tables)[self._flat]
         return found
 
-    def _runs(self, position: int) -> Runs:
-        """Runs that some type can hold at a position, by rising first layer."""
-        begins = [self._ranges[counts] for counts in self._places[position]]
-        stops = [self._ranges[counts] for counts in self._places[position + 1]]
-        first = np.arange(min(a for a, _ in begins), max(b for _, b in begins) + 1)
-        end = np.arange(min(a for a, _ in stops), max(b for _, b in stops) + 1)
-        furthest = np.max([ends[position][first] for ends in self._ends], axis=0)
-        least = first + self._least[position]
-        row, column = np.nonzero((end >= least[:, None]) & (end <= furthest[:, None]))
-        return first[row], end[column]
-
     def _meetings(self, position: int) -> list[Meeting]:
         """States before a position, the layers so far aside."""
         found: list[Meeting] = []
         for counts in self._places[position]:
-            if not self._problem.cut_s:
+            if self._cuts_s is None:
                 found.append((counts, -1, -1))
                 continue
             types = range(len(counts))
-            before = [g for g in types if changed(counts, g, -1) in self._ranges] or [-1]
-            after = [g for g in types if changed(counts, g, +1) in self._ranges] or [-1]
+            before = [g for g in types if changed(counts, g, -1) in self._spans.between] or [-1]
+            after = [g for g in types if changed(counts, g, +1) in self._spans.between] or [-1]
             found += [(counts, g, h) for g in before for h in after]
         return found
 
     def _link(self, runs: list[Runs]) -> None:
         """Lay out the steps of every position, sorted by where they start."""
-        width = len(self._problem.layers) + 1
+        width = self._width
         meetings = [self._meetings(position) for position in range(len(runs) + 1)]
         offset = 0
         hops, types, entries, cuts = [], [], [], []
@@ -161,6 +153,7 @@ class UnequalSteps:
     ) -> Iterator[_Move]:
         """All pairs of meetings that a stage can lie between, with the runs that it can hold."""
         first, end = runs
+        between = self._spans.between
         stops: dict[tuple[Counts, int], list[int]] = {}
         for stop, (counts, number, _) in enumerate(after):
             stops.setdefault((counts, number), []).append(stop)
@@ -168,12 +161,11 @@ class UnequalSteps:
         for start, (counts, _, expected) in enumerate(before):
             for number in range(len(self.tables)) if expected < 0 else (expected,):
                 more = changed(counts, number, +1)
-                if more not in self._ranges:
+                if more not in between:
                     continue
                 if (counts, number) not in held:
-                    (a, b), (c, d) = self._ranges[counts], self._ranges[more]
-                    inside = (a <= first) & (first <= b) & (c <= end) & (end <= d)
-                    inside &= end <= self._ends[number][position][first]
+                    inside = between[counts][first] & between[more][end]
+                    inside &= self._spans.holds[number][position]
                     held[counts, number] = np.flatnonzero(inside)
                 for stop in stops.get((more, expected), ()):
                     yield _Move(start, stop, number, held[counts, number])
@@ -181,9 +173,9 @@ class UnequalSteps:
     def _cut_of(self, meeting: Meeting, position: Indices) -> Floats:
         """Seconds that each of the two stages spends on a cut at these positions."""
         _, before, after = meeting
-        if before < 0 or after < 0:
+        if before < 0 or after < 0 or self._cuts_s is None:
             return np.zeros(len(position))
-        return np.array(self._problem.cut_s[before][after])[position]
+        return self._cuts_s[before][after][position]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

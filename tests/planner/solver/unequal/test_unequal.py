@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -90,7 +91,7 @@ def least_objective_s(problem: UnequalInstance) -> float:
     held: dict[tuple[int, int, int, int], list[tuple[float, ...]]] = {}
     for s, g in itertools.product(range(stages), range(len(problem.types))):
         for first, end in itertools.combinations(range(layers + 1), 2):
-            held[s, g, first, end] = _choices(problem, s, g, range(first, end))
+            held[s, g, first, end] = choices_of(problem, s, g, range(first, end))
     best = math.inf
     apart = 0.5 if problem.forward_apart else 0.0
     for order in orders(problem):
@@ -119,7 +120,9 @@ def least_objective_s(problem: UnequalInstance) -> float:
     return best
 
 
-def _choices(problem: UnequalInstance, s: int, g: int, held: range) -> list[tuple[float, ...]]:
+def choices_of(
+    problem: UnequalInstance, s: int, g: int, held: Sequence[int]
+) -> list[tuple[float, ...]]:
     """Seconds apart, other seconds and sync of options that fit and that no others beat."""
     one = problem.types[g]
     stage = problem.all_of(g).stages[s]

@@ -8,13 +8,18 @@ ends earlier.  So the stages before a cut, n_g of type g, end at
 
 at most, whatever their order, and those behind it begin at least as late as the mirror image says.
 Each set of counts is left with a short range of cuts.
+
+What is left is a `Spans`, as it is of a graph (`planner.solver.unequal.ideal_reach`): a chain's
+downsets are the numbers of its first layers.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +27,42 @@ from numpy.typing import NDArray
 from planner.solver.knapsack import Knapsacks
 
 Indices = NDArray[np.intp]
+Booleans = NDArray[np.bool_]
 Counts = tuple[int, ...]
 # First and last position at which stages of these counts can end together.
 Ranges = dict[Counts, tuple[int, int]]
 
 _ROUNDING = 1e-9
 LEAST_SHARE = 0.01
-"""How much more than the least ceiling `Reach.least_s` may be, as a share of it."""
+"""How much more than the least ceiling `least_s` may be, as a share of it."""
+
+
+# A run of layers is what the second of two downsets adds to the first.
+Runs = tuple[Indices, Indices]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """What stages may hold under a ceiling.
+
+    `runs` [position] are what some type can hold there, by rising first downset, and `holds`
+    [type][position] tells of each whether that type can; `between[counts]` [downset] tells where
+    stages of these counts may end together.
+    """
+
+    runs: list[Runs]
+    holds: list[list[Booleans]]
+    between: dict[Counts, Booleans]
+
+
+class Reaches(Protocol):
+    """How far stages get under any ceiling."""
+
+    def least_s(self, whole_s: float) -> float:
+        """Ceiling, to `LEAST_SHARE`, below which they do not get to the end; inf if none do."""
+
+    def spans(self, ceiling_s: float) -> Spans | None:
+        """Return what stages may hold; None if they do not get to the end."""
 
 
 class Reach:
@@ -51,6 +85,7 @@ class Reach:
             self._seconds.append(np.append(0.0, np.cumsum(least_s)))
             self._exposed_s.append(float(one.exposed_s.min()))
         self._holds = [_by_bytes(one) for one in knapsacks]
+        self._least = [stage.least_layers for stage in knapsacks[0].instance.stages]
 
     def ends(self, ceiling_s: float) -> list[list[Indices]]:
         """[type][position][first] End of the longest run that a stage can hold; `first` if none."""
@@ -103,24 +138,57 @@ class Reach:
 
         At most `whole_s`, which limits no stage.
         """
+        return least_ceiling_s(
+            lambda ceiling_s: self.arrives(self.ranges(self.ends(ceiling_s))),
+            whole_s,
+            sum(self._full),
+        )
 
-        def enough(ceiling_s: float) -> bool:
-            return self.arrives(self.ranges(self.ends(ceiling_s)))
+    def spans(self, ceiling_s: float) -> Spans | None:
+        """Return what stages may hold; None if they do not get to the end."""
+        ends = self.ends(ceiling_s)
+        ranges = self.ranges(ends)
+        if not self.arrives(ranges):
+            return None
+        runs = [self._runs(position, ends, ranges) for position in range(sum(self._full))]
+        at = np.arange(self._layers + 1)
+        return Spans(
+            runs=runs,
+            holds=[
+                [end <= own[position][first] for position, (first, end) in enumerate(runs)]
+                for own in ends
+            ],
+            between={counts: (a <= at) & (at <= b) for counts, (a, b) in ranges.items()},
+        )
 
-        if not enough(whole_s):
-            return np.inf
-        high = min(whole_s, 2 * whole_s / sum(self._full))
-        while not enough(high):
-            high = min(2 * high, whole_s)
-        low = 0.0
-        while high - low > LEAST_SHARE * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if enough(middle) else (middle, high)
-        return high
+    def _runs(self, position: int, ends: list[list[Indices]], ranges: Ranges) -> Runs:
+        """Runs that some type can hold at a position, by rising first layer."""
+        begins = [span for counts, span in ranges.items() if sum(counts) == position]
+        stops = [span for counts, span in ranges.items() if sum(counts) == position + 1]
+        first = np.arange(min(a for a, _ in begins), max(b for _, b in begins) + 1)
+        end = np.arange(min(a for a, _ in stops), max(b for _, b in stops) + 1)
+        furthest = np.max([own[position][first] for own in ends], axis=0)
+        least = first + self._least[position]
+        row, column = np.nonzero((end >= least[:, None]) & (end <= furthest[:, None]))
+        return first[row], end[column]
 
     def arrives(self, ranges: Ranges) -> bool:
         """Whether the stages may get from the first layer to the last."""
         return self._every[0] in ranges
+
+
+def least_ceiling_s(enough: Callable[[float], bool], whole_s: float, stages: int) -> float:
+    """Least ceiling, to `LEAST_SHARE`, that is enough; inf if `whole_s` is not."""
+    if not enough(whole_s):
+        return np.inf
+    high = min(whole_s, 2 * whole_s / stages)
+    while not enough(high):
+        high = min(2 * high, whole_s)
+    low = 0.0
+    while high - low > LEAST_SHARE * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 def changed(counts: Counts, place: int, by: int) -> Counts:

@@ -1,0 +1,158 @@
+"""unequal_graph.solve_unequal_graph against every split, order of types and choice of options."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from planner.solver.instance import Fathomed, Infeasible
+from planner.solver.unequal.unequal import solve_unequal
+from planner.solver.unequal.unequal_graph import (
+    UnequalGraph,
+    least_graph_s,
+    solve_unequal_graph,
+)
+from planner.solver.unequal.unequal_instance import UnequalSolution
+from tests.planner.solver.unequal.test_unequal import choices_of, orders, random_unequal
+
+
+def random_graph(seed: int) -> UnequalGraph:
+    """At most 6 layers on 4 stages of 3 types, whose cuts cost what crosses them."""
+    rng = random.Random(1000 + seed)
+    chain = replace(random_unequal(seed), cut_s=())
+    layers, types = len(chain.layers), len(chain.types)
+    share = rng.choice([0.1, 0.3, 0.5])
+    pairs = itertools.combinations(range(layers), 2)
+    return UnequalGraph(
+        names=tuple(f"layer {i}" for i in range(layers)),
+        edges=tuple(pair for pair in pairs if rng.random() < share),
+        chain=chain,
+        output_s=tuple(
+            tuple(tuple(float(rng.randint(0, 3)) for _ in range(layers)) for _ in range(types))
+            for _ in range(types)
+        ),
+    )
+
+
+def least_objective_s(problem: UnequalGraph) -> float:
+    """Seconds of the best split, order of types and options from the definition; inf if none."""
+    chain = problem.chain
+    stages, layers = len(chain.in_flight), len(problem.names)
+    apart = 0.5 if chain.forward_apart else 0.0
+    best, every = math.inf, orders(chain)
+    for stage_of in itertools.product(range(stages), repeat=layers):
+        backward = any(stage_of[a] > stage_of[b] for a, b in problem.edges)
+        if backward or len(set(stage_of)) < stages:
+            continue
+        held = [[at for at in range(layers) if stage_of[at] == s] for s in range(stages)]
+        last = [
+            max([stage_of[b] for a, b in problem.edges if a == at], default=0)
+            for at in range(layers)
+        ]
+        for order in every:
+            choices = [choices_of(chain, s, g, held[s]) for s, g in enumerate(order)]
+            beside = [0.0] * stages
+            for s in range(stages - 1):
+                sent_s = problem.output_s[order[s]][order[s + 1]]
+                cut_s = sum(sent_s[at] for at in range(layers) if stage_of[at] <= s < last[at])
+                beside[s] += cut_s
+                beside[s + 1] += cut_s
+            credit_s = sum(
+                chain.types[g].time_scale * chain.credits_of(g)[chain.layers[at]]
+                for s, g in enumerate(order)
+                for at in held[s]
+                if chain.credits_of(g)
+            )
+            for parts in itertools.product(*choices):
+                both = list(zip(parts, beside, strict=True))
+                slowest_s = max(f + apart * cut for (f, _, _), cut in both)
+                slowest_s += max(b + (1 - apart) * cut for (_, b, _), cut in both)
+                sum_s = sum(f + b + cut for (f, b, _), cut in both)
+                total_s = chain.steady * slowest_s + chain.fill * sum_s - credit_s
+                best = min(best, total_s + max(sync for _, _, sync in parts))
+    return best
+
+
+def small(problem: UnequalGraph) -> bool:
+    """Whether all splits, orders of types and options are soon listed."""
+    chain = problem.chain
+    options = max(len(table) for one in chain.types for table in one.kinds)
+    splits = len(chain.in_flight) ** len(problem.names)
+    return splits * len(orders(chain)) * options <= 3000
+
+
+GRAPHS = [
+    problem
+    for problem in map(random_graph, range(520))
+    if small(problem) and len(problem.chain.types) > 1
+]
+
+
+@pytest.mark.parametrize("start", range(0, 100, 20))
+def test_no_split_and_no_order_of_types_beats_the_solution(start: int) -> None:
+    feasible = 0
+    for seed, problem in enumerate(GRAPHS[start : start + 20]):
+        best_s = least_objective_s(problem)
+
+        answer = solve_unequal_graph(problem)
+
+        assert least_graph_s(problem) <= best_s * (1 + 1e-9) + 1e-9, seed
+        if best_s == math.inf:
+            assert isinstance(answer, Infeasible), seed
+            continue
+        assert isinstance(answer, UnequalSolution), seed
+        assert answer.optimal
+        assert answer.split.objective_s == pytest.approx(best_s, rel=1e-9, abs=1e-9), seed
+        place = {layer: at for at, layer in enumerate(answer.layers)}
+        assert all(place[a] < place[b] for a, b in problem.edges)
+        feasible += 1
+    assert feasible > 5
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_with_too_many_downsets_orders_are_tried_and_the_gap_is_honest(seed: int) -> None:
+    problem = GRAPHS[seed]
+    best_s = least_objective_s(problem)
+
+    answer = solve_unequal_graph(problem, most_steps=0)
+
+    if isinstance(answer, UnequalSolution):
+        assert answer.split.lower_bound_s <= best_s * (1 + 1e-9) + 1e-9
+        assert answer.split.objective_s >= best_s * (1 - 1e-9) - 1e-9
+        place = {layer: at for at, layer in enumerate(answer.layers)}
+        assert all(place[a] < place[b] for a, b in problem.edges)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_graph_with_one_order_is_a_chain(seed: int) -> None:
+    problem = random_graph(seed)
+    edges = {*problem.edges, *itertools.pairwise(range(len(problem.names)))}
+    problem = replace(problem, edges=tuple(sorted(edges)))
+
+    answer = solve_unequal_graph(problem)
+    chain = solve_unequal(problem.along(range(len(problem.names))))
+
+    assert type(answer) is type(chain)
+    if isinstance(answer, UnequalSolution) and isinstance(chain, UnequalSolution):
+        assert answer.split.objective_s == pytest.approx(chain.split.objective_s, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_below_the_cutoff_is_said(seed: int) -> None:
+    problem = random_graph(seed)
+    best = solve_unequal_graph(problem)
+    if not isinstance(best, UnequalSolution) or not best.split.objective_s:
+        return
+
+    hair_s = 1e-6 * abs(best.split.objective_s)
+
+    assert isinstance(
+        solve_unequal_graph(problem, cutoff_s=best.split.objective_s - hair_s), Fathomed
+    )
+    above = solve_unequal_graph(problem, cutoff_s=best.split.objective_s + hair_s)
+    assert isinstance(above, UnequalSolution)
+    assert above.split.objective_s == pytest.approx(best.split.objective_s)
