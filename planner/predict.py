@@ -128,7 +128,7 @@ def _shared_prediction(
     each = []
     for group, micro_batches in most.items():
         layout = replace(plan.layout, micro_batches=micro_batches)
-        seats = costs.seats(layout, [group] * layout.stages)
+        seats = costs.seats(layout, [group] * layout.stages, _branches(plan, model))
         each.append(placement_prediction(costs.tables[group], layout, placements, seats))
     slowest = max(each, key=lambda prediction: prediction.step_time_s)
     fullest = max(
@@ -169,12 +169,19 @@ def seated(
         _check_known(plan, costs)
         busiest = max(plan.shares or (), key=lambda share: share.micro_batches, default=None)
         groups = [stage.group or (busiest.group if busiest else "") for stage in plan.stages]
-        return costs.tables[groups[0]], costs.seats(plan.layout, groups)
+        return costs.tables[groups[0]], costs.seats(plan.layout, groups, _branches(plan, model))
     tables = CostTables(model, cluster, plan.job, only_profile(profile), activations_of(plan))
-    if model.edges:
-        held = [[item.layer for item in stage.layers] for stage in plan.stages]
+    held = _branches(plan, model)
+    if held is not None:
         return tables, branching(tables, plan.layout, held)
     return tables, alike(tables, plan.layout)
+
+
+def _branches(plan: Plan, model: ModelGraph) -> list[list[str]] | None:
+    """[stage] Names of its layers, where they form a graph."""
+    if not model.edges:
+        return None
+    return [[item.layer for item in stage.layers] for stage in plan.stages]
 
 
 def _check_known(plan: Plan, costs: GroupCosts) -> None:

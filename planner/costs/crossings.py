@@ -77,7 +77,14 @@ def sink_kind(model: ModelGraph) -> str | None:
 
 
 def narrowest_bytes(model: ModelGraph, output_bytes: Mapping[str, float]) -> float:
-    """Least that crosses any boundary; `output_bytes` are of each kind of layer."""
+    """Least that crosses any boundary; `output_bytes` are of each kind of layer.
+
+    In a connected graph some output does.
+    """
+    import networkx  # noqa: PLC0415 - loads slowly, and chains need none of it
+
+    if not networkx.is_weakly_connected(model.graph):
+        return 0.0
     kinds = {name: layer.kind for name, layer in model.chain}
     return min((output_bytes[kinds[edge.source]] for edge in model.edges), default=0.0)
 

@@ -13,10 +13,11 @@ from dataclasses import replace
 
 from planner.cluster import ClusterSpec
 from planner.costs.collectives import Level, group_levels
+from planner.costs.crossings import crossings
 from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import CostTables, LayoutCosts
 from planner.costs.rates import Rates, rates
-from planner.costs.seats import Seat, Seats
+from planner.costs.seats import Passing, Seat, Seats, passed_on
 from planner.document import nearest
 from planner.errors import DocumentError
 from planner.model import ModelGraph
@@ -91,9 +92,15 @@ class GroupCosts:
         """Return each group's costs of a layout, in the order of the groups."""
         return {name: tables.of(layout) for name, tables in self.tables.items()}
 
-    def crossing_s(self, layout: Layout, before: str, after: str) -> float:
-        """Seconds of one micro-batch's activation from a stage on one group to one on another."""
-        size_bytes = self.tables[before].of(layout).boundary_bytes
+    def crossing_s(
+        self, layout: Layout, before: str, after: str, size_bytes: float | None = None
+    ) -> float:
+        """Seconds of one micro-batch's activation from a stage on one group to one on another.
+
+        It has `size_bytes`, or what crosses every boundary of a chain.
+        """
+        if size_bytes is None:
+            size_bytes = self.tables[before].of(layout).boundary_bytes
         if before != after:
             joined = Level(self.cluster.tiers[-1], 2)
             return self._rates[before].link_s("send_recv", size_bytes, (joined,))
@@ -101,21 +108,35 @@ class GroupCosts:
         levels = group_levels(self._alone[before].tiers, inside, ("pipeline",))
         return self._rates[before].link_s("send_recv", size_bytes, levels)
 
-    def seats(self, layout: Layout, groups: Sequence[str]) -> Seats:
-        """Return the seats of stages that run on these groups."""
+    def seats(
+        self, layout: Layout, groups: Sequence[str], stages: Sequence[Sequence[str]] | None = None
+    ) -> Seats:
+        """Return the seats of stages that run on these groups.
+
+        `stages` are their layers' names, where layers form a graph.
+        """
         costs = self.costs(layout)
         held = {group.name: group for group in self.cluster.groups}
+        passings: Sequence[Passing | None] = [None] * len(groups)
+        crossing: Sequence[Sequence[float | None]] = [[None]] * (len(groups) - 1)
+        if stages is not None:
+            sizes = self.tables[groups[0]].output_sizes(layout)
+            passings = passed_on(self.model, sizes, stages)
+            crossing = [[sizes[name] for name in names] for names in crossings(self.model, stages)]
         return Seats(
             stages=tuple(
                 Seat(
                     costs=costs[g],
                     accelerator=held[g].accelerator,
+                    passing=passing,
                     host_room_bytes=host_room_bytes(held[g]),
                 )
-                for g in groups
+                for g, passing in zip(groups, passings, strict=True)
             ),
             transfer_s=tuple(
-                self.crossing_s(layout, before, after)
-                for before, after in itertools.pairwise(groups)
+                sum(self.crossing_s(layout, before, after, size) for size in sizes_bytes)
+                for (before, after), sizes_bytes in zip(
+                    itertools.pairwise(groups), crossing, strict=True
+                )
             ),
         )

@@ -247,6 +247,11 @@ class CostTables:
             for kind, layer in self._layers.items()
         }
 
+    def output_sizes(self, layout: Layout) -> dict[str, float]:
+        """Bytes of one micro-batch's output on a rank, by layer."""
+        by_kind = self.output_bytes(layout)
+        return {name: by_kind[layer.kind] for name, layer in self.model.chain}
+
     def crossing_s(self, layout: Layout, sizes_bytes: Iterable[float]) -> float:
         """Seconds until tensors of these sizes, sent one by one, are with the next stage."""
         neighbours = self._links(layout).neighbours

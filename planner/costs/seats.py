@@ -7,12 +7,13 @@ memory of its own; where layers form a graph, each boundary has the tensors that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.cluster import Accelerator
 from planner.costs.crossings import crossings
 from planner.costs.layout_costs import CostTables, LayoutCosts
+from planner.model import ModelGraph
 from planner.plan import Layout
 from planner.prediction import Assumption
 
@@ -74,24 +75,34 @@ def alike(tables: CostTables, layout: Layout) -> Seats:
 def branching(tables: CostTables, layout: Layout, stages: Sequence[Sequence[str]]) -> Seats:
     """Return the seats of stages that hold these layers of a graph, on devices that are alike."""
     costs = tables.of(layout)
-    by_kind = tables.output_bytes(layout)
-    size_bytes = {name: by_kind[layer.kind] for name, layer in tables.model.chain}
-    crossing = crossings(tables.model, stages)
-    seats = []
+    size_bytes = tables.output_sizes(layout)
+    accelerator = tables.cluster.groups[0].accelerator
+    return Seats(
+        stages=tuple(
+            Seat(costs=costs, accelerator=accelerator, passing=passing)
+            for passing in passed_on(tables.model, size_bytes, stages)
+        ),
+        transfer_s=tuple(
+            tables.crossing_s(layout, [size_bytes[name] for name in names])
+            for names in crossings(tables.model, stages)
+        ),
+    )
+
+
+def passed_on(
+    model: ModelGraph, size_bytes: Mapping[str, float], stages: Sequence[Sequence[str]]
+) -> list[Passing]:
+    """[stage] What crosses its ends; `size_bytes` are of each layer's output."""
+    crossing = crossings(model, stages)
+    found = []
     for s, held in enumerate(stages):
         received = crossing[s - 1] if s else ()
         sent = crossing[s] if s < len(crossing) else ()
-        passing = Passing(
-            received_bytes=sum(size_bytes[name] for name in received),
-            made_bytes=sum(size_bytes[name] for name in sent if name in held),
-            sent_bytes=sum(size_bytes[name] for name in sent),
+        found.append(
+            Passing(
+                received_bytes=sum(size_bytes[name] for name in received),
+                made_bytes=sum(size_bytes[name] for name in sent if name in held),
+                sent_bytes=sum(size_bytes[name] for name in sent),
+            )
         )
-        seats.append(
-            Seat(costs=costs, accelerator=tables.cluster.groups[0].accelerator, passing=passing)
-        )
-    return Seats(
-        stages=tuple(seats),
-        transfer_s=tuple(
-            tables.crossing_s(layout, [size_bytes[name] for name in names]) for names in crossing
-        ),
-    )
+    return found

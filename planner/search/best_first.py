@@ -139,10 +139,6 @@ def search(
         raise DocumentError(
             "require", "speaks of layers in a chain and of stages on devices that are alike"
         )
-    if cluster.mixed and model.edges:
-        raise DocumentError(
-            "cluster", "has devices that differ, and a graph of layers needs devices that are alike"
-        )
     if cluster.mixed:
         from planner.search.spaces.mixed import search_mixed  # noqa: PLC0415 - it imports this module
 

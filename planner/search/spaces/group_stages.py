@@ -16,6 +16,7 @@ from planner.costs.group_costs import GroupCosts
 from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import counted_by_rank
 from planner.costs.strategy import StrategyCost
+from planner.model import ModelGraph
 from planner.plan import Layout, PlacedLayer, Plan, Stage
 from planner.schedule import LOOPED, rank_of_stage, splits_backward
 from planner.search.formulation import plan_with
@@ -24,6 +25,7 @@ from planner.search.layout_queue import Found
 from planner.search.rank_problem import RankProblem
 from planner.search.spaces.groups import GroupSpace
 from planner.solver.instance import Instance
+from planner.solver.unequal.unequal_graph import UnequalGraph
 from planner.solver.unequal.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
 
 
@@ -65,6 +67,53 @@ def stages_problem(
             for row in _cuts_s(costs, layout, crossings_s)
         ),
     )
+
+
+def graph_problem(
+    costs: GroupCosts, layout: Layout, model: ModelGraph, chains: dict[str, Instance]
+) -> UnequalGraph:
+    """Return the problem of a graph's layout from the groups' chains of its layers in order.
+
+    Each output is sent over the link between the groups of both stages; the action of the loss is
+    in the last layer's own seconds.
+    """
+    number = {name: at for at, (name, _) in enumerate(model.chain)}
+    each = 3.0 if counted_by_rank(layout) else 2.0
+    actions = [each] * (layout.pipeline - 1) + [each - 1.0] if layout.pipeline > 1 else [0.0]
+    plain = stages_problem(costs, layout, chains)
+    types = tuple(
+        replace(
+            one,
+            rooms=tuple(
+                replace(room, exposed_s=count * costs.tables[one.name].action_s)
+                for room, count in zip(one.rooms, actions, strict=True)
+            ),
+        )
+        for one in plain.types
+    )
+    names = list(costs.tables)
+    return UnequalGraph(
+        names=tuple(number),
+        edges=tuple(sorted({(number[edge.source], number[edge.target]) for edge in model.edges})),
+        chain=replace(plain, types=types, cut_s=()),
+        output_s=tuple(
+            tuple(_outputs_s(costs, layout, model, before, after) for after in names)
+            for before in names
+        ),
+    )
+
+
+def _outputs_s(
+    costs: GroupCosts, layout: Layout, model: ModelGraph, before: str, after: str
+) -> tuple[float, ...]:
+    """[layer] Seconds of its output from a stage on one group to one on another."""
+    if layout.pipeline == 1:
+        return (0.0,) * len(model.chain)
+    by_kind = {
+        kind: costs.crossing_s(layout, before, after, size)
+        for kind, size in costs.tables[before].output_bytes(layout).items()
+    }
+    return tuple(by_kind[kind] for kind in model.chain_kinds)
 
 
 def _on_host(chain: Instance) -> bool:
@@ -124,7 +173,7 @@ def planned(space: GroupSpace, found: Found[UnequalSolution], cluster_name: str)
     home = rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
     )
-    names = [name for name, _ in model.chain]
+    names = [name for name, _ in space.ordered.chain]
     placed = (_shared if layout.virtual_stages > 1 else _consecutive)(space, found)
     return plan_with(
         model,
@@ -154,14 +203,19 @@ Placed = list[list[tuple[int, StrategyCost]]]
 def _consecutive(space: GroupSpace, found: Found[UnequalSolution]) -> Placed:
     """[stage] Positions of its layers and what becomes of them, one stage a rank."""
     layout, split = found.layout, found.split.split
-    kinds = space.model.chain_kinds
+    kinds, order = space.ordered.chain_kinds, found.split.layers
     placed: Placed = []
     for group, (first, end) in zip(
         found.split.stage_types, itertools.pairwise(split.cuts), strict=True
     ):
         tables = space.costs.tables[group].of(layout).kinds
         choices = {kind: allowed(tables[kind], layout, space.pins.recompute) for kind in tables}
-        placed.append([(at, choices[kinds[at]][split.options[at]]) for at in range(first, end)])
+        placed.append(
+            [
+                (layer, choices[kinds[layer]][option])
+                for layer, option in zip(order[first:end], split.options[first:end], strict=True)
+            ]
+        )
     return placed
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.cluster import ClusterSpec
+from planner.costs.crossings import in_order
 from planner.costs.group_costs import GroupCosts
 from planner.costs.layout_costs import LayoutCosts
 from planner.model import ModelGraph
@@ -36,6 +37,8 @@ class GroupSpace:
         self.job = job
         self.pins = pins
         self.whole = whole or cluster
+        self.ordered = in_order(model) if model.edges else model
+        """The layers one by one in an order in which they can run."""
         self.activations = activations(cluster, pins)
         self.costs = GroupCosts(model, cluster, job, profile, self.activations)
         self.frontiers = FrontierStore()
@@ -60,7 +63,7 @@ class GroupSpace:
         """Return each group's partition problem of a layout, as if it ran all stages."""
         return {
             group.name: instance_of(
-                self.model,
+                self.ordered,
                 self.cluster.part((group,)),
                 layout,
                 self.costs.tables[group.name].of(layout),

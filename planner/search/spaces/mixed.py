@@ -27,13 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import ClusterSpec
+from planner.costs.crossings import narrowest_bytes
 from planner.costs.group_costs import profiles_of
 from planner.costs.layout_costs import LayoutCosts, refusal
+from planner.costs.seats import Seats
 from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.native import GROUP_SCHEDULES
 from planner.pipeline_model import held
-from planner.plan import Job, Layout, ScheduleName
+from planner.plan import Job, Layout, Plan, ScheduleName
 from planner.predict import placement_prediction, placements_of
 from planner.profile import Profiles
 from planner.schedule import splits_backward
@@ -46,6 +48,7 @@ from planner.search.certificate import (
     MEMORY,
     NO_FASTER,
     OUT_OF_MEMORY,
+    UNFINISHED,
 )
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import instance_of, layout_pace, planned_bytes
@@ -60,14 +63,20 @@ from planner.search.space import (
     sharings,
     timetables,
 )
-from planner.search.spaces.group_stages import planned, stages_problem
+from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace, leanest
 from planner.search.spaces.misses import Request, closest_miss
 from planner.search.spaces.search import Progress, Refusals, Space, search_spaces
 from planner.search.spaces.shares import ShareSpace
-from planner.solver.instance import ROUNDING, Fathomed, Infeasible
+from planner.solver.graphs.graph_instance import Undecided
+from planner.solver.instance import ROUNDING, Fathomed, Infeasible, Instance
 from planner.solver.unequal.unequal import least_s, solve_unequal
-from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
+from planner.solver.unequal.unequal_graph import (
+    UnequalGraph,
+    least_graph_s,
+    solve_unequal_graph,
+)
+from planner.solver.unequal.unequal_instance import UnequalSolution
 
 Floats = NDArray[np.float64]
 
@@ -107,6 +116,29 @@ class MixedSpace(GroupSpace):
     """The layouts of some groups that use each of them whole, as ranks of a pipeline."""
 
     _known_s: dict[tuple[int, ...], tuple[Floats, Floats]] | None = None
+
+    def problem(self, layout: Layout, chains: dict[str, Instance]) -> Any:
+        """Return the partition problem of a layout from those of the groups."""
+        return stages_problem(self.costs, layout, chains)
+
+    def least_split_s(self, problem: Any) -> float:
+        """Least seconds of a split within memory; inf if none fits."""
+        return least_s(problem, frontiers=self.frontiers)
+
+    def best_split(
+        self, problem: Any, cutoff_s: float
+    ) -> UnequalSolution | Infeasible | Fathomed | Undecided:
+        """Return the best order of groups, cuts and options of a layout."""
+        return solve_unequal(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
+
+    def least_crossing_s(self, layout: Layout) -> float:
+        """Least seconds of what crosses a boundary."""
+        names = list(self.costs.tables)
+        return min(self.costs.crossing_s(layout, a, b) for a, b in itertools.product(names, names))
+
+    def seats(self, plan: Plan) -> Seats:
+        """Return where the stages of a plan sit."""
+        return self.costs.seats(plan.layout, [stage.group or "" for stage in plan.stages])
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -177,9 +209,9 @@ class MixedSpace(GroupSpace):
                 micro_batches=count,
             )
 
-    def instance(self, layout: Layout) -> UnequalInstance:
+    def instance(self, layout: Layout) -> Any:
         """Return the partition problem of a layout."""
-        return stages_problem(self.costs, layout, self.chains(layout))
+        return self.problem(layout, self.chains(layout))
 
     def computation_s(self, layout: Layout) -> float:
         """Least seconds of a step by layers and actions alone, memory ignored."""
@@ -203,10 +235,7 @@ class MixedSpace(GroupSpace):
         once_s = max(float(sync_s.max()), float(counts @ sync_s) / layout.pipeline)
         exposed_s = 0.0
         if layout.pipeline > 1:
-            names = list(self.costs.tables)
-            crossing_s = min(
-                self.costs.crossing_s(layout, a, b) for a, b in itertools.product(names, names)
-            )
+            crossing_s = self.least_crossing_s(layout)
             action_s = min(costs.action_s for costs in each)
             exposed_s = 2 * layout.virtual_stages * (layout.pipeline - 1) * (crossing_s + action_s)
         return self._least_s(layout, fastest_s, credits_s, exposed_s=exposed_s) + once_s
@@ -231,18 +260,18 @@ class MixedSpace(GroupSpace):
             return math.inf
         chains = {
             group.name: instance_of(
-                self.model, self.cluster.part((group,)), first, costs, self.pins.recompute
+                self.ordered, self.cluster.part((group,)), first, costs, self.pins.recompute
             )
             for group, costs in zip(self.cluster.groups, lean, strict=True)
         }
-        problem = stages_problem(self.costs, first, chains)
+        problem = self.problem(first, chains)
         step_s = max(tables.step_s for tables in self.costs.tables.values())
-        return (1 - 1e-12) * least_s(problem, frontiers=self.frontiers) + step_s
+        return (1 - 1e-12) * self.least_split_s(problem) + step_s
 
     def memory_s(self, layout: Layout) -> float:
         """Least seconds of a step with what stages can hold; inf if the layout does not fit."""
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
-        return least_s(self.instance(layout), frontiers=self.frontiers) + step_s
+        return self.least_split_s(self.instance(layout)) + step_s
 
     def _has_room(self, layout: Layout, each: Sequence[LayoutCosts]) -> bool:
         """Whether the commonest layers may fit, each rank on whichever group holds the most.
@@ -338,13 +367,13 @@ class MixedSpace(GroupSpace):
         if self._dominated(layout):
             return Lost(DOMINATED)
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
-        answer = solve_unequal(
-            self.instance(layout), cutoff_s=cutoff_s - step_s, frontiers=self.frontiers
-        )
+        answer = self.best_split(self.instance(layout), cutoff_s - step_s)
         if isinstance(answer, Infeasible):
             return Lost(OUT_OF_MEMORY, reason=answer.reason)
         if isinstance(answer, Fathomed):
             return Lost(NO_FASTER, bound_s=answer.lower_bound_s + step_s)
+        if isinstance(answer, Undecided):
+            return Lost(UNFINISHED, bound_s=self.bound_s(layout), reason=answer.reason)
         return Found(
             answer.split.objective_s + step_s, answer.split.lower_bound_s + step_s, layout, answer
         )
@@ -364,18 +393,51 @@ class MixedSpace(GroupSpace):
     def ranked(self, found: Found[UnequalSolution], cluster_name: str) -> Ranked:
         """Return the plan of a split and its prediction."""
         plan = planned(self, found, cluster_name)
-        groups = [stage.group or "" for stage in plan.stages]
         prediction = placement_prediction(
-            self.costs.tables[groups[0]],
+            self.costs.tables[plan.stages[0].group or ""],
             found.layout,
             placements_of(plan, self.model),
-            self.costs.seats(found.layout, groups),
+            self.seats(plan),
         )
         return Ranked(
             plan=plan,
             objective_s=found.objective_s,
             prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
         )
+
+
+class MixedGraphSpace(MixedSpace):
+    """The same of layers that form a graph: branches too are taken in the best order."""
+
+    def problem(self, layout: Layout, chains: dict[str, Instance]) -> UnequalGraph:
+        """Return the partition problem of a layout from those of the groups."""
+        return graph_problem(self.costs, layout, self.ordered, chains)
+
+    def least_split_s(self, problem: UnequalGraph) -> float:
+        """Least seconds of a split within memory; inf if none fits."""
+        return least_graph_s(problem, frontiers=self.frontiers)
+
+    def best_split(
+        self, problem: UnequalGraph, cutoff_s: float
+    ) -> UnequalSolution | Infeasible | Fathomed | Undecided:
+        """Return the best order of branches and groups, cuts and options of a layout."""
+        return solve_unequal_graph(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
+
+    def least_crossing_s(self, layout: Layout) -> float:
+        """Least seconds of what crosses a boundary."""
+        names = list(self.costs.tables)
+        output_bytes = self.costs.tables[names[0]].output_bytes(layout)
+        least_bytes = narrowest_bytes(self.model, output_bytes)
+        return min(
+            self.costs.crossing_s(layout, a, b, least_bytes) if least_bytes else 0.0
+            for a, b in itertools.product(names, names)
+        )
+
+    def seats(self, plan: Plan) -> Seats:
+        """Return where the stages of a plan sit."""
+        groups = [stage.group or "" for stage in plan.stages]
+        held = [[item.layer for item in stage.layers] for stage in plan.stages]
+        return self.costs.seats(plan.layout, groups, held)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -415,4 +477,5 @@ def _spaces(
             own = {group.name: profiles[group.name] for group in groups if group.name in profiles}
             if part.mixed:
                 yield ShareSpace(model, part, job, pins, own, cluster)
-            yield MixedSpace(model, part, job, pins, own, cluster)
+            along = MixedGraphSpace if model.edges else MixedSpace
+            yield along(model, part, job, pins, own, cluster)

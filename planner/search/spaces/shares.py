@@ -226,7 +226,7 @@ class ShareSpace(GroupSpace):
         tables = self.costs.tables[shared.groups[0]].of(layout).kinds
         placed = tuple(
             PlacedLayer(layer=name, recompute=cost.recompute, activations=cost.activations)
-            for (name, layer), option in zip(self.model.chain, shared.split.options, strict=True)
+            for (name, layer), option in zip(self.ordered.chain, shared.split.options, strict=True)
             for cost in [self._choices(tables[layer.kind])[option]]
         )
         plain = plan_with(

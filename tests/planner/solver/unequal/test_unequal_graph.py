@@ -44,6 +44,7 @@ def least_objective_s(problem: UnequalGraph) -> float:
     stages, layers = len(chain.in_flight), len(problem.names)
     apart = 0.5 if chain.forward_apart else 0.0
     best, every = math.inf, orders(chain)
+    known: dict[tuple[int, int, tuple[int, ...]], list[tuple[float, ...]]] = {}
     for stage_of in itertools.product(range(stages), repeat=layers):
         backward = any(stage_of[a] > stage_of[b] for a, b in problem.edges)
         if backward or len(set(stage_of)) < stages:
@@ -54,7 +55,12 @@ def least_objective_s(problem: UnequalGraph) -> float:
             for at in range(layers)
         ]
         for order in every:
-            choices = [choices_of(chain, s, g, held[s]) for s, g in enumerate(order)]
+            choices = []
+            for s, g in enumerate(order):
+                key = s, g, tuple(held[s])
+                if key not in known:
+                    known[key] = choices_of(chain, s, g, held[s])
+                choices.append(known[key])
             beside = [0.0] * stages
             for s in range(stages - 1):
                 sent_s = problem.output_s[order[s]][order[s + 1]]
