@@ -23,7 +23,7 @@ from planner.search.pins import Pins
 from runtime.branches import Branches
 from runtime.engine import Engine
 from runtime.factory import graph_of_factory
-from tests.runtime import cases, networks
+from tests.runtime import cases, networks, test_groups
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, Run, train
 
@@ -82,6 +82,17 @@ def test_two_stages_train_like_one_process(name: str, schedule: str) -> None:
 )
 def test_other_layouts_train_like_one_process(name: str, layout: dict[str, Any]) -> None:
     equals_one_process(cases.plan(graph(name), **layout), name)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["two_towers", "unet"])
+def test_branches_on_two_kinds_of_devices_train_like_one_process(name: str) -> None:
+    plain = cases.plan(graph(name))
+    pins = Pins(pipeline=3, data=1, tensor=1, micro_batch=1, schedule="1f1b")
+    found = search(graph(name), test_groups.cluster(1, 2), plain.job, pins=pins).plan
+    assert {stage.group for stage in found.stages} == {"fast", "slow"}
+
+    equals_one_process(Plan(**{**dict(found), "training": plain.training}), name)
 
 
 @pytest.mark.ranks
