@@ -5,9 +5,9 @@
 A layer of each kind of each model runs forward and backward at its full width on tensors without
 data.  Families that the runtime trains are the runtime's own layers, at tensor parallel 1 and at 2
 in a process group without processes; of other families the modules are those of `transformers`,
-whole.  Counted are parameters, floating-point operations of the products and the attention that
-operators really do (half of a causal core, as it is told to skip), and bytes that are alive between
-forward and backward, each storage once.
+divided in the runtime's styles.  Counted are parameters, floating-point operations of the products
+and the attention that operators really do (half of a causal core, as it is told to skip), and bytes
+that are alive between forward and backward, each storage once.
 """
 
 from __future__ import annotations
@@ -96,14 +96,15 @@ def _error(told: float, traced: float) -> float:
 
 
 LEFT_OUT = """\
-Not traced at tensor parallel 2: GPT-2 (the runtime does not divide its transposed weights), ViT (an
-odd number of positions), the ends of BERT and OPT-350M and OPT's embedding (they look up all
-positions on every rank). Families that the runtime trains are its own layers; of others (BERT,
-DeepSeek-V3, OPT, ViT) the modules are those of `transformers`, divided in the runtime's
-styles. Attention whose values are narrower than its keys (DeepSeek-V3) takes the fused kernel that
-torch has for CUDA. Gemma-2's capped attention runs in blocks and is an operator of its own; what
-it does inside is counted. A vocabulary that the tensor degree does not divide is made larger by
-one.
+Not traced at tensor parallel 2: models with an odd number of heads (Falcon-7B), and the embedding
+of a ViT, whose ranks project all patches; its blocks have one position more than they should, an
+even number. Families that the runtime trains are its own layers; of others the modules are those
+of `transformers`, divided in the runtime's styles: GPT-2 at tensor parallel 2 with Linears for its
+transposed weights, positions of BERT, GPT-2 and OPT looked up for a rank's share. Attention whose
+values are narrower than its keys (DeepSeek-V3) takes the fused kernel that torch has for CUDA.
+Gemma-2's capped attention runs in blocks and is an operator of its own; what it does inside is
+counted. GPT-J, Bloom, MPT and Falcon-7B write their scores, as `transformers` has them. A
+vocabulary that the tensor degree does not divide is made larger by one.
 """
 Made = tuple[dict[str, nn.Module], Callable[[Tensor, Tensor], Tensor]]
 """A layer of each kind, and the loss behind the head."""
@@ -174,7 +175,14 @@ def setting_of(model: ModelGraph, tensor: int) -> Setting:
     positions = a.max_positions
     window = 2 * a.sliding_window if a.sliding_window else 0
     seq_len = min(positions, max(window, 2048))
+    if a.patches is not None and seq_len % tensor:  # an odd number: one more
+        seq_len += tensor - seq_len % tensor
     return Setting(micro_batch=SAMPLES, seq_len=seq_len, precision="bf16", tensor=tensor)
+
+
+def tensors_of(model: ModelGraph) -> tuple[int, ...]:
+    """Return the tensor degrees that a model's heads divide by."""
+    return tuple(degree for degree in TENSORS if _figures(model).heads % degree == 0)
 
 
 def trained(model: ModelGraph) -> bool:
@@ -239,7 +247,7 @@ def without_data(model: ModelGraph, setting: Setting) -> Iterator[Any]:
         )
         place = place_of(plan, CPU)
         with _shapes_apart(), FakeTensorMode(), _NoValues():
-            if trained(model):
+            if trained(model) and not (setting.tensor > 1 and _figures(model).family in UNDIVIDED):
                 yield partial(_runtime_layers, model, plan, place, kinds)
             else:
                 yield partial(_library_layers, model, kinds, setting, place)
@@ -270,26 +278,40 @@ def _library_layers(
     for name, kind in kinds.items():
         if "." in name:
             first.setdefault(kind, int(name.rpartition(".")[2]))
-    modules = layers_of(a, catalog.model_config(model.name), first, seq_len=setting.seq_len)
+    modules = layers_of(
+        a,
+        catalog.model_config(model.name) | {"vocab_size": a.vocab_size},
+        first,
+        seq_len=setting.seq_len,
+        tensor=setting.tensor,
+    )
     in_halves(nn.ModuleDict(modules))
     if setting.tensor > 1:
         for kind in list(modules):
-            styles = styles_of(a, kind)
-            if styles is None:
-                del modules[kind]
-            else:
-                divide(modules[kind], styles, place.axis("tensor"))
-                own_heads(modules[kind], setting.tensor)
+            divide(modules[kind], styles_of(a, kind), place.axis("tensor"))
+            own_heads(modules[kind], setting.tensor)
         if a.tied_embeddings and modules.keys() >= {"embedding", "head"}:
-            modules["head"].parts["output"].weight = modules["embedding"].weight  # type: ignore[index, union-attr]
+            parts: Any = modules["embedding"]
+            tokens = parts.parts["tokens"] if hasattr(parts, "parts") else parts
+            modules["head"].parts["output"].weight = tokens.weight  # type: ignore[index, union-attr]
     return modules, loss_of(a)
 
 
 def own_heads(module: nn.Module, tensor: int) -> None:
-    """Tell OPT's attention how many heads a rank has; others read it off the products."""
+    """Tell attention how many heads a rank has, where it does not read it off the products."""
     for part in module.modules():
-        if type(part).__name__ == "OPTAttention":
-            part.num_heads //= tensor  # type: ignore[operator]
+        for name in _HEADS.get(type(part).__name__, ()):
+            setattr(part, name, getattr(part, name) // tensor)
+
+
+_HEADS = {
+    "BloomAttention": ("num_heads",),
+    "FalconAttention": ("num_heads", "num_kv_heads"),
+    "GPT2Attention": ("num_heads", "split_size"),
+    "GPTJAttention": ("num_attention_heads",),
+    "MptAttention": ("n_heads",),
+    "OPTAttention": ("num_heads",),
+}
 
 
 def in_halves(module: nn.Module) -> None:
@@ -319,6 +341,8 @@ def traced(
     if a.patches is not None:
         side = a.patches.image_size
         value = torch.zeros(shape[0], a.patches.channels, side, side, dtype=torch.bfloat16)
+        if setting.tensor > 1:  # the blocks alone: all ranks project all patches
+            value = torch.zeros(shape[0], shape[1] // setting.tensor, a.hidden_size).bfloat16()
     targets = torch.zeros(shape, dtype=torch.int64)
     result = {}
     # A tied projection counts in the embedding, traced or not.
@@ -407,7 +431,7 @@ def main(names: Sequence[str]) -> None:
     rows: list[Compared] = []
     for name in names or models():
         model = resolve_model(name)
-        for tensor in (1,) if _figures(model).family in UNDIVIDED else TENSORS:
+        for tensor in tensors_of(model):
             print(f"{name} tp={tensor}", file=sys.stderr)
             rows += compared(model, tensor)
     print("# Arithmetic against traces\n")

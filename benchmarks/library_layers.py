@@ -18,11 +18,15 @@ SAMPLES = 2
 CLASSES = {
     "bert": "Bert",
     "bloom": "Bloom",
+    "cohere": "Cohere",
     "deepseek_v3": "DeepseekV3",
     "falcon": "Falcon",
     "gemma2": "Gemma2",
     "gpt_neox": "GPTNeoX",
     "opt": "OPT",
+    "gpt2": "GPT2",
+    "gptj": "GPTJ",
+    "mpt": "Mpt",
     "vit": "ViT",
 }
 """Prefix of the library's classes."""
@@ -56,9 +60,18 @@ class Whole(nn.Module):
 
 
 def layers_of(
-    a: Architecture, config: Mapping[str, Any], kinds: Mapping[str, int], *, seq_len: int
+    a: Architecture,
+    config: Mapping[str, Any],
+    kinds: Mapping[str, int],
+    *,
+    seq_len: int,
+    tensor: int = 1,
 ) -> dict[str, nn.Module]:
-    """Return one module of each kind; `kinds` says which block is the first of its kind."""
+    """Return one module of each kind; `kinds` says which block is the first of its kind.
+
+    Modules are whole; `tensor` says of how many ranks one is to run them, where what they are
+    called with depends on it.
+    """
     from transformers import AttentionInterface, AutoConfig  # noqa: PLC0415 - seconds to import
     from transformers.initialization import no_init_weights  # noqa: PLC0415
 
@@ -78,7 +91,7 @@ def layers_of(
             setattr(settings, name, 0.0)
     modeling = importlib.import_module(f"transformers.models.{a.family}.modeling_{a.family}")
     with no_init_weights():  # values are not there to be drawn
-        return _LAYERS[a.family](a, modeling, settings, kinds, seq_len)
+        return _LAYERS[a.family](a, modeling, settings, kinds, seq_len, tensor)
 
 
 _FUSED = "meshwright_fused"
@@ -108,7 +121,12 @@ def _sliding_mask(seq_len: int, window: int) -> Tensor:
 
 
 def _like_llama(
-    a: Architecture, modeling: Any, settings: Any, kinds: Mapping[str, int], seq_len: int
+    a: Architecture,
+    modeling: Any,
+    settings: Any,
+    kinds: Mapping[str, int],
+    seq_len: int,
+    tensor: int,
 ) -> dict[str, nn.Module]:
     prefix = CLASSES[a.family]
     rotary = _rotary(modeling, prefix, settings, seq_len)
@@ -127,18 +145,30 @@ def _like_llama(
     if a.tied_embeddings:
         output.weight = tokens.weight
     cap = getattr(settings, "final_logit_softcapping", None)
+    scale = getattr(settings, "logit_scale", None) if a.family == "cohere" else None
 
     def head(parts: nn.ModuleDict, x: Tensor) -> Tensor:
         logits = parts["output"](parts["norm"](x))
+        if scale is not None:
+            logits = logits * scale
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    norm = getattr(modeling, f"{prefix}RMSNorm")(a.hidden_size, eps=settings.rms_norm_eps)
+    if a.family == "cohere":
+        norm = modeling.CohereLayerNorm(a.hidden_size, eps=settings.layer_norm_eps)
+        cap = None
+    else:
+        norm = getattr(modeling, f"{prefix}RMSNorm")(a.hidden_size, eps=settings.rms_norm_eps)
     result["head"] = Whole(head, norm=norm, output=output)
     return result
 
 
 def _opt(
-    a: Architecture, modeling: Any, settings: Any, kinds: Mapping[str, int], seq_len: int
+    a: Architecture,
+    modeling: Any,
+    settings: Any,
+    kinds: Mapping[str, int],
+    seq_len: int,
+    tensor: int,
 ) -> dict[str, nn.Module]:
     settings.num_hidden_layers = 1
     model = modeling.OPTForCausalLM(settings)
@@ -146,7 +176,7 @@ def _opt(
     decoder = model.model.decoder
     block = decoder.layers[0]
     block.fc1, block.fc2 = Samples(block.fc1, SAMPLES), Samples(block.fc2, SAMPLES)
-    positions = torch.arange(seq_len).unsqueeze(0)
+    positions = torch.arange(seq_len // tensor).unsqueeze(0)
 
     def embed(parts: nn.ModuleDict, x: Tensor) -> Tensor:
         tokens, where = parts["tokens"](x), parts["positions"](None, position_ids=positions)
@@ -173,26 +203,55 @@ def _opt(
 
 
 def _bert(
-    a: Architecture, modeling: Any, settings: Any, kinds: Mapping[str, int], seq_len: int
+    a: Architecture,
+    modeling: Any,
+    settings: Any,
+    kinds: Mapping[str, int],
+    seq_len: int,
+    tensor: int,
 ) -> dict[str, nn.Module]:
     settings.num_hidden_layers = 1
     model = modeling.BertForMaskedLM(settings)
     model.tie_weights()
+    own = model.bert.embeddings
+    places = torch.arange(seq_len // tensor).unsqueeze(0)
+
+    def embed(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+        types = parts["types"](torch.zeros_like(x[:, : x.shape[1] // tensor]))
+        return parts["norm"](parts["tokens"](x) + types + parts["positions"](places))
+
+    divided = Whole(
+        embed,
+        tokens=own.word_embeddings,
+        types=own.token_type_embeddings,
+        positions=own.position_embeddings,
+        norm=own.LayerNorm,
+    )
     return {
-        "embedding": model.bert.embeddings,
+        # Whole, it is the library's own; divided, its parts on a rank's positions.
+        "embedding": divided if tensor > 1 else own,
         "block": Alone(model.bert.encoder.layer[0], attention_mask=None),
-        "head": model.cls,
+        "head": Whole(
+            lambda parts, x: parts["output"](parts["transform"](x)),
+            transform=model.cls.predictions.transform,
+            output=model.cls.predictions.decoder,
+        ),
     }
 
 
 def _vit(
-    a: Architecture, modeling: Any, settings: Any, kinds: Mapping[str, int], seq_len: int
+    a: Architecture,
+    modeling: Any,
+    settings: Any,
+    kinds: Mapping[str, int],
+    seq_len: int,
+    tensor: int,
 ) -> dict[str, nn.Module]:
     settings.num_hidden_layers = 1
     settings.num_labels = a.classes
     model = modeling.ViTForImageClassification(settings)
-    return {
-        "embedding": model.vit.embeddings,
+    blocks = {} if tensor > 1 else {"embedding": model.vit.embeddings}
+    return blocks | {
         "block": Alone(model.vit.layers[0], attention_mask=None),
         "head": Whole(
             lambda parts, x: parts["output"](parts["norm"](x)[:, 0, :]),
@@ -202,21 +261,104 @@ def _vit(
     }
 
 
-def styles_of(a: Architecture, kind: str) -> dict[str, TensorStyle] | None:
-    """Return how tensor parallelism treats the modules of a layer; None where it cannot.
+def _gpt2(
+    a: Architecture,
+    modeling: Any,
+    settings: Any,
+    kinds: Mapping[str, int],
+    seq_len: int,
+    tensor: int,
+) -> dict[str, nn.Module]:
+    """GPT-2 with Linears for its Conv1Ds, whose weights lie the other way round."""
+    tokens, places = nn.Embedding(a.vocab_size, a.hidden_size), torch.arange(seq_len // tensor)
+    output = nn.Linear(a.hidden_size, a.vocab_size, bias=False)
+    output.weight = tokens.weight
+    block = modeling.GPT2Block(settings, 0)
+    for module in (block.attn, block.mlp):
+        for name, part in list(module.named_children()):
+            if type(part).__name__ == "Conv1D":
+                inner, outer = part.weight.shape
+                setattr(module, name, nn.Linear(inner, outer))
+    return {
+        "embedding": Whole(
+            lambda parts, x: parts["tokens"](x) + parts["positions"](places.unsqueeze(0)),
+            tokens=tokens,
+            positions=nn.Embedding(a.max_positions, a.hidden_size),
+        ),
+        "block": Alone(block, attention_mask=None),
+        "head": Whole(
+            lambda parts, x: parts["output"](parts["norm"](x)),
+            norm=nn.LayerNorm(a.hidden_size),
+            output=output,
+        ),
+    }
 
-    A ViT's positions are odd in number, so that ranks cannot share them alike.
-    """
-    if a.family == "vit":
-        return None
+
+def _side_by_side(
+    a: Architecture,
+    modeling: Any,
+    settings: Any,
+    kinds: Mapping[str, int],
+    seq_len: int,
+    tensor: int,
+) -> dict[str, nn.Module]:
+    """Falcon, GPT-NeoX, GPT-J, Bloom and MPT: blocks of their own between like ends."""
+    tokens = nn.Embedding(a.vocab_size, a.hidden_size)
+    output = nn.Linear(a.hidden_size, a.vocab_size, bias=a.head_bias)
+    if a.tied_embeddings:
+        output.weight = tokens.weight
+    result: dict[str, nn.Module] = {"embedding": tokens}
+    if a.embedding_norm:
+        result["embedding"] = Whole(
+            lambda parts, x: parts["norm"](parts["tokens"](x)),
+            tokens=tokens,
+            norm=nn.LayerNorm(a.hidden_size),
+        )
+    block, fixed = _block_of(a, modeling, settings, seq_len, tensor)
+    result["block"] = Alone(block, **fixed)
+    result["head"] = Whole(
+        lambda parts, x: parts["output"](parts["norm"](x)),
+        norm=nn.LayerNorm(a.hidden_size, bias=a.norm_bias),
+        output=output,
+    )
+    return result
+
+
+def _block_of(
+    a: Architecture, modeling: Any, settings: Any, seq_len: int, tensor: int
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a block and what it is called with beside its input."""
+    mask = torch.zeros(1, 1, seq_len, seq_len, dtype=torch.bfloat16)
+    if a.family in ("gpt_neox", "falcon"):
+        block = "Layer" if a.family == "gpt_neox" else "DecoderLayer"
+        rotary = _rotary(modeling, CLASSES[a.family], settings, seq_len)
+        fixed: dict[str, Any] = {"attention_mask": None, "position_embeddings": rotary}
+        if a.family == "falcon":
+            fixed["alibi"] = None
+        return getattr(modeling, CLASSES[a.family] + block)(settings, 0), fixed
+    settings._attn_implementation = "eager"
+    if a.family == "gptj":
+        positions = torch.arange(seq_len).unsqueeze(0)
+        return modeling.GPTJBlock(settings, 0), {"attention_mask": mask, "position_ids": positions}
+    if a.family == "bloom":
+        bias = torch.zeros(SAMPLES * a.heads // tensor, 1, seq_len, dtype=torch.bfloat16)
+        return modeling.BloomBlock(settings, 0), {"attention_mask": mask, "alibi": bias}
+    bias = torch.zeros(a.heads // tensor, 1, seq_len, dtype=torch.bfloat16)
+    return modeling.MptBlock(settings, 0), {"attention_mask": mask > 0, "position_bias": bias}
+
+
+def styles_of(a: Architecture, kind: str) -> dict[str, TensorStyle]:
+    """Return how tensor parallelism treats the modules of a layer."""
     if kind == "embedding":
-        # BERT and OPT add what they look up for all positions to what a rank has of the tokens.
-        return None if a.family in ("bert", "opt") else {"": "vocabulary"}
+        return {"" if _alone(a) else "parts.tokens": "vocabulary"}
     if kind == "head":
-        # BERT's transform runs on all positions, and what is behind it does not gather again;
-        # OPT-350M projects down in front.
-        return None if a.family == "bert" or a.embedding_size else {"parts.output": "logits"}
+        return {} if a.classes else {"parts.output": "logits"}
     return {f"module.{path}": style for path, style in _BLOCK_STYLES[a.family](kind).items()}
+
+
+def _alone(a: Architecture) -> bool:
+    """Whether the embedding is a look-up of tokens and nothing else."""
+    return not (a.positions == "learned" or a.token_types or a.embedding_norm)
 
 
 def _llama_styles(kind: str) -> dict[str, TensorStyle]:
@@ -278,11 +420,79 @@ def _opt_styles(kind: str) -> dict[str, TensorStyle]:
     }
 
 
+def _neox_styles(kind: str) -> dict[str, TensorStyle]:
+    return _fused_styles("attention", "query_key_value", "dense")
+
+
+def _fused_styles(path: str, inner: str, outer: str) -> dict[str, TensorStyle]:
+    return {
+        path: "gather",
+        f"{path}.{inner}": "columns",
+        f"{path}.{outer}": "rows",
+        "mlp": "gather",
+        "mlp.dense_h_to_4h": "columns",
+        "mlp.dense_4h_to_h": "rows",
+    }
+
+
+def _falcon_styles(kind: str) -> dict[str, TensorStyle]:
+    return _fused_styles("self_attention", "query_key_value", "dense")
+
+
+def _gptj_styles(kind: str) -> dict[str, TensorStyle]:
+    result: dict[str, TensorStyle] = {"attn": "gather", "attn.out_proj": "rows"}
+    result |= {f"attn.{name}_proj": "columns" for name in "qkv"}
+    return result | {"mlp": "gather", "mlp.fc_in": "columns", "mlp.fc_out": "rows"}
+
+
+def _gpt2_styles(kind: str) -> dict[str, TensorStyle]:
+    return {
+        "attn": "gather",
+        "attn.c_attn": "columns",
+        "attn.c_proj": "rows",
+        "mlp": "gather",
+        "mlp.c_fc": "columns",
+        "mlp.c_proj": "rows",
+    }
+
+
+def _vit_styles(kind: str) -> dict[str, TensorStyle]:
+    return {
+        "attention": "gather",
+        "attention.q_proj": "columns",
+        "attention.k_proj": "columns",
+        "attention.v_proj": "columns",
+        "attention.o_proj": "rows",
+        "mlp": "gather",
+        "mlp.fc1": "columns",
+        "mlp.fc2": "rows",
+    }
+
+
+def _mpt_styles(kind: str) -> dict[str, TensorStyle]:
+    return {
+        "attn": "gather",
+        "attn.Wqkv": "columns",
+        "attn.out_proj": "rows",
+        "ffn": "gather",
+        "ffn.up_proj": "columns",
+        "ffn.down_proj": "rows",
+    }
+
+
 _BLOCK_STYLES: dict[str, Callable[[str], dict[str, TensorStyle]]] = {
     "bert": _bert_styles,
+    "bloom": _falcon_styles,
+    "cohere": _llama_styles,
+    "falcon": _falcon_styles,
+    "gpt_neox": _neox_styles,
+    "gpt2": _gpt2_styles,
+    "gptj": _gptj_styles,
+    "mpt": _mpt_styles,
     "deepseek_v3": _deepseek_styles,
     "gemma2": _llama_styles,
     "opt": _opt_styles,
+    "vit": _vit_styles,
 }
 
 
@@ -314,6 +524,13 @@ _LAYERS: dict[str, Callable[..., dict[str, nn.Module]]] = {
     "bert": _bert,
     "deepseek_v3": _like_llama,
     "gemma2": _like_llama,
+    "bloom": _side_by_side,
+    "cohere": _like_llama,
+    "falcon": _side_by_side,
+    "gpt_neox": _side_by_side,
+    "gpt2": _gpt2,
+    "gptj": _side_by_side,
+    "mpt": _side_by_side,
     "opt": _opt,
     "vit": _vit,
 }

@@ -94,6 +94,18 @@ class Architecture(Part):
     """Width of the token embedding where it differs from hidden_size (OPT-350M); 0: the same."""
     classes: Count = 0
     """Outputs of a classification head; 0 means a language-model head over the vocabulary."""
+    parallel: Flag = False
+    """Attention and MLP read one residual and are added to it together (GPT-NeoX, Falcon)."""
+    shared_norm: Flag = False
+    """One norm feeds attention and MLP that run in parallel; else each has its own."""
+    norm_bias: Flag = True
+    """Of layer norms."""
+    rotary_dim: Count = 0
+    """Features of a head that are rotated; 0 means all."""
+    head_bias: Flag = False
+    """Of the output projection."""
+    embedding_norm: Flag = False
+    """A norm behind the embedding, as Bloom has."""
     head_transform: Flag = False
     """A dense layer, activation and norm before the output projection, as BERT has."""
     experts: Experts | None = None

@@ -6,7 +6,6 @@ figures they mean.  A configuration that the figures cannot express is refused, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,12 +13,20 @@ from pydantic import ValidationError
 
 from planner.document import first_error, nearest
 from planner.errors import DocumentError
+from planner.layers import side_by_side
+from planner.layers.config_keys import (
+    Config,
+    count,
+    divided,
+    experts_of,
+    flag,
+    optional,
+    positive,
+)
 from planner.layers.parameters import block_kinds, graph_of
 from planner.model import Architecture, Experts, LatentAttention, Patches
 
 __all__ = ["SUPPORTED", "architecture_of", "block_kinds", "graph_of"]
-
-Config = Mapping[str, Any]
 
 
 def architecture_of(config: Config, *, name: str) -> Architecture:
@@ -49,38 +56,38 @@ def architecture_of(config: Config, *, name: str) -> Architecture:
 
 
 def _llama(config: Config) -> Architecture:
-    bias = _flag(config, "attention_bias", False)
+    bias = flag(config, "attention_bias", False)
     return Architecture(
         **_decoder(config, "llama"),
-        tied_embeddings=_flag(config, "tie_word_embeddings", False),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=bias,
         output_bias=bias,
-        mlp_bias=_flag(config, "mlp_bias", False),
+        mlp_bias=flag(config, "mlp_bias", False),
     )
 
 
 def _mistral(config: Config) -> Architecture:
     return Architecture(
         **_decoder(config, "mistral", kv_heads=8),
-        tied_embeddings=_flag(config, "tie_word_embeddings", False),
-        sliding_window=_optional(config, "sliding_window", 4096) or 0,
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
+        sliding_window=optional(config, "sliding_window", 4096) or 0,
     )
 
 
 def _qwen2(config: Config) -> Architecture:
     return Architecture(
         **_decoder(config, "qwen2", kv_heads=32),
-        tied_embeddings=_flag(config, "tie_word_embeddings", False),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=True,
         **_qwen_window(config),
     )
 
 
 def _qwen3(config: Config) -> Architecture:
-    bias = _flag(config, "attention_bias", False)
+    bias = flag(config, "attention_bias", False)
     return Architecture(
         **_decoder(config, "qwen3", kv_heads=32, head_dim=128),
-        tied_embeddings=_flag(config, "tie_word_embeddings", False),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
@@ -90,11 +97,11 @@ def _qwen3(config: Config) -> Architecture:
 
 def _qwen_window(config: Config) -> dict[str, int]:
     """Qwen slides only above `max_window_layers`, and only if told to; mixed depths are refused."""
-    window = _optional(config, "sliding_window", 4096)
-    if not _flag(config, "use_sliding_window", False) or not window:
+    window = optional(config, "sliding_window", 4096)
+    if not flag(config, "use_sliding_window", False) or not window:
         return {}
-    first = _optional(config, "max_window_layers", 28) or 0
-    if first >= _positive(config, "num_hidden_layers"):
+    first = optional(config, "max_window_layers", 28) or 0
+    if first >= positive(config, "num_hidden_layers"):
         return {}
     if first > 0:
         raise DocumentError(
@@ -106,34 +113,34 @@ def _qwen_window(config: Config) -> dict[str, int]:
 
 
 def _gemma2(config: Config) -> Architecture:
-    bias = _flag(config, "attention_bias", False)
+    bias = flag(config, "attention_bias", False)
     return Architecture(
         **_decoder(config, "gemma2", kv_heads=4, head_dim=256),
-        tied_embeddings=_flag(config, "tie_word_embeddings", True),
+        tied_embeddings=flag(config, "tie_word_embeddings", True),
         qkv_bias=bias,
         output_bias=bias,
         post_norms=True,
-        sliding_window=_optional(config, "sliding_window", 4096) or 0,
+        sliding_window=optional(config, "sliding_window", 4096) or 0,
         sliding_every=2,
     )
 
 
 def _gpt2(config: Config) -> Architecture:
-    hidden, heads = _positive(config, "n_embd"), _positive(config, "n_head")
+    hidden, heads = positive(config, "n_embd"), positive(config, "n_head")
     return Architecture(
         family="gpt2",
         hidden_size=hidden,
-        layers=_positive(config, "n_layer"),
+        layers=positive(config, "n_layer"),
         heads=heads,
         kv_heads=heads,
-        head_dim=_divided(config, hidden=("n_embd", hidden), heads=("n_head", heads)),
-        ffn_size=_optional(config, "n_inner", None) or 4 * hidden,
-        vocab_size=_positive(config, "vocab_size"),
+        head_dim=divided(config, hidden=("n_embd", hidden), heads=("n_head", heads)),
+        ffn_size=optional(config, "n_inner", None) or 4 * hidden,
+        vocab_size=positive(config, "vocab_size"),
         gated_mlp=False,
         norm="layer",
         positions="learned",
-        max_positions=_positive(config, "n_positions"),
-        tied_embeddings=_flag(config, "tie_word_embeddings", True),
+        max_positions=positive(config, "n_positions"),
+        tied_embeddings=flag(config, "tie_word_embeddings", True),
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
@@ -141,30 +148,30 @@ def _gpt2(config: Config) -> Architecture:
 
 
 def _opt(config: Config) -> Architecture:
-    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
-    width = _optional(config, "word_embed_proj_dim", None) or hidden
+    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
+    width = optional(config, "word_embed_proj_dim", None) or hidden
     for key in ("enable_bias", "layer_norm_elementwise_affine"):
-        if not _flag(config, key, True):
+        if not flag(config, key, True):
             raise DocumentError(key, "is false, which has no figures here; OPT's own models set it")
-    if _flag(config, "_remove_final_layer_norm", False):
+    if flag(config, "_remove_final_layer_norm", False):
         raise DocumentError("_remove_final_layer_norm", "is true, which has no figures here")
     return Architecture(
         family="opt",
         hidden_size=hidden,
-        layers=_positive(config, "num_hidden_layers"),
+        layers=positive(config, "num_hidden_layers"),
         heads=heads,
         kv_heads=heads,
-        head_dim=_divided(
+        head_dim=divided(
             config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)
         ),
-        ffn_size=_positive(config, "ffn_dim"),
-        vocab_size=_positive(config, "vocab_size"),
+        ffn_size=positive(config, "ffn_dim"),
+        vocab_size=positive(config, "vocab_size"),
         gated_mlp=False,
         norm="layer",
-        pre_norm=_flag(config, "do_layer_norm_before", True),
+        pre_norm=flag(config, "do_layer_norm_before", True),
         positions="learned",
-        max_positions=_positive(config, "max_position_embeddings"),
-        tied_embeddings=_flag(config, "tie_word_embeddings", True),
+        max_positions=positive(config, "max_position_embeddings"),
+        tied_embeddings=flag(config, "tie_word_embeddings", True),
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
@@ -173,8 +180,8 @@ def _opt(config: Config) -> Architecture:
 
 
 def _mixtral(config: Config) -> Architecture:
-    ffn = _positive(config, "intermediate_size")
-    if _optional(config, "sliding_window", None):
+    ffn = positive(config, "intermediate_size")
+    if optional(config, "sliding_window", None):
         raise DocumentError(
             "sliding_window",
             f"is {config['sliding_window']}; experts with a sliding window have no figures here: "
@@ -182,18 +189,18 @@ def _mixtral(config: Config) -> Architecture:
         )
     return Architecture(
         **_decoder(config, "mixtral", kv_heads=8),
-        tied_embeddings=_flag(config, "tie_word_embeddings", False),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
         experts=Experts(
-            count=_experts(config, "num_local_experts"),
-            per_token=_positive(config, "num_experts_per_tok"),
+            count=experts_of(config, "num_local_experts"),
+            per_token=positive(config, "num_experts_per_tok"),
             ffn_size=ffn,
         ),
     )
 
 
 def _qwen3_moe(config: Config) -> Architecture:
-    layers = _positive(config, "num_hidden_layers")
-    if (step := _optional(config, "decoder_sparse_step", 1)) != 1:
+    layers = positive(config, "num_hidden_layers")
+    if (step := optional(config, "decoder_sparse_step", 1)) != 1:
         raise DocumentError(
             "decoder_sparse_step", f"is {step}; only 1, experts in every block, has figures here"
         )
@@ -211,17 +218,17 @@ def _qwen3_moe(config: Config) -> Architecture:
         raise DocumentError(
             "use_sliding_window", "is true; experts with a sliding window have no figures here"
         )
-    bias = _flag(config, "attention_bias", False)
+    bias = flag(config, "attention_bias", False)
     return Architecture(
         **_decoder(config, "qwen3_moe", kv_heads=4),
-        tied_embeddings=_flag(config, "tie_word_embeddings", False),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
         experts=Experts(
-            count=_experts(config, "num_experts"),
-            per_token=_positive(config, "num_experts_per_tok"),
-            ffn_size=_positive(config, "moe_intermediate_size"),
+            count=experts_of(config, "num_experts"),
+            per_token=positive(config, "num_experts_per_tok"),
+            ffn_size=positive(config, "moe_intermediate_size"),
             dense_layers=len(dense),
         ),
     )
@@ -229,16 +236,16 @@ def _qwen3_moe(config: Config) -> Architecture:
 
 def _deepseek_v3(config: Config) -> Architecture:
     latent = LatentAttention(
-        q_rank=_optional(config, "q_lora_rank", 1536) or 0,
-        kv_rank=_positive(config, "kv_lora_rank"),
-        rope_head_dim=_positive(config, "qk_rope_head_dim"),
-        nope_head_dim=_positive(config, "qk_nope_head_dim"),
-        value_head_dim=_positive(config, "v_head_dim"),
+        q_rank=optional(config, "q_lora_rank", 1536) or 0,
+        kv_rank=positive(config, "kv_lora_rank"),
+        rope_head_dim=positive(config, "qk_rope_head_dim"),
+        nope_head_dim=positive(config, "qk_nope_head_dim"),
+        value_head_dim=positive(config, "v_head_dim"),
     )
-    if _flag(config, "attention_bias", False):
+    if flag(config, "attention_bias", False):
         raise DocumentError("attention_bias", "is true, which has no figures for latent attention")
-    heads = _positive(config, "num_attention_heads")
-    if (step := _optional(config, "moe_layer_freq", 1)) != 1:
+    heads = positive(config, "num_attention_heads")
+    if (step := optional(config, "moe_layer_freq", 1)) != 1:
         raise DocumentError(
             "moe_layer_freq", f"is {step}; only 1, experts in every later block, has figures here"
         )
@@ -247,14 +254,14 @@ def _deepseek_v3(config: Config) -> Architecture:
     common["head_dim"] = latent.nope_head_dim + latent.rope_head_dim
     return Architecture(
         **common,
-        tied_embeddings=_flag(config, "tie_word_embeddings", False),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
         latent=latent,
         experts=Experts(
-            count=_positive(config, "n_routed_experts"),
-            per_token=_positive(config, "num_experts_per_tok"),
-            ffn_size=_positive(config, "moe_intermediate_size"),
-            shared=_count(config, "n_shared_experts"),
-            dense_layers=_count(config, "first_k_dense_replace"),
+            count=positive(config, "n_routed_experts"),
+            per_token=positive(config, "num_experts_per_tok"),
+            ffn_size=positive(config, "moe_intermediate_size"),
+            shared=count(config, "n_shared_experts"),
+            dense_layers=count(config, "first_k_dense_replace"),
         ),
     )
 
@@ -262,22 +269,22 @@ def _deepseek_v3(config: Config) -> Architecture:
 def _bert(config: Config) -> Architecture:
     return Architecture(
         **_encoder(config, "bert"),
-        vocab_size=_positive(config, "vocab_size"),
+        vocab_size=positive(config, "vocab_size"),
         positions="learned",
-        max_positions=_positive(config, "max_position_embeddings"),
-        tied_embeddings=_flag(config, "tie_word_embeddings", True),
+        max_positions=positive(config, "max_position_embeddings"),
+        tied_embeddings=flag(config, "tie_word_embeddings", True),
         qkv_bias=True,
         pre_norm=False,
-        token_types=_optional(config, "type_vocab_size", 2) or 0,
+        token_types=optional(config, "type_vocab_size", 2) or 0,
         head_transform=True,
     )
 
 
 def _vit(config: Config) -> Architecture:
     patches = Patches(
-        image_size=_positive(config, "image_size"),
-        patch_size=_positive(config, "patch_size"),
-        channels=_optional(config, "num_channels", 3) or 3,
+        image_size=positive(config, "image_size"),
+        patch_size=positive(config, "patch_size"),
+        channels=optional(config, "num_channels", 3) or 3,
     )
     if patches.image_size % patches.patch_size:
         raise DocumentError(
@@ -285,7 +292,7 @@ def _vit(config: Config) -> Architecture:
             f"is {patches.patch_size}, which does not divide image_size {patches.image_size}",
         )
     labels = config.get("id2label")
-    classes = _optional(config, "num_labels", None) or (
+    classes = optional(config, "num_labels", None) or (
         len(labels) if isinstance(labels, Mapping) and labels else 1000
     )
     return Architecture(
@@ -293,13 +300,14 @@ def _vit(config: Config) -> Architecture:
         vocab_size=0,
         positions="learned",
         max_positions=(patches.image_size // patches.patch_size) ** 2 + 1,
-        qkv_bias=_flag(config, "qkv_bias", True),
+        qkv_bias=flag(config, "qkv_bias", True),
         classes=classes,
         patches=patches,
     )
 
 
 _READERS: dict[str, Callable[[Config], Architecture]] = {
+    **side_by_side.READERS,
     "bert": _bert,
     "deepseek_v3": _deepseek_v3,
     "gemma2": _gemma2,
@@ -320,8 +328,8 @@ def _decoder(
     config: Config, family: str, *, kv_heads: int | None = None, head_dim: int | None = None
 ) -> dict[str, Any]:
     """Figures that decoders after Llama name alike; defaults are those of `transformers`."""
-    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
-    groups = _optional(config, "num_key_value_heads", kv_heads) or heads
+    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
+    groups = optional(config, "num_key_value_heads", kv_heads) or heads
     if heads % groups:
         raise DocumentError(
             "num_key_value_heads",
@@ -330,90 +338,36 @@ def _decoder(
     return {
         "family": family,
         "hidden_size": hidden,
-        "layers": _positive(config, "num_hidden_layers"),
+        "layers": positive(config, "num_hidden_layers"),
         "heads": heads,
         "kv_heads": groups,
-        "head_dim": _optional(config, "head_dim", head_dim)
-        or _divided(config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)),
-        "ffn_size": _positive(config, "intermediate_size"),
-        "vocab_size": _positive(config, "vocab_size"),
+        "head_dim": optional(config, "head_dim", head_dim)
+        or divided(config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)),
+        "ffn_size": positive(config, "intermediate_size"),
+        "vocab_size": positive(config, "vocab_size"),
         "gated_mlp": True,
         "norm": "rms",
         "positions": "rotary",
-        "max_positions": _optional(config, "max_position_embeddings", None) or 131072,
+        "max_positions": optional(config, "max_position_embeddings", None) or 131072,
     }
 
 
 def _encoder(config: Config, family: str) -> dict[str, Any]:
     """Figures that BERT and ViT name alike."""
-    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
+    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     return {
         "family": family,
         "hidden_size": hidden,
-        "layers": _positive(config, "num_hidden_layers"),
+        "layers": positive(config, "num_hidden_layers"),
         "heads": heads,
         "kv_heads": heads,
-        "head_dim": _divided(
+        "head_dim": divided(
             config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)
         ),
-        "ffn_size": _positive(config, "intermediate_size"),
+        "ffn_size": positive(config, "intermediate_size"),
         "gated_mlp": False,
         "norm": "layer",
         "output_bias": True,
         "mlp_bias": True,
         "causal": False,
     }
-
-
-def _positive(config: Config, key: str) -> int:
-    """Return a figure that must be there and be at least 1."""
-    if config.get(key) is None:
-        raise DocumentError(key, "is missing; the architecture needs it")
-    return _whole(config, key, least=1)
-
-
-def _experts(config: Config, key: str) -> int:
-    """Return how many experts there are; `transformers` 5 writes one name for all families."""
-    new_key = "num_local_experts"
-    return _positive(config, new_key if config.get(key) is None and new_key in config else key)
-
-
-def _count(config: Config, key: str) -> int:
-    """Return a figure that must be there and may be 0."""
-    if config.get(key) is None:
-        raise DocumentError(key, "is missing; the architecture needs it")
-    return _whole(config, key, least=0)
-
-
-def _optional(config: Config, key: str, default: int | None) -> int | None:
-    """Return a figure that may be left out (`default`) or null (None)."""
-    if key not in config:
-        return default
-    return None if config[key] is None else _whole(config, key, least=0)
-
-
-def _whole(config: Config, key: str, *, least: int) -> int:
-    value = config[key]
-    if isinstance(value, float) and math.isfinite(value) and value == int(value):
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**40:
-        raise DocumentError(key, f"is {value!r:.60}; it must be a whole number of at least {least}")
-    return value
-
-
-def _flag(config: Config, key: str, default: bool) -> bool:
-    value = config.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise DocumentError(key, f"is {value!r:.60}; it must be true or false")
-    return value
-
-
-def _divided(config: Config, *, hidden: tuple[str, int], heads: tuple[str, int]) -> int:
-    """Return the width of a head where the configuration leaves it to a division."""
-    if hidden[1] % heads[1]:
-        raise DocumentError(
-            heads[0], f"is {heads[1]}, which does not divide {hidden[0]} {hidden[1]}"
-        )
-    return hidden[1] // heads[1]

@@ -20,6 +20,7 @@ from planner.layers.ends import embedding, embedding_width, head
 from planner.layers.feed_forward import experts, mlp
 from planner.layers.operator_table import FP32, Operator, Setting, Table
 from planner.layers.operators import norm
+from planner.layers.parameters import OPT_POSITION_OFFSET, norm_parameters, norms_of_block
 from planner.model import Architecture, Layer, ModelGraph
 
 
@@ -142,6 +143,8 @@ def _block(a: Architecture, kind: str, setting: Setting) -> Table:
     """Attention, then MLP or experts, each beside the residual stream."""
     stream = setting.stream_tokens * a.hidden_size * setting.element_bytes
     operators: list[Operator] = []
+    if a.parallel:
+        return _side_by_side(a, kind, setting, stream)
     residual = "x"
     for part in ("attention", "mlp"):
         tensor = residual
@@ -175,6 +178,29 @@ def _block(a: Architecture, kind: str, setting: Setting) -> Table:
             operators.append(norm(a, setting, residual, f"{part}_norm", width=a.hidden_size))
             residual = f"{part}_norm"
     return Table(kind=kind, operators=tuple(operators), input_bytes=stream, output=residual)
+
+
+def _side_by_side(a: Architecture, kind: str, setting: Setting, stream: float) -> Table:
+    """Attention and MLP of one residual, both added to it at the end."""
+    operators = [norm(a, setting, "x", "attention_norm", width=a.hidden_size)]
+    operators += attention(a, kind, setting, "attention_norm")
+    source = "attention_norm"
+    if not a.shared_norm:
+        operators.append(norm(a, setting, "x", "mlp_norm", width=a.hidden_size))
+        source = "mlp_norm"
+    operators += mlp(a, setting, source, "mlp", ffn_size=a.ffn_size)
+    operators.append(
+        Operator(
+            name="residual",
+            kind="memory",
+            inputs=("x", "attention_out", "mlp_out"),
+            outputs={"sum": stream},
+            moved_bytes=6 * stream,
+            backward_moved_bytes=6 * stream,
+            kernels=2,
+        )
+    )
+    return Table(kind=kind, operators=tuple(operators), input_bytes=stream, output="sum")
 
 
 def traced(layer: Layer, setting: Setting) -> Table:
@@ -222,13 +248,21 @@ def _shared_parameters(a: Architecture) -> int:
 
 def _undivided_parameters(a: Architecture, kind: str) -> int:
     """Parameters that every tensor-parallel rank holds whole."""
-    norm = a.hidden_size * (2 if a.norm == "layer" else 1)
+    norm = norm_parameters(a)
     if kind == "embedding":
-        learned = a.max_positions * a.hidden_size if a.positions == "learned" else 0
-        return learned + (a.token_types * a.hidden_size + norm if a.token_types else 0)
+        offset = OPT_POSITION_OFFSET if a.family == "opt" else 0
+        learned = (a.max_positions + offset) * a.hidden_size if a.positions == "learned" else 0
+        learned += a.embedding_size * a.hidden_size
+        return learned + (
+            a.token_types * a.hidden_size + norm if a.token_types or a.embedding_norm else 0
+        )
     if kind == "head":
-        return norm + (a.hidden_size**2 + a.hidden_size + norm if a.head_transform else 0)
-    count = (4 if a.post_norms else 2) * norm
+        whole = norm if a.pre_norm else 0
+        if a.classes:
+            return whole + (a.hidden_size + 1) * a.classes
+        whole += a.embedding_size * a.hidden_size
+        return whole + (a.hidden_size**2 + a.hidden_size + norm if a.head_transform else 0)
+    count = norms_of_block(a) * norm
     count += a.hidden_size * (a.output_bias + a.mlp_bias)
     count += 2 * a.head_dim if a.qk_norm else 0
     if a.latent is not None:

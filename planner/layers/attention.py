@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import cast
 
+from planner.layers import written_scores
 from planner.layers.operator_table import FP32, Operator, Setting, smaller
-from planner.layers.operators import gathered, matmul, norm, row_wise
+from planner.layers.operators import elementwise, gathered, matmul, norm, row_wise
 from planner.model import Architecture, LatentAttention
+
+ONE_PROJECTION = ("falcon", "gpt_neox")
+"""Families whose values are a part of one product's output, which stays whole as long as they."""
 
 CAPPED_BLOCK = 512
 """Queries whose capped scores exist at once (runtime/capped.py)."""
@@ -21,6 +25,8 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     """Projections, rotary positions, fused attention, output projection."""
     if a.latent is not None:
         return _latent_attention(a, a.latent, setting, source)
+    if written_scores.writes_scores(a):
+        return written_scores.attention(a, setting, source)
     e, t, tokens = setting.element_bytes, setting.tensor, setting.tokens
     full = tokens * a.hidden_size * e
     query_width = a.heads * a.head_dim / t
@@ -28,17 +34,21 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     query, key = tokens * query_width * e, tokens * key_width * e
     width = query_width + 2 * key_width
     operators, whole = gathered(setting, source, "attention_gather", full)
+    apart = a.family not in ONE_PROJECTION
     operators.append(
         matmul(
             "qkv",
             (whole,),
-            {"q_linear": query, "k_linear": key, "v": key},
+            {"q_linear": query, "k_linear": key, "v": key} if apart else {"qkv": query + 2 * key},
             flops=2 * tokens * a.hidden_size * width,
-            moved_bytes=3 * full + (tokens + a.hidden_size) * width * e,
-            kernels=3,
+            moved_bytes=(3 if apart else 1) * full + (tokens + a.hidden_size) * width * e,
+            kernels=3 if apart else 1,
         )
     )
-    q, k = "q_linear", "k_linear"
+    q, k, v = ("q_linear", "k_linear", "v") if apart else ("qkv", "qkv", "qkv")
+    if a.family == "falcon" and 1 < a.kv_heads < a.heads:
+        operators.append(_spread(query, key))
+        q, k, v, key = "q_apart", "k_apart", "v_apart", query
     if a.qk_norm:
         for head, heads in (("q", a.heads / t), ("k", a.kv_heads / t)):
             operators.append(
@@ -53,22 +63,26 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
             )
         q, k = "q_norm", "k_norm"
     if a.positions == "rotary":
-        operators.append(_rotary(q, k, query, key))
+        operators.append(_rotary(a, q, k, query, key))
         q, k = "q", "k"
     operators += _core(
         a,
         kind,
         setting,
-        (q, k, "v"),
+        (q, k, v),
         query=query,
         key=key,
         value=key,
         out=query,
         width=query_width,
     )
+    merged = "core"
+    if a.rotary_dim:  # what was turned in part lies head by head, and so does the core
+        merged = "core_merged"
+        operators.append(elementwise(merged, ("core",), query))
     operators += row_wise(
         setting,
-        "core",
+        merged,
         "attention_out",
         flops=2 * tokens * query_width * a.hidden_size,
         in_bytes=query,
@@ -141,17 +155,35 @@ def _latent_attention(
     return operators
 
 
-def _rotary(q: str, k: str, query: float, key: float) -> Operator:
-    """x cos + rotate_half(x) sin for queries and keys: five kernels each, nothing kept."""
-    size = query + key
+def _spread(query: float, key: float) -> Operator:
+    """Falcon's keys and values of a group copied to each of its heads, and its queries apart."""
+    size = 3 * query
+    return Operator(
+        name="spread",
+        kind="memory",
+        inputs=("qkv",),
+        outputs={"q_apart": query, "k_apart": query, "v_apart": query},
+        moved_bytes=size + query + 2 * key,
+        backward_moved_bytes=size + query + 2 * key,
+        kernels=3,
+    )
+
+
+def _rotary(a: Architecture, q: str, k: str, query: float, key: float) -> Operator:
+    """x cos + rotate_half(x) sin for queries and keys: five kernels each, nothing kept.
+
+    Where a part of a head is turned the rest is copied beside it.
+    """
+    turned = a.rotary_dim / a.head_dim if a.rotary_dim else 1.0
+    size = (query + key) * (10 * turned + 2 * bool(a.rotary_dim))
     return Operator(
         name="rotary",
         kind="memory",
-        inputs=(q, k),
+        inputs=tuple(dict.fromkeys((q, k))),
         outputs={"q": query, "k": key},
-        moved_bytes=10 * size,
-        backward_moved_bytes=10 * size,
-        kernels=10,
+        moved_bytes=size,
+        backward_moved_bytes=size,
+        kernels=12 if a.rotary_dim else 10,
         workspace_bytes=2 * query,
     )
 

@@ -30,7 +30,7 @@ def embedding(a: Architecture, setting: Setting) -> Table:
     looked_up = setting.tokens * width * e
     rows = a.vocab_size * width * e / t
     # OPT looks positions up like tokens; of GPT-2's table the first rows are taken.
-    places = {"places": 1.0 * setting.seq_len * INDEX} if a.family == "opt" else {}
+    places = {"places": 1.0 * setting.seq_len / t * INDEX} if a.family == "opt" else {}
     # Of a divided table a rank keeps the ids that it has rows for, and a mask of the others.
     kept = {"own_ids": ids + setting.tokens} if setting.divides_tensors else {}
     saved = (*(kept or ("x",)), *places)
@@ -47,28 +47,28 @@ def embedding(a: Architecture, setting: Setting) -> Table:
         )
     ]
     tensor = "looked_up"
-    if width != a.hidden_size:
-        operators.append(
-            matmul(
-                "project_in",
-                (tensor,),
-                {"projected": full},
-                flops=2 * setting.tokens * width * a.hidden_size,
-                moved_bytes=looked_up + full + width * a.hidden_size * e,
-            )
-        )
-        tensor = "projected"
     if setting.divides_tensors:
         operators.append(
             Operator(
                 name="embedding_scatter",
                 kind="reduce_scatter",
                 inputs=(tensor,),
-                outputs={"embedded": full / t},
-                moved_bytes=full,
+                outputs={"embedded": looked_up / t},
+                moved_bytes=looked_up,
             )
         )
         tensor = "embedded"
+    if width != a.hidden_size:
+        operators.append(
+            matmul(
+                "project_in",
+                (tensor,),
+                {"projected": full / t},
+                flops=2 * setting.stream_tokens * width * a.hidden_size,
+                moved_bytes=(looked_up + full) / t + width * a.hidden_size * e,
+            )
+        )
+        tensor = "projected"
     if a.positions == "learned" or a.token_types:
         operators.append(
             Operator(
@@ -82,7 +82,7 @@ def embedding(a: Architecture, setting: Setting) -> Table:
             )
         )
         tensor = "positioned"
-    if a.token_types:
+    if a.token_types or a.embedding_norm:
         operators.append(norm(a, setting, tensor, "embedding_norm", width=a.hidden_size))
         tensor = "embedding_norm"
     return Table(
@@ -103,32 +103,28 @@ def head(a: Architecture, setting: Setting) -> Table:
         operators.append(norm(a, setting, tensor, "final_norm", width=a.hidden_size))
         tensor = "final_norm"
     outputs = float(a.classes or a.vocab_size)
-    rows = tokens
-    if a.classes:
-        rows, t = 1.0 * setting.micro_batch, 1
-    else:
-        gather, tensor = gathered(setting, tensor, "head_gather", full)
-        operators += gather
     width = a.hidden_size if a.classes else embedding_width(a)
+    stream = setting.stream_tokens
+    share = stream * a.hidden_size * e
     if a.head_transform:
         operators += [
             matmul(
                 "transform",
                 (tensor,),
-                {"transform": full},
-                flops=2 * tokens * a.hidden_size**2,
-                moved_bytes=2 * full,
+                {"transform": share},
+                flops=2 * stream * a.hidden_size**2,
+                moved_bytes=2 * share,
             ),
             Operator(
                 name="transform_activation",
                 kind="memory",
                 inputs=("transform",),
-                outputs={"transformed": full},
+                outputs={"transformed": share},
                 saved=("transform",),
-                moved_bytes=2 * full,
-                backward_moved_bytes=3 * full,
+                moved_bytes=2 * share,
+                backward_moved_bytes=3 * share,
             ),
-            norm(a, setting, "transformed", "transform_norm", width=a.hidden_size, rows=tokens),
+            norm(a, setting, "transformed", "transform_norm", width=a.hidden_size),
         ]
         tensor = "transform_norm"
     if width != a.hidden_size:
@@ -136,12 +132,18 @@ def head(a: Architecture, setting: Setting) -> Table:
             matmul(
                 "project_out",
                 (tensor,),
-                {"project_out": tokens * width * e},
-                flops=2 * tokens * a.hidden_size * width,
-                moved_bytes=full,
+                {"project_out": stream * width * e},
+                flops=2 * stream * a.hidden_size * width,
+                moved_bytes=share,
             )
         )
         tensor = "project_out"
+    rows = tokens
+    if a.classes:
+        rows, t = 1.0 * setting.micro_batch, 1
+    else:
+        gather, tensor = gathered(setting, tensor, "head_gather", tokens * width * e)
+        operators += gather
     logits = rows * outputs / t
     operators.append(
         matmul(
@@ -167,6 +169,18 @@ def head(a: Architecture, setting: Setting) -> Table:
             )
         )
         tensor = held = "capped"
+    if a.family == "cohere":  # times a constant
+        operators.append(
+            Operator(
+                name="scaled_logits",
+                kind="memory",
+                inputs=("logits",),
+                outputs={"scaled_logits": logits * e},
+                moved_bytes=2 * logits * e,
+                backward_moved_bytes=2 * logits * e,
+            )
+        )
+        tensor = held = "scaled_logits"
     if e != FP32:
         operators.append(
             Operator(

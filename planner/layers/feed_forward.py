@@ -219,13 +219,13 @@ def _feed_forward(
 def _activation(a: Architecture, name: str, size: float) -> list[Operator]:
     """The activation of an ungated MLP, one kernel that keeps its input.
 
-    GPT-2's tanh approximation 0.5 u (1 + tanh(c (u + 0.044715 u³))) is written out in
+    GPT-2's and GPT-J's tanh approximation 0.5 u (1 + tanh(c (u + 0.044715 u³))) is written out in
     `transformers`: eight kernels, which keep u, its half, the tanh and one plus that.
     """
     up, product = f"{name}_up", f"{name}_product"
     if a.family == "opt":  # ReLU keeps its result, which the next product keeps anyway
         return [elementwise(product, (up,), size, saved=(product,))]
-    if a.family != "gpt2":
+    if a.family not in ("gpt2", "gptj"):
         return [elementwise(product, (up,), size, saved=(up,))]
     half, cube, scaled, inner, argument, tanh, weight = (
         f"{name}_{part}"

@@ -25,6 +25,8 @@ def norm(
     rows = setting.stream_tokens if rows is None else rows
     count = rows * width
     size = count * setting.element_bytes
+    if a.family == "cohere":
+        return _written_out(name, source, rows=rows, width=width, e=setting.element_bytes)
     if a.norm == "layer":
         return Operator(
             name=name,
@@ -64,6 +66,29 @@ def norm(
         backward_moved_bytes=count * 60,
         kernels=8,
         workspace_bytes=count * FP32 if a.family == "gemma2" else 0.0,
+    )
+
+
+def _written_out(name: str, source: str, *, rows: float, width: float, e: int) -> Operator:
+    """Command-R's layer norm in fp32: the centred rows twice, once squared, and the scaled rows."""
+    count = rows * width
+    squared, centred, scaled, root = (
+        f"{name}_{part}" for part in ("squared", "centred", "scaled", "root")
+    )
+    outputs = dict.fromkeys((squared, centred, scaled), count * FP32)
+    outputs |= {root: rows * FP32, f"{name}_weight": width * FP32}
+    if e == FP32:
+        outputs.pop(f"{name}_weight")
+    return Operator(
+        name=name,
+        kind="memory",
+        inputs=(source,),
+        outputs={**outputs, name: count * e},
+        saved=tuple(outputs),
+        fp32=tuple(outputs),
+        moved_bytes=count * 54,
+        backward_moved_bytes=count * 84,
+        kernels=11,
     )
 
 

@@ -69,30 +69,32 @@ def _embedding(a: Architecture) -> int:
         count += (a.max_positions + offset) * a.hidden_size
     if width != a.hidden_size:
         count += width * a.hidden_size
-    if a.token_types:
-        count += _norm(a)
+    if a.token_types or a.embedding_norm:
+        count += norm_parameters(a)
     return count
 
 
 def _head(a: Architecture) -> int:
     """Parameters behind the last block: norm, transform, projections that are not tied."""
-    count = _norm(a) if a.pre_norm else 0
+    count = norm_parameters(a) if a.pre_norm else 0
     if a.classes:
         return count + a.hidden_size * a.classes + a.classes
     width = a.embedding_size or a.hidden_size
     if width != a.hidden_size:
         count += a.hidden_size * width
     if a.head_transform:
-        count += a.hidden_size * a.hidden_size + a.hidden_size + _norm(a) + a.vocab_size
+        count += a.hidden_size * a.hidden_size + a.hidden_size + norm_parameters(a) + a.vocab_size
     if not a.tied_embeddings:
         count += a.vocab_size * width
+    if a.head_bias:
+        count += a.vocab_size
     return count
 
 
 def _block(a: Architecture, kind: str) -> int:
     """Parameters of one block: attention, MLP or experts, norms."""
     attention = _attention(a) if a.latent is None else _latent_attention(a, a.latent)
-    norms = (4 if a.post_norms else 2) * _norm(a)
+    norms = norms_of_block(a) * norm_parameters(a)
     if kind != "moe_block" or a.experts is None:
         return attention + _mlp(a, a.ffn_size) + norms
     experts = a.experts
@@ -133,5 +135,11 @@ def _mlp(a: Architecture, ffn_size: int) -> int:
     return matrices * a.hidden_size * ffn_size + biases
 
 
-def _norm(a: Architecture) -> int:
-    return a.hidden_size * (2 if a.norm == "layer" else 1)
+def norms_of_block(a: Architecture) -> int:
+    """Norms of the residual stream in one block."""
+    return 4 if a.post_norms else 1 if a.shared_norm else 2
+
+
+def norm_parameters(a: Architecture) -> int:
+    """Parameters of one norm of the residual stream."""
+    return a.hidden_size * (2 if a.norm == "layer" and a.norm_bias else 1)

@@ -5,7 +5,6 @@ import pytest
 from benchmarks import arithmetic_traces as traces
 from planner.catalog import models
 from planner.expressions import resolve_model
-from planner.native import UNDIVIDED
 
 
 def families() -> dict[str, list[str]]:
@@ -18,13 +17,13 @@ def families() -> dict[str, list[str]]:
     return {family: [name for _, name in sorted(named)] for family, named in found.items()}
 
 
-QUICK = [("llama", 1), ("llama", 2), ("opt", 1), ("qwen3_moe", 2)]
+QUICK = [("llama", 1), ("llama", 2), ("opt", 1), ("qwen3_moe", 2), ("gpt_neox", 1), ("bloom", 2)]
 """Families and tensor degrees that every run of the tests traces, a few seconds in all."""
 ALL = [
     (name, tensor)
-    for family, names in families().items()
+    for names in families().values()
     for name in names
-    for tensor in ((1,) if family in UNDIVIDED else (1, 2))
+    for tensor in traces.tensors_of(resolve_model(name))
 ]
 
 

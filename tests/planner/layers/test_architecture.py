@@ -21,7 +21,7 @@ needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None,
     reason="transformers is not installed (extra `torch`)",
 )
-DEPTH_KEY = {"gpt2": "n_layer"}
+DEPTH_KEY = {"bloom": "n_layer", "gpt2": "n_layer", "gptj": "n_layer", "mpt": "n_layers"}
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -56,6 +56,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 128,
         "vocab_size": 320,
         "tie_word_embeddings": False,
+    },
+    "gpt-neox, one after the other": {
+        "model_type": "gpt_neox",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 320,
+        "use_parallel_residual": False,
+        "attention_bias": False,
+    },
+    "falcon with biases, one norm": {
+        "model_type": "falcon",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "vocab_size": 320,
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 1,
+        "bias": True,
     },
     "vit without biases": {
         "model_type": "vit",
@@ -111,7 +132,7 @@ def counts_by_layer(config: dict[str, Any]) -> dict[str, int]:
         model = classes.get(kind, transformers.AutoModelForCausalLM).from_config(made)
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
-        block = re.search(r"\.(?:layers|layer|h)\.(\d+)\.", name)
+        block = re.search(r"\.(?:layers|layer|h|blocks)\.(\d+)\.", name)
         place = f"block.{block[1]}" if block else "rest"
         counts[place] = counts.get(place, 0) + parameter.numel()
     return counts
