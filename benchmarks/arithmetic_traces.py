@@ -43,7 +43,8 @@ from planner.model import Architecture, Layer, ModelGraph
 from planner.native import UNDIVIDED
 from planner.plan import Mesh, Plan
 from planner.profile import Recompute
-from profiler.layers import _bytes_of, plan_of, short_chain
+from profiler.chain import plan_of, short_chain
+from profiler.layer_bytes import bytes_of
 from runtime import capped, huggingface
 from runtime.mesh import Place, place_of
 from runtime.parallelize import parallel_stage
@@ -362,7 +363,7 @@ def traced(
             ids = 0
             if not value.is_floating_point() and (recompute != "none" or _keeps(layer, value)):
                 ids = value.nbytes
-            held, value = _bytes_of(layer, (value,), end)
+            held, value = bytes_of(layer, (value,), end)
             result[kind] = Counted(
                 parameters=sum(_local(p).numel() for p in plain.parameters() if id(p) not in seen),
                 forward_flops=forward,

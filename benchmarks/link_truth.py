@@ -1,13 +1,17 @@
 """Do plans follow the link?  Ranks on 2 hosts whose cables are slow, then fast; every layout run.
 
+    python benchmarks/link_truth.py all                        a slow and a fast cable: all of it
     python benchmarks/link_truth.py profile --rate 200mbit     measure model and links in the rig
     python benchmarks/link_truth.py measure --rate 200mbit     run the layouts; call it until done
     python benchmarks/link_truth.py report                     all rates -> results/link_truth.md
 
 The hosts are network namespaces on this machine (benchmarks.rig), so ranks share its cores; what
-differs is the cable.  LINK_TRUTH_RANKS is the number of ranks on each host, 1 unless it is set:
-with more ranks than cores a rank that waits lends its core, and bubbles cost nothing.  The space is
-that of the planner with one schedule (1F1B), without context parallelism and without recomputation,
+differs is the cable.  LINK_TRUTH_RANKS is the number of ranks on both hosts together, 2 unless it
+is set.  Four ranks get 0.45 of a core each (benchmarks.quota), when the machine is measured and
+when layouts run: without that one that waits would lend its core, and bubbles would cost nothing.
+
+`all` stops after --minutes and goes on where it stopped when it is called again.  The space is that
+of the planner with one schedule (1F1B), without context parallelism and without recomputation,
 since all layouts fit in memory.  A layout whose first step takes thrice as long as the best so far
 is not run again: that step is its figure.  Those within a third of the best are run again in
 rounds, each round all of them, and their medians count.
@@ -16,6 +20,7 @@ rounds, each round all of them, and their medians count.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import json
@@ -27,7 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import rig
+from benchmarks import quota, rig
 from planner import document
 from planner.cluster import ClusterSpec
 from planner.costs.layout_costs import refusal
@@ -42,12 +47,20 @@ from planner.search.space import layouts
 
 MODEL = "local-25m"
 JOB = Job(seq_len=64, global_batch=8, precision="fp32")
-HOSTS, PER_HOST = 2, int(os.environ.get("LINK_TRUTH_RANKS", "1"))
+HOSTS, RANKS = 2, int(os.environ.get("LINK_TRUTH_RANKS", "2"))
+PER_HOST = RANKS // HOSTS
+RATES = ("400mbit", "4gbit")
+"""Of `all`."""
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 HOPELESS = 3.0
 NEAR = 1.33
-ROUNDS = 5
+ROUNDS = 5 if RANKS == 2 else 3
+STEPS = 3 if RANKS == 2 else 2
+"""Of a layout at first; the first one warms up."""
+LEAST_S = 45.0
+"""What is not worth starting another rig for."""
+NAME = "link_truth" if RANKS == 2 else f"link_truth_{RANKS}"
 FINAL = "finals"
 
 
@@ -57,6 +70,9 @@ def main() -> None:
         sys.exit(ranks_of(int(os.environ["PET_NODE_RANK"]), args.node))
     if args.rank is not None:
         work(Path(args.rank))
+        return
+    if args.what == "all":
+        everything(Path(args.folder), args.budget, until=time.monotonic() + 60 * args.minutes)
         return
     folder = Path(args.folder, args.rate or "")
     if args.what == "profile":
@@ -70,11 +86,12 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("profile", "measure", "report"))
+    parser.add_argument("what", choices=("all", "profile", "measure", "report"))
     parser.add_argument("--rate", help="of every cable: 200mbit, or 'none'")
-    parser.add_argument("--folder", default="build/link_truth")
+    parser.add_argument("--folder", default=f"build/{NAME}")
     parser.add_argument("--budget", default="90s")
     parser.add_argument("--seconds", type=float, default=240.0, help="of one call of measure")
+    parser.add_argument("--minutes", type=float, default=14.0, help="of one call of all")
     parser.add_argument("--node", help=argparse.SUPPRESS)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -84,13 +101,34 @@ def shaped(rate: str) -> str | None:
     return None if rate == "none" else rate
 
 
+def everything(folder: Path, budget: str, *, until: float) -> None:
+    """Measure machine and layouts at every rate, as far as the time goes; then report."""
+    for rate in RATES:
+        if not (folder / rate / "cluster.yaml").exists():
+            (folder / rate).mkdir(parents=True, exist_ok=True)
+            profile(rate, folder / rate, budget)
+    for rate in RATES:
+        prepared(folder / rate)  # takes no time of the layouts'
+        if until - time.monotonic() > LEAST_S and not finished(folder / rate):
+            measure(rate, folder / rate, until - time.monotonic())
+    report(folder)
+    if not all(finished(folder / rate) for rate in RATES):
+        print("not all layouts are measured: call it again, it goes on", file=sys.stderr)
+
+
+def finished(folder: Path) -> bool:
+    file = folder / "seen.json"
+    return file.exists() and len(json.loads(file.read_text()).get(FINAL, [])) >= ROUNDS
+
+
 def in_rig(rate: str, command: list[str], timeout_s: float) -> None:
-    with rig.rig(HOSTS, shaped(rate)) as hosts:
-        hosts.run(
-            command,
-            environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            timeout_s=timeout_s,
-        )
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as held:
+        if RANKS > HOSTS:
+            shares = held.enter_context(quota.quotas(RANKS))
+            environment |= shares | {"PYTHONPATH": f"{shares['PYTHONPATH']}:{ROOT}"}
+        hosts = held.enter_context(rig.rig(HOSTS, shaped(rate)))
+        hosts.run(command, environment=environment, timeout_s=timeout_s)
 
 
 def profile(rate: str, folder: Path, budget: str) -> None:
@@ -99,7 +137,7 @@ def profile(rate: str, folder: Path, budget: str) -> None:
     command += ["--global-batch", str(JOB.global_batch), "--budget", budget]
     command += ["--fresh", "-o", str(folder / "profile.yaml")]
     command += ["--cluster-output", str(folder / "cluster.yaml")]
-    in_rig(rate, command, timeout_s=600)
+    in_rig(rate, command, timeout_s=900)
 
 
 def measure(rate: str, folder: Path, seconds: float) -> None:
@@ -204,7 +242,7 @@ def work(folder: Path) -> None:
             continue
         if late():
             break
-        seen[name] = steps_s(plan, model, most=3, hopeless_s=HOPELESS * best())
+        seen[name] = steps_s(plan, model, most=STEPS, hopeless_s=HOPELESS * best())
         if dist.get_rank() == 0:
             document.write_text(json.dumps(seen), file)
     else:
@@ -212,7 +250,7 @@ def work(folder: Path) -> None:
         near = [n for n in plans if n == chosen or statistics.median(seen[n]) <= NEAR * best()]
         finals = seen.setdefault(FINAL, [])
         while len(finals) < ROUNDS and not late():
-            finals.append({name: steps_s(plans[name], model, most=3)[1:] for name in near})
+            finals.append({name: steps_s(plans[name], model, most=STEPS)[1:] for name in near})
             if dist.get_rank() == 0:
                 document.write_text(json.dumps(seen), file)
     dist.barrier()
@@ -248,6 +286,8 @@ def steps_s(plan: Plan, model: ModelGraph, *, most: int, hopeless_s: float = 1e9
 def report(folder: Path) -> None:
     rates = {}
     for path in sorted(folder.glob("*/seen.json")):
+        if FINAL not in json.loads(path.read_text()):
+            continue
         seen = json.loads(path.read_text())
         kept = json.loads((path.parent / "plans.json").read_text())
         measured = document.read(Profile, path.parent / "profile.yaml")
@@ -280,6 +320,9 @@ def report(folder: Path) -> None:
             "regret": ours["measured_s"] / rows[0]["measured_s"] - 1,
             "rows": rows,
         }
+    if not rates:
+        print("no rate is finished", file=sys.stderr)
+        return
     result = {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "model": MODEL,
@@ -287,19 +330,21 @@ def report(folder: Path) -> None:
         "job": {"seq_len": JOB.seq_len, "global_batch": JOB.global_batch},
         "rates": rates,
     }
-    document.write_text(json.dumps(result, indent=1) + "\n", RESULTS / "link_truth.json")
-    document.write_text(markdown(result), RESULTS / "link_truth.md")
+    document.write_text(json.dumps(result, indent=1) + "\n", RESULTS / f"{NAME}.json")
+    document.write_text(markdown(result), RESULTS / f"{NAME}.md")
     print(markdown(result))
 
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [
-        f"# {result['model']}, {result['parameters'] / 1e6:.1f}M parameters, 2 hosts x {PER_HOST}",
+        f"# {result['model']}, {result['parameters'] / 1e6:.1f}M parameters, "
+        f"{RANKS} ranks on {HOSTS} hosts",
         "",
         f"{result['date']}, sequence {result['job']['seq_len']}, global batch "
         f"{result['job']['global_batch']}, 1F1B, whole sequences, no recomputation; hosts are "
-        "network namespaces on one machine, cables shaped by tc-tbf (`none`: not shaped).  "
-        "`benchmarks/link_truth.py`.",
+        "network namespaces on one machine, cables shaped by tc-tbf (`none`: not shaped)"
+        + (f", each rank has {quota.SHARE} of a core" if RANKS > HOSTS else "")
+        + ".  `benchmarks/link_truth.py`.",
         "",
         "| cable | measured Mbit/s | chosen | s | best measured | s | regret | layouts run |",
         "|---|---:|---|---:|---|---:|---:|---:|",

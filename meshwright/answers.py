@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from meshwright.commands import Run
-    from planner.profile import CollectiveCurve, Profile
+    from planner.profile import CollectiveCurve, LayerMeasurement, Profile, StageMeasurement
     from planner.search.best_first import Answer
+    from profiler.agenda import Wish
     from profiler.profile import Intended
     from runtime.export import Exported
     from runtime.report import Comparison
@@ -163,11 +164,28 @@ def agenda_lines(found: Intended) -> Iterator[str]:
     yield f"layers   {seconds_text(found.budget.layers_s)}, as far down this list as it goes:"
     for wish in found.wishes:
         why = f"plans use it, value {wish.value:.2f}" if wish.value else "to interpolate between"
-        yield (
-            f"         tp {wish.tensor}, micro-batch {wish.micro_batch}, recompute "
-            f"{wish.recompute}: {why}"
-        )
+        yield f"         {_setting_text(wish)}: {why}"
+    if found.stages:
+        yield f"stages   {seconds_text(found.budget.stages_s)}, as wholes:"
+    for stage in found.stages:
+        ends = f"{stage.layers[0]} to {stage.layers[-1]}"
+        yield f"         {len(stage.layers)} layers, {ends}: {_setting_text(stage.wish)}"
     yield "runtime  optimizer, sharding, pipeline actions, a step's fixed seconds"
+
+
+def _setting_text(of: Wish | StageMeasurement) -> str:
+    """Return a setting of layers as people write it.
+
+    >>> from profiler.agenda import Wish
+    >>> _setting_text(Wish(tensor=2, context=2, micro_batch=4, recompute="full", value=1.0))
+    'tp 2 cp 2, micro-batch 4, recompute full'
+    """
+    return f"{_division_text(of)}, micro-batch {of.micro_batch}, recompute {of.recompute}"
+
+
+def _division_text(of: Wish | StageMeasurement | LayerMeasurement) -> str:
+    parts = [("tp", of.tensor), ("cp", of.context), ("ep", of.expert)]
+    return " ".join(f"{name} {degree}" for name, degree in parts if degree > 1 or name == "tp")
 
 
 def link_table(curves: Sequence[CollectiveCurve]) -> Table:
@@ -192,11 +210,11 @@ def link_table(curves: Sequence[CollectiveCurve]) -> Table:
 def profile_parts(measured: Profile) -> Iterator[RenderableType]:
     """Yield what a profile says: layers, links between nodes, findings."""
     yield f"{measured.model} on {measured.birth.device}, {measured.birth.ranks} ranks"
-    table = Table("kind", "tp", "micro-batch", "recompute", "forward", "backward", "stored")
+    table = Table("kind", "ranks", "micro-batch", "recompute", "forward", "backward", "stored")
     for row in measured.layers:
         table.add_row(
             row.kind,
-            str(row.tensor),
+            _division_text(row),
             str(row.micro_batch),
             row.recompute,
             seconds_text(row.forward_s),
@@ -204,6 +222,12 @@ def profile_parts(measured: Profile) -> Iterator[RenderableType]:
             bytes_text(row.stored_bytes),
         )
     yield table
+    for stage in measured.stages:
+        yield (
+            f"{len(stage.layers)} layers as one stage ({_setting_text(stage)}): "
+            f"forward {seconds_text(stage.forward_s)}, backward {seconds_text(stage.backward_s)}, "
+            f"stored {bytes_text(stage.stored_bytes)}, resident {bytes_text(stage.resident_bytes)}"
+        )
     if any(curve.fit for curve in measured.collectives):
         yield link_table(measured.collectives)
     for pair in measured.pairs:

@@ -36,12 +36,16 @@ class Birth(Part):
 class LayerMeasurement(Part):
     """One layer kind under one setting, on one rank while all ranks of the machine work.
 
-    Times are medians per micro-batch.  With `tensor` > 1 they include the tensor-parallel
-    communication, since the layer was run by that many ranks together.
+    Times are medians per micro-batch.  Where ranks divide the layer they include communication,
+    since it was run by that many ranks together, neighbours, tensor innermost.  `seq_len` is of the
+    whole sequence.
     """
 
     kind: Text
     tensor: Positive
+    context: Positive = 1
+    expert: Positive = 1
+    """Ranks that share a sequence, and ranks that divide a block's experts."""
     sequence_parallel: Flag
     micro_batch: Positive
     seq_len: Positive
@@ -50,6 +54,10 @@ class LayerMeasurement(Part):
     forward_s: Amount
     backward_s: Amount
     """Includes the recomputed forward."""
+    recompute_s: Amount | None = None
+    """Of backward_s, what computes forward again; None: not measured apart."""
+    resident_bytes: Count | None = None
+    """A rank's parts of its parameters and buffers; None: not measured."""
     stored_bytes: Count
     """Saved between forward and backward, the layer's input included, parameters not."""
     forward_transient_bytes: Count
@@ -58,6 +66,32 @@ class LayerMeasurement(Part):
     """Peak inside backward above what was stored at its begin; parameter gradients not counted."""
     spread: Amount
     """Interquartile range over median of forward + backward."""
+    samples: Positive
+
+
+class StageMeasurement(Part):
+    """Layers one behind the other under one setting, the model's first on, run as a whole."""
+
+    layers: tuple[Text, ...] = Field(min_length=1)
+    tensor: Positive = 1
+    context: Positive = 1
+    expert: Positive = 1
+    micro_batch: Positive
+    seq_len: Positive
+    precision: Precision
+    recompute: Recompute
+    """Of every layer."""
+    forward_s: Amount
+    backward_s: Amount
+    resident_bytes: Count
+    """A rank's parts of parameters and buffers."""
+    stored_bytes: Count
+    """Saved between forward and backward, what several layers keep once; parameters, and what the
+    last layer returns, not."""
+    forward_transient_bytes: Count
+    backward_transient_bytes: Count
+    """Peaks above what is alive between forward and backward; parameter gradients not counted."""
+    spread: Amount
     samples: Positive
 
 
@@ -249,6 +283,7 @@ class Profile(Document):
     model_digest: Text
     birth: Birth
     layers: tuple[LayerMeasurement, ...]
+    stages: tuple[StageMeasurement, ...] = ()
     collectives: tuple[CollectiveCurve, ...] = ()
     overheads: Overheads | None = None
     nodes: tuple[MeasuredNode, ...] = ()

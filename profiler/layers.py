@@ -1,18 +1,15 @@
 """Seconds and bytes of each layer kind, measured on the runtime's own modules.
 
-A short chain of the model, its ends and up to two layers of each kind between them, is made
-parallel by the runtime exactly as in training, without data parallelism and without a pipeline.
-A model that branches is run whole, in the order of its layers.  All ranks run it at the same time,
-since what they contend for is part of the truth.
-
-Time.  A trial is a forward and a backward of one micro-batch through the whole chain.  Hooks on the
+A trial is a forward and a backward of one micro-batch through the whole chain.  Hooks on the
 activations between layers cut it at the layers' borders: a layer's forward ends where the next one
 begins, and since autograd runs later operators first, a layer's backward is what happens between
 the arrival of its output's gradient and that of its input's.  Gradients of parameters are added to
 earlier ones, as in all micro-batches of a step but the first.  The last layer has the loss too.
+What a layer computes again is a forward within the backward, and timed as such.
 
-Memory.  Layers run one by one under LiveMemory.  What is alive when only the graph refers to it is
-stored; peaks inside forward and backward above that are transient, as planner.profile defines.
+A table of tokens takes so little beside blocks that one look at it per trial, right after all ranks
+met, tells more of the meeting: such layers run some more times by themselves, each time with caches
+that hold other things, and a trial's median counts.
 """
 
 from __future__ import annotations
@@ -27,55 +24,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import loss_parallel
+from torch import Tensor
 
-from planner.cluster import Precision
-from planner.model import ModelGraph
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.profile import LayerMeasurement, Recompute
+from profiler.chain import Case, Chain, Division
 from profiler.clock import Clock, Moment, median, slowest, spread
 from profiler.kept import Parts
+from profiler.layer_bytes import Bytes, layer_bytes
 from profiler.noise import Watch
-from runtime import recompute as recomputing
-from runtime.adapter import Adapter
 from runtime.branches import TOKENS
-from runtime.live_memory import LiveMemory
-from runtime.mesh import Place
-from runtime.parallelize import parallel_stage
-from runtime.source import adapter_of
 
-SAME_KIND = 2
-"""Layers of one kind in the chain: the second one finds the caches as in a deep model."""
 LEAST_ROUNDS = 3
 ENOUGH_ROUNDS = 6
 """If nothing spreads by more than the target."""
 MOST_ROUNDS = 20
-BYTES = 256
-"""Numbers of tokens where nothing says how many there are."""
 TARGET_SPREAD = 0.1
 """Interquartile range over median of a pass through the chain."""
 RECOMPUTED: dict[Recompute, float] = {"none": 1.0, "selective": 1.2, "full": 1.4}
 """Seconds of a pass over those without recomputation, for the estimate of what fits a budget."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One setting under which every layer kind is measured."""
-
-    tensor: int
-    micro_batch: int
-    recompute: Recompute
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bytes:
-    """What one layer holds, under one case."""
-
-    stored: int
-    forward_transient: int
-    backward_transient: int
+SHORT = 0.03
+"""Share of a pass below which a layer that reads tokens is run some more times."""
+MORE_LOOKS = 4
+"""How often."""
+OTHER_BYTES = 8 * 2**20
+"""What passes through the caches before each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,160 +56,11 @@ class Samples:
 
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
+    recompute_s: list[float] = field(default_factory=list)
     held: list[Bytes] = field(default_factory=list)
 
 
-class Chain:
-    """A short piece of the model on this rank, divided over a tensor axis."""
-
-    def __init__(
-        self,
-        model: ModelGraph,
-        *,
-        seq_len: int,
-        precision: Precision,
-        tensor: int,
-        device: torch.device,
-    ) -> None:
-        self.seq_len = seq_len
-        self.precision = precision
-        self.tensor = tensor
-        self.device = device
-        self.kinds = short_chain(model)
-        # Mixed precision belongs to data parallelism in the runtime; here the layers themselves
-        # are in the type that they compute in.
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        self._adapter = adapter_of(
-            model,
-            source=model.source or model.name,
-            seq_len=seq_len,
-            dtype=dtype,
-            device=device,
-            seed=0,
-            weights=None,
-        )
-        plan = plan_of(model, [list(self.kinds)], seq_len=seq_len, mesh=Mesh(tensor=tensor))
-        stage = parallel_stage(
-            plan, self._adapter, _place(plan, device), stage=0, device=device, weights=None
-        )
-        self.module = stage.chain.to(dtype)
-        names = list(self.kinds)
-        before = dict(zip(names, [TOKENS, *names], strict=False))
-        of_graph = getattr(self._adapter, "reads", {}) if model.edges else {}
-        self.reads: dict[str, tuple[str, ...]] = {
-            name: tuple(of_graph.get(name, (before[name],))) for name in names
-        }
-        """What each layer takes: the tokens, or outputs of layers before it."""
-        self.vocabulary = (
-            model.architecture.vocab_size if model.architecture else self._least_vocabulary()
-        )
-
-    def _least_vocabulary(self) -> int:
-        """Return how many numbers all tables know that read tokens, and the last layer predicts."""
-        readers = [name for name, reads in self.reads.items() if TOKENS in reads]
-        tables = [
-            part.num_embeddings
-            for name in readers
-            for part in self.module.layers[name].modules()
-            if isinstance(part, nn.Embedding) and part.num_embeddings > self.seq_len
-        ]
-        tokens = torch.zeros((1, self.seq_len), dtype=torch.int64)
-        predicted = self._adapter.boundary(list(self.kinds)[-1], tokens).shape[-1]
-        return min([*tables, predicted, BYTES])
-
-    def done_after(self) -> dict[str, tuple[str, ...]]:
-        """Return the outputs that nobody reads behind each layer."""
-        last = {read: name for name, reads in self.reads.items() for read in reads}
-        result: dict[str, tuple[str, ...]] = dict.fromkeys(self.reads, ())
-        for read, name in last.items():
-            result[name] += (read,)
-        return result
-
-    @property
-    def adapter(self) -> Adapter:
-        """What made the layers."""
-        return self._adapter
-
-    def layers(self, recompute: Recompute) -> dict[str, nn.Module]:
-        """Return the layers in order, each recomputing itself as asked."""
-        return {
-            name: recomputing.wrapped(layer, recompute)
-            for name, layer in self.module.layers.items()
-        }
-
-    def batch(self, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and targets of one micro-batch, the same on every rank."""
-        generator = torch.Generator().manual_seed(micro_batch)
-        shape = (micro_batch, self.seq_len + 1)
-        tokens = torch.randint(self.vocabulary, shape, generator=generator).to(self.device)
-        return tokens[:, :-1], tokens[:, 1:]
-
-    def loss_context(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which the runtime computes a loss over a divided vocabulary."""
-        return loss_parallel() if self.tensor > 1 else contextlib.nullcontext()
-
-    def gradients_exist(self) -> None:
-        """Let every parameter have a gradient to add to."""
-        for parameter in self.module.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-
-def short_chain(model: ModelGraph) -> dict[str, str]:
-    """Return kind by layer name: the first layers of each kind in a chain, all of a graph."""
-    if model.edges:
-        return {name: layer.kind for name, layer in model.chain}
-    taken: dict[str, int] = {}
-    result = {}
-    for name, layer in model.chain:
-        if taken.get(layer.kind, 0) < SAME_KIND:
-            taken[layer.kind] = taken.get(layer.kind, 0) + 1
-            result[name] = layer.kind
-    return result
-
-
-def plan_of(
-    model: ModelGraph,
-    stages: Sequence[Sequence[str]],
-    *,
-    seq_len: int,
-    mesh: Mesh,
-    zero: int = 0,
-    micro_batches: int = 1,
-) -> Plan:
-    """Return a plan with these layers in each stage and micro-batches of one sample."""
-    data = mesh.data_shard * mesh.data_replicate
-    return Plan(
-        model=PlannedModel(name=model.name, source=model.source or model.name, digest=model.digest),
-        cluster="local",
-        seq_len=seq_len,
-        global_batch=data * micro_batches,
-        precision="fp32",
-        mesh=mesh,
-        zero=zero,
-        schedule="1f1b",
-        micro_batch=1,
-        micro_batches=micro_batches,
-        stages=tuple(
-            Stage(layers=tuple(PlacedLayer(layer=name) for name in stage)) for stage in stages
-        ),
-    )
-
-
-_meshes: dict[tuple[str, int], DeviceMesh] = {}
-
-
-def _place(plan: Plan, device: torch.device) -> Place:
-    """Return this rank's place in its own group of `tensor` ranks; other groups do the same."""
-    tensor = plan.mesh.tensor
-    if tensor == 1:
-        return Place(degrees=plan.mesh, mesh=None)
-    key = (device.type, tensor)
-    if key not in _meshes:
-        names = ("copies", "pipeline", "data_replicate", "data_shard", "tensor")
-        sizes = (dist.get_world_size() // tensor, 1, 1, 1, tensor)
-        _meshes[key] = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    return Place(degrees=plan.mesh, mesh=_meshes[key])
+Found = dict[tuple[str, Case], Samples]
 
 
 def measurements(
@@ -264,14 +87,15 @@ def measurements(
     def used_s() -> float:
         return slowest([clock.now_s() - begin_s])[0]
 
-    by_degree = {chain.tensor: chain for chain in chains}
-    once_s = {chain.tensor: _once_s(chain, clock) for chain in chains}
+    by_division = {chain.division: chain for chain in chains}
+    once = {chain.division: _once(chain, clock) for chain in chains}
+    once_s = {division: sum(seconds.values()) for division, seconds in once.items()}
     chosen = affordable(
         cases, once_s, budget_s, least=len(cases) if least is None else min(least, len(cases))
     )
-    found = _found(parts, chosen, by_degree)
+    found = _found(parts, chosen, by_division)
     for index, case in enumerate(chosen):
-        chain = by_degree[case.tensor]
+        chain = by_division[case.division]
         if not found[chain.kinds[next(iter(chain.kinds))], case].held:
             for name, held in layer_bytes(chain, case).items():
                 found[chain.kinds[name], case].held.append(held)
@@ -280,11 +104,11 @@ def measurements(
     rounds = 0
     while rounds < MOST_ROUNDS:
         # Samples of a run that was cut short count: a round that is whole is not done again.
-        due = [c for c in chosen if _visits(found, by_degree[c.tensor], c) <= rounds]
+        due = [c for c in chosen if _visits(found, by_division[c.division], c) <= rounds]
         if rounds >= LEAST_ROUNDS and used_s() >= budget_s:
             break
         if rounds >= ENOUGH_ROUNDS:
-            wide = slowest([_spread(found, by_degree[case.tensor], case) for case in due])
+            wide = slowest([_spread(found, by_division[case.division], case) for case in due])
             due = [c for c, width in zip(due, wide, strict=True) if width > TARGET_SPREAD]
             if not due:
                 break
@@ -292,61 +116,73 @@ def measurements(
             watch.look()
         order = random.Random(rounds).sample(due, len(due))
         for index, case in enumerate(order):
-            chain = by_degree[case.tensor]
-            for name, (forward_s, backward_s) in trial(chain, case, clock).items():
-                samples = found[chain.kinds[name], case]
-                samples.forward_s.append(forward_s)
-                samples.backward_s.append(backward_s)
+            chain = by_division[case.division]
+            _visit(found, chain, case, once[case.division], clock)
             if progress:
                 done = (1 + rounds + (index + 1) / len(order)) / (LEAST_ROUNDS + 1)
                 progress(min(0.99, done))
         rounds += 1
         parts.put("layers", _plain(found))
     return [
-        _measurement(kind, case, samples, by_degree[case.tensor])
+        _measurement(kind, case, samples, by_division[case.division])
         for (kind, case), samples in _of_all_ranks(found).items()
     ]
 
 
+def _visit(
+    found: Found, chain: Chain, case: Case, once_s: Mapping[str, float], clock: Clock
+) -> None:
+    """Add one trial's seconds to what was found."""
+    again: dict[str, float] = {}
+    seconds = trial(chain, case, clock, again)
+    for name in _short(chain, once_s):
+        seconds[name] = looked_at_again(chain, case, clock, name, seconds[name])
+    for name, (forward_s, backward_s) in seconds.items():
+        samples = found[chain.kinds[name], case]
+        samples.forward_s.append(forward_s)
+        samples.backward_s.append(backward_s)
+        samples.recompute_s.append(again.get(name, 0.0))
+
+
 def affordable(
-    cases: Sequence[Case], once_s: Mapping[int, float], budget_s: float, *, least: int
+    cases: Sequence[Case], once_s: Mapping[Division, float], budget_s: float, *, least: int
 ) -> list[Case]:
     """Return the first cases whose least rounds fit in the budget, and the `least` first anyway.
 
-    `once_s` is what one sample takes without recomputation, by tensor degree; larger micro-batches
-    take in proportion.  The first pass, which counts bytes, is slower than a timed one by a third.
+    `once_s` is what one sample takes without recomputation, by division; larger micro-batches take
+    in proportion.  The first pass, which counts bytes, is slower than a timed one by a third.
 
     >>> cases = [Case(tensor=1, micro_batch=2**i, recompute="none") for i in range(4)]
-    >>> [c.micro_batch for c in affordable(cases, {1: 0.3}, budget_s=9.5, least=1)]
+    >>> [c.micro_batch for c in affordable(cases, {Division(): 0.3}, budget_s=9.5, least=1)]
     [1, 2, 4]
     """
     passes = LEAST_ROUNDS + 1.3
     result: list[Case] = []
     seconds = 0.0
     for case in cases:
-        own_s = passes * once_s[case.tensor] * case.micro_batch * RECOMPUTED[case.recompute]
+        own_s = passes * once_s[case.division] * case.micro_batch * RECOMPUTED[case.recompute]
         if len(result) < least or seconds + own_s <= budget_s:
             seconds += own_s
             result.append(case)
     return result
 
 
-Found = dict[tuple[str, Case], Samples]
-
-
-def _found(parts: Parts, cases: Sequence[Case], by_degree: Mapping[int, Chain]) -> Found:
+def _found(parts: Parts, cases: Sequence[Case], by_division: Mapping[Division, Chain]) -> Found:
     """Return the samples that all ranks kept of these cases, and empty ones for the others."""
     keys = [
         (kind, case)
         for case in cases
-        for kind in dict.fromkeys(by_degree[case.tensor].kinds.values())
+        for kind in dict.fromkeys(by_division[case.division].kinds.values())
     ]
     found: Found = {key: Samples() for key in keys}
     if not parts.has("layers"):
         return found
     kept = {
         (row["kind"], Case(**row["case"])): Samples(
-            row["forward_s"], row["backward_s"], [Bytes(**held) for held in row["held"]]
+            row["forward_s"],
+            row["backward_s"],
+            row["recompute_s"],
+            [Bytes(**held) for held in row["held"]],
         )
         for row in parts["layers"]
     }
@@ -356,7 +192,10 @@ def _found(parts: Parts, cases: Sequence[Case], by_degree: Mapping[int, Chain]) 
         if count > 0:
             own = kept[key]
             found[key] = Samples(
-                own.forward_s[: int(count)], own.backward_s[: int(count)], own.held
+                own.forward_s[: int(count)],
+                own.backward_s[: int(count)],
+                own.recompute_s[: int(count)],
+                own.held,
             )
     return found
 
@@ -390,15 +229,20 @@ def _spread(found: Found, chain: Chain, case: Case) -> float:
     return spread(totals) if totals else 1.0
 
 
-def trial(chain: Chain, case: Case, clock: Clock) -> dict[str, tuple[float, float]]:
-    """Return forward and backward seconds of each layer for one micro-batch, on this rank."""
+def trial(
+    chain: Chain, case: Case, clock: Clock, again: dict[str, float] | None = None
+) -> dict[str, tuple[float, float]]:
+    """Return forward and backward seconds of each layer for one micro-batch, on this rank.
+
+    `again` is given the seconds of what layers compute again within backward.
+    """
     chain.gradients_exist()
     tokens, targets = chain.batch(case.micro_batch)
     layers = chain.layers(case.recompute)
     names = list(layers)
     arrived: dict[str, Moment] = {}
     done = chain.done_after()
-    with _in_step(), chain.loss_context():
+    with _in_step(), chain.loss_context(), contextlib.ExitStack() as noted:
         begin = {names[0]: clock.moment()}
         held = {TOKENS: tokens}
         for name, following in zip(names, [*names[1:], None], strict=True):
@@ -414,8 +258,13 @@ def trial(chain: Chain, case: Case, clock: Clock) -> dict[str, tuple[float, floa
         loss = chain.adapter.loss(value, targets)
         del value
         middle = clock.moment()
+        spans: dict[str, list[Moment]] = {}
+        if again is not None and case.recompute != "none":
+            noted.enter_context(_noting_forwards(chain, spans, clock))
         loss.backward()
         end = clock.moment()
+    if again is not None:
+        again.update({n: clock.between_s(span[0], span[-1]) for n, span in spans.items()})
     result = {}
     for index, name in enumerate(names):
         last, first = index == len(names) - 1, index == 0
@@ -436,11 +285,60 @@ def _noting(moments: dict[str, Moment], name: str, clock: Clock) -> Callable[[Te
     return note
 
 
-def _once_s(chain: Chain, clock: Clock) -> float:
-    """Return what one sample takes through the chain, warmed up; the same on every rank."""
-    case = Case(tensor=chain.tensor, micro_batch=1, recompute="none")
+@contextlib.contextmanager
+def _noting_forwards(chain: Chain, spans: dict[str, list[Moment]], clock: Clock) -> Iterator[None]:
+    """Note when each layer's own forward begins and ends; checkpointing may cut it short."""
+    hooks = []
+    for name, layer in chain.module.layers.items():
+        note = partial(_note_span, spans, name, clock)
+        hooks.append(layer.register_forward_pre_hook(note))
+        hooks.append(layer.register_forward_hook(note, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _note_span(spans: dict[str, list[Moment]], name: str, clock: Clock, *_: object) -> None:
+    spans.setdefault(name, []).append(clock.moment())
+
+
+def _once(chain: Chain, clock: Clock) -> dict[str, float]:
+    """Return what one sample takes in each layer, warmed up; the same on every rank."""
+    case = Case(micro_batch=1, recompute="none", **asdict(chain.division))
     trial(chain, case, clock)
-    return slowest([clock.seconds(lambda: trial(chain, case, clock))])[0]
+    seconds = trial(chain, case, clock)
+    return dict(zip(seconds, slowest([f + b for f, b in seconds.values()]), strict=True))
+
+
+def _short(chain: Chain, once_s: Mapping[str, float]) -> list[str]:
+    """Return the layers that read tokens alone and are a small part of the chain."""
+    most_s = SHORT * sum(once_s.values())
+    return [n for n, reads in chain.reads.items() if reads == (TOKENS,) and once_s[n] < most_s]
+
+
+def looked_at_again(
+    chain: Chain, case: Case, clock: Clock, name: str, first: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the medians of a first look at a layer that reads tokens, and of some more."""
+    tokens, _ = chain.batch(case.micro_batch)
+    layer = chain.layers(case.recompute)[name]
+    other = torch.ones(OTHER_BYTES // 4, device=chain.device)
+    forwards, backwards = [first[0]], [first[1]]
+    for _ in range(MORE_LOOKS):
+        arrived: dict[str, Moment] = {}
+        with _in_step():
+            other.add_(1.0)
+            begin = clock.moment()
+            value = layer(tokens)
+            middle = clock.moment()
+            value.register_hook(_noting(arrived, name, clock))
+            value.backward(torch.ones_like(value))
+            end = clock.moment()
+        forwards.append(clock.between_s(begin, middle))
+        backwards.append(clock.between_s(arrived[name], end))
+    return median(forwards), median(backwards)
 
 
 @contextlib.contextmanager
@@ -464,6 +362,7 @@ def _of_all_ranks(found: dict[tuple[str, Case], Samples]) -> dict[tuple[str, Cas
         key: Samples(
             [s for of_rank in everyone for s in of_rank[key].forward_s],
             [s for of_rank in everyone for s in of_rank[key].backward_s],
+            [s for of_rank in everyone for s in of_rank[key].recompute_s],
             [b for of_rank in everyone for b in of_rank[key].held],
         )
         for key in found
@@ -475,6 +374,8 @@ def _measurement(kind: str, case: Case, samples: Samples, chain: Chain) -> Layer
     return LayerMeasurement(
         kind=kind,
         tensor=case.tensor,
+        context=case.context,
+        expert=case.expert,
         sequence_parallel=case.tensor > 1,
         micro_batch=case.micro_batch,
         seq_len=chain.seq_len,
@@ -482,102 +383,13 @@ def _measurement(kind: str, case: Case, samples: Samples, chain: Chain) -> Layer
         recompute=case.recompute,
         forward_s=median(samples.forward_s),
         backward_s=median(samples.backward_s),
+        recompute_s=median(samples.recompute_s),
+        resident_bytes=max(
+            size for name, size in chain.resident_bytes.items() if chain.kinds[name] == kind
+        ),
         stored_bytes=max(held.stored for held in samples.held),
         forward_transient_bytes=max(held.forward_transient for held in samples.held),
         backward_transient_bytes=max(held.backward_transient for held in samples.held),
         spread=spread(both),
         samples=len(both),
     )
-
-
-def layer_bytes(chain: Chain, case: Case) -> dict[str, Bytes]:
-    """Return what each layer of a chain stores and needs beside that for one micro-batch."""
-    chain.gradients_exist()
-    tokens, targets = chain.batch(case.micro_batch)
-    layers = chain.layers(case.recompute)
-    result: dict[str, Bytes] = {}
-    held = {TOKENS: tokens}
-    measured: dict[str, int] = {}
-    done = chain.done_after()
-    with chain.loss_context():
-        for index, (name, layer) in enumerate(layers.items()):
-            values = [held[read] for read in chain.reads[name]]
-            loss = None
-            if index == len(layers) - 1:
-                loss = partial(chain.adapter.loss, targets=targets)
-            kind = chain.kinds[name]
-            if measured.get(kind, 0) < SAME_KIND or loss is not None:
-                measured[kind] = measured.get(kind, 0) + 1
-                result[name], held[name] = _bytes_of(layer, values, loss)
-            else:
-                with torch.no_grad():
-                    held[name] = layer(*values)
-            for read in done[name]:
-                del held[read]
-    return result
-
-
-def _bytes_of(
-    layer: nn.Module, values: Sequence[Tensor], loss: Callable[..., Tensor] | None
-) -> tuple[Bytes, Tensor]:
-    """Run one layer forward and backward by itself; return its bytes and its output's value."""
-    gc.collect()
-    with LiveMemory(existing=values) as live:
-        hooks = [p.register_hook(live.leave_out) for p in layer.parameters() if p.requires_grad]
-        # The inputs are fresh tensors that no leaf of the graph holds: they live if the layer keeps
-        # them.  Token numbers are views of the step's batch, which is there anyway.
-        leaves = {
-            v.dtype: torch.zeros((), dtype=v.dtype, device=v.device).requires_grad_()
-            for v in values
-            if v.is_floating_point()
-        }
-        empty_bytes = live.current_bytes
-        inputs = [v + leaves[v.dtype] if v.is_floating_point() else v for v in values]
-        live.reset_peak()
-        output = layer(*inputs)
-        if loss is not None:
-            output = loss(output)
-        peak_bytes = live.peak_bytes
-        with_input_bytes = live.current_bytes
-        del inputs
-        without_input_bytes = live.current_bytes
-        # From here on until backward begins, only this function's own tensors come.
-        result = output.detach().clone()
-        root = output if loss is not None else _End.apply(output)
-        one = torch.ones_like(root)
-        own_bytes = live.current_bytes - without_input_bytes
-        del output
-        if loss is not None:
-            own_bytes += root.nbytes
-        begin_bytes = live.current_bytes
-        live.reset_peak()
-        root.backward(one)
-        backward_bytes = live.peak_of_rest_bytes - begin_bytes
-        for hook in hooks:
-            hook.remove()
-    stored = begin_bytes - empty_bytes - own_bytes
-    output_bytes = without_input_bytes - empty_bytes - stored
-    forward_bytes = peak_bytes - empty_bytes - stored - output_bytes
-    forward_bytes -= with_input_bytes - without_input_bytes  # an input that is not kept
-    return (
-        Bytes(
-            stored=stored,
-            forward_transient=max(0, forward_bytes),
-            backward_transient=max(0, backward_bytes),
-        ),
-        result,
-    )
-
-
-class _End(torch.autograd.Function):
-    """A scalar whose backward makes the gradient of an activation, which nobody else holds."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.like = x.shape, x.dtype, x.device
-        return x.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        shape, dtype, device = ctx.like
-        return torch.ones(shape, dtype=dtype, device=device)

@@ -19,15 +19,17 @@ from planner.profile import (
     NodePair,
     Overheads,
     Recompute,
+    StageMeasurement,
 )
 from planner.units import Amount, Count, Positive, Text
 from profiler import devices, layers, links, machine
+from profiler.chain import WHOLE, Case, Chain
 from profiler.clock import slowest
 from profiler.kept import Parts
-from profiler.layers import Case, Chain
 from profiler.noise import Watch
 from profiler.overheads import overheads
 from profiler.ranks import Tell, versions
+from profiler.stages import stages
 
 OVERHEADS_S = 12.0
 """What the runtime's own costs take, about; only the progress bar needs it."""
@@ -48,8 +50,17 @@ class CaseOrder(Part):
     """One setting of the layers."""
 
     tensor: Positive
+    context: Positive = 1
+    expert: Positive = 1
     micro_batch: Positive
     recompute: Recompute
+
+
+class StageOrder(Part):
+    """A stage to run as a whole."""
+
+    case: CaseOrder
+    layers: tuple[Text, ...]
 
 
 class Noise(Part):
@@ -81,6 +92,8 @@ class Wanted(Document):
     """Seconds to spend on each size of group."""
     pairs_s: Amount
     layers_s: Amount
+    stages: tuple[StageOrder, ...] = ()
+    stages_s: Amount = 0.0
     kept: Text | None = None
     """Folder on every node for what is measured so far."""
 
@@ -91,6 +104,7 @@ class Found(Document):
     kind_of_document: ClassVar[str] = "findings"
 
     layers: tuple[LayerMeasurement, ...]
+    stages: tuple[StageMeasurement, ...]
     collectives: tuple[CollectiveCurve, ...]
     overheads: Overheads
     devices: tuple[MeasuredDevice, ...]
@@ -119,7 +133,8 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     # A network is not as its nodes were yesterday: what goes over it is always measured.
     between_nodes = len(wanted.first_ranks) > 1
     pairs_s = wanted.pairs_s if between_nodes else 0.0
-    whole_s = links_s + pairs_s + wanted.layers_s + OVERHEADS_S
+    layers_s = wanted.layers_s + wanted.stages_s
+    whole_s = links_s + pairs_s + layers_s + OVERHEADS_S
 
     tell("devices", 0.0)
     every_device = parts.once(
@@ -159,25 +174,47 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
                 progress=_part(tell, "pairs of nodes", links_s / whole_s, wanted.pairs_s / whole_s),
             )
         )
+    cases = [Case(**case.model_dump()) for case in wanted.cases]
     chains = [
         Chain(
             wanted.model,
             seq_len=wanted.seq_len,
             precision=wanted.precision,
-            tensor=degree,
+            tensor=division.tensor,
+            context=division.context,
+            expert=division.expert,
             device=device,
         )
-        for degree in sorted({1, *(case.tensor for case in wanted.cases)})
+        for division in sorted({WHOLE, *(case.division for case in cases)})
     ]
     watch = Watch(device)
     measured_layers = layers.measurements(
         chains,
-        [Case(**case.model_dump()) for case in wanted.cases],
+        cases,
         budget_s=wanted.layers_s,
         least=wanted.least,
         parts=parts,
         watch=watch,
         progress=_part(tell, "layers", (links_s + pairs_s) / whole_s, wanted.layers_s / whole_s),
+    )
+    found_stages = parts.once(
+        "stages",
+        lambda: _plain(
+            stages(
+                [(Case(**order.case.model_dump()), order.layers) for order in wanted.stages],
+                wanted.model,
+                seq_len=wanted.seq_len,
+                precision=wanted.precision,
+                device=device,
+                budget_s=wanted.stages_s,
+                progress=_part(
+                    tell,
+                    "stages",
+                    (links_s + pairs_s + wanted.layers_s) / whole_s,
+                    wanted.stages_s / whole_s,
+                ),
+            )
+        ),
     )
     own_noise = Noise(rank=rank, waited=watch.waited(), drift=watch.drift())
     every_noise = [own_noise] * world
@@ -191,6 +228,7 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     )
     found = Found(
         layers=tuple(measured_layers),
+        stages=tuple(StageMeasurement.model_validate(s) for s in found_stages),
         collectives=tuple(collectives),
         overheads=Overheads.model_validate(own_costs),
         devices=tuple(MeasuredDevice.model_validate(d) for d in every_device),

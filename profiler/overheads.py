@@ -34,8 +34,9 @@ from planner.model import Architecture, ModelGraph
 from planner.plan import Mesh, Training
 from planner.profile import CollectiveCurve, Overheads
 from planner.simulate import timeline
+from profiler.chain import Case, Chain, plan_of
 from profiler.clock import Clock, median, slowest
-from profiler.layers import Case, Chain, plan_of, trial
+from profiler.layers import trial
 from runtime.engine import Engine
 from runtime.mesh import Place, place_of
 from runtime.optimizer import Optimizer

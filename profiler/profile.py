@@ -7,11 +7,13 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shlex
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +27,17 @@ from planner.model import ModelGraph
 from planner.plan import Job, Layout
 from planner.profile import Birth, Finding, MeasuredDevice, MeasuredNode, Profile
 from planner.search.space import LARGEST_MICRO_BATCH, divisors
-from profiler.agenda import Budget, Wish, budget, wishes
+from profiler.agenda import (
+    Budget,
+    Degrees,
+    StageWish,
+    Wish,
+    best_plans,
+    budget,
+    degrees_of,
+    stage_wishes,
+    wishes,
+)
 from profiler.findings import below_quote, disturbances, findings
 from profiler.kept import folder_of
 from profiler.kept import load as load_kept
@@ -48,6 +60,10 @@ BUDGET_S = 75.0
 """Of a whole profile, unless another is given; a busy machine takes longer, not less care."""
 LEAST_CASES = 6
 """Settings of the layers that are measured whatever they take."""
+MEMORY_SHARE = 0.5
+"""Of a device's memory, what the pieces of the model that are measured may take."""
+SAME_KIND = 2
+"""Layers of one kind in such a piece, as profiler.chain has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +86,7 @@ class Intended:
     """Ranks of each node."""
     groups: tuple[Groups, ...]
     wishes: tuple[Wish, ...]
+    stages: tuple[StageWish, ...]
     budget: Budget
 
 
@@ -149,6 +166,7 @@ def profile(
                 },
             ).model_dump(),
             "layers": found["layers"],
+            "stages": found["stages"],
             "collectives": found["collectives"],
             "overheads": found["overheads"],
             "nodes": [node.model_dump() for node in nodes],
@@ -205,24 +223,17 @@ def _agreed(
     )
     wanted_job = job if isinstance(job, Job) else job(machine)
     measured_groups = tuple(groups(machine, counts))
+    plans = best_plans(model, machine, wanted_job)
+    of_layers = divisions(
+        model, machine, wanted_job, counts, preferred=[degrees_of(plan) for _, plan in plans]
+    )
     return Intended(
         machine=machine,
         job=wanted_job,
         counts=counts,
         groups=measured_groups,
-        wishes=tuple(
-            wishes(
-                model,
-                machine,
-                wanted_job,
-                degrees=[
-                    degree
-                    for degree in tensor_degrees(model, machine, wanted_job)
-                    if all(count % degree == 0 for count in counts)
-                ],
-                micro_batches=micro_batches(wanted_job),
-            )
-        ),
+        wishes=tuple(wishes(plans, divisions=of_layers, micro_batches=micro_batches(wanted_job))),
+        stages=tuple(stage_wishes(model, plans, divisions=of_layers)),
         budget=budget(budget_s, groups=len(measured_groups)),
     ), said
 
@@ -260,10 +271,11 @@ def _order(model: ModelGraph, wanted: Intended, folder: Path) -> dict[str, Any]:
         "model": model.model_dump(mode="json", exclude_none=True),
         "seq_len": wanted.job.seq_len,
         "precision": wanted.job.precision,
-        "cases": [
-            {"tensor": w.tensor, "micro_batch": w.micro_batch, "recompute": w.recompute}
-            for w in wanted.wishes
+        "cases": [_setting(wish) for wish in wanted.wishes],
+        "stages": [
+            {"case": _setting(stage.wish), "layers": stage.layers} for stage in wanted.stages
         ],
+        "stages_s": wanted.budget.stages_s,
         "least": min(LEAST_CASES, len(wanted.wishes)),
         "groups": [asdict(group) for group in wanted.groups],
         "first_ranks": [sum(wanted.counts[:node]) for node in range(len(wanted.counts))],
@@ -272,6 +284,10 @@ def _order(model: ModelGraph, wanted: Intended, folder: Path) -> dict[str, Any]:
         "layers_s": wanted.budget.layers_s,
         "kept": str(folder),
     }
+
+
+def _setting(wish: Wish) -> dict[str, Any]:
+    return {name: value for name, value in asdict(wish).items() if name != "value"}
 
 
 def _told(result: Profile, wanted: Intended) -> list[Finding]:
@@ -380,13 +396,67 @@ def micro_batches(job: Job) -> list[int]:
     return [2**power for power in range(largest.bit_length())]
 
 
-def tensor_degrees(model: ModelGraph, machine: ClusterSpec, job: Job) -> list[int]:
-    """Return the degrees of tensor parallelism that the model and the machine allow."""
-    return [
-        degree
-        for degree in divisors(machine.devices)
-        if refusal(model, machine, job, Layout(tensor=degree)) is None
+def divisions(
+    model: ModelGraph,
+    machine: ClusterSpec,
+    job: Job,
+    counts: Sequence[int],
+    *,
+    preferred: Sequence[Degrees] = (),
+) -> list[Degrees]:
+    """Return what groups of neighbours on a node can divide layers into, and what is worth it.
+
+    Tensor parallelism by itself; then the degrees of good plans, `preferred`; then context and
+    expert parallelism by themselves.  Each is a short chain of the model that stays in memory, so
+    the last ones are left out where those before take half of it.
+    """
+    sizes = divisors(machine.devices)
+    every: list[Degrees] = [(degree, 1, 1) for degree in sizes]
+    every += preferred
+    every += [(1, degree, 1) for degree in sizes] + [(1, 1, degree) for degree in sizes]
+    fine = [
+        degrees
+        for degrees in dict.fromkeys(every)
+        if all(count % ranks_of(degrees) == 0 for count in counts)
+        and refusal(model, machine, job, layout_of(degrees)) is None
     ]
+    result: list[Degrees] = []
+    left_bytes = MEMORY_SHARE * machine.groups[0].accelerator.memory_bytes
+    for degrees in fine:
+        left_bytes -= chain_bytes(model, degrees)
+        if degrees[0] == max(degrees) or left_bytes > 0:
+            result.append(degrees)
+    return result
+
+
+def ranks_of(degrees: Degrees) -> int:
+    """Return the ranks of one group; experts take those of tensor and context first.
+
+    >>> ranks_of((2, 1, 4)), ranks_of((2, 2, 1))
+    (4, 4)
+    """
+    tensor, context, expert = degrees
+    return math.lcm(tensor * context, expert)
+
+
+def layout_of(degrees: Degrees) -> Layout:
+    """Return a layout of one group, with nothing else."""
+    tensor, context, expert = degrees
+    rest = ranks_of(degrees) // (tensor * context)
+    return Layout(
+        tensor=tensor, context=context, expert=expert, data_shard=rest, zero=int(rest > 1)
+    )
+
+
+def chain_bytes(model: ModelGraph, degrees: Degrees) -> float:
+    """Return about what a short chain takes on a rank, gradients included."""
+    seen: Counter[str] = Counter()
+    parameters = 0
+    for _, layer in model.chain:
+        seen[layer.kind] += 1
+        if model.edges or seen[layer.kind] <= SAME_KIND:
+            parameters += layer.parameters
+    return 2 * 4.0 * parameters / degrees[0]
 
 
 def _device_here(machine: ClusterSpec, text: str, *, ranks: int) -> Device:

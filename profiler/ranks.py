@@ -15,13 +15,12 @@ Every node starts its own ranks, in a folder of its own; all of them are one pro
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,13 +35,7 @@ from runtime import run
 from runtime.nodes import ALONE, Meeting
 from runtime.preflight import rank_environment
 from runtime.run import Device
-from runtime.supervise import (
-    Ranks,
-    blames_a_peer,
-    first_cause,
-    free_socket,
-    last_lines,
-)
+from runtime.supervise import BadEnd, last_lines, supervised
 
 Tell = Callable[[str, float], None]
 """Is told what is being done, and the share of all work that is done."""
@@ -88,29 +81,30 @@ def result_of(
         folder = Path(name)
         for part in ("logs", "ranks"):
             (folder / part).mkdir()
-        listening = free_socket(meeting.address)[0] if meeting.seat.node == 0 else None
-        with contextlib.ExitStack() as held:
-            if listening is not None:
-                held.callback(os.close, listening)
-            counts = [int(count) for count in meeting.everyones(ranks)]
-            orders = Orders(
-                folder=str(folder),
-                work=work,
-                arguments=arguments,
-                device=device,
-                ranks=sum(counts),
-                first_rank=sum(counts[: meeting.seat.node]),
-                timeout_s=timeout_s,
-            )
-            write(orders, folder / "orders.yaml")
-            refresh = held.enter_context(_shown(folder, title=title, quiet=quiet))
-            _supervise(
-                orders,
-                meeting,
-                ranks=ranks,
-                listening=listening,
+        counts = [int(count) for count in meeting.everyones(ranks)]
+        orders = Orders(
+            folder=str(folder),
+            work=work,
+            arguments=arguments,
+            device=device,
+            ranks=sum(counts),
+            first_rank=sum(counts[: meeting.seat.node]),
+            timeout_s=timeout_s,
+        )
+        write(orders, folder / "orders.yaml")
+        with _shown(folder, title=title, quiet=quiet) as refresh:
+            bad = supervised(
+                [sys.executable, "-m", "profiler.rank", str(folder / "orders.yaml")],
+                range(orders.first_rank, orders.first_rank + ranks),
+                functools.partial(_environment, first_rank=orders.first_rank, ranks=ranks),
+                folder=folder,
+                world=orders.ranks,
+                meeting=meeting,
+                leads=meeting.seat.node == 0,
                 refresh=refresh,
             )
+            if bad is not None:
+                raise _error(bad, folder)
             # No node goes before all are done: what one rank lacks is told by another node.
             meeting.everyones("done")
         return json.loads((folder / "result.json").read_text("utf-8"))
@@ -130,53 +124,23 @@ def write_progress(folder: Path, doing: str, share: float) -> None:
     write_text(f"{share:.4f} {doing}", folder / "progress")
 
 
-def _supervise(
-    orders: Orders,
-    meeting: Meeting,
-    *,
-    ranks: int,
-    listening: int | None,
-    refresh: Callable[[], None],
-) -> None:
-    folder = Path(orders.folder)
-    joined = meeting.environment(ranks=orders.ranks, listening=listening)
-    environments = [
-        {
-            **os.environ,
-            **rank_environment(local, ranks=ranks, port=joined["MASTER_PORT"]),
-            **joined,
-            "RANK": str(orders.first_rank + local),
-        }
-        for local in range(ranks)
-    ]
-    command = [sys.executable, "-m", "profiler.rank", str(folder / "orders.yaml")]
-    logs = [run.log_file(folder, orders.first_rank + local) for local in range(ranks)]
+def _environment(rank: int, port: str, *, first_rank: int, ranks: int) -> dict[str, str]:
+    """Return what one of this node's ranks is told."""
+    return {**rank_environment(rank - first_rank, ranks=ranks, port=port), "RANK": str(rank)}
 
-    def meanwhile() -> None:
-        refresh()
-        meeting.check()
 
-    with Ranks(
-        command,
-        environments,
-        logs=logs,
-        rank_0_inherits=[] if listening is None else [listening],
-    ) as started:
-        bad = started.wait(meanwhile=meanwhile)
-    if not bad:
-        return
-    bad = [replace(ended, rank=orders.first_rank + ended.rank) for ended in bad]
-    ended, failure = first_cause(bad, run.read_failures(folder, orders.ranks))
-    if failure is not None and blames_a_peer(failure):
-        # Another node knows more: it is about to say so.
-        meeting.await_reason()
+def _error(bad: BadEnd, folder: Path) -> Exception:
+    """Return the error that says which rank ended the work, and how."""
+    ended, failure = bad.cause, bad.failure
     if failure is not None and failure.kind == "DocumentError":
-        raise DocumentError("", failure.message)
+        return DocumentError("", failure.message)
     if failure is not None and failure.kind == "LaunchError":
-        raise LaunchError(failure.message)
+        return LaunchError(failure.message)
     how = f"{failure.kind}: {failure.message}" if failure else f"exit {ended.signal or ended.code}"
     log = run.log_file(folder, ended.rank)
-    raise LaunchError(f"rank {ended.rank} stopped with {how}. The end of its log:{last_lines(log)}")
+    return LaunchError(
+        f"rank {ended.rank} stopped with {how}. The end of its log:{last_lines(log)}"
+    )
 
 
 def _left_text(share: float, passed_s: float) -> str:

@@ -14,14 +14,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import os
 import secrets
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -38,15 +36,7 @@ from runtime.nodes import ALONE, Meeting, Seat
 from runtime.preflight import Preflight, preflight
 from runtime.report import RunReport, summarise
 from runtime.run import Device, Failure, Orders, RankRecord, StepRecord
-from runtime.supervise import (
-    Exit,
-    Ranks,
-    blames_a_peer,
-    first_cause,
-    free_socket,
-    is_timeout,
-    last_lines,
-)
+from runtime.supervise import BadEnd, Exit, is_timeout, last_lines, supervised
 
 
 def launch(
@@ -272,52 +262,34 @@ def _write_orders(
 
 def _supervise(ready: Preflight, meeting: Meeting, orders: Orders, shown: _Shown) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
-    ranks = list(ready.local_ranks)
-    with contextlib.ExitStack() as held:
-        listening = None
-        if ready.leads:
-            listening, _ = free_socket(meeting.address)
-            held.callback(os.close, listening)
-        joined = meeting.environment(ranks=ready.ranks, listening=listening)
-        joined["MESHWRIGHT_RUN"] = orders.run
-        environments = [
-            {**os.environ, **ready.environment(rank, port=joined["MASTER_PORT"]), **joined}
-            for rank in ranks
-        ]
-        held.enter_context(_signals_interrupt())
+    with _signals_interrupt():
         shown.follow(run.metrics_file(ready.output))
-
-        def meanwhile() -> None:
-            shown.refresh()
-            meeting.check()
-
-        started = held.enter_context(
-            Ranks(
-                ready.command,
-                environments,
-                logs=[run.log_file(ready.output, rank) for rank in ranks],
-                rank_0_inherits=[] if listening is None else [listening],
-            )
+        bad = supervised(
+            ready.command,
+            list(ready.local_ranks),
+            lambda rank, port: ready.environment(rank, port=port),
+            folder=ready.output,
+            world=ready.ranks,
+            meeting=meeting,
+            leads=ready.leads,
+            shared={"MESHWRIGHT_RUN": orders.run},
+            refresh=shown.refresh,
         )
-        bad = started.wait(meanwhile=meanwhile)
-    if bad:
-        bad = [replace(ended, rank=ranks[ended.rank]) for ended in bad]
-        _, failure = first_cause(bad, run.read_failures(ready.output, ready.ranks))
-        if failure is not None and blames_a_peer(failure):
-            meeting.await_reason()
+    if bad is not None:
         raise _bad_end(ready, bad, after_step=shown.step)
 
 
-def _bad_end(ready: Preflight, bad: Sequence[Exit], *, after_step: int) -> Exception:
+def _bad_end(ready: Preflight, bad: BadEnd, *, after_step: int) -> Exception:
     """Return the error that says which rank ended the run, how, and what can be done."""
-    ended, failure = first_cause(bad, run.read_failures(ready.output, ready.ranks))
+    ended, failure = bad.cause, bad.failure
     if failure is not None and failure.kind == "DocumentError":
         return DocumentError("", failure.message)
     if failure is not None and failure.kind in ("LaunchError", "NoPlanFits"):
         return LaunchError(failure.message)
     log = run.log_file(ready.output, ended.rank)
     if failure is not None and is_timeout(failure):
-        silent = [rank for rank in ready.local_ranks if rank not in {seen.rank for seen in bad}]
+        seen = {seen.rank for seen in bad.seen}
+        silent = [rank for rank in ready.local_ranks if rank not in seen]
         named = f" (ranks {', '.join(map(str, silent[:8]))} said nothing)" if silent else ""
         how = f"waited {ready.plan.timeout_s:g} s (the plan's timeout_s) for other ranks{named}"
     else:

@@ -2,6 +2,9 @@
 
 The first rank that ends badly ends all.  A rank never outlives the launcher: it asks the kernel to
 be killed with its parent, and the launcher kills what still runs whenever it leaves.
+
+`supervised` is the whole of it, for one node of a meeting: what launches a plan and what measures a
+machine both go through it.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
+from runtime import run
+from runtime.nodes import Meeting
 from runtime.run import Failure
 
 POLL_S = 0.05
@@ -130,6 +135,67 @@ class Ranks:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadEnd:
+    """Why the ranks of this node ended: who was seen, who caused it, what that rank said."""
+
+    seen: tuple[Exit, ...]
+    cause: Exit
+    failure: Failure | None
+
+
+def supervised(
+    command: Sequence[str],
+    ranks: Sequence[int],
+    environment: Callable[[int, str], Mapping[str, str]],
+    *,
+    folder: Path,
+    world: int,
+    meeting: Meeting,
+    leads: bool,
+    shared: Mapping[str, str] | None = None,
+    refresh: Callable[[], None],
+) -> BadEnd | None:
+    """Run this node's ranks to their end; None if all ended well, and no rank is left either way.
+
+    `ranks` are their numbers among the `world` of all nodes, and `environment` says what one of
+    them is told beside `shared`, given the port where they meet; the node that `leads` has rank 0.
+    `refresh` is called while they run.  Where a rank only lost a peer, the reason that another node
+    gives within some seconds is raised.
+    """
+    with contextlib.ExitStack() as held:
+        listening = None
+        if leads:
+            listening, _ = free_socket(meeting.address)
+            held.callback(os.close, listening)
+        joined = {**meeting.environment(ranks=world, listening=listening), **(shared or {})}
+        environments = [
+            {**os.environ, **environment(rank, joined["MASTER_PORT"]), **joined} for rank in ranks
+        ]
+
+        def meanwhile() -> None:
+            refresh()
+            meeting.check()
+
+        started = held.enter_context(
+            Ranks(
+                command,
+                environments,
+                logs=[run.log_file(folder, rank) for rank in ranks],
+                rank_0_inherits=[] if listening is None else [listening],
+            )
+        )
+        bad = started.wait(meanwhile=meanwhile)
+    if not bad:
+        return None
+    bad = [replace(ended, rank=ranks[ended.rank]) for ended in bad]
+    cause, failure = first_cause(bad, run.read_failures(folder, world))
+    if failure is not None and blames_a_peer(failure):
+        # Another node knows more: it is about to say so.
+        meeting.await_reason()
+    return BadEnd(seen=tuple(bad), cause=cause, failure=failure)
 
 
 def first_cause(exits: Sequence[Exit], failures: Sequence[Failure]) -> tuple[Exit, Failure | None]:

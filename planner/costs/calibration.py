@@ -2,14 +2,17 @@
 
 An exact measurement replaces the arithmetic; between two measured micro-batches figures are
 interpolated; elsewhere the arithmetic is scaled by measured over computed at the nearest setting of
-the same kind.  `Figures.provenance` says which of these it was.  Nothing is measured over context
-or expert ranks: there the seconds of communication stay the arithmetic's.
+the same kind.  `Figures.provenance` says which of these it was.  Where nothing was measured over as
+many context or expert ranks, the seconds of communication stay the arithmetic's.
+
+A stage that was run as a whole tells what its layers take one behind the other, over what they take
+in a short chain: all layers divided like it are scaled by that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -18,7 +21,10 @@ from numpy.typing import NDArray
 
 from planner.cluster import Provenance
 from planner.layers.operator_table import Setting, smaller
-from planner.profile import LayerMeasurement, Recompute
+from planner.profile import LayerMeasurement, Profile, Recompute
+
+SURE = 0.2
+"""Spread of a stage's and of its layers' seconds up to which one says something of the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,15 +145,18 @@ def calibrated(
     """Return the figures of a layer kind, measured where possible."""
     own = computed(setting, recompute)
     same_kind = [m for m in measurements if m.kind == kind and m.precision == setting.precision]
-    if not same_kind:
-        return own
-    if setting.context > 1 or setting.expert > 1:
+    whole = [m for m in same_kind if m.context == m.expert == 1]
+    divided = (setting.context, setting.expert)
+    same_kind = [m for m in same_kind if (m.context, m.expert) == divided]
+    if not same_kind and whole and divided != (1, 1):
         like = replace(setting, seq_len=setting.seq_len // setting.context, context=1, expert=1)
         return replace(
-            _scaled_to_nearest(own, same_kind, like, recompute, computed),
+            _scaled_to_nearest(own, whole, like, recompute, computed),
             forward_tensor_s=own.forward_tensor_s,
             backward_tensor_s=own.backward_tensor_s,
         )
+    if not same_kind:
+        return own
     exact = {m.micro_batch: m for m in same_kind if _same_but_batch(m, setting, recompute)}
     if setting.micro_batch in exact:
         return _measured(own, exact[setting.micro_batch])
@@ -173,8 +182,65 @@ def _scaled_to_nearest(
         seq_len=nearest.seq_len,
         precision=nearest.precision,
         tensor=nearest.tensor,
+        context=nearest.context,
+        expert=nearest.expert,
     )
     return _scaled(own, nearest, computed(there, nearest.recompute))
+
+
+def of_whole_stages(figures: Figures, factors: tuple[float, float]) -> Figures:
+    """Return figures with forward and backward seconds scaled, communication left as it was."""
+    forward, backward = factors
+    return replace(
+        figures,
+        forward_s=figures.forward_s * forward,
+        backward_s=figures.backward_s * backward,
+        recompute_s=figures.recompute_s * backward,
+    )
+
+
+def stage_factors(
+    profile: Profile, kinds: Mapping[str, str], setting: Setting, recompute: Recompute
+) -> tuple[float, float]:
+    """Return what whole stages take over the sum of their layers, forward and backward.
+
+    Of the stages that are divided and as precise as a setting, the one nearest to it counts.  Where
+    none was measured, a layer of it was not, or repetitions spread too far, 1.
+    """
+    divided = (setting.tensor, setting.context, setting.expert)
+    stages = [
+        s
+        for s in profile.stages
+        if (s.tensor, s.context, s.expert) == divided
+        and (s.precision, s.seq_len) == (setting.precision, setting.seq_len)
+        and s.spread <= SURE
+    ]
+    if not stages:
+        return 1.0, 1.0
+    nearest = min(
+        stages,
+        key=lambda s: (
+            s.recompute != recompute,
+            abs(math.log(s.micro_batch / setting.micro_batch)),
+        ),
+    )
+    alone = {
+        m.kind: m
+        for m in profile.layers
+        if (m.tensor, m.context, m.expert) == divided
+        and (m.precision, m.seq_len) == (setting.precision, setting.seq_len)
+        and (m.micro_batch, m.recompute) == (nearest.micro_batch, nearest.recompute)
+    }
+    parts = [alone.get(kinds.get(name, "")) for name in nearest.layers]
+    known = [part for part in parts if part is not None and part.spread <= SURE]
+    if len(known) < len(parts):
+        return 1.0, 1.0
+    forward_s = sum(part.forward_s for part in known)
+    backward_s = sum(part.backward_s for part in known)
+    return (
+        nearest.forward_s / forward_s if forward_s else 1.0,
+        nearest.backward_s / backward_s if backward_s else 1.0,
+    )
 
 
 def corrects(measurements: Sequence[LayerMeasurement], setting: Setting) -> bool:
@@ -207,12 +273,18 @@ def _measured(own: Figures, m: LayerMeasurement) -> Figures:
     """Replace seconds and bytes; measured seconds divide among causes as computed ones do."""
     forward = m.forward_s / own.whole_forward_s if own.whole_forward_s else 0.0
     backward = m.backward_s / own.whole_backward_s if own.whole_backward_s else 0.0
+    recompute_s = own.recompute_s * backward
+    # What is computed again has its own communication, which the arithmetic counts with that.
+    if m.recompute_s is not None and own.forward_tensor_s == 0 and m.recompute != "none":
+        recompute_s = min(m.recompute_s, m.backward_s)
+        rest_s = own.backward_s + own.backward_tensor_s
+        backward = (m.backward_s - recompute_s) / rest_s if rest_s else 0.0
     return replace(
         own,
         forward_s=m.forward_s - own.forward_tensor_s * forward,
         forward_tensor_s=own.forward_tensor_s * forward,
-        backward_s=m.backward_s - (own.recompute_s + own.backward_tensor_s) * backward,
-        recompute_s=own.recompute_s * backward,
+        backward_s=m.backward_s - recompute_s - own.backward_tensor_s * backward,
+        recompute_s=recompute_s,
         backward_tensor_s=own.backward_tensor_s * backward,
         stored_bytes=float(m.stored_bytes),
         forward_transient_bytes=float(m.forward_transient_bytes),

@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from planner.cluster import ClusterSpec, Collective
 from planner.costs import collectives, compute
-from planner.costs.calibration import Figures, calibrated, corrects, joined, one_of
+from planner.costs.calibration import (
+    Figures,
+    calibrated,
+    corrects,
+    joined,
+    of_whole_stages,
+    one_of,
+    stage_factors,
+)
 from planner.costs.collectives import Levels, group_steps
 from planner.costs.rates import Rates
 from planner.layers import arithmetic
@@ -33,7 +41,7 @@ from planner.layers.operator_table import (
 from planner.model import Layer, ModelGraph
 from planner.plan import Layout
 from planner.prediction import Assumption
-from planner.profile import Profile, Recompute
+from planner.profile import LayerMeasurement, Profile, Recompute
 
 Floats = NDArray[np.float64]
 Groups = tuple[Levels, Levels, Levels]
@@ -56,6 +64,7 @@ class LayerFigures:
         self.profile = profile
         self._rates = rates
         self._layers = {layer.kind: layer for layer in model.layers}
+        self._kinds = {name: layer.kind for name, layer in model.chain}
         self._known: dict[tuple[object, ...], tuple[KindFigures, tuple[Assumption, ...]]] = {}
         self._together: dict[tuple[object, ...], tuple[KindFigures, int]] = {}
         """Figures of many settings, and the place of one among them."""
@@ -140,7 +149,7 @@ class LayerFigures:
 
     def _layer_figures(self, layer: Layer, setting: Setting, groups: Groups) -> tuple[Figures, ...]:
         """Return the figures of one layer kind, one for each recompute choice."""
-        measurements = self.profile.layers if self.profile else ()
+        measurements = self._measured_like(setting, groups)
         link_s = self._link_s(groups)
         tables: dict[Setting, Table] = {}
 
@@ -149,10 +158,29 @@ class LayerFigures:
                 tables[at] = arithmetic.table(self.model, layer, at)
             return self._computed(layer, at, tables[at], recompute, link_s)
 
-        return tuple(
+        result = tuple(
             calibrated(measurements, layer.kind, setting, recompute, computed)
             for recompute in RECOMPUTES
         )
+        if self.profile is None or not self.profile.stages or not measurements:
+            return result
+        factors = [
+            stage_factors(self.profile, self._kinds, setting, recompute) for recompute in RECOMPUTES
+        ]
+        return tuple(map(of_whole_stages, result, factors))
+
+    def _measured_like(self, setting: Setting, groups: Groups) -> Sequence[LayerMeasurement]:
+        """Return what was measured of layers, but not over a context group that lies elsewhere.
+
+        Neighbours were measured, tensor ranks innermost.
+        """
+        measured = self.profile.layers if self.profile else ()
+        if setting.context == 1:
+            return measured
+        there = self._levels(((setting.context, setting.tensor),), self.cluster.devices)
+        if _spans(there) == _spans(groups[1]):
+            return measured
+        return [m for m in measured if m.context == 1]
 
     def _computed(
         self,

@@ -21,7 +21,8 @@ SIZES = [1, 2, 4, 8, 16]
 def test_the_settings_of_the_best_plan_come_first_with_value_one() -> None:
     model, machine = cases.transformer(), resolve_cluster("local:2")
 
-    wishes = agenda.wishes(model, machine, JOB, degrees=[1, 2], micro_batches=SIZES)
+    plans = agenda.best_plans(model, machine, JOB)
+    wishes = agenda.wishes(plans, divisions=[(1, 1, 1), (2, 1, 1)], micro_batches=SIZES)
 
     best = search(model, machine, JOB).plan
     recomputes = {item.recompute for stage in best.stages for item in stage.layers}
@@ -32,11 +33,8 @@ def test_the_settings_of_the_best_plan_come_first_with_value_one() -> None:
     assert len(wishes) == len(set(wishes)) == 2 * 5 * 3
 
 
-def test_where_nothing_is_known_the_ends_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agenda, "used", lambda *_: {})
-    model, machine = cases.transformer(), resolve_cluster("local:1")
-
-    wishes = agenda.wishes(model, machine, JOB, degrees=[1], micro_batches=SIZES)
+def test_where_nothing_is_known_the_ends_come_first() -> None:
+    wishes = agenda.wishes([], divisions=[(1, 1, 1)], micro_batches=SIZES)
 
     assert [w.micro_batch for w in wishes if w.recompute == "none"] == [1, 16, 4, 2, 8]
 

@@ -15,8 +15,8 @@ from planner.plan import Plan
 from planner.profile import Birth, Profile
 from planner.search.best_first import search
 from planner.search.pins import Pins
-from profiler import layers
-from profiler.layers import Case, Chain
+from profiler import layer_bytes, layers
+from profiler.chain import Case, Chain
 from runtime.factory import graph_of_factory
 from tests.runtime import cases, whole_networks
 from tests.runtime.ranks import on_ranks
@@ -78,7 +78,7 @@ def test_a_network_is_measured_cut_planned_and_trains_like_one_process(name: str
 @pytest.mark.parametrize("name", NETWORKS)
 def test_stored_bytes_are_those_that_autograd_saves(name: str) -> None:
     network = chain(name)
-    held = layers.layer_bytes(network, Case(tensor=1, micro_batch=2, recompute="none"))
+    held = layer_bytes.layer_bytes(network, Case(tensor=1, micro_batch=2, recompute="none"))
 
     tokens, _ = network.batch(2)
     values = {"tokens": tokens}

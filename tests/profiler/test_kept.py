@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from profiler import kept, layers
+from profiler.chain import Case, Chain
+from profiler.clock import Clock
 from profiler.kept import Parts
-from profiler.layers import Case, Chain
 from tests.runtime import cases
 
 CASES = [Case(tensor=1, micro_batch=size, recompute="none") for size in (1, 2)]
@@ -62,11 +63,11 @@ def test_rounds_that_are_kept_are_not_run_again(
     trials: list[Case] = []
     trial = layers.trial
 
-    def counted(chain: Chain, case: Case, clock: object) -> object:
+    def counted(chain: Chain, case: Case, clock: Clock, *again: dict[str, float]) -> object:
         trials.append(case)
         if len(trials) == 2 + 2 * 2 + 1:  # warm-up twice, two rounds, then a kill
             raise KeyboardInterrupt
-        return trial(chain, case, clock)
+        return trial(chain, case, clock, *again)
 
     monkeypatch.setattr(layers, "trial", counted)
     with pytest.raises(KeyboardInterrupt):

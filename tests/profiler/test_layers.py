@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from planner.profile import LayerMeasurement
-from profiler import layers
+from profiler import layer_bytes, layers
 from profiler.agenda import RECOMPUTES
+from profiler.chain import Case, Chain, short_chain
 from profiler.clock import Clock
-from profiler.layers import Bytes, Case, Chain
+from profiler.layer_bytes import Bytes
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
@@ -26,7 +27,7 @@ def chain(**changes: Any) -> Chain:
 
 
 def bytes_of(layer: nn.Module) -> Bytes:
-    held, _ = layers._bytes_of(layer, [torch.ones(256)], None)  # 1 KiB, as are all results
+    held, _ = layer_bytes.bytes_of(layer, [torch.ones(256)], None)  # 1 KiB, as are all results
     return held
 
 
@@ -89,13 +90,15 @@ def test_bytes_are_those_that_autograd_saves() -> None:
         block(x)
 
     case = Case(tensor=1, micro_batch=2, recompute="none")
-    assert layers.layer_bytes(short, case)["block.1"].stored == sum(saved.values())
+    assert layer_bytes.layer_bytes(short, case)["block.1"].stored == sum(saved.values())
 
 
 def test_full_recompute_stores_the_input_and_brings_the_rest_back() -> None:
     short = chain()
     none, full = (
-        layers.layer_bytes(short, Case(tensor=1, micro_batch=2, recompute=recompute))["block.0"]
+        layer_bytes.layer_bytes(short, Case(tensor=1, micro_batch=2, recompute=recompute))[
+            "block.0"
+        ]
         for recompute in ("none", "full")
     )
 
@@ -163,7 +166,7 @@ def test_parts_add_up_to_the_whole_micro_batch() -> None:
 
 
 def test_the_short_chain_has_two_layers_of_each_kind_in_order() -> None:
-    kinds = layers.short_chain(cases.transformer(layers=5))
+    kinds = short_chain(cases.transformer(layers=5))
 
     assert kinds == {
         "embedding": "embedding",
@@ -212,7 +215,7 @@ def test_bf16_layers_compute_in_bf16() -> None:
     model = cases.transformer()
     narrow = Chain(model, seq_len=SEQ_LEN, precision="bf16", tensor=1, device=CPU)
 
-    wide = layers.layer_bytes(chain(), Case(tensor=1, micro_batch=1, recompute="full"))
-    held = layers.layer_bytes(narrow, Case(tensor=1, micro_batch=1, recompute="full"))
+    wide = layer_bytes.layer_bytes(chain(), Case(tensor=1, micro_batch=1, recompute="full"))
+    held = layer_bytes.layer_bytes(narrow, Case(tensor=1, micro_batch=1, recompute="full"))
 
     assert held["block.0"].stored * 2 == wide["block.0"].stored

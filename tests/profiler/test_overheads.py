@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from planner.profile import Overheads
 from profiler import links, overheads
-from profiler.layers import Chain
+from profiler.chain import Chain
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 

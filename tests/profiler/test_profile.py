@@ -50,7 +50,10 @@ def test_a_profile_of_this_machine_serves_the_planner_and_is_kept(
     assert found.model_digest == model.digest
     assert found.birth.ranks == 2
     assert {m.kind for m in found.layers} == {"embedding", "block", "head"}
-    assert {m.tensor for m in found.layers} == {1, 2}
+    assert {(m.tensor, m.context) for m in found.layers} >= {(1, 1), (2, 1)}
+    assert all(m.resident_bytes for m in found.layers if m.kind == "block")
+    assert all(set(stage.layers) <= {name for name, _ in model.chain} for stage in found.stages)
+    assert found.stages
     assert {curve.tier for curve in found.collectives} == {"memory"}
     assert found.overheads is not None
     document.write(found, tmp_path / "profile.yaml")
@@ -62,7 +65,7 @@ def test_a_profile_of_this_machine_serves_the_planner_and_is_kept(
     micro_batch_s = sum(
         (m.forward_s + m.backward_s) * (3 if m.kind == "block" else 1)
         for m in found.layers
-        if m.tensor == m.micro_batch == 1 and m.recompute == "none"
+        if m.tensor == m.context == m.micro_batch == 1 and m.recompute == "none"
     )
     assert 2 * micro_batch_s <= step_s < 2 * micro_batch_s + 1.0
 
@@ -72,11 +75,14 @@ def test_another_machine_cannot_be_profiled_from_here() -> None:
         profiles.profile(tiny(), "2x8xh100-sxm-80gb", JOB, quiet=True)
 
 
-def test_tensor_degrees_divide_what_they_must() -> None:
+def test_degrees_divide_what_they_must() -> None:
     machine = resolve_cluster("local:4")
 
-    assert profiles.tensor_degrees(tiny(), machine, JOB) == [1, 2]  # two key/value heads
-    assert profiles.tensor_degrees(tiny_model(2), machine, JOB) == [1, 2]
+    found = profiles.divisions(tiny(), machine, JOB, [4])
+
+    # Two key/value heads; a sequence of 8 in two chunks for each of up to 4 ranks; no experts.
+    assert found == [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 4, 1)]
+    assert profiles.divisions(tiny_model(2), machine, JOB, [2, 2])[:2] == [(1, 1, 1), (2, 1, 1)]
 
 
 def test_pairs_and_all_ranks_of_a_node_of_nodes_and_of_both_are_measured() -> None:

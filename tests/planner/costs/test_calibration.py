@@ -3,8 +3,10 @@
 import pytest
 
 from planner.cluster import ClusterSpec
-from planner.costs.calibration import calibrated
+from planner.costs.calibration import calibrated, stage_factors
+from planner.costs.layer_figures import LayerFigures
 from planner.costs.layout_costs import CostTables
+from planner.costs.rates import rates
 from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.operator_table import Setting
 from planner.model import ModelGraph
@@ -16,6 +18,7 @@ from planner.profile import (
     LinkPoint,
     Overheads,
     Profile,
+    StageMeasurement,
 )
 
 JOB = Job(seq_len=512, global_batch=64)
@@ -247,3 +250,100 @@ def test_what_cannot_overlap_is_waited_for(gpt2: ModelGraph, node: ClusterSpec) 
 
     # The gather takes far longer than a block's forward, which hides as much as itself.
     assert waiting.gather_s - hidden.gather_s == pytest.approx(hidden.figures.forward_s)
+
+
+def test_what_was_measured_over_context_ranks_is_used_there_alone(gpt2: ModelGraph) -> None:
+    own = measurement(context=2, forward_s=0.007)
+    whole = measurement()
+    setting = Setting(micro_batch=2, seq_len=512, context=2)
+
+    def computed(at: Setting, recompute: str):  # type: ignore[no-untyped-def]
+        return figures_by_arithmetic(gpt2, at)
+
+    both = calibrated([whole, own], "block", setting, "none", computed)
+    without = calibrated([whole], "block", setting, "none", computed)
+    undivided = calibrated(
+        [whole, own], "block", Setting(micro_batch=2, seq_len=512), "none", computed
+    )
+
+    assert both.whole_forward_s == pytest.approx(0.007)
+    assert both.provenance == "measured"
+    assert without.provenance == "fitted"
+    assert undivided.whole_forward_s == pytest.approx(0.010)
+
+
+def figures_by_arithmetic(model: ModelGraph, at: Setting):  # type: ignore[no-untyped-def]
+    cluster = resolve_cluster("8xh100-sxm-80gb")
+    job = Job(seq_len=at.seq_len, global_batch=64)
+    layout = Layout(context=at.context, micro_batch=at.micro_batch)
+    known = LayerFigures(model, cluster, None, rates(cluster, job, None))
+    return known.of(at, layout)["block"][0]
+
+
+def test_what_is_computed_again_is_taken_from_its_own_measurement(gpt2: ModelGraph) -> None:
+    measured = measurement(recompute="full", backward_s=0.030, recompute_s=0.009)
+
+    found = calibrated(
+        [measured],
+        "block",
+        Setting(micro_batch=2, seq_len=512),
+        "full",
+        lambda at, recompute: figures_by_arithmetic(gpt2, at),
+    )
+
+    assert found.recompute_s == pytest.approx(0.009)
+    assert found.backward_s == pytest.approx(0.021)
+
+
+def stage(**changes: object) -> StageMeasurement:
+    figures = {
+        "layers": ("block.0", "block.1", "block.2"),
+        "micro_batch": 2,
+        "seq_len": 512,
+        "precision": "bf16",
+        "recompute": "none",
+        "forward_s": 0.033,
+        "backward_s": 0.054,
+        "resident_bytes": 0,
+        "stored_bytes": 0,
+        "forward_transient_bytes": 0,
+        "backward_transient_bytes": 0,
+        "spread": 0.05,
+        "samples": 10,
+    }
+    return StageMeasurement(**{**figures, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (1.1, 0.9)),
+        ({"spread": 0.5}, (1.0, 1.0)),  # says nothing
+        ({"tensor": 2}, (1.0, 1.0)),  # layers divided otherwise
+        ({"layers": ("embedding", "block.0")}, (1.0, 1.0)),  # the embedding alone is not known
+        ({"micro_batch": 4}, (1.0, 1.0)),  # nor blocks of four samples
+    ],
+)
+def test_a_whole_stage_corrects_the_sum_of_its_layers(
+    changes: dict[str, object], expected: tuple[float, float]
+) -> None:
+    measured = profile(measurement()).model_copy(update={"stages": (stage(**changes),)})
+    kinds = {"embedding": "embedding"} | {f"block.{i}": "block" for i in range(12)}
+
+    found = stage_factors(measured, kinds, Setting(micro_batch=2, seq_len=512), "none")
+
+    assert found == pytest.approx(expected)
+
+
+def test_layers_of_a_measured_stage_take_what_the_stage_takes(
+    gpt2: ModelGraph, node: ClusterSpec
+) -> None:
+    alone = profile(measurement())
+    whole = alone.model_copy(update={"stages": (stage(),)})
+    layout = Layout(pipeline=1, data_replicate=8, micro_batch=2, micro_batches=4)
+
+    before = figures(CostTables(gpt2, node, JOB, alone), layout)
+    after = figures(CostTables(gpt2, node, JOB, whole), layout)
+
+    assert after.forward_s == pytest.approx(1.1 * before.forward_s)
+    assert after.backward_s == pytest.approx(0.9 * before.backward_s)

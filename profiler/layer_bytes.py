@@ -1,0 +1,140 @@
+"""Bytes that layers hold, each run by itself under LiveMemory.
+
+What is alive when only the graph refers to it is stored; peaks inside forward and backward above
+that are transient, as planner.profile defines.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from profiler.chain import SAME_KIND, Case, Chain
+from runtime.branches import TOKENS
+from runtime.live_memory import LiveMemory
+
+DIVIDED_LOOKS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """What one layer holds, under one case."""
+
+    stored: int
+    forward_transient: int
+    backward_transient: int
+
+
+def layer_bytes(chain: Chain, case: Case) -> dict[str, Bytes]:
+    """Return what each layer of a chain stores and needs beside that for one micro-batch."""
+    chain.gradients_exist()
+    tokens, targets = chain.batch(case.micro_batch)
+    layers = chain.layers(case.recompute)
+    result: dict[str, Bytes] = {}
+    held = {TOKENS: tokens}
+    measured: dict[str, int] = {}
+    done = chain.done_after()
+    with chain.loss_context():
+        for index, (name, layer) in enumerate(layers.items()):
+            values = [held[read] for read in chain.reads[name]]
+            loss = None
+            if index == len(layers) - 1:
+                loss = partial(chain.adapter.loss, targets=targets)
+            kind = chain.kinds[name]
+            if measured.get(kind, 0) < SAME_KIND or loss is not None:
+                measured[kind] = measured.get(kind, 0) + 1
+                looks = [bytes_of(layer, values, loss) for _ in range(looks_at(chain))]
+                result[name], held[name] = least(held for held, _ in looks), looks[-1][1]
+            else:
+                with torch.no_grad():
+                    held[name] = layer(*values)
+            for read in done[name]:
+                del held[read]
+    return result
+
+
+def looks_at(chain: Chain) -> int:
+    """Return how often bytes are counted: collectives let go of tensors late, and never early."""
+    return 1 if chain.division.ranks == 1 else DIVIDED_LOOKS
+
+
+def least(every: Iterable[Bytes]) -> Bytes:
+    """Return the least of each."""
+    seen = list(every)
+    return Bytes(
+        stored=min(held.stored for held in seen),
+        forward_transient=min(held.forward_transient for held in seen),
+        backward_transient=min(held.backward_transient for held in seen),
+    )
+
+
+def bytes_of(
+    layer: nn.Module, values: Sequence[Tensor], loss: Callable[..., Tensor] | None
+) -> tuple[Bytes, Tensor]:
+    """Run one layer forward and backward by itself; return its bytes and its output's value."""
+    gc.collect()
+    with LiveMemory(existing=values) as live:
+        hooks = [p.register_hook(live.leave_out) for p in layer.parameters() if p.requires_grad]
+        # The inputs are fresh tensors that no leaf of the graph holds: they live if the layer keeps
+        # them.  Token numbers are views of the step's batch, which is there anyway.
+        leaves = {
+            v.dtype: torch.zeros((), dtype=v.dtype, device=v.device).requires_grad_()
+            for v in values
+            if v.is_floating_point()
+        }
+        empty_bytes = live.current_bytes
+        inputs = [v + leaves[v.dtype] if v.is_floating_point() else v for v in values]
+        live.reset_peak()
+        output = layer(*inputs)
+        if loss is not None:
+            output = loss(output)
+        peak_bytes = live.peak_bytes
+        with_input_bytes = live.current_bytes
+        del inputs
+        without_input_bytes = live.current_bytes
+        # From here on until backward begins, only this function's own tensors come.
+        result = output.detach().clone()
+        root = output if loss is not None else _End.apply(output)
+        one = torch.ones_like(root)
+        own_bytes = live.current_bytes - without_input_bytes
+        del output
+        if loss is not None:
+            own_bytes += root.nbytes
+        begin_bytes = live.current_bytes
+        live.reset_peak()
+        root.backward(one)
+        backward_bytes = live.peak_of_rest_bytes - begin_bytes
+        for hook in hooks:
+            hook.remove()
+    stored = begin_bytes - empty_bytes - own_bytes
+    output_bytes = without_input_bytes - empty_bytes - stored
+    forward_bytes = peak_bytes - empty_bytes - stored - output_bytes
+    forward_bytes -= with_input_bytes - without_input_bytes  # an input that is not kept
+    return (
+        Bytes(
+            stored=stored,
+            forward_transient=max(0, forward_bytes),
+            backward_transient=max(0, backward_bytes),
+        ),
+        result,
+    )
+
+
+class _End(torch.autograd.Function):
+    """A scalar whose backward makes the gradient of an activation, which nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.like = x.shape, x.dtype, x.device
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        shape, dtype, device = ctx.like
+        return torch.ones(shape, dtype=dtype, device=device)
