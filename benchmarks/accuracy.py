@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from planner.backends import rules
+from planner.backends.ranges import EXTRAPOLATED_ABOVE, EXTRAPOLATED_BELOW
 from planner.backends.runs import Run
 from planner.scores.statistics import ErrorScore, RankScore, error_score, quantile, rank_score
 from planner.scores.validate import (
     Score,
     ScoredRow,
     Validation,
-    layout_text,
     macro,
     validate,
     validation_json,
@@ -77,7 +77,7 @@ NOT_MODELLED = (
     "Routing skew beyond a constant, and its change over training.",
     "Stragglers, failures, checkpoints, data loading that does not keep up.",
     "Slow-down of products by collectives beside them, other than by the share that is not hidden.",
-    "Offloaded activations and parameters in time (in memory they count).",
+    "Several ranks' optimizers and copies that wait for one host's memory unevenly.",
     "CUDA graphs: the host's share of small models is that of eager launches.",
     "NVMe, and host memory shared between the ranks of a node.",
 )
@@ -105,7 +105,16 @@ def main(path: str) -> None:
         f"({', '.join(ONE_SOURCE)}): what to expect of a framework that has no rules yet. "
         "Constants of accelerators, which several sources share, stay.\n"
     )
-    _sources(_left_out(path).sources)
+    left_out = _left_out(path)
+    _sources(left_out.sources)
+    covered = macro(left_out.sources.values())["coverage"]
+    print(
+        f"In range without their own constants: {_share(covered)}"
+        ", mean over sources. A range is that of the framework's own residuals where framework, "
+        "accelerator, size, devices and sequence were measured together, and else that of sources "
+        f"left out: -{_share(1 - math.exp(-EXTRAPOLATED_BELOW))} to "
+        f"+{_share(math.exp(EXTRAPOLATED_ABOVE) - 1)} (`planner/backends/ranges.py`).\n"
+    )
     print("## Ranking: what is misordered, and what a perfect model could reach\n")
     _ranking(result)
     print("## By accelerator and precision\n")
@@ -344,7 +353,7 @@ def _worst(row: ScoredRow) -> str:
     )
     return (
         f"- `{row.measured.id}`, {row.measured.model} on {row.run.cluster.name}, "
-        f"{layout_text(row.run)}: predicted {seconds_text(row.estimate.step_time_s)} ({parts}), "
+        f"{row.run.layout_text}: predicted {seconds_text(row.estimate.step_time_s)} ({parts}), "
         f"measured {seconds_text(row.measured.step_time_s or 0.0)}"
     )
 

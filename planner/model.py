@@ -102,6 +102,8 @@ class Architecture(Part):
     """Of layer norms."""
     rotary_dim: Count = 0
     """Features of a head that are rotated; 0 means all."""
+    written_gelu: Flag = False
+    """A plain MLP's GELU is written out as a product of tensors (GPT-NeoX's `gelu_fast`)."""
     head_bias: Flag = False
     """Of the output projection."""
     embedding_norm: Flag = False

@@ -7,18 +7,12 @@ from dataclasses import dataclass, replace
 
 from planner.backends.footprint import StageEstimate, fits, stages_of
 from planner.backends.placed import priced
+from planner.backends.ranges import bounds_s, outside, spreads
 from planner.backends.rules import Rules, rules_of
 from planner.backends.runs import Run
 from planner.backends.step import step_parts
 from planner.catalog import accelerators
 from planner.errors import DocumentError
-
-EXPERTS_SPREAD = 0.35
-"""Spread of steps with experts: routing is as skewed as the data makes it."""
-QUOTED_SPREAD = 0.05
-"""What a device without measured kernels adds."""
-ASSUMED_SPREAD = 0.05
-"""What a run adds whose row leaves something open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +26,8 @@ class Estimate:
     stages: tuple[StageEstimate, ...]
     fits: bool
     known_framework: bool
+    beyond: tuple[str, ...] = ()
+    """What of the run is outside those that its rules were fitted to: its range is wider."""
     assumptions: tuple[str, ...] = ()
 
     def memory_bytes(self, kind: str, rank: str) -> float:
@@ -67,17 +63,20 @@ def estimate(run: Run, *, rules: Rules | None = None) -> Estimate:
     stages = stages_of(layers, recompute)
     parts = step_parts(layers, recompute)
     step_s = sum(parts.values())
-    below, above = _spreads(run, rules, open_points=len(assumptions))
+    beyond = outside(run, known=known)
+    widths = spreads(run, rules, beyond=beyond, open_points=len(assumptions))
+    low_s, high_s = bounds_s(step_s, widths)
     if not 0 < step_s < math.inf:
         raise DocumentError("", "figures are out of all proportion: no step time follows from them")
     return Estimate(
         step_time_s=step_s,
-        low_s=step_s * math.exp(-below),
-        high_s=step_s * math.exp(above),
+        low_s=low_s,
+        high_s=high_s,
         step_parts=parts,
         stages=stages,
         fits=fits(run, stages, rules),
         known_framework=known,
+        beyond=beyond,
         assumptions=tuple(assumptions),
     )
 
@@ -94,18 +93,3 @@ def _without_bridge(run: Run) -> Run:
     in_node = pcie.model_copy(update={"devices": group.devices_per_node})
     cluster = run.cluster.model_copy(update={"tiers": (in_node, *others)})
     return replace(run, cluster=cluster)
-
-
-def _spreads(run: Run, rules: Rules, *, open_points: int) -> tuple[float, float]:
-    """Return the logarithms of the range below and above the predicted step."""
-    spread = rules.spread
-    if run.architecture.experts is not None:
-        spread = max(spread, EXPERTS_SPREAD)
-    group_of_devices = run.cluster.groups[0]
-    if group_of_devices.accelerator.curve.provenance == "quoted":
-        spread += QUOTED_SPREAD
-    if open_points:
-        spread += ASSUMED_SPREAD
-    if run.pipeline > 1 and group_of_devices.nodes > 1:
-        return spread, max(spread, rules.pipelined_spread)
-    return spread, spread

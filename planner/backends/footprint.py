@@ -90,7 +90,9 @@ def kept_bytes(rules: Rules, recompute: str, work: Work) -> tuple[float, float]:
     """Return what a block keeps of a micro-batch, and what its recomputation brings back."""
     if recompute == "full":
         return work.input_bytes, work.stored_bytes
-    half = recompute == "partial" or (recompute == "selective" and rules.selective != "attention")
+    if recompute == "selective" and rules.selective == "operators":
+        return work.operators_bytes, work.stored_bytes
+    half = recompute == "partial" or (recompute == "selective" and rules.selective == "blocks")
     if half:
         return (work.input_bytes + work.stored_bytes) / 2, work.stored_bytes
     if recompute == "selective":

@@ -41,7 +41,10 @@ def run_prediction(run: Run, model: ModelGraph, layout: str) -> Prediction:
     accelerator = run.cluster.groups[0].accelerator
     flops = step_flops(model, seq_len=run.seq_len, global_batch=run.global_batch)
     peak = run.devices * peak_flops(accelerator, run.precision)  # type: ignore[arg-type]
-    sources = [f"accounting rules of {rules.name}; ranges from its residuals, docs/accuracy.md"]
+    range_of = "its own residuals"
+    if result.beyond:
+        range_of = f"sources left out of the fit, since outside it are {', '.join(result.beyond)}"
+    sources = [f"accounting rules of {rules.name}; range of {range_of} (docs/accuracy.md)"]
     return Prediction(
         layout=f"{layout} {run.framework}",
         step_time_s=result.step_time_s,

@@ -85,12 +85,17 @@ class Rules:
     its reads and writes are taken to hide behind it: 4."""
     attention: Literal["fa1", "fa2", "fa3"] = "fa2"
     """Generation of the fused attention kernel; cuDNN's counts as the third."""
+    products: float = 1.0
+    """Rate of matrix products over what well-tuned frameworks reach on the same device."""
     hopper_products: float = 1.0
     """Rate of matrix products on Hopper and later where the framework's libraries are older."""
     shard_rate: float = 1.0
     """Rate of ZeRO-3 collectives over that of large contiguous ones."""
     bridged: bool = True
     """Bridges between cards are used where the run has them."""
+    eight_bit_states: bool = True
+    """In 8 bits gradients are summed in bf16 and kept activations are as narrow as products
+    (Transformer Engine); else only products are, their inputs kept in bf16 (torchao)."""
     dropout: bool = False
     """In models of the GPT kind (ungated MLPs); Llama's kind trains without."""
     keeps_sent: bool = False
@@ -122,9 +127,9 @@ class Rules:
     """Reserved over allocated bytes of the caching allocator."""
     fit_slack: float = 1.02
     """Share of reserved memory that cannot be used when memory is tight, over allocated."""
-    spread: float = 0.25
-    """80 of 100 measured steps lie within a factor exp(spread) of the predicted one: residuals
-    where the framework was scored, a guess elsewhere."""
+    spread: float = 0.15
+    """80 of 100 measured steps lie within a factor exp(spread) of the predicted one: residuals of
+    the framework's own runs.  `planner.backends.ranges` has those of frameworks without any."""
     pipelined_spread: float = 0.0
     """The same above the prediction where pipelines run over several nodes, if it is larger."""
     context_bytes: float = 1.0e9
@@ -156,6 +161,7 @@ EAGER = Rules(
     fused_gate=False,
     fused_rotary=False,
     accumulated_bytes=0.0,
+    eight_bit_states=False,
 )
 """Modules as PyTorch runs them without a compiler."""
 
@@ -300,6 +306,7 @@ def known_name(framework: str) -> str:
 UNKNOWN = replace(
     MEGATRON,
     name="usual three-dimensional parallelism",
+    products=0.9,
     attention="fa2",
     reduce_overlap=0.5,
     gather_overlap=0.0,
@@ -313,7 +320,6 @@ UNKNOWN = replace(
     logit_bytes=12.0,
     reserved=1.1,
     fit_slack=1.06,
-    spread=0.3,
 )
 """A framework that nothing is known of: Megatron-LM's division with less of its tuning."""
 

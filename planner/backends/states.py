@@ -102,11 +102,12 @@ def _states(run: Run, rules: Rules, zero: int, n: float, ranks: float) -> States
     weight = 4.0 if full_precision else rules.weight_bytes
     master = 0.0 if full_precision else rules.master_bytes
     gradient, moments = float(rules.gradient_bytes), float(rules.moment_bytes)
-    if run.precision in EIGHT_BITS or run.precision == "fp16":
+    narrow = run.precision in EIGHT_BITS and rules.eight_bit_states
+    if narrow or run.precision == "fp16":
         gradient = 2.0
     if run.task in ("lora", "qlora"):
         kept = 0.5 + 0.5 * 4 / 64 if run.quantised else weight
-        if run.precision in EIGHT_BITS:
+        if narrow:
             kept = 1.0
         return States(
             weights_bytes=kept * n / (ranks if zero == 3 else 1),

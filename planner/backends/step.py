@@ -111,7 +111,7 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
     context_s = _context_s(run, shape) * (1 + share / 2) if is_block else 0.0
     expert_s = _expert_s(run, shape) * (1 + share / 2) if kind == "moe_block" else 0.0
     if not frozen:
-        half = run.precision in ("fp16", *EIGHT_BITS)
+        half = _sums_in_16_bits(run, rules)
         accumulated = rules.accumulated_bytes
         if half:  # summed in 16 bits, by autograd itself
             accumulated = 0.6 * min(accumulated, SUMMED_BYTES)
@@ -132,6 +132,10 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
         shard_s=shard_s,
         host_s=max(0.0, host_s - busy_s - tensor_s - context_s - expert_s - shard_s),
     )
+
+
+def _sums_in_16_bits(run: Run, rules: Rules) -> bool:
+    return run.precision == "fp16" or (run.precision in EIGHT_BITS and rules.eight_bit_states)
 
 
 def _share_again(rules: Rules, recompute: str) -> float:
@@ -214,7 +218,7 @@ def _shard_s(
     gather_s = collective_s("all_gather", weight * parameters.count, ranks)
     reduce_s = 0.0
     if run.task not in ("lora", "qlora"):
-        wire = 2 if run.precision in ("fp16", *EIGHT_BITS) else rules.reduce_bytes
+        wire = 2 if _sums_in_16_bits(run, rules) else rules.reduce_bytes
         reduce_s = collective_s("reduce_scatter", wire * parameters.count, ranks)
         copies = group(run, ("data_replicate",))
         share = wire * parameters.count / run.sharding_ranks
@@ -340,7 +344,7 @@ def _update_s(
     if replicas == 1 or zero == 3 or not trained:
         return 0.0, optimizer_s
     ranks = group(run, ("data_shard", "context"))
-    half = run.precision in ("fp16", *EIGHT_BITS)
+    half = _sums_in_16_bits(run, rules)
     wire = (2 if half else rules.reduce_bytes) * trained
     calls = max(1.0, rules.reduce_calls * layers)
     gather_s = 0.0

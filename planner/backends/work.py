@@ -79,7 +79,8 @@ def rates(run: Run, rules: Rules) -> Rates:
     base = peak_flops(accelerator, "bf16" if precision in EIGHT_BITS else precision)  # type: ignore[arg-type]
     sustained = sustained_share(accelerator).tuned
     hopper = "fp8" in accelerator.peak_flops and base > 4e14
-    products = curve.matmul * base * sustained * (rules.hopper_products if hopper else 1.0)
+    products = curve.matmul * base * sustained * rules.products
+    products *= rules.hopper_products if hopper else 1.0
     half = HALF_RATE_TOKENS.get(family, USUAL_HALF_RATE_TOKENS)
     length = (1 + half / LONG_SEQUENCE) * run.seq_len / (run.seq_len + half)
     older = OLDER_ATTENTION[rules.attention]["hopper" if hopper else "ampere"]
@@ -125,7 +126,8 @@ class Shape:
     @property
     def kept_bytes(self) -> int:
         """Of a product's input as kept for backward: what it was multiplied as."""
-        return 1 if self.run.precision in EIGHT_BITS else self.element_bytes
+        narrow = self.run.precision in EIGHT_BITS and self.rules.eight_bit_states
+        return 1 if narrow else self.element_bytes
 
     @cached_property
     def dropout(self) -> bool:
@@ -196,9 +198,11 @@ class Work:
     working_bytes: float
     """Largest temporary of forward or backward."""
     input_bytes: float
+    operators_bytes: float = 0.0
+    """Kept where all is recomputed but attention's output and every second product's."""
 
 
-def block(shape: Shape, *, moe: bool) -> Work:
+def block(shape: Shape, *, moe: bool) -> Work:  # noqa: PLR0915 - a list of what a block does
     """Return one transformer block."""
     run, a = shape.run, shape.run.architecture
     e, t, n, r, h = shape.element_bytes, run.tensor, shape.tokens, shape.stream, a.hidden_size
@@ -211,6 +215,9 @@ def block(shape: Shape, *, moe: bool) -> Work:
     products += mlp_s
     rules = shape.rules
     dropout = shape.dropout
+    mlp_width = n * a.ffn_size / t
+    if moe and a.experts is not None:
+        mlp_width = n / t * a.experts.per_token * a.experts.ffn_size
     # Norms, residual sums with dropout, rotary positions; in elements of e bytes.
     stream_moves = 2 * 2 + 2 * (3 + 0.5 * dropout)
     moved = e * (r * h * stream_moves + n * (q + k) / t * 2 * (1 if fused(shape, "rotary") else 5))
@@ -263,6 +270,8 @@ def block(shape: Shape, *, moe: bool) -> Work:
         attention_bytes=0.0 if shape.flash else attention_bytes,
         working_bytes=working,
         input_bytes=e * r * h,
+        # Of q, k, v, o, (gate,) up, down the first, third, ... are kept: q, v, gate or up, down.
+        operators_bytes=e * (r * h + n * (2 * q + k) / t + mlp_width + r * h * a.gated_mlp),
     )
 
 

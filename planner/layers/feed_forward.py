@@ -225,6 +225,8 @@ def _activation(a: Architecture, name: str, size: float) -> list[Operator]:
     up, product = f"{name}_up", f"{name}_product"
     if a.family == "opt":  # ReLU keeps its result, which the next product keeps anyway
         return [elementwise(product, (up,), size, saved=(product,))]
+    if a.written_gelu:
+        return _fast_gelu(name, size)
     if a.family not in ("gpt2", "gptj"):
         return [elementwise(product, (up,), size, saved=(up,))]
     half, cube, scaled, inner, argument, tanh, weight = (
@@ -240,4 +242,25 @@ def _activation(a: Architecture, name: str, size: float) -> list[Operator]:
         elementwise(tanh, (argument,), size, saved=(tanh,)),
         elementwise(weight, (tanh,), size),
         elementwise(product, (half, weight), size, saved=(half, weight)),
+    ]
+
+
+def _fast_gelu(name: str, size: float) -> list[Operator]:
+    """0.5 u (1 + tanh(c u (1 + 0.044715 u u))), written out: nine kernels, which keep both factors
+    of each product and the tanh."""
+    up = f"{name}_up"
+    half, scaled, small, square, more, argument, tanh, weight = (
+        f"{name}_{part}"
+        for part in ("half", "scaled", "small", "square", "more", "argument", "tanh", "weight")
+    )
+    return [
+        elementwise(half, (up,), size),
+        elementwise(scaled, (up,), size),
+        elementwise(small, (up,), size),
+        elementwise(square, (small, up), size, saved=(small, up)),
+        elementwise(more, (square,), size),
+        elementwise(argument, (scaled, more), size, saved=(scaled, more)),
+        elementwise(tanh, (argument,), size, saved=(tanh,)),
+        elementwise(weight, (tanh,), size),
+        elementwise(f"{name}_product", (half, weight), size, saved=(half, weight)),
     ]

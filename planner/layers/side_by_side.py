@@ -31,6 +31,7 @@ def _gpt_neox(config: Config) -> Architecture:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=True,
+        written_gelu=config.get("hidden_act") == "gelu_fast",
         parallel=flag(config, "use_parallel_residual", True),
     )
 
