@@ -10,6 +10,7 @@ P ranks of V stages each hold P V stages; stages are numbered as the model runs 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from planner.actions import Action, Kind, Order, csv_text, read_action
 from planner.errors import DocumentError
@@ -51,6 +52,7 @@ def splits_backward(name: str) -> bool:
     return name in SPLIT
 
 
+@lru_cache(maxsize=1 << 10)
 def rank_of_stage(name: str, *, stages: int, virtual_stages: int = 1) -> tuple[int, ...]:
     """Return the pipeline rank that holds each stage.
 
@@ -135,10 +137,13 @@ def orders(
         raise DocumentError(*found)
     if steps != 1 and name != "pipedream-2bw":
         raise DocumentError("steps", f"is {steps}; {name} ends each step with an empty pipeline")
-    ranks = stages // virtual_stages
-    return tuple(
-        _order(name, rank, ranks, virtual_stages, micro_batches * steps) for rank in range(ranks)
-    )
+    return _orders(name, stages // virtual_stages, virtual_stages, micro_batches * steps)
+
+
+@lru_cache(maxsize=16)
+def _orders(name: str, ranks: int, virtual_stages: int, micro_batches: int) -> tuple[Order, ...]:
+    """Return the orders of all ranks; many layouts of a search share them."""
+    return tuple(_order(name, rank, ranks, virtual_stages, micro_batches) for rank in range(ranks))
 
 
 def _order(name: str, rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> Order:

@@ -11,10 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
+from operator import itemgetter, sub
+from typing import NamedTuple, get_args
 
 from planner.actions import Action, Kind, Order
 from planner.errors import DocumentError
+
+_STAGE = itemgetter(Action._fields.index("stage"))
+_MICRO_BATCH = itemgetter(Action._fields.index("micro_batch"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +39,8 @@ class Timeline:
 
     def busy_s(self, rank: int) -> float:
         """Return how long a rank computes and sends."""
-        return sum(
-            end - start for start, end in zip(self.starts_s[rank], self.ends_s[rank], strict=True)
-        )
+        seconds: float = sum(map(sub, self.ends_s[rank], self.starts_s[rank]))
+        return seconds
 
     def actions(self, rank: int) -> list[tuple[float, float, Action]]:
         """Return (start, end, action) of a rank in order."""
@@ -69,6 +73,7 @@ def timeline(
     27.0
     """
     stages = len(forward_s)
+    count = 1 + max((max(map(_MICRO_BATCH, order)) for order in orders if order), default=-1)
     steps = _steps(
         _rank_of_stage(orders, stages),
         forward_s=forward_s,
@@ -76,11 +81,11 @@ def timeline(
         weight_s=weight_s,
         transfer_s=[transfer_s] * (stages - 1) if isinstance(transfer_s, float) else transfer_s,
         exposed_s=exposed_s,
+        count=count,
     )
-    count = 1 + max((action.micro_batch for order in orders for action in order), default=-1)
-    # When a micro-batch is through a step of a stage, [row, micro-batch]; -1 is not yet.
-    done_s = [[-1.0] * count for _ in range(3 * stages)]
-    waiting: dict[tuple[int, int], int] = {}
+    # When a micro-batch is through a step of a stage, [row + micro-batch]; -1 is not yet.
+    done_s = [-1.0] * (3 * stages * count)
+    waiting: dict[int, int] = {}
     position = [0] * len(orders)
     clock = [0.0] * len(orders)
     starts: list[list[float]] = [[] for _ in orders]
@@ -90,29 +95,29 @@ def timeline(
         rank = ready.pop()
         order, now, at = orders[rank], clock[rank], position[rank]
         own_starts, own_ends = starts[rank], ends[rank]
-        while at < len(order):
-            stage, kind, m = order[at]
-            step = steps.get((stage, kind))
+        for stage, kind, m in islice(order, at, None):
+            step = steps[kind][stage]
             if step is None:
                 raise DocumentError("schedule", f"{order[at]} needs seconds of its own")
             seconds, row, source, delay_s, local = step
-            if local >= 0 and done_s[local][m] < 0.0:
+            if local >= 0 and done_s[local + m] < 0.0:
                 before = "I" if kind == "W" else "forward"
                 raise DocumentError("schedule", f"{order[at]} stands before its {before}")
             start = now
             if source >= 0:
-                made_s = done_s[source][m]
+                made_s = done_s[source + m]
                 if made_s < 0.0:
-                    waiting[source, m] = rank
+                    waiting[source + m] = rank
                     break
                 arrival_s = made_s + delay_s
                 start = arrival_s if arrival_s > now else now
-            now = done_s[row][m] = start + seconds
+            made = row + m
+            now = done_s[made] = start + seconds
             own_starts.append(start)
             own_ends.append(now)
             at += 1
-            if waiting and (row, m) in waiting:
-                ready.append(waiting.pop((row, m)))
+            if made in waiting:
+                ready.append(waiting.pop(made))
         clock[rank], position[rank] = now, at
     for rank, order in enumerate(orders):
         if position[rank] < len(order):
@@ -129,7 +134,8 @@ def timeline(
 class _Step(NamedTuple):
     """What every action of one kind of one stage has in common.
 
-    Rows number what is made: outputs by stage, then gradients of inputs, then those of weights.
+    What is made lies in rows of one entry per micro-batch: outputs by stage, then gradients of
+    inputs, then those of weights.  Rows are named by their first entry.
     """
 
     seconds: float
@@ -151,25 +157,26 @@ def _steps(
     weight_s: Sequence[float] | None,
     transfer_s: Sequence[float],
     exposed_s: float,
-) -> dict[tuple[int, Kind], _Step]:
+    count: int,
+) -> dict[Kind, list[_Step | None]]:
+    """[kind][stage]; None where a backward that is split has no seconds for its parts."""
     stages = len(rank_of)
     last = stages - 1
-    steps: dict[tuple[int, Kind], _Step] = {}
+    steps: dict[Kind, list[_Step | None]] = {kind: [None] * stages for kind in get_args(Kind)}
     for s in range(stages):
         before = s > 0 and rank_of[s - 1] != rank_of[s]
         behind = s < last and rank_of[s + 1] != rank_of[s]
-        own, gradient, weight = s, stages + s, 2 * stages + s
-        source, delay_s = (s - 1 if s else -1), (transfer_s[s - 1] if before else 0.0)
-        steps[s, "F"] = _Step(
-            forward_s[s] + (exposed_s if behind else 0.0), own, source, delay_s, -1
-        )
-        source, delay_s = (gradient + 1 if s < last else -1), (transfer_s[s] if behind else 0.0)
+        own, gradient, weight = s * count, (stages + s) * count, (2 * stages + s) * count
+        source, delay_s = (own - count if s else -1), (transfer_s[s - 1] if before else 0.0)
+        sending_s = exposed_s if behind else 0.0
+        steps["F"][s] = _Step(forward_s[s] + sending_s, own, source, delay_s, -1)
+        source, delay_s = gradient + count if s < last else -1, transfer_s[s] if behind else 0.0
         sending_s = exposed_s if before else 0.0
-        steps[s, "B"] = _Step(backward_s[s] + sending_s, gradient, source, delay_s, own)
+        steps["B"][s] = _Step(backward_s[s] + sending_s, gradient, source, delay_s, own)
         if weight_s is not None:
             input_s = backward_s[s] - weight_s[s] + sending_s
-            steps[s, "I"] = _Step(input_s, gradient, source, delay_s, own)
-            steps[s, "W"] = _Step(weight_s[s], weight, -1, 0.0, gradient)
+            steps["I"][s] = _Step(input_s, gradient, source, delay_s, own)
+            steps["W"][s] = _Step(weight_s[s], weight, -1, 0.0, gradient)
     return steps
 
 
@@ -177,7 +184,7 @@ def _rank_of_stage(orders: Sequence[Order], stages: int) -> list[int]:
     """Return where each stage's actions stand; -1 for a stage that has none."""
     rank_of = [-1] * stages
     for rank, order in enumerate(orders):
-        for stage in {action.stage for action in order}:
+        for stage in set(map(_STAGE, order)):
             rank_of[stage] = rank
     return rank_of
 

@@ -90,25 +90,27 @@ def _held(
 
 def _fullest(order: Order, held: Mapping[int, _Held]) -> tuple[float, float, float]:
     """Return (activations, working memory, buffers of micro-batches in flight) at the peak."""
-    alive = buffers = 0.0
+    alive = buffers = most_bytes = 0.0
     most = (0.0, 0.0, 0.0)
     for stage, kind, _ in order:
         own = held[stage]
         if kind == "F":
             stored, working = own.forward
             buffers += own.buffers
-            moment = (alive + stored, working, buffers)
+            here = alive + stored, working, buffers
             alive += own.stored
         elif kind == "W":
-            moment = (alive, 0.0, buffers)
+            here = alive, 0.0, buffers
             alive -= own.kept
         else:
             alive -= own.stored
             stored, working = own.backward if kind == "B" else own.input_backward
-            moment = (alive + stored, working, buffers)
+            here = alive + stored, working, buffers
             buffers -= own.buffers
             alive += own.kept if kind == "I" else 0.0
-        most = max(most, moment, key=sum)
+        here_bytes = here[0] + here[1] + here[2]
+        if here_bytes > most_bytes:
+            most, most_bytes = here, here_bytes
     return most
 
 

@@ -10,7 +10,7 @@ and its k-th backward the same with the chunks in reverse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from planner.actions import Action, Kind, Order
 
@@ -21,11 +21,10 @@ def interleaved(rank: int, ranks: int, virtual_stages: int, micro_batches: int) 
     Warms up with 2 (P - 1 - rank) + (V - 1) P forwards, so that each rank's first backward finds
     its gradient there, then alternates.
     """
-    shape = (rank, ranks, virtual_stages, micro_batches)
     warm_up = 2 * (ranks - 1 - rank) + (virtual_stages - 1) * ranks
-    forwards = list(_forwards(*shape))
+    forwards = _forwards(rank, ranks, virtual_stages, micro_batches)
     result = forwards[:warm_up]
-    for at, backward in enumerate(_backwards("B", *shape)):
+    for at, backward in enumerate(_backwards("B", forwards, rank, ranks, virtual_stages)):
         result += forwards[warm_up + at : warm_up + at + 1]
         result.append(backward)
     return tuple(result)
@@ -38,12 +37,11 @@ def zero_bubble(rank: int, ranks: int, virtual_stages: int, micro_batches: int) 
     does every W r backwards late: then all ranks hold equally many micro-batches, and the W that
     are left at the end fill time in which 1F1B waits.
     """
-    shape = (rank, ranks, virtual_stages, micro_batches)
     warm_up = (ranks - 1 - rank) + (virtual_stages - 1) * ranks
-    forwards = list(_forwards(*shape))
-    weights = list(_backwards("W", *shape))
+    forwards = _forwards(rank, ranks, virtual_stages, micro_batches)
+    weights = _backwards("W", forwards, rank, ranks, virtual_stages)
     result = forwards[:warm_up]
-    for at, backward in enumerate(_backwards("I", *shape)):
+    for at, backward in enumerate(_backwards("I", forwards, rank, ranks, virtual_stages)):
         result += forwards[warm_up + at : warm_up + at + 1]
         result.append(backward)
         if at >= rank:
@@ -52,16 +50,17 @@ def zero_bubble(rank: int, ranks: int, virtual_stages: int, micro_batches: int) 
     return tuple(result)
 
 
-def _forwards(rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
-    for group in range(0, micro_batches, ranks):
-        for chunk in range(virtual_stages):
-            for m in range(group, min(group + ranks, micro_batches)):
-                yield Action(chunk * ranks + rank, "F", m)
+def _forwards(rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+    return [
+        Action(stage, "F", m)
+        for group in range(0, micro_batches, ranks)
+        for stage in range(rank, virtual_stages * ranks, ranks)
+        for m in range(group, min(group + ranks, micro_batches))
+    ]
 
 
 def _backwards(
-    kind: Kind, rank: int, ranks: int, virtual_stages: int, micro_batches: int
-) -> Iterator[Action]:
+    kind: Kind, forwards: Sequence[Action], rank: int, ranks: int, virtual_stages: int
+) -> list[Action]:
     last = (virtual_stages - 1) * ranks + 2 * rank
-    for stage, _, m in _forwards(rank, ranks, virtual_stages, micro_batches):
-        yield Action(last - stage, kind, m)
+    return [Action(last - stage, kind, m) for stage, _, m in forwards]

@@ -48,24 +48,37 @@ def distinct_orders(
     data_shard context tensor data_replicate pipeline
     pipeline context data_shard data_replicate tensor
     """
-    divided = [axis for axis, degree in zip(INSIDE_OUT, degrees, strict=True) if degree > 1]
-    by_axis = dict(zip(INSIDE_OUT, degrees, strict=True))
+    divided = [at for at, degree in enumerate(degrees) if degree > 1]
     narrow = _narrow(tiers, degrees)
     reach = max(narrow, default=0)
     result: dict[Spans, tuple[Axis, ...]] = {}
+    alone = _reach(narrow, 1, 1)
+    """Of an axis that is not divided, wherever it lies."""
 
-    def extend(inner: tuple[Axis, ...], stride: int) -> None:
+    def extend(inner: list[int], found: list[tuple[int, ...]], stride: int) -> None:
         """Try every axis as the next one out.  Beyond all tiers the order makes no difference."""
-        left = [axis for axis in divided if axis not in inner]
+        left = [at for at in divided if at not in inner]
         if stride > reach or not left:
-            outward = iter((*inner, *left))
-            order = tuple(next(outward) if axis in divided else axis for axis in INSIDE_OUT)
-            result.setdefault(_spans(narrow, by_axis, order), order)
+            spans = found
+            if left:
+                spans = list(found)
+                for at in left:
+                    spans[at] = _reach(narrow, degrees[at], stride)
+                    stride *= degrees[at]
+            key = tuple(spans)
+            if key not in result:
+                outward = iter((*inner, *left))
+                result[key] = tuple(
+                    INSIDE_OUT[next(outward)] if degree > 1 else axis
+                    for axis, degree in zip(INSIDE_OUT, degrees, strict=True)
+                )
             return
-        for axis in left:
-            extend((*inner, axis), stride * by_axis[axis])
+        for at in left:
+            further = list(found)
+            further[at] = _reach(narrow, degrees[at], stride)
+            extend([*inner, at], further, stride * degrees[at])
 
-    extend((), 1)
+    extend([], [alone] * len(degrees), 1)
     return result
 
 

@@ -237,21 +237,21 @@ class StageTable:
         budget = knapsacks.free_bytes[family.stages, None] - level
         budget -= self._over_some(family.base_bytes[layers])
         budget /= family.scale[:, None]
-        bound = np.zeros(budget.shape)
-        charge = np.empty(budget.shape)
-        for multiplier, row in zip(relaxed.multipliers, least.T, strict=True):
-            np.multiply(budget, -multiplier, out=charge)
-            charge += self._over_some(row[layers])
-            np.maximum(bound, charge, out=bound)
-        fits = self._over_some(lean[layers]) <= budget + 1e-9 * np.abs(budget)
-        fits &= self._over_some((~able[layers]).astype(float)) == 0
+        # Rows: the least seconds for every multiplier, the leanest loads, layers without an option.
+        rows = np.vstack([least.T, lean, ~able])[:, layers]
+        *softened, leanest, unable = self._over_some(rows)
+        charges = np.multiply.outer(-relaxed.multipliers, budget)
+        charges += np.array(softened)[:, None]
+        bound = np.maximum(charges.max(axis=0), 0.0)
+        fits = (leanest <= budget + 1e-9 * np.abs(budget)) & (unable == 0)
         fits &= level <= highest
         return np.where(fits, bound, np.inf)
 
     def _over_some(self, per_layer: Floats) -> Floats:
-        """[signature] Sums over one interval of each signature."""
-        until = _prefix_sums(per_layer)
-        total: Floats = until[self._some_end] - until[self._some_first]
+        """[..., signature] Sums of [..., layer] over one interval of each signature."""
+        until = np.zeros((*per_layer.shape[:-1], per_layer.shape[-1] + 1))
+        np.cumsum(per_layer, axis=-1, out=until[..., 1:])
+        total: Floats = until[..., self._some_end] - until[..., self._some_first]
         return total
 
 
