@@ -236,7 +236,8 @@ class Table:
             names = {"x"} | (_saved(self._outside) - _outputs(self._inside))
             if recompute == "selective":
                 names |= _outputs(op for op in self._inside if op.kind in KEPT_BY_SELECTIVE)
-        return {name: self.sizes[name] for name in names}
+        # Sorted: sums in the order of a set differ in the last bits from run to run.
+        return {name: self.sizes[name] for name in sorted(names)}
 
     def stored_bytes(self, recompute: Recompute) -> float:
         """Bytes kept from forward to backward by one micro-batch in flight."""
@@ -297,7 +298,9 @@ class Table:
             gradients |= {name: self.sizes[name] for name in operator.inputs}
             for name in operator.outputs:
                 gradients.pop(name, None)
-            freed += sum(self.sizes[n] for n in set(operator.saved) if first_save[n] == index)
+            freed += sum(
+                self.sizes[n] for n in dict.fromkeys(operator.saved) if first_save[n] == index
+            )
         return peak
 
     def recomputed_bytes(self, recompute: Recompute) -> float:
@@ -310,7 +313,7 @@ class Table:
         kept = self.stored(recompute)
         needed = _saved(self.operators) | {"x"}
         passed = _outputs(self._inside[: self._needed_again]) - needed
-        again = sum(self.sizes[name] for name in needed - kept.keys())
+        again = sum(self.sizes[name] for name in sorted(needed - kept.keys()))
         return again - sum(size for name, size in kept.items() if name in passed)
 
     @property
