@@ -4,7 +4,7 @@ Ranks are taken in turn, and a state is (p, q): where the first stages have come
 front, and where the second ones have, from the middle (looped) or from the back (folded).  Rank r
 takes d layers behind p and e layers beside q.  The least max_r (m t_r + sync) is a dynamic program
 over the ranks; a limit on the largest stage, which falls from one solution to the next, brings in
-the bubble as `planner.solver.cuts` does with its ceilings.  In a looped schedule the middle is
+the bubble as `planner.solver.descent` does with its ceilings.  In a looped schedule the middle is
 tried at each position.
 
 What a rank takes is bounded first, layers at their fastest, and becomes exact when the best path

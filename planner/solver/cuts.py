@@ -1,32 +1,23 @@
 """Where to cut a chain, given what every stage would cost for every run of layers.
 
 A table `x[stage, first, n - 1]` says what `stage` costs with the n layers from `first` on; inf
-where it cannot hold them.  `best_cuts` minimises exactly
-
-    steady · max_s stage_s + Σ_s fill_s + max_s once_s + ...
-
-by threshold descent: the smallest Σ fill under a ceiling on stage_s is one dynamic program.  With
-its solution (maximum τ, sum S) known, every other split below the ceiling and not below τ costs at
-least as much, so the next ceiling lies strictly below τ; S only grows as the ceiling falls, so
-steady · τ_min + S bounds all that is left.  A ceiling on each table whose largest entry counts once
-descends around it the same way.
+where it cannot hold them.  `best_cuts` minimises exactly what `planner.solver.descent` says.
 
 Among equal sums the dynamic program takes the earliest cuts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from planner.solver.descent import Costs, cheapest
 
-# Two sums of the same seconds in different orders; a bound this close to the incumbent meets it.
-_ROUNDING = 1e-12
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +30,10 @@ class Cuts:
     once_s: float
     value_s: float
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Costs:
-    """Tables [stage, first, n - 1] of what is minimised; all are inf where a stage cannot hold it.
-
-    `once_s` are tables whose largest entry counts once (they need not be inf anywhere).
-    """
-
-    stage_s: Floats
-    fill_s: Floats
-    once_s: tuple[Floats, ...]
-    steady: float
-
-
-def meets(bound_s: float, incumbent_s: float) -> bool:
-    """Whether nothing above `bound_s` can improve on the incumbent."""
-    return bound_s >= incumbent_s - _ROUNDING * abs(incumbent_s)
+    @property
+    def way(self) -> tuple[int, ...]:
+        """The cuts, as `planner.solver.descent` calls them."""
+        return self.cuts
 
 
 class _Tails:
@@ -124,6 +102,14 @@ class Chain:
             cuts.append(cuts[-1] + int(picks[s, cuts[-1]]) + 1)
         return tuple(cuts)
 
+    def along(self, table: Floats, way: tuple[int, ...]) -> Floats:
+        """[stage] Entries of a table that a split uses."""
+        return np.array(along(table, way))
+
+    def price(self, costs: Costs, way: tuple[int, ...]) -> Cuts:
+        """Evaluate a split on the tables."""
+        return price(costs, way)
+
 
 def along(table: Floats, cuts: tuple[int, ...]) -> list[float]:
     """Entries of `table` that a split uses, stage by stage."""
@@ -142,63 +128,4 @@ def price(costs: Costs, cuts: tuple[int, ...]) -> Cuts:
 
 def best_cuts(costs: Costs, *, cutoff_s: float = np.inf) -> Cuts | None:
     """Cheapest split, or None if there is none below `cutoff_s`."""
-    return _under_ceilings(Chain(*costs.stage_s.shape), costs, cutoff_s)
-
-
-def _under_ceilings(chain: Chain, costs: Costs, cutoff_s: float) -> Cuts | None:
-    """Minimise by a falling ceiling on the first of the tables that count once, if there is one."""
-    if not costs.once_s:
-        return _descend(chain, costs, cutoff_s)
-    first_s, *others_s = costs.once_s
-    least_s = chain.smallest_maximum(np.where(np.isfinite(costs.stage_s), first_s, np.inf))
-    best: Cuts | None = None
-    ceiling_s = np.inf
-    while ceiling_s >= least_s:
-        allowed = first_s <= ceiling_s
-        below = replace(
-            costs,
-            stage_s=np.where(allowed, costs.stage_s, np.inf),
-            fill_s=np.where(allowed, costs.fill_s, np.inf),
-            once_s=tuple(others_s),
-        )
-        found = _under_ceilings(chain, below, cutoff_s - least_s)
-        if found is None:
-            break
-        whole = price(costs, found.cuts)
-        if whole.value_s < cutoff_s:
-            best, cutoff_s = whole, whole.value_s
-        ceiling_s = float(np.nextafter(max(along(first_s, found.cuts)), -np.inf))
-    return best
-
-
-def _descend(chain: Chain, costs: Costs, cutoff_s: float) -> Cuts | None:
-    """Minimise steady · max + Σ fill by a falling ceiling on the maximum."""
-    stage_s, fill_s, steady = costs.stage_s, costs.fill_s, costs.steady
-    least_max_s = chain.smallest_maximum(stage_s)
-    freest = chain.smallest_sum(fill_s)
-    if freest is None or not np.isfinite(least_max_s):
-        return None
-    least_sum_s = sum(along(fill_s, freest))
-    if meets(steady * least_max_s + least_sum_s, cutoff_s):
-        return None
-    best: Cuts | None = None
-
-    def under(ceiling_s: float) -> Cuts:
-        cuts = chain.smallest_sum(np.where(stage_s <= ceiling_s, fill_s, np.inf))
-        assert cuts is not None, "the ceiling is never below the least maximum"
-        return price(costs, cuts)
-
-    tightest = under(least_max_s)
-    if tightest.value_s < cutoff_s:
-        best, cutoff_s = tightest, tightest.value_s
-    ceiling_s = (cutoff_s - least_sum_s) / steady if steady > 0 else np.inf
-    while ceiling_s >= least_max_s:
-        found = under(ceiling_s)
-        if found.value_s < cutoff_s:
-            best, cutoff_s = found, found.value_s
-        if meets(steady * least_max_s + found.fill_s, cutoff_s):
-            break
-        ceiling_s = float(np.nextafter(found.largest_s, -np.inf))
-        if steady > 0:
-            ceiling_s = min(ceiling_s, (cutoff_s - found.fill_s) / steady)
-    return best
+    return cheapest(Chain(*costs.stage_s.shape), costs, cutoff_s=cutoff_s)

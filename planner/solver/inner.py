@@ -17,7 +17,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.solver.cuts import Cuts, best_cuts, meets, price
+from planner.solver.cuts import Cuts, best_cuts, price
+from planner.solver.descent import meets
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import (
     ROUNDING,
@@ -33,7 +34,7 @@ from planner.solver.knapsack import Knapsacks
 from planner.solver.memory_reach import why_infeasible
 from planner.solver.stage_table import StageTable
 
-# Above the rounding that `cuts.meets` forgives, below anything that matters.
+# Above the rounding that `descent.meets` forgives, below anything that matters.
 _HAIR = 1e-11
 _COARSE = 2.0**10
 HOSTS_TOO_SMALL = "whatever fits the devices puts more on a host than it has room for"

@@ -1,29 +1,20 @@
-"""The cheapest path through levels of states, where the dearest step counts many times.
+"""Paths through levels of states, and what they cost.
 
 Level s holds the states between steps s - 1 and s; a path takes one step per level.  The costs are
-tables [step], and `cheapest` minimises exactly
-
-    steady · max_e stage_s + Σ_e fill_s + max_e once_s + ...
-
-by the threshold descent of `planner.solver.cuts`: the smallest Σ fill under a ceiling on stage_s
-is one dynamic program backward over the levels.  With its solution (maximum τ, sum S) known, every
-other path below the ceiling and not below τ costs at least as much, so the next ceiling lies
-strictly below τ; S only grows as the ceiling falls, so steady · τ_min + S bounds all that is left.
-A ceiling on each table whose largest entry counts once descends around it the same way.
-
-Among equal sums a path takes the earliest steps.
+tables [step]; `planner.solver.descent` finds the cheapest path.  The smallest sum is one dynamic
+program backward over the levels; among equal sums a path takes the earliest steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.cuts import Costs, meets
+from planner.solver.descent import Costs
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -38,6 +29,11 @@ class Path:
     fill_s: float
     once_s: float
     value_s: float
+
+    @property
+    def way(self) -> tuple[int, ...]:
+        """The steps, as `planner.solver.descent` calls them."""
+        return self.steps
 
 
 class Paths:
@@ -97,6 +93,15 @@ class Paths:
             state = int(ends[pick])
         return tuple(path)
 
+    def along(self, table: Floats, way: tuple[int, ...]) -> Floats:
+        """[level] Entries of a table that a path uses."""
+        entries: Floats = table[list(way)]
+        return entries
+
+    def price(self, costs: Costs, way: tuple[int, ...]) -> Path:
+        """Evaluate a path."""
+        return priced_path(costs, way)
+
     def _least(self, level: int, total: Floats) -> Floats:
         """[state] Least `total` of the steps that start there; inf where none does."""
         starts, first, _ = self._starts[level]
@@ -112,62 +117,3 @@ def priced_path(costs: Costs, steps: tuple[int, ...]) -> Path:
     largest_s, sum_s = float(costs.stage_s[taken].max()), float(costs.fill_s[taken].sum())
     once_s = sum(float(table[taken].max()) for table in costs.once_s)
     return Path(steps, largest_s, sum_s, once_s, costs.steady * largest_s + sum_s + once_s)
-
-
-def cheapest(paths: Paths, costs: Costs, *, cutoff_s: float = np.inf) -> Path | None:
-    """Cheapest path, or None if there is none below `cutoff_s`; tables of costs are [step]."""
-    if not costs.once_s:
-        return _descend(paths, costs, cutoff_s)
-    first_s, *others_s = costs.once_s
-    least_s = paths.smallest_maximum(np.where(np.isfinite(costs.stage_s), first_s, np.inf))
-    best: Path | None = None
-    ceiling_s = np.inf
-    while ceiling_s >= least_s:
-        allowed = first_s <= ceiling_s
-        below = replace(
-            costs,
-            stage_s=np.where(allowed, costs.stage_s, np.inf),
-            fill_s=np.where(allowed, costs.fill_s, np.inf),
-            once_s=tuple(others_s),
-        )
-        found = cheapest(paths, below, cutoff_s=cutoff_s - least_s)
-        if found is None:
-            break
-        whole = priced_path(costs, found.steps)
-        if whole.value_s < cutoff_s:
-            best, cutoff_s = whole, whole.value_s
-        ceiling_s = float(np.nextafter(first_s[list(found.steps)].max(), -np.inf))
-    return best
-
-
-def _descend(paths: Paths, costs: Costs, cutoff_s: float) -> Path | None:
-    """Minimise steady · max + Σ fill by a falling ceiling on the maximum."""
-    stage_s, fill_s, steady = costs.stage_s, costs.fill_s, costs.steady
-    least_max_s = paths.smallest_maximum(stage_s)
-    freest = paths.smallest_sum(fill_s)
-    if freest is None or not np.isfinite(least_max_s):
-        return None
-    least_sum_s = float(fill_s[list(freest)].sum())
-    if meets(steady * least_max_s + least_sum_s, cutoff_s):
-        return None
-    best: Path | None = None
-
-    def under(ceiling_s: float) -> Path:
-        steps = paths.smallest_sum(np.where(stage_s <= ceiling_s, fill_s, np.inf))
-        assert steps is not None, "the ceiling is never below the least maximum"
-        return priced_path(costs, steps)
-
-    tightest = under(least_max_s)
-    if tightest.value_s < cutoff_s:
-        best, cutoff_s = tightest, tightest.value_s
-    ceiling_s = (cutoff_s - least_sum_s) / steady if steady > 0 else np.inf
-    while ceiling_s >= least_max_s:
-        found = under(ceiling_s)
-        if found.value_s < cutoff_s:
-            best, cutoff_s = found, found.value_s
-        if meets(steady * least_max_s + found.fill_s, cutoff_s):
-            break
-        ceiling_s = float(np.nextafter(found.largest_s, -np.inf))
-        if steady > 0:
-            ceiling_s = min(ceiling_s, (cutoff_s - found.fill_s) / steady)
-    return best

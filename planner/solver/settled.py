@@ -13,13 +13,13 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.cuts import Costs
+from planner.solver.descent import Costs, cheapest
 from planner.solver.instance import ROUNDING, Solution
-from planner.solver.paths import Path, Paths, cheapest, priced_path
+from planner.solver.paths import Path, Paths, priced_path
 
 Floats = NDArray[np.float64]
 
-# Above the rounding that `cuts.meets` forgives, below anything that matters.
+# Above the rounding that `descent.meets` forgives, below anything that matters.
 _HAIR = 1e-11
 
 
@@ -64,7 +64,7 @@ def best_split(
     """Best split along a path, None if there is none below `cutoff_s`.
 
     Where sync depends on the options, a falling limit on that of every stage enters the steps, as
-    the ceilings do in `paths.cheapest`.
+    the ceilings do in `descent.cheapest`.
     """
     if not steps.sync_depends:
         found = settled_path(steps, cutoff_s=cutoff_s)

@@ -13,7 +13,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.cuts import Chain, Costs
+from planner.solver.cuts import Chain
+from planner.solver.descent import Costs
 from planner.solver.knapsack import Family, Knapsacks, Relaxed
 
 Floats = NDArray[np.float64]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.assembly import content_of
-from planner.solver.cuts import Costs
+from planner.solver.descent import Costs
 from planner.solver.graphs.step_bounds import StepBounds
 from planner.solver.paths import Paths
 

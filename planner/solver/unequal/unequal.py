@@ -26,7 +26,7 @@ from typing import Protocol
 import numpy as np
 
 from planner.solver.assembly import assembled, fastest_options
-from planner.solver.cuts import meets
+from planner.solver.descent import meets
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.graphs.step_table import Known

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.cuts import Costs
+from planner.solver.descent import Costs
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.graphs.step_bounds import StepBounds
 from planner.solver.graphs.step_table import Known, StepTable

@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from planner.solver.cuts import Chain, Costs, best_cuts
+from planner.solver.cuts import Chain, best_cuts
+from planner.solver.descent import Costs
 
 
 def every_split(layers: int, stages: int) -> list[tuple[int, ...]]:

@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from planner.solver.cuts import Costs
-from planner.solver.paths import Paths, cheapest, priced_path
+from planner.solver.descent import Costs, cheapest
+from planner.solver.paths import Paths, priced_path
 
 
 def random_levels(seed: int) -> tuple[Paths, Costs, list[list[tuple[int, int]]]]:
