@@ -69,13 +69,18 @@ def main() -> None:
 def left_out(model: ModelGraph, cluster: ClusterSpec, profile: Profile) -> list[dict[str, Any]]:
     """Return one row for each setting that lies between two others."""
     settings: dict[tuple[int, str], set[int]] = {}
-    for m in profile.layers:
+    for m in undivided(profile):
         settings.setdefault((m.tensor, m.recompute), set()).add(m.micro_batch)
     return [
         compared(model, cluster, profile, tensor, recompute, size)
         for (tensor, recompute), sizes in sorted(settings.items())
         for size in sorted(sizes)[1:-1]
     ]
+
+
+def undivided(profile: Profile) -> list[LayerMeasurement]:
+    """Return what was measured of whole sequences and all experts."""
+    return [m for m in profile.layers if m.context == m.expert == 1]
 
 
 def compared(
@@ -89,9 +94,12 @@ def compared(
     def is_left_out(m: LayerMeasurement) -> bool:
         return (m.tensor, m.recompute, m.micro_batch) == (tensor, recompute, micro_batch)
 
-    truth = {m.kind: m for m in profile.layers if is_left_out(m)}
+    truth = {m.kind: m for m in undivided(profile) if is_left_out(m)}
     rest = profile.model_copy(
-        update={"layers": tuple(m for m in profile.layers if not is_left_out(m))}
+        update={
+            "layers": tuple(m for m in undivided(profile) if not is_left_out(m)),
+            "stages": (),
+        }
     )
     one = next(iter(truth.values()))
     job = Job(seq_len=one.seq_len, global_batch=micro_batch, precision=one.precision)

@@ -151,9 +151,9 @@ def interpolation(profile: Profile) -> Iterator[Finding]:
     Of every micro-batch between two others, all layer kinds together.  Between measured ones the
     gaps are half as wide, so this bounds their error as long as seconds grow smoothly.
     """
-    passes: dict[tuple[int, str], dict[int, float]] = {}
+    passes: dict[tuple[int, int, int, str], dict[int, float]] = {}
     for m in profile.layers:
-        of_setting = passes.setdefault((m.tensor, m.recompute), {})
+        of_setting = passes.setdefault((m.tensor, m.context, m.expert, m.recompute), {})
         of_setting[m.micro_batch] = of_setting.get(m.micro_batch, 0.0) + m.forward_s + m.backward_s
     errors = [
         (abs(_between(of_size, low, size, high) / of_size[size] - 1.0), setting, size)
@@ -162,13 +162,14 @@ def interpolation(profile: Profile) -> Iterator[Finding]:
         if of_size[size] > 0
     ]
     if errors:
-        error, (tensor, recompute), size = max(errors)
+        error, (tensor, context, expert, recompute), size = max(errors)
+        divided = f"tp {tensor}" + f" cp {context}" * (context > 1) + f" ep {expert}" * (expert > 1)
         yield Finding(
             what="layers",
             subject="interpolation",
             share=error,
             text=f"seconds between measured micro-batches are within {error:.0%}: the worst of "
-            f"{len(errors)} left out in turn (tp {tensor}, micro-batch {size}, {recompute})",
+            f"{len(errors)} left out in turn ({divided}, micro-batch {size}, {recompute})",
         )
 
 

@@ -7,6 +7,8 @@ name.  A rank makes one whole tensor at a time and keeps its part.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from runtime import lora
 from runtime.adapter import Adapter, parameter_names
-from runtime.published import Weights
+from runtime.published import Region, Weights
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -39,16 +41,27 @@ def materialize(
     device: torch.device,
     weights: Weights | None,
     done: dict[int, nn.Parameter],
+    keeps: Mapping[int, Region] = MappingProxyType({}),
 ) -> None:
     """Put a layer's parameters on the device with their first values.
 
     `done` carries what was made in other layers of the stage, so that tied weights stay tied.
+    `keeps` says of parameters, by id, what of this rank's part is left to it once ZeRO divides
+    them: only that is read of published weights, and the rest has no values.
     """
     for name, module, attribute in parameter_names(layer_name, layer):
         parameter = module._parameters[attribute]
         assert parameter is not None
         if id(parameter) not in done:
-            made = _made(name, parameter, adapter, seed=seed, device=device, weights=weights)
+            made = _made(
+                name,
+                parameter,
+                adapter,
+                seed=seed,
+                device=device,
+                weights=weights,
+                keep=keeps.get(id(parameter)),
+            )
             done[id(parameter)] = done[id(made)] = made
         module._parameters[attribute] = done[id(parameter)]
 
@@ -61,6 +74,7 @@ def _made(
     seed: int,
     device: torch.device,
     weights: Weights | None,
+    keep: Region | None,
 ) -> nn.Parameter:
     if not parameter.is_meta:  # a user's own module, with values of its own
         return nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
@@ -68,9 +82,10 @@ def _made(
     shard = _shard(parameter)
     adapters = lora.is_adapters(name)
     if weights is not None and not adapters:
-        local = weights.read(published, parameter.shape, shard, pieces=adapter.pieces(name)).to(
-            device
-        )
+        pieces = adapter.pieces(name)
+        local = weights.read(published, parameter.shape, shard, pieces=pieces, keep=keep).to(device)
+        if keep is not None:
+            local = _in_place(local, parameter, keep)
     else:
         local = torch.empty(parameter.shape, device=device)
         generator = torch.Generator(device).manual_seed(seed_of(seed, published))
@@ -85,6 +100,18 @@ def _made(
             local, parameter.device_mesh, parameter.placements, run_check=False
         )
     return nn.Parameter(local, requires_grad=parameter.requires_grad)
+
+
+def _in_place(kept: Tensor, parameter: Tensor, keep: Region) -> Tensor:
+    """Return a tensor of this rank's part in which only what is kept has values.
+
+    FSDP wants the whole to cut its shard from it; pages that nobody writes take no memory of a CPU.
+    """
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    dim, begin, end = keep
+    result = torch.empty(local.shape, device=kept.device, dtype=parameter.dtype)
+    result.narrow(dim, begin, end - begin).copy_(kept)
+    return result
 
 
 def part(whole: Tensor, dim: int, index: int, parts: int, *, pieces: int) -> Tensor:

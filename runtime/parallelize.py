@@ -32,7 +32,7 @@ from runtime.factory import FactoryModel
 from runtime.gradient_wire import narrow
 from runtime.initialize import materialize
 from runtime.mesh import DataRanks, Place, wants_mesh
-from runtime.published import Weights
+from runtime.published import Region, Weights
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -104,6 +104,7 @@ def parallel_stage(
     )
     wraps = place.mesh is not None and (reduces or wants_mesh(plan) or wraps_experts)
     chain = _stage_module(plan, adapter, stage, layers)
+    sharded = wraps and place.sharded and weights is not None
     traffic = Traffic(device)
     moved = [False, *(item.activations == "offload" for item in placed), False]
     done: dict[int, nn.Parameter] = {}
@@ -117,6 +118,7 @@ def parallel_stage(
             device=device,
             weights=weights,
             done=done,
+            keeps=_shards(layer, plan, place) if sharded else {},
         )
         for buffer_name, buffer in list(layer.named_buffers()):
             _set_buffer(layer, buffer_name, buffer.to(device))
@@ -350,6 +352,35 @@ def _divided_dims(module: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
             if local.shape[0] % ranks and local.shape[dim] % ranks == 0:
                 dims[parameter] = Shard(dim)
     return dims
+
+
+def _shards(layer: nn.Module, plan: Plan, place: Place) -> dict[int, Region]:
+    """Return what ZeRO will leave to this rank of the parts that it holds, by id of parameters.
+
+    FSDP cuts a dim into equal chunks, of which the last ones may be short or empty.
+    """
+    apart = {
+        parameter
+        for module in (experts.modules_of(layer).values() if plan.mesh.expert > 1 else ())
+        for parameter in module.parameters(recurse=False)
+    }
+    result = {}
+    for ranks, parameters in (
+        (place.data, [p for p in layer.parameters() if p not in apart]),
+        (place.expert_data if apart else place.data, list(apart)),
+    ):
+        if not ranks.sharded:
+            continue
+        parts, index = ranks.sharding.size(), ranks.sharding.get_local_rank()
+        dims = _divided_dims(layer, parts)
+        for parameter in parameters:
+            dim = dims[parameter].dim if parameter in dims else 0
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if local.ndim > dim:
+                chunk = -(-local.shape[dim] // parts)
+                ends = (min(at * chunk, local.shape[dim]) for at in (index, index + 1))
+                result[id(parameter)] = (dim, *ends)
+    return result
 
 
 def _no_view(layer: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:

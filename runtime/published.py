@@ -8,7 +8,7 @@ a matrix for every expert, under one of the names in EXPERTS.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ EXPERTS = {
 Cut = tuple[int, int, int]
 """A part of a tensor: (dim, index, parts)."""
 
+Region = tuple[int, int, int]
+"""Some of a part: (dim, from, to before)."""
+
 
 class Weights:
     """Tensors of a local folder of safetensors files, read by name and by slice."""
@@ -63,32 +66,51 @@ class Weights:
         if not self._file:
             raise LaunchError(f"{folder}: has no *.safetensors file")
 
-    def read(self, name: str, shape: torch.Size, cut: Cut | None, *, pieces: int = 1) -> Tensor:
-        """Return a tensor in fp32, or its part `cut`; nothing else of it is read.
+    def read(
+        self,
+        name: str,
+        shape: torch.Size,
+        cut: Cut | None,
+        *,
+        pieces: int = 1,
+        keep: Region | None = None,
+    ) -> Tensor:
+        """Return a tensor in fp32, or its part `cut`, or the region `keep` of that part.
 
-        Where dim 1 holds several `pieces` one above the other, each of them is cut.
+        Nothing else of it is read.  Where dim 1 holds several `pieces` one above the other, each of
+        them is cut.
         """
         known = self._known(name)
         if known is not None:
-            return self._matrix(known, shape, cut, pieces=pieces)
+            return self._matrix(known, shape, cut, pieces=pieces, keep=keep)
         ends = self._experts(name)
         if ends is None:
             raise LaunchError(f"{self.folder}: has no tensor '{name}'")
         prefix, patterns = ends
         if "{}" not in patterns[0]:
-            return self._matrix(self._known(prefix + patterns[0]) or "", shape, cut)
+            return self._matrix(self._known(prefix + patterns[0]) or "", shape, cut, keep=keep)
         first, count = 0, shape[0]
         if cut is not None and cut[0] == 0:
             count //= cut[2]
             first, cut = cut[1] * count, None
+        if keep is not None and keep[0] == 0:
+            first, count, keep = first + keep[1], keep[2] - keep[1], None
         if cut is not None:
             cut = (cut[0] - 1, *cut[1:])
+        if keep is not None and keep[0] == 1 and len(patterns) > 1:
+            dim, begin, end = keep  # the region goes over several matrices' borders
+            whole = self.read(name, shape, cut and (cut[0] + 1, *cut[1:]))
+            return whole.narrow(dim, begin, end - begin)
+        if keep is not None:
+            keep = (keep[0] - 1, *keep[1:])
+        if count == 0:
+            return torch.empty((0, *shape[1:]))
         one = torch.Size((shape[1] // len(patterns), *shape[2:]))
         return torch.stack(
             [
                 torch.cat(
                     [
-                        self._matrix(self._required(prefix + p.format(expert)), one, cut)
+                        self._matrix(self._required(prefix + p.format(expert)), one, cut, keep=keep)
                         for p in patterns
                     ]
                 )
@@ -115,7 +137,15 @@ class Weights:
                     return prefix, patterns
         return None
 
-    def _matrix(self, name: str, shape: torch.Size, cut: Cut | None, *, pieces: int = 1) -> Tensor:
+    def _matrix(
+        self,
+        name: str,
+        shape: torch.Size,
+        cut: Cut | None,
+        *,
+        pieces: int = 1,
+        keep: Region | None = None,
+    ) -> Tensor:
         with self._open(self._file[name], framework="pt") as opened:
             whole = opened.get_slice(name)
             if tuple(whole.get_shape()) != tuple(shape):
@@ -123,17 +153,43 @@ class Weights:
                     f"{self.folder}: '{name}' has shape {whole.get_shape()}, "
                     f"and the model needs {list(shape)}"
                 )
-            if cut is None:
+            if cut is None and keep is None:
                 return whole[...].float()
-            dim, index, parts = cut
-            pieces = pieces if dim == 1 else 1
-            piece = shape[dim] // pieces
-            length = piece // parts
-            begins = [number * piece + index * length for number in range(pieces)]
-            taken = [
-                whole[(slice(None),) * dim + (slice(begin, begin + length),)] for begin in begins
-            ]
-            return torch.cat(taken, dim).float()
+            dim, spans = _spans(shape, cut, pieces)
+            if keep is not None and keep[0] == dim:
+                spans = within(spans, *keep[1:])
+            others = [slice(None)] * len(shape)
+            if keep is not None and keep[0] != dim:
+                others[keep[0]] = slice(*keep[1:])
+            taken = [whole[(*others[:dim], slice(*span), *others[dim + 1 :])] for span in spans]
+            return (torch.cat(taken, dim) if len(taken) > 1 else taken[0]).float()
+
+
+def _spans(shape: torch.Size, cut: Cut | None, pieces: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return a dim and the spans along it that a part is made of, each from and to."""
+    if cut is None:
+        return 0, [(0, shape[0])]
+    dim, index, parts = cut
+    pieces = pieces if dim == 1 else 1
+    piece = shape[dim] // pieces
+    length = piece // parts
+    begins = [number * piece + index * length for number in range(pieces)]
+    return dim, [(begin, begin + length) for begin in begins]
+
+
+def within(spans: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """Return what is from `begin` to before `end` of spans laid one behind the other.
+
+    >>> within([(0, 4), (10, 14)], 2, 6), within([(0, 4)], 4, 4)
+    ([(2, 4), (10, 12)], [(0, 0)])
+    """
+    result, passed = [], 0
+    for low, high in spans:
+        first, last = max(begin - passed, 0), min(end - passed, high - low)
+        if first < last:
+            result.append((low + first, low + last))
+        passed += high - low
+    return result or [(0, 0)]
 
 
 def in_files(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from planner import native
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
+from runtime import published as published_weights
 from runtime.engine import Engine
 from runtime.huggingface import FAMILIES, configuration, has_config
 from tests.runtime import cases
@@ -126,6 +128,80 @@ def test_each_rank_reads_its_own_weights(family: str, axes: dict[str, int], tmp_
     losses = on_ranks(2, first_loss, cases.plan(graph, **axes), graph, tmp_path)
 
     assert losses == pytest.approx([expected, expected], rel=1e-6)
+
+
+class Counting:
+    """An open file of tensors that counts the bytes of what is taken from it."""
+
+    read_bytes = 0
+
+    def __init__(self, opened: Any) -> None:
+        self._opened = opened
+
+    def __enter__(self) -> Counting:
+        self._inside = self._opened.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.__exit__(*error)
+
+    def get_slice(self, name: str) -> Any:
+        whole = self._inside.get_slice(name)
+
+        class Slice:
+            get_shape = whole.get_shape
+
+            def __getitem__(self, index: Any) -> torch.Tensor:
+                taken = whole[index]
+                Counting.read_bytes += taken.nbytes
+                return taken
+
+        return Slice()
+
+
+def loss_and_bytes(plan: Plan, graph: ModelGraph, folder: Path) -> tuple[float, int]:
+    opening = published_weights.Weights.__init__
+
+    def counted(self: Any, folder: Path) -> None:
+        opening(self, folder)
+        opened = self._open
+        self._open = lambda *args, **options: Counting(opened(*args, **options))
+
+    published_weights.Weights.__init__ = counted
+    try:
+        engine = Engine(plan, graph, device=CPU, weights=folder)
+    finally:
+        published_weights.Weights.__init__ = opening
+    own = cases.global_tokens(0).chunk(engine.data_degree)[engine.data_rank]
+    return engine.step(own).loss, Counting.read_bytes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("family", "changes", "layout"),
+    [
+        ("llama", {"tied_embeddings": True}, {"data_shard": 2, "zero": 1}),
+        ("qwen3", {}, {"data_shard": 2, "zero": 3, "tensor": 2}),
+        ("mixtral", {}, {"data_shard": 2, "zero": 3}),
+        ("mixtral", {}, {"data_shard": 4, "zero": 3, "expert": 2}),
+    ],
+)
+def test_ranks_of_zero_read_no_more_than_their_shards(
+    family: str, changes: dict[str, Any], layout: dict[str, int], tmp_path: Path
+) -> None:
+    graph = cases.transformer(family, **changes)
+    published(family, changes, tmp_path)
+    alone, whole_bytes = loss_and_bytes(cases.plan(graph), graph, tmp_path)
+    Counting.read_bytes = 0
+    plan = cases.plan(graph, **layout)
+
+    ranks = on_ranks(plan.mesh.devices, loss_and_bytes, plan, graph, tmp_path)
+
+    assert [loss for loss, _ in ranks] == pytest.approx([alone] * len(ranks), rel=1e-5)
+    # Tensor ranks read norms and the like all of them; such are below 3 % here.
+    read = sum(read_bytes for _, read_bytes in ranks)
+    assert whole_bytes <= read <= 1.03 * whole_bytes
+    assert max(read_bytes for _, read_bytes in ranks) <= 1.1 * whole_bytes / len(ranks)
 
 
 def first_loss(plan: Plan, graph: ModelGraph, folder: Path) -> float:
