@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from meshwright.commands import Run
+    from meshwright.jobs import Submission
     from planner.profile import CollectiveCurve, LayerMeasurement, Profile, StageMeasurement
     from planner.search.best_first import Answer
     from profiler.agenda import Wish
@@ -69,6 +70,12 @@ def run_json(run: Run) -> dict[str, Any]:
             for row in run.rows
         ],
     }
+
+
+def job_json(written: Submission) -> dict[str, Any]:
+    """Return what `launch --on slurm --json` prints."""
+    file = None if written.file is None else str(written.file)
+    return {"job": written.text, "file": file, "said": written.said}
 
 
 def export_json(written: Exported) -> dict[str, Any]:

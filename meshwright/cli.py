@@ -24,6 +24,7 @@ from meshwright.answers import (
     as_json,
     comparison_table,
     export_json,
+    job_json,
     profile_parts,
     run_json,
     top_table,
@@ -248,7 +249,13 @@ def launch(
         str | None, typer.Option("--tokenizer", help="A local tokenizer folder; default: bytes")
     ] = None,
     steps: Annotated[int, typer.Option("--steps", help="Steps from the start of training")] = 20,
-    on: Annotated[str, typer.Option("--on")] = "local",
+    on: Annotated[
+        str, typer.Option("--on", help="local, or write and submit a job: slurm, kubernetes")
+    ] = "local",
+    job: Annotated[
+        list[str] | None,
+        typer.Option("--job", help="Of that job: partition=gpu, time=24:00:00; image=NAME"),
+    ] = None,
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="Save here")] = None,
     checkpoint_every: Annotated[int | None, typer.Option("--checkpoint-every")] = None,
     keep_checkpoints: Annotated[
@@ -256,6 +263,9 @@ def launch(
     ] = 2,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint")
+    ] = False,
+    or_start: Annotated[
+        bool, typer.Option("--or-start", help="With --resume: start if there is none yet")
     ] = False,
     max_seconds: Annotated[float | None, typer.Option("--max-seconds")] = None,
     weights: Annotated[
@@ -297,10 +307,12 @@ def launch(
         tokenizer=tokenizer,
         steps=steps,
         on=on,
+        job=job or (),
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
         resume=resume,
+        or_start=or_start,
         max_seconds=max_seconds,
         weights=weights,
         training=training or (),
@@ -317,6 +329,14 @@ def launch(
         quiet=json,
     )
     if run is None:
+        return
+    if not isinstance(run, commands.Run):
+        if json:
+            print(as_json(job_json(run)))
+        elif run.file is None:
+            print(run.text, end="")
+        else:
+            out.print(f"{run.said}\njob {run.file}")
         return
     if json:
         print(as_json(run_json(run)))

@@ -7,7 +7,7 @@ torch is imported only inside the calls that need it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -45,6 +45,7 @@ from planner.solver.sided import solve as solve_exactly
 from planner.units import bytes_text, count_text, duration_s
 
 if TYPE_CHECKING:
+    from meshwright.jobs import Submission
     from planner.backends.search import BackendAnswer
     from planner.scores.validate import Validation
     from profiler.profile import Intended
@@ -202,8 +203,10 @@ def launch(
     checkpoint_every: int | None = None,
     keep_checkpoints: int = 2,
     resume: bool = False,
+    or_start: bool = False,
     output: str | None = None,
     on: str = "local",
+    job: Sequence[str] = (),
     dry_run: bool = False,
     max_seconds: float | None = None,
     weights: str | None = None,
@@ -217,11 +220,37 @@ def launch(
     node: int | None = None,
     rendezvous: str | None = None,
     quiet: bool = False,
-) -> Run | None:
+) -> Run | Submission | None:
     """Train by a plan; return what was predicted and what was measured.
 
     On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
+    `on` slurm or kubernetes writes a job that does so there and submits it, told `job` settings;
+    a dry run gives its text alone.
     """
+    if on != "local":
+        options = {
+            "data": data,
+            "tokenizer": tokenizer,
+            "steps": steps,
+            "checkpoint": checkpoint,
+            "checkpoint-every": checkpoint_every,
+            "keep-checkpoints": keep_checkpoints,
+            # A job that is started again goes on.
+            "resume": resume or checkpoint is not None,
+            "or-start": or_start or (checkpoint is not None and not resume),
+            "max-seconds": max_seconds,
+            "weights": weights,
+            "training": training,
+            "eval": evaluate,
+            "eval-every": evaluate_every,
+            "eval-batches": evaluate_batches,
+            "tensorboard": tensorboard,
+            "profile": profile,
+            "output": output,
+        }
+        return _submitted(on, plan_path, options, job, output=output, dry_run=dry_run)
+    if job:
+        raise DocumentError("job", "settings go with --on slurm or kubernetes")
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
     from runtime.nodes import seat_of  # noqa: PLC0415
     from runtime.preflight import cuda_devices  # noqa: PLC0415
@@ -259,8 +288,8 @@ def launch(
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
         resume=resume,
+        or_start=or_start,
         output=output,
-        on=on,
         dry_run=dry_run,
         max_seconds=max_seconds,
         weights=weights,
@@ -279,6 +308,36 @@ def launch(
     return Run(
         plan=wanted, report=report, prediction=prediction, rows=comparison(report, prediction)
     )
+
+
+def _submitted(
+    on: str,
+    plan_path: str,
+    options: Mapping[str, object],
+    settings: Sequence[str],
+    *,
+    output: str | None,
+    dry_run: bool,
+) -> Submission:
+    """Write the job that launches a plan with these options on all its nodes."""
+    from meshwright.jobs import submit  # noqa: PLC0415 - one way to launch needs it
+
+    wanted = document.read(Plan, plan_path)
+    machine = machine_of(wanted.cluster, None)
+    warning = caveat(plan_model(wanted, plan_path), machine)
+    if warning is not None:
+        raise LaunchError(f"{plan_path}: {warning.what}")
+    written: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            written += [f"--{name}", str(value)]
+        elif isinstance(value, bool):
+            written += [f"--{name}"] if value else []
+        elif value is not None:
+            assert isinstance(value, Sequence)
+            written += [part for each in value for part in (f"--{name}", str(each))]
+    folder = Path(output) if output else Path("runs", wanted.model.name)
+    return submit(on, plan_path, wanted, machine, written, settings, folder=folder, dry_run=dry_run)
 
 
 def export(

@@ -66,7 +66,7 @@ def _demonstrate() -> None:
     run = commands.launch(
         plan, steps=STEPS, profile=profile, output=str(FOLDER / "run"), checkpoint=None
     )
-    assert run is not None
+    assert isinstance(run, commands.Run)
     losses = run.report.losses
     shown = [losses[i] for i in range(0, len(losses), max(1, len(losses) // 6))]
     out.print("loss " + " -> ".join(f"{loss:.3f}" for loss in [*shown, losses[-1]]))

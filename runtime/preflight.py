@@ -124,8 +124,8 @@ def preflight(
     checkpoint_every: int | None,
     keep_checkpoints: int,
     resume: bool,
+    or_start: bool,
     output: Path | str | None,
-    on: str,
     max_seconds: float | None,
     weights: Path | str | None,
     device: Device | None,
@@ -141,8 +141,6 @@ def preflight(
 
     `nodes` has the devices of each node where there are several, and `node` says which is this.
     """
-    if on != "local":
-        raise LaunchError(f"on: '{on}' is not known here; known: local")
     for name, value in (
         ("steps", steps),
         ("checkpoint_every", checkpoint_every),
@@ -183,6 +181,7 @@ def preflight(
         Path(checkpoint_folder) if checkpoint_folder is not None else None,
         every=checkpoint_every,
         resume=resume,
+        or_start=or_start,
         steps=steps,
     )
     folder = Path(output) if output is not None else _default_output(plan)
@@ -286,9 +285,11 @@ def _check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) -
 
 
 def _checkpoint_to_resume(
-    folder: Path | None, *, every: int | None, resume: bool, steps: int
+    folder: Path | None, *, every: int | None, resume: bool, or_start: bool, steps: int
 ) -> Path | None:
     """Return the checkpoint to go on from, if the run is to; refuse to overwrite one otherwise."""
+    if or_start and not resume:
+        raise LaunchError("or_start: goes with `resume`: go on from a checkpoint, or start")
     if folder is None:
         if every is not None or resume:
             what = "resume" if resume else "checkpoint_every"
@@ -296,10 +297,10 @@ def _checkpoint_to_resume(
         return None
     saved = checkpoint.newest(folder)
     if saved is None:
-        if resume:
+        if resume and not or_start:
             raise LaunchError(
                 f"{folder}: there is no complete checkpoint to resume; leave out `resume` to "
-                "start anew"
+                "start anew, or add `or_start`"
             )
         return None
     done = checkpoint.progress(saved).step

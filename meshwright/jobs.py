@@ -1,0 +1,250 @@
+"""A launch as a job for a cluster's own scheduler: a Slurm batch script, a Kubernetes manifest.
+
+Either starts the same `meshwright launch` once on every node, which finds the other nodes by the
+scheduler's variables (runtime.nodes).  A job with a checkpoint folder goes on from its newest
+checkpoint when the scheduler starts it again, after a node was lost.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from planner import document
+from planner.cluster import ClusterSpec
+from planner.errors import DocumentError, LaunchError
+from planner.plan import Plan
+
+SCHEDULERS = ("slurm", "kubernetes")
+SUBMITTED_BY = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}
+MOUNTED = "/meshwright"
+"""Where a pod finds the plan and the files that it names."""
+STARTS_OF_A_POD = 4
+"""How often a pod is started before its job gives up."""
+RESOURCES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
+POD_SETTINGS = ("image", "namespace", "name", "volume", "cpus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A job that was written, and submitted unless it is a dry run."""
+
+    text: str
+    file: Path | None = None
+    said: str = ""
+    """By the scheduler's own command."""
+
+
+def submit(
+    scheduler: str,
+    plan_path: str,
+    plan: Plan,
+    machine: ClusterSpec,
+    options: Sequence[str],
+    settings: Sequence[str],
+    *,
+    folder: Path,
+    dry_run: bool,
+) -> Submission:
+    """Write a job that launches a plan with these options of `launch`, and submit it.
+
+    `settings` are NAME=VALUE: any option of sbatch (`partition=gpu`), or of POD_SETTINGS.
+    """
+    if scheduler not in SCHEDULERS:
+        raise LaunchError(f"on: '{scheduler}' is not known; known: local, {', '.join(SCHEDULERS)}")
+    if len(machine.groups) > 1:
+        raise LaunchError(
+            f"on: {plan.cluster} has several kinds of nodes, which one {scheduler} job does not "
+            "ask for; start `meshwright launch` on each node with --nodes, --node and --rendezvous"
+        )
+    told = _settings(settings)
+    write = {"slurm": _slurm, "kubernetes": _kubernetes}[scheduler]
+    text = write(plan_path, plan, machine, options, told, folder)
+    if dry_run:
+        return Submission(text=text)
+    command = SUBMITTED_BY[scheduler]
+    if shutil.which(command[0]) is None:
+        raise LaunchError(
+            f"{command[0]}: is not on this machine; submit where it is, or write the job with "
+            f"--dry-run and submit it yourself"
+        )
+    file = folder / ("job.sbatch" if scheduler == "slurm" else "job.yaml")
+    document.write_text(text, file)
+    done = subprocess.run([*command, str(file)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"{command[0]} refused {file}: {done.stderr.strip() or done.stdout}")
+    return Submission(text=text, file=file, said=done.stdout.strip())
+
+
+def _settings(texts: Sequence[str]) -> dict[str, str]:
+    told: dict[str, str] = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not sign or not re.fullmatch(r"[a-z][a-z0-9-]*", name) or "\n" in value:
+            raise DocumentError("job", f"'{text}': write NAME=VALUE, as in partition=gpu")
+        told[name] = value
+    return told
+
+
+def _slurm(
+    plan_path: str,
+    plan: Plan,
+    machine: ClusterSpec,
+    options: Sequence[str],
+    told: Mapping[str, str],
+    folder: Path,
+) -> str:
+    """Return a batch script.  What the user tells sbatch replaces what is usual."""
+    (group,) = machine.groups
+    each = group.devices_per_node
+    asked = {
+        "job-name": _name(plan),
+        "nodes": str(group.nodes),
+        "ntasks-per-node": "1",
+        **({"cpus-per-task": str(each)} if group.accelerator.kind == "cpu" else {}),
+        **({"gpus-per-node": str(each)} if group.accelerator.kind != "cpu" else {}),
+        "exclusive": "",
+        "chdir": str(Path.cwd()),
+        "output": str(folder / "slurm-%j.log"),
+        "open-mode": "append",
+        **({"requeue": ""} if "--checkpoint" in options else {}),
+        **told,
+    }
+    command = [sys.executable, "-m", "meshwright", "launch", plan_path, *options]
+    lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in asked.items()]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "set -euo pipefail",
+            f"srun --kill-on-bad-exit=1 --wait=60 {shlex.join(command)}",
+            "",
+        ]
+    )
+
+
+def _kubernetes(
+    plan_path: str,
+    plan: Plan,
+    machine: ClusterSpec,
+    options: Sequence[str],
+    told: Mapping[str, str],
+    folder: Path,
+) -> str:
+    """Return an Indexed Job with its headless service, and the plan as a ConfigMap."""
+    unknown = [name for name in told if name not in POD_SETTINGS]
+    if unknown or "image" not in told:
+        what = f"'{unknown[0]}' is not known" if unknown else "image=NAME is missing"
+        raise DocumentError("job", f"{what}; a pod is told {', '.join(POD_SETTINGS)}")
+    (group,) = machine.groups
+    name = told.get("name", _name(plan))
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
+        raise DocumentError("job", f"name={name}: pods are named by small letters, digits and -")
+    meta = {"name": name, **({"namespace": told["namespace"]} if "namespace" in told else {})}
+    device = RESOURCES.get(group.accelerator.kind, "cpu")
+    limits = {device: str(group.devices_per_node)}
+    if "cpus" in told:
+        limits["cpu"] = told["cpus"]
+    kept = "/tmp"
+    volumes = [
+        {"name": "plan", "configMap": {"name": name}},
+        # Ranks of a node share tensors; the usual 64 MiB are too few.
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    mounts = [
+        {"name": "plan", "mountPath": MOUNTED},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
+    if "volume" in told:
+        claim, colon, path = told["volume"].partition(":")
+        if not colon or not path.startswith("/"):
+            raise DocumentError("job", f"volume={told['volume']}: write CLAIM:/path")
+        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": "data", "mountPath": path})
+        kept = path
+    if "--output" not in options:  # the plan's folder cannot be written
+        options = [*options, "--output", f"{kept}/runs/{name}"]
+    container = {
+        "name": "launch",
+        "image": told["image"],
+        "workingDir": MOUNTED,
+        "command": ["meshwright", "launch", "plan.yaml", *options],
+        "env": [
+            {"name": "NNODES", "value": str(group.nodes)},
+            {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
+        ],
+        "resources": {"limits": limits},
+        "volumeMounts": mounts,
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "subdomain": name,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    service = {
+        "clusterIP": "None",
+        "selector": {"job-name": name},
+        # Pods find each other before any of them is ready.
+        "publishNotReadyAddresses": True,
+    }
+    starts = STARTS_OF_A_POD if "--checkpoint" in options else 1
+    indexed = {
+        "completions": group.nodes,
+        "parallelism": group.nodes,
+        "completionMode": "Indexed",
+        # All pods leave when one does.
+        "backoffLimit": group.nodes * (starts - 1),
+        "template": {"metadata": {"labels": {"job-name": name}}, "spec": pod},
+    }
+    parts = [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": meta,
+            "data": _files(plan_path, plan),
+        },
+        {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": indexed},
+    ]
+    return yaml.dump_all(parts, Dumper=_Lines, sort_keys=False)
+
+
+class _Lines(yaml.SafeDumper):
+    """Writes texts of several lines as such."""
+
+
+_Lines.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
+
+
+def _files(plan_path: str, plan: Plan) -> dict[str, str]:
+    """Return the plan and the files beside it that it names, as a pod will find them."""
+    found = {"plan.yaml": document.read_text(plan_path)}
+    for named in (plan.cluster, plan.model.source.partition(":")[0]):
+        if Path(named).is_absolute() or not Path(named).is_file():
+            continue  # a path of the image, or no file at all
+        if Path(named).name != named:
+            raise LaunchError(
+                f"{plan_path}: names {named}, which a pod would not find; put it beside the plan, "
+                "or into the image and name it from /"
+            )
+        found[named] = document.read_text(named)
+    return found
+
+
+def _name(plan: Plan) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")[:40]
+    return f"meshwright-{name}".rstrip("-")
