@@ -28,7 +28,7 @@ from tests.runtime.rooms import ENOUGH, MODEL, ROOT, Room, plan_of
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on": "moon"}, "on: 'moon' is not known here; known: local"),
+        ({"or_start": True}, "or_start: goes with `resume`"),
         ({"steps": 0}, "steps: is 0; it must be more than 0"),
         ({"max_seconds": -1.0}, "max_seconds: is -1.0; it must be more than 0"),
         ({"checkpoint_every": 5}, "checkpoint_every: name the folder of the checkpoints"),
@@ -231,14 +231,16 @@ def test_any_plan_goes_on_from_a_checkpoint_of_two_data_ranks(room: Room) -> Non
     pytest.importorskip("torch")
     whole = room.run(plan_of(data=2), steps=7)
     saved = room.folder / "saved"
-    begun = room.run(plan_of(data=2), steps=4, checkpoint=saved, checkpoint_every=2)
+    # What a job that is started again says every time.
+    again = {"resume": True, "or_start": True}
+    begun = room.run(plan_of(data=2), steps=4, checkpoint=saved, checkpoint_every=2, **again)
     assert begun.checkpoint == str(saved / "step-000004")
     assert begun.losses == pytest.approx(whole.losses[:4], rel=1e-6)
 
     for number, plan in enumerate((plan_of(), plan_of(tensor=2), plan_of(pipeline=2))):
         copied = room.folder / f"saved-{number}"
         subprocess.run(["cp", "-r", str(saved), str(copied)], check=True)
-        rest = room.run(plan, steps=7, checkpoint=copied, resume=True)
+        rest = room.run(plan, steps=7, checkpoint=copied, **again)
 
         assert rest.first_step == 5
         assert rest.losses == pytest.approx(whole.losses[4:], rel=2e-5), plan.layout.text()
