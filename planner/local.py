@@ -1,8 +1,9 @@
 """This machine as a cluster: its NVIDIA devices, or its processor cores as ranks.
 
 Devices are looked up in the catalogue by the name that their driver gives.  Cores are measured for
-a moment in a process of its own, where numpy can be held to one thread: a matrix product and a copy,
-by the time that the thread runs, and a loopback socket, which is what ranks on one host talk over.
+a moment in a process of its own, where numpy can be held to one thread: a matrix product and a
+copy, by the time that the thread runs, and a loopback socket, which is what ranks on one host talk
+over.
 """
 
 from __future__ import annotations
