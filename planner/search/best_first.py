@@ -170,7 +170,7 @@ def search(
         name = cluster_name or cluster.name
         return search_rounds(candidates, cluster_name=name, top=top, progress=progress)
     if not candidates.families:
-        raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused))
+        raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused, pins))
     hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress)
     bests = hunt.run()
     if not bests and pins.require:

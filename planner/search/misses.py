@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import get_args
 
 from planner.cluster import ClusterSpec
 from planner.costs.layout_costs import CostTables
@@ -14,12 +12,13 @@ from planner.model import ModelGraph
 from planner.plan import Job, Layout
 from planner.predict import placement_prediction, placements_of
 from planner.prediction import Prediction
-from planner.profile import Recompute
 from planner.search.candidates import Candidates
 from planner.search.formulation import capacity_bytes, plan_of
-from planner.search.pins import SHORT_NAMES, Pins
+from planner.search.pins import Pins
 from planner.search.savings import activations
 from planner.search.space import Family
+from planner.search.ways_out import Asked, dividing, ways_out
+from planner.solver import sided
 from planner.solver.inner import solve
 from planner.solver.instance import Instance, Solution
 from planner.solver.memory_reach import why_infeasible
@@ -27,12 +26,17 @@ from planner.units import bytes_text
 
 MISSES_LOOKED_AT = 8
 """Of the configurations with the least bytes, so many are looked at in full."""
-FACTORS = (2, 4, 8, 16)
-"""Of more devices or a shorter sequence: how far a way out is looked for."""
+TRIED_FOR_S = 5.0
+"""Seconds of the integer program, where hosts tie stages together."""
 
 
-def nothing_runs(model: ModelGraph, cluster: ClusterSpec, job: Job, refused: dict[str, int]) -> str:
+def nothing_runs(
+    model: ModelGraph, cluster: ClusterSpec, job: Job, refused: dict[str, int], pins: Pins
+) -> str:
     """Say why not even one layout is left to try."""
+    in_the_way = "; ".join(dividing(model, cluster, job, pins))
+    if in_the_way and not refused:
+        return f"no layout of {model.name} is left on {cluster.devices} devices: {in_the_way}"
     divides = (
         f"uses all {cluster.devices} devices and divides a global batch of {job.global_batch}; "
         "ask for a global batch that the devices divide, or fix less"
@@ -65,7 +69,9 @@ def closest_miss(candidates: Candidates) -> str:
     device = cluster.groups[0].accelerator
     lean = _leanest(candidates)
     if not lean:
-        return nothing_runs(model, cluster, job, {**candidates.refused, **_refused(candidates)})
+        return nothing_runs(
+            model, cluster, job, {**candidates.refused, **_refused(candidates)}, candidates.pins
+        )
     needs, layout = min(
         ((_least_bytes(candidates, layout), layout) for layout in lean),
         key=lambda miss: miss[0],
@@ -79,7 +85,7 @@ def closest_miss(candidates: Candidates) -> str:
         f"{job.global_batch}. The closest, {layout.text()}, needs at least "
         f"{bytes_text(needs)} on each; stage {index} holds "
         + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts)
-        + f". {_ways_out(candidates)}"
+        + f". {ways_out(_asked(candidates))}"
     )
 
 
@@ -94,104 +100,21 @@ def _refused(candidates: Candidates) -> dict[str, int]:
     return counts
 
 
-def _ways_out(candidates: Candidates) -> str:
-    """Say which single changes would let a plan fit: each is tried before it is named."""
-    found = [
-        *_other_choices(candidates),
-        *_fewest_devices(candidates),
-        *_longest_sequence(candidates),
-    ]
-    if not found:
-        return (
-            f"No change of devices or sequence alone, up to {FACTORS[-1]} times, would make it fit."
-        )
-    return f"It would fit {', or '.join(found)}."
+def _asked(candidates: Candidates) -> Asked:
+    """Return what was asked for, and how to try it with one thing changed."""
+    model, profile, rules = candidates.model, candidates.tables.profile, candidates.rules
 
+    def fitting(
+        *, cluster: ClusterSpec | None = None, job: Job | None = None, pins: Pins | None = None
+    ) -> Layout | None:
+        cluster, job, pins = cluster or candidates.cluster, job or candidates.job, pins or own
+        tables = CostTables(model, cluster, job, profile, activations(cluster, pins))
+        return _fitting(Candidates(model, cluster, job, tables, pins, rules))
 
-def _other_choices(candidates: Candidates) -> Iterator[str]:
-    """Yield each pin that stands in the way alone, with what would fit; all, if it takes several.
-
-    A pinned `recompute` is the layers' own; of other pins the leanest layout that fits says how.
-    """
-    pins, alone = candidates.pins, False
-    for name, field in SHORT_NAMES.items():
-        if getattr(pins, field) is None:
-            continue
-        if field in ("recompute", "activations"):
-            for value in reversed(get_args(Recompute)) if field == "recompute" else ():
-                if _fitting(_changed(candidates, pins=replace(pins, recompute=value))):
-                    alone = True
-                    yield f"with recompute={value}"
-                    break
-            continue
-        open_ = replace(pins, **{field: None})  # type: ignore[arg-type]
-        layout = _fitting(_changed(candidates, pins=open_))
-        if layout is not None:
-            alone = True
-            yield f"with {name}={_written(layout, field)}"
-    free = Pins(allowed=pins.allowed)
-    if not alone and pins != free and _fitting(_changed(candidates, pins=free)):
-        yield "with nothing fixed"
-
-
-def _written(layout: Layout, field: str) -> str:
-    """Return a layout's value as `--fix` takes it."""
-    value = getattr(layout, field)
-    if field != "order":
-        return str(value)
-    names = {"tensor": "tp", "context": "cp", "data_shard": "shard", "pipeline": "pp"}
-    return "-".join(names.get(axis, "replicate") for axis in value)
-
-
-def _fewest_devices(candidates: Candidates) -> Iterator[str]:
-    """Yield the number of devices, doubled as often as needed, with which a plan fits."""
-    group = candidates.cluster.groups[0]
-    for factor in FACTORS:
-        devices = factor * group.devices
-        tiers = candidates.cluster.tiers
-        if not tiers:
-            return
-        widest = tiers[-1].model_copy(update={"devices": max(tiers[-1].devices, devices)})
-        larger = candidates.cluster.model_copy(
-            update={
-                "groups": (group.model_copy(update={"nodes": factor * group.nodes}),),
-                "tiers": (*tiers[:-1], widest),
-            }
-        )
-        if _fitting(_changed(candidates, cluster=larger)):
-            yield f"on {devices} such devices"
-            return
-
-
-def _longest_sequence(candidates: Candidates) -> Iterator[str]:
-    """Yield the sequence, halved as often as needed, with which a plan fits."""
-    for factor in FACTORS:
-        if candidates.job.seq_len % factor:
-            return
-        shorter = replace(candidates.job, seq_len=candidates.job.seq_len // factor)
-        if _fitting(_changed(candidates, job=shorter)):
-            yield f"at sequence {shorter.seq_len}"
-            return
-
-
-def _changed(
-    candidates: Candidates,
-    *,
-    cluster: ClusterSpec | None = None,
-    job: Job | None = None,
-    pins: Pins | None = None,
-) -> Candidates:
-    """Return the candidates of the same search with one thing changed."""
-    cluster, job = cluster or candidates.cluster, job or candidates.job
-    tables = CostTables(
-        candidates.model,
-        cluster,
-        job,
-        candidates.tables.profile,
-        activations(cluster, pins or candidates.pins),
+    own = candidates.pins
+    return Asked(
+        model=model, cluster=candidates.cluster, job=candidates.job, pins=own, fitting=fitting
     )
-    pins = pins or candidates.pins
-    return Candidates(candidates.model, cluster, job, tables, pins, candidates.rules)
 
 
 def _fitting(candidates: Candidates) -> Layout | None:
@@ -200,9 +123,18 @@ def _fitting(candidates: Candidates) -> Layout | None:
         (
             layout
             for layout in _leanest(candidates, 4 * MISSES_LOOKED_AT)
-            if not why_infeasible(candidates.instance(layout))
+            if _fits(candidates.instance(layout))
         ),
         None,
+    )
+
+
+def _fits(instance: Instance) -> bool:
+    """Whether a layout fits its devices, and what it puts on hosts fits them."""
+    if why_infeasible(instance):
+        return False
+    return not instance.hosts or isinstance(
+        sided.solve(instance, time_limit_s=TRIED_FOR_S), Solution
     )
 
 

@@ -1,9 +1,7 @@
 """Why no plan of a graph, or on unequal devices, fits: what misses by least, and a way out.
 
 The layouts that hold least are solved on the same devices with more memory, until they fit: the one
-that needs the least is the closest miss, and its prediction there says which stage holds what.  A
-way out is named after it was tried: a single pin let go, an allowance, more devices of each kind, a
-shorter sequence.
+that needs the least is the closest miss, and its prediction there says which stage holds what.
 """
 
 from __future__ import annotations
@@ -11,25 +9,23 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
-from planner.profile import Recompute
 from planner.search.layout_queue import Bundle, Found
-from planner.search.misses import FACTORS, nothing_runs
-from planner.search.pins import SHORT_NAMES, Allowance, Pins
+from planner.search.misses import nothing_runs
+from planner.search.pins import Pins
 from planner.search.ranked import Ranked
 from planner.search.spaces.search import Misses, Refusals, Space, runnable
+from planner.search.ways_out import Asked, ways_out
 from planner.units import bytes_text
 
 LOOKED_AT = 6
 """Of the layouts with the least bytes, so many are solved."""
 MOST_MEMORY = 1024.0
 """How many times the devices' memory is tried."""
-MORE: tuple[Allowance, ...] = ("offload", "compress")
-"""What may be allowed, so that layers hold less."""
 HAIR = 0.01
 """The least memory is found to this share of it."""
 
@@ -89,7 +85,7 @@ def closest_miss(request: Request, refused: Refusals, misses: Misses) -> str:
     """Name the layout that misses by least, its fullest stage, where the bytes are, a way out."""
     lean = request.leanest()
     if not lean:
-        return nothing_runs(request.model, request.cluster, request.job, refused)
+        return nothing_runs(request.model, request.cluster, request.job, refused, request.pins)
     devices = " and ".join(f"{group.devices} x {group.name}" for group in request.cluster.groups)
     start = (
         f"no plan of {request.model.name} fits {devices} at sequence {request.job.seq_len} and "
@@ -105,7 +101,9 @@ def closest_miss(request: Request, refused: Refusals, misses: Misses) -> str:
         if found is not None and (best is None or found[0] < best[0]):
             best = found
     if best is None:
-        return f"{start} Not with {MOST_MEMORY:g} times the memory either. {_ways_out(request)}"
+        return (
+            f"{start} Not with {MOST_MEMORY:g} times the memory either. {ways_out(_asked(request))}"
+        )
     factor, ranked = best
     stages = ranked.prediction.stages
     index = max(
@@ -120,7 +118,7 @@ def closest_miss(request: Request, refused: Refusals, misses: Misses) -> str:
         f"{start} The closest, {ranked.prediction.layout}, needs {factor:.2f} times their memory: "
         f"{where} holds {bytes_text(stage.peak_memory_bytes)} where "
         f"{bytes_text(stage.memory_capacity_bytes / factor)} are, most of it {listed}. "
-        f"{_ways_out(request)}"
+        f"{ways_out(_asked(request))}"
     )
 
 
@@ -163,71 +161,24 @@ def _least_memory(
     return high, found
 
 
-def _ways_out(request: Request) -> str:
-    found = [*_pins_let_go(request), *_more_devices(request), *_shorter_sequence(request)]
-    if not found:
-        return (
-            f"No change of devices or sequence alone, up to {FACTORS[-1]} times, would make it fit."
+def _asked(request: Request) -> Asked:
+    """Return what was asked for, and how to try it with one thing changed."""
+
+    def fitting(
+        *, cluster: ClusterSpec | None = None, job: Job | None = None, pins: Pins | None = None
+    ) -> Layout | None:
+        changed = replace(
+            request,
+            cluster=cluster or request.cluster,
+            job=job or request.job,
+            pins=pins or request.pins,
         )
-    return f"It would fit {', or '.join(found)}."
+        return changed.fitting()
 
-
-def _pins_let_go(request: Request) -> Iterator[str]:
-    """Yield each pin that stands in the way alone, and what may be allowed."""
-    pins = request.pins
-    for name, field in SHORT_NAMES.items():
-        if getattr(pins, field) is None or field == "activations":
-            continue
-        if field == "recompute":
-            for value in reversed(get_args(Recompute)):
-                if replace(request, pins=replace(pins, recompute=value)).fitting():
-                    yield f"with recompute={value}"
-                    break
-            continue
-        open_ = replace(pins, **{field: None})  # type: ignore[arg-type]
-        layout = replace(request, pins=open_).fitting()
-        if layout is not None:
-            yield f"with {name}={getattr(layout, field)}"
-    if pins.activations is None:
-        for word in MORE:
-            if word not in pins.allowed:
-                more = replace(pins, allowed=pins.allowed | {word})
-                if replace(request, pins=more).fitting():
-                    yield f"with --allow {word}"
-
-
-def _more_devices(request: Request) -> Iterator[str]:
-    """Yield how often each kind of device must be there twice, if that helps."""
-    cluster = request.cluster
-    for factor in FACTORS:
-        if not cluster.tiers:
-            return
-        widest = cluster.tiers[-1]
-        devices = factor * cluster.devices
-        larger = cluster.model_copy(
-            update={
-                "groups": tuple(
-                    group.model_copy(update={"nodes": factor * group.nodes})
-                    for group in cluster.groups
-                ),
-                "tiers": (
-                    *cluster.tiers[:-1],
-                    widest.model_copy(update={"devices": max(widest.devices, devices)}),
-                ),
-            }
-        )
-        if replace(request, cluster=larger).fitting():
-            listed = " and ".join(f"{group.devices} x {group.name}" for group in larger.groups)
-            yield f"on {listed}"
-            return
-
-
-def _shorter_sequence(request: Request) -> Iterator[str]:
-    """Yield the sequence that fits; what was traced has the length that it was traced at."""
-    for factor in FACTORS if request.model.architecture is not None else ():
-        if request.job.seq_len % factor:
-            return
-        shorter = replace(request.job, seq_len=request.job.seq_len // factor)
-        if replace(request, job=shorter).fitting():
-            yield f"at sequence {shorter.seq_len}"
-            return
+    return Asked(
+        model=request.model,
+        cluster=request.cluster,
+        job=request.job,
+        pins=request.pins,
+        fitting=fitting,
+    )

@@ -249,7 +249,7 @@ def search_rounds(
     def why_nothing(refused: Refusals, misses: Misses) -> str:
         reasons = [reason for _, reason in misses if reason]
         if not reasons:
-            return nothing_runs(model, cluster, job, refused)
+            return nothing_runs(model, cluster, job, refused, candidates.pins)
         return (
             f"no plan of {model.name} fits {cluster.name} at sequence {job.seq_len} and global "
             f"batch {job.global_batch}: {reasons[0]}; other schedules hold less"

@@ -294,6 +294,32 @@ def test_a_model_that_cannot_fit_names_the_closest_miss_and_ways_out_that_hold()
         replace(impossible, cluster=f"{devices // 16}x8xa100-sxm-40gb").search()
 
 
+def test_an_allowance_that_helps_is_told_and_holds() -> None:
+    small = Case("llama-3.2-3b", "1xa100-sxm-40gb", 2048, 1)
+    with pytest.raises(NoPlanFits) as raised:
+        small.search()
+
+    words = re.findall(r"with --allow (\w+)", str(raised.value))
+
+    assert "offload" in words
+    for word in words:
+        pins = replace(small.pins, allowed=frozenset({word}))
+        assert replace(small, pins=pins).search().prediction.fits
+
+
+@pytest.mark.parametrize(
+    ("pins", "told"),
+    [
+        (Pins(tensor=3), "tp=3 stands in the way: it can be 1, 2, 4"),
+        (Pins(expert=2), "ep=2 stands in the way: it can be 1"),
+        (Pins(micro_batch=3), "micro_batch=3 stands in the way: it can be 1, 2, 4, 8"),
+    ],
+)
+def test_a_pin_that_divides_nothing_is_told_with_what_does(pins: Pins, told: str) -> None:
+    with pytest.raises(NoPlanFits, match=told):
+        Case("llama-3.2-3b", "4xa100-sxm-40gb", 4096, 32, pins).search()
+
+
 def test_a_pin_that_leaves_no_room_is_told() -> None:
     pinned = Case("llama-3.2-3b", "4xa100-sxm-40gb", 4096, 32, Pins(schedule="gpipe", pipeline=2))
     with pytest.raises(NoPlanFits) as raised:
