@@ -43,15 +43,7 @@ GROUPED_BYTES = 16
 """Rows of matrices in torch's grouped product are multiples of this (torch._grouped_mm)."""
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 """That the planner prices; the runtime has fp8 too."""
-GROUP_SCHEDULES = (
-    "1f1b",
-    "gpipe",
-    "interleaved",
-    "zb-h1",
-    "interleaved-zb",
-    "zbv",
-    "dualpipe-v",
-)
+GROUP_SCHEDULES = tuple(name for name in schedule.SCHEDULES if name != "pipedream-2bw")
 """Schedules for stages on devices that differ."""
 
 Rules = Callable[[ModelGraph, ClusterSpec, Job, Layout], str | None]

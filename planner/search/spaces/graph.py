@@ -21,10 +21,9 @@ from typing import Any
 from planner.cluster import ClusterSpec
 from planner.costs.crossings import MOST_IDEALS, in_order
 from planner.costs.hosts import hosts
-from planner.costs.layout_costs import CostTables, LayoutCosts, counted_by_rank
+from planner.costs.layout_costs import CostTables, counted_by_rank
 from planner.costs.seats import branching
 from planner.errors import DocumentError
-from planner.model import ModelGraph
 from planner.plan import Job, Layout, Plan, PlannedModel
 from planner.predict import placement_prediction, placements_of
 from planner.search.best_first import TIES_LIMIT_S, Answer
@@ -35,11 +34,11 @@ from planner.search.layout_queue import Bound, Bundle, Found, Lost
 from planner.search.pins import Pins
 from planner.search.ranked import Ranked
 from planner.search.savings import activations
+from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.misses import Request, closest_miss
 from planner.search.spaces.rounds import RoundSpace, unlike
 from planner.search.spaces.search import Progress, Refusals, Space, search_spaces
 from planner.solver import sided
-from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
 from planner.solver.graphs.lattice import solve_graph
 from planner.solver.instance import Infeasible, Solution, broken
@@ -91,23 +90,8 @@ def spaces_of(candidates: Candidates) -> list[Space[Any]]:
     return [*spaces, RoundSpace(candidates)] if unlike(candidates.model) else spaces
 
 
-class GraphSpace:
+class GraphSpace(AlikeSpace):
     """The partition problems of a graph's layouts."""
-
-    def __init__(self, candidates: Candidates) -> None:
-        self._candidates = candidates
-        self._tables: CostTables = candidates.tables
-        self._model: ModelGraph = in_order(candidates.model)
-        self._frontiers = FrontierStore()
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The one group of devices."""
-        return (self._candidates.cluster.groups[0].name,)
-
-    def costs_of(self, layout: Layout) -> tuple[LayoutCosts, ...]:
-        """Return the costs of a layout."""
-        return (self._tables.of(layout),)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -124,10 +108,6 @@ class GraphSpace:
             least_s = self._candidates.timetables_s(family)
             for part, bound_s in zip(family.by_timetable(), least_s, strict=True):
                 yield Bundle(part.first, bound_s, part.size, part.layouts)
-
-    def refusal(self, layout: Layout) -> str | None:
-        """Return why no plan is made of a layout, or None if one can be."""
-        return self._candidates.refusal(layout)
 
     def instance(self, layout: Layout) -> GraphInstance:
         """Return the partition problem of a layout."""

@@ -36,6 +36,7 @@ class GroupSpace:
         self.cluster = cluster
         self.job = job
         self.pins = pins
+        self.profile = profile
         self.whole = whole or cluster
         self.ordered = in_order(model) if model.edges else model
         """The layers one by one in an order in which they can run."""

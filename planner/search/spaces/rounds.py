@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 from planner.costs.crossings import in_order
-from planner.costs.layout_costs import LayoutCosts
 from planner.costs.seats import alike, branching
 from planner.costs.strategy import StrategyCost
 from planner.model import ModelGraph
@@ -42,8 +41,8 @@ from planner.search.rank_problem import input_stored
 from planner.search.ranked import Ranked
 from planner.search.ranks import run_of
 from planner.search.space import Timetable, every_degrees, families
+from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.search import Misses, Progress, Refusals, runnable, search_spaces
-from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Fathomed, Infeasible
 
 MOST_LAYERS = 64
@@ -61,24 +60,8 @@ def unlike(model: ModelGraph) -> bool:
     return all(pair in edges for pair in pairwise(names))
 
 
-class RoundSpace:
+class RoundSpace(AlikeSpace):
     """The layouts of two stages a rank of one model on devices that are alike."""
-
-    def __init__(self, candidates: Candidates) -> None:
-        self._candidates = candidates
-        self._tables = candidates.tables
-        original = candidates.model
-        self._model = in_order(original) if original.edges else original
-        self._frontiers = FrontierStore()
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The one group of devices."""
-        return (self._candidates.cluster.groups[0].name,)
-
-    def costs_of(self, layout: Layout) -> tuple[LayoutCosts, ...]:
-        """Return the costs of a layout."""
-        return (self._tables.of(layout),)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -125,10 +108,6 @@ class RoundSpace:
         mean_s = layout.micro_batches * whole_s / ranks
         stage_s = (whole_s - split * credit_s) / (2 * ranks)
         return (1 - 1e-12) * (mean_s + (ranks - 1) * stage_s) + self._tables.step_s
-
-    def refusal(self, layout: Layout) -> str | None:
-        """Return why no plan is made of a layout, or None if one can be."""
-        return self._candidates.refusal(layout)
 
     def _choices(self, layout: Layout, kind: str) -> list[StrategyCost]:
         """Return what a layer may choose among."""

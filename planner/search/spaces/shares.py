@@ -18,21 +18,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from planner.cluster import ClusterSpec
 from planner.costs.hosts import host_room_bytes
 from planner.costs.strategy import StrategyCost
-from planner.model import ModelGraph
 from planner.native import refusal
-from planner.plan import Job, Layout, PlacedLayer, Plan, Share, Stage
+from planner.plan import Layout, PlacedLayer, Plan, Share, Stage
 from planner.predict import placements_of, predict
-from planner.profile import Profiles
 from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
 from planner.search.formulation import plan_with
 from planner.search.layer_options import option_of
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
-from planner.search.pins import Pins
 from planner.search.ranked import Ranked
 from planner.search.space import LARGEST_MICRO_BATCH, divisors
 from planner.search.spaces.groups import GroupSpace
@@ -62,21 +59,13 @@ class Shared:
 class ShareSpace(GroupSpace):
     """The layouts without a pipeline that use each of some groups whole."""
 
-    def __init__(
-        self,
-        model: ModelGraph,
-        cluster: ClusterSpec,
-        job: Job,
-        pins: Pins,
-        profile: Profiles = None,
-        whole: ClusterSpec | None = None,
-    ) -> None:
-        super().__init__(model, cluster, job, pins, profile, whole)
-        self._profile = profile
-        some = cluster.groups[0].model_copy(
-            update={"nodes": cluster.devices, "devices_per_node": 1, "tiers": None}
+    @cached_property
+    def _alike(self) -> ClusterSpec:
+        """As many devices of one kind, each by itself: what a backend is asked about."""
+        some = self.cluster.groups[0].model_copy(
+            update={"nodes": self.cluster.devices, "devices_per_node": 1, "tiers": None}
         )
-        self._alike = cluster.model_copy(update={"groups": (some,)})
+        return self.cluster.model_copy(update={"groups": (some,)})
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -253,7 +242,7 @@ class ShareSpace(GroupSpace):
         return Ranked(
             plan=plan,
             objective_s=found.objective_s,
-            prediction=predict(plan, self.model, self.whole, self._profile),
+            prediction=predict(plan, self.model, self.whole, self.profile),
         )
 
 
