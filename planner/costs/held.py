@@ -1,0 +1,153 @@
+"""What a rank holds of the states of one layer: parameters, gradients and optimizer, in bytes.
+
+How states are shared follows from the layout alone; routed experts may have ranks of their own, and
+adapters leave all but their own parameters frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from planner.costs import memory
+from planner.costs.crossings import sink_kind
+from planner.costs.lora import adapter_parameters
+from planner.costs.memory import Sharing, States
+from planner.costs.sharding import POWERSGD_RANK
+from planner.layers import arithmetic
+from planner.model import Layer, ModelGraph
+from planner.plan import Job, Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Parameters of a layer on a rank: computed with, updated by it, and their bytes."""
+
+    parameters: float
+    optimized: float
+    states: States
+    sides: float
+    """Rows and columns of its matrices, added up; counted where gradients are factored."""
+    experts: Apart | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Those of its parameters that are experts with ranks of their own, and how they are shared."""
+
+    parameters: float
+    sharing: Sharing
+
+
+class HeldStates:
+    """What ranks hold of a model's layers, for any layout."""
+
+    def __init__(self, model: ModelGraph, job: Job) -> None:
+        self._model = model
+        self._job = job
+        self._known: dict[tuple[object, ...], Held] = {}
+
+    def sharing(self, layout: Layout) -> Sharing:
+        """Return among how many ranks a layout divides states."""
+        return Sharing(
+            precision=self._job.precision,
+            zero=layout.zero,
+            shard=layout.data_shard * layout.context,
+            data=layout.data * layout.context,
+            pipelined=layout.pipeline > 1,
+            accumulated=layout.micro_batches > 1,
+            offload=layout.offload,
+            wire=layout.gradient_wire,
+            versions=weight_versions(layout),
+        )
+
+    def held(self, layer: Layer, layout: Layout, sharing: Sharing) -> Held:
+        """Return what a rank holds of a layer; routed experts divide over other ranks."""
+        key = (layer.kind, layout.tensor, layout.expert, sharing)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._count_held(layer, layout, sharing)
+        return found
+
+    def _count_held(self, layer: Layer, layout: Layout, sharing: Sharing) -> Held:
+        dense, routed = arithmetic.local_parameters(
+            self._model, layer, tensor=layout.tensor, expert=layout.expert
+        )
+        if sharing.pipelined:
+            dense += self.tied_copy(layer) / layout.tensor
+        if self._job.lora is not None:
+            trained = adapter_parameters(
+                self._model, layer.kind, self._job.lora, tensor=layout.tensor
+            )
+            states = memory.frozen_states(dense, sharing)
+            states += memory.frozen_states(routed, _of_experts(layout, sharing))
+            return Held(
+                parameters=dense + routed + trained,
+                optimized=trained / (sharing.shard if sharing.sharded else 1),
+                states=states + memory.states(trained, sharing, largest=trained),
+                sides=0.0,
+            )
+        largest = arithmetic.largest_matrix(self._model, layer, tensor=layout.tensor)
+        sides = 0.0
+        if sharing.wire == "powersgd":
+            sides = arithmetic.matrix_sides(self._model, layer, tensor=layout.tensor)
+        a = self._model.architecture
+        states = memory.states(
+            dense,
+            sharing,
+            largest=largest,
+            factors=POWERSGD_RANK * sides,
+            loss=a is not None and layer.kind == self.end_kinds[1],
+        )
+        optimized = dense / (sharing.shard if sharing.sharded else 1)
+        apart: Apart | None = None
+        if routed:
+            if layout.expert > 1:
+                sharing = _of_experts(layout, sharing)
+                apart = Apart(parameters=routed, sharing=sharing)
+            assert a is not None and a.experts is not None
+            # Ranks that experts do not fill divide every expert's hidden dim.
+            pieces = max(1, a.experts.count // layout.expert)
+            pieces = 0 if a.hidden_size % sharing.shard == 0 else pieces
+            states = states + memory.states(routed, sharing, pieces=pieces)
+            optimized += routed / (sharing.shard if sharing.sharded else 1)
+        return Held(
+            parameters=dense + routed,
+            optimized=optimized,
+            states=states,
+            sides=sides,
+            experts=apart,
+        )
+
+    def tied_copy(self, layer: Layer) -> float:
+        """Parameters of the output projection where the pipeline's last stage holds a copy."""
+        a = self._model.architecture
+        if layer.kind != "head" or a is None or not a.tied_embeddings:
+            return 0.0
+        return float(a.vocab_size * (a.embedding_size or a.hidden_size))
+
+    @cached_property
+    def end_kinds(self) -> tuple[str | None, str | None]:
+        """Kinds of the first and last layer, each None if other layers have the same kind."""
+        kinds = list(self._model.chain_kinds)
+        if self._model.edges:
+            return None, sink_kind(self._model)
+        first, last = kinds[0], kinds[-1]
+        return (
+            first if kinds.count(first) == 1 else None,
+            last if kinds.count(last) == 1 else None,
+        )
+
+
+def _of_experts(layout: Layout, sharing: Sharing) -> Sharing:
+    """Return how routed experts are shared, which may have ranks of their own."""
+    if layout.expert == 1:
+        return sharing
+    spread = max(1, sharing.shard * layout.tensor // layout.expert)
+    same = max(1, sharing.data * layout.tensor // layout.expert)
+    return replace(sharing, shard=spread if sharing.sharded else 1, data=same)
+
+
+def weight_versions(layout: Layout) -> int:
+    """How often a rank holds its parameters."""
+    return 2 if layout.pipeline > 1 and layout.schedule == "pipedream-2bw" else 1

@@ -1,0 +1,317 @@
+"""One layer's seconds and bytes under a layout, cause by cause: passes, states, what sharing moves.
+
+Exposed communication.  Tensor-parallel collectives wait.  A sharding collective hides behind its
+own layer's computation: of its c seconds beside w of compute, max((1 - o) c, c - w) are seen, o
+being the share that can hide.  Gradients of a pipeline are reduced after the last backward, seen
+in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from planner.cluster import ClusterSpec
+from planner.costs import memory
+from planner.costs.activations import Treated, treated
+from planner.costs.calibration import Figures
+from planner.costs.collectives import Level, group_steps, levels, same_experts_steps
+from planner.costs.held import Held, HeldStates, weight_versions
+from planner.costs.layer_figures import LayerFigures
+from planner.costs.memory import Sharing, States
+from planner.costs.rates import Rates
+from planner.costs.sharding import Links, Traffic, traffic
+from planner.costs.strategy import StrategyParts
+from planner.layers.operator_table import RECOMPUTES, Setting
+from planner.model import Layer, ModelGraph
+from planner.plan import Activations, Axis, Layout
+from planner.profile import Recompute
+
+SHARD_AXES: tuple[Axis, ...] = ("context", "data_shard")
+
+
+class LayerParts:
+    """The parts of a model's layers on a cluster, for any layout."""
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        cluster: ClusterSpec,
+        figures: LayerFigures,
+        rates: Rates,
+        holding: HeldStates,
+        *,
+        setting: Callable[[Layout], Setting],
+        activations: tuple[Activations, ...],
+    ) -> None:
+        """`setting` tells what of a layout the computation inside layers depends on."""
+        self._cluster = cluster
+        self._figures = figures
+        self._rates = rates
+        self._holding = holding
+        self._setting = setting
+        self._activations = activations
+        self._layers = {layer.kind: layer for layer in model.layers}
+        self._traffic: dict[tuple[object, ...], Traffic] = {}
+        self._known_moved: dict[tuple[object, ...], _Moved] = {}
+        self._known_links: dict[tuple[object, ...], Links] = {}
+        self._known_parts: dict[tuple[object, ...], tuple[StrategyParts, ...]] = {}
+
+    def of(self, kind: str, layout: Layout, *, linked: bool) -> tuple[StrategyParts, ...]:
+        """[choice] One kind's parts, with the seconds of sharing only if `linked`."""
+        key = (kind, linked, *parts_key(layout))
+        found = self._known_parts.get(key)
+        if found is None:
+            figures = self._figures.of(self._setting(layout), layout)[kind]
+            found = self._put_parts(self._layers[kind], layout, figures, linked=linked)
+            self._known_parts[key] = found
+        return found
+
+    def together(self, kind: str, layouts: Sequence[Layout]) -> tuple[StrategyParts, ...]:
+        """[choice] One kind's parts as arrays [layout], those of its states aside.
+
+        The layouts differ in how widely one ZeRO level divides states and where the axes lie.
+        """
+        layer, first = self._layers[kind], layouts[0]
+        figures = self._figures.of(self._setting(first), first)[kind]
+        each = [self._moved(layer, layout) for layout in layouts]
+        moving = Traffic(
+            **{
+                name: _column([getattr(one.traffic, name) for one in each])
+                for name in _TRAFFIC_NAMES
+            }
+        )
+        held = replace(each[0].held, optimized=_column([one.held.optimized for one in each]))
+        host_bytes = _column([one.held.states.host_bytes for one in each])
+        held = replace(held, states=replace(held.states, host_bytes=host_bytes))
+        tied_s = _column([one.tied_s for one in each])
+        return self._put_together(layer, first, figures, _Moved(held, moving, tied_s))
+
+    def _put_parts(
+        self, layer: Layer, layout: Layout, figures: tuple[Figures, ...], *, linked: bool
+    ) -> tuple[StrategyParts, ...]:
+        """Add the states, and over links the sharding communication, to a layer's figures."""
+        if linked:
+            return self._put_together(layer, layout, figures, self._moved(layer, layout))
+        held = self._holding.held(layer, layout, self._holding.sharing(layout))
+        return self._put_together(layer, layout, figures, _Moved(held, None, 0.0))
+
+    def _moved(self, layer: Layer, layout: Layout) -> _Moved:
+        """Return what a layer's states are and what their sharing takes, whatever the passes."""
+        key = layer.kind, *_sharing_key(layout)
+        found = self._known_moved.get(key)
+        if found is None:
+            sharing, links = self._holding.sharing(layout), self.links(layout)
+            held = self._holding.held(layer, layout, sharing)
+            moving = self._moving(held, sharing, links)
+            found = _Moved(held, moving, self._tied_s(layer, layout, links))
+            self._known_moved[key] = found
+        return found
+
+    def _put_together(
+        self, layer: Layer, layout: Layout, figures: tuple[Figures, ...], moved: _Moved
+    ) -> tuple[StrategyParts, ...]:
+        """[choice] Return the parts of a layer; nothing moves where links are left out."""
+        held, moving, sync_s = moved
+        sharing = self._holding.sharing(layout)
+        last = layout.pipeline > 1 and layer.kind == self._holding.end_kinds[1]
+        optimizer_s = self._rates.optimizer_s(held.optimized)
+        stream_s = 0.0
+        if layout.offload == "optimizer":
+            stream_s = 2 * self._rates.host_copy_s(held.states.host_bytes)
+        elif layout.offload == "parameters":
+            optimizer_s = self._rates.host_optimizer_s(held.optimized)
+        once = self._sync_s(moving, figures[0], sharing) if moving else (0.0, 0.0)
+        return tuple(
+            self._strategy(
+                recompute,
+                choice,
+                moving,
+                sharing,
+                activations=activations,
+                states=held.states,
+                treated=treated(
+                    activations, choice, self._rates, passed=choice.returned_bytes if last else 0.0
+                ),
+                sync_s=sync_s + once[0],
+                stream_s=stream_s + once[1],
+                optimizer_s=optimizer_s,
+            )
+            for recompute, choice in zip(RECOMPUTES, figures, strict=True)
+            for activations in self._activations
+        )
+
+    def _moving(self, held: Held, sharing: Sharing, links: Links) -> Traffic:
+        """Return the traffic of a layer's states, the same for every micro-batch size."""
+        apart, among = held.experts, links.same_experts
+        if apart is None or among is None:
+            return self._traffic_of(held.parameters, held.sides, sharing, links)
+        dense = self._traffic_of(held.parameters - apart.parameters, held.sides, sharing, links)
+        return dense + self._traffic_of(apart.parameters, 0.0, apart.sharing, among)
+
+    def _traffic_of(
+        self, parameters: float, sides: float, sharing: Sharing, links: Links
+    ) -> Traffic:
+        key = (parameters, sides, sharing, links.name)
+        found = self._traffic.get(key)
+        if found is None:
+            found = traffic(parameters, sharing, links, self._rates, sides=sides)
+            self._traffic[key] = found
+        return found
+
+    def _strategy(
+        self,
+        recompute: Recompute,
+        figures: Figures,
+        moving: Traffic | None,
+        sharing: Sharing,
+        *,
+        activations: Activations,
+        states: States,
+        treated: Treated,
+        sync_s: float,
+        stream_s: float,
+        optimizer_s: float,
+    ) -> StrategyParts:
+        """Hide what computation hides of a unit's communication in each micro-batch.
+
+        With nothing `moving`, sharing takes no seconds.
+        """
+        if moving is None:
+            return StrategyParts(
+                recompute=recompute,
+                activations=activations,
+                figures=figures,
+                states=states,
+                treated=treated,
+                gather_s=0.0,
+                backward_shard_s=0.0,
+                sync_s=sync_s,
+                optimizer_s=optimizer_s,
+            )
+        again, each = sharing.gathers_again, sharing.reduces_each_micro_batch
+        fetched_s = moving.host_gather_s if again and not sharing.pipelined else 0.0
+        gather_s, forward_fetch_s = self._seen(
+            moving.forward_gather_s, fetched_s, figures.forward_s
+        )
+        gather_s += moving.forward_copies_s
+        returned_s = (moving.host_gather_s if again else 0.0) + (
+            moving.host_reduce_s if each or (again and not sharing.pipelined) else 0.0
+        )
+        backward_s, backward_fetch_s = self._seen(
+            moving.backward_s, returned_s, figures.backward_s + figures.recompute_s
+        )
+        backward_s += moving.backward_copies_s
+        if sharing.wrapped:
+            gather_s += self._rates.unit_s(figures.forward_ahead_s)
+            backward_s += self._rates.unit_s(figures.backward_ahead_s)
+        return StrategyParts(
+            recompute=recompute,
+            activations=activations,
+            figures=figures,
+            states=states,
+            treated=treated,
+            gather_s=gather_s,
+            backward_shard_s=backward_s,
+            sync_s=sync_s,
+            optimizer_s=optimizer_s,
+            forward_fetch_s=forward_fetch_s,
+            backward_fetch_s=backward_fetch_s,
+            stream_s=stream_s,
+        )
+
+    def _seen(self, links_s: float, host_s: float, window_s: float) -> tuple[float, float]:
+        """Return what a window leaves of a collective, and what a copy of the host adds to it."""
+        seen_s = self._rates.exposed_s(links_s, window_s)
+        if isinstance(host_s, float) and not host_s:
+            return seen_s, 0.0
+        return seen_s, self._rates.exposed_s(links_s + host_s, window_s) - seen_s
+
+    def _sync_s(self, moving: Traffic, plain: Figures, sharing: Sharing) -> tuple[float, float]:
+        """Exposed seconds once per step: of sharding, and of copies of the host.
+
+        They hide behind the passes without recomputation, so that every choice has the same.
+        """
+        again = sharing.gathers_again and not sharing.pipelined
+        fetched_s = 0.0 if again else moving.host_gather_s
+        gather_s, fetch_s = self._seen(moving.gather_per_step_s, fetched_s, plain.forward_s)
+        late = not (again or sharing.reduces_each_micro_batch)
+        returned_s = moving.host_reduce_s if late else 0.0
+        window_s = 0.0 if sharing.pipelined else plain.backward_s
+        reduce_s, return_s = self._seen(moving.reduce_per_step_s, returned_s, window_s)
+        return moving.copies_per_step_s + gather_s + reduce_s, fetch_s + return_s
+
+    def _tied_s(self, layer: Layer, layout: Layout, links: Links) -> float:
+        """Seconds of summing a tied weight's gradients between the ends of a pipeline."""
+        copy = self._holding.tied_copy(layer) if layout.pipeline > 1 else 0.0
+        if not copy or not links.neighbours:
+            return 0.0
+        divided = layout.tensor * (layout.data_shard * layout.context if layout.zero else 1)
+        ends = (Level(links.neighbours[-1].tier, 2),)
+        return self._rates.link_s("all_reduce", memory.MASTER * copy / divided, ends)
+
+    def links(self, layout: Layout) -> Links:
+        """Return the links of a layout that share states and join stages."""
+        name = (
+            group_steps(layout, SHARD_AXES),
+            group_steps(layout, ("data_replicate",)),
+            group_steps(layout, ("pipeline",)),
+            layout.devices,
+        )
+        same = same_experts_steps(layout) if layout.expert > 1 else None
+        key = (name, same)
+        if key not in self._known_links:
+            shard, replicate, neighbours = (
+                levels(self._cluster.tiers, steps, devices=layout.devices) for steps in name[:3]
+            )
+            whole = Links(shard=shard, replicate=replicate, neighbours=neighbours, name=name)
+            if same is not None:
+                inside = levels(self._cluster.tiers, same, devices=layout.devices)
+                apart = replace(whole, shard=inside, name=(same, *name[1:]))
+                whole = replace(whole, same_experts=apart)
+            self._known_links[key] = whole
+        return self._known_links[key]
+
+
+class _Moved(NamedTuple):
+    """A layer's states, the traffic of sharing them, and a tied weight's seconds."""
+
+    held: Held
+    traffic: Traffic | None
+    tied_s: float
+
+
+def _column(values: list[float]) -> float:
+    """Return one number for each of many layouts as an array, or the number that all have."""
+    if values.count(values[0]) == len(values):
+        return values[0]
+    return cast(float, np.array(values))
+
+
+_TRAFFIC_NAMES = tuple(field.name for field in fields(Traffic))
+
+
+def parts_key(layout: Layout) -> tuple[object, ...]:
+    """What parts depend on."""
+    return layout.micro_batch, *_sharing_key(layout)
+
+
+def _sharing_key(layout: Layout) -> tuple[object, ...]:
+    """What the sharing of states depends on."""
+    return (
+        layout.tensor,
+        layout.context,
+        layout.expert,
+        layout.zero,
+        layout.data_shard,
+        layout.data_replicate,
+        layout.pipeline,
+        layout.order,
+        layout.micro_batches > 1,
+        layout.offload,
+        layout.gradient_wire,
+        weight_versions(layout),
+    )
