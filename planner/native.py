@@ -41,8 +41,6 @@ CAVEAT_SOURCE = "planner/native.py"
 """Where an assumption comes from that says that a plan cannot be launched."""
 GROUPED_BYTES = 16
 """Rows of matrices in torch's grouped product are multiples of this (torch._grouped_mm)."""
-PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
-"""That the planner prices; the runtime has fp8 too."""
 GROUP_SCHEDULES = tuple(name for name in schedule.SCHEDULES if name != "pipedream-2bw")
 """Schedules for stages on devices that differ."""
 
@@ -79,14 +77,14 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
     """
     if next(_adapter_obstacles(model), None):
         return limit(model, cluster, job, layout)
-    found = next(_cluster_obstacles(cluster, layout), None) or next(_unpriced(job), None)
+    found = next(_cluster_obstacles(cluster, job, layout), None)
     found = found or next(_obstacles(model, job, layout), None)
     return str(found) if found else None
 
 
 def limit(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> str | None:
     """Return why no backend could run a layout as the planner describes it, or None."""
-    found = next(_cluster_obstacles(cluster, layout), None) or next(_unpriced(job), None)
+    found = next(_cluster_obstacles(cluster, job, layout), None)
     found = found or next(_limits(model, job, layout), None)
     return str(found) if found else None
 
@@ -117,23 +115,25 @@ def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activation
     return None
 
 
-def _cluster_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
+def _cluster_obstacles(cluster: ClusterSpec, job: Job, layout: Layout) -> Iterator[Obstacle]:
     if layout.devices > cluster.devices:
         yield Obstacle(
             "mesh", f"it needs {layout.devices} devices, and the cluster has {cluster.devices}"
         )
     if cluster.mixed:
         yield from _group_obstacles(cluster, layout)
+    if job.precision == "fp8":
+        yield from _narrow_obstacles(cluster)
 
 
-def _unpriced(job: Job) -> Iterator[Obstacle]:
-    """Yield the precision of which no step time is known: casts and products in several types."""
-    if job.precision not in PRECISIONS:
-        yield Obstacle(
-            "precision",
-            f"{job.precision} can be launched, and has not been timed on a device that has it, so "
-            f"it is not planned; plan for {' or '.join(PRECISIONS)}",
-        )
+def _narrow_obstacles(cluster: ClusterSpec) -> Iterator[Obstacle]:
+    """Yield the devices that have no products in 8 bits."""
+    for group in cluster.groups:
+        if "fp8" not in group.accelerator.peak_flops:
+            yield Obstacle(
+                "precision",
+                f"is fp8, and {group.accelerator.name} has no products in 8 bits; use bf16",
+            )
 
 
 def _eight_bit_obstacles(model: ModelGraph, job: Job) -> Iterator[Obstacle]:

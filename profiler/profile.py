@@ -222,6 +222,10 @@ def _agreed(
         cluster,
     )
     wanted_job = job if isinstance(job, Job) else job(machine)
+    if wanted_job.precision == "fp8":
+        raise DocumentError(
+            "precision", "is fp8, whose products are not measured apart; profile in bf16"
+        )
     measured_groups = tuple(groups(machine, counts))
     plans = best_plans(model, machine, wanted_job)
     of_layers = divisions(

@@ -24,6 +24,12 @@ MATMUL_BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
 """Fused attention recomputes the scores: 5 products instead of 2 (Dao et al., 2022, appendix B)."""
 
+CAST_TRAFFIC = 33 / 2
+"""Bytes moved to round an operand to 8 bits, for each of its bytes in 16 bits."""
+
+CAST_KERNELS = 9
+"""Kernels started to round one operand."""
+
 BACKWARD_KERNELS = 2
 """A backward starts about two kernels for each one of its forward."""
 
@@ -89,12 +95,19 @@ class Device:
     curve: DeviceCurve
     sustained: float = 1.0
     """Rate of products in a training step over that of single kernels."""
+    eight_bit_flops: float | None = None
+    """Of products of 8-bit operands, where the precision has them."""
 
 
 def device(accelerator: Accelerator, precision: Precision) -> Device:
-    """Return the rates that an accelerator has in a precision."""
+    """Return the rates that an accelerator has in a precision.
+
+    What fp8 does not make in 8 bits it makes in bf16.
+    """
+    eight = precision == "fp8"
     return Device(
-        peak_flops=peak_flops(accelerator, precision),
+        peak_flops=peak_flops(accelerator, "bf16" if eight else precision),
+        eight_bit_flops=peak_flops(accelerator, precision) if eight else None,
         memory_bytes_per_s=accelerator.memory_bytes_per_s,
         curve=accelerator.curve,
         sustained=sustained(accelerator),
@@ -154,6 +167,64 @@ def backward_s(operator: Operator, on: Device) -> float:
         else operator.backward_moved_bytes,
         kernels=1 if operator.communicates else BACKWARD_KERNELS * operator.kernels,
         backward=True,
+    )
+
+
+def eight_bit_forward_s(operator: Operator, on: Device) -> float:
+    """Seconds of a product x W^T whose operands are rounded to 8 bits first.
+
+        t = launches + F / (f P8) + (X + W) / 2 / (g M) + Y / (g M) + C (X + W) / (g M)
+
+    X, W and Y are bytes in 16 bits; C is what runtime/eight_bits.py moves for each of them as
+    PyTorch starts its operators: |x| (read 2, write 2), largest (2), to fp32 (2 + 4), scaled
+    (4 + 4), clamped (4 + 4), to 8 bits (4 + 1), 33 bytes for an element of 2.
+
+    >>> curve = DeviceCurve(launch_s=4e-6, matmul=0.7, attention_forward=0.5,
+    ...     attention_backward=0.4, memory=0.8, spread=0.1, provenance="quoted", source="example")
+    >>> h100 = Device(peak_flops=989e12, memory_bytes_per_s=3.35e12, curve=curve,
+    ...     eight_bit_flops=1979e12)
+    >>> product = Operator(name="8192^3", kind="matmul", inputs=(), outputs={"y": 2 * 8192**2},
+    ...     flops=2 * 8192**3, moved_bytes=3 * 2 * 8192**2)
+    >>> f"{1e3 * eight_bit_forward_s(product, h100):.2f} ms"
+    '2.62 ms'
+    """
+    result, operands = _result_and_operands(operator)
+    return _in_eight_bits(
+        on,
+        flops=operator.flops,
+        moved_bytes=result + operands / 2 + CAST_TRAFFIC * operands,
+        kernels=operator.kernels + 2 * CAST_KERNELS,
+    )
+
+
+def eight_bit_backward_s(operator: Operator, on: Device) -> float:
+    """Seconds of both gradients of such a product: grad W, and grad^T x.
+
+    Every operand is rounded anew; three of the four are transposed, and copied into order.
+    """
+    result, operands = _result_and_operands(operator)
+    rounded = 2 * result + operands
+    copied = result + operands  # 8 bits read and written: as many bytes as in 16 bits
+    return _in_eight_bits(
+        on,
+        flops=MATMUL_BACKWARD * operator.flops,
+        moved_bytes=operands + rounded / 2 + CAST_TRAFFIC * rounded + copied,
+        kernels=2 * operator.kernels + 4 * CAST_KERNELS + 3,
+    )
+
+
+def _result_and_operands(operator: Operator) -> tuple[float, float]:
+    """Return the bytes of a product's output, and of its two operands together."""
+    result = sum(operator.outputs.values())
+    return result, operator.moved_bytes - result
+
+
+def _in_eight_bits(on: Device, *, flops: float, moved_bytes: float, kernels: int) -> float:
+    assert on.eight_bit_flops is not None
+    curve = on.curve
+    products_s = flops / (curve.matmul * on.sustained * on.eight_bit_flops)
+    return (
+        kernels * curve.launch_s + products_s + moved_bytes / (curve.memory * on.memory_bytes_per_s)
     )
 
 

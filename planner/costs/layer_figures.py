@@ -196,16 +196,18 @@ class LayerFigures:
         more; how far the device is behind tells what else the host may do unseen.
         """
         again, on = table.recomputed(recompute), self._rates.device
-        forward_s = sum(compute.forward_s(op, on) for op in table.operators)
-        backward_s = sum(compute.backward_s(op, on) for op in table.operators)
-        recompute_s = sum(compute.forward_s(op, on) for op in again)
-        kernels = sum(op.kernels for op in table.operators)
+        forward_s = sum(self._forward_s(layer, op) for op in table.operators)
+        backward_s = sum(self._backward_s(layer, op) for op in table.operators)
+        recompute_s = sum(self._forward_s(layer, op) for op in again)
+        kernels = sum(self._kernels(layer, op) for op in table.operators)
         forward_host_s = self._rates.host_s(kernels, "forward")
         backward_host_s = self._rates.host_s(kernels, "backward")
-        recompute_host_s = self._rates.host_s(sum(op.kernels for op in again), "forward")
+        recompute_host_s = self._rates.host_s(
+            sum(self._kernels(layer, op) for op in again), "forward"
+        )
         forward_tensor_s, backward_tensor_s = _tensor_s(table.operators, again, link_s)
         late = [op for op in table.operators if self._weight_waits(layer, op)]
-        weight_s = sum(compute.backward_s(op, on) for op in late) / compute.MATMUL_BACKWARD
+        weight_s = sum(self._backward_s(layer, op) for op in late) / compute.MATMUL_BACKWARD
         inputs = {name for op in late for name in op.inputs}
         stored_bytes = table.stored_bytes(recompute)
         packable_bytes, elements = table.packable(recompute, setting.element_bytes)
@@ -258,6 +260,27 @@ class LayerFigures:
             return cast(float, result)
 
         return link_s
+
+    def _forward_s(self, layer: Layer, operator: Operator) -> float:
+        on = self._rates.device
+        eight = self._in_eight_bits(layer, operator)
+        return (compute.eight_bit_forward_s if eight else compute.forward_s)(operator, on)
+
+    def _backward_s(self, layer: Layer, operator: Operator) -> float:
+        on = self._rates.device
+        eight = self._in_eight_bits(layer, operator)
+        return (compute.eight_bit_backward_s if eight else compute.backward_s)(operator, on)
+
+    def _kernels(self, layer: Layer, operator: Operator) -> int:
+        """How many kernels the host starts for an operator's forward."""
+        eight = self._in_eight_bits(layer, operator)
+        return operator.kernels + (2 * compute.CAST_KERNELS if eight else 0)
+
+    def _in_eight_bits(self, layer: Layer, operator: Operator) -> bool:
+        """Whether the runtime makes a product in 8 bits: those of the Linears between the ends."""
+        if self._rates.device.eight_bit_flops is None or layer.kind in ("embedding", "head"):
+            return False
+        return operator.kind == "matmul" and not operator.name.startswith("expert")
 
     def _weight_waits(self, layer: Layer, operator: Operator) -> bool:
         """Whether a split backward makes the gradient of an operator's weight in W.

@@ -213,6 +213,13 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
         provenance=curve.provenance,
         source=curve.source,
     )
+    if used.device.eight_bit_flops is not None:
+        yield Assumption(
+            what="products of Linears in 8 bits reach the same share of their peak as others of "
+            "theirs, and rounding an operand moves 33 bytes an element; not timed on a device",
+            provenance="assumed",
+            source="planner/costs/compute.py",
+        )
     if used.device.sustained < 1:
         yield Assumption(
             what=f"sustained rate {used.device.sustained:.0%} of that of single kernels",

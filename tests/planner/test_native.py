@@ -43,10 +43,16 @@ def test_what_the_runtime_can_run_is_not_refused(llama: ModelGraph, node: Cluste
     assert refusal(llama, node, JOB, layout) is None
 
 
-def test_quarter_precision_is_refused(llama: ModelGraph, node: ClusterSpec) -> None:
+def test_eight_bits_are_refused_where_devices_lack_them(
+    llama: ModelGraph, node: ClusterSpec
+) -> None:
     job = Job(seq_len=4096, global_batch=64, precision="fp8")
+    older = resolve_cluster("8xa100-sxm-80gb")
 
-    assert "fp8" in (refusal(llama, node, job, Layout()) or "")
+    assert refusal(llama, node, job, Layout()) is None
+    assert "a100-sxm-80gb has no products in 8 bits; use bf16" in (
+        refusal(llama, older, job, Layout()) or ""
+    )
 
 
 @pytest.mark.parametrize(("name", "reason"), [("gpt2", "gpt2"), ("vit-l-16", "patches")])

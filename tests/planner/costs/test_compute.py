@@ -3,8 +3,18 @@
 import pytest
 
 from planner.cluster import Accelerator, DeviceCurve
-from planner.costs.compute import Device, backward_s, device, forward_s, peak_flops, sustained
+from planner.costs.compute import (
+    Device,
+    backward_s,
+    device,
+    eight_bit_backward_s,
+    eight_bit_forward_s,
+    forward_s,
+    peak_flops,
+    sustained,
+)
 from planner.errors import DocumentError
+from planner.expressions import resolve_cluster
 from planner.layers.operator_table import Operator
 
 CURVE = DeviceCurve(
@@ -87,3 +97,31 @@ def test_only_curves_of_single_kernels_are_lowered_to_what_a_step_sustains() -> 
     assert sustained(quoted) == device(quoted, "fp32").sustained == 0.9
     assert sustained(measured) == 1.0
     assert sustained(quoted.model_copy(update={"kind": "cpu"})) == 1.0
+
+
+def test_a_product_in_eight_bits_pays_for_rounding_its_operands() -> None:
+    narrow = Device(peak_flops=100e12, memory_bytes_per_s=1e12, curve=CURVE, eight_bit_flops=200e12)
+    x, w, y = 2e9, 3e9, 4e9  # bytes in 16 bits
+    product = Operator(
+        name="up", kind="matmul", inputs=(), outputs={"y": y}, flops=1e12, moved_bytes=x + w + y
+    )
+
+    forward = eight_bit_forward_s(product, narrow)
+    backward = eight_bit_backward_s(product, narrow)
+
+    rounding = 33 / 2
+    moved = rounding * (x + w) + (x + w) / 2 + y
+    assert forward == pytest.approx(19 * 5e-6 + 1e12 / 100e12 + moved / 0.8e12)
+    # Gradients of x and of w: y and w are rounded for the one, y and x for the other.
+    moved = rounding * (2 * y + w + x) + (2 * y + w + x) / 2 + x + w + (w + y + x)
+    assert backward == pytest.approx(41 * 5e-6 + 2e12 / 100e12 + moved / 0.8e12)
+
+
+def test_what_fp8_does_not_round_runs_as_in_bf16() -> None:
+    accelerator = resolve_cluster("8xh100-sxm-80gb").groups[0].accelerator
+
+    narrow, wide = device(accelerator, "fp8"), device(accelerator, "bf16")
+
+    assert narrow.peak_flops == wide.peak_flops
+    assert narrow.eight_bit_flops == accelerator.peak_flops["fp8"]
+    assert wide.eight_bit_flops is None

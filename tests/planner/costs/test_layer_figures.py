@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from planner.cluster import ClusterSpec
+from planner.cluster import ClusterSpec, Precision
 from planner.costs import compute
+from planner.costs.layer_figures import LayerFigures
 from planner.costs.layout_costs import CostTables
+from planner.costs.rates import rates
 from planner.document import read
 from planner.expressions import resolve_cluster, resolve_model
 from planner.layers import arithmetic
@@ -17,6 +19,7 @@ from planner.layers.operator_table import ManySettings, Setting
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
 from planner.profile import Profile
+from planner.search.best_first import search
 from planner.search.pins import Pins
 from planner.search.space import layouts
 
@@ -109,3 +112,20 @@ def test_what_a_profile_measured_stands_for_the_arithmetic() -> None:
             assert fastest_s[kind, index] == pytest.approx(least_s, rel=1e-12)
     block = [m for m in profile.layers if m.kind == "block" and m.micro_batch == 1]
     assert fastest_s[1, 0] == pytest.approx(min(m.forward_s + m.backward_s for m in block))
+
+
+def test_fp8_is_planned_where_devices_have_it_with_what_its_rounding_costs() -> None:
+    model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
+
+    def passes_s(precision: Precision, kind: str) -> float:
+        job = Job(seq_len=4096, global_batch=8, precision=precision)
+        known = LayerFigures(model, cluster, None, rates(cluster, job, None))
+        setting = Setting(micro_batch=1, seq_len=4096, precision=precision)
+        return known.of(setting, Layout(data_replicate=8))[kind][0].passes_s
+
+    answer = search(model, cluster, Job(seq_len=4096, global_batch=64, precision="fp8"))
+
+    assert passes_s("fp8", "head") == pytest.approx(passes_s("bf16", "head"))
+    assert passes_s("fp8", "block") != pytest.approx(passes_s("bf16", "block"), rel=0.01)
+    assert answer.plan.precision == "fp8"
+    assert any("8 bits" in a.what for a in answer.prediction.assumptions)
