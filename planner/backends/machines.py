@@ -18,6 +18,10 @@ and the driver keeps some."""
 USABLE = 0.99
 """Of 2^30 times a label, what the driver shows."""
 
+USUAL_NETWORK_BYTES_PER_S = {"a100-sxm-40gb": 12.5e9, "a100-sxm-80gb": 12.5e9}
+"""Of one device where a row does not say and published clusters differ: those of A100 have 25 GB/s
+(DGX, Azure), 12.5 GB/s, or 6.25 GB/s (AWS P4d, Jean Zay); the middle."""
+
 _MAKERS = r"^(nvidia|amd|intel|google|aws|huawei|geforce|tesla|quadro|instinct|cloud)-"
 _LINKS = {"nvswitch": "nvlink", "nvl": "nvlink", "infinity-fabric": "xgmi", "pcie-4": "pcie"}
 
@@ -73,6 +77,10 @@ def cluster_of_row(
     reach = max((tier.devices for tier in entry.tiers), default=1)
     if per_node > max(reach, 1):
         assumed.append(f"links that usually join {reach} {name} join {per_node}")
+    unsaid = network_bytes_per_s is None and per_node < devices
+    if unsaid and name in USUAL_NETWORK_BYTES_PER_S:
+        network_bytes_per_s = USUAL_NETWORK_BYTES_PER_S[name]
+        assumed.append(f"network of {network_bytes_per_s / 1e9:g} GB/s for each device")
     link = word(intra_link)
     cluster = cluster_of(
         name,

@@ -28,6 +28,9 @@ OPTIMIZER_BYTES = 38.0
 the norm, clipping and zeroing of gradients."""
 
 
+STEP_COLLECTIVES = 4
+"""Over all replicas once a step: gradients, their norm, parameters and the loss."""
+
 SUMMED_BYTES = 10.0
 """Traffic per parameter of adding fresh gradients to an fp32 sum: 2 read, 4 read, 4 written."""
 RESTORED_BYTES = 5.0
@@ -317,10 +320,13 @@ def _stalls_s(run: Run, rules: Rules) -> float:
     """Seconds that transfers between stages stall, of a whole step.
 
     A stage between two others takes part in four transfers per micro-batch, which wait one by one;
-    the first micro-batch passes p - 1 of them forward, and the last one p - 1 backward.
+    the first micro-batch passes p - 1 of them forward, and the last one p - 1 backward.  Without
+    stages it is the collectives of a step that wait.
     """
-    if run.pipeline == 1 or run.cluster.groups[0].nodes <= STALLING_NODES:
+    if run.cluster.groups[0].nodes <= STALLING_NODES:
         return 0.0
+    if run.pipeline == 1:
+        return rules.stalled_transfer_s * STEP_COLLECTIVES
     each = 2 if run.pipeline == 2 else 4
     return each * rules.stalled_transfer_s * (run.micro_batches + (run.pipeline - 1) / 2)
 
