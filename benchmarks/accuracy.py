@@ -51,12 +51,12 @@ WHY = {
     "stages, 7 % of the pipelined runs on one node, 23 % on 16, 55 % on 32, 93 % on 64, whatever "
     "the model, degrees and micro-batch. The rules count it above 32 nodes; below nothing tells "
     "which runs do. Above 32 nodes steps without a pipeline wait as well, about 1 s whatever the "
-    "model and the ZeRO level: four collectives of 0.26 s, in the rules since (90th percentile 76.7 "
-    "to 72.4 %, regret 38.3 to 35.8 %). Of that regret 26 points are two sweeps whose chosen layout "
-    "stalled once on its own (17 s became 48 s, 0.53 became 1.02 s beside its twin). These make the "
-    "90th percentile, the regret and the worst rows.",
-    "vtrain_multi": "With 8 tensor-parallel ranks all layouts lie within +4 to +13 %, with 4 and 2 "
-    "from +1 to -34 % in no order of micro-batch or stages (39B on 512 devices: 22, 19 and 23 s "
+    "model and the ZeRO level: four collectives of 0.26 s, in the rules since (90th percentile "
+    "76.7 to 72.4 %). Of the regret 31 points are three sweeps whose chosen layout stalled on its "
+    "own (17 s became 48 s, 9 became 24, 0.53 became 1.02 s beside its twin). These make the 90th "
+    "percentile, the regret and the worst rows.",
+    "vtrain_multi": "With 8 tensor-parallel ranks all layouts lie within +4 to +13 %, with 4 and "
+    "2 from +1 to -34 % in no order of micro-batch or stages (39B on 512 devices: 22, 19 and 23 s "
     "with 2, 3 and 6 samples): that is the misordering.",
     "internevo": "Pairs of rows alike but for one that is not in the table take 4.5 and 7.2 s; of "
     "distinct layouts tau is 0.83.",

@@ -14,8 +14,9 @@ Printed are the figures of planner/catalog/accelerators.yaml whose provenance is
 Kernels:      t = launch_s + max(FLOPs / (f P), bytes / (g W)).  A kernel reads memory while it
               computes; the sum of both terms, with any g <= 1, fits matrix products half as well.
               g hardly shows in these shapes; it is the copy rate measured elsewhere.
-Collectives:  t = rounds α + wire bytes / (f rate), on a ring: all-reduce 2 (n-1) rounds, others
-              n - 1; wire bytes = rounds / n x size; from 4 KiB up.
+Collectives:  t = start + rounds α + wire bytes / (f rate), on a ring: all-reduce 2 (n-1) rounds,
+              others n - 1; wire bytes = rounds / n x size; from 4 KiB up.  One start and one α for
+              all groups, f by members and collective.
 All fits minimise the mean absolute relative error.
 """
 
@@ -25,12 +26,25 @@ import csv
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from planner.catalog import accelerators
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveFit:
+    """One system's collectives."""
+
+    start_s: float
+    alpha_s: float
+    fractions: dict[int, dict[str, float]]
+    """By members and collective."""
+    error: float
+
 
 Array = npt.NDArray[np.float64]
 SYSTEMS = {
@@ -114,11 +128,11 @@ def attention_fit(folder: Path, launch_s: dict[str, float]) -> dict[str, tuple[f
     return result
 
 
-def collective_fit(folder: Path) -> dict[str, tuple[int, float, dict[str, float], float]]:
-    """Return (ranks, seconds of one round, fraction by collective, error) by system.
+def collective_fit(folder: Path) -> dict[str, CollectiveFit]:
+    """Return one start and one latency for each system, and fractions by members and collective.
 
-    Of the newest NCCL, on the widest group measured: narrower groups on a switch are up to a third
-    slower per byte, which one figure per tier does not say.
+    Of the newest NCCL: narrower groups on a switch are up to a third slower per byte, and sums in
+    the switch are for whole nodes.
     """
     points: dict[tuple[str, tuple[int, ...], int, str], list[tuple[float, float]]] = defaultdict(
         list
@@ -131,26 +145,41 @@ def collective_fit(folder: Path) -> dict[str, tuple[int, float, dict[str, float]
             )
     result = {}
     for system, name in SYSTEMS.items():
-        _, newest, ranks, _ = max(key for key in points if key[0] == system)
+        newest = max(key[1] for key in points if key[0] == system)
+        own = {
+            (ranks, operation): np.array(pairs).T
+            for (of, version, ranks, operation), pairs in points.items()
+            if of == system and version == newest and operation in OPERATIONS
+        }
         rate = accelerators()[name].tiers[-1].bytes_per_s
-        fits = []
-        for alpha_s in np.arange(0.2e-6, 6e-6, 0.1e-6):
-            fractions, errors = {}, []
-            for operation in OPERATIONS:
-                size, seconds = np.array(points[system, newest, ranks, operation]).T
-                rounds = (2 if operation == "all_reduce" else 1) * (ranks - 1)
-                wire_s = rounds / ranks * size / rate
-                fractions[operation], best = min(
-                    (
-                        (float(f), error(seconds, rounds * alpha_s + wire_s / f))
-                        for f in np.arange(0.02, 1.1, 0.01)
-                    ),
-                    key=lambda fit: fit[1],
-                )
-                errors.append(best)
-            fits.append((ranks, float(alpha_s), fractions, float(np.mean(errors))))
-        result[system] = min(fits, key=lambda fit: fit[3])
+        result[system] = min(
+            (
+                _with_waits(own, rate, float(start_s), float(alpha_s))
+                for start_s in np.arange(0.0, 16e-6, 2e-6)
+                for alpha_s in np.arange(0.2e-6, 3.2e-6, 0.3e-6)
+            ),
+            key=lambda fit: fit.error,
+        )
     return result
+
+
+def _with_waits(
+    points: dict[tuple[int, str], Array], rate: float, start_s: float, alpha_s: float
+) -> CollectiveFit:
+    fractions: dict[int, dict[str, float]] = defaultdict(dict)
+    errors = []
+    for (ranks, operation), (size, seconds) in sorted(points.items()):
+        rounds = (2 if operation == "all_reduce" else 1) * (ranks - 1)
+        waited_s = start_s + alpha_s * (1 if operation == "alltoall" else rounds)
+        fractions[ranks][operation], best = min(
+            (
+                (float(f), error(seconds, waited_s + rounds / ranks * size / rate / f))
+                for f in np.arange(0.03, 1.1, 0.02)
+            ),
+            key=lambda fit: fit[1],
+        )
+        errors.append(best)
+    return CollectiveFit(start_s, alpha_s, dict(fractions), float(np.mean(errors)))
 
 
 def error(measured: Array, predicted: Array) -> float:
@@ -167,10 +196,12 @@ def main(folder: Path) -> None:
         if system in attention:
             line += f"  {attention[system][0]:9.3f}  {attention[system][1]:5.3f}"
         print(line)
-    print("\naccelerator     ranks  round_us  error  fractions")
-    for system, (ranks, alpha, fractions, mean) in collective_fit(folder).items():
-        shown = "  ".join(f"{operation} {value:.2f}" for operation, value in fractions.items())
-        print(f"{SYSTEMS[system]:15} {ranks:5}  {alpha * 1e6:8.1f}  {mean:5.3f}  {shown}")
+    print("\naccelerator     start_us  round_us  error  fractions by members")
+    for system, fit in collective_fit(folder).items():
+        print(
+            f"{SYSTEMS[system]:15} {fit.start_s * 1e6:8.1f}  {fit.alpha_s * 1e6:8.1f}  "
+            f"{fit.error:5.3f}  {fit.fractions}"
+        )
 
 
 if __name__ == "__main__":

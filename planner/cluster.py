@@ -6,7 +6,7 @@ in a Profile.  Fractions of a quoted rate that kernels or collectives reach say 
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -62,6 +62,18 @@ class Accelerator(Part):
         return self
 
 
+class NarrowGroup(Part):
+    """What collectives reach among few of a tier's devices.
+
+    Of a switch fewer ports are busy, and it sums for whole nodes alone; through a host's memory
+    few pairs have it for themselves.
+    """
+
+    members: Positive
+    """At most."""
+    fractions: dict[Collective, Amount]
+
+
 class LinkTier(Part):
     """One level of the interconnect, as one device sees it.
 
@@ -79,6 +91,13 @@ class LinkTier(Part):
     """To one peer, on a mesh without a switch; `bytes_per_s` then needs all peers at once."""
     fractions: dict[Collective, Amount] = Field(default_factory=dict)
     """Bus bandwidth of each collective over `bytes_per_s`; sums in the switch can pass 1."""
+    narrow: tuple[NarrowGroup, ...] = ()
+    """Fractions among fewer members, fewest first."""
+    start_s: Amount = 0.0
+    """Of every collective, before its first round."""
+    oversubscription: Annotated[float, Field(ge=1.0, le=1000.0)] = 1.0
+    """Rate of all devices' own links together over that of what joins them: 4 leaves each a quarter
+    where all send at once."""
     provenance: Provenance = "quoted"
     source: Text | None = None
 

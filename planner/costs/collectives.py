@@ -243,8 +243,16 @@ def _level_s(
         latency_s = curve.fit.pieces[0].latency_s if curve.fit else curve.points[0].seconds
         return latency_s, interpolated_s(curve, share * max(scale, 1e-9))
     rate = _reached_bytes_per_s(operation, tier, n)
-    rate *= tier.fractions.get(operation, DEFAULT_FRACTION[operation])
-    return _model_s(operation, share, n, latency_s=tier.latency_s, rate=rate)
+    rate *= reached_fraction(operation, tier, n) / tier.oversubscription
+    return _model_s(operation, share, n, start_s=tier.start_s, latency_s=tier.latency_s, rate=rate)
+
+
+def reached_fraction(operation: Collective, tier: LinkTier, members: int) -> float:
+    """Return the share of a tier's rate that a collective reaches among so many members."""
+    for group in tier.narrow:
+        if members <= group.members and operation in group.fractions:
+            return group.fractions[operation]
+    return tier.fractions.get(operation, DEFAULT_FRACTION[operation])
 
 
 def _reached_bytes_per_s(operation: Collective, tier: LinkTier, members: int) -> float:
@@ -260,9 +268,15 @@ def _reached_bytes_per_s(operation: Collective, tier: LinkTier, members: int) ->
 
 
 def _model_s(
-    operation: Collective, size_bytes: float, n: int, *, latency_s: float, rate: float
+    operation: Collective,
+    size_bytes: float,
+    n: int,
+    *,
+    start_s: float,
+    latency_s: float,
+    rate: float,
 ) -> tuple[float, float]:
-    """Return latency alone and whole seconds by the alpha-beta model.
+    """Return latency alone and whole seconds by the alpha-beta model, the start before it.
 
         all_reduce        min(2 (n-1) α, 4 ⌈log2 n⌉ α) + 2 (n-1)/n S / W      ring, or two trees
         all_gather        (n-1) α + (n-1)/n S / W                             ring
@@ -284,7 +298,7 @@ def _model_s(
         "send_recv": 1,
         "broadcast": doublings,
     }[operation]
-    waited = rounds * latency_s
+    waited = start_s + rounds * latency_s
     return waited, waited + _ring_factor(operation, n) * size_bytes / rate
 
 

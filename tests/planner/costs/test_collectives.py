@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from planner.cluster import LinkTier
+from planner.cluster import LinkTier, NarrowGroup
 from planner.costs.collectives import (
     Level,
     collective_s,
@@ -15,7 +15,9 @@ from planner.costs.collectives import (
     interpolated_s,
     levels,
     nearest_ranks,
+    reached_fraction,
 )
+from planner.expressions import resolve_cluster
 from planner.plan import Layout
 from planner.profile import CollectiveCurve, LinkPoint
 
@@ -177,3 +179,48 @@ def test_many_sizes_at_once_take_what_each_takes(operation: str, measured: bool)
         together = collectives_s(operation, np.array(sizes), group, curves)
         each = [collective_s(operation, size, group, curves) for size in sizes]
         assert together.tolist() == pytest.approx(each, rel=1e-12)
+
+
+def test_few_members_of_a_switch_reach_less_of_it_and_a_start_comes_once() -> None:
+    narrow = NarrowGroup(members=2, fractions={"all_reduce": 0.5})
+    switch = LinkTier(
+        name="nvlink",
+        devices=8,
+        latency_s=0.0,
+        bytes_per_s=100e9,
+        start_s=10e-6,
+        fractions={"all_reduce": 1.0},
+        narrow=(narrow,),
+    )
+
+    two, eight = (collective_s("all_reduce", 1e9, (Level(switch, n),)) for n in (2, 8))
+
+    assert two == pytest.approx(10e-6 + 1e9 / 50e9)
+    assert eight == pytest.approx(10e-6 + 1.75e9 / 100e9)
+
+
+def test_an_oversubscribed_fabric_is_as_many_times_slower_per_byte() -> None:
+    fabric = LinkTier(name="fabric", devices=64, latency_s=1e-6, bytes_per_s=50e9)
+    shared = fabric.model_copy(update={"oversubscription": 4.0})
+
+    whole, quarter = (
+        collective_s("all_gather", 1e9, (Level(tier, 64),)) - 63e-6 for tier in (fabric, shared)
+    )
+
+    assert quarter == pytest.approx(4 * whole)
+
+
+def test_cards_that_reach_each_other_through_the_host_share_its_memory() -> None:
+    (tier,) = resolve_cluster("8xrtx-4090").tiers
+    seconds = [collective_s("all_reduce", 1e9, (Level(tier, n),)) for n in (2, 4, 8)]
+    per_byte = [s / (2 * (n - 1) / n) for s, n in zip(seconds, (2, 4, 8), strict=True)]
+
+    assert per_byte[2] > 1.9 * per_byte[1]
+    assert per_byte[1] > 0.99 * per_byte[0]
+
+
+def test_whole_nodes_sum_in_the_switch_and_parts_of_them_do_not() -> None:
+    (tier,) = resolve_cluster("8xh100-sxm-80gb").tiers
+
+    assert reached_fraction("all_reduce", tier, 8) > 1.2 * reached_fraction("all_reduce", tier, 4)
+    assert reached_fraction("all_gather", tier, 8) < 1.2 * reached_fraction("all_gather", tier, 4)
