@@ -62,8 +62,9 @@ def _memory_parts(priced: Priced, recompute: str, stage: int) -> dict[str, float
         if kind not in ("embedding", "head"):
             own, again = kept_bytes(rules, recompute, work)
         if "activations" in run.offload and kind not in ("embedding", "head"):
-            coming = max(coming, 2 * own)  # one block on its way, one at work
-            own = 0.0
+            gone = own * rules.offloaded_share
+            coming = max(coming, 2 * gone)  # one block on its way, one at work
+            own -= gone
         stored += own
         working = max(working, again + work.working_bytes)
     zero = rules.zero if run.zero is None else run.zero

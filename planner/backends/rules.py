@@ -98,6 +98,8 @@ class Rules:
     (Transformer Engine); else only products are, their inputs kept in bf16 (torchao)."""
     dropout: bool = False
     """In models of the GPT kind (ungated MLPs); Llama's kind trains without."""
+    offloaded_share: float = 1.0
+    """Of a block's activations where they are on the host."""
     keeps_sent: bool = False
     """Activations sent to the next stage stay until their backward."""
     fused_norm: bool = True
@@ -149,6 +151,7 @@ MEGATRON = Rules(
     logit_bytes=6.5,
     dropout=True,
     adapters="attention",
+    offloaded_share=0.5,  # inputs of named modules
     zero=1,
 )
 
@@ -161,7 +164,6 @@ EAGER = Rules(
     fused_gate=False,
     fused_rotary=False,
     accumulated_bytes=0.0,
-    eight_bit_states=False,
 )
 """Modules as PyTorch runs them without a compiler."""
 
@@ -261,10 +263,15 @@ KNOWN: dict[str, Rules] = {
         TRANSFORMERS, name="fsdp_qlora", spread=0.22, zero=3, shard_overlap=0.0, bridged=False
     ),
     "torchtitan": replace(
-        EAGER, name="torchtitan", zero=3, sequence_parallel=True, selective="operators"
+        EAGER,
+        name="torchtitan",
+        zero=3,
+        sequence_parallel=True,
+        selective="operators",
+        eight_bit_states=False,
     ),
     "fms-fsdp": replace(EAGER, name="fms-fsdp", zero=3, selective="blocks"),
-    "nemo-automodel": replace(TRANSFORMERS, name="nemo-automodel", zero=3),
+    "nemo-automodel": replace(TRANSFORMERS, name="nemo-automodel", zero=3, eight_bit_states=False),
     "litgpt": replace(
         EAGER, name="litgpt", zero=3, gradient_bytes=2, master_bytes=0, moment_bytes=4
     ),

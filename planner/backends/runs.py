@@ -148,15 +148,15 @@ def read_rows(path: Path) -> list[Row]:
 
 def measured_of(row: Row) -> Measured:
     """Return what a row says was seen."""
-    out_of_memory = row.get("out_of_memory", "")
+    out_of_memory = flag(row, "out_of_memory")
     step_time_s = seen(row, "step_time_s")
     memory = seen(row, "peak_memory_gib")
 
     def judged(column: str, default: bool) -> bool:
-        cell = row.get(column, "")
-        return cell == "1" if cell else default
+        told = flag(row, column)
+        return default if told is None else told
 
-    failed = out_of_memory == "1"
+    failed = bool(out_of_memory)
     return Measured(
         id=row["id"],
         source=row["source"],
@@ -165,9 +165,9 @@ def measured_of(row: Row) -> Measured:
         framework=row.get("framework", ""),
         step_time_s=None if failed else step_time_s,
         peak_memory_gib=None if failed else memory,
-        memory_kind=row.get("memory_kind", "") or "unknown",
-        memory_rank=row.get("memory_rank", "") or "unknown",
-        out_of_memory=None if out_of_memory == "" else failed,
+        memory_kind=word(row.get("memory_kind", "")) or "unknown",
+        memory_rank=word(row.get("memory_rank", "")) or "unknown",
+        out_of_memory=out_of_memory,
         complete=row.get("inputs_tier", "A") in ("", "A"),
         judge_time=judged("judge_time", step_time_s is not None),
         judge_memory=judged("judge_memory", memory is not None),
@@ -264,9 +264,10 @@ def _chunks(row: Row, layers: int, pipeline: int, assumed: list[str]) -> int:
     """Return model chunks per rank; large Megatron-LM runs that do not say are interleaved."""
     known = optional(row, "vpp")
     each = max(1, layers // pipeline)
-    if known is not None and known > each:
-        assumed.append(f"{each} chunks on each pipeline rank")
-        return each
+    most = -(-(layers + 2) // pipeline)  # embedding and loss may count as layers
+    if known is not None and known > most:
+        assumed.append(f"{most} chunks on each pipeline rank")
+        return most
     if known is not None or pipeline == 1 or word(row.get("framework", "")) != "megatron":
         return max(1, known or 1)
     chunks = next(n for n in range(min(MOST_CHUNKS, each), 0, -1) if each % n == 0)

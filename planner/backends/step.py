@@ -279,7 +279,8 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
             run,
             rules,
             largest,
-            stored_bytes=sum(kept_bytes(rules, recompute, priced.works[kind])[0] for kind in kinds),
+            stored_bytes=rules.offloaded_share
+            * sum(kept_bytes(rules, recompute, priced.works[kind])[0] for kind in kinds),
             forward_s=parts["forward"] / m,
             backward_s=later_s / m,
         )
