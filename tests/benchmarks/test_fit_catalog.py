@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from benchmarks import fit_catalog as fit
 from planner.catalog import accelerators
 
 SYSTEM, DEVICE = "h100_sxm", accelerators()["h100-sxm-80gb"]
-
-
-@pytest.fixture
-def fit() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "fit_catalog.py"
-    spec = importlib.util.spec_from_file_location("fit_catalog", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def write_table(file: Path, rows: list[dict[str, object]]) -> None:
@@ -33,7 +21,7 @@ def write_table(file: Path, rows: list[dict[str, object]]) -> None:
         table.writerows(rows)
 
 
-def test_launch_and_fraction_of_products_come_back(fit: ModuleType, tmp_path: Path) -> None:
+def test_launch_and_fraction_of_products_come_back(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = []
     for m, n, k in product([1024, 4096, 16384], [512, 2048, 8192], [512, 2048, 8192]):
         compute_s = 2 * m * n * k / (0.7 * DEVICE.peak_flops["bf16"])
@@ -50,9 +38,7 @@ def test_launch_and_fraction_of_products_come_back(fit: ModuleType, tmp_path: Pa
     assert error < 0.02
 
 
-def test_the_fraction_of_attention_comes_back_and_corrupt_rows_stay_out(
-    fit: ModuleType, tmp_path: Path
-) -> None:
+def test_the_fraction_of_attention_comes_back_and_corrupt_rows_stay_out(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = []
     for batch, seq_len in product([1, 4], [512, 2048, 8192]):
         flops = 2 * batch * 32 * seq_len**2 * 128
@@ -71,23 +57,26 @@ def test_the_fraction_of_attention_comes_back_and_corrupt_rows_stay_out(
 
 
 def test_the_round_and_the_fractions_of_collectives_come_back(
-    fit: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = {"all_reduce": 0.9, "all_gather": 0.6, "reduce_scatter": 0.7, "alltoall": 0.5}
+    made = {"all_reduce": 0.91, "all_gather": 0.61, "reduce_scatter": 0.71, "alltoall": 0.51}
+    narrow = {2: 0.7, 8: 1.0}
     rows: list[dict[str, object]] = []
-    for (operation, fraction), gpus, power in product(made.items(), [4, 8], range(10, 30, 2)):
+    for (operation, fraction), gpus, power in product(made.items(), narrow, range(13, 30, 4)):
         rounds = (2 if operation == "all_reduce" else 1) * (gpus - 1)
         wire_s = rounds / gpus * 2**power / DEVICE.tiers[-1].bytes_per_s
-        seconds = rounds * 2e-6 + wire_s / fraction
+        waits = 1 if operation == "alltoall" else rounds
+        seconds = 6e-6 + waits * 1.1e-6 + wire_s / (fraction * narrow[gpus])
         common = {"system": SYSTEM, "op": operation, "gpus": gpus, "bytes": 2**power}
         rows.append({**common, "nccl": "2.27", "us": 9e6 * seconds})
         rows.append({**common, "nccl": "2.29.2", "us": 1e6 * seconds})
     write_table(tmp_path / "nccl_busbw.csv", rows)
     monkeypatch.setattr(fit, "SYSTEMS", {SYSTEM: "h100-sxm-80gb"})
 
-    ranks, round_s, fractions, error = fit.collective_fit(tmp_path)[SYSTEM]
+    found = fit.collective_fit(tmp_path)[SYSTEM]
 
-    assert ranks == 8
-    assert round_s == pytest.approx(2e-6, abs=0.15e-6)
-    assert fractions == pytest.approx(made, abs=0.015)
-    assert error < 0.02
+    assert found.start_s == pytest.approx(6e-6, abs=0.1e-6)
+    assert found.alpha_s == pytest.approx(1.1e-6, abs=0.05e-6)
+    assert found.fractions[8] == pytest.approx(made, abs=0.021)
+    assert found.fractions[2]["all_reduce"] == pytest.approx(0.7 * 0.91, abs=0.021)
+    assert found.error < 0.02

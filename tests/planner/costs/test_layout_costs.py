@@ -228,5 +228,6 @@ def test_experts_are_gathered_and_reduced_by_the_ranks_that_hold_the_same_ones()
 
 def _ideal(tier: LinkTier) -> LinkTier:
     whole = dict.fromkeys(("all_gather", "reduce_scatter"), 1.0)
-    update = {"latency_s": 0.0, "bytes_per_s": 100e9, "fractions": whole}
+    update = {"latency_s": 0.0, "start_s": 0.0, "bytes_per_s": 100e9, "fractions": whole}
+    update |= {"narrow": ()}
     return tier.model_copy(update=update)
