@@ -90,7 +90,9 @@ class Rules:
     hopper_products: float = 1.0
     """Rate of matrix products on Hopper and later where the framework's libraries are older."""
     shard_rate: float = 1.0
-    """Rate of ZeRO-3 collectives over that of large contiguous ones."""
+    """Rate of ZeRO-3 collectives between nodes over that of large contiguous ones."""
+    node_shard_rate: float = 1.0
+    """The same within a node, whose links have less latency to hide."""
     bridged: bool = True
     """Bridges between cards are used where the run has them."""
     eight_bit_states: bool = True
@@ -211,6 +213,7 @@ KNOWN: dict[str, Rules] = {
         host_backward_s=1.2e-3,
         zero=3,
         shard_rate=0.1,
+        node_shard_rate=0.5,  # between the other rate and that of buckets: no run tells it
     ),
     "nanotron": Rules(
         name="nanotron",

@@ -226,7 +226,8 @@ def _shard_s(
         copies = group(run, ("data_replicate",))
         share = wire * parameters.count / run.sharding_ranks
         reduce_s += collective_s("all_reduce", share, copies)
-    gather_s, reduce_s = gather_s / rules.shard_rate, reduce_s / rules.shard_rate
+    rate = rules.shard_rate if len(ranks) > 1 else rules.node_shard_rate
+    gather_s, reduce_s = gather_s / rate, reduce_s / rate
     overlap = rules.shard_overlap
     seen = max((1 - overlap) * gather_s, gather_s - forward_s)
     both = gather_s + reduce_s

@@ -215,7 +215,7 @@ def test_cards_that_reach_each_other_through_the_host_share_its_memory() -> None
     seconds = [collective_s("all_reduce", 1e9, (Level(tier, n),)) for n in (2, 4, 8)]
     per_byte = [s / (2 * (n - 1) / n) for s, n in zip(seconds, (2, 4, 8), strict=True)]
 
-    assert per_byte[2] > 1.9 * per_byte[1]
+    assert per_byte[2] > 1.3 * per_byte[1]
     assert per_byte[1] > 0.99 * per_byte[0]
 
 
