@@ -19,14 +19,22 @@ CLASSES = {
     "bert": "Bert",
     "bloom": "Bloom",
     "cohere": "Cohere",
+    "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "falcon": "Falcon",
+    "gemma": "Gemma",
     "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
     "gpt_neox": "GPTNeoX",
     "opt": "OPT",
     "gpt2": "GPT2",
     "gptj": "GPTJ",
+    "granite": "Granite",
     "mpt": "Mpt",
+    "phi3": "Phi3",
+    "qwen2_moe": "Qwen2Moe",
+    "smollm3": "SmolLM3",
+    "starcoder2": "Starcoder2",
     "vit": "ViT",
 }
 """Prefix of the library's classes."""
@@ -89,7 +97,8 @@ def layers_of(
     for name in dir(settings):
         if "drop" in name and isinstance(getattr(settings, name), float):
             setattr(settings, name, 0.0)
-    modeling = importlib.import_module(f"transformers.models.{a.family}.modeling_{a.family}")
+    name = a.family.removesuffix("_text")
+    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     with no_init_weights():  # values are not there to be drawn
         return _LAYERS[a.family](a, modeling, settings, kinds, seq_len, tensor)
 
@@ -109,10 +118,13 @@ def _fused(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _rotary(modeling: Any, prefix: str, settings: Any, seq_len: int) -> tuple[Tensor, Tensor]:
+def _rotary(modeling: Any, prefix: str, settings: Any, seq_len: int, kind: str) -> Any:
+    """Return what a block rotates by: cosines and sines, or both in one (DeepSeek-V2)."""
     table = getattr(modeling, f"{prefix}RotaryEmbedding")(settings)
-    cos, sin = table(torch.zeros(1, dtype=torch.bfloat16), torch.arange(seq_len).unsqueeze(0))
-    return cos, sin
+    sliding = {"layer_type": "sliding_attention" if kind == "local_block" else "full_attention"}
+    told = sliding if prefix == "Gemma3" else {}
+    places = torch.arange(seq_len).unsqueeze(0)
+    return table(torch.zeros(1, dtype=torch.bfloat16), places, **told)
 
 
 def _sliding_mask(seq_len: int, window: int) -> Tensor:
@@ -129,7 +141,6 @@ def _like_llama(
     tensor: int,
 ) -> dict[str, nn.Module]:
     prefix = CLASSES[a.family]
-    rotary = _rotary(modeling, prefix, settings, seq_len)
     result: dict[str, nn.Module] = {}
     tokens = nn.Embedding(a.vocab_size, a.hidden_size)
     if a.family == "gemma2":
@@ -140,6 +151,7 @@ def _like_llama(
     for kind, index in kinds.items():
         mask = _sliding_mask(seq_len, a.sliding_window) if kind == "local_block" else None
         layer = getattr(modeling, f"{prefix}DecoderLayer")(settings, index)
+        rotary = _rotary(modeling, prefix, settings, seq_len, kind)
         result[kind] = Alone(layer, position_embeddings=rotary, attention_mask=mask)
     output = nn.Linear(a.hidden_size, a.vocab_size, bias=False)
     if a.tied_embeddings:
@@ -156,6 +168,8 @@ def _like_llama(
     if a.family == "cohere":
         norm = modeling.CohereLayerNorm(a.hidden_size, eps=settings.layer_norm_eps)
         cap = None
+    elif a.family == "starcoder2":
+        norm = nn.LayerNorm(a.hidden_size, eps=settings.norm_epsilon)
     else:
         norm = getattr(modeling, f"{prefix}RMSNorm")(a.hidden_size, eps=settings.rms_norm_eps)
     result["head"] = Whole(head, norm=norm, output=output)
@@ -353,7 +367,10 @@ def styles_of(a: Architecture, kind: str) -> dict[str, TensorStyle]:
         return {"" if _alone(a) else "parts.tokens": "vocabulary"}
     if kind == "head":
         return {} if a.classes else {"parts.output": "logits"}
-    return {f"module.{path}": style for path, style in _BLOCK_STYLES[a.family](kind).items()}
+    styles = _BLOCK_STYLES[a.family](kind)
+    if a.latent is not None and not a.latent.q_rank:
+        styles["self_attn.q_proj"] = styles.pop("self_attn.q_b_proj")
+    return {f"module.{path}": style for path, style in styles.items()}
 
 
 def _alone(a: Architecture) -> bool:
@@ -373,6 +390,25 @@ def _gated_styles(path: str) -> dict[str, TensorStyle]:
         f"{path}.gate_proj": "columns",
         f"{path}.up_proj": "columns",
         f"{path}.down_proj": "rows",
+    }
+
+
+def _starcoder_styles(kind: str) -> dict[str, TensorStyle]:
+    result: dict[str, TensorStyle] = {"self_attn": "gather", "self_attn.o_proj": "rows"}
+    result |= {f"self_attn.{name}_proj": "columns" for name in "qkv"}
+    return result | {"mlp": "gather", "mlp.c_fc": "columns", "mlp.c_proj": "rows"}
+
+
+def _qwen_styles(kind: str) -> dict[str, TensorStyle]:
+    if kind == "dense_block":
+        return _llama_styles(kind)
+    attention = {name: style for name, style in _llama_styles(kind).items() if "self" in name}
+    return attention | {
+        "mlp": "mixture",
+        "mlp.experts": "experts",
+        "mlp.shared_expert.gate_proj": "columns",
+        "mlp.shared_expert.up_proj": "columns",
+        "mlp.shared_expert.down_proj": "part",
     }
 
 
@@ -489,9 +525,16 @@ _BLOCK_STYLES: dict[str, Callable[[str], dict[str, TensorStyle]]] = {
     "gpt2": _gpt2_styles,
     "gptj": _gptj_styles,
     "mpt": _mpt_styles,
+    "deepseek_v2": _deepseek_styles,
     "deepseek_v3": _deepseek_styles,
+    "gemma": _llama_styles,
     "gemma2": _llama_styles,
+    "gemma3_text": _llama_styles,
+    "granite": _llama_styles,
     "opt": _opt_styles,
+    "qwen2_moe": _qwen_styles,
+    "smollm3": _llama_styles,
+    "starcoder2": _starcoder_styles,
     "vit": _vit_styles,
 }
 
@@ -522,8 +565,16 @@ def loss_of(a: Architecture) -> Callable[[Tensor, Tensor], Tensor]:
 
 _LAYERS: dict[str, Callable[..., dict[str, nn.Module]]] = {
     "bert": _bert,
+    "deepseek_v2": _like_llama,
     "deepseek_v3": _like_llama,
+    "gemma": _like_llama,
     "gemma2": _like_llama,
+    "gemma3_text": _like_llama,
+    "granite": _like_llama,
+    "phi3": _like_llama,
+    "qwen2_moe": _like_llama,
+    "smollm3": _like_llama,
+    "starcoder2": _like_llama,
     "bloom": _side_by_side,
     "cohere": _like_llama,
     "falcon": _side_by_side,

@@ -31,6 +31,8 @@ class Experts(Part):
     shared: Count = 0
     shared_ffn_size: Count = 0
     """Width of all shared experts together; 0 means `shared` x `ffn_size`."""
+    shared_gate: Flag = False
+    """What shared experts give is weighed by a product with one vector (Qwen2-MoE)."""
     dense_layers: Count = 0
     """How many leading blocks have a plain MLP (of `Architecture.ffn_size`) instead."""
 

@@ -13,18 +13,18 @@ from pydantic import ValidationError
 
 from planner.document import first_error, nearest
 from planner.errors import DocumentError
-from planner.layers import side_by_side
+from planner.layers import after_llama, side_by_side
 from planner.layers.config_keys import (
     Config,
-    count,
     divided,
     experts_of,
     flag,
     optional,
     positive,
 )
+from planner.layers.decoders import decoder, deepseek, leading_dense, llama
 from planner.layers.parameters import block_kinds, graph_of
-from planner.model import Architecture, Experts, LatentAttention, Patches
+from planner.model import Architecture, Experts, Patches
 
 __all__ = ["SUPPORTED", "architecture_of", "block_kinds", "graph_of"]
 
@@ -55,20 +55,9 @@ def architecture_of(config: Config, *, name: str) -> Architecture:
         raise first_error(error) from error
 
 
-def _llama(config: Config) -> Architecture:
-    bias = flag(config, "attention_bias", False)
-    return Architecture(
-        **_decoder(config, "llama"),
-        tied_embeddings=flag(config, "tie_word_embeddings", False),
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=flag(config, "mlp_bias", False),
-    )
-
-
 def _mistral(config: Config) -> Architecture:
     return Architecture(
-        **_decoder(config, "mistral", kv_heads=8),
+        **decoder(config, "mistral", kv_heads=8),
         tied_embeddings=flag(config, "tie_word_embeddings", False),
         sliding_window=optional(config, "sliding_window", 4096) or 0,
     )
@@ -76,7 +65,7 @@ def _mistral(config: Config) -> Architecture:
 
 def _qwen2(config: Config) -> Architecture:
     return Architecture(
-        **_decoder(config, "qwen2", kv_heads=32),
+        **decoder(config, "qwen2", kv_heads=32),
         tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=True,
         **_qwen_window(config),
@@ -86,7 +75,7 @@ def _qwen2(config: Config) -> Architecture:
 def _qwen3(config: Config) -> Architecture:
     bias = flag(config, "attention_bias", False)
     return Architecture(
-        **_decoder(config, "qwen3", kv_heads=32, head_dim=128),
+        **decoder(config, "qwen3", kv_heads=32, head_dim=128),
         tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=bias,
         output_bias=bias,
@@ -115,7 +104,7 @@ def _qwen_window(config: Config) -> dict[str, int]:
 def _gemma2(config: Config) -> Architecture:
     bias = flag(config, "attention_bias", False)
     return Architecture(
-        **_decoder(config, "gemma2", kv_heads=4, head_dim=256),
+        **decoder(config, "gemma2", kv_heads=4, head_dim=256),
         tied_embeddings=flag(config, "tie_word_embeddings", True),
         qkv_bias=bias,
         output_bias=bias,
@@ -188,7 +177,7 @@ def _mixtral(config: Config) -> Architecture:
             "set it to null",
         )
     return Architecture(
-        **_decoder(config, "mixtral", kv_heads=8),
+        **decoder(config, "mixtral", kv_heads=8),
         tied_embeddings=flag(config, "tie_word_embeddings", False),
         experts=Experts(
             count=experts_of(config, "num_local_experts"),
@@ -199,28 +188,14 @@ def _mixtral(config: Config) -> Architecture:
 
 
 def _qwen3_moe(config: Config) -> Architecture:
-    layers = positive(config, "num_hidden_layers")
-    if (step := optional(config, "decoder_sparse_step", 1)) != 1:
-        raise DocumentError(
-            "decoder_sparse_step", f"is {step}; only 1, experts in every block, has figures here"
-        )
-    dense = config.get("mlp_only_layers") or []
-    if (
-        not isinstance(dense, list)
-        or sorted(map(str, dense)) != sorted(map(str, range(len(dense))))
-        or len(dense) > layers
-    ):
-        raise DocumentError(
-            "mlp_only_layers",
-            f"is {str(dense)[:60]}; only leading layers (0, 1, ...) can be without experts here",
-        )
+    dense = leading_dense(config)
     if _qwen_window(config):
         raise DocumentError(
             "use_sliding_window", "is true; experts with a sliding window have no figures here"
         )
     bias = flag(config, "attention_bias", False)
     return Architecture(
-        **_decoder(config, "qwen3_moe", kv_heads=4),
+        **decoder(config, "qwen3_moe", kv_heads=4),
         tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=bias,
         output_bias=bias,
@@ -229,39 +204,7 @@ def _qwen3_moe(config: Config) -> Architecture:
             count=experts_of(config, "num_experts"),
             per_token=positive(config, "num_experts_per_tok"),
             ffn_size=positive(config, "moe_intermediate_size"),
-            dense_layers=len(dense),
-        ),
-    )
-
-
-def _deepseek_v3(config: Config) -> Architecture:
-    latent = LatentAttention(
-        q_rank=optional(config, "q_lora_rank", 1536) or 0,
-        kv_rank=positive(config, "kv_lora_rank"),
-        rope_head_dim=positive(config, "qk_rope_head_dim"),
-        nope_head_dim=positive(config, "qk_nope_head_dim"),
-        value_head_dim=positive(config, "v_head_dim"),
-    )
-    if flag(config, "attention_bias", False):
-        raise DocumentError("attention_bias", "is true, which has no figures for latent attention")
-    heads = positive(config, "num_attention_heads")
-    if (step := optional(config, "moe_layer_freq", 1)) != 1:
-        raise DocumentError(
-            "moe_layer_freq", f"is {step}; only 1, experts in every later block, has figures here"
-        )
-    every_head_has_its_own = {**config, "num_key_value_heads": heads}
-    common = _decoder(every_head_has_its_own, "deepseek_v3")
-    common["head_dim"] = latent.nope_head_dim + latent.rope_head_dim
-    return Architecture(
-        **common,
-        tied_embeddings=flag(config, "tie_word_embeddings", False),
-        latent=latent,
-        experts=Experts(
-            count=positive(config, "n_routed_experts"),
-            per_token=positive(config, "num_experts_per_tok"),
-            ffn_size=positive(config, "moe_intermediate_size"),
-            shared=count(config, "n_shared_experts"),
-            dense_layers=count(config, "first_k_dense_replace"),
+            dense_layers=dense,
         ),
     )
 
@@ -307,12 +250,13 @@ def _vit(config: Config) -> Architecture:
 
 
 _READERS: dict[str, Callable[[Config], Architecture]] = {
+    **after_llama.READERS,
     **side_by_side.READERS,
     "bert": _bert,
-    "deepseek_v3": _deepseek_v3,
+    "deepseek_v3": lambda config: deepseek(config, "deepseek_v3"),
     "gemma2": _gemma2,
     "gpt2": _gpt2,
-    "llama": _llama,
+    "llama": lambda config: llama(config, "llama"),
     "mistral": _mistral,
     "mixtral": _mixtral,
     "opt": _opt,
@@ -322,34 +266,6 @@ _READERS: dict[str, Callable[[Config], Architecture]] = {
     "vit": _vit,
 }
 SUPPORTED = tuple(sorted(_READERS))
-
-
-def _decoder(
-    config: Config, family: str, *, kv_heads: int | None = None, head_dim: int | None = None
-) -> dict[str, Any]:
-    """Figures that decoders after Llama name alike; defaults are those of `transformers`."""
-    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
-    groups = optional(config, "num_key_value_heads", kv_heads) or heads
-    if heads % groups:
-        raise DocumentError(
-            "num_key_value_heads",
-            f"is {groups}, which does not divide num_attention_heads {heads}",
-        )
-    return {
-        "family": family,
-        "hidden_size": hidden,
-        "layers": positive(config, "num_hidden_layers"),
-        "heads": heads,
-        "kv_heads": groups,
-        "head_dim": optional(config, "head_dim", head_dim)
-        or divided(config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)),
-        "ffn_size": positive(config, "intermediate_size"),
-        "vocab_size": positive(config, "vocab_size"),
-        "gated_mlp": True,
-        "norm": "rms",
-        "positions": "rotary",
-        "max_positions": optional(config, "max_position_embeddings", None) or 131072,
-    }
 
 
 def _encoder(config: Config, family: str) -> dict[str, Any]:

@@ -269,5 +269,5 @@ def _undivided_parameters(a: Architecture, kind: str) -> int:
         count += a.latent.q_rank * (a.hidden_size + 1)
         count += (a.hidden_size + 1) * a.latent.kv_rank + a.hidden_size * a.latent.rope_head_dim
     if kind == "moe_block" and a.experts is not None:
-        count += a.hidden_size * a.experts.count
+        count += a.hidden_size * (a.experts.count + a.experts.shared_gate)
     return count

@@ -9,7 +9,7 @@ from planner.layers.operator_table import FP32, Operator, Setting, smaller
 from planner.layers.operators import elementwise, gathered, matmul, norm, row_wise
 from planner.model import Architecture, LatentAttention
 
-ONE_PROJECTION = ("falcon", "gpt_neox")
+ONE_PROJECTION = ("falcon", "gpt_neox", "phi3")
 """Families whose values are a part of one product's output, which stays whole as long as they."""
 
 CAPPED_BLOCK = 512
@@ -77,7 +77,8 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
         width=query_width,
     )
     merged = "core"
-    if a.rotary_dim:  # what was turned in part lies head by head, and so does the core
+    # What was turned in part lies head by head, and so does the core; so do Phi-3's, turned whole.
+    if a.rotary_dim or a.family == "phi3":
         merged = "core_merged"
         operators.append(elementwise(merged, ("core",), query))
     operators += row_wise(
@@ -241,21 +242,11 @@ def _core(
         kernels, workspace = _capped(a, setting, span)
         scores = setting.tokens * a.heads / setting.tensor * attended
     elif window(a, kind, setting.seq_len) < setting.seq_len:
+        kernels, workspace = 1, 0.0
         # With an explicit mask the fused kernel neither groups heads nor skips keys.
         attended = float(setting.seq_len)
-        shared = a.heads / a.kv_heads
-        key, value, kernels, workspace = key * shared, value * shared, 1, 0.0
         mask = setting.seq_len**2 / setting.context * setting.element_bytes
-        operators += [
-            Operator(
-                name="repeat_heads",
-                kind="memory",
-                inputs=(k, v),
-                outputs={"k_heads": key, "v_heads": value},
-                moved_bytes=2 * (key + value),
-                backward_moved_bytes=2 * (key + value),
-                kernels=2,
-            ),
+        operators.append(
             Operator(
                 name="mask",
                 kind="memory",
@@ -263,9 +254,24 @@ def _core(
                 outputs={"mask": mask},
                 moved_bytes=2 * mask,
                 kernels=2,
-            ),
-        ]
-        k, v, saved = "k_heads", "v_heads", (*saved, "mask")
+            )
+        )
+        saved = (*saved, "mask")
+        if a.heads > a.kv_heads:
+            shared = a.heads / a.kv_heads
+            key, value = key * shared, value * shared
+            operators.append(
+                Operator(
+                    name="repeat_heads",
+                    kind="memory",
+                    inputs=(k, v),
+                    outputs={"k_heads": key, "v_heads": value},
+                    moved_bytes=2 * (key + value),
+                    backward_moved_bytes=2 * (key + value),
+                    kernels=2,
+                )
+            )
+            k, v = "k_heads", "v_heads"
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
     passes = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
     operators.append(

@@ -56,7 +56,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     scores = tokens * experts.count * FP32
     sent = experts.per_token * full
     routed_by, router_bytes = whole, e
-    if a.family == "deepseek_v3" and e != FP32:
+    if a.family in ("deepseek_v2", "deepseek_v3") and e != FP32:
         # Tokens and matrix are multiplied in fp32, and the product keeps both copies.
         routed_by, router_bytes = "router_fp32", FP32
         matrix = 1.0 * a.hidden_size * experts.count * FP32
@@ -159,11 +159,24 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
                 * e,
             )
         )
+        added = "shared_out"
+        if experts.shared_gate:
+            added, weighed = "shared_weighed", ("shared_weight", "shared_out")
+            operators += [
+                matmul(
+                    "shared_weight",
+                    (whole,),
+                    {"shared_weight": tokens * e},
+                    flops=2 * tokens * a.hidden_size,
+                    moved_bytes=full + tokens * e,
+                ),
+                elementwise(added, weighed, full, saved=weighed),
+            ]
         operators.append(
             Operator(
                 name="shared_sum",
                 kind="memory",
-                inputs=("routed_out", "shared_out"),
+                inputs=("routed_out", added),
                 outputs={routed: full},
                 moved_bytes=3 * full,
                 backward_moved_bytes=3 * full,

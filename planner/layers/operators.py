@@ -5,6 +5,9 @@ from __future__ import annotations
 from planner.layers.operator_table import FP32, Operator, Setting
 from planner.model import Architecture
 
+GEMMA = ("gemma", "gemma2", "gemma3_text")
+"""Families whose norms multiply with one plus their weight, in fp32."""
+
 
 def norm(
     a: Architecture,
@@ -40,7 +43,7 @@ def norm(
         )
     root, scaled = f"{name}_root", f"{name}_scaled"
     # Gemma's factor 1 + weight is a tensor of its own.
-    factor = {f"{name}_factor": width * FP32} if a.family == "gemma2" else {}
+    factor = {f"{name}_factor": width * FP32} if a.family in GEMMA else {}
     if setting.element_bytes == FP32:
         return Operator(
             name=name,
@@ -53,7 +56,7 @@ def norm(
             kernels=6,
         )
     wide = f"{name}_fp32"
-    keeps_wide = a.family in ("reference", "gemma2")
+    keeps_wide = a.family in ("reference", *GEMMA)
     scaled_bytes = count * FP32 if keeps_wide else size
     return Operator(
         name=name,
@@ -65,7 +68,7 @@ def norm(
         moved_bytes=count * 38,
         backward_moved_bytes=count * 60,
         kernels=8,
-        workspace_bytes=count * FP32 if a.family == "gemma2" else 0.0,
+        workspace_bytes=count * FP32 if a.family in GEMMA else 0.0,
     )
 
 

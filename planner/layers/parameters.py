@@ -98,7 +98,7 @@ def _block(a: Architecture, kind: str) -> int:
     if kind != "moe_block" or a.experts is None:
         return attention + _mlp(a, a.ffn_size) + norms
     experts = a.experts
-    router = a.hidden_size * experts.count
+    router = a.hidden_size * (experts.count + experts.shared_gate)
     shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
     routed = experts.count * _mlp(a, experts.ffn_size)
     return attention + router + routed + (_mlp(a, shared) if shared else 0) + norms

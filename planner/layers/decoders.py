@@ -1,0 +1,102 @@
+"""Figures that decoders after Llama name alike in their configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.errors import DocumentError
+from planner.layers.config_keys import Config, count, divided, flag, optional, positive
+from planner.model import Architecture, Experts, LatentAttention
+
+
+def decoder(
+    config: Config, family: str, *, kv_heads: int | None = None, head_dim: int | None = None
+) -> dict[str, Any]:
+    """Figures that decoders after Llama name alike; defaults are those of `transformers`."""
+    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
+    groups = optional(config, "num_key_value_heads", kv_heads) or heads
+    if heads % groups:
+        raise DocumentError(
+            "num_key_value_heads",
+            f"is {groups}, which does not divide num_attention_heads {heads}",
+        )
+    return {
+        "family": family,
+        "hidden_size": hidden,
+        "layers": positive(config, "num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": groups,
+        "head_dim": optional(config, "head_dim", head_dim)
+        or divided(config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads)),
+        "ffn_size": positive(config, "intermediate_size"),
+        "vocab_size": positive(config, "vocab_size"),
+        "gated_mlp": True,
+        "norm": "rms",
+        "positions": "rotary",
+        "max_positions": optional(config, "max_position_embeddings", None) or 131072,
+    }
+
+
+def llama(config: Config, family: str) -> Architecture:
+    """Return the figures of a family that has Llama's keys."""
+    bias = flag(config, "attention_bias", False)
+    return Architecture(
+        **decoder(config, family),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=flag(config, "mlp_bias", False),
+    )
+
+
+def deepseek(config: Config, family: str) -> Architecture:
+    """Return the figures of a family with latent attention and experts."""
+    latent = LatentAttention(
+        q_rank=optional(config, "q_lora_rank", 1536) or 0,
+        kv_rank=positive(config, "kv_lora_rank"),
+        rope_head_dim=positive(config, "qk_rope_head_dim"),
+        nope_head_dim=positive(config, "qk_nope_head_dim"),
+        value_head_dim=positive(config, "v_head_dim"),
+    )
+    if flag(config, "attention_bias", False):
+        raise DocumentError("attention_bias", "is true, which has no figures for latent attention")
+    heads = positive(config, "num_attention_heads")
+    if (step := optional(config, "moe_layer_freq", 1)) != 1:
+        raise DocumentError(
+            "moe_layer_freq", f"is {step}; only 1, experts in every later block, has figures here"
+        )
+    every_head_has_its_own = {**config, "num_key_value_heads": heads}
+    common = decoder(every_head_has_its_own, family)
+    common["head_dim"] = latent.nope_head_dim + latent.rope_head_dim
+    return Architecture(
+        **common,
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
+        latent=latent,
+        experts=Experts(
+            count=positive(config, "n_routed_experts"),
+            per_token=positive(config, "num_experts_per_tok"),
+            ffn_size=positive(config, "moe_intermediate_size"),
+            shared=count(config, "n_shared_experts"),
+            dense_layers=count(config, "first_k_dense_replace"),
+        ),
+    )
+
+
+def leading_dense(config: Config) -> int:
+    """Return how many leading blocks have a plain MLP; other patterns are refused."""
+    layers = positive(config, "num_hidden_layers")
+    if (step := optional(config, "decoder_sparse_step", 1)) != 1:
+        raise DocumentError(
+            "decoder_sparse_step", f"is {step}; only 1, experts in every block, has figures here"
+        )
+    dense = config.get("mlp_only_layers") or []
+    if (
+        not isinstance(dense, list)
+        or sorted(map(str, dense)) != sorted(map(str, range(len(dense))))
+        or len(dense) > layers
+    ):
+        raise DocumentError(
+            "mlp_only_layers",
+            f"is {str(dense)[:60]}; only leading layers (0, 1, ...) can be without experts here",
+        )
+    return len(dense)
