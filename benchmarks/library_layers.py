@@ -345,7 +345,7 @@ def _block_of(
     mask = torch.zeros(1, 1, seq_len, seq_len, dtype=torch.bfloat16)
     if a.family in ("gpt_neox", "falcon"):
         block = "Layer" if a.family == "gpt_neox" else "DecoderLayer"
-        rotary = _rotary(modeling, CLASSES[a.family], settings, seq_len)
+        rotary = _rotary(modeling, CLASSES[a.family], settings, seq_len, "block")
         fixed: dict[str, Any] = {"attention_mask": None, "position_embeddings": rotary}
         if a.family == "falcon":
             fixed["alibi"] = None
