@@ -410,7 +410,8 @@ def _model_at(path: Path, text: str) -> ModelGraph:
             return ModelGraph.of(data)
         if not isinstance(data, dict):
             raise DocumentError("", "holds no mapping; a model's config.json is one")
-        name = path.resolve().parent.name or "model"
+        named = path.parent.resolve().name if path.name == "config.json" else path.stem
+        name = named or "model"
         return graph_of(architecture_of(data, name=name), name=name, source=text)
     except DocumentError as error:
         raise error.in_file(str(path)) from error

@@ -170,11 +170,13 @@ def test_a_configuration_is_read_from_a_file_or_its_folder(tmp_path: Path) -> No
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(model_config("qwen3-0.6b")))
+    (folder / "small.json").write_text(json.dumps(model_config("qwen3-0.6b")))
 
     by_folder = resolve_model(str(folder))
     by_file = resolve_model(str(folder / "config.json"))
 
     assert by_folder.name == by_file.name == "mine"
+    assert resolve_model(str(folder / "small.json")).name == "small"
     assert by_folder.layers == by_file.layers == resolve_model("qwen3-0.6b").layers
     assert by_folder.source == str(folder)
 
