@@ -164,27 +164,18 @@ def strategy_cost(
 ) -> StrategyCost:
     """Add a strategy's parts up.
 
-    An end of the pipeline has one boundary but two actions, hence `action_s`.  The layer that is
-    `last` in the model goes backward right after its forward unless all forwards come first, so it
-    holds its activations only while it runs; dualpipe-v runs another stage between the two.  What a
-    backward gathers again, and where all forwards come first (or there is but one, `once`) also
-    gradients, appears as activations of that backward go: of the two only the larger counts.  Where
-    memory is counted by rank both are always there.
-    While an offloaded layer runs, its neighbour's `neighbour_bytes` at most are on the way.
+    An end of the pipeline has one boundary but two actions, hence `action_s`; `holds` says what the
+    rest is for.  While an offloaded layer runs, its neighbour's `neighbour_bytes` at most are on
+    the way.
     """
-    states = part.states
-    first = holding == "all forwards first"
-    stored = 0.0 if last and not first else part.stored_bytes
-    passing = part.stored_bytes - stored
-    late, early = states.gathered_bytes, states.gradients_bytes
-    at_once = late + early
-    late, early = (at_once, 0.0) if first else (either(once, at_once, late), either(once, 0, early))
-    resident = states.parameters_bytes + states.optimizer_bytes + early + larger(0.0, late - stored)
-    if holding == "whole":
-        resident = states.resident_bytes
-    elif holding == "whole, last stage too":
-        resident, passing = states.resident_bytes + passing, 0.0
-    transient = part.transient_bytes + passing
+    stored, resident, transient = holds(
+        part.stored_bytes,
+        part.transient_bytes,
+        part.states,
+        holding=holding,
+        last=last,
+        once=once,
+    )
     return StrategyCost(
         recompute=part.recompute,
         activations=part.activations,
@@ -195,8 +186,39 @@ def strategy_cost(
         resident_bytes=resident,
         sync_s=part.once_s,
         host_bytes=part.treated.host_bytes,
-        host_resident_bytes=states.host_bytes,
+        host_resident_bytes=part.states.host_bytes,
     )
+
+
+def holds(
+    stored_bytes: float,
+    transient_bytes: float,
+    states: States,
+    *,
+    holding: Holding,
+    last: bool,
+    once: bool,
+) -> tuple[float, float, float]:
+    """Stored, resident and transient bytes of a layer, from what it stores and works with.
+
+    The layer that is `last` in the model goes backward right after its forward unless all forwards
+    come first, so it holds its activations only while it runs; dualpipe-v runs another stage
+    between the two.  What a backward gathers again, and where all forwards come first (or there is
+    but one, `once`) also gradients, appears as activations of that backward go: of the two only the
+    larger counts.  Where memory is counted by rank both are always there.
+    """
+    first = holding == "all forwards first"
+    stored = 0.0 if last and not first else stored_bytes
+    passing = stored_bytes - stored
+    if holding == "whole":
+        return stored, states.resident_bytes, transient_bytes + passing
+    if holding == "whole, last stage too":
+        return stored, states.resident_bytes + passing, transient_bytes + 0.0
+    late, early = states.gathered_bytes, states.gradients_bytes
+    at_once = late + early
+    late, early = (at_once, 0.0) if first else (either(once, at_once, late), either(once, 0, early))
+    resident = states.parameters_bytes + states.optimizer_bytes + early + larger(0.0, late - stored)
+    return stored, resident, transient_bytes + passing
 
 
 def neighbour_bytes(

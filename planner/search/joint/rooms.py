@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from planner.costs.activations import treated
 from planner.costs.calibration import taken
+from planner.costs.hosts import host_room_bytes
 from planner.costs.layer_figures import KindFigures
 from planner.costs.layout_costs import CostTables, counted_by_rank, holding_of
 from planner.costs.memory import States
-from planner.costs.strategy import Holding, StrategyParts, strategy_cost
+from planner.costs.strategy import Holding, StrategyParts, holds
 from planner.layers.operator_table import RECOMPUTES, either
 from planner.pipeline_model import held
 from planner.plan import Layout
@@ -102,6 +103,10 @@ class Rooms:
         self._like = run is not None and self._kinds[run.before] == chain.commonest
         self._recompute = recompute
         self._ranks: dict[tuple[object, ...], tuple[_Ranks, ...]] = {}
+        self._host_bytes: float | None = None
+        """What a rank may put on its host, where layers can be there and somebody says."""
+        if "offload" in tables.activations:
+            self._host_bytes = host_room_bytes(tables.cluster.groups[0])
 
     def least_s(
         self,
@@ -138,14 +143,45 @@ class Rooms:
             stages = self._stages(
                 columns, options, degree, boundary_bytes[kept], costs, holdings[kept], of_unit
             )
-            bound_s[kept] = self._bound_s(
-                options,
-                stages,
-                settings[of_unit],
-                Paces(*(column[kept] for column in paces)),
-                added_s[of_unit],
-            )
+            rest = settings[of_unit], Paces(*(c[kept] for c in paces)), added_s[of_unit]
+            bound_s[kept] = self._bound_s(options, stages, *rest)
+            alone = np.flatnonzero(degree == 1)
+            if self._host_bytes is not None and len(alone):
+                on_host = costs.on_host(self._chain.commonest, of_unit)
+                pooled_s = self._pooled_s(options, stages, on_host, *rest)
+                at = kept[alone]
+                bound_s[at] = np.maximum(bound_s[at], pooled_s)
         return bound_s
+
+    def _pooled_s(
+        self,
+        options: Options,
+        stages: Stages,
+        on_host: Floats,
+        setting: Indices,
+        paces: Paces,
+        added_s: Floats,
+    ) -> Floats:
+        """[timetable without a pipeline] Least seconds by the memory of device and host together.
+
+        What fits both fits their sum; a rank that has all layers has an even share of its host.
+        """
+        at = np.flatnonzero(stages.counts == 1)
+        room_bytes = self._host_bytes or 0.0
+        own = options.of(at)
+        own = replace(
+            own,
+            stored_bytes=own.stored_bytes + on_host[0][:, at],
+            resident_bytes=own.resident_bytes + on_host[1][:, at],
+        )
+        part = stages.of(stages.counts == 1)
+        return self._bound_s(
+            own,
+            replace(part, free_bytes=part.free_bytes + room_bytes),
+            setting[at],
+            Paces(*(column[at] for column in paces)),
+            added_s[at],
+        )
 
     def _may_fit(
         self, options: Options, boundary_bytes: Floats, least: Floats, degree: Indices
@@ -255,30 +291,35 @@ class _Costs:
         if kind not in self._parts:
             self._parts[kind] = list(self._of(kind))
         parts = self._parts[kind]
+        last = kind == self._tables.end_kinds[1]
         result = np.empty((len(_FIGURES), len(parts), len(layouts)))
-        for number in np.unique(holdings).tolist():
-            at = np.flatnonzero(holdings == number)
-            of = layouts[at]
-            for choice, part in enumerate(parts):
-                cost = strategy_cost(
-                    part,
-                    neighbour_bytes=0.0,
-                    action_s=0.0,
+        some = [(n, np.flatnonzero(holdings == n)) for n in np.unique(holdings).tolist()]
+        for choice, part in enumerate(parts):
+            passes_s = part.forward_s + part.backward_s
+            stored, transient = part.stored_bytes, part.transient_bytes
+            for number, at in some:
+                held_bytes = holds(
+                    stored,
+                    transient,
+                    part.states,
                     holding=_HOLDINGS[number],
-                    last=kind == self._tables.end_kinds[1],
+                    last=last,
                     once=self._once,
                 )
-                figures = (
-                    cost.forward_s + cost.backward_s,
-                    cost.stored_bytes,
-                    cost.resident_bytes,
-                    cost.transient_bytes,
-                    part.figures.kept_bytes,
-                )
-                for row, figure in enumerate(figures):
+                of = layouts[at]
+                for row, figure in enumerate((passes_s, *held_bytes, part.figures.kept_bytes)):
                     result[row, choice, at] = (
                         figure[of] if isinstance(figure, np.ndarray) else figure
                     )
+        return result
+
+    def on_host(self, kind: str, layouts: Indices) -> Floats:
+        """[stored or resident, choice, place] Bytes of one layer of a kind on the host."""
+        parts = self._parts[kind]
+        result = np.empty((2, len(parts), len(layouts)))
+        for choice, part in enumerate(parts):
+            for row, figure in enumerate((part.treated.host_bytes, part.states.host_bytes)):
+                result[row, choice] = figure[layouts] if isinstance(figure, np.ndarray) else figure
         return result
 
     def _of(self, kind: str) -> Iterable[StrategyParts]:

@@ -71,6 +71,31 @@ def test_no_layout_beats_the_plan(gpt2: ModelGraph, memory: float, host: float |
     assert answer.prediction.fits
 
 
+def test_bounds_that_pool_device_and_host_are_below_every_plan(gpt2: ModelGraph) -> None:
+    job = Job(seq_len=1024, global_batch=4)
+    pins = Pins(tensor=1, context=1, pipeline=1, allowed=HOST)
+    memory, sharper = 2.6e9, 0
+    for host in (4e9, 8e9):
+        cluster = small(memory, host, devices=2)
+        tables = CostTables(gpt2, cluster, job, activations=activations(cluster, pins))
+        candidates = Candidates(gpt2, cluster, job, tables, pins)
+        candidates.computation_s()
+        roomy = Candidates(gpt2, small(memory, None, devices=2), job, tables, pins)
+        for family in candidates.families:
+            for part in family.by_saving():
+                (levels,) = candidates.rooms_s([part])
+                for sharings, (bound_s,) in levels:
+                    for layout in replace(part, sharings=sharings).layouts():
+                        found = sided.solve(candidates.instance(layout))
+                        free = sided.solve(roomy.instance(layout))
+                        if isinstance(found, Solution):
+                            step_s = candidates.costs(layout).step_s
+                            assert bound_s <= (found.objective_s + step_s) * (1 + 1e-9)
+                        if isinstance(free, Solution):
+                            sharper += bound_s > free.objective_s * (1 + 1e-9)
+    assert sharper > 0
+
+
 def test_the_host_is_used_where_the_device_is_too_small(gpt2: ModelGraph) -> None:
     job = Job(seq_len=1024, global_batch=4)
     cluster = small(2.2e9, devices=1)
