@@ -181,7 +181,7 @@ def run_of(row: Row) -> Run | Skipped:
     try:
         return _run(row)
     except DocumentError as error:
-        return Skipped(reason=error.message)
+        return Skipped(reason=str(error))
     except (ValueError, OverflowError) as error:  # no number, or figures that contradict each other
         return Skipped(reason=f"a cell is not valid: {str(error).splitlines()[-1].strip()[:100]}")
 

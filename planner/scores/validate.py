@@ -135,7 +135,7 @@ def validate(path: Path, *, told: Told | None = None) -> Validation:
             if key not in known:
                 known[key] = estimate(run)
         except DocumentError as error:  # a precision that the accelerator has no peak for
-            rows.append(ScoredRow(measured=measured, run=None, estimate=None, reason=error.message))
+            rows.append(ScoredRow(measured=measured, run=None, estimate=None, reason=str(error)))
             continue
         rows.append(ScoredRow(measured=measured, run=run, estimate=known[key]))
     if told is not None:

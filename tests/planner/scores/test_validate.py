@@ -145,3 +145,17 @@ def test_an_empty_table_has_no_scores(tmp_path: Path) -> None:
 
     assert result["sources"] == {}
     assert result["macro"]["step_time"]["sources"] == 0
+
+
+def test_a_precision_that_the_accelerator_lacks_is_a_reason(tmp_path: Path) -> None:
+    table = tmp_path / "runs.csv"
+    table.write_text(
+        "id,source,layers,hidden_size,seq_len,accelerator,n_devices,precision,surprise\n"
+        "a,s,4,512,512,tpu-v5e,8,tf32,?\n"
+        "b,s,4,512,512,NVIDIA L40,8,FP8,?,one,more\n"
+    )
+
+    found = validate(table)
+
+    assert [row.estimate is not None for row in found.rows] == [False, True]
+    assert list(found.skipped) == ["precision: is tf32, which tpu-v5e has no peak for; it has bf16"]
