@@ -36,7 +36,10 @@ def nothing_runs(
     """Say why not even one layout is left to try."""
     in_the_way = "; ".join(dividing(model, cluster, job, pins))
     if in_the_way and not refused:
-        return f"no layout of {model.name} is left on {cluster.devices} devices: {in_the_way}"
+        return (
+            f"no layout of {model.name} uses all {cluster.devices} devices and divides a global "
+            f"batch of {job.global_batch}. {in_the_way}"
+        )
     divides = (
         f"uses all {cluster.devices} devices and divides a global batch of {job.global_batch}; "
         "ask for a global batch that the devices divide, or fix less"
