@@ -31,7 +31,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from benchmarks.library_layers import SAMPLES, layers_of, loss_of, styles_of
+from benchmarks.library_layers import SAMPLES, layers_of, loss_of
+from benchmarks.library_styles import styles_of
 from planner import catalog
 from planner.catalog import models
 from planner.costs import compute

@@ -17,7 +17,7 @@ def families() -> dict[str, list[str]]:
     return {family: [name for _, name in sorted(named)] for family, named in found.items()}
 
 
-QUICK = [("llama", 1), ("llama", 2), ("opt", 1), ("qwen3_moe", 2), ("gpt_neox", 1), ("bloom", 2)]
+QUICK = [("llama", 1), ("llama", 2), ("opt", 1), ("qwen3_moe", 2), ("gpt_neox", 2)]
 """Families and tensor degrees that every run of the tests traces, a few seconds in all."""
 ALL = [
     (name, tensor)
