@@ -25,6 +25,7 @@ import datetime
 import gc
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -104,7 +105,8 @@ def shaped(rate: str) -> str | None:
 def everything(folder: Path, budget: str, *, until: float) -> None:
     """Measure machine and layouts at every rate, as far as the time goes; then report."""
     for rate in RATES:
-        if not (folder / rate / "cluster.yaml").exists():
+        if not of_this_model(folder / rate):
+            shutil.rmtree(folder / rate, ignore_errors=True)
             (folder / rate).mkdir(parents=True, exist_ok=True)
             profile(rate, folder / rate, budget)
     for rate in RATES:
@@ -114,6 +116,14 @@ def everything(folder: Path, budget: str, *, until: float) -> None:
     report(folder)
     if not all(finished(folder / rate) for rate in RATES):
         print("not all layouts are measured: call it again, it goes on", file=sys.stderr)
+
+
+def of_this_model(folder: Path) -> bool:
+    """Tell whether a folder has a whole profile, and of the model as it is now."""
+    if not (folder / "cluster.yaml").exists():
+        return False
+    measured = document.read(Profile, folder / "profile.yaml")
+    return measured.model_digest == resolve_model(MODEL).digest
 
 
 def finished(folder: Path) -> bool:

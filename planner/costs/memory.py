@@ -43,7 +43,7 @@ Rajbhandari et al., 2020 (ZeRO) for the stages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cluster import Precision
 from planner.plan import GradientWire, Offload
@@ -229,6 +229,24 @@ def states(
         host_bytes=on_host,
         bucket_bytes=bucket,
         after_loss_bytes=(e * n + reduced + (2 * gathered if sharing.pipelined else 0.0)) * loss,
+    )
+
+
+def in_root(held: States, shared: float, sharing: Sharing) -> States:
+    """Return what a layer holds under ZeRO-3 whose matrix of `shared` parameters another one uses.
+
+    FSDP2 holds what layers share in its root, and the root is gathered from before the first layer
+    until the backward ends; autograd keeps the gradient of the later use until the earlier one's
+    has come.  So a copy and a gradient, e N each, are there beside all other layers, and no more
+    come while the layer itself runs.
+    """
+    copy = sharing.working_bytes * shared
+    return replace(
+        held,
+        parameters_bytes=held.parameters_bytes + copy,
+        gradients_bytes=held.gradients_bytes + copy,
+        forward_transient_bytes=held.forward_transient_bytes - 2 * copy,
+        backward_transient_bytes=held.backward_transient_bytes - 2 * copy,
     )
 
 

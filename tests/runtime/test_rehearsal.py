@@ -108,6 +108,20 @@ def test_kinds_of_one_rank_are_counted_whole() -> None:
     assert 0 <= steps < 1000  # a count of steps for each parameter
 
 
+def test_a_table_that_both_ends_use_is_whole_through_a_step_of_zero_3() -> None:
+    figures = {**FIGURES, "hidden_size": 256, "ffn_size": 1024, "layers": 6, "vocab_size": 5000}
+    graph = cases.transformer("llama", tied_embeddings=True, **figures)
+    plan = cases.plan(
+        graph, global_batch=16, data_shard=8, zero=3, precision="bf16", micro_batches=2
+    )
+
+    found = rehearsed(plan, graph, 0)
+
+    parts = predict(plan, graph, resolve_cluster("8xh100-sxm-80gb")).stages[0].memory_parts
+    predicted = sum(size for name, size in parts.items() if name not in ("context", "slack"))
+    assert predicted == pytest.approx(found.peak_bytes, rel=0.06)
+
+
 def test_places_of_the_pipeline_are_told_apart_by_the_order_of_axes() -> None:
     outside_in = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
     mesh = {"tensor": 2, "data_replicate": 2, "pipeline": 2}
