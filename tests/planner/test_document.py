@@ -36,6 +36,8 @@ from planner.training import Lora, RateSchedule, Training
 MANY = settings(
     max_examples=30,
     deadline=None,
+    # Most random plans contradict themselves; a seed that finds none would say nothing.
+    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
