@@ -175,13 +175,15 @@ def adapters(draw: st.DrawFn) -> Lora:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    stages = draw(st.integers(1, 4))
+    ranks = draw(st.integers(1, 3))
+    schedule, virtual = draw(st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2)]))
+    stages = ranks * virtual
     zero = draw(st.integers(0, 3))
     shard = 1 if zero == 0 else draw(st.integers(1, 4))
     mesh = draw(
         part(
             Mesh,
-            pipeline=st.just(stages),
+            pipeline=st.just(ranks),
             data_shard=st.just(shard),
             data_replicate=st.integers(1, 4),
             order=st.permutations(INSIDE_OUT).map(tuple),
@@ -192,11 +194,15 @@ def plans(draw: st.DrawFn) -> Plan:
         Stage(layers=tuple(draw(part(PlacedLayer, layer=st.just(next(names)))) for _ in range(2)))
         for _ in range(stages)
     )
-    micro_batch, micro_batches = draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    micro_batch, micro_batches = draw(st.integers(1, 8)), ranks * draw(st.integers(1, 4))
     return draw(
         part(
             Plan,
             mesh=st.just(mesh),
+            schedule=st.just(schedule),
+            virtual_stages=st.just(virtual),
+            groups=st.none(),
+            shares=st.none(),
             zero=st.just(zero),
             stages=st.just(placed),
             micro_batch=st.just(micro_batch),
