@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -91,8 +90,9 @@ def measurements(
     by_division = {chain.division: chain for chain in chains}
     once = {chain.division: _once(chain, clock) for chain in chains}
     once_s = {division: sum(seconds.values()) for division, seconds in once.items()}
-    least = len(cases) if least is None else min(least, len(cases))
-    chosen = affordable(cases, once_s, budget_s, least=least)
+    chosen = affordable(
+        cases, once_s, budget_s, least=len(cases) if least is None else min(least, len(cases))
+    )
     found = _found(parts, chosen, by_division)
     for index, case in enumerate(chosen):
         chain = by_division[case.division]
@@ -115,35 +115,18 @@ def measurements(
         if watch is not None:
             watch.look()
         order = random.Random(rounds).sample(due, len(due))
-        taken_s = dict.fromkeys(chosen, 0.0)
         for index, case in enumerate(order):
             chain = by_division[case.division]
-            begins_s = clock.now_s()
             _visit(found, chain, case, once[case.division], clock)
-            taken_s[case] = clock.now_s() - begins_s
             if progress:
                 done = (1 + rounds + (index + 1) / len(order)) / (LEAST_ROUNDS + 1)
                 progress(min(0.99, done))
         rounds += 1
         parts.put("layers", _plain(found))
-        if rounds < LEAST_ROUNDS:
-            each_s = slowest([taken_s[case] for case in chosen])
-            left_s = (budget_s - used_s()) / (LEAST_ROUNDS - rounds)
-            chosen = chosen[: max(least, _fitting(each_s, left_s))]
     return [
         _measurement(kind, case, samples, by_division[case.division])
         for (kind, case), samples in _of_all_ranks(found).items()
-        if case in chosen
     ]
-
-
-def _fitting(each_s: Sequence[float], left_s: float) -> int:
-    """Return how many of the first fit together.
-
-    >>> _fitting([2.0, 1.0, 4.0, 1.0], left_s=3.5)
-    2
-    """
-    return sum(total_s <= left_s for total_s in itertools.accumulate(each_s))
 
 
 def _visit(
