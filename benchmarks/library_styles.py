@@ -29,55 +29,51 @@ def _alone(a: Architecture) -> bool:
 
 
 def _llama_styles(kind: str) -> dict[str, TensorStyle]:
-    result: dict[str, TensorStyle] = {"self_attn": "gather", "self_attn.o_proj": "rows"}
-    result |= {f"self_attn.{name}_proj": "columns" for name in "qkv"}
-    return result | _gated_styles("mlp")
+    return _attention_styles("self_attn", "o_proj") | _gated_styles("mlp")
+
+
+def _attention_styles(path: str, out: str) -> dict[str, TensorStyle]:
+    """Of queries, keys and values each from a product of its own."""
+    result: dict[str, TensorStyle] = {path: "gather", f"{path}.{out}": "rows"}
+    return result | {f"{path}.{name}_proj": "columns" for name in "qkv"}
+
+
+def _plain_styles(path: str, inner: str, outer: str) -> dict[str, TensorStyle]:
+    """Of two products, the first divided by columns."""
+    return {path: "gather", f"{path}.{inner}": "columns", f"{path}.{outer}": "rows"}
 
 
 def _gated_styles(path: str) -> dict[str, TensorStyle]:
+    return _plain_styles(path, "up_proj", "down_proj") | {f"{path}.gate_proj": "columns"}
+
+
+def _mixture_styles(shared: str) -> dict[str, TensorStyle]:
+    """Of experts beside others that all tokens go to."""
     return {
-        path: "gather",
-        f"{path}.gate_proj": "columns",
-        f"{path}.up_proj": "columns",
-        f"{path}.down_proj": "rows",
+        "mlp": "mixture",
+        "mlp.experts": "experts",
+        f"{shared}.gate_proj": "columns",
+        f"{shared}.up_proj": "columns",
+        f"{shared}.down_proj": "part",
     }
 
 
 def _starcoder_styles(kind: str) -> dict[str, TensorStyle]:
-    result: dict[str, TensorStyle] = {"self_attn": "gather", "self_attn.o_proj": "rows"}
-    result |= {f"self_attn.{name}_proj": "columns" for name in "qkv"}
-    return result | {"mlp": "gather", "mlp.c_fc": "columns", "mlp.c_proj": "rows"}
+    return _attention_styles("self_attn", "o_proj") | _plain_styles("mlp", "c_fc", "c_proj")
 
 
 def _qwen_styles(kind: str) -> dict[str, TensorStyle]:
     if kind == "dense_block":
         return _llama_styles(kind)
-    attention = {name: style for name, style in _llama_styles(kind).items() if "self" in name}
-    return attention | {
-        "mlp": "mixture",
-        "mlp.experts": "experts",
-        "mlp.shared_expert.gate_proj": "columns",
-        "mlp.shared_expert.up_proj": "columns",
-        "mlp.shared_expert.down_proj": "part",
-    }
+    return _attention_styles("self_attn", "o_proj") | _mixture_styles("mlp.shared_expert")
 
 
 def _deepseek_styles(kind: str) -> dict[str, TensorStyle]:
-    result: dict[str, TensorStyle] = {
-        "self_attn": "gather",
-        "self_attn.q_b_proj": "columns",
-        "self_attn.kv_b_proj": "columns",
-        "self_attn.o_proj": "rows",
-    }
+    result = _plain_styles("self_attn", "q_b_proj", "o_proj")
+    result["self_attn.kv_b_proj"] = "columns"
     if kind == "dense_block":
         return result | _gated_styles("mlp")
-    return result | {
-        "mlp": "mixture",
-        "mlp.experts": "experts",
-        "mlp.shared_experts.gate_proj": "columns",
-        "mlp.shared_experts.up_proj": "columns",
-        "mlp.shared_experts.down_proj": "part",
-    }
+    return result | _mixture_styles("mlp.shared_experts")
 
 
 def _bert_styles(kind: str) -> dict[str, TensorStyle]:
@@ -94,76 +90,41 @@ def _bert_styles(kind: str) -> dict[str, TensorStyle]:
 
 
 def _opt_styles(kind: str) -> dict[str, TensorStyle]:
-    return {
-        "self_attn": "gather",
-        "self_attn.q_proj": "columns",
-        "self_attn.k_proj": "columns",
-        "self_attn.v_proj": "columns",
-        "self_attn.out_proj": "rows",
+    return _attention_styles("self_attn", "out_proj") | {
         "fc1.inner": "gather",
         "fc1.inner.0": "columns",
         "fc2.inner.0": "rows",
     }
 
 
+def _fused_styles(path: str) -> dict[str, TensorStyle]:
+    return _plain_styles(path, "query_key_value", "dense") | _plain_styles(
+        "mlp", "dense_h_to_4h", "dense_4h_to_h"
+    )
+
+
 def _neox_styles(kind: str) -> dict[str, TensorStyle]:
-    return _fused_styles("attention", "query_key_value", "dense")
-
-
-def _fused_styles(path: str, inner: str, outer: str) -> dict[str, TensorStyle]:
-    return {
-        path: "gather",
-        f"{path}.{inner}": "columns",
-        f"{path}.{outer}": "rows",
-        "mlp": "gather",
-        "mlp.dense_h_to_4h": "columns",
-        "mlp.dense_4h_to_h": "rows",
-    }
+    return _fused_styles("attention")
 
 
 def _falcon_styles(kind: str) -> dict[str, TensorStyle]:
-    return _fused_styles("self_attention", "query_key_value", "dense")
+    return _fused_styles("self_attention")
 
 
 def _gptj_styles(kind: str) -> dict[str, TensorStyle]:
-    result: dict[str, TensorStyle] = {"attn": "gather", "attn.out_proj": "rows"}
-    result |= {f"attn.{name}_proj": "columns" for name in "qkv"}
-    return result | {"mlp": "gather", "mlp.fc_in": "columns", "mlp.fc_out": "rows"}
+    return _attention_styles("attn", "out_proj") | _plain_styles("mlp", "fc_in", "fc_out")
 
 
 def _gpt2_styles(kind: str) -> dict[str, TensorStyle]:
-    return {
-        "attn": "gather",
-        "attn.c_attn": "columns",
-        "attn.c_proj": "rows",
-        "mlp": "gather",
-        "mlp.c_fc": "columns",
-        "mlp.c_proj": "rows",
-    }
+    return _plain_styles("attn", "c_attn", "c_proj") | _plain_styles("mlp", "c_fc", "c_proj")
 
 
 def _vit_styles(kind: str) -> dict[str, TensorStyle]:
-    return {
-        "attention": "gather",
-        "attention.q_proj": "columns",
-        "attention.k_proj": "columns",
-        "attention.v_proj": "columns",
-        "attention.o_proj": "rows",
-        "mlp": "gather",
-        "mlp.fc1": "columns",
-        "mlp.fc2": "rows",
-    }
+    return _attention_styles("attention", "o_proj") | _plain_styles("mlp", "fc1", "fc2")
 
 
 def _mpt_styles(kind: str) -> dict[str, TensorStyle]:
-    return {
-        "attn": "gather",
-        "attn.Wqkv": "columns",
-        "attn.out_proj": "rows",
-        "ffn": "gather",
-        "ffn.up_proj": "columns",
-        "ffn.down_proj": "rows",
-    }
+    return _plain_styles("attn", "Wqkv", "out_proj") | _plain_styles("ffn", "up_proj", "down_proj")
 
 
 _BLOCK_STYLES: dict[str, Callable[[str], dict[str, TensorStyle]]] = {

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from planner import document
-from planner.cluster import ClusterSpec
+from planner.cluster import ClusterSpec, DeviceGroup
 from planner.errors import DocumentError, LaunchError
 from planner.plan import Plan
 
@@ -66,8 +67,10 @@ def submit(
             "ask for; start `meshwright launch` on each node with --nodes, --node and --rendezvous"
         )
     told = _settings(settings)
-    write = {"slurm": _slurm, "kubernetes": _kubernetes}[scheduler]
-    text = write(plan_path, plan, machine, options, told, folder)
+    if scheduler == "slurm":
+        text = _slurm(plan_path, plan, machine, options, told, logs=folder)
+    else:
+        text = _kubernetes(plan_path, plan, machine, options, told)
     if dry_run:
         return Submission(text=text)
     command = SUBMITTED_BY[scheduler]
@@ -100,7 +103,8 @@ def _slurm(
     machine: ClusterSpec,
     options: Sequence[str],
     told: Mapping[str, str],
-    folder: Path,
+    *,
+    logs: Path,
 ) -> str:
     """Return a batch script.  What the user tells sbatch replaces what is usual."""
     (group,) = machine.groups
@@ -113,7 +117,7 @@ def _slurm(
         **({"gpus-per-node": str(each)} if group.accelerator.kind != "cpu" else {}),
         "exclusive": "",
         "chdir": str(Path.cwd()),
-        "output": str(folder / "slurm-%j.log"),
+        "output": str(logs / "slurm-%j.log"),
         "open-mode": "append",
         **({"requeue": ""} if "--checkpoint" in options else {}),
         **told,
@@ -137,7 +141,6 @@ def _kubernetes(
     machine: ClusterSpec,
     options: Sequence[str],
     told: Mapping[str, str],
-    folder: Path,
 ) -> str:
     """Return an Indexed Job with its headless service, and the plan as a ConfigMap."""
     unknown = [name for name in told if name not in POD_SETTINGS]
@@ -149,47 +152,6 @@ def _kubernetes(
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
         raise DocumentError("job", f"name={name}: pods are named by small letters, digits and -")
     meta = {"name": name, **({"namespace": told["namespace"]} if "namespace" in told else {})}
-    device = RESOURCES.get(group.accelerator.kind, "cpu")
-    limits = {device: str(group.devices_per_node)}
-    if "cpus" in told:
-        limits["cpu"] = told["cpus"]
-    kept = "/tmp"
-    volumes = [
-        {"name": "plan", "configMap": {"name": name}},
-        # Ranks of a node share tensors; the usual 64 MiB are too few.
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-    ]
-    mounts = [
-        {"name": "plan", "mountPath": MOUNTED},
-        {"name": "shared-memory", "mountPath": "/dev/shm"},
-    ]
-    if "volume" in told:
-        claim, colon, path = told["volume"].partition(":")
-        if not colon or not path.startswith("/"):
-            raise DocumentError("job", f"volume={told['volume']}: write CLAIM:/path")
-        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": claim}})
-        mounts.append({"name": "data", "mountPath": path})
-        kept = path
-    if "--output" not in options:  # the plan's folder cannot be written
-        options = [*options, "--output", f"{kept}/runs/{name}"]
-    container = {
-        "name": "launch",
-        "image": told["image"],
-        "workingDir": MOUNTED,
-        "command": ["meshwright", "launch", "plan.yaml", *options],
-        "env": [
-            {"name": "NNODES", "value": str(group.nodes)},
-            {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
-        ],
-        "resources": {"limits": limits},
-        "volumeMounts": mounts,
-    }
-    pod = {
-        "restartPolicy": "Never",
-        "subdomain": name,
-        "containers": [container],
-        "volumes": volumes,
-    }
     service = {
         "clusterIP": "None",
         "selector": {"job-name": name},
@@ -203,19 +165,58 @@ def _kubernetes(
         "completionMode": "Indexed",
         # All pods leave when one does.
         "backoffLimit": group.nodes * (starts - 1),
-        "template": {"metadata": {"labels": {"job-name": name}}, "spec": pod},
-    }
-    parts = [
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": meta,
-            "data": _files(plan_path, plan),
+        "template": {
+            "metadata": {"labels": {"job-name": name}},
+            "spec": _pod(name, group, options, told),
         },
+    }
+    files = _files(plan_path, plan)
+    parts = [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": files},
         {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": indexed},
     ]
     return yaml.dump_all(parts, Dumper=_Lines, sort_keys=False)
+
+
+def _pod(
+    name: str, group: DeviceGroup, options: Sequence[str], told: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what runs on one node."""
+    limits = {RESOURCES.get(group.accelerator.kind, "cpu"): str(group.devices_per_node)}
+    if "cpus" in told:
+        limits["cpu"] = told["cpus"]
+    kept = "/tmp"
+    # What is mounted, and where.  Ranks of a node share tensors; the usual 64 MiB are too few.
+    volumes: list[tuple[dict[str, Any], str]] = [
+        ({"name": "plan", "configMap": {"name": name}}, MOUNTED),
+        ({"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, "/dev/shm"),
+    ]
+    if "volume" in told:
+        claim, colon, kept = told["volume"].partition(":")
+        if not colon or not kept.startswith("/"):
+            raise DocumentError("job", f"volume={told['volume']}: write CLAIM:/path")
+        volumes.append(({"name": "data", "persistentVolumeClaim": {"claimName": claim}}, kept))
+    if "--output" not in options:  # the plan's folder cannot be written
+        options = [*options, "--output", f"{kept}/runs/{name}"]
+    container = {
+        "name": "launch",
+        "image": told["image"],
+        "workingDir": MOUNTED,
+        "command": ["meshwright", "launch", "plan.yaml", *options],
+        "env": [
+            {"name": "NNODES", "value": str(group.nodes)},
+            {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
+        ],
+        "resources": {"limits": limits},
+        "volumeMounts": [{"name": volume["name"], "mountPath": at} for volume, at in volumes],
+    }
+    return {
+        "restartPolicy": "Never",
+        "subdomain": name,
+        "containers": [container],
+        "volumes": [volume for volume, _ in volumes],
+    }
 
 
 class _Lines(yaml.SafeDumper):

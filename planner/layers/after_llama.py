@@ -56,10 +56,6 @@ def _every(config: Config) -> int:
     return every
 
 
-def _granite(config: Config) -> Architecture:
-    return llama(config, "granite")
-
-
 def _phi3(config: Config) -> Architecture:
     return Architecture(
         **decoder(config, "phi3"),
@@ -120,7 +116,7 @@ READERS: dict[str, Callable[[Config], Architecture]] = {
     "deepseek_v2": lambda config: deepseek(config, "deepseek_v2"),
     "gemma": _gemma,
     "gemma3_text": _gemma3,
-    "granite": _granite,
+    "granite": lambda config: llama(config, "granite"),
     "phi3": _phi3,
     "qwen2_moe": _qwen2_moe,
     "smollm3": _smollm3,

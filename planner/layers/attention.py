@@ -6,7 +6,7 @@ from typing import cast
 
 from planner.layers import written_scores
 from planner.layers.operator_table import FP32, Operator, Setting, smaller
-from planner.layers.operators import elementwise, gathered, matmul, norm, row_wise
+from planner.layers.operators import elementwise, gathered, matmul, norm, projections, row_wise
 from planner.model import Architecture, LatentAttention
 
 ONE_PROJECTION = ("falcon", "gpt_neox", "phi3")
@@ -35,16 +35,8 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     width = query_width + 2 * key_width
     operators, whole = gathered(setting, source, "attention_gather", full)
     apart = a.family not in ONE_PROJECTION
-    operators.append(
-        matmul(
-            "qkv",
-            (whole,),
-            {"q_linear": query, "k_linear": key, "v": key} if apart else {"qkv": query + 2 * key},
-            flops=2 * tokens * a.hidden_size * width,
-            moved_bytes=(3 if apart else 1) * full + (tokens + a.hidden_size) * width * e,
-            kernels=3 if apart else 1,
-        )
-    )
+    outputs = {"q_linear": query, "k_linear": key, "v": key} if apart else {"qkv": query + 2 * key}
+    operators.append(projections(a, setting, whole, outputs, width=width))
     q, k, v = ("q_linear", "k_linear", "v") if apart else ("qkv", "qkv", "qkv")
     if a.family == "falcon" and 1 < a.kv_heads < a.heads:
         operators.append(_spread(query, key))
@@ -81,16 +73,7 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     if a.rotary_dim or a.family == "phi3":
         merged = "core_merged"
         operators.append(elementwise(merged, ("core",), query))
-    operators += row_wise(
-        setting,
-        merged,
-        "attention_out",
-        flops=2 * tokens * query_width * a.hidden_size,
-        in_bytes=query,
-        out_bytes=full,
-        weight_bytes=query_width * a.hidden_size * e,
-    )
-    return operators
+    return [*operators, *row_wise(a, setting, merged, "attention_out", width=query_width)]
 
 
 def _latent_attention(
@@ -144,16 +127,7 @@ def _latent_attention(
         out=value,
         width=(query_width + value_width) / 2,
     )
-    operators += row_wise(
-        setting,
-        "core",
-        "attention_out",
-        flops=2 * tokens * value_width * a.hidden_size,
-        in_bytes=value,
-        out_bytes=full,
-        weight_bytes=value_width * a.hidden_size * e,
-    )
-    return operators
+    return [*operators, *row_wise(a, setting, "core", "attention_out", width=value_width)]
 
 
 def _spread(query: float, key: float) -> Operator:

@@ -17,22 +17,11 @@ def mlp(
     a: Architecture, setting: Setting, source: str, name: str, *, ffn_size: float
 ) -> list[Operator]:
     """Up projection (with a gate), activation, down projection."""
-    e, tokens = setting.element_bytes, setting.tokens
-    full = tokens * a.hidden_size * e
+    tokens, width = setting.tokens, ffn_size / setting.tensor
+    full = tokens * a.hidden_size * setting.element_bytes
     operators, whole = gathered(setting, source, f"{name}_gather", full)
-    operators += _feed_forward(
-        a, setting, whole, name, tokens=tokens, width=ffn_size / setting.tensor
-    )
-    operators += row_wise(
-        setting,
-        f"{name}_product",
-        f"{name}_out",
-        flops=2 * tokens * a.hidden_size * ffn_size / setting.tensor,
-        in_bytes=tokens * ffn_size / setting.tensor * e,
-        out_bytes=full,
-        weight_bytes=ffn_size / setting.tensor * a.hidden_size * e,
-    )
-    return operators
+    operators += _feed_forward(a, setting, whole, name, tokens=tokens, width=width)
+    return [*operators, *row_wise(a, setting, f"{name}_product", f"{name}_out", width=width)]
 
 
 def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:

@@ -157,25 +157,35 @@ def gathered(setting: Setting, source: str, name: str, size: float) -> tuple[lis
     return [gather], name
 
 
+def projections(
+    a: Architecture, setting: Setting, source: str, outputs: dict[str, float], *, width: float
+) -> Operator:
+    """Multiply tokens by matrices of `width` columns together, one product for each output."""
+    tokens, e, count = setting.tokens, setting.element_bytes, len(outputs)
+    return matmul(
+        "qkv",
+        (source,),
+        outputs,
+        flops=2 * tokens * a.hidden_size * width,
+        moved_bytes=count * tokens * a.hidden_size * e + (tokens + a.hidden_size) * width * e,
+        kernels=count,
+    )
+
+
 def row_wise(
-    setting: Setting,
-    source: str,
-    name: str,
-    *,
-    flops: float,
-    in_bytes: float,
-    out_bytes: float,
-    weight_bytes: float,
+    a: Architecture, setting: Setting, source: str, name: str, *, width: float
 ) -> list[Operator]:
-    """Multiply by a row-wise divided matrix and scatter the sums over the sequence."""
+    """Multiply by a matrix of `width` rows on each rank, and scatter sums over the sequence."""
+    tokens, e = setting.tokens, setting.element_bytes
+    out_bytes = tokens * a.hidden_size * e
     partial = name if not setting.divides_tensors else f"{name}_partial"
     result = [
         matmul(
             partial,
             (source,),
             {partial: out_bytes},
-            flops=flops,
-            moved_bytes=in_bytes + weight_bytes + out_bytes,
+            flops=2 * tokens * width * a.hidden_size,
+            moved_bytes=tokens * width * e + width * a.hidden_size * e + out_bytes,
         )
     ]
     if setting.divides_tensors:

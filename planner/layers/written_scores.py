@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner.layers.operator_table import FP32, Operator, Setting
-from planner.layers.operators import gathered, matmul, row_wise
+from planner.layers.operators import gathered, matmul, projections, row_wise
 from planner.model import Architecture
 
 FAMILIES = ("bloom", "gptj", "mpt")
@@ -34,16 +34,8 @@ def attention(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     columns = width + 2 * key_width
     operators, whole = gathered(setting, source, "attention_gather", full)
     projected = {"q_linear": query, "k_linear": key, "v_linear": key}
-    operators.append(
-        matmul(
-            "qkv",
-            (whole,),
-            projected if apart else {"qkv": query + 2 * key},
-            flops=2 * tokens * a.hidden_size * columns,
-            moved_bytes=(3 if apart else 1) * full + (tokens + a.hidden_size) * columns * e,
-            kernels=3 if apart else 1,
-        )
-    )
+    outputs = projected if apart else {"qkv": query + 2 * key}
+    operators.append(projections(a, setting, whole, outputs, width=columns))
     by_head = _by_head(a, query / e, e, tuple(projected) if apart else ("qkv",))
     operators.append(by_head)
     names, sizes = ("q", "k", "v"), by_head.outputs
@@ -63,16 +55,7 @@ def attention(a: Architecture, setting: Setting, source: str) -> list[Operator]:
             )
         )
     operators += _scores(a, setting, names, sizes)
-    operators += row_wise(
-        setting,
-        "core",
-        "attention_out",
-        flops=2 * tokens * width * a.hidden_size,
-        in_bytes=query,
-        out_bytes=full,
-        weight_bytes=width * a.hidden_size * e,
-    )
-    return operators
+    return [*operators, *row_wise(a, setting, "core", "attention_out", width=width)]
 
 
 def _scores(
