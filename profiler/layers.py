@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.profile import LayerMeasurement, Recompute
+from planner.profile import LayerMeasurement
 from profiler.chain import Case, Chain, Division
 from profiler.clock import Clock, Moment, median, slowest, spread
 from profiler.kept import Parts
@@ -40,8 +40,6 @@ ENOUGH_ROUNDS = 6
 MOST_ROUNDS = 20
 TARGET_SPREAD = 0.1
 """Interquartile range over median of a pass through the chain."""
-RECOMPUTED: dict[Recompute, float] = {"none": 1.0, "selective": 1.2, "full": 1.4}
-"""Seconds of a pass over those without recomputation, for the estimate of what fits a budget."""
 SHORT = 0.03
 """Share of a pass below which a layer that reads tokens is run some more times."""
 MORE_LOOKS = 4
@@ -75,10 +73,11 @@ def measurements(
 ) -> list[LayerMeasurement]:
     """Measure every kind under each case, in the order of their value, as far as the budget goes.
 
-    All ranks call it together and get the same.  First the bytes of each case, which also warms it
-    up; then rounds in changing order, so that a slow second of the machine falls on all alike.
-    After the least rounds only cases that still spread are visited, until the budget is used.  The
-    first `least` cases (default: all) are measured whatever they take.
+    All ranks call it together and get the same.  First each case's bytes and one timed pass, until
+    two more passes of all of them would take what is left; the first `least` cases (default: all)
+    are measured whatever they take.  Then rounds in changing order, so that a slow second of the
+    machine falls on all alike.  After the least rounds only cases that still spread are visited,
+    until the budget is used.
     """
     clock = Clock(chains[0].device)
     begin_s = clock.now_s()
@@ -89,18 +88,21 @@ def measurements(
 
     by_division = {chain.division: chain for chain in chains}
     once = {chain.division: _once(chain, clock) for chain in chains}
-    once_s = {division: sum(seconds.values()) for division, seconds in once.items()}
-    chosen = affordable(
-        cases, once_s, budget_s, least=len(cases) if least is None else min(least, len(cases))
-    )
-    found = _found(parts, chosen, by_division)
-    for index, case in enumerate(chosen):
+    least = len(cases) if least is None else min(least, len(cases))
+    found = _found(parts, cases, by_division)
+    chosen: list[Case] = []
+    passes_s = 0.0
+    for case in cases:
+        wanted_s = used_s() + (LEAST_ROUNDS - 1) * passes_s
+        if len(chosen) >= least and wanted_s >= budget_s:
+            break
         chain = by_division[case.division]
-        if not found[chain.kinds[next(iter(chain.kinds))], case].held:
-            for name, held in layer_bytes(chain, case).items():
-                found[chain.kinds[name], case].held.append(held)
+        passes_s += slowest([_first(found, chain, case, once[case.division], clock)])[0]
+        chosen.append(case)
         if progress:
-            progress((index + 1) / len(chosen) / (LEAST_ROUNDS + 1))
+            done = max(len(chosen) / len(cases), wanted_s / budget_s if budget_s else 1.0)
+            progress(min(1.0, done) * 2 / (LEAST_ROUNDS + 1))
+    found = {key: samples for key, samples in found.items() if key[1] in chosen}
     rounds = 0
     while rounds < MOST_ROUNDS:
         # Samples of a run that was cut short count: a round that is whole is not done again.
@@ -129,6 +131,21 @@ def measurements(
     ]
 
 
+def _first(
+    found: Found, chain: Chain, case: Case, once_s: Mapping[str, float], clock: Clock
+) -> float:
+    """Count a case's bytes, which also warms it up, and time one pass; return what that took."""
+    first = next(iter(chain.kinds.values()))
+    if not found[first, case].held:
+        for name, held in layer_bytes(chain, case).items():
+            found[chain.kinds[name], case].held.append(held)
+    if _visits(found, chain, case) > 0:
+        return _last_pass_s(found, chain, case)
+    before_s = clock.now_s()
+    _visit(found, chain, case, once_s, clock)
+    return clock.now_s() - before_s
+
+
 def _visit(
     found: Found, chain: Chain, case: Case, once_s: Mapping[str, float], clock: Clock
 ) -> None:
@@ -142,29 +159,6 @@ def _visit(
         samples.forward_s.append(forward_s)
         samples.backward_s.append(backward_s)
         samples.recompute_s.append(again.get(name, 0.0))
-
-
-def affordable(
-    cases: Sequence[Case], once_s: Mapping[Division, float], budget_s: float, *, least: int
-) -> list[Case]:
-    """Return the first cases whose least rounds fit in the budget, and the `least` first anyway.
-
-    `once_s` is what one sample takes without recomputation, by division; larger micro-batches take
-    in proportion.  The first pass, which counts bytes, is slower than a timed one by a third.
-
-    >>> cases = [Case(tensor=1, micro_batch=2**i, recompute="none") for i in range(4)]
-    >>> [c.micro_batch for c in affordable(cases, {Division(): 0.3}, budget_s=9.5, least=1)]
-    [1, 2, 4]
-    """
-    passes = LEAST_ROUNDS + 1.3
-    result: list[Case] = []
-    seconds = 0.0
-    for case in cases:
-        own_s = passes * once_s[case.division] * case.micro_batch * RECOMPUTED[case.recompute]
-        if len(result) < least or seconds + own_s <= budget_s:
-            seconds += own_s
-            result.append(case)
-    return result
 
 
 def _found(parts: Parts, cases: Sequence[Case], by_division: Mapping[Division, Chain]) -> Found:
@@ -212,6 +206,12 @@ def _visits(found: Found, chain: Chain, case: Case) -> int:
     first = next(iter(chain.kinds.values()))
     of_kind = sum(kind == first for kind in chain.kinds.values())
     return len(found[first, case].forward_s) // of_kind
+
+
+def _last_pass_s(found: Found, chain: Chain, case: Case) -> float:
+    """Return the seconds of the last visit that was kept."""
+    samples = [found[kind, case] for kind in chain.kinds.values()]
+    return sum(each.forward_s[-1] + each.backward_s[-1] for each in samples)
 
 
 def _spread(found: Found, chain: Chain, case: Case) -> float:

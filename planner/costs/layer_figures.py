@@ -8,6 +8,7 @@ serves all layouts that differ in data parallelism, pipeline and schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import cast, get_args
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from planner.cluster import ClusterSpec, Collective
 from planner.costs import collectives, compute
 from planner.costs.calibration import (
+    Computed,
     Figures,
     calibrated,
     corrects,
@@ -150,18 +152,30 @@ class LayerFigures:
     def _layer_figures(self, layer: Layer, setting: Setting, groups: Groups) -> tuple[Figures, ...]:
         """Return the figures of one layer kind, one for each recompute choice."""
         measurements = self._measured_like(setting, groups)
-        link_s = self._link_s(groups)
+        near = (self._levels(((setting.tensor, 1),), self.cluster.devices), *groups[1:])
         tables: dict[Setting, Table] = {}
 
-        def computed(at: Setting, recompute: Recompute) -> Figures:
-            if at not in tables:
-                tables[at] = arithmetic.table(self.model, layer, at)
-            return self._computed(layer, at, tables[at], recompute, link_s)
+        def computed_in(place: Groups) -> Computed:
+            link_s = self._link_s(place)
 
+            def computed(at: Setting, recompute: Recompute) -> Figures:
+                if at not in tables:
+                    tables[at] = arithmetic.table(self.model, layer, at)
+                return self._computed(layer, at, tables[at], recompute, link_s)
+
+            return computed
+
+        here = computed_in(near if measurements else groups)
         result = tuple(
-            calibrated(measurements, layer.kind, setting, recompute, computed)
+            calibrated(measurements, layer.kind, setting, recompute, here)
             for recompute in RECOMPUTES
         )
+        if measurements and _spans(near[0]) != _spans(groups[0]):
+            there = computed_in(groups)
+            result = tuple(
+                _moved(figures, here(setting, recompute), there(setting, recompute))
+                for figures, recompute in zip(result, RECOMPUTES, strict=True)
+            )
         if self.profile is None or not self.profile.stages or not measurements:
             return result
         factors = [
@@ -172,7 +186,7 @@ class LayerFigures:
     def _measured_like(self, setting: Setting, groups: Groups) -> Sequence[LayerMeasurement]:
         """Return what was measured of layers, but not over a context group that lies elsewhere.
 
-        Neighbours were measured, tensor ranks innermost.
+        Neighbours were measured, tensor ranks innermost; `_moved` goes on from them.
         """
         measured = self.profile.layers if self.profile else ()
         if setting.context == 1:
@@ -308,6 +322,22 @@ class LayerFigures:
             )
             for origin, names in sorted(kinds.items())
         )
+
+
+def _moved(figures: Figures, here: Figures, there: Figures) -> Figures:
+    """Return figures of a tensor group elsewhere than the neighbours that were measured.
+
+    What they send takes longer by what arithmetic says that it takes longer: most of what is
+    measured beside that, as waiting for each other, is no slower over a slower link.
+    """
+    forward_s = figures.forward_tensor_s + there.forward_tensor_s - here.forward_tensor_s
+    backward_s = figures.backward_tensor_s + there.backward_tensor_s - here.backward_tensor_s
+    return replace(
+        figures,
+        forward_tensor_s=max(0.0, forward_s),
+        backward_tensor_s=max(0.0, backward_s),
+        provenance="fitted" if figures.provenance == "measured" else figures.provenance,
+    )
 
 
 def _tensor_s(

@@ -10,7 +10,7 @@ from planner.costs.rates import rates
 from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.operator_table import Setting
 from planner.model import ModelGraph
-from planner.plan import Job, Layout
+from planner.plan import INSIDE_OUT, Job, Layout
 from planner.profile import (
     Birth,
     CollectiveCurve,
@@ -270,6 +270,34 @@ def test_what_was_measured_over_context_ranks_is_used_there_alone(gpt2: ModelGra
     assert both.provenance == "measured"
     assert without.provenance == "fitted"
     assert undivided.whole_forward_s == pytest.approx(0.010)
+
+
+def test_what_neighbours_measured_takes_longer_where_their_group_crosses_nodes(
+    gpt2: ModelGraph,
+) -> None:
+    cluster = resolve_cluster("2x2xh100-sxm-80gb")
+    own = measurement(tensor=2, sequence_parallel=True)
+    known = LayerFigures(gpt2, cluster, profile(own), rates(cluster, JOB, None))
+    plain = LayerFigures(gpt2, cluster, None, rates(cluster, JOB, None))
+    setting = Setting(micro_batch=2, seq_len=512, tensor=2)
+
+    def of(which: LayerFigures, order: tuple[str, ...]):  # type: ignore[no-untyped-def]
+        layout = Layout(tensor=2, data_replicate=2, micro_batch=2, order=order)
+        return which.of(setting, layout)["block"][0]
+
+    inside, across = (of(known, order) for order in (INSIDE_OUT, ACROSS))
+
+    assert inside.whole_forward_s == pytest.approx(0.010)
+    assert inside.provenance == "measured"
+    longer_s = of(plain, ACROSS).forward_tensor_s - of(plain, INSIDE_OUT).forward_tensor_s
+    assert longer_s > 0
+    assert across.forward_tensor_s == pytest.approx(inside.forward_tensor_s + longer_s)
+    assert across.forward_s == inside.forward_s
+    assert across.provenance == "fitted"
+
+
+SWAPPED = {"tensor": "data_replicate", "data_replicate": "tensor"}
+ACROSS = tuple(SWAPPED.get(axis, axis) for axis in INSIDE_OUT)
 
 
 def figures_by_arithmetic(model: ModelGraph, at: Setting):  # type: ignore[no-untyped-def]
