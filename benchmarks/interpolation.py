@@ -37,12 +37,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo-4m")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--budget", default="5min", help="of that profile")
     parser.add_argument("--profile", help="default: measure one first")
     args = parser.parse_args()
     model, cluster = resolve_model(args.model), resolve_cluster(f"local:{args.ranks}")
     if args.profile is None:
         profile = measure_profile(
-            args.model, f"local:{args.ranks}", seq_len=128, global_batch=16, fresh=True
+            args.model,
+            f"local:{args.ranks}",
+            seq_len=128,
+            global_batch=16,
+            budget=args.budget,
+            fresh=True,
         )
     else:
         profile = document.read(Profile, args.profile)
