@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from planner.backends import rules
-from planner.backends.ranges import EXTRAPOLATED_ABOVE, EXTRAPOLATED_BELOW
 from planner.backends.runs import Run
+from planner.costs.uncertainty import UNMEASURED_ABOVE, UNMEASURED_BELOW
 from planner.scores.statistics import ErrorScore, RankScore, error_score, quantile, rank_score
 from planner.scores.validate import (
     Score,
@@ -140,8 +140,8 @@ def main(path: str) -> None:
         f"In range without their own constants: {_share(covered)}"
         ", mean over sources. A range is that of the framework's own residuals where framework, "
         "accelerator, size, devices and sequence were measured together, and else that of sources "
-        f"left out: -{_share(1 - math.exp(-EXTRAPOLATED_BELOW))} to "
-        f"+{_share(math.exp(EXTRAPOLATED_ABOVE) - 1)} (`planner/backends/ranges.py`).\n"
+        f"left out: -{_share(1 - math.exp(-UNMEASURED_BELOW))} to "
+        f"+{_share(math.exp(UNMEASURED_ABOVE) - 1)} (`planner/costs/uncertainty.py`).\n"
     )
     print("## Ranking: what is misordered, and what a perfect model could reach\n")
     _ranking(result)

@@ -536,6 +536,23 @@ def calibrate(
         out.print(f"profile written to {output}; use it with: meshwright plan --profile {output}")
 
 
+class WhatIfOrder(StrEnum):
+    """What candidates are ranked by."""
+
+    COST = "cost"
+    TIME = "time"
+    ENERGY = "energy"
+
+
+class WhatIfTuning(StrEnum):
+    """Kinds of training."""
+
+    PRETRAIN = "pretrain"
+    FULL = "full"
+    LORA = "lora"
+    QLORA = "qlora"
+
+
 @app.command()
 def whatif(
     study: Annotated[str | None, typer.Argument(help="A STUDY.yaml")] = None,
@@ -546,6 +563,11 @@ def whatif(
     tokens: Annotated[float | None, typer.Option("--tokens", help="To train in all: 1e12")] = None,
     deadline_days: Annotated[float | None, typer.Option("--deadline-days")] = None,
     budget: Annotated[float | None, typer.Option("--budget", help="US dollars")] = None,
+    power_cap: Annotated[float | None, typer.Option("--power-cap", help="Watts")] = None,
+    by: Annotated[WhatIfOrder | None, typer.Option("--by", help="What is compared")] = None,
+    tuning: Annotated[
+        WhatIfTuning | None, typer.Option("--tuning", help="What of the model is trained")
+    ] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len")] = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch")] = None,
     prices: Annotated[
@@ -569,6 +591,9 @@ def whatif(
             tokens=tokens,
             deadline_days=deadline_days,
             budget=budget,
+            power_cap=power_cap,
+            by=by.value if by else None,
+            tuning=tuning.value if tuning else None,
             seq_len=seq_len,
             global_batch=global_batch,
             prices=prices,

@@ -6,12 +6,13 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from planner import document
 from planner.catalog.imports import Rents, imported
 from planner.errors import DocumentError
 from planner.whatif.run import Progress, Result, run
-from planner.whatif.study import Goal, Offer, Study, Work
+from planner.whatif.study import Goal, Offer, Order, Study, Tuning, Work
 
 COLUMNS = (
     "model",
@@ -32,6 +33,8 @@ COLUMNS = (
     "energy_kwh",
     "carbon_kg",
     "headroom_bytes",
+    "host_bytes",
+    "capital_usd",
     "misses",
     "binding",
     "price",
@@ -41,30 +44,22 @@ COLUMNS = (
 def whatif(
     study: str | None = None,
     *,
-    model: str | None = None,
-    clusters: Sequence[str] = (),
-    tokens: float | None = None,
-    deadline_days: float | None = None,
-    budget: float | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
     prices: str | None = None,
     html: str | None = None,
     table: str | None = None,
     processes: int | None = None,
     progress: Progress | None = None,
+    **said: Any,
 ) -> Result:
-    """Compare clusters for some training: the best plan on each, its time, cost, energy, limits."""
-    question = _study(
-        study,
-        model=model,
-        clusters=clusters,
-        tokens=tokens,
-        deadline_days=deadline_days,
-        budget=budget,
-        seq_len=seq_len,
-        global_batch=global_batch,
-    )
+    """Compare clusters for some training: the best plan on each, its time, cost, energy, limits.
+
+    `said` is a study in few words instead of a document: see `study_of`.
+    """
+    given = {name: value for name, value in said.items() if value not in (None, [], ())}
+    if study is not None and given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise DocumentError("study", f"says everything itself; leave out {flags}")
+    question = document.read(Study, study) if study is not None else study_of(**given)
     offers = document.read(Rents, prices).rents if prices else None
     result = run(question, processes=processes, progress=progress, offers=offers)
     if html:
@@ -76,38 +71,33 @@ def whatif(
     return result
 
 
-def _study(
-    path: str | None,
+def study_of(
     *,
-    model: str | None,
-    clusters: Sequence[str],
-    tokens: float | None,
-    deadline_days: float | None,
-    budget: float | None,
-    seq_len: int | None,
-    global_batch: int | None,
+    model: str | None = None,
+    clusters: Sequence[str] = (),
+    tokens: float | None = None,
+    deadline_days: float | None = None,
+    budget: float | None = None,
+    power_cap: float | None = None,
+    by: Order = "cost",
+    tuning: Tuning = "pretrain",
+    seq_len: int | None = None,
+    global_batch: int | None = None,
 ) -> Study:
-    given = {
-        "--model": model,
-        "--clusters": clusters or None,
-        "--tokens": tokens,
-        "--deadline-days": deadline_days,
-        "--budget": budget,
-        "--seq-len": seq_len,
-        "--global-batch": global_batch,
-    }
-    said = [name for name, value in given.items() if value is not None]
-    if path is not None:
-        if said:
-            raise DocumentError("study", f"says everything itself; leave out {', '.join(said)}")
-        return document.read(Study, path)
+    """Return the study that compares clusters, at the catalogue's rents, for one model."""
     if model is None or not clusters:
         raise DocumentError("study", "is missing; give a STUDY.yaml, or --model and --clusters")
     return Study(
         name=f"{model} on {', '.join(clusters)}",
         models=(model,),
-        work=Work(seq_len=seq_len, global_batch=global_batch),
-        goal=Goal(tokens=tokens, deadline_days=deadline_days, budget_usd=budget),
+        work=Work(seq_len=seq_len, global_batch=global_batch, tuning=tuning),
+        goal=Goal(
+            tokens=tokens,
+            deadline_days=deadline_days,
+            budget_usd=budget,
+            power_cap_w=power_cap,
+            by=by,
+        ),
         offers=tuple(Offer(cluster=cluster) for cluster in clusters),
     )
 
@@ -139,6 +129,8 @@ def table_text(result: Result) -> str:
                 "energy_kwh": outcome.energy_kwh.value if outcome.energy_kwh else "",
                 "carbon_kg": outcome.carbon_kg.value if outcome.carbon_kg else "",
                 "headroom_bytes": outcome.headroom_bytes if outcome.fits else "",
+                "host_bytes": outcome.host_bytes if outcome.fits else "",
+                "capital_usd": "" if outcome.capital_usd is None else outcome.capital_usd,
                 "misses": "; ".join(outcome.misses),
                 "binding": outcome.binding,
                 "price": outcome.price,

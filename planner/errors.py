@@ -33,5 +33,9 @@ class NoPlanFits(MeshwrightError):  # noqa: N818 - reads as the sentence that it
     """No plan in the space fits in memory; the message names the closest miss."""
 
 
+class NoneFaster(NoPlanFits):
+    """No plan takes less than what was asked for; whether any fits was not looked at."""
+
+
 class LaunchError(MeshwrightError):
     """The plan is valid, but this machine or this run cannot carry it out."""

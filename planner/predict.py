@@ -23,6 +23,7 @@ from planner.costs.layout_costs import CostTables, LayoutCosts
 from planner.costs.rank_memory import host_bytes, moving_beside, rank_memory_parts, streamed_bytes
 from planner.costs.seats import Passing, Seat, Seats, alike, branching
 from planner.costs.strategy import StrategyParts
+from planner.costs.uncertainty import step_range
 from planner.errors import DocumentError
 from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph
@@ -34,11 +35,6 @@ from planner.simulate import Timeline, timeline
 
 Placement = tuple[tuple[str, Recompute, Activations], ...]
 """Layer kinds of one stage in order, each with its choices."""
-
-LINK_SPREAD = 0.15
-"""Relative error of collective seconds: the alpha-beta model misses NCCL's curves by 7-21 %."""
-UNMODELLED_SPREAD = 0.05
-"""Relative error of what no fit speaks of: clocks under power limits, stragglers, the host."""
 
 FULL_TIME = Assumption(
     what="time of training adapters: that of training the whole model",
@@ -292,7 +288,12 @@ def placement_prediction(
     ]
     parts = step_parts(ranks, run, layout, costs)
     step_s = sum(parts.values())
-    low_s, high_s = _range(parts, max(stage.spread for stage in stages))
+    low_s, high_s = step_range(
+        parts,
+        max(stage.spread for stage in stages),
+        measured=tables.profile is not None,
+        experts=model.architecture is not None and model.architecture.experts is not None,
+    )
     flops = step_flops(model, seq_len=job.seq_len, global_batch=job.global_batch)
     every_peak = sum(peak_flops(seat.accelerator, job.precision) for seat in seats.stages)
     peak = every_peak / layout.stages
@@ -597,12 +598,3 @@ def _layers(costs: LayoutCosts, placement: Placement) -> list[StrategyParts]:
         for part in parts
     }
     return [chosen[choice] for choice in placement]
-
-
-def _range(parts: dict[str, float], spread: float) -> tuple[float, float]:
-    """Return the step's range: each cause misses by its own share, all in the same direction."""
-    links = parts["tensor communication"] + parts["data communication"]
-    rest = sum(parts.values()) - links
-    miss_s = rest * max(spread, UNMODELLED_SPREAD) + links * LINK_SPREAD
-    total = rest + links
-    return max(0.0, total - miss_s), total + miss_s

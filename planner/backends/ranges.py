@@ -13,15 +13,11 @@ from dataclasses import dataclass
 
 from planner.backends.rules import Rules, known_name
 from planner.backends.runs import Run
+from planner.costs.uncertainty import EXPERTS_SPREAD, UNMEASURED_ABOVE, UNMEASURED_BELOW
 from planner.layers.parameters import graph_of
 
 BEYOND = 2.0
 """Factor by which sizes may pass those that were measured and still count as such."""
-EXTRAPOLATED_BELOW, EXTRAPOLATED_ABOVE = 0.2, 0.4
-"""Logarithms: 80 of 100 steps of a source that no constant was fitted to lie between, mean over
-sources (docs/accuracy.md, leaving sources out)."""
-EXPERTS_SPREAD = 0.35
-"""Spread of steps with experts: routing is as skewed as the data makes it."""
 QUOTED_SPREAD = 0.05
 """What a device without measured kernels adds."""
 ASSUMED_SPREAD = 0.05
@@ -126,7 +122,7 @@ def spreads(
     """Return the logarithms of the range below and above the predicted step."""
     below = above = rules.spread
     if beyond:
-        below, above = max(below, EXTRAPOLATED_BELOW), max(above, EXTRAPOLATED_ABOVE)
+        below, above = max(below, UNMEASURED_BELOW), max(above, UNMEASURED_ABOVE)
     if run.architecture.experts is not None:
         below, above = max(below, EXPERTS_SPREAD), max(above, EXPERTS_SPREAD)
     more = 0.0

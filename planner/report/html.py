@@ -127,7 +127,7 @@ def figure_html(figure: go.Figure, *, first: bool = False) -> str:
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": "#888"},
-        legend={"orientation": "h"},
+        legend={"orientation": "h", "y": -0.25},
     )
     html: Any = figure.to_html(
         full_html=False,

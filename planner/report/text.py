@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.costs.uncertainty import own_miss
 from planner.plan import PlacedLayer, Plan
 from planner.prediction import Certificate, Prediction
 from planner.report.ties import tie_lines, ties
@@ -21,7 +22,8 @@ def answer_text(
     rows: list[RenderableType] = [plan_table(plan, prediction), *prediction_lines(prediction)]
     if certificate is not None:
         rows += ["", *certificate_lines(certificate)]
-        low_s, high_s = prediction.step_time_low_s, prediction.step_time_high_s
+        step_s, miss = prediction.step_time_s, own_miss(prediction.step_parts)
+        low_s, high_s = step_s * (1 - miss), step_s * (1 + miss)
         rows += tie_lines(plan.layout.text(), ties(prediction, certificate), low_s, high_s)
     return Group(*rows)
 

@@ -1,8 +1,8 @@
 """Which plans no prediction tells apart: those closer to the best than its error bar.
 
-A bar comes from the residuals of measured runs of its class (`docs/accuracy.md`).  Errors of two
-layouts of one model on one machine go together in part, so a tie does not claim that they are
-equal, but that only a measurement decides.
+Rates of kernels err for all layouts of one model on one machine alike, so the bar of such plans is
+what links and all that no fit speaks of leave open (`planner.costs.uncertainty`).  A tie does not
+claim that two are equal, but that only a measurement decides.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from planner.costs.uncertainty import own_miss
 from planner.prediction import Certificate, Prediction
 from planner.units import seconds_text
 
 
 def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
     """Return the layouts of a certificate's losers that lie within the error bar of the plan."""
-    if not prediction.step_time_s:
-        return []
-    bar = prediction.step_time_high_s / prediction.step_time_s
+    bar = 1 + own_miss(prediction.step_parts)
     found = [
         loser.layout
         for loser in certificate.runners_up
@@ -28,7 +27,7 @@ def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
         found += [
             finalist.layout
             for finalist in certificate.simulated.finalists
-            if finalist.step_time_s <= prediction.step_time_high_s
+            if finalist.step_time_s <= bar * prediction.step_time_s
         ]
     return [layout for layout in dict.fromkeys(found) if layout != prediction.layout]
 

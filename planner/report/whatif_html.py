@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from importlib import resources
 
 import jinja2
@@ -10,7 +12,7 @@ import plotly.graph_objects as go
 
 from planner.report.html import figure_html
 from planner.report.whatif_text import (
-    break_even_lines,
+    SHOWN_SHARES,
     days_text,
     provenance_text,
     range_text,
@@ -18,11 +20,13 @@ from planner.report.whatif_text import (
     verdict,
 )
 from planner.units import GIB, bytes_text, count_text, seconds_text
+from planner.whatif.answers import answers, slack_days
 from planner.whatif.break_even import BreakEven
 from planner.whatif.evaluate import Outcome
-from planner.whatif.ranking import measured_first
+from planner.whatif.ranking import figure as compared
+from planner.whatif.ranking import measured_first, ordered_by
 from planner.whatif.run import Changed, Result
-from planner.whatif.span import Span
+from planner.whatif.span import Span, exact
 
 MOST_BARS = 24
 """Candidates in a bar chart; the table has all of them."""
@@ -39,6 +43,8 @@ def study_page(result: Result) -> str:
         result=result,
         study=result.study,
         verdict=verdict(result),
+        answers=answers(result),
+        slack=partial(slack_days, result),
         provenance=provenance_text(result).splitlines(),
         figures=[
             (name, figure_html(figure, first=place == 0))
@@ -47,7 +53,7 @@ def study_page(result: Result) -> str:
         assumptions=_assumptions(result),
         measure=measured_first(result.study, result.best) if result.best else [],
         failed=[outcome for outcome in result.outcomes if not outcome.fits],
-        break_even=break_even_lines(result),
+        shares=SHOWN_SHARES,
         seconds=seconds_text,
         size=bytes_text,
         count=count_text,
@@ -65,8 +71,12 @@ def _figures(result: Result) -> list[tuple[str, go.Figure]]:
         ("Cost against time", pareto_figure(result)),
         ("Cost with its range", bars_figure(shown, "usd", "USD")),
         ("Days with their range", bars_figure(shown, "hours", "days", scale=1 / 24)),
+        ("Models and candidates", models_figure(result)),
+        ("Tokens that the budget pays for", frontier_figure(result)),
         ("Step time by cause", parts_figure(shown)),
+        ("Step of the first, cause by cause", waterfall_figure(result.best)),
         ("Memory of the fullest stage", memory_figure(shown)),
+        ("Memory of the first, stage by stage", stages_figure(result.best)),
         ("What one change is worth", tornado_figure(result.marginal)),
     ]
     figures += [
@@ -150,6 +160,110 @@ def parts_figure(outcomes: Sequence[Outcome]) -> go.Figure:
         ],
         layout={"barmode": "stack", "yaxis": {"title": "ms"}},
     )
+
+
+def waterfall_figure(best: Outcome | None) -> go.Figure:
+    """One step from its first cause to its end."""
+    if best is None:
+        return go.Figure()
+    parts = {name: 1e3 * size for name, size in best.step_parts.items() if size > 0}
+    return go.Figure(
+        go.Waterfall(
+            x=[*parts, "step"],
+            y=[*parts.values(), sum(parts.values())],
+            measure=[*["relative"] * len(parts), "total"],
+        ),
+        layout={"yaxis": {"title": "ms"}},
+    )
+
+
+def models_figure(result: Result) -> go.Figure:
+    """What each model costs, or takes, on each candidate; crossed out where none fits."""
+    models, names = result.study.models, list(result.candidates)
+    if len(models) == 1:
+        return go.Figure()
+    found = {(o.model, o.candidate): o for o in result.outcomes}
+    by = ordered_by(result.study, result.outcomes)
+    values: list[list[float | None]] = []
+    texts: list[list[str]] = []
+    for model in models:
+        known = [found.get((model, name)) for name in names]
+        sizes = [compared(o, by) if o is not None and o.fits else math.inf for o in known]
+        least = min(sizes)
+        values.append([None if size == math.inf else size / least for size in sizes])
+        texts.append([_cell(outcome) for outcome in known])
+    return go.Figure(
+        go.Heatmap(
+            x=names,
+            y=list(models),
+            z=values,
+            text=texts,
+            texttemplate="%{text}",
+            colorscale="Blues",
+            colorbar={"title": {"text": f"{by}, over the best of its row"}},
+        )
+    )
+
+
+def _cell(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return ""
+    if not outcome.fits:
+        return "does not fit"
+    text = usd_text(exact(outcome.usd.value)) if outcome.usd else ""
+    if outcome.hours is not None:
+        text += f"<br>{days_text(exact(outcome.hours.value))}"
+    return text + ("<br>misses " + outcome.misses[0].split(":")[0] if outcome.misses else "")
+
+
+def frontier_figure(result: Result) -> go.Figure:
+    """Tokens that a budget pays for over the size of the model, a line for each candidate."""
+    figure = go.Figure()
+    goals = [(o.parameters, o.tokens) for o in result.outcomes if o.fits and o.tokens]
+    if len(result.study.models) == 1 or result.study.goal.budget_usd is None or not goals:
+        return figure
+    for name in result.candidates:
+        rows = sorted(
+            (o.parameters, o.tokens_in_budget)
+            for o in result.outcomes
+            if o.candidate == name and o.tokens_in_budget is not None
+        )
+        figure.add_scatter(
+            name=name, mode="lines+markers", x=[p for p, _ in rows], y=[t for _, t in rows]
+        )
+    goals = sorted(set(goals))
+    figure.add_scatter(
+        name="below: not reached",
+        mode="lines",
+        line={"dash": "dash", "color": "#888"},
+        fill="tozeroy",
+        fillpattern={"shape": "/", "fgcolor": "#888"},
+        fillcolor="rgba(128,128,128,0.1)",
+        x=[parameters for parameters, _ in goals],
+        y=[tokens for _, tokens in goals],
+    )
+    figure.update_layout(xaxis_title="parameters", yaxis_title="tokens")
+    figure.update_xaxes(type="log")
+    figure.update_yaxes(type="log")
+    return figure
+
+
+def stages_figure(best: Outcome | None) -> go.Figure:
+    """Stacked bars: GiB by cause on each stage of one plan, where there are several."""
+    if best is None or len(best.memory_parts) == 1:
+        return go.Figure()
+    names = dict.fromkeys(name for parts in best.memory_parts for name in parts)
+    bars = [
+        go.Bar(
+            name=name,
+            x=[f"stage {index}" for index in range(len(best.memory_parts))],
+            y=[parts.get(name, 0.0) / GIB for parts in best.memory_parts],
+        )
+        for name in names
+    ]
+    figure = go.Figure(bars, layout={"barmode": "stack", "yaxis": {"title": "GiB"}})
+    figure.add_hline(y=best.capacity_bytes / GIB, line_dash="dash")
+    return figure
 
 
 def memory_figure(outcomes: Sequence[Outcome]) -> go.Figure:
@@ -241,6 +355,7 @@ def _assumptions(result: Result) -> list[tuple[str, str, str]]:
         ("goodput", assumed.goodput),
         ("spot hours lost", assumed.spot_lost),
         ("residual value", assumed.residual),
+        ("days until bought devices are there", assumed.lead_days),
         ("node power over design power", known.node_power_over_tdp),
         ("network, W per device", known.network_w_per_device),
         ("power usage effectiveness", known.power_usage_effectiveness),

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import datetime
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.units import bytes_text, seconds_text
+from planner.units import bytes_text, count_text, seconds_text
+from planner.whatif.answers import answers, listed, slack_days
+from planner.whatif.break_even import BreakEven
 from planner.whatif.evaluate import Outcome
 from planner.whatif.ranking import Rank, measured_first
 from planner.whatif.run import Changed, Result
 from planner.whatif.span import Span
 
+SHOWN_SHARES = (0.6, 0.8, 1.0)
+
 
 def result_text(result: Result) -> RenderableType:
-    """Return verdict, candidates in order, what did not fit, marginal values, doubts."""
+    """Return verdict, answers, candidates in order, marginal values, doubts."""
     parts: list[RenderableType] = []
     if result.study.question:
         parts.append(Text(result.study.question, style="bold"))
     parts.append(verdict(result))
+    parts += [f"- {sentence}" for sentence in answers(result)]
     for model, ranks in result.ranks.items():
         if ranks:
-            parts.append(ranks_table(model, ranks))
+            parts.append(ranks_table(result, model, ranks))
     parts += [
         f"{outcome.candidate}, {outcome.model}: {outcome.binding}"
         for outcome in result.outcomes
@@ -42,7 +49,8 @@ def result_text(result: Result) -> RenderableType:
         parts.append(
             f"15 % against the first and for another would put ahead: {listed(result.flips)}"
         )
-    parts += break_even_lines(result)
+    if result.break_even:
+        parts.append(break_even_table(result.break_even))
     parts.append(provenance_text(result))
     return Group(*parts)
 
@@ -67,36 +75,7 @@ def verdict(result: Result) -> str:
     if ties:
         said += f"; within {100 * result.study.assumptions.tie:.0f} %: {listed(ties)}"
     said += f". Bound by {best.binding}."
-    return " ".join([said, *filter(None, (_largest(result), _fewest(result)))])
-
-
-def _largest(result: Result) -> str | None:
-    """Name the largest model that meets the goal, where several are compared."""
-    if len(result.study.models) == 1:
-        return None
-    meeting = [
-        rank.outcome for ranks in result.ranks.values() for rank in ranks if not rank.outcome.misses
-    ]
-    if not meeting:
-        return None
-    order = {model: place for place, model in enumerate(result.study.models)}
-    best = max(meeting, key=lambda outcome: outcome.tokens or order[outcome.model])
-    return f"The largest model that meets the goal: {best.model}, on {best.candidate}."
-
-
-def _fewest(result: Result) -> str | None:
-    """Name the smallest cluster that keeps the goal's deadline, where sizes differ."""
-    if result.study.goal.deadline_days is None or len({o.devices for o in result.outcomes}) == 1:
-        return None
-    keeping = [
-        outcome
-        for outcome in result.outcomes
-        if outcome.fits and not any(miss.startswith("deadline") for miss in outcome.misses)
-    ]
-    if not keeping:
-        return None
-    least = min(keeping, key=lambda outcome: outcome.devices)
-    return f"Fewest devices that keep the deadline: {least.devices}, {least.candidate}."
+    return said
 
 
 def _costs(outcome: Outcome) -> str:
@@ -112,27 +91,26 @@ def _costs(outcome: Outcome) -> str:
     return ", ".join(parts)
 
 
-def ranks_table(model: str, ranks: Iterable[Rank]) -> Table:
+def ranks_table(result: Result, model: str, ranks: Sequence[Rank]) -> Table:
     """Return one row per outcome that fits."""
     table = Table(title=model, title_justify="left")
     table.add_column("")
     # Names and plans are what readers copy: they are folded, never cut.
     table.add_column("candidate, its plan", overflow="fold", ratio=3)
-    for name in ("step", "time", "USD", "ties at USD/h", "kWh", "CO2 kg", "free"):
+    for name in ("step, tokens/s, MFU", "time", "USD", "ties at USD/h", "kWh, CO2 kg", "free"):
         table.add_column(name, justify="right", overflow="fold")
     table.add_column("limits", overflow="fold", ratio=2)
     for rank in ranks:
-        outcome, price = rank.outcome, rank.ties_at_usd_per_device_hour
+        outcome = rank.outcome
         table.add_row(
             f"{'=' if rank.tied else ''}{rank.place}{'*' if rank.pareto else ''}",
             f"{outcome.candidate}\n{outcome.layout}",
-            seconds_text(outcome.step_s.value) if outcome.step_s else "",
-            days_text(outcome.hours) if outcome.hours else "",
-            range_text(outcome.usd) if outcome.usd else "",
-            "" if price is None else f"{price:.2f}",
-            f"{outcome.energy_kwh.value:,.0f}" if outcome.energy_kwh else "",
-            f"{outcome.carbon_kg.value:,.0f}" if outcome.carbon_kg else "",
-            bytes_text(outcome.headroom_bytes),
+            "\n".join(_speed(outcome)),
+            "\n".join(_time(result, outcome)),
+            "\n".join(_money(outcome)),
+            _tie_text(result, rank),
+            "\n".join(f"{s.value:,.0f}" for s in (outcome.energy_kwh, outcome.carbon_kg) if s),
+            "\n".join(_room(outcome)),
             "; ".join([*outcome.misses, outcome.binding]),
         )
     table.caption = "= tied with the first; * no other is better in time, cost and energy together"
@@ -140,16 +118,51 @@ def ranks_table(model: str, ranks: Iterable[Rank]) -> Table:
     return table
 
 
+def _speed(outcome: Outcome) -> Iterator[str]:
+    if outcome.step_s is not None and outcome.tokens_per_s is not None:
+        yield seconds_text(outcome.step_s.value)
+        yield f"{count_text(outcome.tokens_per_s.value)}/s"
+        yield f"{100 * outcome.mfu:.0f} %"
+
+
+def _time(result: Result, outcome: Outcome) -> Iterator[str]:
+    if outcome.hours is not None:
+        yield days_text(outcome.hours)
+    slack = slack_days(result, outcome)
+    if slack is not None and slack > 0:
+        yield f"{slack:.1f} days to spare"
+
+
+def _money(outcome: Outcome) -> Iterator[str]:
+    if outcome.usd is not None:
+        yield range_text(outcome.usd)
+    if outcome.capital_usd is not None:
+        yield f"{outcome.capital_usd:,.0f} at once"
+
+
+def _tie_text(result: Result, rank: Rank) -> str:
+    price, own = rank.ties_at_usd_per_device_hour, rank.outcome.usd_per_device_hour
+    if price is None or own is None:
+        return ""
+    return f"{price:.2f}\nnow {own.value:.2f}"
+
+
+def _room(outcome: Outcome) -> Iterator[str]:
+    yield bytes_text(outcome.headroom_bytes)
+    if outcome.host_bytes:
+        yield f"host holds {bytes_text(outcome.host_bytes)}"
+
+
 def changes_table(title: str, changes: Iterable[Changed]) -> Table:
     """Return one row per change, planned again."""
     table = Table(title=title, title_justify="left")
     table.add_column("change")
-    for name in ("time", "cost at the same price", "worth at most, USD/device h"):
+    for name in ("time", "cost at the same price", "worth at most, USD/device h", "on links"):
         table.add_column(name, justify="right")
     table.add_column("plan")
     for change in changes:
         if not change.outcome.fits:
-            table.add_row(change.words, "", "", "", change.outcome.binding)
+            table.add_row(change.words, "", "", "", "", change.outcome.binding)
             continue
         premium = change.premium_usd_per_device_hour
         table.add_row(
@@ -157,30 +170,44 @@ def changes_table(title: str, changes: Iterable[Changed]) -> Table:
             f"{100 * (change.time - 1):+.1f} %",
             "" if change.cost is None else f"{100 * (change.cost - 1):+.1f} %",
             "" if premium is None else f"{premium:+.2f}",
+            f"{100 * change.outcome.link_share:.0f} %",
             change.outcome.layout if change.plan_changed else "same plan",
         )
     return table
 
 
-def break_even_lines(result: Result) -> list[str]:
-    """Say from which share of used hours on each purchase is cheaper than each rent."""
-    return [
-        f"{curve.name} against {other}: "
-        + ("never cheaper" if share is None else f"cheaper above {100 * share:.0f} % of hours used")
-        for curve in result.break_even
-        for other, share in curve.against
-    ]
+def break_even_table(curves: Iterable[BreakEven]) -> Table:
+    """Return what a useful hour of a device costs at some shares of hours used."""
+    table = Table(title="USD per useful device hour, by share of hours used", title_justify="left")
+    table.add_column("candidate")
+    for share in SHOWN_SHARES:
+        table.add_column(f"{100 * share:.0f} %", justify="right")
+    for curve in curves:
+        table.add_row(curve.name, *(f"{curve.at(share):.2f}" for share in SHOWN_SHARES))
+    return table
 
 
-def provenance_text(result: Result) -> str:
-    """Say what prices and predictions rest on."""
+def provenance_text(result: Result, today: datetime.date | None = None) -> str:
+    """Say what prices and predictions rest on, and how old the prices are."""
     counts: dict[str, int] = {}
     for outcome in result.outcomes:
         for name, count in outcome.provenance.items():
             counts[name] = counts.get(name, 0) + count
     figures = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     prices = dict.fromkeys(outcome.price for outcome in result.outcomes)
-    return f"figures behind the predictions: {figures or 'none'}\nprices: " + "; ".join(prices)
+    ages = [age for price in prices for age in price_ages(price, today or datetime.date.today())]
+    old = f"; the oldest dated one is {max(ages)} months old" if ages else ""
+    return f"figures behind the predictions: {figures or 'none'}\nprices: {'; '.join(prices)}{old}"
+
+
+def price_ages(price: str, today: datetime.date) -> list[int]:
+    """Return the months since each date that a price names.
+
+    >>> price_ages("after 2025-09-10 to about 2026-10", datetime.date(2026, 11, 2))
+    [14, 1]
+    """
+    dates = re.findall(r"\b(20\d\d)-(\d\d)\b", price)
+    return [12 * (today.year - int(y)) + today.month - int(m) for y, m in dates]
 
 
 def range_text(span: Span, scale: float = 1.0) -> str:
@@ -210,10 +237,3 @@ def days_text(run_hours: Span) -> str:
 def usd_text(usd: Span) -> str:
     """Return dollars with their range."""
     return f"{range_text(usd)} USD"
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return names, five at most."""
-    every = list(names)
-    more = f" and {len(every) - 5} more" if len(every) > 5 else ""
-    return ", ".join(every[:5]) + more

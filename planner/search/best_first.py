@@ -30,7 +30,7 @@ from typing import NamedTuple
 from planner.cluster import ClusterSpec
 from planner.costs.group_costs import only_profile
 from planner.costs.layout_costs import CostTables
-from planner.errors import DocumentError, NoPlanFits
+from planner.errors import DocumentError, NoneFaster, NoPlanFits
 from planner.model import ModelGraph
 from planner.native import Rules, refusal
 from planner.plan import Job, Layout, Plan
@@ -127,9 +127,12 @@ def search(
     top: int = 1,
     progress: Progress | None = None,
     rules: Rules = refusal,
+    below_s: float = math.inf,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
 
+    Where none can take less than `below_s` in the closed form, NoneFaster ends the search early, on
+    chains of like layers and devices.
     `top` plans are found if there are so many of different kinds (see planner.search.space.kind).
     `rules` say which layouts are refused; those of the native backend if nothing else is asked for.
     """
@@ -171,8 +174,10 @@ def search(
         return search_rounds(candidates, cluster_name=name, top=top, progress=progress)
     if not candidates.families:
         raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused, pins))
-    hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress)
+    hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress, below_s=below_s)
     bests = hunt.run()
+    if below_s < math.inf and (not bests or bests[0].objective_s >= below_s):
+        raise NoneFaster(f"no plan takes less than {below_s:g} s")
     if not bests and pins.require:
         raise NoPlanFits(nothing_keeps(candidates))
     if not bests:
@@ -235,7 +240,13 @@ class _Hunt:
     """One run over the candidates: the queue, the best of each kind, the account."""
 
     def __init__(
-        self, candidates: Candidates, solve: Solve, *, top: int, progress: Progress | None
+        self,
+        candidates: Candidates,
+        solve: Solve,
+        *,
+        top: int,
+        progress: Progress | None,
+        below_s: float = math.inf,
     ) -> None:
         self.account = Account()
         self.account.counts[REFUSED] = sum(candidates.refused.values())
@@ -243,6 +254,7 @@ class _Hunt:
         self.solve = solve
         self._candidates = candidates
         self._top = top
+        self._below_s = below_s
         self._progress = progress
         self._bests: dict[tuple[int, ...], _Solved] = {}
         self._queue: list[_Entry] = []
@@ -262,7 +274,7 @@ class _Hunt:
     def run(self) -> list[_Solved]:
         """Return the best configurations, one of each kind, fastest first."""
         while (entry := self._next()) is not None:
-            if self._settled(entry.bound_s):
+            if self._settled(entry.bound_s) or entry.bound_s >= self._below_s:
                 heapq.heappush(self._queue, entry)
                 break
             self._advance(entry)

@@ -7,6 +7,7 @@ import itertools
 from dataclasses import replace
 
 from planner.cluster import ClusterSpec
+from planner.costs.hosts import USABLE
 from planner.costs.layout_costs import CostTables
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
@@ -79,7 +80,9 @@ def closest_miss(candidates: Candidates) -> str:
         ((_least_bytes(candidates, layout), layout) for layout in lean),
         key=lambda miss: miss[0],
     )
-    leanest = _within(candidates, layout, needs)
+    leanest = _within(candidates, layout, max(needs, float(device.memory_bytes)))
+    if needs <= device.memory_bytes:
+        return _host_miss(candidates, layout, leanest)
     index, stage = max(enumerate(leanest.stages), key=lambda s: s[1].peak_memory_bytes)
     parts = sorted(stage.memory_parts.items(), key=lambda part: -part[1])[:4]
     return (
@@ -89,6 +92,21 @@ def closest_miss(candidates: Candidates) -> str:
         f"{bytes_text(needs)} on each; stage {index} holds "
         + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts)
         + f". {ways_out(_asked(candidates))}"
+    )
+
+
+def _host_miss(candidates: Candidates, layout: Layout, leanest: Prediction) -> str:
+    """Say what hosts would have to hold of a layout that fits its devices."""
+    model, cluster, job = candidates.model, candidates.cluster, candidates.job
+    group = cluster.groups[0]
+    needs = group.devices_per_node * max(stage.host_bytes for stage in leanest.stages)
+    host = group.host_memory_bytes or 0
+    return (
+        f"no plan of {model.name} fits {cluster.devices} x {group.accelerator.name} and their "
+        f"hosts at sequence {job.seq_len} and global batch {job.global_batch}. The closest, "
+        f"{layout.text()}, fits the devices with {bytes_text(needs)} in each node's host memory, "
+        f"of which {bytes_text(USABLE * host)} of {bytes_text(host)} may be so filled. "
+        f"{ways_out(_asked(candidates))}"
     )
 
 
@@ -188,11 +206,11 @@ def _fits_in(candidates: Candidates, layout: Layout, memory_bytes: float) -> boo
 
 
 def _with_memory(candidates: Candidates, layout: Layout, memory_bytes: float) -> Instance:
-    """Return the partition problem of a layout on devices with so much memory."""
+    """Return the partition problem of a layout on devices with so much memory and any host."""
     costs, instance = candidates.costs(layout), candidates.instance(layout)
     capacity = capacity_bytes(candidates.cluster, costs, memory_bytes)
     stages = tuple(replace(stage, capacity_bytes=capacity) for stage in instance.stages)
-    return replace(instance, stages=stages)
+    return replace(instance, stages=stages, hosts=())
 
 
 def _within(candidates: Candidates, layout: Layout, memory_bytes: float) -> Prediction:

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from planner.whatif.candidates import Candidate
-from planner.whatif.economics import break_even_utilisation, owned_usd_per_device_hour
-from planner.whatif.evaluate import power_usd_per_device_hour
-from planner.whatif.span import exact
+from planner.whatif.candidates import Candidate, power_usd_per_device_hour
+from planner.whatif.economics import (
+    Purchase,
+    break_even_utilisation,
+    owned_usd_per_device_hour,
+)
+from planner.whatif.span import Span, exact
 from planner.whatif.study import Assumptions
 
 SHARES = tuple(share / 100 for share in range(10, 101, 5))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Against:
+    """A purchase against one rent: the share of hours used above which it is cheaper, or None."""
+
+    name: str
+    share: float | None
+    low: float | None
+    """With the best resale and the cheapest electricity of their ranges."""
+    high: float | None
+    """With the worst of both."""
+    waiting_usd: float
+    """Rent of as many devices until the bought ones can be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,17 +38,29 @@ class BreakEven:
     name: str
     utilisation: tuple[float, ...]
     usd_per_device_hour: tuple[float, ...]
-    against: tuple[tuple[str, float | None], ...] = ()
-    """For each rented candidate, the share of hours above which this purchase is cheaper."""
+    against: tuple[Against, ...] = ()
+    """For each rented candidate."""
+
+    def at(self, share: float) -> float:
+        """Return the price at one of the shares of the curve."""
+        return self.usd_per_device_hour[self.utilisation.index(share)]
 
 
 def break_evens(candidates: Sequence[Candidate], assumptions: Assumptions) -> list[BreakEven]:
-    """Return curves of all bought and rented candidates; none if only one kind is there."""
+    """Return curves of bought candidates and of those that rent the same devices."""
     bought = [c for c in candidates if c.priced.purchase is not None]
     rented = [c for c in candidates if c.priced.rent_usd_per_device_hour is not None]
-    if not bought or not rented:
-        return []
-    return [*(_bought(c, rented, assumptions) for c in bought), *(_rented(c) for c in rented)]
+    pairs = [(b, [r for r in rented if _devices(r) == _devices(b)]) for b in bought]
+    pairs = [(b, same) for b, same in pairs if same]
+    matched = {r.name: r for _, same in pairs for r in same}
+    return [
+        *(_bought(b, same, assumptions) for b, same in pairs),
+        *(_rented(r) for r in matched.values()),
+    ]
+
+
+def _devices(candidate: Candidate) -> set[str]:
+    return {group.accelerator.name for group in candidate.cluster.groups}
 
 
 def _bought(candidate: Candidate, rented: list[Candidate], assumptions: Assumptions) -> BreakEven:
@@ -47,18 +76,31 @@ def _bought(candidate: Candidate, rented: list[Candidate], assumptions: Assumpti
             ).value
             for share in SHARES
         ),
-        against=tuple(
-            (
-                other.name,
-                break_even_utilisation(
-                    purchase,
-                    rent_usd_per_device_hour=other.priced.rent_usd_per_device_hour.value,
-                    power_usd_per_device_hour=power.value,
-                ),
-            )
-            for other in rented
-            if other.priced.rent_usd_per_device_hour is not None
-        ),
+        against=tuple(_against(candidate, other, purchase, power, assumptions) for other in rented),
+    )
+
+
+def _against(
+    candidate: Candidate, other: Candidate, purchase: Purchase, power: Span, assumed: Assumptions
+) -> Against:
+    rent = other.priced.rent_usd_per_device_hour
+    assert rent is not None  # of the rented ones
+
+    def share(residual: float, power_usd: float) -> float | None:
+        return break_even_utilisation(
+            replace(purchase, residual=exact(residual)),
+            rent_usd_per_device_hour=rent.value,
+            power_usd_per_device_hour=power_usd,
+        )
+
+    resale = purchase.residual
+    waiting_hours = 24 * assumed.lead_days.value * assumed.utilisation
+    return Against(
+        name=other.name,
+        share=share(resale.value, power.value),
+        low=share(resale.high, power.low),
+        high=share(resale.low, power.high),
+        waiting_usd=waiting_hours * candidate.devices * rent.value,
     )
 
 

@@ -12,8 +12,11 @@ from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
 from planner.whatif.changes import changed
 from planner.whatif.economics import Power, Purchase
-from planner.whatif.span import Span, exact, span_of, total
-from planner.whatif.study import Assumptions, Buying, Offer, Rental, Study, Tuning
+from planner.whatif.span import Span, exact, product, span_of, total
+from planner.whatif.study import Assumptions, Buying, ChangeName, Offer, Rental, Study, Tuning
+
+MANY = 5
+"""Prices of which the middle 80 % are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,12 @@ class Candidate:
     priced: Priced
     spot: bool
     tuning: Tuning
-    fix: tuple[str, ...]
+    fix: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+    changes: tuple[tuple[ChangeName, float], ...] = ()
+    """How its cluster differs from the one that its offer names."""
+    plain: str = ""
+    """The cluster that its offer names."""
 
     @property
     def devices(self) -> int:
@@ -87,9 +95,22 @@ def watts_of(cluster: ClusterSpec, assumptions: Assumptions) -> Span | None:
     return total(spans)
 
 
+def power_usd_per_device_hour(cluster: ClusterSpec, assumed: Assumptions) -> Span | None:
+    """Return what a device's electricity costs an hour."""
+    watts = watts_of(cluster, assumed)
+    if watts is None:
+        return None
+    electricity = span_of(assumed.facility.electricity_usd_per_kwh)
+    return product([watts.times(1e-3 / cluster.devices), electricity])
+
+
 def _of_offer(study: Study, offer: Offer, known: Sequence[Rent]) -> Iterator[Candidate]:
     texts = [offer.cluster.replace("{n}", str(n)) for n in offer.n] or [offer.cluster]
-    listed = [_candidate(study, offer, text, known) for text in texts]
+    listed = [
+        _candidate(study, each, text, known)
+        for text in texts
+        for each in _of_each_provider(offer, text, known)
+    ]
     if not offer.largest:
         yield from listed
         return
@@ -101,6 +122,36 @@ def _of_offer(study: Study, offer: Offer, known: Sequence[Rent]) -> Iterator[Can
     if not within:
         raise DocumentError("n", f"no number of nodes keeps {cap / 1e3:g} kW; list smaller ones")
     yield max(within, key=lambda candidate: candidate.devices)
+
+
+def _of_each_provider(offer: Offer, text: str, known: Sequence[Rent]) -> list[Offer]:
+    """Return an offer for each provider that rents the cluster's accelerators, or the one given."""
+    if offer.rent is None or not offer.rent.each_provider:
+        return [offer]
+    names = {group.accelerator.name for group in resolve_cluster(text).groups}
+    providers = sorted(
+        {
+            rent.provider
+            for rent in known
+            if all(
+                _offers(
+                    name, Rental(commitment=offer.rent.commitment, provider=rent.provider), known
+                )
+                for name in names
+            )
+        }
+    )
+    if not providers:
+        raise DocumentError("rent.each_provider", f"nobody is known to rent {', '.join(names)}")
+    return [
+        offer.model_copy(
+            update={
+                "name": f"{offer.name or offer.cluster} at {provider}",
+                "rent": Rental(commitment=offer.rent.commitment, provider=provider),
+            }
+        )
+        for provider in providers
+    ]
 
 
 def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> Candidate:
@@ -121,6 +172,9 @@ def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> 
         spot=offer.rent is not None and offer.rent.commitment == "spot",
         tuning=offer.tuning or study.work.tuning,
         fix=offer.fix,
+        allow=offer.allow,
+        changes=tuple(offer.change.items()),
+        plain=text,
     )
 
 
@@ -131,10 +185,14 @@ def _name(offer: Offer, text: str) -> str:
     if not offer.n:
         return offer.name
     named = offer.name if "{n}" in offer.name else f"{offer.name} {{n}}"
+    if "{n}" in offer.cluster and offer.cluster in offer.name:
+        return named.replace(offer.cluster, text)
     return named.replace("{n}", text)
 
 
 def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]) -> Priced:
+    if isinstance(offer.owned, tuple):
+        return _owned_in_part(study, offer.owned, offer.rent or Rental(), cluster, known)
     if offer.owned:
         return Priced(owned=True, how="owned: power alone is paid")
     if offer.buy is not None:
@@ -146,6 +204,35 @@ def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Re
             how=f"{price.commitment}, {price.date}, {price.source}",
         )
     return _rented(offer.rent or Rental(), cluster, known)
+
+
+def _owned_in_part(
+    study: Study, owned: Sequence[str], rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]
+) -> Priced:
+    """Return the mean price of a device of which some are rented and others take power alone."""
+    mine = tuple(g for g in cluster.groups if g.accelerator.name in owned)
+    others = tuple(g for g in cluster.groups if g.accelerator.name not in owned)
+    missing = set(owned) - {group.accelerator.name for group in mine}
+    if missing or not others:
+        raise DocumentError(
+            "owned",
+            f"names {', '.join(sorted(missing) or owned)}; the cluster has "
+            f"{', '.join(g.accelerator.name for g in cluster.groups)}, and some must be rented",
+        )
+    rent = _rented(rental, cluster.model_copy(update={"groups": others}), known)
+    power = power_usd_per_device_hour(
+        cluster.model_copy(update={"groups": mine}), study.assumptions
+    )
+    if rent.rent_usd_per_device_hour is None or power is None:
+        return rent if power is not None else Priced(how="the power of what is owned is not known")
+    rented = sum(group.devices for group in others)
+    share = rented / cluster.devices
+    return Priced(
+        rent_usd_per_device_hour=total(
+            [rent.rent_usd_per_device_hour.times(share), power.times(1 - share)]
+        ),
+        how=f"{rented} of {cluster.devices} devices: {rent.how}; power alone for the others",
+    )
 
 
 def _rented(rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> Priced:
@@ -168,18 +255,33 @@ def _rented(rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> Pric
         if not found:
             return Priced(how=f"no {rental.commitment} rent of {group.accelerator.name} is known")
         prices = sorted(price for price, _ in found)
-        middle = statistics.median(prices)
-        spans.append((group.devices, Span(value=middle, low=prices[0], high=prices[-1])))
+        spans.append((group.devices, middle_of(prices)))
         dates = sorted({date for _, date in found})
         words.append(
             f"median of {len(prices)} {rental.commitment.replace('_', '-')} rents of "
-            f"{group.accelerator.name}, {dates[0]}" + (f" to {dates[-1]}" if dates[1:] else "")
+            f"{group.accelerator.name}"
+            + (f" at {rental.provider}" if rental.provider else "")
+            + f", {dates[0]}"
+            + (f" to {dates[-1]}" if dates[1:] else "")
         )
     devices = sum(count for count, _ in spans)
     return Priced(
         rent_usd_per_device_hour=total(span.times(count / devices) for count, span in spans),
         how="; ".join(words),
     )
+
+
+def middle_of(prices: Sequence[float]) -> Span:
+    """Return the median of sorted prices and the range of the middle 80 %, of all if they are few.
+
+    >>> middle_of([1.0, 2.0, 4.0])
+    Span(value=2.0, low=1.0, high=4.0)
+    """
+    low, high = prices[0], prices[-1]
+    if len(prices) >= MANY:
+        tenths = statistics.quantiles(prices, n=10, method="inclusive")
+        low, high = tenths[0], tenths[-1]
+    return Span(value=statistics.median(prices), low=low, high=high)
 
 
 def _offers(accelerator: str, rental: Rental, known: Sequence[Rent]) -> list[tuple[float, str]]:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.catalog import facility
 from planner.cluster import ClusterSpec
+from planner.costs.uncertainty import link_seconds
 from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_model
 from planner.model import ModelGraph
 from planner.plan import Job, Plan
 from planner.prediction import Prediction
-from planner.search.best_first import search
+from planner.search.best_first import Answer, search
 from planner.search.pins import read_pins
 from planner.units import bytes_text
 from planner.whatif import economics
-from planner.whatif.candidates import Candidate, Priced, watts_of
+from planner.whatif.candidates import (
+    Candidate,
+    Priced,
+    power_usd_per_device_hour,
+    watts_of,
+)
+from planner.whatif.changes import changed
 from planner.whatif.fine_tuning import tuned
 from planner.whatif.span import Span, exact, product, span_of
 from planner.whatif.study import Assumptions, Study
@@ -26,6 +36,10 @@ LONGEST_DEFAULT = 8192
 SECONDS_PER_DAY = 86_400.0
 FULL = 0.92
 """Share of device memory above which a plan is called bound by it."""
+FEW_NODES = 16
+"""Up to so many, every smaller number of nodes is tried."""
+SHAPES = 0.9
+"""By what factor the same work may take less on fewer devices, whose products are larger."""
 NOTABLE = 0.12
 """Share of a step above which communication or the pipeline is named."""
 
@@ -49,6 +63,9 @@ class Outcome:
     memory_parts: tuple[dict[str, float], ...] = ()
     peak_bytes: float = 0.0
     capacity_bytes: float = 0.0
+    host_bytes: float = 0.0
+    """Of a node's memory, at most."""
+    parameters: int = 0
     tokens: float | None = None
     """To train in all."""
     tokens_in_budget: float | None = None
@@ -63,10 +80,18 @@ class Outcome:
     carbon_kg: Span | None = None
     misses: tuple[str, ...] = ()
     """Goals that it does not meet."""
+    idle: int = 0
+    """Devices that the plan leaves out, since it is faster without them."""
     provenance: dict[str, int] = field(default_factory=dict)
     """How many figures behind the prediction are measured, fitted, quoted, assumed."""
     optimal: bool = False
     plan: Plan | None = None
+
+    @property
+    def link_share(self) -> float:
+        """Share of a step that waits for links between devices."""
+        step_s = sum(self.step_parts.values())
+        return link_seconds(self.step_parts) / step_s if step_s else 0.0
 
     @property
     def headroom_bytes(self) -> float:
@@ -97,45 +122,85 @@ def job_for(study: Study, model: ModelGraph, cluster: ClusterSpec) -> Job:
     )
 
 
-def evaluate(study: Study, model_name: str, candidate: Candidate) -> Outcome:
-    """Return the outcome of one model on one candidate."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The best plan of a model on a cluster, or why there is none, on whatever terms it is had."""
+
+    job: Job | None = None
+    prediction: Prediction | None = None
+    plan: Plan | None = None
+    optimal: bool = False
+    reason: str = ""
+    """Why nothing fits."""
+
+
+def planned(study: Study, model_name: str, candidate: Candidate) -> Planned:
+    """Return the best plan of one model on one candidate; this is what takes long."""
     model = resolve_model(model_name)
+    try:
+        job = job_for(study, model, candidate.cluster)
+        plan, prediction, optimal = _best(study, model, candidate, job)
+    except (NoPlanFits, DocumentError) as error:
+        return Planned(reason=str(error))
+    return Planned(job=job, prediction=prediction, plan=plan, optimal=optimal)
+
+
+def same_plan(study: Study, model_name: str, candidate: Candidate) -> tuple[str, ...]:
+    """Return what a plan depends on; terms, prices and names are not among it."""
+    cluster = candidate.cluster.model_copy(update={"price": None})
+    work = study.work.model_dump_json()
+    terms = (candidate.tuning, *candidate.fix, *candidate.allow)
+    return (model_name, cluster.model_dump_json(), work, *terms)
+
+
+def evaluate(
+    study: Study, model_name: str, candidate: Candidate, found: Planned | None = None
+) -> Outcome:
+    """Return the outcome of one model on one candidate, planned already or not."""
+    model = resolve_model(model_name)
+    found = found or planned(study, model_name, candidate)
     blank = Outcome(
         candidate=candidate.name,
         model=model_name,
         devices=candidate.devices,
         accelerator="+".join(group.accelerator.name for group in candidate.cluster.groups),
         fits=False,
-        binding="",
+        binding=found.reason,
         price=candidate.priced.how,
     )
-    try:
-        job = job_for(study, model, candidate.cluster)
-        plan, prediction, optimal = _best(study, model, candidate, job)
-    except (NoPlanFits, DocumentError) as error:
-        return replace(blank, binding=str(error))
+    prediction, plan = found.prediction, found.plan
+    if prediction is None or found.job is None:
+        return blank
     fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)
     step = Span(
         value=prediction.step_time_s,
         low=prediction.step_time_low_s,
         high=prediction.step_time_high_s,
     )
-    tokens = exact(float(job.global_batch * job.seq_len))
+    tokens = exact(float(found.job.global_batch * found.job.seq_len))
+    idle = 0
+    if plan is not None and len(candidate.cluster.groups) == 1:
+        idle = candidate.devices - plan.mesh.devices
+    per_node = max(group.devices_per_node for group in candidate.cluster.groups)
     outcome = replace(
         blank,
+        parameters=model.parameters,
         fits=True,
-        layout=prediction.layout,
+        layout=prediction.layout
+        + (f" ({idle} of {candidate.devices} devices idle)" if idle else ""),
+        idle=idle,
         step_s=step,
         tokens_per_s=product([tokens, step.inverse]),
-        mfu=prediction.mfu,
+        mfu=prediction.mfu * (1 - idle / candidate.devices),
         step_parts=dict(prediction.step_parts),
         memory_parts=tuple(dict(stage.memory_parts) for stage in prediction.stages),
         peak_bytes=fullest.peak_memory_bytes,
         capacity_bytes=fullest.memory_capacity_bytes,
+        host_bytes=per_node * max(stage.host_bytes for stage in prediction.stages),
         binding=binding_of(prediction),
         provenance=_provenance(prediction),
-        optimal=optimal,
-        plan=plan,
+        optimal=found.optimal,
+        plan=plan.model_copy(update={"cluster": candidate.name}) if plan else None,
     )
     return _with_goal(study, candidate, model, outcome)
 
@@ -168,14 +233,94 @@ def _best(
     if candidate.tuning in ("lora", "qlora"):
         prediction = tuned(model, candidate.cluster, job, quantised=candidate.tuning == "qlora")
         return None, prediction, False
-    answer = search(
-        model,
-        candidate.cluster,
-        job,
-        cluster_name=candidate.name,
-        pins=read_pins(candidate.fix),
-    )
-    return answer.plan, answer.prediction, answer.certificate.optimal
+    pins = read_pins(candidate.fix, candidate.allow)
+    name = candidate.name
+    found: Answer | None = None
+    reason: NoPlanFits | None = None
+    try:
+        found = search(model, candidate.cluster, job, cluster_name=name, pins=pins)
+    except NoPlanFits as error:
+        reason = error
+    for fewer in _worth_trying(candidate.cluster, job, found.prediction if found else None):
+        with contextlib.suppress(NoPlanFits):
+            best_s = math.inf if found is None else found.certificate.objective_s
+            other = search(model, fewer, job, cluster_name=name, pins=pins, below_s=best_s)
+            if found is None or other.prediction.step_time_s < found.prediction.step_time_s:
+                found = other
+    if found is None:
+        assert reason is not None  # the first search found nothing
+        raise reason
+    return found.plan, found.prediction, found.certificate.optimal
+
+
+def _worth_trying(
+    cluster: ClusterSpec, job: Job, prediction: Prediction | None
+) -> Iterator[ClusterSpec]:
+    """Yield the cluster with nodes left idle, where a plan on fewer may be faster.
+
+    That is where links are too slow for so many: half of them may do; or where devices divide the
+    global batch badly.  Then every smaller number is tried, or of many nodes those that divide
+    better: more replicas take whole shares of the batch, or what is left for other axes has smaller
+    factors.  Fewer devices compute longer by their number, within SHAPES, which ends it soon.
+    """
+    if len(cluster.groups) > 1:
+        return
+    [group] = cluster.groups
+    for nodes in _fewer_nodes(group.nodes, group.devices_per_node, job.global_batch):
+        if prediction is not None:
+            computing_s = SHAPES * _computing_s(prediction)
+            if computing_s * group.nodes / nodes >= prediction.step_time_s:
+                return
+        fewer = changed(cluster, "devices", nodes / group.nodes)
+        if fewer is not None:
+            yield fewer
+
+
+def _fewer_nodes(nodes: int, per_node: int, global_batch: int) -> Iterator[int]:
+    """Yield smaller numbers of nodes that are worth a look, the largest first.
+
+    >>> list(_fewer_nodes(8, 8, 512)), list(_fewer_nodes(5, 8, 512)), list(_fewer_nodes(36, 8, 512))
+    ([4, 2, 1], [4, 3, 2, 1], [32])
+    """
+    if global_batch % (nodes * per_node) == 0:
+        while nodes := nodes // 2:
+            yield nodes
+        return
+    better: list[tuple[int, int]] = []
+    for fewer in range(nodes, 0, -1):
+        replicas = math.gcd(fewer * per_node, global_batch)
+        factor = max(factors(fewer * per_node // replicas), default=1)
+        worse = any(r >= replicas and f <= factor for r, f in better)
+        better.append((replicas, factor))
+        if fewer < nodes and (nodes <= FEW_NODES or not worse):
+            yield fewer
+
+
+def _computing_s(prediction: Prediction) -> float:
+    """Return the seconds of a step that devices compute, on average over stages.
+
+    What is computed again counts: fewer devices have less memory, so they do not compute less.
+    """
+    parts = prediction.step_parts
+    of_stages = [stage.forward_s + stage.backward_s for stage in prediction.stages]
+    mean = sum(of_stages) / len(of_stages)
+    computing_s = sum(parts.get(name, 0.0) for name in ("forward", "backward", "recompute"))
+    return computing_s * mean / max(of_stages)
+
+
+def factors(number: int) -> list[int]:
+    """Return the prime factors of a number.
+
+    >>> factors(360), factors(1)
+    ([2, 2, 2, 3, 3, 5], [])
+    """
+    found, divisor = [], 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            found.append(divisor)
+            number //= divisor
+        divisor += 1
+    return found + [number] * (number > 1)
 
 
 def _with_goal(study: Study, candidate: Candidate, model: ModelGraph, outcome: Outcome) -> Outcome:
@@ -215,15 +360,6 @@ def carbon_of(country: str) -> float:
     return known[country]
 
 
-def power_usd_per_device_hour(cluster: ClusterSpec, assumed: Assumptions) -> Span | None:
-    """Return what a device's electricity costs an hour."""
-    watts = watts_of(cluster, assumed)
-    if watts is None:
-        return None
-    electricity = span_of(assumed.facility.electricity_usd_per_kwh)
-    return product([watts.times(1e-3 / cluster.devices), electricity])
-
-
 def _goodput(candidate: Candidate, assumed: Assumptions) -> Span:
     span = span_of(assumed.goodput)
     if not candidate.spot:
@@ -253,7 +389,7 @@ def _misses(study: Study, outcome: Outcome) -> list[str]:
     goal, missed = study.goal, []
     limits = (
         ("deadline", outcome.hours, goal.deadline_days, 1 / 24, "days"),
-        ("budget", outcome.usd, goal.budget_usd, 1.0, "USD"),
+        ("budget", _paid(outcome), goal.budget_usd, 1.0, "USD"),
         ("power cap", outcome.watts, goal.power_cap_w, 1.0, "W"),
         ("emission cap", outcome.carbon_kg, goal.emission_cap_kg, 1.0, "kg"),
     )
@@ -265,6 +401,13 @@ def _misses(study: Study, outcome: Outcome) -> list[str]:
         elif span.value * unit > limit * (1 + 1e-12):
             missed.append(f"{name}: {span.value * unit:,.4g} of {limit:,.4g} {words}")
     return missed
+
+
+def _paid(outcome: Outcome) -> Span | None:
+    """Return what a run takes out of a budget; a purchase is paid whole."""
+    if outcome.capital_usd is None:
+        return outcome.usd
+    return exact(outcome.capital_usd)
 
 
 def _provenance(prediction: Prediction) -> dict[str, int]:

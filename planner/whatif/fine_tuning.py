@@ -70,6 +70,7 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
             if short is not None:
                 lacks.append(short)
                 continue
+            found = _with_host(found, _host_share_bytes(run, model, quantised=quantised))
         fits = found.fits and _peak(found) <= room_bytes
         if fits and (best is None or found.step_time_s < best.step_time_s):
             best = found
@@ -86,6 +87,11 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
         f"{bytes_text(room_bytes)} to be filled on each device"
         + (f"; with weights on the host, {min(lacks)[1]}" if lacks else "")
     )
+
+
+def _with_host(prediction: Prediction, host_bytes: float) -> Prediction:
+    stages = tuple(s.model_copy(update={"host_bytes": host_bytes}) for s in prediction.stages)
+    return prediction.model_copy(update={"stages": stages})
 
 
 def _peak(prediction: Prediction) -> float:

@@ -10,6 +10,13 @@ from planner.whatif.evaluate import Outcome
 from planner.whatif.span import Span, span_of
 from planner.whatif.study import Order, Study
 
+KERNELS, LINKS, GOODPUT, PRICE = "kernels", "links", "goodput", "price"
+"""Causes of a range."""
+WORTH_MEASURING = 0.02
+"""Share of a range below which its cause is not worth a measurement."""
+PROFILE_HOURS = 0.25
+"""A profile takes minutes; a booking, rather a quarter of an hour."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
@@ -148,16 +155,17 @@ class Doubt:
 
 def doubts(study: Study, best: Outcome) -> list[Doubt]:
     """Return the causes of the best outcome's range, the largest first; shares add up to 1."""
-    spans: list[tuple[str, Span | None]] = [("step time (kernels, network)", best.step_s)]
+    widths: list[tuple[str, float]] = []
+    if best.step_s is not None:
+        # Kernels and links miss by shares of their own seconds.
+        width, link = _width(best.step_s), best.link_share
+        whole = (1 - link) ** 2 + link**2
+        widths.append((KERNELS, width**2 * (1 - link) ** 2 / whole))
+        widths.append((LINKS, width**2 * link**2 / whole))
     if best.hours is not None:
-        spans.append(("goodput", span_of(study.assumptions.goodput)))
-    if study.goal.by == "cost":
-        spans.append(("price", best.usd_per_device_hour))
-    widths = []
-    for cause, span in spans:
-        if span is not None:
-            below, above = span.spreads()
-            widths.append((cause, (below + above) ** 2))
+        widths.append((GOODPUT, _width(span_of(study.assumptions.goodput)) ** 2))
+    if study.goal.by == "cost" and best.usd_per_device_hour is not None:
+        widths.append((PRICE, _width(best.usd_per_device_hour) ** 2))
     whole = sum(width for _, width in widths)
     if whole == 0:
         return []
@@ -165,6 +173,10 @@ def doubts(study: Study, best: Outcome) -> list[Doubt]:
         (Doubt(cause=cause, share=width / whole) for cause, width in widths),
         key=lambda doubt: -doubt.share,
     )
+
+
+def _width(span: Span) -> float:
+    return sum(span.spreads())
 
 
 def flips(study: Study, ranks: Sequence[Rank], margin: float = 0.15) -> list[str]:
@@ -183,19 +195,27 @@ def flips(study: Study, ranks: Sequence[Rank], margin: float = 0.15) -> list[str
 
 def measured_first(study: Study, best: Outcome) -> list[str]:
     """Say which measurements would narrow the first one's range most, and what they take."""
-    known = doubts(study, best)
     said = []
     node = min(best.devices, 8)
-    for doubt in known:
+    for doubt in doubts(study, best):
+        if doubt.share < WORTH_MEASURING:
+            continue
         share = f"{100 * doubt.share:.0f} % of the uncertainty"
-        if doubt.cause.startswith("step time") and best.step_s is not None:
+        if doubt.cause == KERNELS and best.step_s is not None:
             hours = 20 * best.step_s.value * best.devices / 3600
             said.append(
-                f"step time, {share}: `meshwright profile` on one node (about {node / 4:g} device "
-                f"hours), then 20 steps of the plan ({hours:,.1f} device hours)"
+                f"{KERNELS}, {share}: `meshwright profile` on one node, which times its products "
+                f"(about {node * PROFILE_HOURS:g} device hours), then 20 steps of the plan "
+                f"({hours:,.1f} device hours)"
             )
-        elif doubt.cause == "goodput":
-            said.append(f"goodput, {share}: a week's log of failures and restarts on the cluster")
-        elif doubt.cause == "price":
-            said.append(f"price, {share}: a dated quote")
+        elif doubt.cause == LINKS:
+            nodes = min(best.devices, 2 * node)
+            said.append(
+                f"{LINKS}, {share}: `meshwright profile` on two nodes, which sweeps collectives "
+                f"between them (about {nodes * PROFILE_HOURS:g} device hours)"
+            )
+        elif doubt.cause == GOODPUT:
+            said.append(f"{GOODPUT}, {share}: a week's log of failures and restarts on the cluster")
+        elif doubt.cause == PRICE:
+            said.append(f"{PRICE}, {share}: a dated quote")
     return said

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from planner.errors import DocumentError
 from planner.whatif.break_even import BreakEven, break_evens
 from planner.whatif.candidates import Candidate, candidates_of
 from planner.whatif.changes import WORDS, changed
-from planner.whatif.evaluate import Outcome, evaluate
+from planner.whatif.evaluate import Outcome, Planned, evaluate, planned, same_plan
 from planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, ranked
 from planner.whatif.study import ChangeName, Study
 
@@ -216,43 +216,44 @@ def _compared(base: Outcome, change: ChangeName, factor: float, outcome: Outcome
 def _evaluated(
     tasks: Sequence[_Task], processes: int | None, progress: Progress | None
 ) -> Iterator[tuple[int, Outcome]]:
-    """Yield outcomes with the index of their task, as they come."""
+    """Yield outcomes with the index of their task, as they come.
+
+    Candidates that differ in their terms alone are planned once.
+    """
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for index, task in enumerate(tasks):
+        key = same_plan(task.study, task.model, task.candidate)
+        alike.setdefault(key, []).append(index)
+    groups = list(alike.values())
+    done = 0
+    for group, found in _planned([tasks[group[0]] for group in groups], processes):
+        for index in groups[group]:
+            task = tasks[index]
+            yield index, evaluate(task.study, task.model, task.candidate, found)
+        done += len(groups[group])
+        if progress:
+            progress(done, len(tasks))
+
+
+def _planned(tasks: Sequence[_Task], processes: int | None) -> Iterator[tuple[int, Planned]]:
     count = processes or os.cpu_count() or 1
     if len(tasks) <= FEW or count == 1:
-        yield from _one_by_one(tasks, progress)
+        for index, task in enumerate(tasks):
+            yield index, _plan(task)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(count, len(tasks)), mp_context=context) as pool:
-        waiting = {pool.submit(_outcome, task): index for index, task in enumerate(tasks)}
+        waiting = {pool.submit(_plan, task): index for index, task in enumerate(tasks)}
         try:
-            yield from _as_they_come(waiting, progress, len(tasks))
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _as_they_come(
-    waiting: dict[Future[Outcome], int], progress: Progress | None, count: int
-) -> Iterator[tuple[int, Outcome]]:
-    while waiting:
-        ready, _ = wait(waiting, return_when=FIRST_COMPLETED)
-        for future in ready:
-            index = waiting.pop(future)
-            if progress:
-                progress(count - len(waiting), count)
-            yield index, future.result()
-
-
-def _one_by_one(tasks: Iterable[_Task], progress: Progress | None) -> Iterator[tuple[int, Outcome]]:
-    listed = list(tasks)
-    for index, task in enumerate(listed):
-        yield index, _outcome(task)
-        if progress:
-            progress(index + 1, len(listed))
-
-
-def _outcome(task: _Task) -> Outcome:
-    return evaluate(task.study, task.model, task.candidate)
+def _plan(task: _Task) -> Planned:
+    return planned(task.study, task.model, task.candidate)
 
 
 def result_json(result: Result) -> dict[str, Any]:
@@ -284,7 +285,15 @@ def result_json(result: Result) -> dict[str, Any]:
                 "name": curve.name,
                 "utilisation": list(curve.utilisation),
                 "usd_per_device_hour": list(curve.usd_per_device_hour),
-                "against": dict(curve.against),
+                "against": {
+                    against.name: {
+                        "share": against.share,
+                        "low": against.low,
+                        "high": against.high,
+                        "waiting_usd": against.waiting_usd,
+                    }
+                    for against in curve.against
+                },
             }
             for curve in result.break_even
         ],

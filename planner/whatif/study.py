@@ -91,12 +91,16 @@ class Rental(Part):
     high: Rate | None = None
     commitment: Literal["on_demand", "reserved", "spot"] = "on_demand"
     provider: Text | None = None
+    each_provider: bool = False
+    """A candidate for each provider in the catalogue, at the median of its own offers."""
     date: Text | None = None
     source: Text | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         value = self.usd_per_device_hour
+        if self.each_provider and (self.provider is not None or value is not None):
+            raise ValueError("each_provider goes with neither provider nor a price")
         if value is None:
             if self.low is not None or self.high is not None:
                 raise ValueError("low and high are the range of usd_per_device_hour; give it too")
@@ -141,8 +145,8 @@ class Offer(Part):
     """Of `n`, only the largest that keeps the goal's power cap."""
     rent: Rental | None = None
     buy: Buying | None = None
-    owned: bool = False
-    """Nothing is paid but power."""
+    owned: bool | tuple[Text, ...] = False
+    """Nothing is paid but power; where accelerators are named, for those, and rent for others."""
     tuning: Tuning | None = None
     """Instead of the study's own."""
     host_memory_bytes: Positive | None = None
@@ -150,12 +154,18 @@ class Offer(Part):
     change: dict[ChangeName, Rate] = Field(default_factory=dict)
     """The cluster as it could be: factors on its figures."""
     fix: tuple[Text, ...] = ()
+    """As on the command line: tp=1, zero=3."""
+    allow: tuple[Text, ...] = ()
+    """As on the command line: offload, compression, stale."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if ("{n}" in self.cluster) != bool(self.n):
             raise ValueError("cluster holds {n} where n lists numbers, and only there")
-        if sum((self.rent is not None, self.buy is not None, self.owned)) > 1:
+        in_part = isinstance(self.owned, tuple)
+        if in_part and self.buy is not None:
+            raise ValueError("what is not owned of a cluster can be rented; buy is for whole ones")
+        if sum((self.rent is not None, self.buy is not None, bool(self.owned))) - in_part > 1:
             raise ValueError("rent, buy and owned exclude each other; make an offer of each")
         if self.largest and not self.n:
             raise ValueError("largest chooses among n; list numbers")
@@ -183,6 +193,8 @@ class Assumptions(Part):
     """Share of the price that they are sold for then."""
     interest: Amount = 0.08
     """A year."""
+    lead_days: Quantity = _assumed(60, 14, 180, "delivery times differ by product and month")
+    """Until bought devices can be used."""
     electricity_usd_per_kwh: Quantity | None = None
     power_usage_effectiveness: Quantity | None = None
     node_power_over_tdp: Quantity | None = None

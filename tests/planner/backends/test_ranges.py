@@ -7,10 +7,11 @@ import math
 import pytest
 
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.ranges import EXTRAPOLATED_ABOVE, EXTRAPOLATED_BELOW, SEEN
+from planner.backends.ranges import SEEN
 from planner.backends.rules import KNOWN
 from planner.backends.runs import Run, run_of
 from planner.catalog import accelerators
+from planner.costs.uncertainty import UNMEASURED_ABOVE, UNMEASURED_BELOW
 
 ROW = {
     "id": "x",
@@ -69,8 +70,8 @@ def test_what_was_never_measured_has_a_wider_range_and_says_so(
     below, above = widths(found)
 
     assert any(said in each for each in found.beyond)
-    assert below >= EXTRAPOLATED_BELOW - 1e-9
-    assert above >= EXTRAPOLATED_ABOVE - 1e-9
+    assert below >= UNMEASURED_BELOW - 1e-9
+    assert above >= UNMEASURED_ABOVE - 1e-9
 
 
 def test_what_was_measured_names_frameworks_and_accelerators_that_exist() -> None:

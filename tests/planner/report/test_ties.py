@@ -8,9 +8,9 @@ def test_losers_within_the_bar_tie() -> None:
     prediction = Prediction(
         layout="best",
         step_time_s=1.0,
-        step_time_low_s=0.9,
-        step_time_high_s=1.1,
-        step_parts={},
+        step_time_low_s=0.8,
+        step_time_high_s=1.5,
+        step_parts={"forward": 0.5, "data communication": 0.5},  # 5 % and 15 % of these
         tokens_per_s=1.0,
         mfu=0.1,
         fits=True,

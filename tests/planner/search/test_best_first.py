@@ -272,6 +272,22 @@ def test_fewer_kinds_than_asked_for_are_all_returned() -> None:
     assert sum(answer.certificate.counts.values()) == answer.certificate.configurations
 
 
+def test_hosts_that_are_too_small_for_what_would_fit_devices_are_named() -> None:
+    cluster = resolve_cluster("1xt4")
+    groups = tuple(g.model_copy(update={"host_memory_bytes": 8 << 30}) for g in cluster.groups)
+    small = cluster.model_copy(update={"groups": groups})
+
+    with pytest.raises(NoPlanFits) as caught:
+        search(
+            resolve_model("gpt2-xl"),
+            small,
+            Job(seq_len=1024, global_batch=4, precision="fp16"),
+            pins=read_pins([], ["offload"]),
+        )
+
+    assert "in each node's host memory, of which 4.0 GiB of 8.0 GiB" in str(caught.value)
+
+
 def test_a_model_that_cannot_fit_names_the_closest_miss_and_ways_out_that_hold() -> None:
     impossible = Case("llama-3.1-70b", "4x8xa100-sxm-40gb", 65536, 32)
     with pytest.raises(NoPlanFits) as raised:

@@ -1,0 +1,362 @@
+"""What a study's figures say together, in sentences: what fits, what a change is worth, what pays.
+
+Each function looks at one kind of comparison that a study may hold and says nothing where it holds
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from planner.catalog import facility
+from planner.whatif.candidates import Candidate
+from planner.whatif.changes import WORDS
+from planner.whatif.evaluate import SECONDS_PER_DAY, Outcome
+from planner.whatif.run import Changed, Result
+
+NOTHING = 0.005
+"""Changes of time below this share are called none."""
+MOST_NAMES = 5
+
+
+def answers(result: Result) -> list[str]:
+    """Return every sentence that a study supports, in the order in which people ask."""
+    if result.interrupted:
+        return []
+    return [
+        *_fitting(result),
+        *_changed_candidates(result),
+        *_against_the_first(result),
+        *_worth(result),
+        *_plan_changes(result),
+        *_largest(result),
+        *_fewest(result),
+        *_side_by_side(result),
+        *_replacing(result),
+        *_buying(result),
+        *_under_a_cap(result),
+        *_carbon(result),
+    ]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names, five at most.
+
+    >>> listed("abcdefg")
+    'a, b, c, d, e and 2 more'
+    """
+    every = list(names)
+    more = f" and {len(every) - MOST_NAMES} more" if len(every) > MOST_NAMES else ""
+    return ", ".join(every[:MOST_NAMES]) + more
+
+
+def _fitting(result: Result) -> Iterator[str]:
+    """Say which candidates hold a model where some do not."""
+    for model in result.study.models:
+        outcomes = [outcome for outcome in result.outcomes if outcome.model == model]
+        fit = [outcome.candidate for outcome in outcomes if outcome.fits]
+        not_fit = [outcome.candidate for outcome in outcomes if not outcome.fits]
+        if fit and not_fit:
+            yield f"{model} fits {listed(fit)}; it does not fit {listed(not_fit)}."
+
+
+def _changed_candidates(result: Result) -> Iterator[str]:
+    """Compare candidates that differ in a changed figure alone."""
+    outcomes = {(o.model, o.candidate): o for o in result.outcomes}
+    every = list(result.candidates.values())
+    for before, after in _pairs(every):
+        words = ", ".join(f"{WORDS[change]} x {factor:g}" for change, factor in after.changes)
+        said = []
+        for model in result.study.models:
+            pair = outcomes.get((model, before.name)), outcomes.get((model, after.name))
+            if pair[0] is not None and pair[1] is not None:
+                of_model = f" for {model}" if len(result.study.models) > 1 else ""
+                said.append(_difference(pair[0], pair[1]) + of_model)
+        if said:
+            yield f"{before.name} with {words}: {', '.join(said)}."
+
+
+def _pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
+    def work(candidate: Candidate) -> tuple[object, ...]:
+        return candidate.plain, candidate.tuning, candidate.fix, candidate.allow
+
+    for after in candidates:
+        if not after.changes:
+            continue
+        for before in candidates:
+            if not before.changes and work(before) == work(after):
+                yield before, after
+                break
+
+
+def _difference(before: Outcome, after: Outcome) -> str:
+    if not before.fits or not after.fits:
+        if before.fits == after.fits:
+            return "does not fit either"
+        return "fits then" if after.fits else "fits no more"
+    assert before.step_s is not None and after.step_s is not None
+    return _time(after.step_s.value / before.step_s.value)
+
+
+def _time(ratio: float) -> str:
+    """Say what a ratio of times means.
+
+    >>> _time(0.8), _time(1.001), _time(1.25)
+    ('20 % less time', 'no less time', '25 % more time')
+    """
+    if abs(ratio - 1) < NOTHING:
+        return "no less time"
+    return f"{100 * abs(ratio - 1):.0f} % {'less' if ratio < 1 else 'more'} time"
+
+
+def _against_the_first(result: Result) -> Iterator[str]:
+    """Compare few candidates with the first: time, cost, and the price ratio at which they tie."""
+    for ranks in result.ranks.values():
+        if not 2 <= len(ranks) <= MOST_NAMES or len(result.study.models) > 1:
+            continue
+        first = ranks[0].outcome
+        for rank in ranks[1:]:
+            pair = [result.candidates[each.candidate] for each in (first, rank.outcome)]
+            owned = any(candidate.priced.owned for candidate in pair)
+            other_devices = pair[0].plain != pair[1].plain
+            ties_at = rank.ties_at_usd_per_device_hour if other_devices and not owned else None
+            yield _pair_text(first, rank.outcome, ties_at)
+
+
+def _pair_text(first: Outcome, other: Outcome, ties_at: float | None) -> str:
+    assert first.tokens_per_s is not None and other.tokens_per_s is not None
+    ratio = other.tokens_per_s.value / first.tokens_per_s.value
+    said = [_time(ratio)]
+    if first.usd is not None and other.usd is not None:
+        saved = 1 - first.usd.value / other.usd.value
+        said.append(f"{100 * abs(saved):.0f} % {'less' if saved >= 0 else 'more'} cost")
+    text = f"{first.candidate} takes {' and '.join(said)} than {other.candidate}"
+    mine = first.usd_per_device_hour
+    if ties_at is not None and mine is not None and ties_at > 0:
+        text += (
+            f"; they cost the same at a price per device {mine.value / ties_at:.2f} times as high"
+        )
+    return f"{text}."
+
+
+def _worth(result: Result) -> Iterator[str]:
+    """Say which single changes save most and which nothing, and what links could save at all."""
+    base = result.base
+    known = [change for change in result.marginal if change.outcome.fits and change.factor > 1]
+    if base is None or not known:
+        return
+    useful = sorted((c for c in known if c.time < 1 - NOTHING), key=lambda c: c.time)
+    useless = [change.words for change in known if abs(change.time - 1) <= NOTHING]
+    if useful:
+        yield "Of one change at a time, most saves " + "; ".join(map(_gain, useful[:3])) + "."
+    if useless:
+        yield f"Nothing is saved by {listed(useless)}."
+    if any(change.change in ("network", "node_links", "domain") for change in known):
+        yield (
+            f"Links are waited for {100 * base.link_share:.1f} % of the step now, and no faster "
+            "ones can save more than that."
+        )
+    for change in known:
+        if change.change == "devices" and base.usd is not None and base.hours is not None:
+            yield _price_of_a_day(base, change)
+
+
+def _gain(change: Changed) -> str:
+    premium = change.premium_usd_per_device_hour
+    text = f"{change.words}: {_time(change.time)}"
+    if change.change == "devices":
+        return text
+    return text if premium is None else f"{text}, worth up to {premium:.2f} USD per device hour"
+
+
+def _price_of_a_day(base: Outcome, change: Changed) -> str:
+    assert base.usd is not None and base.hours is not None
+    days = base.hours.value * (1 - change.time) / 24
+    if days <= 0:
+        return f"{change.words} saves no day."
+    extra = base.usd.value * ((change.cost or 1.0) - 1)
+    if extra <= 0.001 * base.usd.value:
+        return f"{change.words} saves {days:,.2g} days at no more cost in all."
+    return f"{change.words} saves {days:,.2g} days at {extra / days:,.0f} USD each."
+
+
+def _plan_changes(result: Result) -> Iterator[str]:
+    """Say at which factors of a curve another plan is best."""
+    for curve in result.curves:
+        known = [change for change in curve if change.outcome.fits]
+        turns = [
+            f"{after.factor:g}"
+            for before, after in pairwise(known)
+            if after.outcome.layout != before.outcome.layout
+        ]
+        lost = [f"{change.factor:g}" for change in curve if not change.outcome.fits]
+        word = WORDS[curve[0].change]
+        if turns:
+            yield f"Another plan is best from {word} x {listed(turns)} on."
+        if lost:
+            yield f"Nothing fits at {word} x {listed(lost)}."
+
+
+def _largest(result: Result) -> Iterator[str]:
+    """Name the largest model that meets the goal, where several are compared."""
+    models = result.study.models
+    if len(models) == 1:
+        return
+    meeting = [
+        rank.outcome for ranks in result.ranks.values() for rank in ranks if not rank.outcome.misses
+    ]
+    if meeting:
+        best = max(meeting, key=lambda outcome: outcome.parameters)
+        same = [o.candidate for o in meeting if o.model == best.model]
+        yield f"The largest model that meets the goal: {best.model}, on {listed(same)}."
+
+
+def _fewest(result: Result) -> Iterator[str]:
+    """Name the smallest cluster that keeps the goal's deadline, where sizes differ."""
+    study, sizes = result.study, {outcome.devices for outcome in result.outcomes}
+    if study.goal.deadline_days is None or len(sizes) == 1 or len(study.models) > 1:
+        return
+    keeping = [
+        outcome
+        for outcome in result.outcomes
+        if outcome.fits and not any(miss.startswith("deadline") for miss in outcome.misses)
+    ]
+    if keeping:
+        least = min(keeping, key=lambda outcome: outcome.devices)
+        yield f"Fewest devices that keep the deadline: {least.devices}, {least.candidate}."
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixed:
+    whole: Outcome
+    parts: tuple[Outcome, ...]
+
+
+def _mixtures(result: Result) -> Iterator[_Mixed]:
+    """Yield clusters of unequal devices with the outcomes of each kind alone."""
+    alone = {
+        (c.cluster.groups[0].accelerator.name, c.devices): c.name
+        for c in result.candidates.values()
+        if len(c.cluster.groups) == 1 and not c.changes
+    }
+    outcomes = {(o.model, o.candidate): o for o in result.outcomes}
+    for candidate in result.candidates.values():
+        groups = candidate.cluster.groups
+        names = [alone.get((group.accelerator.name, group.devices)) for group in groups]
+        if len(groups) < 2 or None in names:
+            continue
+        for model in result.study.models:
+            whole = outcomes.get((model, candidate.name))
+            parts = [outcomes.get((model, name)) for name in names if name is not None]
+            found = tuple(part for part in parts if part is not None and part.fits)
+            if whole is not None and whole.fits and len(found) == len(groups):
+                yield _Mixed(whole, found)
+
+
+def _side_by_side(result: Result) -> Iterator[str]:
+    """Compare one run on unequal devices with a run on each kind of them."""
+    for mixed in _mixtures(result):
+        rates = [part.tokens_per_s.value for part in mixed.parts if part.tokens_per_s is not None]
+        assert mixed.whole.tokens_per_s is not None  # it fits
+        together, apart = mixed.whole.tokens_per_s.value, sum(rates)
+        fastest = max(mixed.parts, key=lambda p: p.tokens_per_s.value if p.tokens_per_s else 0.0)
+        gain = together / max(rates) - 1
+        yield (
+            f"{mixed.whole.candidate} trains {together:,.0f} tokens/s, "
+            f"{100 * abs(gain):.0f} % {'more' if gain >= 0 else 'less'} than "
+            f"{fastest.candidate}; a run on each kind of device would be {apart:,.0f} together, "
+            + (
+                f"so {100 * (1 - together / apart):.0f} % are lost to joining them."
+                if together < apart
+                else "so joining them loses nothing."
+            )
+        )
+
+
+def _replacing(result: Result) -> Iterator[str]:
+    """Say for what owned devices must sell for replacing them to pay."""
+    for model in result.study.models:
+        of_model = [o for o in result.outcomes if o.model == model and o.usd is not None]
+        owned = [o for o in of_model if result.candidates[o.candidate].priced.owned]
+        for old in owned:
+            if len(result.candidates[old.candidate].cluster.groups) > 1:
+                continue
+            for new in of_model:
+                if new.capital_usd is None or new.accelerator == old.accelerator:
+                    continue
+                assert new.usd is not None and old.usd is not None
+                each = (new.usd.value - old.usd.value) / old.devices
+                yield (
+                    f"Replacing {old.candidate} by {new.candidate} pays "
+                    + (
+                        "by what it saves in power alone."
+                        if each <= 0
+                        else f"if the old devices sell for at least {each:,.0f} USD each now, the "
+                        "new ones being used for other work afterwards."
+                    )
+                )
+
+
+def _buying(result: Result) -> Iterator[str]:
+    """Say from which share of used hours a purchase is cheaper, and what waiting for it costs."""
+    for curve in result.break_even:
+        for against in curve.against:
+            if against.share is None:
+                yield f"{curve.name} is never cheaper than {against.name}."
+                continue
+            low, high = against.low, against.high
+            ends = (
+                f" ({100 * low:.0f} to {'never' if high is None else f'{100 * high:.0f} %'} as "
+                "resale and electricity vary)"
+                if low is not None
+                else ""
+            )
+            yield (
+                f"{curve.name} is cheaper than {against.name} above {100 * against.share:.0f} % of "
+                f"hours used{ends}; renting until it is delivered, "
+                f"{result.study.assumptions.lead_days.value:g} days, costs "
+                f"{against.waiting_usd:,.0f} USD."
+            )
+
+
+def _under_a_cap(result: Result) -> Iterator[str]:
+    """Say what the power buys, where it is what limits."""
+    if result.study.goal.power_cap_w is None or result.best is None:
+        return
+    said = []
+    for rank in result.ranks[result.best.model][:MOST_NAMES]:
+        outcome = rank.outcome
+        if outcome.tokens_per_s is not None and outcome.watts is not None:
+            daily = outcome.tokens_per_s.value * SECONDS_PER_DAY
+            per_mwh = outcome.tokens_per_s.value / outcome.watts.value * 3.6e9
+            said.append(
+                f"{outcome.candidate} ({outcome.devices} devices) {daily / 1e9:,.1f} G a day, "
+                f"{per_mwh / 1e9:,.2f} G per MWh"
+            )
+    if said:
+        yield (
+            f"Tokens under the cap: {'; '.join(said)}. Devices run at their full power; what a "
+            "lower limit on each would do is not modelled, for want of curves of power and clock."
+        )
+
+
+def _carbon(result: Result) -> Iterator[str]:
+    """Say what the first one's energy emits on other grids, where emissions count."""
+    goal, best = result.study.goal, result.best
+    if best is None or best.energy_kwh is None:
+        return
+    if goal.power_cap_w is None and goal.emission_cap_kg is None and goal.by != "energy":
+        return
+    grids = sorted(facility().carbon_g_per_kwh.by_country.items(), key=lambda item: item[1])
+    tonnes = [f"{name} {best.energy_kwh.value * grams / 1e6:,.0f}" for name, grams in grids]
+    yield f"Tonnes of CO2 of {best.candidate} by grid: {', '.join(tonnes)}."
+
+
+def slack_days(result: Result, outcome: Outcome) -> float | None:
+    """Return the days between an outcome's end and the deadline; None without one of them."""
+    deadline = result.study.goal.deadline_days
+    if deadline is None or outcome.hours is None:
+        return None
+    return deadline - outcome.hours.value / 24

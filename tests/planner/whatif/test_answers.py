@@ -1,0 +1,184 @@
+"""Sentences of answers, against figures set or worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.catalog import rents
+from planner.errors import DocumentError
+from planner.whatif import run as running
+from planner.whatif.answers import answers
+from planner.whatif.candidates import candidates_of, power_usd_per_device_hour
+from planner.whatif.evaluate import evaluate
+from planner.whatif.run import Result, run
+from planner.whatif.study import Study
+
+PRICE = {"usd_per_device_hour": 2.0, "date": "2026-11", "source": "a quote"}
+
+
+def study(**changes: Any) -> Study:
+    data: dict[str, Any] = {
+        "format": 1,
+        "name": "small",
+        "models": ["gpt2"],
+        "work": {"seq_len": 1024, "global_batch": 64},
+        "goal": {"tokens": 1e9},
+        "offers": [{"cluster": "4xa10g", "rent": PRICE}],
+    }
+    return Study.of({**data, **changes})
+
+
+def said(result: Result, begin: str) -> str:
+    [sentence] = [text for text in answers(result) if text.startswith(begin)]
+    return sentence
+
+
+def test_a_changed_candidate_is_compared_with_the_plain_one() -> None:
+    result = run(
+        study(
+            offers=[
+                {"cluster": "2x8xa10g", "rent": PRICE},
+                {"name": "fast", "cluster": "2x8xa10g", "change": {"network": 4.0}, "rent": PRICE},
+            ]
+        ),
+        processes=1,
+    )
+
+    slow, fast = (o.step_s.value for o in result.outcomes if o.step_s)
+    text = said(result, "2x8xa10g with network between nodes x 4")
+    assert f"{100 * (1 - fast / slow):.0f} % less time" in text
+
+
+def test_a_change_that_makes_a_model_fit_is_said() -> None:
+    offer = {"cluster": "4xa10g", "tuning": "full", "rent": PRICE}
+    more = {**offer, "name": "more", "change": {"memory": 8.0}}
+    result = run(
+        study(models=["llama-3.1-8b"], offers=[offer, more], work={"seq_len": 1024}), processes=1
+    )
+
+    assert "fits then" in said(result, "4xa10g with device memory x 8")
+    assert said(result, "llama-3.1-8b fits") == ("llama-3.1-8b fits more; it does not fit 4xa10g.")
+
+
+def test_a_days_price_by_hand() -> None:
+    result = run(
+        study(
+            offers=[{"cluster": "4x8xa10g", "rent": PRICE}],
+            marginal={"changes": {"devices": [2.0], "network": [2.0]}},
+        ),
+        processes=1,
+    )
+
+    base = result.base
+    [devices] = [c for c in result.marginal if c.change == "devices"]
+    assert base is not None and base.usd is not None and base.hours is not None
+    assert devices.cost is not None
+    days = base.hours.value * (1 - devices.time) / 24
+    extra = base.usd.value * (devices.cost - 1)
+    text = said(result, "devices x 2 saves")
+    assert f"{days:,.2g} days" in text
+    assert ("at no more cost" in text) == (extra <= 0.001 * base.usd.value)
+    links = said(result, "Links are waited for")
+    assert f"{100 * base.link_share:.1f} %" in links
+
+
+def test_mixed_devices_are_compared_with_each_kind_alone() -> None:
+    result = run(
+        study(
+            work={"seq_len": 1024, "global_batch": 48},
+            offers=[
+                {"name": "old", "cluster": "8xa10g", "owned": True},
+                {"name": "new", "cluster": "4xl4", "rent": PRICE},
+                {"name": "both", "cluster": "8xa10g+4xl4", "owned": ["a10g"], "rent": PRICE},
+                {"name": "bought", "cluster": "4xl4", "buy": {**BOUGHT}},
+            ],
+        ),
+        processes=1,
+    )
+
+    rates = {o.candidate: o.tokens_per_s.value for o in result.outcomes if o.tokens_per_s}
+    text = said(result, "both trains")
+    assert f"{rates['old'] + rates['new']:,.0f} together" in text
+    by_name = {o.candidate: o for o in result.outcomes}
+    old, bought = by_name["old"].usd, by_name["bought"].usd
+    assert old is not None and bought is not None
+    assert f"{(bought.value - old.value) / 8:,.0f} USD each" in said(result, "Replacing old")
+
+
+BOUGHT = {"usd_per_device": 2500.0, "date": "2026-11", "source": "a quote"}
+
+
+def test_of_devices_owned_in_part_the_others_are_rented() -> None:
+    asked = study(offers=[{"cluster": "8xa10g+4xl4", "owned": ["a10g"], "rent": PRICE}])
+    [candidate] = candidates_of(asked)
+
+    [own] = candidates_of(study(offers=[{"cluster": "8xa10g", "owned": True}]))
+    power = power_usd_per_device_hour(own.cluster, asked.assumptions)
+    assert power is not None
+    price = candidate.priced.rent_usd_per_device_hour
+    assert price is not None
+    assert price.value == pytest.approx((8 * power.value + 4 * 2.0) / 12)
+
+
+def test_what_is_owned_must_be_there() -> None:
+    with pytest.raises(DocumentError, match="t4"):
+        candidates_of(study(offers=[{"cluster": "8xa10g+4xl4", "owned": ["t4"], "rent": PRICE}]))
+
+
+def test_each_provider_becomes_a_candidate_at_its_own_price() -> None:
+    asked = study(offers=[{"cluster": "{n}x8xh100-sxm-80gb", "n": [2], "rent": EACH}])
+    names = {c.name: c.priced.rent_usd_per_device_hour for c in candidates_of(asked)}
+    of_list = {
+        rent.provider
+        for rent in rents()
+        if rent.accelerator == "h100-sxm-80gb" and rent.on_demand_usd_per_device_hour is not None
+    }
+
+    assert set(names) == {f"2x8xh100-sxm-80gb at {provider}" for provider in of_list}
+
+
+EACH = {"each_provider": True}
+
+
+def test_terms_alone_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[str] = []
+    plan = running.planned
+
+    def counted(asked: Study, model: str, candidate: Any) -> Any:
+        plans.append(candidate.name)
+        return plan(asked, model, candidate)
+
+    monkeypatch.setattr(running, "planned", counted)
+    dear = {**PRICE, "usd_per_device_hour": 4.0}
+    result = run(
+        study(
+            offers=[
+                {"name": "cheap", "cluster": "4xa10g", "rent": PRICE},
+                {"name": "dear", "cluster": "4xa10g", "rent": dear},
+            ]
+        ),
+        processes=1,
+    )
+
+    assert plans == ["cheap"]
+    cheap, expensive = result.outcomes
+    assert cheap.usd is not None and expensive.usd is not None
+    assert expensive.usd.value == pytest.approx(2 * cheap.usd.value)
+    assert expensive.plan is not None and expensive.plan.cluster == "dear"
+
+
+def test_nodes_stay_idle_where_a_plan_is_faster_without_them() -> None:
+    # 9 x 8 devices and 64 sequences: 64 of them take one each, 72 divide nothing so well.
+    asked = study(offers=[{"cluster": "9x8xa10g", "rent": PRICE}])
+    [candidate] = candidates_of(asked)
+    [eight] = candidates_of(study(offers=[{"cluster": "8x8xa10g", "rent": PRICE}]))
+
+    nine, fewer = (evaluate(asked, "gpt2", each) for each in (candidate, eight))
+
+    assert nine.idle == 8
+    assert "8 of 72 devices idle" in nine.layout
+    assert nine.step_s == fewer.step_s
+    assert nine.usd is not None and fewer.usd is not None
+    assert nine.usd.value == pytest.approx(fewer.usd.value * 72 / 64)  # idle ones are paid
