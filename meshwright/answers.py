@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from meshwright.commands import Run
     from meshwright.jobs import Submission
+    from meshwright.launches import Run
     from planner.profile import CollectiveCurve, LayerMeasurement, Profile, StageMeasurement
     from planner.search.best_first import Answer
     from profiler.agenda import Wish

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from meshwright import commands
+from meshwright import commands, launches
 from meshwright.answers import (
     agenda_json,
     agenda_lines,
@@ -267,6 +267,12 @@ def launch(
     or_start: Annotated[
         bool, typer.Option("--or-start", help="With --resume: start if there is none yet")
     ] = False,
+    replan: Annotated[
+        bool,
+        typer.Option(
+            "--replan", help="Where devices are lost, plan again for those that are left and go on"
+        ),
+    ] = False,
     max_seconds: Annotated[float | None, typer.Option("--max-seconds")] = None,
     weights: Annotated[
         str | None, typer.Option("--weights", help="A Hugging Face folder of safetensors")
@@ -301,7 +307,7 @@ def launch(
 
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
-    run = commands.launch(
+    run = launches.launch(
         plan,
         data=data,
         tokenizer=tokenizer,
@@ -313,6 +319,7 @@ def launch(
         keep_checkpoints=keep_checkpoints,
         resume=resume,
         or_start=or_start,
+        replan=replan,
         max_seconds=max_seconds,
         weights=weights,
         training=training or (),
@@ -330,7 +337,7 @@ def launch(
     )
     if run is None:
         return
-    if not isinstance(run, commands.Run):
+    if not isinstance(run, launches.Run):
         if json:
             print(as_json(job_json(run)))
         elif run.file is None:

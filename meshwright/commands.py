@@ -7,7 +7,7 @@ torch is imported only inside the calls that need it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -28,9 +28,8 @@ from planner import document
 from planner.cluster import ClusterSpec, Precision
 from planner.costs.group_costs import only_profile
 from planner.costs.layout_costs import refusal
-from planner.errors import DocumentError, LaunchError
+from planner.errors import DocumentError
 from planner.expressions import resolve_model
-from planner.native import caveat
 from planner.plan import Job, Plan
 from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
@@ -45,22 +44,11 @@ from planner.solver.sided import solve as solve_exactly
 from planner.units import bytes_text, count_text, duration_s
 
 if TYPE_CHECKING:
-    from meshwright.jobs import Submission
     from planner.backends.search import BackendAnswer
     from planner.scores.validate import Validation
     from profiler.profile import Intended
     from runtime.export import Exported
-    from runtime.report import Comparison, RunReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A finished training run beside its prediction."""
-
-    plan: Plan
-    report: RunReport
-    prediction: Prediction
-    rows: list[Comparison]
+    from runtime.report import Comparison
 
 
 def plan(
@@ -191,153 +179,6 @@ def predict(
         activations=pins.activations or "keep",
         profile=only_profile(measured),
     )
-
-
-def launch(
-    plan_path: str,
-    *,
-    data: str | None = None,
-    tokenizer: str | None = None,
-    steps: int = 20,
-    checkpoint: str | None = None,
-    checkpoint_every: int | None = None,
-    keep_checkpoints: int = 2,
-    resume: bool = False,
-    or_start: bool = False,
-    output: str | None = None,
-    on: str = "local",
-    job: Sequence[str] = (),
-    dry_run: bool = False,
-    max_seconds: float | None = None,
-    weights: str | None = None,
-    training: Sequence[str] = (),
-    evaluate: str | None = None,
-    evaluate_every: int | None = None,
-    evaluate_batches: int = 8,
-    tensorboard: bool = False,
-    profile: str | None = None,
-    nodes: int | None = None,
-    node: int | None = None,
-    rendezvous: str | None = None,
-    quiet: bool = False,
-) -> Run | Submission | None:
-    """Train by a plan; return what was predicted and what was measured.
-
-    On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
-    `on` slurm or kubernetes writes a job that does so there and submits it, told `job` settings;
-    a dry run gives its text alone.
-    """
-    if on != "local":
-        options = {
-            "data": data,
-            "tokenizer": tokenizer,
-            "steps": steps,
-            "checkpoint": checkpoint,
-            "checkpoint-every": checkpoint_every,
-            "keep-checkpoints": keep_checkpoints,
-            # A job that is started again goes on.
-            "resume": resume or checkpoint is not None,
-            "or-start": or_start or (checkpoint is not None and not resume),
-            "max-seconds": max_seconds,
-            "weights": weights,
-            "training": training,
-            "eval": evaluate,
-            "eval-every": evaluate_every,
-            "eval-batches": evaluate_batches,
-            "tensorboard": tensorboard,
-            "profile": profile,
-            "output": output,
-        }
-        return _submitted(on, plan_path, options, job, output=output, dry_run=dry_run)
-    if job:
-        raise DocumentError("job", "settings go with --on slurm or kubernetes")
-    from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
-    from runtime.nodes import seat_of  # noqa: PLC0415
-    from runtime.preflight import cuda_devices  # noqa: PLC0415
-    from runtime.report import comparison  # noqa: PLC0415
-
-    need_torch("launching a plan")
-    wanted = document.read(Plan, plan_path)
-    graph = plan_model(wanted, plan_path)
-    measured = profile_for(graph, profile)
-    machine = machine_of(wanted.cluster, measured)
-    seat = seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
-    devices = [group.devices_per_node for group in machine.groups for _ in range(group.nodes)]
-    if seat.nodes > 1 and seat.nodes != len(devices):
-        raise LaunchError(
-            f"the plan is for {len(devices)} nodes ({wanted.cluster}), and {seat.source} says that "
-            f"there are {seat.nodes}; plan again for what is there"
-        )
-    warning = caveat(graph, machine)
-    if warning is not None:
-        raise LaunchError(f"{plan_path}: {warning.what}")
-    accelerator = machine.groups[0].accelerator
-    if accelerator.kind != "cpu" and not cuda_devices():
-        raise LaunchError(
-            f"the plan is for {wanted.cluster}, and this machine has no {accelerator.name}; "
-            "launch it where the devices are, or plan again for --cluster local"
-        )
-    prediction = predict_plan(wanted, graph, machine, measured)
-    report = start(
-        plan_path,
-        model=graph,
-        data=data,
-        tokenizer=tokenizer,
-        steps=steps,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        resume=resume,
-        or_start=or_start,
-        output=output,
-        dry_run=dry_run,
-        max_seconds=max_seconds,
-        weights=weights,
-        training=training,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        evaluate_batches=evaluate_batches,
-        tensorboard=tensorboard,
-        peak_step_s=prediction.mfu * prediction.step_time_s or None,
-        seat=seat,
-        nodes=devices if seat.nodes > 1 else (),
-        quiet=quiet,
-    )
-    if report is None:
-        return None
-    return Run(
-        plan=wanted, report=report, prediction=prediction, rows=comparison(report, prediction)
-    )
-
-
-def _submitted(
-    on: str,
-    plan_path: str,
-    options: Mapping[str, object],
-    settings: Sequence[str],
-    *,
-    output: str | None,
-    dry_run: bool,
-) -> Submission:
-    """Write the job that launches a plan with these options on all its nodes."""
-    from meshwright.jobs import submit  # noqa: PLC0415 - one way to launch needs it
-
-    wanted = document.read(Plan, plan_path)
-    machine = machine_of(wanted.cluster, None)
-    warning = caveat(plan_model(wanted, plan_path), machine)
-    if warning is not None:
-        raise LaunchError(f"{plan_path}: {warning.what}")
-    written: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            written += [f"--{name}", str(value)]
-        elif isinstance(value, bool):
-            written += [f"--{name}"] if value else []
-        elif value is not None:
-            assert isinstance(value, Sequence)
-            written += [part for each in value for part in (f"--{name}", str(each))]
-    folder = Path(output) if output else Path("runs", wanted.model.name)
-    return submit(on, plan_path, wanted, machine, written, settings, folder=folder, dry_run=dry_run)
 
 
 def export(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshwright import commands
+from meshwright import commands, launches
 from meshwright.answers import comparison_table
 from planner import document
 from planner.errors import MeshwrightError
@@ -63,10 +63,10 @@ def _demonstrate() -> None:
     out.print(f"-> {plan}")
 
     out.rule("3. launch: train by the plan on Python's own sources")
-    run = commands.launch(
+    run = launches.launch(
         plan, steps=STEPS, profile=profile, output=str(FOLDER / "run"), checkpoint=None
     )
-    assert isinstance(run, commands.Run)
+    assert isinstance(run, launches.Run)
     losses = run.report.losses
     shown = [losses[i] for i in range(0, len(losses), max(1, len(losses) // 6))]
     out.print("loss " + " -> ".join(f"{loss:.3f}" for loss in [*shown, losses[-1]]))

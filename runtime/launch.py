@@ -39,6 +39,16 @@ from runtime.run import Device, Failure, Orders, RankRecord, StepRecord
 from runtime.supervise import BadEnd, Exit, is_timeout, last_lines, supervised
 
 
+class RankLost(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """A rank ended as if its device were gone: killed from outside, or by its driver."""
+
+    def __init__(self, message: str, *, lead: str, local_rank: int) -> None:
+        super().__init__(message)
+        self.lead = lead
+        """What happened, without what can be done."""
+        self.local_rank = local_rank
+
+
 def launch(
     plan_path: Path | str,
     *,
@@ -294,10 +304,18 @@ def _bad_end(ready: Preflight, bad: BadEnd, *, after_step: int) -> Exception:
         how = f"waited {ready.plan.timeout_s:g} s (the plan's timeout_s) for other ranks{named}"
     else:
         how = _how(ended, failure)
-    return LaunchError(
-        f"rank {ended.rank} {how} after step {after_step}{_way_on(ready)}. "
-        f"The end of {log}:{last_lines(log)}"
-    )
+    lead = f"rank {ended.rank} {how} after step {after_step}"
+    message = f"{lead}{_way_on(ready)}. The end of {log}:{last_lines(log)}"
+    if _lost(ended, failure):
+        return RankLost(message, lead=lead, local_rank=ready.local_ranks[ended.rank])
+    return LaunchError(message)
+
+
+def _lost(ended: Exit, failure: Failure | None) -> bool:
+    """Whether a rank's device is gone rather than its program wrong."""
+    if failure is None:
+        return ended.code < 0
+    return failure.kind == "AcceleratorError" or "CUDA error" in failure.message
 
 
 def _how(ended: Exit, failure: Failure | None) -> str:

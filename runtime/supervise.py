@@ -30,7 +30,13 @@ GRACE_S = 5.0
 """From SIGTERM to SIGKILL."""
 
 _OF_PEERS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
-_PEER_IS_SILENT = ("Timed out waiting", "collective operation timeout", "wait timeout")
+_PEER_IS_SILENT = (
+    "Timed out waiting",
+    "Application timeout caused pair closure",  # of operations under way with one that timed out
+    "Operation timed out",
+    "collective operation timeout",
+    "wait timeout",
+)
 _PEER_IS_GONE = ("closed by peer", "Connection reset", "Broken pipe", "Connection refused")
 
 

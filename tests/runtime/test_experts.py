@@ -81,7 +81,10 @@ MORE_ON_FOUR = (
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ranks", "rows"), [(2, TWO), (4, FOUR)], ids=["2", "4"])
+@pytest.mark.parametrize(
+    ("ranks", "rows"),
+    [pytest.param(2, TWO, id="2"), pytest.param(4, FOUR, id="4", marks=pytest.mark.matrix)],
+)
 def test_experts_train_like_one_process(ranks: int, rows: tuple[Any, ...]) -> None:
     check(rows, ranks)
 

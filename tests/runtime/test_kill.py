@@ -88,10 +88,10 @@ def check_as_if_nothing_had_happened(room: Room) -> None:
 
 
 @pytest.mark.ranks
-def test_three_kills_cost_nothing(room: Room) -> None:
+def test_a_kill_costs_nothing(room: Room) -> None:
     pytest.importorskip("torch")
 
-    kill_and_resume(room, moments=3, seed=1)
+    kill_and_resume(room, moments=1, seed=1)
 
     check_as_if_nothing_had_happened(room)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime.run import Failure
-from runtime.supervise import Exit, Ranks, first_cause, free_socket, last_lines
+from runtime.supervise import Exit, Ranks, first_cause, free_socket, is_timeout, last_lines
 
 
 def failure(rank: int, kind: str, message: str = "", at: float = 0.0) -> Failure:
@@ -141,3 +141,14 @@ def test_the_end_of_a_log_is_quoted_line_by_line(tmp_path: Path) -> None:
 
     assert last_lines(log, 2) == "\n    line 4999\n    caf\ufffd"
     assert last_lines(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Timed out waiting 5000ms for recv operation to complete",
+        "[gloo/transport/tcp/pair.cc:598] Application timeout caused pair closure",
+    ],
+)
+def test_operations_under_way_with_one_that_timed_out_are_timeouts_too(message: str) -> None:
+    assert is_timeout(Failure(rank=0, kind="RuntimeError", message=message, at_unix_s=0.0))

@@ -1,0 +1,262 @@
+"""The command `launch`: a plan run here, submitted as a job, or gone on with on fewer devices."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.inputs import machine_of, need_torch, plan_model, profile_for
+from meshwright.replan import for_fewer, leave_out
+from planner import document
+from planner.cluster import ClusterSpec
+from planner.errors import DocumentError, LaunchError
+from planner.model import ModelGraph
+from planner.native import caveat
+from planner.plan import Plan
+from planner.predict import predict as predict_plan
+from planner.prediction import Prediction
+from planner.profile import Profiles
+
+if TYPE_CHECKING:
+    from meshwright.jobs import Submission
+    from runtime.nodes import Seat
+    from runtime.report import Comparison, RunReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A finished training run beside its prediction."""
+
+    plan: Plan
+    report: RunReport
+    prediction: Prediction
+    rows: list[Comparison]
+
+
+def launch(
+    plan_path: str,
+    *,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    steps: int = 20,
+    checkpoint: str | None = None,
+    checkpoint_every: int | None = None,
+    keep_checkpoints: int = 2,
+    resume: bool = False,
+    or_start: bool = False,
+    replan: bool = False,
+    output: str | None = None,
+    on: str = "local",
+    job: Sequence[str] = (),
+    dry_run: bool = False,
+    max_seconds: float | None = None,
+    weights: str | None = None,
+    training: Sequence[str] = (),
+    evaluate: str | None = None,
+    evaluate_every: int | None = None,
+    evaluate_batches: int = 8,
+    tensorboard: bool = False,
+    profile: str | None = None,
+    nodes: int | None = None,
+    node: int | None = None,
+    rendezvous: str | None = None,
+    quiet: bool = False,
+) -> Run | Submission | None:
+    """Train by a plan; return what was predicted and what was measured.
+
+    On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
+    `replan` goes on where devices are fewer than the plan's, or one is lost, under a plan for those
+    that are left.
+    `on` slurm or kubernetes writes a job that does so there and submits it, told `job` settings;
+    a dry run gives its text alone.
+    """
+    if replan and checkpoint is None:
+        raise DocumentError("replan", "goes on from checkpoints: add --checkpoint FOLDER")
+    if on != "local":
+        options = {
+            "data": data,
+            "tokenizer": tokenizer,
+            "steps": steps,
+            "checkpoint": checkpoint,
+            "checkpoint-every": checkpoint_every,
+            "keep-checkpoints": keep_checkpoints,
+            # A job that is started again goes on.
+            "resume": resume or checkpoint is not None,
+            "or-start": or_start or (checkpoint is not None and not resume),
+            "replan": replan,
+            "max-seconds": max_seconds,
+            "weights": weights,
+            "training": training,
+            "eval": evaluate,
+            "eval-every": evaluate_every,
+            "eval-batches": evaluate_batches,
+            "tensorboard": tensorboard,
+            "profile": profile,
+            "output": output,
+        }
+        return _submitted(on, plan_path, options, job, output=output, dry_run=dry_run)
+    if job:
+        raise DocumentError("job", "settings go with --on slurm or kubernetes")
+    need_torch("launching a plan")
+    from runtime.launch import RankLost  # noqa: PLC0415 - the runtime
+    from runtime.nodes import seat_of  # noqa: PLC0415
+
+    seat = seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
+    settings: dict[str, Any] = {
+        "data": data,
+        "tokenizer": tokenizer,
+        "steps": steps,
+        "checkpoint": checkpoint,
+        "checkpoint_every": checkpoint_every,
+        "keep_checkpoints": keep_checkpoints,
+        "output": output,
+        "dry_run": dry_run,
+        "max_seconds": max_seconds,
+        "weights": weights,
+        "training": training,
+        "evaluate": evaluate,
+        "evaluate_every": evaluate_every,
+        "evaluate_batches": evaluate_batches,
+        "tensorboard": tensorboard,
+        "quiet": quiet,
+    }
+    fit = Fit.of(plan_path, profile)
+    if replan and (left := fit.left(seat)) is not None:
+        fit = fit.again(left, Path(checkpoint or ""), quiet=quiet)
+        resume = or_start = True
+    while True:
+        try:
+            return _launched(fit, seat, resume=resume, or_start=or_start, **settings)
+        except RankLost as lost:
+            devices = fit.plan.mesh.devices
+            if not replan or seat.nodes > 1 or devices == 1:
+                raise
+            print(f"meshwright: {lost.lead}", file=sys.stderr)
+            if fit.machine.groups[0].accelerator.kind != "cpu":
+                leave_out(lost.local_rank, devices)
+            fit = fit.again(devices - 1, Path(checkpoint or ""), quiet=quiet)
+            resume = or_start = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A plan, its model, and the machine that it is for."""
+
+    path: str
+    plan: Plan
+    graph: ModelGraph
+    machine: ClusterSpec
+    measured: Profiles
+    profile: str | None
+
+    @classmethod
+    def of(cls, path: str, profile: str | None) -> Fit:
+        """Read a plan with what it names."""
+        plan = document.read(Plan, path)
+        graph = plan_model(plan, path)
+        measured = profile_for(graph, profile)
+        machine = machine_of(plan.cluster, measured)
+        return cls(
+            path=path, plan=plan, graph=graph, machine=machine, measured=measured, profile=profile
+        )
+
+    def left(self, seat: Seat) -> int | None:
+        """Return how many nodes are there, or devices of one node; None if as many as planned."""
+        from runtime.preflight import cuda_devices  # noqa: PLC0415 - the runtime
+
+        planned = sum(group.nodes for group in self.machine.groups)
+        if seat.nodes != planned:
+            return seat.nodes if seat.nodes < planned else None
+        on_cpu = self.machine.groups[0].accelerator.kind == "cpu"
+        if planned > 1 or on_cpu:
+            return None
+        here: int = cuda_devices()
+        return here if 0 < here < self.plan.mesh.devices else None
+
+    def again(self, left: int, folder: Path, *, quiet: bool) -> Fit:
+        """Return the same training planned for what is left."""
+        path = for_fewer(
+            self.plan, self.graph, self.machine, self.measured, left=left, folder=folder
+        )
+        fit = Fit.of(str(path), self.profile)
+        if not quiet:
+            print(
+                f"meshwright: planned again for {fit.machine.devices} of {self.machine.devices} "
+                f"devices: {fit.plan.layout.text()}, written to {path}",
+                file=sys.stderr,
+            )
+        return fit
+
+
+def _launched(fit: Fit, seat: Seat, *, dry_run: bool, quiet: bool, **settings: Any) -> Run | None:
+    """Launch a plan on the devices that are here."""
+    from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
+    from runtime.preflight import cuda_devices  # noqa: PLC0415
+    from runtime.report import comparison  # noqa: PLC0415
+
+    wanted, graph, machine = fit.plan, fit.graph, fit.machine
+    devices = [group.devices_per_node for group in machine.groups for _ in range(group.nodes)]
+    if seat.nodes > 1 and seat.nodes != len(devices):
+        raise LaunchError(
+            f"the plan is for {len(devices)} nodes ({wanted.cluster}), and {seat.source} says that "
+            f"there are {seat.nodes}; plan again for what is there, or add --replan"
+        )
+    warning = caveat(graph, machine)
+    if warning is not None:
+        raise LaunchError(f"{fit.path}: {warning.what}")
+    accelerator = machine.groups[0].accelerator
+    if accelerator.kind != "cpu" and not cuda_devices():
+        raise LaunchError(
+            f"the plan is for {wanted.cluster}, and this machine has no {accelerator.name}; "
+            "launch it where the devices are, or plan again for --cluster local"
+        )
+    prediction = predict_plan(wanted, graph, machine, fit.measured)
+    report = start(
+        fit.path,
+        model=graph,
+        dry_run=dry_run,
+        peak_step_s=prediction.mfu * prediction.step_time_s or None,
+        seat=seat,
+        nodes=devices if seat.nodes > 1 else (),
+        quiet=quiet,
+        **settings,
+    )
+    if report is None:
+        return None
+    return Run(
+        plan=wanted, report=report, prediction=prediction, rows=comparison(report, prediction)
+    )
+
+
+def _submitted(
+    on: str,
+    plan_path: str,
+    options: Mapping[str, object],
+    settings: Sequence[str],
+    *,
+    output: str | None,
+    dry_run: bool,
+) -> Submission:
+    """Write the job that launches a plan with these options on all its nodes."""
+    from meshwright.jobs import submit  # noqa: PLC0415 - one way to launch needs it
+
+    wanted = document.read(Plan, plan_path)
+    machine = machine_of(wanted.cluster, None)
+    warning = caveat(plan_model(wanted, plan_path), machine)
+    if warning is not None:
+        raise LaunchError(f"{plan_path}: {warning.what}")
+    written: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            written += [f"--{name}", str(value)]
+        elif isinstance(value, bool):
+            written += [f"--{name}"] if value else []
+        elif value is not None:
+            assert isinstance(value, Sequence)
+            written += [part for each in value for part in (f"--{name}", str(each))]
+    folder = Path(output) if output else Path("runs", wanted.model.name)
+    return submit(on, plan_path, wanted, machine, written, settings, folder=folder, dry_run=dry_run)

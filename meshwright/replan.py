@@ -1,0 +1,112 @@
+"""Going on with fewer devices: the same training planned again for what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from planner import document
+from planner.cluster import ClusterSpec
+from planner.costs.group_costs import only_profile
+from planner.errors import DocumentError, LaunchError, NoPlanFits
+from planner.model import ModelGraph
+from planner.plan import Job, Plan
+from planner.profile import Profiles
+from planner.search.best_first import Answer, search
+from planner.search.pins import Allowance, Pins
+from planner.whatif.changes import changed
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def for_fewer(
+    wanted: Plan,
+    graph: ModelGraph,
+    machine: ClusterSpec,
+    measured: Profiles,
+    *,
+    left: int,
+    folder: Path,
+) -> Path:
+    """Plan the same training for the `left` nodes, or devices of one node; return the plan's file.
+
+    The step stays what it was: sequences, global batch, precision, optimizer.  The plan and the
+    cluster that it is for are written into `folder`.  Of one node's devices some may be left out if
+    that is faster; LaunchError if no plan fits.
+    """
+    if wanted.schedule == "pipedream-2bw":
+        raise LaunchError(
+            "replan: the plan's schedule is pipedream-2bw, whose gradients are as old as its "
+            "pipeline makes them; plan again by hand"
+        )
+    job = Job(
+        seq_len=wanted.seq_len,
+        global_batch=wanted.global_batch,
+        precision=wanted.precision,
+        lora=wanted.training.lora,
+    )
+    best: Answer | None = None
+    for cluster in _smaller(machine, left):
+        with contextlib.suppress(NoPlanFits):
+            best = search(
+                graph,
+                cluster,
+                job,
+                cluster_name=str(folder / f"cluster-of-{cluster.devices}.yaml"),
+                profile=only_profile(measured),
+                pins=Pins(allowed=_allowed(wanted)),
+                below_s=math.inf if best is None else best.certificate.objective_s,
+            )
+            chosen = cluster
+    if best is None:
+        raise LaunchError(
+            f"replan: no plan of {graph.name} fits what is left of {machine.name}; checkpoints can "
+            "be resumed on more devices"
+        )
+    plan = best.plan.model_copy(
+        update={
+            "model": wanted.model,
+            "training": wanted.training,
+            "timeout_s": wanted.timeout_s,
+        }
+    )
+    document.write(chosen, plan.cluster)
+    path = folder / f"plan-for-{chosen.devices}.yaml"
+    document.write(plan, path)
+    return path
+
+
+def _smaller(machine: ClusterSpec, left: int) -> Iterator[ClusterSpec]:
+    """Yield the cluster with so many nodes, or its one node with so many devices and fewer."""
+    if machine.mixed:
+        raise LaunchError(f"replan: {machine.name} has devices that differ; plan again by hand")
+    [group] = machine.groups
+    sizes = (left,) if group.nodes > 1 else range(left, 0, -1)
+    whole = group.nodes if group.nodes > 1 else group.devices_per_node
+    for size in sizes:
+        smaller = changed(machine, "devices", size / whole)
+        if smaller is not None:
+            yield smaller
+
+
+def _allowed(wanted: Plan) -> frozenset[Allowance]:
+    """Return what the plan does already and may do again."""
+    treated = {item.activations for stage in wanted.stages for item in stage.layers}
+    allowed: set[Allowance] = set()
+    if wanted.offload != "none" or "offload" in treated:
+        allowed.add("offload")
+    if wanted.gradient_wire != "full" or "compress" in treated:
+        allowed.add("compress")
+    return frozenset(allowed)
+
+
+def leave_out(local_rank: int, devices: int) -> None:
+    """Hide a lost device from ranks that are started from now on."""
+    seen = os.environ.get(VISIBLE)
+    names = seen.split(",") if seen else [str(index) for index in range(devices)]
+    if local_rank >= len(names):
+        raise DocumentError(VISIBLE, f"is '{seen}', which has no device {local_rank}")
+    os.environ[VISIBLE] = ",".join(names[:local_rank] + names[local_rank + 1 :])

@@ -1,0 +1,128 @@
+"""Training that goes on, under another plan, where devices are fewer than planned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshwright.launches import launch
+from meshwright.replan import for_fewer, leave_out
+from planner.document import read, write
+from planner.errors import DocumentError, LaunchError
+from planner.expressions import resolve_cluster, resolve_model
+from planner.plan import Job, Plan, PlannedModel
+from planner.search.best_first import search
+from runtime.run import metrics_file, read_records
+from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
+
+STEPS = 40
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    made = Room(tmp_path)
+    made.text.write_text("the quick brown fox jumps over the lazy dog\n" * 200, encoding="utf-8")
+    yield made
+    for launcher in made.started:
+        if launcher.poll() is None:
+            launcher.kill()
+        launcher.communicate()
+
+
+def two_ranks(room: Room) -> Plan:
+    write(MODEL, room.folder / "model.yaml")
+    source = str(room.folder / "model.yaml")
+    planned = PlannedModel(name="tiny", source=source, digest=MODEL.digest)
+    return plan_of(data=2).model_copy(update={"model": planned, "cluster": "local:2"})
+
+
+@pytest.mark.ranks
+def test_a_killed_rank_is_done_without_and_losses_stay_the_same(room: Room) -> None:
+    pytest.importorskip("torch")
+    plan = two_ranks(room)
+    command = [sys.executable, "-m", "meshwright", "launch", str(room.plan(plan)), "--replan"]
+    command += ["--data", str(room.text), "--steps", str(STEPS), "--output"]
+    command += [str(room.folder / "out"), "--checkpoint", str(room.folder / "saved")]
+    launcher = subprocess.Popen(
+        [*command, "--checkpoint-every", "1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    room.started.append(launcher)
+    room.wait_for_step(3, while_running=launcher)
+
+    os.kill(room.ranks()[1], signal.SIGKILL)
+    said, told = launcher.communicate(timeout=120)
+
+    assert launcher.returncode == 0, told
+    assert "rank 1 was killed by SIGKILL" in told
+    assert "planned again for 1 of 2 devices" in told
+    assert "going on from" in told
+    assert f"step-{STEPS:06}" in said
+    losses = {step.step: step.loss for step in read_records(metrics_file(room.folder / "out"))}
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    alone = Room(room.folder / "alone")
+    alone.folder.mkdir()
+    expected = alone.run(plan_of(), data=room.text, steps=STEPS).losses
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_plan_for_fewer_devices_does_the_same_step(tmp_path: Path) -> None:
+    graph, machine = resolve_model("gpt2"), resolve_cluster("8xa10g")
+    job = Job(seq_len=1024, global_batch=64)
+    wanted = search(graph, machine, job, cluster_name="8xa10g").plan
+    training = wanted.training.changed(["learning_rate=1e-5"])
+
+    path = for_fewer(
+        wanted.model_copy(update={"training": training}),
+        graph,
+        machine,
+        None,
+        left=7,
+        folder=tmp_path,
+    )
+
+    plan = read(Plan, path)
+    assert (plan.seq_len, plan.global_batch, plan.precision) == (1024, 64, wanted.precision)
+    assert plan.training == training
+    # 64 sequences do not divide by 7: fewer devices with whole shares are faster.
+    fewer = resolve_cluster(plan.cluster)
+    assert plan.mesh.devices == fewer.devices <= 7
+    fastest = min(
+        search(graph, resolve_cluster(f"{n}xa10g"), job).prediction.step_time_s for n in (4, 7)
+    )
+    again = search(graph, fewer, job).prediction.step_time_s
+    assert again <= fastest * (1 + 1e-9)
+
+
+def test_what_fits_no_fewer_devices_is_refused(tmp_path: Path) -> None:
+    graph, machine = resolve_model("llama-3.2-1b"), resolve_cluster("2xrtx-3080")
+    wanted = plan_of(data=2)
+
+    with pytest.raises(LaunchError, match=r"replan: no plan of llama-3\.2-1b fits what is left"):
+        for_fewer(wanted, graph, machine, None, left=1, folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lost_device_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    leave_out(1, 4)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,2,3"
+    leave_out(2, 3)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
+
+
+def test_replanning_needs_checkpoints(room: Room) -> None:
+    path = room.plan(two_ranks(room))
+    with pytest.raises(DocumentError, match="add --checkpoint FOLDER"):
+        launch(str(path), replan=True)
