@@ -294,7 +294,9 @@ def placement_prediction(
         measured=tables.profile is not None,
         experts=model.architecture is not None and model.architecture.experts is not None,
     )
-    flops = step_flops(model, seq_len=job.seq_len, global_batch=job.global_batch)
+    flops = step_flops(
+        model, seq_len=job.seq_len, global_batch=job.global_batch, frozen=job.lora is not None
+    )
     every_peak = sum(peak_flops(seat.accelerator, job.precision) for seat in seats.stages)
     peak = every_peak / layout.stages
     peaks = [sum(of_stage.values()) for of_stage in memory]

@@ -39,7 +39,12 @@ def run_prediction(run: Run, model: ModelGraph, layout: str) -> Prediction:
     recompute = run.recompute or "none"
     seconds = stage_seconds(priced(run, rules), recompute)
     accelerator = run.cluster.groups[0].accelerator
-    flops = step_flops(model, seq_len=run.seq_len, global_batch=run.global_batch)
+    flops = step_flops(
+        model,
+        seq_len=run.seq_len,
+        global_batch=run.global_batch,
+        frozen=run.task in ("lora", "qlora"),
+    )
     peak = run.devices * peak_flops(accelerator, run.precision)  # type: ignore[arg-type]
     range_of = "its own residuals"
     if result.beyond:

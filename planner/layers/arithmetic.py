@@ -36,7 +36,9 @@ def table(model: ModelGraph, layer: Layer, setting: Setting) -> Table:
     return _block(architecture, layer.kind, setting)
 
 
-def step_flops(model: ModelGraph, *, seq_len: int, global_batch: int) -> float:
+def step_flops(
+    model: ModelGraph, *, seq_len: int, global_batch: int, frozen: bool = False
+) -> float:
     """FLOPs of one step by the convention of model FLOPs utilisation.
 
         6 N + 12 L a d s      per token
@@ -44,24 +46,26 @@ def step_flops(model: ModelGraph, *, seq_len: int, global_batch: int) -> float:
     N are the parameters that multiply a token (all but the input embedding and the experts that it
     is not sent to), the second term is attention without discount for the causal mask, forward and
     backward; recomputation does not count.  Source: Chowdhery et al., 2022 (PaLM), appendix B.
-    A sliding window replaces s.  Traced layers count three times their forward FLOPs.
+    A sliding window replaces s.  Traced layers count three times their forward FLOPs.  Of `frozen`
+    weights, under adapters, no gradient is worked out: 4 N, twice the forward FLOPs of traced ones.
     """
     architecture = model.architecture
+    each = 4.0 if frozen else 6.0
     if architecture is None:
         forward = sum(
             layer.repeat * (layer.trace.forward_flops if layer.trace else 0.0)
             for layer in model.layers
         )
-        return 3.0 * forward * global_batch
+        return each / 2.0 * forward * global_batch
     tokens = float(seq_len * global_batch)
     flops = 0.0
     for layer in model.layers:
         if layer.kind == "embedding":
             continue
-        flops += layer.repeat * 6.0 * _active_parameters(architecture, layer) * tokens
+        flops += layer.repeat * each * _active_parameters(architecture, layer) * tokens
         if layer.kind == "head":
             if architecture.tied_embeddings and architecture.vocab_size:
-                flops += 6.0 * architecture.vocab_size * embedding_width(architecture) * tokens
+                flops += each * architecture.vocab_size * embedding_width(architecture) * tokens
             continue
         span = window(architecture, layer.kind, seq_len)
         flops += layer.repeat * 12.0 * attention_width(architecture) * span * tokens

@@ -144,6 +144,16 @@ def test_a_step_is_six_n_d_and_attention(name: str) -> None:
     assert flops == pytest.approx(6 * (model.parameters - embedding) * tokens + attention, rel=1e-6)
 
 
+def test_frozen_weights_have_no_gradients_of_their_own() -> None:
+    model = resolve_model("gpt2")
+    whole = step_flops(model, seq_len=1024, global_batch=2)
+    frozen = step_flops(model, seq_len=1024, global_batch=2, frozen=True)
+    attention = 12 * 12 * 768 * 1024 * 2048.0
+
+    # Of 6 N, 2 N are gradients of weights; attention has none.
+    assert frozen - attention == pytest.approx((whole - attention) * 4 / 6)
+
+
 def test_a_token_counts_only_the_experts_that_it_visits() -> None:
     # Mixtral-8x7B: 12.9 of 46.7 billion parameters are active (mistral.ai/news/mixtral-of-experts).
     model = resolve_model("mixtral-8x7b")
