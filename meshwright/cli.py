@@ -587,7 +587,8 @@ def whatif(
 ) -> None:
     """Compare clusters before they are bought or rented: time, cost, energy of the best plans."""
     from meshwright import studies  # noqa: PLC0415 - other commands need none of it
-    from planner.report.whatif_text import result_text  # noqa: PLC0415
+    from planner.report.whatif_text import result_text, verdict  # noqa: PLC0415
+    from planner.whatif.answers import answers  # noqa: PLC0415
     from planner.whatif.run import result_json  # noqa: PLC0415
 
     with _bar("planning candidates", quiet=json) as progress:
@@ -610,7 +611,8 @@ def whatif(
             progress=progress,
         )
     if json:
-        print(as_json(result_json(found)))
+        said = {"verdict": verdict(found), "answers": answers(found)}
+        print(as_json({**said, **result_json(found)}))
         return
     out.print(result_text(found))
     for path in (html, table):

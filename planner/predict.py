@@ -133,7 +133,8 @@ def _shared_prediction(
     )
     accelerators = {group.name: group.accelerator for group in cluster.groups}
     peak = sum(peak_flops(accelerators[group], plan.precision) for group in ranks)
-    flops = step_flops(model, seq_len=plan.seq_len, global_batch=plan.global_batch)
+    frozen = plan.training.lora is not None
+    flops = step_flops(model, seq_len=plan.seq_len, global_batch=plan.global_batch, frozen=frozen)
     used = slowest.step_time_s * peak * plan.mesh.devices / len(ranks)
     every = (assumption for prediction in each for assumption in prediction.assumptions)
     return slowest.model_copy(

@@ -120,9 +120,10 @@ def ranks_table(result: Result, model: str, ranks: Sequence[Rank]) -> Table:
 
 def _speed(outcome: Outcome) -> Iterator[str]:
     if outcome.step_s is not None and outcome.tokens_per_s is not None:
-        yield seconds_text(outcome.step_s.value)
-        yield f"{count_text(outcome.tokens_per_s.value)}/s"
-        yield f"{100 * outcome.mfu:.0f} %"
+        step, rate, mfu = outcome.step_s, outcome.tokens_per_s, outcome.utilisation
+        yield f"{seconds_text(step.value)} ({seconds_text(step.low)}-{seconds_text(step.high)})"
+        yield f"{count_text(rate.value)} ({count_text(rate.low)}-{count_text(rate.high)})/s"
+        yield f"{100 * mfu.value:.0f} ({100 * mfu.low:.0f}-{100 * mfu.high:.0f}) %"
 
 
 def _time(result: Result, outcome: Outcome) -> Iterator[str]:

@@ -88,6 +88,13 @@ class Outcome:
     plan: Plan | None = None
 
     @property
+    def utilisation(self) -> Span:
+        """MFU with the range of the step."""
+        if self.step_s is None:
+            return exact(0.0)
+        return self.step_s.inverse.times(self.mfu * self.step_s.value)
+
+    @property
     def link_share(self) -> float:
         """Share of a step that waits for links between devices."""
         step_s = sum(self.step_parts.values())

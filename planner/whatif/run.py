@@ -98,8 +98,9 @@ def run(
     ]
     done: dict[int, Outcome] = {}
     interrupted = False
+    told = _Told(progress, len(tasks) + _changes_asked(study))
     try:
-        for index, outcome in _evaluated(tasks, processes, progress):
+        for index, outcome in _evaluated(tasks, processes, told):
             done[index] = outcome
     except KeyboardInterrupt:
         interrupted = True
@@ -116,10 +117,29 @@ def run(
         candidates=candidates,
         break_even=tuple(break_evens(list(candidates.values()), study.assumptions)),
     )
-    return result if interrupted else _followed(result, processes)
+    return result if interrupted else _followed(result, processes, told)
 
 
-def _followed(result: Result, processes: int | None) -> Result:
+def _changes_asked(study: Study) -> int:
+    """Return how many changes of single candidates a study asks for."""
+    marginal = study.marginal.changes.values() if study.marginal else ()
+    return sum(map(len, marginal)) + sum(len(curve.factors) for curve in study.curves)
+
+
+class _Told:
+    """Progress over all rounds of evaluations: candidates first, then changes."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def more(self, count: int) -> None:
+        """Tell that so many more are done."""
+        self._done = min(self._total, self._done + count)
+        if self._progress:
+            self._progress(self._done, self._total)
+
+
+def _followed(result: Result, processes: int | None, told: _Told) -> Result:
     """Add marginal values, curves and doubts, which are about single candidates."""
     study = result.study
     best = result.best or next((o for o in result.outcomes if o.fits), None)
@@ -130,12 +150,12 @@ def _followed(result: Result, processes: int | None) -> Result:
     if study.marginal is not None:
         base = _base(result, study.marginal.offer, best)
         wanted = [(c, f) for c, factors in study.marginal.changes.items() for f in factors]
-        marginal = tuple(_changes(result, base, wanted, processes))
+        marginal = tuple(_changes(result, base, wanted, processes, told))
     curves = []
     for curve in study.curves:
         base = _base(result, curve.offer, best)
         wanted = [(curve.change, factor) for factor in curve.factors]
-        curves.append(tuple(_changes(result, base, wanted, processes)))
+        curves.append(tuple(_changes(result, base, wanted, processes, told)))
     first = result.ranks[best.model]
     return replace(
         result,
@@ -163,6 +183,7 @@ def _changes(
     base: Outcome,
     wanted: Sequence[tuple[ChangeName, float]],
     processes: int | None,
+    told: _Told,
 ) -> Iterator[Changed]:
     """Yield what each change of a candidate does to it, planned again at the same price."""
     candidate = result.candidates[base.candidate]
@@ -178,7 +199,7 @@ def _changes(
         tasks.append(
             _Task(_resized_work(result.study, base, change, cluster.devices), base.model, other)
         )
-    outcomes = dict(_evaluated(tasks, processes, None))
+    outcomes = dict(_evaluated(tasks, processes, told))
     for index, (change, factor) in enumerate(possible):
         yield _compared(base, change, factor, outcomes[index])
 
@@ -214,7 +235,7 @@ def _compared(base: Outcome, change: ChangeName, factor: float, outcome: Outcome
 
 
 def _evaluated(
-    tasks: Sequence[_Task], processes: int | None, progress: Progress | None
+    tasks: Sequence[_Task], processes: int | None, told: _Told
 ) -> Iterator[tuple[int, Outcome]]:
     """Yield outcomes with the index of their task, as they come.
 
@@ -225,14 +246,11 @@ def _evaluated(
         key = same_plan(task.study, task.model, task.candidate)
         alike.setdefault(key, []).append(index)
     groups = list(alike.values())
-    done = 0
     for group, found in _planned([tasks[group[0]] for group in groups], processes):
         for index in groups[group]:
             task = tasks[index]
             yield index, evaluate(task.study, task.model, task.candidate, found)
-        done += len(groups[group])
-        if progress:
-            progress(done, len(tasks))
+        told.more(len(groups[group]))
 
 
 def _planned(tasks: Sequence[_Task], processes: int | None) -> Iterator[tuple[int, Planned]]:
