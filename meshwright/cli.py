@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -369,14 +370,36 @@ class DType(StrEnum):
 
 @app.command()
 def export(
-    source: Annotated[str, typer.Argument(help="A checkpoint, or a folder of them (the newest)")],
-    to: Annotated[str, typer.Option("--to", help="huggingface, or peft for LoRA adapters")],
-    output: Annotated[str, typer.Option("-o", "--output", help="A new folder")],
+    source: Annotated[
+        str, typer.Argument(help="A checkpoint, a folder of them (the newest), or a plan.yaml")
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="huggingface, or peft for LoRA adapters; of a plan megatron, torchtitan, "
+            "deepspeed, accelerate",
+        ),
+    ],
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="A new folder; of a plan a file")
+    ] = None,
     dtype: Annotated[DType, typer.Option("--dtype", help="Of the weights")] = DType.FP32,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint as a folder that transformers or peft loads."""
+    """Write a checkpoint as a folder that others load, or a plan as another's configuration."""
     written = commands.export(source, to=to, output=output, dtype=dtype.value)
+    if isinstance(written, commands.Configured):
+        if json:
+            print(as_json(asdict(written)))
+            return
+        if written.file is None:
+            print(written.text, end="")
+        else:
+            out.print(f"written to {written.file}; {to} reads it")
+        for said in written.in_the_script:
+            print(f"meshwright: in the training script: {said}", file=sys.stderr)
+        return
     if json:
         print(as_json(export_json(written)))
         return

@@ -181,14 +181,32 @@ def predict(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configured:
+    """A plan in the words of another framework, and what its training script has to do."""
+
+    framework: str
+    text: str
+    in_the_script: list[str]
+    file: str | None
+
+
 def export(
-    source: str, *, to: str, output: str, dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-) -> Exported:
-    """Write a checkpoint in the form that another program reads."""
+    source: str,
+    *,
+    to: str,
+    output: str | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+) -> Exported | Configured:
+    """Write a checkpoint in the form that another program reads, or a plan as its configuration."""
+    if is_plan(source):
+        return _configured(source, to, output)
     if to not in ("huggingface", "peft"):
         raise DocumentError(
             "to", f"is '{to}'; a checkpoint is exported to huggingface, its adapters to peft"
         )
+    if output is None:
+        raise DocumentError("output", "is missing; name a new folder with -o")
     need_torch("exporting a checkpoint")
     from runtime.export import to_huggingface, to_peft  # noqa: PLC0415 - the runtime
 
@@ -197,6 +215,19 @@ def export(
     else:
         written = to_huggingface(Path(source), Path(output), dtype=dtype)
     return written
+
+
+def _configured(source: str, to: str, output: str | None) -> Configured:
+    from planner.backends.export import configuration, in_the_script  # noqa: PLC0415 - one of many
+
+    wanted = document.read(Plan, source)
+    graph = plan_model(wanted, source)
+    text = configuration(wanted, graph, to)
+    if output is not None:
+        document.write_text(text, output)
+    return Configured(
+        framework=to, text=text, in_the_script=in_the_script(wanted, graph, to), file=output
+    )
 
 
 def profile(
