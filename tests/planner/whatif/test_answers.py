@@ -14,20 +14,7 @@ from planner.whatif.candidates import candidates_of, power_usd_per_device_hour
 from planner.whatif.evaluate import evaluate
 from planner.whatif.run import Result, run
 from planner.whatif.study import Study
-
-PRICE = {"usd_per_device_hour": 2.0, "date": "2026-11", "source": "a quote"}
-
-
-def study(**changes: Any) -> Study:
-    data: dict[str, Any] = {
-        "format": 1,
-        "name": "small",
-        "models": ["gpt2"],
-        "work": {"seq_len": 1024, "global_batch": 64},
-        "goal": {"tokens": 1e9},
-        "offers": [{"cluster": "4xa10g", "rent": PRICE}],
-    }
-    return Study.of({**data, **changes})
+from tests.planner.whatif.test_study import PRICE, study
 
 
 def said(result: Result, begin: str) -> str:
