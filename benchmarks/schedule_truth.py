@@ -7,8 +7,8 @@ over gloo), with stages whose forward and backward sleep for known seconds: equa
 that differ.  Sleeping needs no processor, so eight ranks run truly side by side on two cores.  The
 simulator (planner.simulate) times the same orders.  One constant, the seconds that the runtime
 takes for each action, is fitted on one row, 1F1B on 2 ranks with equal stages.
-Writes schedule_truth.json and docs/schedules.md.  A loaded machine wakes sleepers late: run it with
-`chrt -f 10` there.
+Writes schedule_truth.json and docs/schedules-executed.md.  A loaded machine wakes sleepers late:
+run it with `chrt -f 10` there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from profiler.ranks import result_of
 from runtime.pipeline import Pipeline, StagePart
 from runtime.weight_gradients import WeightGradients
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "schedules.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "schedules-executed.md"
 RANKS = (2, 4, 8)
 SCHEDULES = (
     ("gpipe", 1),
@@ -212,7 +212,7 @@ def fitted_action_s(measured_s: float, row: Row) -> float:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return docs/schedules.md."""
+    """Return docs/schedules-executed.md."""
     others = [abs(row["error"]) for row in result["rows"] if not row["fitted"]]
     lines = [
         "# Schedules: simulated and executed",
