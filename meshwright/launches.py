@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +151,6 @@ class Fit:
     graph: ModelGraph
     machine: ClusterSpec
     measured: Profiles
-    profile: str | None
 
     @classmethod
     def of(cls, path: str, profile: str | None) -> Fit:
@@ -160,9 +159,7 @@ class Fit:
         graph = plan_model(plan, path)
         measured = profile_for(graph, profile)
         machine = machine_of(plan.cluster, measured)
-        return cls(
-            path=path, plan=plan, graph=graph, machine=machine, measured=measured, profile=profile
-        )
+        return cls(path=path, plan=plan, graph=graph, machine=machine, measured=measured)
 
     def left(self, seat: Seat) -> int | None:
         """Return how many nodes are there, or devices of one node; None if as many as planned."""
@@ -182,7 +179,9 @@ class Fit:
         path = for_fewer(
             self.plan, self.graph, self.machine, self.measured, left=left, folder=folder
         )
-        fit = Fit.of(str(path), self.profile)
+        plan = document.read(Plan, path)
+        machine = machine_of(plan.cluster, self.measured)
+        fit = replace(self, path=str(path), plan=plan, machine=machine)
         if not quiet:
             print(
                 f"meshwright: planned again for {fit.machine.devices} of {self.machine.devices} "
