@@ -112,6 +112,23 @@ def _mixed(wanted: _Wanted) -> Iterator[str]:
         yield f"recompute differs between blocks ({told}); plan with --fix recompute=..."
 
 
+def _of_one_kind(wanted: _Wanted) -> Iterator[str]:
+    """Yield what a configuration that treats all blocks alike, in whole, has no words for."""
+    if wanted.plan.precision not in ("bf16", "fp16", "fp32"):
+        yield f"precision {wanted.plan.precision}"
+    if "selective" in wanted.recomputes:
+        yield "selective recompute, which its configuration has no word for"
+    yield from _mixed(wanted)
+
+
+def _of_fsdp(wanted: _Wanted) -> Iterator[str]:
+    """Yield what FSDP does not do: it shards gradients with states, and offloads all or nothing."""
+    if wanted.plan.offload == "optimizer":
+        yield "the optimizer alone on the host"
+    if wanted.plan.zero == 1:
+        yield "ZeRO-1: its sharding has gradients too"
+
+
 def _recompute(wanted: _Wanted) -> str:
     return next(iter(wanted.recomputes), "none")
 
@@ -208,10 +225,7 @@ def _titan_obstacles(wanted: _Wanted) -> Iterator[str]:
     plan = wanted.plan
     if plan.mesh.pipeline > 1 and plan.schedule not in _TITAN_SCHEDULES:
         yield f"schedule {plan.schedule}"
-    if plan.offload == "optimizer":
-        yield "the optimizer alone on the host"
-    if plan.zero == 1:
-        yield "ZeRO-1: its sharding has gradients too"
+    yield from _of_fsdp(wanted)
     if plan.precision not in ("bf16", "fp32"):
         yield f"precision {plan.precision}"
     if "selective" in wanted.recomputes:
@@ -277,11 +291,7 @@ def _deepspeed_obstacles(wanted: _Wanted) -> Iterator[str]:
         yield f"parameters on the host with ZeRO-{plan.zero}"
     if plan.mesh.data_replicate > 1 and plan.zero:
         yield "sharding within groups of replicas"
-    if plan.precision not in ("bf16", "fp16", "fp32"):
-        yield f"precision {plan.precision}"
-    if "selective" in wanted.recomputes:
-        yield "selective recompute, which its configuration has no word for"
-    yield from _mixed(wanted)
+    yield from _of_one_kind(wanted)
 
 
 def _deepspeed(wanted: _Wanted) -> str:
@@ -311,17 +321,10 @@ def _deepspeed(wanted: _Wanted) -> str:
 def _accelerate_obstacles(wanted: _Wanted) -> Iterator[str]:
     plan = wanted.plan
     yield from _degrees(wanted, pipeline=1, expert=1)
-    if plan.offload == "optimizer":
-        yield "the optimizer alone on the host"
-    if plan.zero == 1:
-        yield "ZeRO-1: its sharding has gradients too"
+    yield from _of_fsdp(wanted)
     if plan.zero == 0 and plan.mesh.tensor * plan.mesh.context > 1:
         yield "replicas with tensor or context parallelism"
-    if plan.precision not in ("bf16", "fp16", "fp32"):
-        yield f"precision {plan.precision}"
-    if "selective" in wanted.recomputes:
-        yield "selective recompute, which its configuration has no word for"
-    yield from _mixed(wanted)
+    yield from _of_one_kind(wanted)
 
 
 def _accelerate(wanted: _Wanted) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import resources
 
@@ -148,18 +148,26 @@ def bars_figure(
 
 def parts_figure(outcomes: Sequence[Outcome]) -> go.Figure:
     """Stacked bars: milliseconds of a step by cause."""
-    names = dict.fromkeys(name for o in outcomes for name, size in o.step_parts.items() if size > 0)
+    parts = [{name: size for name, size in o.step_parts.items() if size > 0} for o in outcomes]
     return go.Figure(
-        [
-            go.Bar(
-                name=name,
-                x=[_name(o) for o in outcomes],
-                y=[1e3 * o.step_parts.get(name, 0.0) for o in outcomes],
-            )
-            for name in names
-        ],
+        _stacked([_name(o) for o in outcomes], parts, scale=1e3),
         layout={"barmode": "stack", "yaxis": {"title": "ms"}},
     )
+
+
+def _stacked(
+    labels: Sequence[str], parts: Sequence[Mapping[str, float]], *, scale: float
+) -> list[go.Bar]:
+    """Return bars of each cause, one piece for each label."""
+    names = dict.fromkeys(name for of_label in parts for name in of_label)
+    return [
+        go.Bar(
+            name=name,
+            x=list(labels),
+            y=[scale * of_label.get(name, 0.0) for of_label in parts],
+        )
+        for name in names
+    ]
 
 
 def waterfall_figure(best: Outcome | None) -> go.Figure:
@@ -252,15 +260,8 @@ def stages_figure(best: Outcome | None) -> go.Figure:
     """Stacked bars: GiB by cause on each stage of one plan, where there are several."""
     if best is None or len(best.memory_parts) == 1:
         return go.Figure()
-    names = dict.fromkeys(name for parts in best.memory_parts for name in parts)
-    bars = [
-        go.Bar(
-            name=name,
-            x=[f"stage {index}" for index in range(len(best.memory_parts))],
-            y=[parts.get(name, 0.0) / GIB for parts in best.memory_parts],
-        )
-        for name in names
-    ]
+    labels = [f"stage {index}" for index in range(len(best.memory_parts))]
+    bars = _stacked(labels, best.memory_parts, scale=1 / GIB)
     figure = go.Figure(bars, layout={"barmode": "stack", "yaxis": {"title": "GiB"}})
     figure.add_hline(y=best.capacity_bytes / GIB, line_dash="dash")
     return figure
@@ -269,15 +270,7 @@ def stages_figure(best: Outcome | None) -> go.Figure:
 def memory_figure(outcomes: Sequence[Outcome]) -> go.Figure:
     """Stacked bars: GiB by cause on the fullest stage, with the device's memory above."""
     fullest = [max(o.memory_parts, key=lambda parts: sum(parts.values())) for o in outcomes]
-    names = dict.fromkeys(name for parts in fullest for name in parts)
-    bars = [
-        go.Bar(
-            name=name,
-            x=[_name(o) for o in outcomes],
-            y=[parts.get(name, 0.0) / GIB for parts in fullest],
-        )
-        for name in names
-    ]
+    bars = _stacked([_name(o) for o in outcomes], fullest, scale=1 / GIB)
     free = go.Bar(
         name="free",
         x=[_name(o) for o in outcomes],

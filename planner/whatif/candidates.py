@@ -129,28 +129,18 @@ def _of_each_provider(offer: Offer, text: str, known: Sequence[Rent]) -> list[Of
     if offer.rent is None or not offer.rent.each_provider:
         return [offer]
     names = {group.accelerator.name for group in resolve_cluster(text).groups}
-    providers = sorted(
-        {
-            rent.provider
-            for rent in known
-            if all(
-                _offers(
-                    name, Rental(commitment=offer.rent.commitment, provider=rent.provider), known
-                )
-                for name in names
-            )
-        }
-    )
-    if not providers:
+    rentals = [
+        Rental(commitment=offer.rent.commitment, provider=provider)
+        for provider in sorted({rent.provider for rent in known})
+    ]
+    having = [r for r in rentals if all(_offers(name, r, known) for name in names)]
+    if not having:
         raise DocumentError("rent.each_provider", f"nobody is known to rent {', '.join(names)}")
     return [
         offer.model_copy(
-            update={
-                "name": f"{offer.name or offer.cluster} at {provider}",
-                "rent": Rental(commitment=offer.rent.commitment, provider=provider),
-            }
+            update={"name": f"{offer.name or offer.cluster} at {rental.provider}", "rent": rental}
         )
-        for provider in providers
+        for rental in having
     ]
 
 

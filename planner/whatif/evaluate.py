@@ -139,6 +139,8 @@ class Planned:
     optimal: bool = False
     reason: str = ""
     """Why nothing fits."""
+    parameters: int = 0
+    """Of the model."""
 
 
 def planned(study: Study, model_name: str, candidate: Candidate) -> Planned:
@@ -149,7 +151,13 @@ def planned(study: Study, model_name: str, candidate: Candidate) -> Planned:
         plan, prediction, optimal = _best(study, model, candidate, job)
     except (NoPlanFits, DocumentError) as error:
         return Planned(reason=str(error))
-    return Planned(job=job, prediction=prediction, plan=plan, optimal=optimal)
+    return Planned(
+        job=job,
+        prediction=prediction,
+        plan=plan,
+        optimal=optimal,
+        parameters=model.parameters,
+    )
 
 
 def same_plan(study: Study, model_name: str, candidate: Candidate) -> tuple[str, ...]:
@@ -164,7 +172,6 @@ def evaluate(
     study: Study, model_name: str, candidate: Candidate, found: Planned | None = None
 ) -> Outcome:
     """Return the outcome of one model on one candidate, planned already or not."""
-    model = resolve_model(model_name)
     found = found or planned(study, model_name, candidate)
     blank = Outcome(
         candidate=candidate.name,
@@ -191,7 +198,7 @@ def evaluate(
     per_node = max(group.devices_per_node for group in candidate.cluster.groups)
     outcome = replace(
         blank,
-        parameters=model.parameters,
+        parameters=found.parameters,
         fits=True,
         layout=prediction.layout
         + (f" ({idle} of {candidate.devices} devices idle)" if idle else ""),
@@ -209,7 +216,7 @@ def evaluate(
         optimal=found.optimal,
         plan=plan.model_copy(update={"cluster": candidate.name}) if plan else None,
     )
-    return _with_goal(study, candidate, model, outcome)
+    return _with_goal(study, candidate, outcome)
 
 
 def binding_of(prediction: Prediction) -> str:
@@ -330,12 +337,12 @@ def factors(number: int) -> list[int]:
     return found + [number] * (number > 1)
 
 
-def _with_goal(study: Study, candidate: Candidate, model: ModelGraph, outcome: Outcome) -> Outcome:
+def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
     """Add hours, cost, energy and carbon, and what of the goal is missed."""
     assumed, goal = study.assumptions, study.goal
     watts = watts_of(candidate.cluster, assumed)
     outcome = replace(outcome, watts=watts, **_prices(candidate.cluster, candidate.priced, assumed))
-    tokens = goal.tokens_of(model.parameters)
+    tokens = goal.tokens_of(outcome.parameters)
     if tokens is not None and outcome.tokens_per_s is not None:
         run_hours = economics.hours(tokens, outcome.tokens_per_s, _goodput(candidate, assumed))
         outcome = replace(outcome, hours=run_hours, tokens=tokens)

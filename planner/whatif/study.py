@@ -156,7 +156,7 @@ class Offer(Part):
     fix: tuple[Text, ...] = ()
     """As on the command line: tp=1, zero=3."""
     allow: tuple[Text, ...] = ()
-    """As on the command line: offload, compression, stale."""
+    """As on the command line: offload, compress, stale."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
