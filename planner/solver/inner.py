@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from planner.solver.checked import laid_out
 from planner.solver.cuts import Cuts, best_cuts, price
 from planner.solver.descent import meets
 from planner.solver.frontier import FrontierStore
@@ -28,7 +29,7 @@ from planner.solver.instance import (
     Solution,
     fits,
     priced,
-    stage_bytes,
+    stage_fits,
 )
 from planner.solver.knapsack import Knapsacks
 from planner.solver.memory_reach import why_infeasible
@@ -38,6 +39,7 @@ from planner.solver.stage_table import StageTable
 _HAIR = 1e-11
 _COARSE = 2.0**10
 HOSTS_TOO_SMALL = "whatever fits the devices puts more on a host than it has room for"
+NEARLY_FITS = "no split fits, though the sums of its layers' bytes would"
 
 
 def solve(
@@ -81,7 +83,8 @@ def solve(
         return best
     if cutoff_s < math.inf:
         return Fathomed(cutoff_s)
-    return Infeasible(why_infeasible(instance) or HOSTS_TOO_SMALL)
+    beside = HOSTS_TOO_SMALL if instance.hosts else NEARLY_FITS
+    return Infeasible(why_infeasible(instance) or beside)
 
 
 class _Floor:
@@ -167,6 +170,8 @@ def _settled_cuts(table: StageTable, cutoff_s: float) -> Cuts | None:
         # and ties are broken among exact entries alone.
         costs = table.costs()
         actual = price(costs, found.cuts)
+        if not math.isfinite(actual.value_s):
+            continue
         hair_s = _HAIR * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
         known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))
 
@@ -176,6 +181,11 @@ def _assembled(knapsacks: Knapsacks, table: StageTable, cuts: tuple[int, ...]) -
     instance = knapsacks.instance
     options: list[int] = []
     for stage, (first, end) in enumerate(pairwise(cuts)):
+        if instance.used_bytes is not None:
+            checked = table.checked(stage, first, end)
+            assert checked is not None, "only stages that fit are assembled"
+            options.extend(checked.options)
+            continue
         content = knapsacks.content(first, end - first)
         found = knapsacks.fastest_choice(
             content,
@@ -184,8 +194,7 @@ def _assembled(knapsacks: Knapsacks, table: StageTable, cuts: tuple[int, ...]) -
             sync_limit_s=table.sync_limit_s,
         )
         assert found is not None, "only stages that fit are assembled"
-        left = {kind: taken for (kind, _), taken in zip(content, found.options, strict=True)}
-        options.extend(left[kind].pop() for kind in instance.layers[first:end])
+        options.extend(laid_out(instance.layers[first:end], content, found.options))
     solution = priced(instance, cuts, _simplest(instance, cuts, options))
     assert fits(instance, solution), "the knapsacks and the formulas of the instance disagree"
     return replace(solution, lower_bound_s=solution.objective_s)
@@ -199,7 +208,7 @@ def _simplest(instance: Instance, cuts: tuple[int, ...], options: list[int]) -> 
     """
     options = list(options)
     tied = [len({o.time_s for o in table}) < len(table) for table in instance.kinds]
-    for stage, (first, end) in zip(instance.stages, pairwise(cuts), strict=True):
+    for s, (first, end) in enumerate(pairwise(cuts)):
         for layer in (layer for layer in range(first, end) if tied[instance.layers[layer]]):
             table = instance.options_of(layer)
             taken = table[options[layer]]
@@ -209,7 +218,7 @@ def _simplest(instance: Instance, cuts: tuple[int, ...], options: list[int]) -> 
                 if option.host_bytes > taken.host_bytes:
                     continue
                 before, options[layer] = options[layer], simpler
-                if stage_bytes(instance, stage, range(first, end), options) <= stage.capacity_bytes:
+                if stage_fits(instance, s, range(first, end), options):
                     break
                 options[layer] = before
     return options

@@ -267,14 +267,17 @@ class Knapsacks:
         *,
         enough_s: float = 0.0,
         sync_limit_s: float = np.inf,
+        spare_bytes: float = 0.0,
     ) -> Choice | None:
         """Return the options of the content that take the fewest seconds on `stage`.
 
-        None if the content does not fit.  `enough_s` are seconds known to be the fewest.
+        None if the content does not fit.  `enough_s` are seconds known to be the fewest,
+        `spare_bytes` stay free.
         """
         f, at = self._place[stage]
         levels = self._transient_levels(content)
-        budgets = [float(self._budgets(self.families[f], content, u)[at]) for u in levels]
+        spare = spare_bytes / float(self.families[f].scale[at])
+        budgets = [float(self._budgets(self.families[f], content, u)[at]) - spare for u in levels]
         bounds_s = self._level_bounds_s(f, content, levels, budgets)
         best: Choice | None = None
         most = self.instance.stages[stage].most_in_flight

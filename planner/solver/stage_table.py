@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.solver.checked import Fastest, fastest_checked
 from planner.solver.cuts import Chain
 from planner.solver.descent import Costs
 from planner.solver.knapsack import Family, Knapsacks, Relaxed
@@ -60,6 +61,10 @@ class StageTable:
         for stage, least in enumerate(self._least_layers):
             self.seconds[stage, :, : least - 1] = np.inf
         self.settled: Booleans = ~np.isfinite(self.seconds)
+        # Whether an entry is that of options that fit; with exact sums it is if it is settled.
+        self._checks = instance.used_bytes is not None
+        self._checked = self.settled.copy() if self._checks else self.settled
+        self._fastest: dict[tuple[int, tuple[int, ...], float], Fastest | None] = {}
         self.sync_limit_s = np.inf
         # Sync of the choice that settled an entry; read only where options differ in it.
         self._sync_used_s = np.zeros(self.seconds.shape if knapsacks.sync_depends else 0)
@@ -101,7 +106,42 @@ class StageTable:
             if not self.settled[stage, first, end - first - 1]:
                 self._settle(stage, first, end - first)
                 changed = True
+            if self._checks and not self._checked[stage, first, end - first - 1]:
+                self._check(stage, first, end - first)
+                changed = True
         return changed
+
+    def _check(self, stage: int, first: int, n: int) -> None:
+        """Make an entry that of the fastest options that fit."""
+        found = self.checked(stage, first, first + n)
+        knapsacks, kinds = self._knapsacks, self._kinds_of(first, n)
+        same = self._signature == self._signature[first, n - 1]
+        for at in np.flatnonzero(same.any(axis=1)).tolist():
+            for width in (np.flatnonzero(same[at]) + 1).tolist():
+                if self._kinds_of(at, width) != kinds:
+                    continue
+                place = stage, at, width - 1
+                self._checked[place] = True
+                if found is None:
+                    self.seconds[place] = np.inf
+                    continue
+                staged_s = found.time_s * knapsacks.time_scale[stage] + knapsacks.exposed_s[stage]
+                extra_s = 0.0 if self._cut_s is None else float(self._cut_s[at, width - 1])
+                value = _on_grid(np.array(staged_s + extra_s), self._whole_s)
+                self.seconds[place] = max(float(self.seconds[place]), float(value))
+                if knapsacks.sync_depends:
+                    self._sync_used_s[place] = found.sync_s
+
+    def checked(self, stage: int, first: int, end: int) -> Fastest | None:
+        """Return the fastest options of a stage that fit and keep the limit on sync."""
+        key = stage, self._kinds_of(first, end - first), self.sync_limit_s
+        if key not in self._fastest:
+            held = range(first, end)
+            self._fastest[key] = fastest_checked(self._knapsacks, stage, held, self.sync_limit_s)
+        return self._fastest[key]
+
+    def _kinds_of(self, first: int, n: int) -> tuple[int, ...]:
+        return self._knapsacks.instance.layers[first : first + n]
 
     def _settle(self, stage: int, first: int, n: int) -> None:
         """Make exact what `stage` takes for the content of `n` layers from `first` on."""
@@ -127,6 +167,8 @@ class StageTable:
                 continue
             self.seconds[s][same] = _on_grid(value + extra, self._whole_s)
             self.settled[s][same] = True
+            if self._checks:
+                self._checked[s][same] = False
 
     def limit_sync(self, limit_s: float) -> None:
         """Allow only options with which no stage synchronises longer than `limit_s`.
@@ -134,7 +176,10 @@ class StageTable:
         What an entry was settled at stays a lower bound, and exact if its choice keeps the limit.
         """
         self.sync_limit_s = limit_s
-        self.settled &= ~np.isfinite(self.seconds) | (self._sync_used_s <= limit_s)
+        keeps = ~np.isfinite(self.seconds) | (self._sync_used_s <= limit_s)
+        self.settled &= keeps
+        if self._checks:
+            self._checked &= keeps
 
     def least_largest_sync_s(self) -> float:
         """Least possible sync of the stage with the longest, by the leanest options."""

@@ -4,7 +4,8 @@ Of a family and one of its sharings, *lean* because it divides states the most, 
 commonest kind are counted as planner.search.joint.hosting does, beside what surely lies on the
 ranks of the model's ends: its first and its last layer, each with the least of every figure.  The
 other layers take their fewest seconds anywhere, and no room.  Of a stage's own buffers those of
-what it sends and of what is on the way are counted.
+what it sends and of what is on the way are counted.  Bytes are bounds from below, as in
+planner.search.least_bytes.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from planner.costs.hosts import host_room_bytes
 from planner.costs.layer_figures import KindFigures
 from planner.costs.layout_costs import CostTables, counted_by_rank, holding_of
 from planner.costs.memory import States
-from planner.costs.strategy import Holding, StrategyParts, holds
-from planner.layers.operator_table import RECOMPUTES, either
-from planner.pipeline_model import held
+from planner.costs.rank_memory import in_flight_at_most
+from planner.costs.strategy import Holding, StrategyParts, least_resident
+from planner.fullest import Moment, fullest
+from planner.layers.operator_table import RECOMPUTES, either, smaller
 from planner.plan import Layout
 from planner.profile import Recompute
 from planner.schedule import rank_of_stage, splits_backward
@@ -72,11 +74,16 @@ class Chain:
 
 
 class _Ranks(NamedTuple):
-    """The ranks of a pipeline under one timetable."""
+    """The ranks of a pipeline under one timetable, at the moments that count.
 
+    `alive` and `waiting` are arrays of micro-batches [stage of its V, rank].
+    """
+
+    alive: Floats
+    waiting: Floats
     columns: Floats
-    """[column, rank] Micro-batches in flight and waiting; buffers; how often what one like layer
-    keeps may wait beyond its share; 1 where the rank has the model's first, last layer."""
+    """[column, rank] Buffers; then 1 where the rank has the model's first, last layer; 1 where the
+    last layer acts; 1 where a rank's stages do not share evenly."""
     holding: int
     """Place in `_HOLDINGS`."""
     least: tuple[float, float]
@@ -130,6 +137,7 @@ class Rooms:
         options = Options(
             **dict(zip(_FIGURES, costs.of(self._chain.commonest, holdings, of_unit), strict=True))
         )
+        options = replace(options, transient_bytes=self._working(options, costs, of_unit))
         if seen_s is not None:
             options = replace(options, time_s=options.time_s + seen_s[of_unit].T)
         boundary_bytes = np.array([self._boundary_bytes(unit) for unit in units])[of_unit]
@@ -138,10 +146,9 @@ class Rooms:
         bound_s = np.full(len(every), np.inf)
         if len(kept):
             some = [every[at] for at in kept.tolist()]
-            columns = np.concatenate([ranks.columns for ranks in some], axis=1)
             options, degree, of_unit = options.of(kept), degree[kept], of_unit[kept]
             stages = self._stages(
-                columns, options, degree, boundary_bytes[kept], costs, holdings[kept], of_unit
+                some, options, degree, boundary_bytes[kept], costs, holdings[kept], of_unit
             )
             rest = settings[of_unit], Paces(*(c[kept] for c in paces)), added_s[of_unit]
             bound_s[kept] = self._bound_s(options, stages, *rest)
@@ -195,9 +202,17 @@ class Rooms:
         may: NDArray[np.bool_] = layers * lean <= free * (1 + 1e-9)
         return may
 
+    def _working(self, options: Options, costs: _Costs, of_unit: Indices) -> Floats:
+        """[choice, timetable] Least working memory of what may be the last layer of a stage."""
+        least = options.transient_bytes.min(axis=0)
+        first = self._kinds.index(self._chain.commonest)
+        for kind in set(self._kinds[first:]) - {self._chain.commonest}:
+            least = np.minimum(least, costs.working(kind)[of_unit])
+        return np.broadcast_to(least, options.transient_bytes.shape)
+
     def _stages(
         self,
-        columns: Floats,
+        ranks: Sequence[_Ranks],
         options: Options,
         degree: Indices,
         boundary_bytes: Floats,
@@ -206,29 +221,99 @@ class Rooms:
         of_unit: Indices,
     ) -> Stages:
         """Return the ranks of all timetables, with what is left beside what surely lies there."""
-        in_flight, waiting, buffers, more, *ends = columns
+        buffers, *ends, acting, uneven = np.concatenate([one.columns for one in ranks], axis=1)
+        depth = max(len(one.alive) for one in ranks)
+        alive = np.concatenate([_padded(one.alive, depth) for one in ranks], axis=1)
+        waiting = np.concatenate([_padded(one.waiting, depth) for one in ranks], axis=1)
         problem = np.repeat(np.arange(len(degree)), degree)
         free_bytes = self._capacity_bytes - buffers * boundary_bytes[problem]
-        if self._like:
-            free_bytes -= more * options.kept_bytes.min(axis=0)[problem]
         beside_s, beside_bytes = np.zeros(len(problem)), np.zeros(len(problem))
-        for kind, here in zip(self._tables.end_kinds, ends, strict=True):
+        places = np.zeros(len(problem), dtype=int), self._last_places(ranks)
+        for last, (kind, here) in enumerate(zip(self._tables.end_kinds, ends, strict=True)):
             if kind is None or kind == self._chain.commonest:
                 continue
             at = np.flatnonzero(here)
             figures = costs.of(kind, holdings, of_unit).min(axis=1)[:, problem[at]]
             time_s, stored, resident, transient, kept = figures
             beside_s[at] += time_s
-            free_bytes[at] -= resident + in_flight[at] * stored + waiting[at] * kept
-            beside_bytes[at] = np.maximum(beside_bytes[at], transient)
+            place = places[last][at]
+            free_bytes[at] -= resident + alive[place, at] * stored + waiting[place, at] * kept
+            if last:
+                beside_bytes[at] = np.maximum(beside_bytes[at], transient * acting[at])
+        in_flight, each_bytes, fixed_bytes = self._spread(
+            ranks, options, problem, free_bytes - beside_bytes, degree, uneven
+        )
         return Stages(
             counts=degree,
             in_flight=in_flight,
-            waiting=waiting,
-            free_bytes=free_bytes,
+            waiting=np.zeros(len(problem)),
+            each_bytes=each_bytes,
+            free_bytes=free_bytes - fixed_bytes,
             beside_s=beside_s,
             beside_transient_bytes=beside_bytes,
         )
+
+    @staticmethod
+    def _last_places(ranks: Sequence[_Ranks]) -> Indices:
+        """[rank] Place of its last stage."""
+        return np.concatenate([np.full(one.alive.shape[1], len(one.alive) - 1) for one in ranks])
+
+    def _spread(
+        self,
+        ranks: Sequence[_Ranks],
+        options: Options,
+        problem: Indices,
+        free_bytes: Floats,
+        degree: Indices,
+        uneven: Floats,
+    ) -> tuple[Floats, Floats, Floats]:
+        """[rank] Return α; what a like layer holds beside its option; what is fixed.
+
+        By planner.search.least_bytes.  A rank whose stages do not share evenly has the least of
+        them for α.
+        """
+        several = self._last_places(ranks)
+        in_flight, each_bytes = np.empty(len(problem)), np.empty(len(problem))
+        fixed_bytes = np.zeros(len(problem))
+        starts = np.cumsum([0, *(one.alive.shape[1] for one in ranks[:-1])])
+        for virtual in np.unique(several + 1).tolist():
+            some = [n for n, one in enumerate(ranks) if len(one.alive) == virtual]
+            at = np.concatenate([starts[n] + np.arange(ranks[n].alive.shape[1]) for n in some])
+            alive = np.concatenate([ranks[n].alive for n in some], axis=1)
+            waiting = np.concatenate([ranks[n].waiting for n in some], axis=1)
+            own = problem[at]
+            kept = options.kept_bytes.min(axis=0)[own] * waiting
+            if virtual == 1:
+                in_flight[at], each_bytes[at] = alive[0], kept[0]
+                continue
+            stored = options.stored_bytes[:, own]
+            least, most = stored.min(axis=0), stored.max(axis=0)
+            resident = options.resident_bytes.min(axis=0)[own]
+            number = self._chain.counts[self._chain.commonest] / degree[own]
+            left = free_bytes[at] / number - resident
+            left -= options.transient_bytes.min(axis=0)[own] / number
+            left -= (kept + alive * least).sum(axis=0) / virtual
+            alpha = alive.max(axis=0)
+            for count in reversed(alive):
+                fits = left >= 0
+                left = left - count * (most - least) / virtual
+                alpha = np.where(fits & (left < 0), count, alpha)
+            alpha = np.where(uneven[at] > 0, alive.min(axis=0), alpha)
+            each = (alive - alpha) * np.where(alive < alpha, most, least) + kept
+            low = (
+                options.resident_bytes.min(axis=0)[own] + alpha * least + each.sum(axis=0) / virtual
+            )
+            alpha = np.where(low < 0, alive.min(axis=0), alpha)
+            each = (alive - alpha) * np.where(alive < alpha, most, least) + kept
+            slope = each.sum(axis=0) / virtual
+            behind = np.cumsum(each[::-1], axis=0)[:-1]
+            rest = np.arange(1, virtual)[:, None] * slope
+            fixed = np.minimum(0.0, (behind - rest).min(axis=0))
+            even = uneven[at] == 0
+            in_flight[at] = alpha
+            each_bytes[at] = np.where(even, slope, 0.0)
+            fixed_bytes[at] = np.where(even, fixed, 0.0)
+        return in_flight, each_bytes, fixed_bytes
 
     def _bound_s(
         self, options: Options, stages: Stages, setting: Indices, paces: Paces, added_s: Floats
@@ -291,27 +376,38 @@ class _Costs:
         if kind not in self._parts:
             self._parts[kind] = list(self._of(kind))
         parts = self._parts[kind]
-        last = kind == self._tables.end_kinds[1]
         result = np.empty((len(_FIGURES), len(parts), len(layouts)))
         some = [(n, np.flatnonzero(holdings == n)) for n in np.unique(holdings).tolist()]
         for choice, part in enumerate(parts):
             passes_s = part.forward_s + part.backward_s
-            stored, transient = part.stored_bytes, part.transient_bytes
+            stored = part.stored_bytes
             for number, at in some:
-                held_bytes = holds(
-                    stored,
-                    transient,
+                whole = _HOLDINGS[number] in COUNTED_BY_RANK
+                resident = least_resident(
                     part.states,
-                    holding=_HOLDINGS[number],
-                    last=last,
+                    whole=whole,
+                    forwards_first=_HOLDINGS[number] == "all forwards first",
                     once=self._once,
                 )
+                working = _acting(part, whole=whole)
+                kept = part.figures.kept_bytes
                 of = layouts[at]
-                for row, figure in enumerate((passes_s, *held_bytes, part.figures.kept_bytes)):
+                for row, figure in enumerate((passes_s, stored, resident, working, kept)):
                     result[row, choice, at] = (
                         figure[of] if isinstance(figure, np.ndarray) else figure
                     )
         return result
+
+    def working(self, kind: str) -> Floats:
+        """[layout] The least working memory of one kind in any pass."""
+        if kind not in self._parts:
+            self._parts[kind] = list(self._of(kind))
+        each = [
+            np.broadcast_to(_acting(part, whole=True), (len(self._states),))
+            for part in self._parts[kind]
+        ]
+        found: Floats = np.min(each, axis=0)
+        return found
 
     def on_host(self, kind: str, layouts: Indices) -> Floats:
         """[stored or resident, choice, place] Bytes of one layer of a kind on the host."""
@@ -362,6 +458,7 @@ def costs_together(
 
 
 _HOLDINGS: tuple[Holding, ...] = get_args(Holding)
+COUNTED_BY_RANK: tuple[Holding, ...] = ("whole", "whole, last stage too")
 _FIGURES = ("time_s", "stored_bytes", "resident_bytes", "transient_bytes", "kept_bytes")
 
 _BELOW = 1.0 - 1e-9
@@ -388,27 +485,56 @@ def _layout(unit: Unit) -> Layout:
 
 
 def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Timetable) -> _Ranks:
-    """Return how ranks are laden, as in planner.search.formulation and .rank_problem."""
+    """Return how ranks are laden, as in planner.search.least_bytes."""
     name, virtual = timetable
-    layout = Layout(pipeline=ranks, schedule=name, virtual_stages=virtual)
-    none, at = np.zeros(ranks), np.arange(ranks)
+    layout = Layout(
+        pipeline=ranks, schedule=name, virtual_stages=virtual, micro_batches=micro_batches
+    )
+    at = np.arange(ranks)
     home = rank_of_stage(name, stages=ranks * virtual, virtual_stages=virtual)
-    ends = (at == home[0]).astype(float), (at == home[-1]).astype(float)
-    each = [
-        held(name, rank, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual)
-        for rank in range(ranks)
-    ]
-    alive = np.array([float(one.alive) for one in each])
-    if ranks == 1:
-        columns = none + 1.0, none, none, none, *ends
-    elif not counted_by_rank(layout):
-        columns = alive, none, np.where(at < ranks - 1, alive, 0.0) + 2.0, none, *ends
+    first, last = (at == home[0]).astype(float), (at == home[-1]).astype(float)
+    acting, uneven = last, np.zeros(ranks)
+    if not counted_by_rank(layout):
+        alive = np.array([[float(in_flight_at_most(layout, rank)) for rank in range(ranks)]])
+        waiting = np.zeros((1, ranks))
+        buffers = np.where(at < ranks - 1, alive[0], 0.0) + 2.0 if ranks > 1 else uneven
+        alive = alive - ((alive == micro_batches) & (alive > 1))
     else:
-        waiting = np.array([float(one.waiting) for one in each])
+        shape = {"ranks": ranks, "micro_batches": micro_batches, "virtual_stages": virtual}
+        moments = [max(own, key=_late) for own in fullest(name, **shape)]
+        alive = np.array([moment.holding for moment in moments], dtype=float).T
+        waiting = np.array([moment.waiting for moment in moments], dtype=float).T
         waiting *= splits_backward(name)
+        buffers = alive.sum(axis=0) - last * alive[-1] + 2.0 * virtual
+        acting = last * np.array([moment.place == virtual - 1 for moment in moments])
         shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
-        full = np.array([shares.full_stages(rank) if shares else 1 for rank in range(ranks)])
-        more = waiting * (full - 1) / full
-        columns = alive / full, waiting / full, alive + 2.0 * virtual, more, *ends
-    least = float(columns[0].min()), float(columns[2].min())
-    return _Ranks(np.stack(columns), _HOLDINGS.index(holding_of(layout)), least)
+        if shares is not None:
+            uneven = np.array([float(shares.relieved(rank)) for rank in range(ranks)])
+    least = float(alive.min()), float(buffers.min())
+    return _Ranks(
+        alive,
+        waiting,
+        np.stack([buffers, first, last, acting, uneven]),
+        _HOLDINGS.index(holding_of(layout)),
+        least,
+    )
+
+
+def _late(moment: Moment) -> tuple[int, int, int]:
+    """Order moments by what is alive, then by what late stages have, which store most."""
+    late = sum(at * count for at, count in enumerate(moment.holding))
+    return sum(moment.holding), late, moment.place
+
+
+def _padded(numbers: Floats, depth: int) -> Floats:
+    """[stage, rank] Numbers for as many stages as any rank has."""
+    padded = np.zeros((depth, numbers.shape[1]))
+    padded[: len(numbers)] = numbers
+    return padded
+
+
+def _acting(part: StrategyParts, *, whole: bool) -> float:
+    """Return the working memory of a layer in the pass that counts, or in either."""
+    if not whole:
+        return part.backward_transient_bytes
+    return smaller(part.forward_transient_bytes, part.backward_transient_bytes)
