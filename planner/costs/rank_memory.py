@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.memory import BUCKETS
 from planner.costs.strategy import StrategyParts
-from planner.fullest import Moment, fullest
+from planner.fullest import Moments, moments
 from planner.plan import Layout
 from planner.schedule import Order, most_in_flight
 
@@ -99,8 +101,8 @@ def _of_one(
         sent = 0 if last else 1
         buffers = ((received + sent) * alive + 2) * costs.boundary_bytes
     replacing = alive == layout.micro_batches
-    moments = _moments(layers, alive, replacing=replacing)
-    gathered, gradients, activations, transient = max(moments, key=sum)
+    peaks = _moments(layers, alive, replacing=replacing)
+    gathered, gradients, activations, transient = max(peaks, key=sum)
     return {
         "parameters": sum(layer.states.parameters_bytes for layer in layers) + gathered,
         "gradients": gradients,
@@ -174,15 +176,15 @@ def _of_several(
         for stage, layers in sorted(stages.items())
     ]
     every = [layer for layers in stages.values() for layer in layers]
-    moments = fullest(
+    found = moments(
         layout.schedule,
+        rank,
         ranks=layout.pipeline,
         micro_batches=layout.micro_batches,
         virtual_stages=layout.virtual_stages,
-    )[rank]
-    streaming = (0.0, streamed_bytes(every), 0.0)
+    )
     activations, transient, buffers = max(
-        (*(_at(moment, held) for moment in moments), streaming), key=sum
+        _at_most(found, held), (0.0, streamed_bytes(every), 0.0), key=sum
     )
     return {
         "parameters": sum(
@@ -196,19 +198,17 @@ def _of_several(
     }
 
 
-def _at(moment: Moment, held: Sequence[_Held]) -> tuple[float, float, float]:
-    """Return (activations, working memory, buffers of micro-batches in flight) at a moment."""
-    own = held[moment.place]
-    alive = sum(count * stage.stored for count, stage in zip(moment.alive, held, strict=True))
-    alive += sum(count * stage.kept for count, stage in zip(moment.waiting, held, strict=True))
-    stored, working = {
-        "F": own.forward,
-        "B": own.backward,
-        "I": own.input_backward,
-        "W": (0.0, 0.0),
-    }[moment.kind]
-    buffers = sum(count * stage.buffers for count, stage in zip(moment.holding, held, strict=True))
-    return alive + stored, working, buffers
+def _at_most(found: Moments, held: Sequence[_Held]) -> tuple[float, float, float]:
+    """Return (activations, working memory, buffers of micro-batches in flight) at the peak."""
+    acting = np.array(
+        [[one.forward, one.backward, one.input_backward, (0.0, 0.0)] for one in held]
+    )[found.place, found.kind]
+    activations = found.beside @ np.array([one.stored for one in held])
+    activations += found.waiting @ np.array([one.kept for one in held])
+    activations += acting[:, 0]
+    buffers = found.holding @ np.array([one.buffers for one in held])
+    most = int((activations + acting[:, 1] + buffers).argmax())
+    return float(activations[most]), float(acting[most, 1]), float(buffers[most])
 
 
 def _held(

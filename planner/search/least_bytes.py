@@ -1,8 +1,8 @@
 """What ranks hold at least, as sums over layers: the bytes by which a solver looks for a split.
 
 What they hold exactly, `planner.costs.rank_memory` says of each split that is found.  Here counts
-what a rank holds at one moment (planner.fullest), in a pass of the last layer of the stage that
-acts.  With a_c micro-batches of stage c alive, and w_c that wait for W, a rank of one stage holds
+what a rank holds at one moment (planner.fullest), in the backward of the last layer of the stage
+that acts.  With a_c micro-batches of stage c alive, w_c that wait for W, a rank of one stage holds
 
     a Σ stored + w Σ kept + Σ resident + the working memory of a layer that may be the last one
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.rank_memory import in_flight_at_most
 from planner.costs.strategy import StrategyParts, least_resident
-from planner.fullest import Moment, fullest
+from planner.fullest import Fullest, fullest
 from planner.plan import Layout
 from planner.search.ranks import Shares
 from planner.solver.instance import Option
@@ -67,7 +67,7 @@ class LeastBytes:
         self._stores_input = any(
             part.stores_input for kind in set(chain[1:]) for part in choices[kind]
         )
-        self._moments = self._fullest() if counted_by_rank(layout) else ()
+        self._fullest = _fullest(layout) if counted_by_rank(layout) else None
         self._working = self._least_working()
         self.ranks: tuple[RankAtLeast, ...] = tuple(
             self._of_one(rank)
@@ -83,7 +83,7 @@ class LeastBytes:
             return replace(
                 option,
                 stored_bytes=part.stored_bytes,
-                kept_bytes=part.figures.kept_bytes if self._moments else 0.0,
+                kept_bytes=part.figures.kept_bytes if self._fullest is not None else 0.0,
                 resident_bytes=self._resident(part),
                 transient_bytes=working,
             )
@@ -106,17 +106,18 @@ class LeastBytes:
             transient_bytes=working,
         )
 
-    def at_end(self, at: int) -> tuple[int, int, int]:
+    def at_end(self, at: int) -> tuple[int, float, float]:
         """Return the rank of a layer before or behind the like ones, what is alive and waits."""
         assert self._shares is not None
         home, first = self._shares.home, at < self._shares.run.before
         rank, place = (home[0], 0) if first else (home[-1], -1)
-        moment = self._moments[rank]
-        return rank, moment.holding[place], moment.waiting[place]
+        holding, waiting = self.counts(rank)
+        return rank, float(holding[place]), float(waiting[place])
 
-    def moment(self, rank: int) -> Moment:
-        """Return the moment that counts on a rank of several stages or of split backwards."""
-        return self._moments[rank]
+    def counts(self, rank: int) -> tuple[Floats, Floats]:
+        """[stage of the rank] Micro-batches alive and waiting at the moment that counts."""
+        assert self._fullest is not None
+        return self._fullest.holding[:, rank], self._fullest.waiting[:, rank]
 
     def buffers(self, rank: int) -> float:
         """Return the pipeline's buffers at that moment."""
@@ -125,8 +126,8 @@ class LeastBytes:
         passed = [
             (stage > 0 and not self._stores_input) + (stage < layout.stages - 1) for stage in own
         ]
-        alive = self._moments[rank].holding
-        held = sum(count * number for count, number in zip(alive, passed, strict=True))
+        alive, _ = self.counts(rank)
+        held = float(alive @ np.array(passed, dtype=float))
         return (held + 2 * layout.virtual_stages) * self._costs.boundary_bytes
 
     @cached_property
@@ -167,11 +168,11 @@ class LeastBytes:
     def _of_one(self, rank: int) -> RankAtLeast:
         """Return what a rank of one stage counts."""
         layout = self._layout
-        if self._moments:
-            moment = self._moments[rank]
+        if self._fullest is not None:
+            holding, waiting = self.counts(rank)
             return RankAtLeast(
-                in_flight=float(moment.holding[0]),
-                waiting=float(moment.waiting[0]),
+                in_flight=float(holding[0]),
+                waiting=float(waiting[0]),
                 fixed_bytes=self.buffers(rank),
             )
         alive = in_flight_at_most(layout, rank)
@@ -192,43 +193,10 @@ class LeastBytes:
         layout = self._layout
         return least_resident(
             part.states,
-            whole=bool(self._moments),
+            whole=self._fullest is not None,
             forwards_first=layout.schedule == "gpipe" and layout.pipeline > 1,
             once=layout.micro_batches == 1,
         )
-
-    def _fullest(self) -> tuple[Moment, ...]:
-        """[rank] The moment that counts: the fullest if layers take what stores most."""
-        layout = self._layout
-        every = fullest(
-            layout.schedule,
-            ranks=layout.pipeline,
-            micro_batches=layout.micro_batches,
-            virtual_stages=layout.virtual_stages,
-        )
-        stored = {kind: max(p.stored_bytes for p in parts) for kind, parts in self._choices.items()}
-        kept = {
-            kind: min(p.figures.kept_bytes for p in parts) for kind, parts in self._choices.items()
-        }
-        each_stored = sum(stored[kind] for kind in self._chain) / layout.stages
-        each_kept = sum(kept[kind] for kind in self._chain) / layout.stages
-        last = self._choices[self._chain[-1]]
-
-        def weight(rank: int, moment: Moment) -> float:
-            """Bytes at a moment, and a little more for what late stages hold, which store most."""
-            late = sum(at * count for at, count in enumerate(moment.holding))
-            held = each_stored * (sum(moment.holding) + 1e-3 * late)
-            held += each_kept * sum(moment.waiting)
-            acting = self._own_stages(rank)[moment.place] == layout.stages - 1
-            return held + (min(_working(part, moment) for part in last) if acting else 0.0)
-
-        return tuple(max(moments, key=partial(weight, rank)) for rank, moments in enumerate(every))
-
-    def _acting(self, part: StrategyParts) -> float:
-        """Return the least working memory of a layer in any pass that counts."""
-        if not self._moments:
-            return part.backward_transient_bytes
-        return min(_working(part, moment) for moment in self._moments)
 
     def _least_working(self) -> dict[str, float]:
         """By kind, the least working memory of any layer that may be behind its first one.
@@ -238,7 +206,7 @@ class LeastBytes:
         result: dict[str, float] = {}
         least = math.inf
         for kind in reversed(self._chain):
-            least = min(least, *(self._acting(part) for part in self._choices[kind]))
+            least = min(least, *(part.backward_transient_bytes for part in self._choices[kind]))
             result[kind] = least
         return dict.fromkeys(result, least) if self._shares is not None else result
 
@@ -246,11 +214,21 @@ class LeastBytes:
         """Return what a layer stands for: its own working memory if it surely acts as the last."""
         if at < len(self._chain) - 1:
             return self._working[self._chain[at]]
-        if not self._moments:
-            return part.backward_transient_bytes
-        moment = self._moments[-1 if self._shares is None else self._shares.home[-1]]
-        acting = moment.place == self._layout.virtual_stages - 1
-        return _working(part, moment) if acting else 0.0
+        if self._fullest is not None:
+            last = self._layout.pipeline - 1 if self._shares is None else self._shares.home[-1]
+            if self._fullest.place[last] < self._layout.virtual_stages - 1:
+                return 0.0
+        return part.backward_transient_bytes
+
+
+def _fullest(layout: Layout) -> Fullest:
+    """Return the moments that count on ranks of several stages or of split backwards."""
+    return fullest(
+        layout.schedule,
+        ranks=layout.pipeline,
+        micro_batches=layout.micro_batches,
+        virtual_stages=layout.virtual_stages,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,9 +255,7 @@ class _OfSeveral:
     ) -> None:
         self._like = bytes_.like
         self._mean = max(1, round(shares.run.alike / shares.ranks))
-        moment = bytes_.moment(rank)
-        self._alive = np.array(moment.holding, dtype=float)
-        self._waiting = np.array(moment.waiting, dtype=float)
+        self._alive, self._waiting = bytes_.counts(rank)
         # All ranks but one that is relieved share their layers alike.
         alike = rank if shares.relieved(rank) else min({0, 1} - {shares.home[-1]})
         self._sizes = _sizes_of(shares, alike)
@@ -338,10 +314,3 @@ def _line(values: Floats, mean: int, *, at_least: float) -> tuple[float, float]:
         slope = 0.0
     slope = max(slope, at_least)
     return slope, float((values - slope * numbers).min())
-
-
-def _working(part: StrategyParts, moment: Moment) -> float:
-    """Return the working memory of a layer that acts at a moment."""
-    if moment.kind == "W":
-        return 0.0
-    return part.forward_transient_bytes if moment.kind == "F" else part.backward_transient_bytes

@@ -25,11 +25,11 @@ from planner.costs.layout_costs import CostTables, counted_by_rank, holding_of
 from planner.costs.memory import States
 from planner.costs.rank_memory import in_flight_at_most
 from planner.costs.strategy import Holding, StrategyParts, least_resident
-from planner.fullest import Moment, fullest
-from planner.layers.operator_table import RECOMPUTES, either, smaller
+from planner.fullest import fullest
+from planner.layers.operator_table import RECOMPUTES, either
 from planner.plan import Layout
 from planner.profile import Recompute
-from planner.schedule import rank_of_stage, splits_backward
+from planner.schedule import rank_of_stage
 from planner.search.joint.hosting import Options, Stages, hosted
 from planner.search.ranks import longest_run, shares_of
 from planner.search.space import Family, Sharing, Timetable
@@ -389,8 +389,7 @@ class _Costs:
                     forwards_first=_HOLDINGS[number] == "all forwards first",
                     once=self._once,
                 )
-                working = _acting(part, whole=whole)
-                kept = part.figures.kept_bytes
+                working, kept = part.backward_transient_bytes, part.figures.kept_bytes
                 of = layouts[at]
                 for row, figure in enumerate((passes_s, stored, resident, working, kept)):
                     result[row, choice, at] = (
@@ -399,11 +398,11 @@ class _Costs:
         return result
 
     def working(self, kind: str) -> Floats:
-        """[layout] The least working memory of one kind in any pass."""
+        """[layout] The least working memory of one kind in its backward."""
         if kind not in self._parts:
             self._parts[kind] = list(self._of(kind))
         each = [
-            np.broadcast_to(_acting(part, whole=True), (len(self._states),))
+            np.broadcast_to(part.backward_transient_bytes, (len(self._states),))
             for part in self._parts[kind]
         ]
         found: Floats = np.min(each, axis=0)
@@ -501,12 +500,10 @@ def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Ti
         alive = alive - ((alive == micro_batches) & (alive > 1))
     else:
         shape = {"ranks": ranks, "micro_batches": micro_batches, "virtual_stages": virtual}
-        moments = [max(own, key=_late) for own in fullest(name, **shape)]
-        alive = np.array([moment.holding for moment in moments], dtype=float).T
-        waiting = np.array([moment.waiting for moment in moments], dtype=float).T
-        waiting *= splits_backward(name)
+        most = fullest(name, **shape)
+        alive, waiting = most.holding, most.waiting
         buffers = alive.sum(axis=0) - last * alive[-1] + 2.0 * virtual
-        acting = last * np.array([moment.place == virtual - 1 for moment in moments])
+        acting = last * (most.place == virtual - 1)
         shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
         if shares is not None:
             uneven = np.array([float(shares.relieved(rank)) for rank in range(ranks)])
@@ -520,21 +517,8 @@ def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Ti
     )
 
 
-def _late(moment: Moment) -> tuple[int, int, int]:
-    """Order moments by what is alive, then by what late stages have, which store most."""
-    late = sum(at * count for at, count in enumerate(moment.holding))
-    return sum(moment.holding), late, moment.place
-
-
 def _padded(numbers: Floats, depth: int) -> Floats:
     """[stage, rank] Numbers for as many stages as any rank has."""
     padded = np.zeros((depth, numbers.shape[1]))
     padded[: len(numbers)] = numbers
     return padded
-
-
-def _acting(part: StrategyParts, *, whole: bool) -> float:
-    """Return the working memory of a layer in the pass that counts, or in either."""
-    if not whole:
-        return part.backward_transient_bytes
-    return smaller(part.forward_transient_bytes, part.backward_transient_bytes)
