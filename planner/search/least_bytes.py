@@ -39,6 +39,10 @@ Choices = Mapping[str, Sequence[StrategyParts]]
 """By kind, what its layers may be."""
 
 
+_ALPHAS = 17
+"""Values of α that are tried."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAtLeast:
     """What a stage of the solver counts (planner.solver.instance.Stage)."""
@@ -78,11 +82,17 @@ class LeastBytes:
 
     def option(self, at: int, option: Option, part: StrategyParts) -> Option:
         """Return the option of a layer of the chain with what it holds at least."""
-        shares, working = self._shares, self._working_of(at, part)
+        shares = self._shares
         if shares is None:
+            stored, working = part.stored_bytes, self._working[self._chain[at]]
+            if at == len(self._chain) - 1:
+                # It has one micro-batch less beside it while the layers before act.
+                in_flight = self.ranks[-1].in_flight
+                stored *= (in_flight - 1.0) / in_flight
+                working = part.backward_transient_bytes + part.stored_bytes
             return replace(
                 option,
-                stored_bytes=part.stored_bytes,
+                stored_bytes=stored,
                 kept_bytes=part.figures.kept_bytes if self._fullest is not None else 0.0,
                 resident_bytes=self._resident(part),
                 transient_bytes=working,
@@ -95,15 +105,19 @@ class LeastBytes:
                 stored_bytes=part.stored_bytes - like.least_stored,
                 kept_bytes=like.carrier,
                 resident_bytes=0.0,
-                transient_bytes=working,
+                transient_bytes=0.0,
             )
         rank, alive, waiting = self.at_end(at)
+        working = 0.0
+        if at == len(self._chain) - 1 and self._last_acts:
+            alive -= 1.0
+            working = part.backward_transient_bytes + part.stored_bytes - self.working(rank)
         return replace(
             option,
             stored_bytes=alive * part.stored_bytes / self.ranks[rank].in_flight,
             kept_bytes=0.0,
             resident_bytes=part.states.resident_bytes + waiting * part.figures.kept_bytes,
-            transient_bytes=working,
+            transient_bytes=max(0.0, working),
         )
 
     def at_end(self, at: int) -> tuple[int, float, float]:
@@ -199,26 +213,41 @@ class LeastBytes:
         )
 
     def _least_working(self) -> dict[str, float]:
-        """By kind, the least working memory of any layer that may be behind its first one.
-
-        Of several stages the model's first may have nothing but layers before the like ones.
-        """
-        result: dict[str, float] = {}
+        """By kind, the least working memory of any layer from its first one on but the last."""
+        result: dict[str, float] = {self._chain[-1]: math.inf}
         least = math.inf
-        for kind in reversed(self._chain):
-            least = min(least, *(part.backward_transient_bytes for part in self._choices[kind]))
+        for kind in reversed(self._chain[:-1]):
+            least = min(least, self._least_of(kind))
             result[kind] = least
-        return dict.fromkeys(result, least) if self._shares is not None else result
+        return result
 
-    def _working_of(self, at: int, part: StrategyParts) -> float:
-        """Return what a layer stands for: its own working memory if it surely acts as the last."""
-        if at < len(self._chain) - 1:
-            return self._working[self._chain[at]]
-        if self._fullest is not None:
-            last = self._layout.pipeline - 1 if self._shares is None else self._shares.home[-1]
-            if self._fullest.place[last] < self._layout.virtual_stages - 1:
-                return 0.0
-        return part.backward_transient_bytes
+    def _least_of(self, kind: str) -> float:
+        return min(part.backward_transient_bytes for part in self._choices[kind])
+
+    @property
+    def _last_acts(self) -> bool:
+        """Whether the model's last layer acts at the moment that counts on its rank."""
+        assert self._shares is not None
+        assert self._fullest is not None
+        place = self._fullest.place[self._shares.home[-1]]
+        return bool(place == self._shares.virtual_stages - 1)
+
+    def working(self, rank: int) -> float:
+        """Return the least working memory of the last layer that acts on a rank of several stages.
+
+        That is a like one, if the stage that acts has any.
+        """
+        shares = self._shares
+        assert shares is not None
+        assert self._fullest is not None
+        stage = self._own_stages(rank)[self._fullest.place[rank]]
+        run, chain = shares.run, self._chain
+        kinds = {chain[run.before]}
+        if stage == 0 and run.before:
+            kinds |= {*chain[: run.before]}
+        if stage == len(shares.home) - 1 and run.behind:
+            kinds |= {*chain[run.before + run.alike : len(chain) - (not shares.relieved(rank))]}
+        return min(self._least_of(kind) for kind in kinds)
 
 
 def _fullest(layout: Layout) -> Fullest:
@@ -259,15 +288,13 @@ class _OfSeveral:
         # All ranks but one that is relieved share their layers alike.
         alike = rank if shares.relieved(rank) else min({0, 1} - {shares.home[-1]})
         self._sizes = _sizes_of(shares, alike)
-        self._fixed_bytes = bytes_.buffers(rank)
+        self._fixed_bytes = bytes_.buffers(rank) + bytes_.working(rank)
         self._free_bytes = capacity_bytes - self._fixed_bytes - bytes_.end_bytes(rank)
 
     def at_least(self) -> RankAtLeast:
         """Return what the solver's stage counts."""
-        like, alive = self._like, self._alive
-        alpha = self._alpha()
-        stored = np.where(alive < alpha, like.most_stored, like.least_stored)
-        each = (alive - alpha) * stored + self._waiting * like.kept
+        like, alpha = self._like, self._alpha()
+        each = self._each(alpha)
         always = alpha * like.least_stored + like.resident
         slope, fixed_bytes = _line(self._sizes @ each, self._mean, at_least=-always)
         return RankAtLeast(
@@ -276,18 +303,38 @@ class _OfSeveral:
             fixed_bytes=self._fixed_bytes + fixed_bytes,
         )
 
+    def _each(self, alpha: float) -> Floats:
+        """[stage] What a like layer there holds beside α of its stored bytes, at least."""
+        like, alive = self._like, self._alive
+        stored = np.where(alive < alpha, like.most_stored, like.least_stored)
+        each: Floats = (alive - alpha) * stored + self._waiting * like.kept
+        return each
+
     def _alpha(self) -> float:
-        """Return a_c of the stage up to which a mean rank has to store less, above 0."""
+        """Return a_c of the stage up to which a mean rank has to store less, above 0.
+
+        It is less where the leanest layers would hold less than nothing.
+        """
+        low, high = max(0.25, float(self._alive.min())), self._marginal()
+        if high <= low:
+            return low
+        for alpha in np.linspace(high, low, _ALPHAS)[:-1].tolist():
+            mean = float(self._sizes[self._mean] @ self._each(alpha)) / self._mean
+            if mean + alpha * self._like.least_stored + self._like.resident >= 0:
+                return float(alpha)
+        return low
+
+    def _marginal(self) -> float:
+        """Return a_c of the stage up to which a mean rank has to store less."""
         like, sizes = self._like, self._sizes[self._mean]
         left = self._free_bytes - self._mean * like.resident
         left -= float(sizes @ (self._waiting * like.kept + self._alive * like.least_stored))
         more = like.most_stored - like.least_stored
-        least = max(0.25, float(self._alive.min()))
         for count, size in zip(reversed(self._alive), reversed(sizes), strict=True):
             left -= float(count) * float(size) * more
             if left < 0:
-                return max(least, float(count))
-        return max(least, float(self._alive.max()))
+                return float(count)
+        return float(self._alive.max())
 
 
 @lru_cache(maxsize=1 << 10)

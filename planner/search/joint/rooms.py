@@ -83,7 +83,8 @@ class _Ranks(NamedTuple):
     waiting: Floats
     columns: Floats
     """[column, rank] Buffers; then 1 where the rank has the model's first, last layer; 1 where the
-    last layer acts; 1 where a rank's stages do not share evenly."""
+    last layer acts; 1 where a rank's stages do not share evenly, where none of the layers of the
+    commonest kind may act."""
     holding: int
     """Place in `_HOLDINGS`."""
     least: tuple[float, float]
@@ -203,10 +204,10 @@ class Rooms:
         return may
 
     def _working(self, options: Options, costs: _Costs, of_unit: Indices) -> Floats:
-        """[choice, timetable] Least working memory of what may be the last layer of a stage."""
+        """[choice, timetable] Least working memory of a stage's last layer but the model's."""
         least = options.transient_bytes.min(axis=0)
         first = self._kinds.index(self._chain.commonest)
-        for kind in set(self._kinds[first:]) - {self._chain.commonest}:
+        for kind in set(self._kinds[first:-1]) - {self._chain.commonest}:
             least = np.minimum(least, costs.working(kind)[of_unit])
         return np.broadcast_to(least, options.transient_bytes.shape)
 
@@ -221,7 +222,9 @@ class Rooms:
         of_unit: Indices,
     ) -> Stages:
         """Return the ranks of all timetables, with what is left beside what surely lies there."""
-        buffers, *ends, acting, uneven = np.concatenate([one.columns for one in ranks], axis=1)
+        buffers, *ends, acting, uneven, bare = np.concatenate(
+            [one.columns for one in ranks], axis=1
+        )
         depth = max(len(one.alive) for one in ranks)
         alive = np.concatenate([_padded(one.alive, depth) for one in ranks], axis=1)
         waiting = np.concatenate([_padded(one.waiting, depth) for one in ranks], axis=1)
@@ -237,9 +240,11 @@ class Rooms:
             time_s, stored, resident, transient, kept = figures
             beside_s[at] += time_s
             place = places[last][at]
-            free_bytes[at] -= resident + alive[place, at] * stored + waiting[place, at] * kept
+            # The model's last layer has a micro-batch less while a layer before it acts.
+            number = alive[place, at] - (acting[at] if last else 0.0)
+            free_bytes[at] -= resident + number * stored + waiting[place, at] * kept
             if last:
-                beside_bytes[at] = np.maximum(beside_bytes[at], transient * acting[at])
+                beside_bytes[at] = (transient + stored) * acting[at]
         in_flight, each_bytes, fixed_bytes = self._spread(
             ranks, options, problem, free_bytes - beside_bytes, degree, uneven
         )
@@ -248,7 +253,7 @@ class Rooms:
             in_flight=in_flight,
             waiting=np.zeros(len(problem)),
             each_bytes=each_bytes,
-            free_bytes=free_bytes - fixed_bytes,
+            free_bytes=free_bytes - fixed_bytes + bare * options.transient_bytes[0][problem],
             beside_s=beside_s,
             beside_transient_bytes=beside_bytes,
         )
@@ -460,6 +465,8 @@ _HOLDINGS: tuple[Holding, ...] = get_args(Holding)
 COUNTED_BY_RANK: tuple[Holding, ...] = ("whole", "whole, last stage too")
 _FIGURES = ("time_s", "stored_bytes", "resident_bytes", "transient_bytes", "kept_bytes")
 
+_HALVINGS = 6
+
 _BELOW = 1.0 - 1e-9
 """Sums in another order differ in the last bits, and a bound may not be above what it bounds."""
 
@@ -492,7 +499,7 @@ def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Ti
     at = np.arange(ranks)
     home = rank_of_stage(name, stages=ranks * virtual, virtual_stages=virtual)
     first, last = (at == home[0]).astype(float), (at == home[-1]).astype(float)
-    acting, uneven = last, np.zeros(ranks)
+    acting, uneven, bare = last, np.zeros(ranks), np.zeros(ranks)
     if not counted_by_rank(layout):
         alive = np.array([[float(in_flight_at_most(layout, rank)) for rank in range(ranks)]])
         waiting = np.zeros((1, ranks))
@@ -507,11 +514,12 @@ def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Ti
         shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
         if shares is not None:
             uneven = np.array([float(shares.relieved(rank)) for rank in range(ranks)])
+            bare = np.maximum(uneven, first * (most.place == 0))
     least = float(alive.min()), float(buffers.min())
     return _Ranks(
         alive,
         waiting,
-        np.stack([buffers, first, last, acting, uneven]),
+        np.stack([buffers, first, last, acting, uneven, bare]),
         _HOLDINGS.index(holding_of(layout)),
         least,
     )
