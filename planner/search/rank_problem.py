@@ -15,7 +15,12 @@ from functools import cached_property
 from typing import Literal
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
-from planner.costs.rank_memory import dynamic_parts, in_flight_at_most
+from planner.costs.rank_memory import (
+    LayerBytes,
+    dynamic_parts,
+    in_flight_at_most,
+    layer_bytes,
+)
 from planner.costs.strategy import StrategyCost, StrategyParts
 from planner.errors import DocumentError
 from planner.model import ModelGraph
@@ -44,6 +49,7 @@ class RankProblem:
         self._chain = model.chain_kinds
         self._pairs: dict[str, list[Pair]] = {}
         self._shares: Shares | None = None
+        self._bytes: dict[str, list[LayerBytes]] = {}
         self._used: dict[tuple[int, int, tuple[int, ...]], float] = {}
         self._products: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
         if layout.virtual_stages > 1:
@@ -107,21 +113,24 @@ class RankProblem:
 
     def _stages_of(
         self, rank: int, first: int, options: Sequence[int]
-    ) -> dict[int, list[StrategyParts]]:
-        """Return the layers of every stage of a rank in order."""
+    ) -> dict[int, list[LayerBytes]]:
+        """Return what the layers of every stage of a rank hold, in order."""
         if self._shares is None:
-            return {
-                rank: [
-                    self._of(self._chain[at])[option][1] for at, option in enumerate(options, first)
-                ]
-            }
+            return {rank: [self._held_of(at)[option] for at, option in enumerate(options, first)]}
         entries = range(first, first + len(options))
         chosen = [self._choices_of(at)[option] for at, option in zip(entries, options, strict=True)]
         placed = self._shares.of_rank(rank, entries, chosen, self._order)
         return {
-            stage: [self._of(self._chain[at])[choice][1] for at, choice in layers]
+            stage: [self._held_of(at)[choice] for at, choice in layers]
             for stage, layers in placed.items()
         }
+
+    def _held_of(self, at: int) -> list[LayerBytes]:
+        """[choice] What a layer of the chain holds."""
+        kind = self._chain[at]
+        if kind not in self._bytes:
+            self._bytes[kind] = [layer_bytes(part) for _, part in self._of(kind)]
+        return self._bytes[kind]
 
     def roomy_instance(
         self, capacity_bytes: float, *, steady: float, fill: float, exposed_s: list[float]
