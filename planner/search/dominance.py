@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.costs.layout_costs import LayoutCosts, counted_by_rank
+from planner.costs.layout_costs import LayoutCosts
+from planner.costs.rank_memory import layer_bytes
 from planner.plan import INSIDE_OUT, Layout
-from planner.schedule import most_in_flight
 from planner.search.space import complexity
 
 
@@ -35,37 +35,28 @@ def twins(layout: Layout) -> Iterator[Layout]:
 def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts) -> bool:
     """Whether every split of `layout` is a split of `twin`, which wins or is the simpler in a tie.
 
-    With w, a, u the resident, stored and transient bytes and q the micro-batches in flight, a stage
-    of the twin needs, since max_l u'_l <= max_l u_l + Σ_l max(0, u'_l - u_l),
-
-        Σ_l (w'_l + q' a'_l) + max_l u'_l <= Σ_l (w_l + q a_l) + max_l u_l
-
-    if each option has w' + q' a' + max(0, u' - u) <= w + q a.  Seconds add up over layers, so it is
-    enough that no option takes longer.  The twin wins outright if it synchronises less on every
-    layer.  Where ranks have several stages or split backwards, each layer has a q of its own, alike
-    for both twins: then a' <= a, and the inequality at q = 0, are enough.
+    Seconds add up over layers, and bytes (planner.costs.rank_memory) grow with what any layer
+    holds, so it is enough that no option takes longer or holds more of anything.  1F1B has no more
+    micro-batches in flight than GPipe, and its gradients in forwards too, which then may need no
+    more than backwards.  The twin wins outright if it synchronises less on every layer.
     """
-    if _beside_layers(by, costs):
+    other_schedule = twin.schedule != layout.schedule
+    if _beside_layers(by, costs) or (other_schedule and twin.schedule != "1f1b"):
         return False
-    by_rank = counted_by_rank(layout)
-    in_flight = {(0, 0)} if by_rank else _in_flight(twin, layout)
     faster = True
     for kind, table in costs.kinds.items():
         for mine, other in zip(by.kinds[kind], table, strict=True):
             if mine.forward_s + mine.backward_s > other.forward_s + other.backward_s:
                 return False
-            if mine.sync_s > other.sync_s or (by_rank and mine.stored_bytes > other.stored_bytes):
-                return False
-            if mine.host_bytes > other.host_bytes or mine.host_resident_bytes > (
-                other.host_resident_bytes
-            ):
+            if mine.sync_s > other.sync_s or mine.host_bytes > other.host_bytes:
                 return False
             faster = faster and mine.sync_s < other.sync_s
-            transient = max(0.0, mine.transient_bytes - other.transient_bytes)
-            for q_mine, q_other in in_flight:
-                held = mine.resident_bytes + q_mine * mine.stored_bytes + transient
-                if held > other.resident_bytes + q_other * other.stored_bytes:
-                    return False
+        for own, others in zip(by.parts[kind], costs.parts[kind], strict=True):
+            held, least = layer_bytes(own), layer_bytes(others)
+            if any(mine > other for mine, other in zip(held, least, strict=True)):
+                return False
+            if other_schedule and held.forward > held.backward:
+                return False
     return faster or complexity(twin) < complexity(layout)
 
 
@@ -81,15 +72,3 @@ def _beside_layers(by: LayoutCosts, costs: LayoutCosts) -> bool:
         "step_s",
     )
     return any(getattr(by, name) > getattr(costs, name) for name in names)
-
-
-def _in_flight(twin: Layout, layout: Layout) -> set[tuple[int, int]]:
-    """Return how many micro-batches stages hold, of the twin and of the layout."""
-    return {
-        (
-            most_in_flight(twin.schedule, s, stages=p, micro_batches=m),
-            most_in_flight(layout.schedule, s, stages=p, micro_batches=m),
-        )
-        for p, m in [(layout.pipeline, layout.micro_batches)]
-        for s in {0, p - 1, max(0, p - m)}
-    }

@@ -283,11 +283,12 @@ class _OfSeveral:
         self, bytes_: LeastBytes, shares: Shares, rank: int, capacity_bytes: float
     ) -> None:
         self._like = bytes_.like
-        self._mean = max(1, round(shares.run.alike / shares.ranks))
         self._alive, self._waiting = bytes_.counts(rank)
         # All ranks but one that is relieved share their layers alike.
         alike = rank if shares.relieved(rank) else min({0, 1} - {shares.home[-1]})
-        self._sizes = _sizes_of(shares, alike)
+        self._sizes, _ = sizes_of(shares, alike)
+        mean = round(shares.run.alike / shares.ranks)
+        self._mean = min(max(1, mean), len(self._sizes) - 1)
         self._fixed_bytes = bytes_.buffers(rank) + bytes_.working(rank)
         self._free_bytes = capacity_bytes - self._fixed_bytes - bytes_.end_bytes(rank)
 
@@ -338,10 +339,14 @@ class _OfSeveral:
 
 
 @lru_cache(maxsize=1 << 10)
-def _sizes_of(shares: Shares, rank: int) -> Floats:
-    """[n, stage] Layers of each stage, of n like layers on a rank."""
-    numbers = range(shares.run.alike + 1)
-    return np.array([shares.sizes(rank, number) for number in numbers], dtype=float)
+def sizes_of(shares: Shares, rank: int) -> tuple[Floats, int]:
+    """[n, stage] Layers of each stage, of n like layers on a rank; and the rank.
+
+    More than leave every other stage a layer, no rank has.
+    """
+    most = shares.run.alike - shares.virtual_stages * (shares.ranks - 1) + 2
+    numbers = range(min(most, shares.run.alike) + 1)
+    return np.array([shares.sizes(rank, number) for number in numbers], dtype=float), rank
 
 
 def _line(values: Floats, mean: int, *, at_least: float) -> tuple[float, float]:

@@ -1,9 +1,9 @@
 """The fastest options of a stage whose bytes are no sum over its layers.
 
 Sums bound them from below (planner.solver.instance, `used_bytes`), so the fastest options by the
-sums take no longer than the fastest that fit.  If those fit too they are the fastest.  If not, a
-knapsack with fewer bytes finds some that do, and of all options that take longer than the former
-and less than the latter the fastest that fit are looked for.
+sums take no longer than the fastest that fit.  If those fit too they are the fastest.  If not, all
+that take longer are gone through, the fastest first.  That ends after so many: then a knapsack with
+fewer bytes finds some that fit, and what is not known the answer says.
 """
 
 from __future__ import annotations
@@ -11,24 +11,38 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.solver.instance import ROUNDING, stage_bytes, stage_fits
 from planner.solver.knapsack import Choice, Content, Knapsacks
 
 _STEPS = 24
 """Knapsacks with fewer bytes that are tried."""
+_TRIED = 3000
+"""Choices of one stage that are looked at."""
 _SAME = 1e-12
 """Sums of the same seconds in two orders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fastest:
-    """Unscaled seconds, sync, and options of a stage's layers in their order."""
+    """Unscaled seconds, sync, and options of a stage's layers in their order.
+
+    No options that fit take less than `at_least_s`; without any that are known to, `time_s` is inf.
+    """
 
     time_s: float
     sync_s: float
     options: tuple[int, ...]
+    at_least_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found of a stage's options that take no longer than a limit."""
+
+    limit_s: float
+    fastest: Fastest | None
 
 
 def laid_out(kinds: Sequence[int], content: Content, taken: Sequence[Sequence[int]]) -> list[int]:
@@ -38,9 +52,12 @@ def laid_out(kinds: Sequence[int], content: Content, taken: Sequence[Sequence[in
 
 
 def fastest_checked(
-    knapsacks: Knapsacks, stage: int, held: range, sync_limit_s: float
+    knapsacks: Knapsacks, stage: int, held: range, sync_limit_s: float, limit_s: float
 ) -> Fastest | None:
-    """Return the fastest options with which `stage` holds some layers, None if none fit."""
+    """Return the fastest options with which `stage` holds some layers.
+
+    None if none fit that take no longer than `limit_s`, unscaled.
+    """
     search = _Stage(knapsacks, stage, held, sync_limit_s)
     lowest = search.by_sums(0.0)
     if lowest is None:
@@ -48,13 +65,14 @@ def fastest_checked(
     found = search.laid(lowest)
     if search.fits(found):
         return found
-    some = search.some_that_fit(lowest)
-    most_s = math.inf if some is None else some.time_s
-    for choice in search.between(lowest.time_s, most_s):
+    for tried, choice in enumerate(search.between(lowest.time_s, limit_s)):
         found = search.laid(choice)
         if search.fits(found):
             return found
-    return some
+        if tried == _TRIED:
+            known = search.some_that_fit(lowest) or replace(found, time_s=math.inf)
+            return replace(known, at_least_s=found.time_s * (1 - _SAME))
+    return None
 
 
 class _Stage:
@@ -75,7 +93,7 @@ class _Stage:
     def laid(self, choice: Choice) -> Fastest:
         """Lay options out over the layers."""
         options = laid_out(self._kinds, self._content, choice.options)
-        return Fastest(choice.time_s, choice.sync_s, tuple(options))
+        return Fastest(choice.time_s, choice.sync_s, tuple(options), choice.time_s)
 
     def fits(self, found: Fastest) -> bool:
         """Whether the stage has the bytes."""
@@ -101,7 +119,7 @@ class _Stage:
         return None
 
     def between(self, least_s: float, most_s: float) -> Iterator[Choice]:
-        """Yield all choices that may fit and take longer than the one and less than the other.
+        """Yield all choices that may fit and take no less than the one, no more than the other.
 
         The fastest come first.  What is looked for is often near the least, so windows of seconds
         grow from there.
@@ -110,11 +128,15 @@ class _Stage:
             count * max(option.time_s for option in self._instance.kinds[kind])
             for kind, count in self._content
         )
-        end_s = min(most_s * (1 - _SAME), slowest_s * (1 + _SAME))
+        end_s = min(most_s, slowest_s) * (1 + _SAME)
         low_s, width_s = least_s * (1 - _SAME), 1e-3 * slowest_s
         while low_s < end_s:
             high_s = min(low_s + width_s, end_s)
-            found = [c for c in self._choices(low_s, high_s) if c.sync_s <= self._sync_limit_s]
+            every = list(itertools.islice(self._choices(low_s, high_s), _TRIED + 1))
+            if len(every) > _TRIED and width_s > _SAME * slowest_s:
+                width_s /= 8
+                continue
+            found = [choice for choice in every if choice.sync_s <= self._sync_limit_s]
             yield from sorted(found, key=lambda choice: (choice.time_s, choice.options))
             low_s, width_s = high_s, 2 * width_s
 

@@ -52,7 +52,9 @@ def solve(
 
     `frontiers` kept by the caller spares the Pareto sets that earlier instances had in common.
     Of hosts that several stages share, each stage alone is held to the whole.
-    With a finite cutoff an instance that does not fit may be reported as fathomed.
+    With a finite cutoff an instance that does not fit may be reported as fathomed.  Where bytes are
+    more than sums (`used_bytes`) and a stage has very many choices, the bound may stay below the
+    objective, or below the cutoff.
 
     Among equally fast splits the one with the earliest cuts is returned; inside a stage the layers
     that come first take the later options of their kind (recompute the first layers).
@@ -64,7 +66,8 @@ def solve(
     ceiling_s = min(floor.likely_ceiling_s, floor.ceiling_s(cutoff_s))
     whole_s = floor.most_s
     while True:
-        best = _best_under(knapsacks, StageTable(knapsacks, ceiling_s, whole_s), cutoff_s)
+        table = StageTable(knapsacks, ceiling_s, whole_s, limit_s=floor.slowest_s(cutoff_s))
+        best = _best_under(knapsacks, table, cutoff_s)
         known_s = cutoff_s if best is None else best.objective_s
         if best is not None and whole_s > _COARSE * sum(best.stage_s):
             # Options that nobody would take made the grid of the table coarse beside the answer.
@@ -79,10 +82,15 @@ def solve(
             ceiling_s *= 2
         else:
             ceiling_s = floor.ceiling_s(known_s)
+    bound_s = cutoff_s if best is None else best.objective_s
+    least = table.least_costs()
+    if least is not None:
+        lowest = best_cuts(least, cutoff_s=bound_s)
+        bound_s = bound_s if lowest is None else min(bound_s, lowest.value_s)
     if best is not None:
-        return best
-    if cutoff_s < math.inf:
-        return Fathomed(cutoff_s)
+        return replace(best, lower_bound_s=bound_s)
+    if bound_s < math.inf:
+        return Fathomed(bound_s)
     beside = HOSTS_TOO_SMALL if instance.hosts else NEARLY_FITS
     return Infeasible(why_infeasible(instance) or beside)
 
@@ -116,6 +124,12 @@ class _Floor:
     def beyond_s(self, ceiling_s: float) -> float:
         """Least objective of any split with a stage above `ceiling_s`."""
         return self._steady * ceiling_s + self._rest_s
+
+    def slowest_s(self, known_s: float) -> float:
+        """Seconds that no stage of a split below `known_s` takes, or more."""
+        if self._steady == 0 or known_s == math.inf:
+            return math.inf
+        return (known_s - self._rest_s) / self._steady * (1 + _HAIR)
 
     def ceiling_s(self, known_s: float) -> float:
         """Stage seconds above which no split is below `known_s`."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,9 @@ from planner.solver.frontier import (
 )
 from planner.solver.instance import ROUNDING, Instance, Option
 from planner.solver.synced import Choices, fastest_synced
+
+if TYPE_CHECKING:
+    from planner.solver.checked import Checked
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -159,6 +163,8 @@ class Knapsacks:
             for at, s in enumerate(family.stages)
         }
         self._runs: dict[tuple[int, int, int], Runs] = {}
+        self.checked: dict[tuple[int, tuple[int, ...], float], Checked] = {}
+        """By stage, kinds of its layers and limit on sync: its fastest options that fit."""
         self.host_limit = np.full(len(stages), np.inf)
         for host in instance.hosts:
             for s, ranks in enumerate(host.ranks):

@@ -8,12 +8,13 @@ wants to use them.  A chain of like layers has few signatures, and those are set
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.checked import Fastest, fastest_checked
+from planner.solver.checked import Checked, Fastest, fastest_checked
 from planner.solver.cuts import Chain
 from planner.solver.descent import Costs
 from planner.solver.knapsack import Family, Knapsacks, Relaxed
@@ -31,9 +32,18 @@ class StageTable:
     All seconds are rounded to a grid that is fine beside `whole_s`, the sum over the stages.
     """
 
-    def __init__(self, knapsacks: Knapsacks, ceiling_s: float, whole_s: float) -> None:
+    def __init__(
+        self,
+        knapsacks: Knapsacks,
+        ceiling_s: float,
+        whole_s: float,
+        *,
+        limit_s: float = math.inf,
+    ) -> None:
+        """Of stages that take longer than `limit_s` nobody wants to know how long."""
         self._knapsacks = knapsacks
         self._whole_s = whole_s
+        self._limit_s = limit_s
         instance = knapsacks.instance
         layers, stages = len(instance.layers), len(instance.stages)
         until_s = _prefix_sums(knapsacks.options.least_time_s[knapsacks.layers])
@@ -64,7 +74,8 @@ class StageTable:
         # Whether an entry is that of options that fit; with exact sums it is if it is settled.
         self._checks = instance.used_bytes is not None
         self._checked = self.settled.copy() if self._checks else self.settled
-        self._fastest: dict[tuple[int, tuple[int, ...], float], Fastest | None] = {}
+        self._loose: dict[tuple[int, int, int], float] = {}
+        """Of entries that are not known exactly, seconds that are no more than theirs."""
         self.sync_limit_s = np.inf
         # Sync of the choice that settled an entry; read only where options differ in it.
         self._sync_used_s = np.zeros(self.seconds.shape if knapsacks.sync_depends else 0)
@@ -125,20 +136,48 @@ class StageTable:
                 if found is None:
                     self.seconds[place] = np.inf
                     continue
-                staged_s = found.time_s * knapsacks.time_scale[stage] + knapsacks.exposed_s[stage]
-                extra_s = 0.0 if self._cut_s is None else float(self._cut_s[at, width - 1])
-                value = _on_grid(np.array(staged_s + extra_s), self._whole_s)
-                self.seconds[place] = max(float(self.seconds[place]), float(value))
+                if found.at_least_s < found.time_s:
+                    self._loose[place] = self._staged_s(place, found.at_least_s)
+                staged_s = self._staged_s(place, found.time_s)
+                self.seconds[place] = max(float(self.seconds[place]), staged_s)
                 if knapsacks.sync_depends:
                     self._sync_used_s[place] = found.sync_s
 
+    def _staged_s(self, place: tuple[int, int, int], layers_s: float) -> float:
+        """Seconds of an entry from the unscaled ones of its layers."""
+        stage, first, n_less_1 = place
+        knapsacks = self._knapsacks
+        staged_s = layers_s * knapsacks.time_scale[stage] + knapsacks.exposed_s[stage]
+        extra_s = 0.0 if self._cut_s is None else float(self._cut_s[first, n_less_1])
+        if math.isinf(staged_s):
+            return math.inf
+        return float(_on_grid(np.array(staged_s + extra_s), self._whole_s))
+
+    def least_costs(self) -> Costs | None:
+        """Return costs that are no more than exact ones; None if those of `costs` are exact."""
+        if not self._loose:
+            return None
+        known = self.seconds.copy()
+        for place, seconds in self._loose.items():
+            self.seconds[place] = seconds
+        costs = self.costs()
+        self.seconds = known
+        return costs
+
     def checked(self, stage: int, first: int, end: int) -> Fastest | None:
-        """Return the fastest options of a stage that fit and keep the limit on sync."""
+        """Return the fastest options of a stage that fit, within the limits on seconds and sync."""
+        known = self._knapsacks.checked
         key = stage, self._kinds_of(first, end - first), self.sync_limit_s
-        if key not in self._fastest:
+        knapsacks = self._knapsacks
+        limit_s = (self._limit_s - float(knapsacks.exposed_s[stage])) / float(
+            knapsacks.time_scale[stage]
+        )
+        found = known.get(key)
+        if found is None or (found.fastest is None and found.limit_s < limit_s):
             held = range(first, end)
-            self._fastest[key] = fastest_checked(self._knapsacks, stage, held, self.sync_limit_s)
-        return self._fastest[key]
+            fastest = fastest_checked(knapsacks, stage, held, self.sync_limit_s, limit_s)
+            found = known[key] = Checked(limit_s, fastest)
+        return found.fastest
 
     def _kinds_of(self, first: int, n: int) -> tuple[int, ...]:
         return self._knapsacks.instance.layers[first : first + n]

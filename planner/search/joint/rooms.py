@@ -30,7 +30,10 @@ from planner.layers.operator_table import RECOMPUTES, either
 from planner.plan import Layout
 from planner.profile import Recompute
 from planner.schedule import rank_of_stage
+from planner.search.joint import spread
 from planner.search.joint.hosting import Options, Stages, hosted
+from planner.search.joint.spread import Spread
+from planner.search.least_bytes import sizes_of
 from planner.search.ranks import longest_run, shares_of
 from planner.search.space import Family, Sharing, Timetable
 
@@ -83,8 +86,9 @@ class _Ranks(NamedTuple):
     waiting: Floats
     columns: Floats
     """[column, rank] Buffers; then 1 where the rank has the model's first, last layer; 1 where the
-    last layer acts; 1 where a rank's stages do not share evenly, where none of the layers of the
-    commonest kind may act."""
+    last layer acts; 1 where none of the layers of the commonest kind may act."""
+    relieved: tuple[Floats, int] | None
+    """Sizes [n, stage] of the rank that does not share evenly, and which it is."""
     holding: int
     """Place in `_HOLDINGS`."""
     least: tuple[float, float]
@@ -108,7 +112,11 @@ class Rooms:
         self._capacity_bytes = capacity_bytes
         self._kinds = tables.model.chain_kinds
         run = longest_run(self._kinds)
-        self._like = run is not None and self._kinds[run.before] == chain.commonest
+        self._like = (
+            run is not None
+            and self._kinds[run.before] == chain.commonest
+            and run.alike == chain.counts[chain.commonest]
+        )
         self._recompute = recompute
         self._ranks: dict[tuple[object, ...], tuple[_Ranks, ...]] = {}
         self._host_bytes: float | None = None
@@ -222,16 +230,16 @@ class Rooms:
         of_unit: Indices,
     ) -> Stages:
         """Return the ranks of all timetables, with what is left beside what surely lies there."""
-        buffers, *ends, acting, uneven, bare = np.concatenate(
-            [one.columns for one in ranks], axis=1
-        )
+        columns = np.concatenate([one.columns for one in ranks], axis=1)
+        buffers, *ends, acting, bare = columns
         depth = max(len(one.alive) for one in ranks)
         alive = np.concatenate([_padded(one.alive, depth) for one in ranks], axis=1)
         waiting = np.concatenate([_padded(one.waiting, depth) for one in ranks], axis=1)
         problem = np.repeat(np.arange(len(degree)), degree)
         free_bytes = self._capacity_bytes - buffers * boundary_bytes[problem]
         beside_s, beside_bytes = np.zeros(len(problem)), np.zeros(len(problem))
-        places = np.zeros(len(problem), dtype=int), self._last_places(ranks)
+        last_place = [np.full(one.alive.shape[1], len(one.alive) - 1) for one in ranks]
+        places = np.zeros(len(problem), dtype=int), np.concatenate(last_place)
         for last, (kind, here) in enumerate(zip(self._tables.end_kinds, ends, strict=True)):
             if kind is None or kind == self._chain.commonest:
                 continue
@@ -245,23 +253,17 @@ class Rooms:
             free_bytes[at] -= resident + number * stored + waiting[place, at] * kept
             if last:
                 beside_bytes[at] = (transient + stored) * acting[at]
-        in_flight, each_bytes, fixed_bytes = self._spread(
-            ranks, options, problem, free_bytes - beside_bytes, degree, uneven
-        )
+        working = options.transient_bytes[0][problem]
+        spread_ = self._spread(ranks, options, problem, free_bytes - beside_bytes, degree)
         return Stages(
             counts=degree,
-            in_flight=in_flight,
+            in_flight=spread_.in_flight,
             waiting=np.zeros(len(problem)),
-            each_bytes=each_bytes,
-            free_bytes=free_bytes - fixed_bytes + bare * options.transient_bytes[0][problem],
+            each_bytes=spread_.each_bytes,
+            free_bytes=free_bytes - spread_.fixed_bytes + bare * working,
             beside_s=beside_s,
             beside_transient_bytes=beside_bytes,
         )
-
-    @staticmethod
-    def _last_places(ranks: Sequence[_Ranks]) -> Indices:
-        """[rank] Place of its last stage."""
-        return np.concatenate([np.full(one.alive.shape[1], len(one.alive) - 1) for one in ranks])
 
     def _spread(
         self,
@@ -270,55 +272,43 @@ class Rooms:
         problem: Indices,
         free_bytes: Floats,
         degree: Indices,
-        uneven: Floats,
-    ) -> tuple[Floats, Floats, Floats]:
-        """[rank] Return α; what a like layer holds beside its option; what is fixed.
-
-        By planner.search.least_bytes.  A rank whose stages do not share evenly has the least of
-        them for α.
-        """
-        several = self._last_places(ranks)
-        in_flight, each_bytes = np.empty(len(problem)), np.empty(len(problem))
-        fixed_bytes = np.zeros(len(problem))
+    ) -> Spread:
+        """[rank] What a rank counts of its like layers."""
+        result = Spread(*(np.zeros(len(problem)) for _ in range(3)))
         starts = np.cumsum([0, *(one.alive.shape[1] for one in ranks[:-1])])
-        for virtual in np.unique(several + 1).tolist():
-            some = [n for n, one in enumerate(ranks) if len(one.alive) == virtual]
+        number = self._chain.counts[self._chain.commonest]
+        depths = np.array([len(one.alive) for one in ranks])
+        for virtual in np.unique(depths).tolist():
+            some = np.flatnonzero(depths == virtual).tolist()
             at = np.concatenate([starts[n] + np.arange(ranks[n].alive.shape[1]) for n in some])
-            alive = np.concatenate([ranks[n].alive for n in some], axis=1)
-            waiting = np.concatenate([ranks[n].waiting for n in some], axis=1)
-            own = problem[at]
-            kept = options.kept_bytes.min(axis=0)[own] * waiting
-            if virtual == 1:
-                in_flight[at], each_bytes[at] = alive[0], kept[0]
-                continue
+            own, waiting = problem[at], np.concatenate([ranks[n].waiting for n in some], axis=1)
             stored = options.stored_bytes[:, own]
-            least, most = stored.min(axis=0), stored.max(axis=0)
-            resident = options.resident_bytes.min(axis=0)[own]
-            number = self._chain.counts[self._chain.commonest] / degree[own]
-            left = free_bytes[at] / number - resident
-            left -= options.transient_bytes.min(axis=0)[own] / number
-            left -= (kept + alive * least).sum(axis=0) / virtual
-            alpha = alive.max(axis=0)
-            for count in reversed(alive):
-                fits = left >= 0
-                left = left - count * (most - least) / virtual
-                alpha = np.where(fits & (left < 0), count, alpha)
-            alpha = np.where(uneven[at] > 0, alive.min(axis=0), alpha)
-            each = (alive - alpha) * np.where(alive < alpha, most, least) + kept
-            low = (
-                options.resident_bytes.min(axis=0)[own] + alpha * least + each.sum(axis=0) / virtual
+            held = spread.Ranks(
+                alive=np.concatenate([ranks[n].alive for n in some], axis=1),
+                kept_bytes=options.kept_bytes.min(axis=0)[own] * waiting,
+                free_bytes=free_bytes[at] - options.transient_bytes[0][own],
+                number=number / degree[own],
+                least_stored=stored.min(axis=0),
+                most_stored=stored.max(axis=0),
+                resident=options.resident_bytes.min(axis=0)[own],
             )
-            alpha = np.where(low < 0, alive.min(axis=0), alpha)
-            each = (alive - alpha) * np.where(alive < alpha, most, least) + kept
-            slope = each.sum(axis=0) / virtual
-            behind = np.cumsum(each[::-1], axis=0)[:-1]
-            rest = np.arange(1, virtual)[:, None] * slope
-            fixed = np.minimum(0.0, (behind - rest).min(axis=0))
-            even = uneven[at] == 0
-            in_flight[at] = alpha
-            each_bytes[at] = np.where(even, slope, 0.0)
-            fixed_bytes[at] = np.where(even, fixed, 0.0)
-        return in_flight, each_bytes, fixed_bytes
+            even = spread.evenly(held) if self._like and virtual > 1 else spread.alike(held)
+            for column, values in zip(result, even, strict=True):
+                column[at] = values
+            uneven: dict[int, list[int]] = {}
+            for n in some:
+                if ranks[n].relieved is not None and self._like:
+                    uneven.setdefault(id(ranks[n].relieved), []).append(n)
+            places = dict(zip(at.tolist(), range(len(at)), strict=True))
+            for members in uneven.values():
+                sizes, rank = ranks[members[0]].relieved or (np.zeros((1, 1)), 0)
+                there = np.array([starts[n] + rank for n in members])
+                mean = min(round(number / ranks[members[0]].alive.shape[1]), len(sizes) - 1)
+                local = np.array([places[one] for one in there.tolist()])
+                found = spread.by_sizes(held.of(local), sizes, mean)
+                for column, values in zip(result, found, strict=True):
+                    column[there] = values
+        return result
 
     def _bound_s(
         self, options: Options, stages: Stages, setting: Indices, paces: Paces, added_s: Floats
@@ -465,8 +455,6 @@ _HOLDINGS: tuple[Holding, ...] = get_args(Holding)
 COUNTED_BY_RANK: tuple[Holding, ...] = ("whole", "whole, last stage too")
 _FIGURES = ("time_s", "stored_bytes", "resident_bytes", "transient_bytes", "kept_bytes")
 
-_HALVINGS = 6
-
 _BELOW = 1.0 - 1e-9
 """Sums in another order differ in the last bits, and a bound may not be above what it bounds."""
 
@@ -499,11 +487,11 @@ def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Ti
     at = np.arange(ranks)
     home = rank_of_stage(name, stages=ranks * virtual, virtual_stages=virtual)
     first, last = (at == home[0]).astype(float), (at == home[-1]).astype(float)
-    acting, uneven, bare = last, np.zeros(ranks), np.zeros(ranks)
+    acting, bare, relieved = last, np.zeros(ranks), None
     if not counted_by_rank(layout):
         alive = np.array([[float(in_flight_at_most(layout, rank)) for rank in range(ranks)]])
         waiting = np.zeros((1, ranks))
-        buffers = np.where(at < ranks - 1, alive[0], 0.0) + 2.0 if ranks > 1 else uneven
+        buffers = np.where(at < ranks - 1, alive[0], 0.0) + 2.0 if ranks > 1 else bare
         alive = alive - ((alive == micro_batches) & (alive > 1))
     else:
         shape = {"ranks": ranks, "micro_batches": micro_batches, "virtual_stages": virtual}
@@ -513,13 +501,16 @@ def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Ti
         acting = last * (most.place == virtual - 1)
         shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
         if shares is not None:
-            uneven = np.array([float(shares.relieved(rank)) for rank in range(ranks)])
-            bare = np.maximum(uneven, first * (most.place == 0))
+            bare = first * (most.place == 0)
+            if shares.relieved(home[-1]):
+                bare = np.maximum(bare, last)
+                relieved = sizes_of(shares, home[-1])
     least = float(alive.min()), float(buffers.min())
     return _Ranks(
         alive,
         waiting,
-        np.stack([buffers, first, last, acting, uneven, bare]),
+        np.stack([buffers, first, last, acting, bare]),
+        relieved,
         _HOLDINGS.index(holding_of(layout)),
         least,
     )
