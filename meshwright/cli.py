@@ -400,6 +400,8 @@ def export(
         for said in written.in_the_script:
             print(f"meshwright: in the training script: {said}", file=sys.stderr)
         return
+    for warning in written.warnings:
+        print(f"meshwright: warning: {warning}", file=sys.stderr)
     if json:
         print(as_json(export_json(written)))
         return
