@@ -13,7 +13,6 @@ Source: Ren et al., 2021 (ZeRO-Offload, arXiv:2101.06840) for what moves and whe
 
 from __future__ import annotations
 
-from planner.backends.rules import Rules
 from planner.backends.runs import Run
 from planner.backends.states import Parameters, states
 from planner.costs.rates import (
@@ -22,6 +21,7 @@ from planner.costs.rates import (
     OPTIMIZER_TRAFFIC_BYTES,
     USUAL_HOST_MEMORY_BYTES_PER_S,
 )
+from planner.stack import Stack
 
 USUAL_LINK_BYTES_PER_S = 3.2e10
 """PCIe 4, where the catalogue does not say."""
@@ -31,7 +31,7 @@ WIRE_BYTES = 2
 
 def offload_s(
     run: Run,
-    rules: Rules,
+    stack: Stack,
     parameters: Parameters,
     *,
     stored_bytes: float,
@@ -48,9 +48,9 @@ def offload_s(
     rate = _link_bytes_per_s(run)
     m, seconds = run.micro_batches, 0.0
     trained = 0.0 if run.task in ("lora", "qlora") else parameters.count
-    zero = rules.zero if run.zero is None else run.zero
+    zero = stack.sharding.zero if run.zero is None else run.zero
     if "params" in run.offload:
-        weights = states(run, rules, parameters, on_device=True).weights_bytes
+        weights = states(run, stack, parameters, on_device=True).weights_bytes
         if zero == 3 and trained:  # what is gathered is in 16 bits, and half of the fp32 shard
             weights /= 2
         each_s = weights / rate
