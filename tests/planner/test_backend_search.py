@@ -6,7 +6,7 @@ import pytest
 
 from planner.backends.estimate import estimate
 from planner.backends.search import backend_answer_json, backend_search
-from planner.backends.spaces import SPACES, flags, layouts
+from planner.backends.spaces import flags, layouts
 from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Job
