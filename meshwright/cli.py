@@ -509,6 +509,7 @@ class Shelf(StrEnum):
     ACCELERATORS = "accelerators"
     NODES = "nodes"
     MODELS = "models"
+    STACKS = "stacks"
     PRICES = "prices"
 
 
@@ -655,7 +656,7 @@ def catalog(
     output: Annotated[str, typer.Option("-o", "--output")] = "rents.yaml",
     json: Json = False,
 ) -> None:
-    """List what can be named: accelerators, node types, models, dated prices."""
+    """List what can be named: accelerators, node types, models, stacks, dated prices."""
     if imported is not None:
         if shelf is not Shelf.PRICES or date is None:
             raise DocumentError("import", "goes with `catalog prices` and the list's --date")

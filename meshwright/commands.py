@@ -6,6 +6,7 @@ torch is imported only inside the calls that need it.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -445,6 +446,21 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
             }
             for name, graph in graphs
         ]
+    if shelf == "stacks":
+        return [
+            {
+                "name": name,
+                "trains": stack.summary,
+                "searched": "yes" if stack.space or name == "native" else "no",
+                "fitted to runs": max((entry.runs or 0 for entry in stack.basis), default=0)
+                or None,
+                "80 % of steps within": f"{math.expm1(stack.accuracy.spread):.0%}"
+                if stack.accuracy.seen
+                else None,
+                "also called": ", ".join(stack.aliases) or None,
+            }
+            for name, stack in shelves.stacks().items()
+        ]
     if shelf == "prices":
         return [
             {
@@ -457,4 +473,6 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
             }
             for rent in shelves.rents()
         ]
-    raise DocumentError("catalog", f"'{shelf}': ask for accelerators, nodes, models or prices")
+    raise DocumentError(
+        "catalog", f"'{shelf}': ask for accelerators, nodes, models, stacks or prices"
+    )

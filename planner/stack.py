@@ -406,5 +406,5 @@ def stack_of(data: dict[str, Any], known: dict[str, dict[str, Any]]) -> Stack:
     return Stack.of(merged(whole, data))
 
 
-NOT_INHERITED = ("name", "aliases", "summary", "versions", "accuracy")
-"""Of what a stack extends: its names, and how far its own runs lay from their prediction."""
+NOT_INHERITED = ("name", "aliases", "summary", "versions", "space", "accuracy")
+"""Of what a stack extends: its names, what it executes, how far its runs lay from predictions."""

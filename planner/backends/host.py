@@ -18,13 +18,14 @@ from planner.backends.states import Parameters, states
 from planner.costs.rates import (
     HOST_LINK_SHARE,
     HOST_MEMORY_SHARE,
-    OPTIMIZER_TRAFFIC_BYTES,
     USUAL_HOST_MEMORY_BYTES_PER_S,
 )
 from planner.stack import Stack
 
 USUAL_LINK_BYTES_PER_S = 3.2e10
 """PCIe 4, where the catalogue does not say."""
+HOST_OPTIMIZER_BYTES = 40
+"""Memory traffic per parameter of AdamW on the host."""
 WIRE_BYTES = 2
 """Of a gradient and of a working parameter on the host's link."""
 
@@ -62,7 +63,7 @@ def offload_s(
         held = trained / (run.sharding_ranks if zero else 1)
         moved_s = WIRE_BYTES * held / rate
         seconds += max(0.0, moved_s - backward_s) + moved_s
-        seconds += OPTIMIZER_TRAFFIC_BYTES * held / _memory_bytes_per_s(run)
+        seconds += HOST_OPTIMIZER_BYTES * held / _memory_bytes_per_s(run)
     if "activations" in run.offload:
         each_s = stored_bytes / rate
         seconds += m * (max(0.0, each_s - forward_s) + max(0.0, each_s - backward_s))

@@ -19,8 +19,8 @@ from planner.calibrate.constants import (
     calibration_of,
     constants_of,
 )
+from planner.catalog import native
 from planner.cluster import ClusterSpec
-from planner.costs.rates import ACTION_HOST_S
 from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.plan import Plan
@@ -126,7 +126,7 @@ def of_launch(
         memory_bytes=None,
         seconds=seconds,
         bytes=lambda values: 0.0,
-        usual=(0.0, ACTION_HOST_S, USUAL_SLACK),
+        usual=(0.0, native().host.action_s, USUAL_SLACK),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
@@ -226,8 +227,12 @@ def models() -> dict[str, ModelEntry]:
 @cache
 def stacks() -> dict[str, Stack]:
     """Return every stack by name: one file each in `stacks/`."""
+    return read_stacks(resources.files(__package__).joinpath("stacks"))
+
+
+def read_stacks(folder: Traversable) -> dict[str, Stack]:
+    """Return the stacks of a folder by name, each with what it extends filled in."""
     data: dict[str, dict[str, Any]] = {}
-    folder = resources.files(__package__).joinpath("stacks")
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
         found = plain(file.read_text(encoding="utf-8"))
         assert isinstance(found, dict)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from planner import catalog
+from planner.backends import spaces
+from planner.backends import stacks as backend_stacks
+from planner.backends.search import backend_search
 from planner.catalog import stack_name, stacks
 from planner.errors import DocumentError
+from planner.expressions import resolve_cluster, resolve_model
+from planner.plan import Job
 from planner.stack import Stack, figures, merged, stack_of, with_figures, without_basis
 
 PLAIN = {"format": 1, "name": "plain", "summary": "the defaults"}
@@ -26,15 +33,13 @@ def test_a_figure_without_provenance_is_found() -> None:
 
 def test_every_figure_is_read_by_some_formula() -> None:
     root = Path(__file__).parents[2] / "planner"
-    code = "\n".join(
-        file.read_text() for file in root.rglob("*.py") if file.name not in ("stack.py",)
-    )
-    attributes = {"norm", "gate", "rotary"}  # read by name, planner/backends/work.py
+    code = "\n".join(file.read_text() for file in root.rglob("*.py") if file.name != "stack.py")
+    by_name = {"norm", "gate", "rotary"}  # planner/backends/work.py
 
     unread = [
         path
         for path, _ in figures(Stack.of(PLAIN))
-        if f".{path}" not in code and path.split(".")[1] not in attributes
+        if (name := path.split(".")[1]) not in by_name and not re.search(rf"\.{name}\b", code)
     ]
 
     assert unread == []
@@ -127,3 +132,29 @@ def test_figures_are_changed_by_their_paths() -> None:
 
     assert (stack.host.step_s, stack.memory.reserved) == (2.0, 1.5)
     assert stack.host.action_s == 0.0
+
+
+def test_a_stack_is_added_by_adding_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Path(catalog.__file__).parent / "stacks"
+    for file in known.iterdir():
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "mine.yaml").write_text(
+        "{format: 1, name: mine, extends: fsdp, summary: mine, host: {step_s: 5.0}, "
+        "space: {zero: [3], recompute: [none, full], pipeline: false, tensor: false}, "
+        "accuracy: {spread: 0.1}, basis: [{fields: [host.step_s, accuracy.spread], "
+        "provenance: assumed, source: made up}]}"
+    )
+    found = catalog.read_stacks(tmp_path)
+    monkeypatch.setattr(catalog, "stacks", lambda: found)
+    for module in (backend_stacks, spaces):
+        monkeypatch.setattr(module, "stacks", lambda: found)
+    model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
+    job = Job(seq_len=2048, global_batch=64)
+
+    mine = backend_search(model, cluster, job, backend="mine").best.prediction
+    fsdp = backend_search(model, cluster, job, backend="fsdp").best.prediction
+
+    assert mine.step_parts["fixed"] == 5.0
+    assert mine.step_time_s == pytest.approx(fsdp.step_time_s + 5.0 - fsdp.step_parts["fixed"])
