@@ -95,6 +95,10 @@ ProfileOption = Annotated[
 Nodes = Annotated[int | None, typer.Option("--nodes", help="Run the same command on so many nodes")]
 Node = Annotated[int | None, typer.Option("--node", help="Which of them this is")]
 Rendezvous = Annotated[str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")]
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Run a document's file.py as it is, whatever its digest"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
 
 
@@ -299,6 +303,7 @@ def launch(
         str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only")] = False,
+    trust_code: TrustCode = False,
     nodes: Nodes = None,
     node: Node = None,
     rendezvous: Rendezvous = None,
@@ -331,6 +336,7 @@ def launch(
         profile=profile,
         output=output,
         dry_run=dry_run,
+        trust_code=trust_code,
         nodes=nodes,
         node=node,
         rendezvous=rendezvous,
@@ -433,6 +439,7 @@ def profile(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be measured, in its order")
     ] = False,
+    trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
     """Measure a model's layers and the machines' links, for plans that hold there.
@@ -470,6 +477,7 @@ def profile(
         rendezvous=rendezvous,
         budget=budget,
         fresh=fresh,
+        trust_code=trust_code,
         quiet=json,
     )
     if json:

@@ -53,12 +53,15 @@ class Document(Part):
     """A part that is a whole file; `format` says which version of the types it follows."""
 
     kind_of_document: ClassVar[str]
+    not_digested: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the digest leaves out."""
     format: Literal[1] = 1
 
     @property
     def digest(self) -> str:
         """Short content hash, equal for equal documents: `sha256:` and 16 hex digits."""
-        text = json.dumps(self.model_dump(mode="json", exclude_none=True), sort_keys=True)
+        data = self.model_dump(mode="json", exclude_none=True, exclude=set(self.not_digested))
+        text = json.dumps(data, sort_keys=True)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod
