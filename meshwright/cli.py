@@ -7,13 +7,13 @@ else.  Exit 0 done, 1 the user must act, 2 wrong usage; a traceback is our bug.
 from __future__ import annotations
 
 import sys
+import traceback
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -33,13 +33,16 @@ from meshwright.answers import (
 from planner.errors import DocumentError, MeshwrightError
 from planner.native import CAVEAT_SOURCE
 from planner.report.solution_text import solution_json, solution_text
+from planner.report.terminal import Terminal
 from planner.report.text import answer_text, prediction_lines
 from planner.search.best_first import Answer
+from planner.shown import lines
 from planner.solver.instance import Infeasible, Solution
 from planner.units import bytes_text, count_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import TracebackType
 
     from planner.search.best_first import Progress as Report
 
@@ -51,8 +54,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-talk = Console(stderr=True, highlight=False)
+out = Terminal(width=None if sys.stdout.isatty() else 140)
+talk = Terminal(stderr=True)
 
 
 class Precision(StrEnum):
@@ -404,7 +407,7 @@ def export(
         else:
             out.print(f"written to {written.file}; {to} reads it")
         for said in written.in_the_script:
-            print(f"meshwright: in the training script: {said}", file=sys.stderr)
+            _say(f"in the training script: {said}")
         return
     if json:
         print(as_json(export_json(written)))
@@ -692,7 +695,11 @@ def _bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
     if quiet or not talk.is_terminal:
         yield None
         return
-    columns = (TextColumn(what), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    columns = (
+        TextColumn(what, markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %", markup=False),
+    )
     with Progress(*columns, TimeElapsedColumn(), console=talk, transient=True) as bar:
         task = bar.add_task(what, total=None)
 
@@ -707,16 +714,28 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         app(args=arguments, standalone_mode=True)
     except MeshwrightError as error:
-        print(f"meshwright: {error}", file=sys.stderr)
+        _say(str(error))
         return 1
     except KeyboardInterrupt:
-        print("meshwright: interrupted", file=sys.stderr)
+        _say("interrupted")
         return 1
     except BrokenPipeError:
         return 1
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except Exception:
+        sys.excepthook = _bug  # what is raised may quote a document
+        raise
     return 0
+
+
+def _say(message: str) -> None:
+    print(f"meshwright: {lines(message)}", file=sys.stderr)
+
+
+def _bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a traceback, which is our bug, as text."""
+    print(lines("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
 
 
 if __name__ == "__main__":

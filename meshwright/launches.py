@@ -20,6 +20,7 @@ from planner.plan import Plan
 from planner.predict import predict as predict_plan
 from planner.prediction import Prediction
 from planner.profile import Profiles
+from planner.shown import lines
 from planner.units import file_name
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def launch(
             devices = fit.plan.mesh.devices
             if not replan or seat.nodes > 1 or devices == 1:
                 raise
-            print(f"meshwright: {lost.lead}", file=sys.stderr)
+            print(f"meshwright: {lines(lost.lead)}", file=sys.stderr)
             if fit.machine.groups[0].accelerator.kind != "cpu":
                 leave_out(lost.local_rank, devices)
             fit = fit.again(devices - 1, Path(checkpoint or ""), quiet=quiet)

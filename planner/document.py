@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from planner.errors import DocumentError
+from planner.shown import one_line
 
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 40
@@ -186,7 +187,7 @@ def path_text(location: tuple[int | str, ...]) -> str:
     text = ""
     for step in location:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
-    return _one_line(text)
+    return one_line(text)
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -317,12 +318,7 @@ def first_error(error: ValidationError) -> DocumentError:
         message = f"is {_shown(first['input'])}; {first['msg'][:1].lower()}{first['msg'][1:]}"
     if len(findings) > 1:
         message += f" (and {len(findings) - 1} more)"
-    return DocumentError(path_text(location), _one_line(message))
-
-
-def _one_line(text: str) -> str:
-    """Write out what would break a line or steer a terminal: names in documents may hold it."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return DocumentError(path_text(location), one_line(message))
 
 
 def _shown(value: object) -> str:
