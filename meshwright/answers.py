@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from planner.units import bytes_text, seconds_text
 
@@ -244,4 +245,4 @@ def profile_parts(measured: Profile) -> Iterator[RenderableType]:
             f"{seconds_text(pair.latency_s)}"
         )
     for finding in measured.findings:
-        yield f"[yellow]{finding.text}[/yellow]"
+        yield Text(finding.text, style="yellow")

@@ -27,6 +27,7 @@ from planner.scores.statistics import (
     out_of_memory_score,
     rank_score,
 )
+from planner.shown import cell
 from planner.units import GIB
 
 Told = Callable[[int, int], None]
@@ -287,12 +288,12 @@ def rows_csv(validation: Validation) -> str:
     for row in validation.rows:
         predicted = row.estimate
         if predicted is None:
-            writer.writerow([row.measured.id, "", "", "", "", "", row.reason])
+            writer.writerow([cell(row.measured.id), "", "", "", "", "", cell(row.reason)])
             continue
         times = (predicted.step_time_s, predicted.low_s, predicted.high_s)
         writer.writerow(
             [
-                row.measured.id,
+                cell(row.measured.id),
                 *(f"{seconds:.6g}" for seconds in times),
                 f"{row.peak_memory_gib:.6g}",
                 int(predicted.fits),
