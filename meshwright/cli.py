@@ -410,6 +410,8 @@ def export(
         for said in written.in_the_script:
             _say(f"in the training script: {said}")
         return
+    for warning in written.warnings:
+        print(f"meshwright: warning: {warning}", file=sys.stderr)
     if json:
         print(as_json(export_json(written)))
         return

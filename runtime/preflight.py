@@ -187,6 +187,8 @@ def preflight(
         or_start=or_start,
         steps=steps,
     )
+    if saved is not None and (unchecked := checkpoint.unchecked(saved)):
+        warnings.append(unchecked)
     folder = Path(output) if output is not None else _default_output(plan)
     _check_writable(folder)
     if checkpoint_folder is not None:
@@ -305,14 +307,19 @@ def _checkpoint_to_resume(
             what = "resume" if resume else "checkpoint_every"
             raise LaunchError(f"{what}: name the folder of the checkpoints too (checkpoint)")
         return None
-    saved = checkpoint.newest(folder)
-    if saved is None:
+    found = checkpoint.all_steps(folder)
+    if not found:
         if resume and not or_start:
             raise LaunchError(
-                f"{folder}: there is no complete checkpoint to resume; leave out `resume` to "
-                "start anew, or add `or_start`"
+                f"{folder}: there is no checkpoint to resume; leave out `resume` to start anew, "
+                "or add `or_start`"
             )
         return None
+    saved = found[-1]
+    # Never passed over in silence: neither an older one nor a new start is what was asked for.
+    wrong = checkpoint.problem(saved)
+    if wrong is not None:
+        raise checkpoint.refusal(saved, wrong)
     done = checkpoint.progress(saved).step
     if not resume:
         raise LaunchError(
