@@ -67,6 +67,7 @@ def prediction_lines(prediction: Prediction) -> list[RenderableType]:
     lines.append(where + _shares(fullest.memory_parts, bytes_text))
     if not prediction.fits:
         lines.append(Text("does not fit in memory", style="bold red"))
+    lines += [Text(f"note:   {note}") for note in prediction.notes]
     lines += [
         Text(f"assumed ({item.provenance}): {item.what} [{item.source}]", style="dim")
         for item in prediction.assumptions
