@@ -6,6 +6,7 @@ else.  Exit 0 done, 1 the user must act, 2 wrong usage; a traceback is our bug.
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -696,6 +697,8 @@ def _bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; 0 means done, 1 the user must act, 2 wrong usage."""
+    # No process that it starts imports modules that lie in the current folder.
+    os.environ["PYTHONSAFEPATH"] = "1"
     try:
         app(args=arguments, standalone_mode=True)
     except MeshwrightError as error:

@@ -122,7 +122,7 @@ def _slurm(
         **({"requeue": ""} if "--checkpoint" in options else {}),
         **told,
     }
-    command = [sys.executable, "-m", "meshwright", "launch", plan_path, *options]
+    command = [sys.executable, "-P", "-m", "meshwright", "launch", plan_path, *options]
     lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in asked.items()]
     return "\n".join(
         [
@@ -205,6 +205,7 @@ def _pod(
         "workingDir": MOUNTED,
         "command": ["meshwright", "launch", "plan.yaml", *options],
         "env": [
+            {"name": "PYTHONSAFEPATH", "value": "1"},
             {"name": "NNODES", "value": str(group.nodes)},
             {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
         ],

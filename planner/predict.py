@@ -19,7 +19,7 @@ from planner.costs.compute import peak_flops
 from planner.costs.crossings import in_order
 from planner.costs.group_costs import GroupCosts, only_profile
 from planner.costs.hosts import overfull, unknown
-from planner.costs.layout_costs import CostTables, LayoutCosts
+from planner.costs.layout_costs import CostTables, LayoutCosts, has_room
 from planner.costs.rank_memory import host_bytes, moving_beside, rank_memory_parts, streamed_bytes
 from planner.costs.seats import Passing, Seat, Seats, alike, branching
 from planner.costs.strategy import StrategyParts
@@ -311,7 +311,9 @@ def placement_prediction(
         step_parts=parts,
         tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
-        fits=all(size <= capacity for size, capacity in zip(peaks, capacities, strict=True))
+        fits=all(
+            has_room(seat.accelerator, size) for size, seat in zip(peaks, seats.stages, strict=True)
+        )
         and _hosts_fit(tables, layout, seats, home, on_host),
         stages=tuple(
             StagePrediction(

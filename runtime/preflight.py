@@ -106,10 +106,12 @@ def rank_environment(rank: int, *, ranks: int, port: int | str) -> dict[str, str
     if Path("/sys/class/net/lo").exists():
         # Host names need not resolve to an address that this machine has.
         result["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    # An empty entry is the folder where the rank is started, which PYTHONSAFEPATH leaves in.
+    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     root = str(Path(__file__).resolve().parent.parent)
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        known = os.environ.get("PYTHONPATH", "")
-        result["PYTHONPATH"] = f"{root}{os.pathsep}{known}" if known else root
+        known.insert(0, root)
+    result["PYTHONPATH"] = os.pathsep.join(known)
     return result
 
 

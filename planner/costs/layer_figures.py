@@ -270,7 +270,7 @@ class LayerFigures:
             sizes = np.broadcast_to(np.asarray(size_bytes, dtype=float), (len(places),))
             result = np.empty(len(places))
             for group, indices in members[axis].values():
-                result[indices] = self._rates.links_s(operation, sizes[indices], group)
+                result[indices] = self._rates.link_s(operation, sizes[indices], group)
             return cast(float, result)
 
         return link_s

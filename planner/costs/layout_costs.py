@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import ClusterSpec
+from planner.cluster import Accelerator, ClusterSpec
 from planner.costs.boundaries import Boundaries
 from planner.costs.held import HeldStates
 from planner.costs.layer_figures import KindFigures, LayerFigures
@@ -65,6 +65,22 @@ COLLECTIVE_LIBRARY_BYTES = 0.4e9
 ALLOCATOR_SLACK = 1.048
 """Reserved over allocated bytes of torch's caching allocator: mean of 43 runs on B200
 (1.03-1.09)."""
+KEPT_FREE = 0.04
+"""Of an accelerator's memory: the difference between those runs' mean and their worst."""
+
+
+def room_bytes(device: Accelerator, memory_bytes: float | None = None) -> float:
+    """Return how many bytes a plan may fill on a device: of all its memory, or of so much.
+
+    The search and `planner.predict` both ask this function what fits.
+    """
+    whole = float(device.memory_bytes) if memory_bytes is None else memory_bytes
+    return whole if device.kind == "cpu" else whole * (1 - KEPT_FREE)
+
+
+def has_room(device: Accelerator, peak_bytes: float) -> bool:
+    """Whether a device holds a rank's peak, up to the rounding of its sum."""
+    return peak_bytes <= room_bytes(device) * (1 + 1e-11)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

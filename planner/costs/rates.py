@@ -9,20 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from planner.cluster import ClusterSpec, Collective
 from planner.costs import compute
-from planner.costs.collectives import Curves, Levels, collective_s, collectives_s, curves_by_name
+from planner.costs.collectives import Amount, Curves, Levels, collective_s, curves_by_name
 from planner.errors import DocumentError
 from planner.layers.operator_table import larger
 from planner.plan import Job
 from planner.prediction import Assumption
 from planner.profile import Calibration, Overheads, Profile
 from planner.units import bytes_text
-
-Floats = NDArray[np.float64]
 
 OVERLAP = 0.9
 """Share of sharding collectives that can hide behind compute on an accelerator without a profile;
@@ -83,13 +78,9 @@ class Rates:
             return self.overheads.step_s
         return (self.calibration.step_s or 0.0) if self.calibration else 0.0
 
-    def link_s(self, operation: Collective, size_bytes: float, group: Levels) -> float:
-        """Seconds of a collective."""
+    def link_s(self, operation: Collective, size_bytes: Amount, group: Levels) -> Amount:
+        """Seconds of a collective, of one size or of each in an array."""
         return collective_s(operation, size_bytes, group, self.curves)
-
-    def links_s(self, operation: Collective, sizes_bytes: Floats, group: Levels) -> Floats:
-        """[size] Seconds of a collective of each size."""
-        return collectives_s(operation, sizes_bytes, group, self.curves)
 
     def memory_s(self, moved_bytes: float) -> float:
         """Seconds of memory traffic."""
