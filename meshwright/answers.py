@@ -37,6 +37,8 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "tokens_per_s": prediction.tokens_per_s,
         "mfu": prediction.mfu,
         "fits": prediction.fits,
+        "idle_devices": prediction.idle_devices,
+        "notes": list(prediction.notes),
         "peak_memory_bytes": [
             {"total": stage.peak_memory_bytes, "parts": stage.memory_parts}
             for stage in prediction.stages

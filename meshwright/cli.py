@@ -197,7 +197,7 @@ def predict(
     model: Annotated[str, typer.Argument(help="A model as for 'plan', or a plan.yaml")],
     cluster: Annotated[str | None, typer.Option("--cluster")] = None,
     layout: Annotated[
-        str | None, typer.Option("--layout", help="tp=8,pp=4,dp=2,micro_batch=1,recompute=full")
+        str | None, typer.Option("--layout", help="tp=8,pp=4,dp=2,recompute=full,idle=0")
     ] = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,

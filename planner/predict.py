@@ -97,9 +97,10 @@ def predict(
     placements = placements_of(plan, model)
     if plan.shares is not None:
         prediction = _shared_prediction(plan, model, cluster, placements, profile)
-        return prediction.model_copy(update={"plan_digest": plan.digest})
-    tables, seats = seated(plan, model, cluster, profile)
-    prediction = placement_prediction(tables, plan.layout, placements, seats)
+    else:
+        tables, seats = seated(plan, model, cluster, profile)
+        prediction = placement_prediction(tables, plan.layout, placements, seats)
+    prediction = prediction.on(cluster.devices, used=plan.mesh.devices)
     return prediction.model_copy(update={"plan_digest": plan.digest})
 
 
@@ -248,7 +249,8 @@ def layout_prediction(
         names = [name for name, _ in model.chain]
         held = [names[cuts[s] : cuts[s + 1]] for s in range(layout.stages)]
         seats = branching(tables, layout, held)
-    return placement_prediction(tables, layout, placements, seats)
+    prediction = placement_prediction(tables, layout, placements, seats)
+    return prediction.on(cluster.devices, used=layout.devices)
 
 
 def placement_prediction(

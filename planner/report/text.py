@@ -69,6 +69,7 @@ def prediction_lines(prediction: Prediction) -> list[RenderableType]:
     if not prediction.fits:
         kept = f"{100 * KEPT_FREE:.0f} % of an accelerator's is kept free for its allocator"
         lines.append(Text(f"does not fit in memory ({kept})", style="bold red"))
+    lines += [Text(f"note:   {note}") for note in prediction.notes]
     lines += [
         Text(f"assumed ({item.provenance}): {item.what} [{item.source}]", style="dim")
         for item in prediction.assumptions
