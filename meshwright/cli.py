@@ -34,7 +34,7 @@ from meshwright.answers import (
 from planner.errors import DocumentError, MeshwrightError
 from planner.native import CAVEAT_SOURCE
 from planner.report.solution_text import solution_json, solution_text
-from planner.report.text import answer_text, prediction_lines
+from planner.report.text import answer_text, assumption_lines, prediction_lines
 from planner.search.best_first import Answer
 from planner.solver.instance import Infeasible, Solution
 from planner.units import bytes_text, count_text
@@ -96,6 +96,9 @@ ProfileOption = Annotated[
 Nodes = Annotated[int | None, typer.Option("--nodes", help="Run the same command on so many nodes")]
 Node = Annotated[int | None, typer.Option("--node", help="Which of them this is")]
 Rendezvous = Annotated[str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Each stage, what was assumed, how the others fell")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
 
 
@@ -139,6 +142,7 @@ def plan(
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Write the plan here")
     ] = None,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
@@ -173,7 +177,7 @@ def plan(
     if json:
         print(as_json(answer_json(answer)))
         return
-    out.print(answer_text(answer.plan, answer.prediction, answer.certificate))
+    out.print(answer_text(answer.plan, answer.prediction, answer.certificate, explain=explain))
     if top > 1:
         out.print(top_table(answer))
     out.print(f"searched in {answer.search_s:.2f} s of CPU")
@@ -200,6 +204,7 @@ def predict(
         str,
         typer.Option("--backend", help="Whose rules price a layout: native, megatron, torchtitan"),
     ] = "native",
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Say what a plan, or a layout of a model, will take in time and memory."""
@@ -218,6 +223,8 @@ def predict(
         return
     out.print(prediction.layout)
     for line in prediction_lines(prediction):
+        out.print(line)
+    for line in assumption_lines(prediction) if explain else ():
         out.print(line)
 
 

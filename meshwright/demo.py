@@ -58,8 +58,7 @@ def _demonstrate() -> None:
     assert isinstance(answer, Answer)
     document.write(answer.certificate, FOLDER / "certificate.yaml")
     document.write(answer.prediction, FOLDER / "prediction.yaml")
-    out.print(answer_text(answer.plan, answer.prediction))
-    out.print(f"[bold]{answer.certificate.statement}[/bold]")
+    out.print(answer_text(answer.plan, answer.prediction, answer.certificate, explain=False))
     out.print(f"-> {plan}")
 
     out.rule("3. launch: train by the plan on Python's own sources")
