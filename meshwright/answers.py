@@ -37,6 +37,8 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "tokens_per_s": prediction.tokens_per_s,
         "mfu": prediction.mfu,
         "fits": prediction.fits,
+        "idle_devices": prediction.idle_devices,
+        "notes": list(prediction.notes),
         "peak_memory_bytes": [
             {"total": stage.peak_memory_bytes, "parts": stage.memory_parts}
             for stage in prediction.stages
@@ -88,6 +90,7 @@ def export_json(written: Exported) -> dict[str, Any]:
         "files": list(written.files),
         "parameters": written.parameters,
         "bytes": written.size_bytes,
+        "warnings": list(written.warnings),
     }
 
 

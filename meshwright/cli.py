@@ -6,6 +6,7 @@ else.  Exit 0 done, 1 the user must act, 2 wrong usage; a traceback is our bug.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from contextlib import contextmanager
@@ -196,7 +197,7 @@ def predict(
     model: Annotated[str, typer.Argument(help="A model as for 'plan', or a plan.yaml")],
     cluster: Annotated[str | None, typer.Option("--cluster")] = None,
     layout: Annotated[
-        str | None, typer.Option("--layout", help="tp=8,pp=4,dp=2,micro_batch=1,recompute=full")
+        str | None, typer.Option("--layout", help="tp=8,pp=4,dp=2,recompute=full,idle=0")
     ] = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
@@ -409,6 +410,8 @@ def export(
         for said in written.in_the_script:
             _say(f"in the training script: {said}")
         return
+    for warning in written.warnings:
+        print(f"meshwright: warning: {warning}", file=sys.stderr)
     if json:
         print(as_json(export_json(written)))
         return
@@ -519,6 +522,7 @@ class Shelf(StrEnum):
     ACCELERATORS = "accelerators"
     NODES = "nodes"
     MODELS = "models"
+    STACKS = "stacks"
     PRICES = "prices"
 
 
@@ -665,7 +669,7 @@ def catalog(
     output: Annotated[str, typer.Option("-o", "--output")] = "rents.yaml",
     json: Json = False,
 ) -> None:
-    """List what can be named: accelerators, node types, models, dated prices."""
+    """List what can be named: accelerators, node types, models, stacks, dated prices."""
     if imported is not None:
         if shelf is not Shelf.PRICES or date is None:
             raise DocumentError("import", "goes with `catalog prices` and the list's --date")
@@ -711,6 +715,8 @@ def _bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; 0 means done, 1 the user must act, 2 wrong usage."""
+    # No process that it starts imports modules that lie in the current folder.
+    os.environ["PYTHONSAFEPATH"] = "1"
     try:
         app(args=arguments, standalone_mode=True)
     except MeshwrightError as error:

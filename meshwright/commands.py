@@ -6,6 +6,7 @@ torch is imported only inside the calls that need it.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
 from planner.search.best_first import Answer, Progress, search
-from planner.search.pins import pinned_layout, read_pins
+from planner.search.pins import pinned_layout, read_layout, read_pins, without_effect
 from planner.solver.instance import Fathomed, Infeasible, Solution
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
@@ -119,9 +120,11 @@ def plan(
         top=top,
         progress=progress,
     )
+    said = answer.prediction.on(machine.devices, used=answer.plan.mesh.devices)
+    said = said.noted(*without_effect(pins, answer.plan.layout))
     if output is not None:
         document.write(answer.plan, output)
-    return answer
+    return replace(answer, prediction=said)
 
 
 def predict(
@@ -156,14 +159,15 @@ def predict(
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
     job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
-    pins = read_pins([layout] if layout else [], ["stale,compress"])
-    wanted_layout = pinned_layout(machine, job, pins)
+    pins, idle = read_layout(layout or "", ["stale,compress"])
+    wanted_layout = pinned_layout(machine, job, pins, idle=idle)
+    notes = tuple(without_effect(pins, wanted_layout))
     if backend != "native":
         from planner.backends.prediction import (  # noqa: PLC0415 - rules of every framework
             backend_prediction,
         )
 
-        return backend_prediction(
+        priced = backend_prediction(
             graph,
             machine,
             job,
@@ -171,6 +175,7 @@ def predict(
             backend=backend,
             recompute=pins.recompute or "none",
         )
+        return priced.on(machine.devices, used=wanted_layout.devices).noted(*notes)
     reason = refusal(graph, machine, job, wanted_layout)
     if reason is not None:
         raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
@@ -182,7 +187,7 @@ def predict(
         recompute=pins.recompute or "none",
         activations=pins.activations or "keep",
         profile=only_profile(measured),
-    )
+    ).noted(*notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,6 +461,21 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
             }
             for name, graph in graphs
         ]
+    if shelf == "stacks":
+        return [
+            {
+                "name": name,
+                "trains": stack.summary,
+                "searched": "yes" if stack.space or name == "native" else "no",
+                "fitted to runs": max((entry.runs or 0 for entry in stack.basis), default=0)
+                or None,
+                "80 % of steps within": f"{math.expm1(stack.accuracy.spread):.0%}"
+                if stack.accuracy.seen
+                else None,
+                "also called": ", ".join(stack.aliases) or None,
+            }
+            for name, stack in shelves.stacks().items()
+        ]
     if shelf == "prices":
         return [
             {
@@ -468,4 +488,6 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
             }
             for rent in shelves.rents()
         ]
-    raise DocumentError("catalog", f"'{shelf}': ask for accelerators, nodes, models or prices")
+    raise DocumentError(
+        "catalog", f"'{shelf}': ask for accelerators, nodes, models, stacks or prices"
+    )

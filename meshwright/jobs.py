@@ -124,7 +124,7 @@ def _slurm(
         **({"requeue": ""} if "--checkpoint" in options else {}),
         **told,
     }
-    command = [sys.executable, "-m", "meshwright", "launch", plan_path, *options]
+    command = [sys.executable, "-P", "-m", "meshwright", "launch", plan_path, *options]
     for value in (*asked.values(), *command):
         if not value.isprintable():  # a line of its own could be read as the script's
             raise LaunchError(f"on: {value!a} cannot stand in a job's script; name it otherwise")
@@ -223,6 +223,7 @@ def _pod(
         "workingDir": MOUNTED,
         "command": ["meshwright", "launch", "plan.yaml", *options],
         "env": [
+            {"name": "PYTHONSAFEPATH", "value": "1"},
             {"name": "NNODES", "value": str(group.nodes)},
             {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
         ],

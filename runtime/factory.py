@@ -290,6 +290,7 @@ def _made(file: ModuleType, source: str) -> _Made:
     for module in made.modules:
         for part in module.modules():
             _refuse_plan_dependent(part, source)
+    _refuse_shared_memory(made, source)
     return made
 
 
@@ -333,6 +334,58 @@ def _refuse_plan_dependent(module: nn.Module, source: str) -> None:
         raise DocumentError("", f"has a {name}; use a norm over one sample", file=source)
     if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
         raise DocumentError("", f"has a {name} with p={module.p:g}; set p=0", file=source)
+
+
+def _refuse_shared_memory(made: _Made, source: str) -> None:
+    """Refuse numbers that belong to several elements of parameters: plans would tell them apart."""
+    named = {
+        parameter: f"{layer}.{path}"
+        for layer, module in zip(made.reads, made.modules, strict=True)
+        for path, parameter in module.named_parameters()
+    }
+    seen: dict[int, list[tuple[int, int, str]]] = {}
+    for parameter, name in named.items():
+        if _overlaps_itself(parameter):
+            raise DocumentError(
+                "",
+                f"{name}: has elements that stand several times in the same memory; make it "
+                "contiguous",
+                file=source,
+            )
+        begin = parameter.storage_offset() * parameter.element_size()
+        end = begin + _span(parameter) * parameter.element_size()
+        others = seen.setdefault(parameter.untyped_storage()._cdata, [])
+        for other_begin, other_end, other in others:
+            if begin < other_end and other_begin < end:
+                raise DocumentError(
+                    "",
+                    f"{name} and {other} share memory as two parameters; let both modules hold one "
+                    "parameter, or clone one of them",
+                    file=source,
+                )
+        others.append((begin, end, name))
+
+
+def _span(tensor: Tensor) -> int:
+    """Return the elements of memory from a tensor's first to its last, both counted."""
+    if not tensor.numel():
+        return 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in pairs)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Tell whether two elements of a tensor may be the same in memory.
+
+    They are not if each stride leads beyond all that the smaller ones reach.
+    """
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def _theirs(source: str, call: Callable[[], Any]) -> Any:

@@ -106,10 +106,12 @@ def rank_environment(rank: int, *, ranks: int, port: int | str) -> dict[str, str
     if Path("/sys/class/net/lo").exists():
         # Host names need not resolve to an address that this machine has.
         result["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    # An empty entry is the folder where the rank is started, which PYTHONSAFEPATH leaves in.
+    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     root = str(Path(__file__).resolve().parent.parent)
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        known = os.environ.get("PYTHONPATH", "")
-        result["PYTHONPATH"] = f"{root}{os.pathsep}{known}" if known else root
+        known.insert(0, root)
+    result["PYTHONPATH"] = os.pathsep.join(known)
     return result
 
 
@@ -185,6 +187,8 @@ def preflight(
         or_start=or_start,
         steps=steps,
     )
+    if saved is not None and (unchecked := checkpoint.unchecked(saved)):
+        warnings.append(unchecked)
     folder = Path(output) if output is not None else _default_output(plan)
     _check_writable(folder)
     if checkpoint_folder is not None:
@@ -303,14 +307,19 @@ def _checkpoint_to_resume(
             what = "resume" if resume else "checkpoint_every"
             raise LaunchError(f"{what}: name the folder of the checkpoints too (checkpoint)")
         return None
-    saved = checkpoint.newest(folder)
-    if saved is None:
+    found = checkpoint.all_steps(folder)
+    if not found:
         if resume and not or_start:
             raise LaunchError(
-                f"{folder}: there is no complete checkpoint to resume; leave out `resume` to "
-                "start anew, or add `or_start`"
+                f"{folder}: there is no checkpoint to resume; leave out `resume` to start anew, "
+                "or add `or_start`"
             )
         return None
+    saved = found[-1]
+    # Never passed over in silence: neither an older one nor a new start is what was asked for.
+    wrong = checkpoint.problem(saved)
+    if wrong is not None:
+        raise checkpoint.refusal(saved, wrong)
     done = checkpoint.progress(saved).step
     if not resume:
         raise LaunchError(
