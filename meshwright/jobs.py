@@ -81,7 +81,9 @@ def submit(
         )
     file = folder / ("job.sbatch" if scheduler == "slurm" else "job.yaml")
     document.write_text(text, file)
-    done = subprocess.run([*command, str(file)], capture_output=True, text=True, check=False)
+    # A folder's name may begin as an option does.
+    told_to = [*command, str(file.absolute())]
+    done = subprocess.run(told_to, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LaunchError(f"{command[0]} refused {file}: {done.stderr.strip() or done.stdout}")
     return Submission(text=text, file=file, said=done.stdout.strip())

@@ -50,13 +50,13 @@ def resolve_model(text: str) -> ModelGraph:
     >>> resolve_model("llama-3.1-8b").parameters
     8030261248
     """
+    if not text.isprintable():
+        raise DocumentError("", f"{text[:60]!a} is no model that a plan could name; rename it")
     if is_factory(text):
         raise DocumentError(
             "", f"'{text}' is a Python function; it needs torch, which plans are made without"
         )
     if _is_path(text):
-        if not text.isprintable():
-            raise DocumentError("", f"{text[:60]!a} is no path that a plan could name; rename it")
         return _model_at(_path(text), text)
     try:
         name = model_name(text)
