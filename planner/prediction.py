@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from planner.document import Document, Part
 from planner.units import Amount, Count, Flag, Positive, Text
@@ -47,6 +47,24 @@ class Prediction(Document):
     fits: Flag
     stages: tuple[StagePrediction, ...]
     assumptions: tuple[Assumption, ...] = ()
+    idle_devices: Count = 0
+    """Devices of the cluster that no rank uses."""
+    notes: tuple[Text, ...] = ()
+    """What must be said beside the figures: idle devices, choices of the user without effect."""
+
+    def noted(self, *notes: str) -> Self:
+        """Return the prediction with more notes."""
+        return self.model_copy(update={"notes": (*self.notes, *notes)}) if notes else self
+
+    def on(self, devices: int, *, used: int) -> Self:
+        """Return the prediction for a cluster of so many devices, of which ranks use `used`."""
+        idle = devices - used
+        if idle <= 0:
+            return self
+        verb = "is" if idle == 1 else "are"
+        return self.model_copy(update={"idle_devices": idle}).noted(
+            f"{idle} of {devices} devices {verb} idle"
+        )
 
 
 class Loser(Part):

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.costs.layout_costs import KEPT_FREE
 from planner.costs.uncertainty import own_miss
 from planner.plan import PlacedLayer, Plan
 from planner.prediction import Certificate, Prediction
@@ -66,7 +67,9 @@ def prediction_lines(prediction: Prediction) -> list[RenderableType]:
     where = f"memory: stage {prediction.stages.index(fullest)}: "
     lines.append(where + _shares(fullest.memory_parts, bytes_text))
     if not prediction.fits:
-        lines.append(Text("does not fit in memory", style="bold red"))
+        kept = f"{100 * KEPT_FREE:.0f} % of an accelerator's is kept free for its allocator"
+        lines.append(Text(f"does not fit in memory ({kept})", style="bold red"))
+    lines += [Text(f"note:   {note}") for note in prediction.notes]
     lines += [
         Text(f"assumed ({item.provenance}): {item.what} [{item.source}]", style="dim")
         for item in prediction.assumptions

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from planner.costs.crossings import in_order
+from planner.costs.layout_costs import room_bytes
 from planner.costs.seats import alike, branching
 from planner.costs.strategy import StrategyCost
 from planner.model import ModelGraph
@@ -32,7 +33,7 @@ from planner.search.certificate import (
     SLOWER,
     Account,
 )
-from planner.search.formulation import plan_with, planned_bytes
+from planner.search.formulation import plan_with
 from planner.search.layer_options import allowed, option_of
 from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first
 from planner.search.misses import nothing_runs
@@ -143,8 +144,7 @@ class RoundSpace(AlikeSpace):
             kinds=tuple(kinds),
             home=home,
             moments=held,
-            capacity_bytes=(planned_bytes(device, device.memory_bytes) - costs.fixed_bytes)
-            / costs.slack,
+            capacity_bytes=(room_bytes(device) - costs.fixed_bytes) / costs.slack,
             fixed_bytes=tuple(
                 (buffers * max(a_0 + a_1 for a_0, a_1, _, _ in own) + 4) * costs.boundary_bytes
                 for own in held
@@ -206,8 +206,7 @@ class RoundSpace(AlikeSpace):
             for first, end in pairwise(split.cuts)
         )
         plan = plan_with(self._model, cluster_name, c.job, layout, stages, step_s=found.objective_s)
-        own = PlannedModel(name=plan.model.name, source=plan.model.source, digest=c.model.digest)
-        plan = Plan(**{**dict(plan), "model": own})
+        plan = Plan(**{**dict(plan), "model": PlannedModel.of(c.model)})
         names = [[item.layer for item in stage.layers] for stage in stages]
         edges = bool(c.model.edges)
         seats = branching(self._tables, layout, names) if edges else alike(self._tables, layout)
