@@ -272,13 +272,13 @@ def profile(
     need_torch("measuring a machine")
     from profiler.profile import BUDGET_S  # noqa: PLC0415 - starts ranks
     from profiler.profile import profile as measure  # noqa: PLC0415
-    from runtime.nodes import seat_of  # noqa: PLC0415 - starts ranks
+    from runtime.nodes import node_rank_of  # noqa: PLC0415 - starts ranks
 
     graph = model_of(model, seq_len=seq_len)
     if trust_code and is_factory(graph.source or "") and not is_factory(model):
         graph = own_code(graph, "", seq_len=seq_len or FACTORY_SEQ_LEN, trusted=True)
     check_code(graph, "")
-    seat = seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
+    node_rank = node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
 
     def job(machine: ClusterSpec) -> Job:
         return job_of(
@@ -291,11 +291,11 @@ def profile(
         job,
         budget_s=BUDGET_S if budget is None else duration_s(budget),
         fresh=fresh,
-        seat=seat,
+        node_rank=node_rank,
         quiet=quiet,
     )
     measured: Profile = found.profile
-    if seat.node == 0:
+    if node_rank.node == 0:
         if output is not None:
             document.write(measured, output)
         if cluster_output is not None:
@@ -317,7 +317,7 @@ def profile_agenda(
 ) -> Intended:
     """Return what `profile` would measure, in its order, and measure nothing."""
     from profiler.profile import BUDGET_S, intended  # noqa: PLC0415 - the profiler
-    from runtime.nodes import seat_of  # noqa: PLC0415
+    from runtime.nodes import node_rank_of  # noqa: PLC0415
 
     graph = model_of(model, seq_len=seq_len)
 
@@ -331,7 +331,7 @@ def profile_agenda(
         cluster,
         job,
         budget_s=BUDGET_S if budget is None else duration_s(budget),
-        seat=seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous),
+        node_rank=node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous),
     )
     return found
 
