@@ -398,7 +398,7 @@ def export(
         else:
             out.print(f"written to {written.file}; {to} reads it")
         for said in written.in_the_script:
-            print(f"meshwright: in the training script: {said}", file=sys.stderr)
+            print(f"meshwright: outside this file: {said}", file=sys.stderr)
         return
     if json:
         print(as_json(export_json(written)))
