@@ -415,7 +415,7 @@ def export(
         else:
             out.print(f"written to {written.file}; {to} reads it")
         for said in written.in_the_script:
-            _say(f"in the training script: {said}")
+            _say(f"outside this file: {said}")
         return
     for warning in written.warnings:
         print(f"meshwright: warning: {warning}", file=sys.stderr)
