@@ -418,7 +418,7 @@ def export(
             _say(f"outside this file: {said}")
         return
     for warning in written.warnings:
-        print(f"meshwright: warning: {warning}", file=sys.stderr)
+        _say(f"warning: {warning}")
     if json:
         print(as_json(export_json(written)))
         return
