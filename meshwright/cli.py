@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -34,13 +34,16 @@ from meshwright.answers import (
 from planner.errors import DocumentError, MeshwrightError
 from planner.native import CAVEAT_SOURCE
 from planner.report.solution_text import solution_json, solution_text
+from planner.report.terminal import Terminal
 from planner.report.text import answer_text, assumption_lines, prediction_lines
 from planner.search.best_first import Answer
+from planner.shown import lines
 from planner.solver.instance import Infeasible, Solution
 from planner.units import bytes_text, count_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import TracebackType
 
     from planner.search.best_first import Progress as Report
 
@@ -52,8 +55,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-talk = Console(stderr=True, highlight=False)
+out = Terminal(width=None if sys.stdout.isatty() else 140)
+talk = Terminal(stderr=True)
 
 
 class Precision(StrEnum):
@@ -98,6 +101,10 @@ Node = Annotated[int | None, typer.Option("--node", help="Which of them this is"
 Rendezvous = Annotated[str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")]
 Explain = Annotated[
     bool, typer.Option("--explain", help="Each stage, what was assumed, how the others fell")
+]
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Run a document's file.py as it is, whatever its digest"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
 
@@ -307,6 +314,7 @@ def launch(
         str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only")] = False,
+    trust_code: TrustCode = False,
     nodes: Nodes = None,
     node: Node = None,
     rendezvous: Rendezvous = None,
@@ -339,6 +347,7 @@ def launch(
         profile=profile,
         output=output,
         dry_run=dry_run,
+        trust_code=trust_code,
         nodes=nodes,
         node=node,
         rendezvous=rendezvous,
@@ -406,8 +415,10 @@ def export(
         else:
             out.print(f"written to {written.file}; {to} reads it")
         for said in written.in_the_script:
-            print(f"meshwright: in the training script: {said}", file=sys.stderr)
+            _say(f"in the training script: {said}")
         return
+    for warning in written.warnings:
+        print(f"meshwright: warning: {warning}", file=sys.stderr)
     if json:
         print(as_json(export_json(written)))
         return
@@ -441,6 +452,7 @@ def profile(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be measured, in its order")
     ] = False,
+    trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
     """Measure a model's layers and the machines' links, for plans that hold there.
@@ -478,6 +490,7 @@ def profile(
         rendezvous=rendezvous,
         budget=budget,
         fresh=fresh,
+        trust_code=trust_code,
         quiet=json,
     )
     if json:
@@ -516,6 +529,7 @@ class Shelf(StrEnum):
     ACCELERATORS = "accelerators"
     NODES = "nodes"
     MODELS = "models"
+    STACKS = "stacks"
     PRICES = "prices"
 
 
@@ -662,7 +676,7 @@ def catalog(
     output: Annotated[str, typer.Option("-o", "--output")] = "rents.yaml",
     json: Json = False,
 ) -> None:
-    """List what can be named: accelerators, node types, models, dated prices."""
+    """List what can be named: accelerators, node types, models, stacks, dated prices."""
     if imported is not None:
         if shelf is not Shelf.PRICES or date is None:
             raise DocumentError("import", "goes with `catalog prices` and the list's --date")
@@ -692,7 +706,11 @@ def _bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
     if quiet or not talk.is_terminal:
         yield None
         return
-    columns = (TextColumn(what), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    columns = (
+        TextColumn(what, markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %", markup=False),
+    )
     with Progress(*columns, TimeElapsedColumn(), console=talk, transient=True) as bar:
         task = bar.add_task(what, total=None)
 
@@ -709,16 +727,28 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         app(args=arguments, standalone_mode=True)
     except MeshwrightError as error:
-        print(f"meshwright: {error}", file=sys.stderr)
+        _say(str(error))
         return 1
     except KeyboardInterrupt:
-        print("meshwright: interrupted", file=sys.stderr)
+        _say("interrupted")
         return 1
     except BrokenPipeError:
         return 1
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except Exception:
+        sys.excepthook = _bug  # what is raised may quote a document
+        raise
     return 0
+
+
+def _say(message: str) -> None:
+    print(f"meshwright: {lines(message)}", file=sys.stderr)
+
+
+def _bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a traceback, which is our bug, as text."""
+    print(lines("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
 
 
 if __name__ == "__main__":

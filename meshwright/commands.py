@@ -6,6 +6,7 @@ torch is imported only inside the calls that need it.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +15,15 @@ from typing import TYPE_CHECKING, Literal
 
 from meshwright.answers import comparison_cells
 from meshwright.inputs import (
+    FACTORY_SEQ_LEN,
+    check_code,
     check_devices,
     is_plan,
     job_of,
     machine_of,
     model_of,
     need_torch,
+    own_code,
     plan_model,
     profile_for,
 )
@@ -30,6 +34,7 @@ from planner.costs.group_costs import only_profile
 from planner.costs.layout_costs import refusal
 from planner.errors import DocumentError
 from planner.expressions import resolve_model
+from planner.model import is_factory
 from planner.plan import Job, Plan
 from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
@@ -248,6 +253,7 @@ def profile(
     rendezvous: str | None = None,
     budget: str | None = None,
     fresh: bool = False,
+    trust_code: bool = False,
     quiet: bool = False,
 ) -> Profile:
     """Measure a model's layers and the links of these machines.
@@ -259,6 +265,9 @@ def profile(
     On several nodes it is called once on each, with the same arguments; which of them this is say
     `nodes`, `node` and `rendezvous`, or the environment that torchrun, Slurm or Kubernetes made.
     Node 0 writes `output`, and to `cluster_output` the cluster with its links as measured.
+
+    A user's file that a model document names is run only if it has the digest that the document
+    says, or with `trust_code`.
     """
     need_torch("measuring a machine")
     from profiler.profile import BUDGET_S  # noqa: PLC0415 - starts ranks
@@ -266,6 +275,9 @@ def profile(
     from runtime.nodes import seat_of  # noqa: PLC0415 - starts ranks
 
     graph = model_of(model, seq_len=seq_len)
+    if trust_code and is_factory(graph.source or "") and not is_factory(model):
+        graph = own_code(graph, "", seq_len=seq_len or FACTORY_SEQ_LEN, trusted=True)
+    check_code(graph, "")
     seat = seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
 
     def job(machine: ClusterSpec) -> Job:
@@ -449,6 +461,21 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
             }
             for name, graph in graphs
         ]
+    if shelf == "stacks":
+        return [
+            {
+                "name": name,
+                "trains": stack.summary,
+                "searched": "yes" if stack.space or name == "native" else "no",
+                "fitted to runs": max((entry.runs or 0 for entry in stack.basis), default=0)
+                or None,
+                "80 % of steps within": f"{math.expm1(stack.accuracy.spread):.0%}"
+                if stack.accuracy.seen
+                else None,
+                "also called": ", ".join(stack.aliases) or None,
+            }
+            for name, stack in shelves.stacks().items()
+        ]
     if shelf == "prices":
         return [
             {
@@ -461,4 +488,6 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
             }
             for rent in shelves.rents()
         ]
-    raise DocumentError("catalog", f"'{shelf}': ask for accelerators, nodes, models or prices")
+    raise DocumentError(
+        "catalog", f"'{shelf}': ask for accelerators, nodes, models, stacks or prices"
+    )

@@ -91,8 +91,8 @@ def _settings(texts: Sequence[str]) -> dict[str, str]:
     told: dict[str, str] = {}
     for text in texts:
         name, sign, value = text.partition("=")
-        if not sign or not re.fullmatch(r"[a-z][a-z0-9-]*", name) or "\n" in value:
-            raise DocumentError("job", f"'{text}': write NAME=VALUE, as in partition=gpu")
+        if not sign or not re.fullmatch(r"[a-z][a-z0-9-]*", name) or not value.isprintable():
+            raise DocumentError("job", f"{text!a}: write NAME=VALUE, as in partition=gpu")
         told[name] = value
     return told
 
@@ -123,7 +123,12 @@ def _slurm(
         **told,
     }
     command = [sys.executable, "-P", "-m", "meshwright", "launch", plan_path, *options]
-    lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in asked.items()]
+    for value in (*asked.values(), *command):
+        if not value.isprintable():  # a line of its own could be read as the script's
+            raise LaunchError(f"on: {value!a} cannot stand in a job's script; name it otherwise")
+    lines = [
+        f"#SBATCH --{name}{f'={_escaped(value)}' if value else ''}" for name, value in asked.items()
+    ]
     return "\n".join(
         [
             "#!/bin/bash",
@@ -133,6 +138,17 @@ def _slurm(
             "",
         ]
     )
+
+
+def _escaped(value: str) -> str:
+    r"""Return a value of an #SBATCH line, where `#` begins a comment and a blank the next option.
+
+    sbatch takes a backslash as bash does between quotes too, so nothing is quoted.
+
+    >>> print(_escaped("/data/my runs/slurm-%j.log"), _escaped("a#b"), _escaped("24:00:00"))
+    /data/my\ runs/slurm-%j.log a\#b 24:00:00
+    """
+    return re.sub(r"([^\w@%+=:,./-])", r"\\\1", value)
 
 
 def _kubernetes(
@@ -227,7 +243,10 @@ class _Lines(yaml.SafeDumper):
 _Lines.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+        # Other characters that end lines would come back as \n: Python does not end a line there.
+        "tag:yaml.org,2002:str",
+        text,
+        style="|" if "\n" in text and text.replace("\n", "").isprintable() else None,
     ),
 )
 
@@ -235,7 +254,10 @@ _Lines.add_representer(
 def _files(plan_path: str, plan: Plan) -> dict[str, str]:
     """Return the plan and the files beside it that it names, as a pod will find them."""
     found = {"plan.yaml": document.read_text(plan_path)}
-    for named in (plan.cluster, plan.model.source.partition(":")[0]):
+    main = plan.model.source.partition(":")[0]
+    known = (plan.model.graph.files if plan.model.graph else None) or {}
+    code = [str(Path(main).parent / name) for name in known]
+    for named in dict.fromkeys((plan.cluster, main, *code)):
         if Path(named).is_absolute() or not Path(named).is_file():
             continue  # a path of the image, or no file at all
         if Path(named).name != named:
@@ -243,8 +265,16 @@ def _files(plan_path: str, plan: Plan) -> dict[str, str]:
                 f"{plan_path}: names {named}, which a pod would not find; put it beside the plan, "
                 "or into the image and name it from /"
             )
-        found[named] = document.read_text(named)
+        found[named] = _exact_text(Path(named))
     return found
+
+
+def _exact_text(path: Path) -> str:
+    """Return a file's text with its ends of lines as they are: of code there is a digest."""
+    try:
+        return path.read_bytes().decode()
+    except (OSError, ValueError) as error:
+        raise document.unreadable(error, path) from error
 
 
 def _name(plan: Plan) -> str:

@@ -9,17 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.inputs import machine_of, need_torch, plan_model, profile_for
+from meshwright.inputs import check_code, machine_of, need_torch, own_code, plan_model, profile_for
 from meshwright.replan import for_fewer, leave_out
 from planner import document
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError, LaunchError
-from planner.model import ModelGraph
+from planner.model import ModelGraph, is_factory
 from planner.native import caveat
 from planner.plan import Plan
 from planner.predict import predict as predict_plan
 from planner.prediction import Prediction
 from planner.profile import Profiles
+from planner.shown import lines
+from planner.units import file_name
 
 if TYPE_CHECKING:
     from meshwright.jobs import Submission
@@ -61,6 +63,7 @@ def launch(
     evaluate_batches: int = 8,
     tensorboard: bool = False,
     profile: str | None = None,
+    trust_code: bool = False,
     nodes: int | None = None,
     node: int | None = None,
     rendezvous: str | None = None,
@@ -71,6 +74,8 @@ def launch(
     On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
     `replan` goes on where devices are fewer than the plan's, or one is lost, under a plan for those
     that are left.
+    A plan of a user's own file runs it, if the file and what it imports beside it are those that
+    were planned, or `trust_code` takes them as they are.
     `on` slurm or kubernetes writes a job that does so there and submits it, told `job` settings;
     a dry run gives its text alone.
     """
@@ -96,6 +101,7 @@ def launch(
             "eval-batches": evaluate_batches,
             "tensorboard": tensorboard,
             "profile": profile,
+            "trust-code": trust_code,
             "output": output,
         }
         return _submitted(on, plan_path, options, job, output=output, dry_run=dry_run)
@@ -125,6 +131,10 @@ def launch(
         "quiet": quiet,
     }
     fit = Fit.of(plan_path, profile)
+    if not dry_run:
+        fit = fit.with_code(trusted=trust_code)
+    elif not trust_code:
+        check_code(fit.graph, plan_path)
     if replan and (left := fit.left(seat)) is not None:
         fit = fit.again(left, Path(checkpoint or ""), quiet=quiet)
         resume = or_start = True
@@ -135,7 +145,7 @@ def launch(
             devices = fit.plan.mesh.devices
             if not replan or seat.nodes > 1 or devices == 1:
                 raise
-            print(f"meshwright: {lost.lead}", file=sys.stderr)
+            print(f"meshwright: {lines(lost.lead)}", file=sys.stderr)
             if fit.machine.groups[0].accelerator.kind != "cpu":
                 leave_out(lost.local_rank, devices)
             fit = fit.again(devices - 1, Path(checkpoint or ""), quiet=quiet)
@@ -160,6 +170,17 @@ class Fit:
         measured = profile_for(graph, profile)
         machine = machine_of(plan.cluster, measured)
         return cls(path=path, plan=plan, graph=graph, machine=machine, measured=measured)
+
+    def with_code(self, *, trusted: bool) -> Fit:
+        """Run the user's file if the model is one; it must still make what was planned."""
+        if not is_factory(self.plan.model.source):
+            return self
+        try:
+            graph = own_code(self.graph, self.path, seq_len=self.plan.seq_len, trusted=trusted)
+            self.plan.check_model(graph)
+        except DocumentError as error:
+            raise (error if error.file else error.in_file(self.path)) from error
+        return replace(self, graph=graph)
 
     def left(self, seat: Seat) -> int | None:
         """Return how many nodes are there, or devices of one node; None if as many as planned."""
@@ -245,7 +266,10 @@ def _submitted(
 
     wanted = document.read(Plan, plan_path)
     machine = machine_of(wanted.cluster, None)
-    warning = caveat(plan_model(wanted, plan_path), machine)
+    graph = plan_model(wanted, plan_path)
+    if not options["trust-code"]:
+        check_code(graph, plan_path)
+    warning = caveat(graph, machine)
     if warning is not None:
         raise LaunchError(f"{plan_path}: {warning.what}")
     written: list[str] = []
@@ -257,5 +281,5 @@ def _submitted(
         elif value is not None:
             assert isinstance(value, Sequence)
             written += [part for each in value for part in (f"--{name}", str(each))]
-    folder = Path(output) if output else Path("runs", wanted.model.name)
+    folder = Path(output) if output else Path("runs", file_name(wanted.model.name))
     return submit(on, plan_path, wanted, machine, written, settings, folder=folder, dry_run=dry_run)

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from planner.document import Document, Part
 from planner.errors import DocumentError
-from planner.units import Amount, Count, Fraction, Positive, Rate, Text
+from planner.units import Amount, Count, Fraction, Line, Name, Positive, Rate, Text
 
 AcceleratorKind = Literal["cuda", "rocm", "gaudi", "xpu", "npu", "tpu", "trainium", "cpu"]
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
@@ -44,7 +44,7 @@ class DeviceCurve(Part):
 class Accelerator(Part):
     """One device."""
 
-    name: Text
+    name: Line
     kind: AcceleratorKind = "cuda"
     memory_bytes: Positive
     """What a program can use, as the driver shows it; less than the label says."""
@@ -81,7 +81,7 @@ class LinkTier(Part):
     together: an NVLink 4 sheet says 900 GB/s, which is 450e9 here.
     """
 
-    name: Text
+    name: Name
     devices: Positive
     """How many devices reach each other over this tier or a faster one."""
     latency_s: Amount
@@ -108,7 +108,7 @@ class DeviceGroup(Part):
     Devices of a cluster are numbered group by group, node by node.
     """
 
-    name: Text
+    name: Line
     accelerator: Accelerator
     nodes: Positive
     devices_per_node: Positive
@@ -153,7 +153,7 @@ class ClusterSpec(Document):
 
     kind_of_document: ClassVar[str] = "cluster"
 
-    name: Text
+    name: Line
     groups: tuple[DeviceGroup, ...]
     tiers: tuple[LinkTier, ...]
     price: Price | None = None
@@ -208,7 +208,7 @@ class ClusterSpec(Document):
         inside = own or ()
         reach = inside[-1].devices if inside else 0
         return ClusterSpec(
-            name=" + ".join(group.name for group in groups),
+            name=" + ".join(group.name for group in groups)[:200],
             groups=groups,
             tiers=(*inside, *(tier for tier in self.tiers if tier.devices > reach)),
         )

@@ -9,6 +9,7 @@ torch.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,8 @@ from planner.document import nearest, plain, read, read_text, unreadable
 from planner.errors import DocumentError
 from planner.layers.architecture import architecture_of
 from planner.layers.parameters import graph_of
-from planner.model import ModelGraph
+from planner.model import ModelGraph, is_factory
+from planner.units import name_of
 
 MOST_DEVICES = 1_000_000
 NETWORK_LATENCY_S = 4.0e-6
@@ -40,15 +42,6 @@ CLUSTER_FORMS = (
     "write DEVICESxACCELERATOR, NODESxDEVICESxACCELERATOR, NODE-TYPE, NODESxNODE-TYPE, or several "
     "of them joined by +"
 )
-
-
-def is_factory(text: str) -> bool:
-    """Tell whether MODEL names a function in a Python file.
-
-    >>> is_factory("models/mine.py:build"), is_factory("gpt2"), is_factory("C:/x/config.json")
-    (True, False, False)
-    """
-    return re.fullmatch(r".+\.py:[^\W\d]\w*", text) is not None
 
 
 def resolve_model(text: str) -> ModelGraph:
@@ -62,6 +55,8 @@ def resolve_model(text: str) -> ModelGraph:
             "", f"'{text}' is a Python function; it needs torch, which plans are made without"
         )
     if _is_path(text):
+        if not text.isprintable():
+            raise DocumentError("", f"{text[:60]!a} is no path that a plan could name; rename it")
         return _model_at(_path(text), text)
     try:
         name = model_name(text)
@@ -70,6 +65,26 @@ def resolve_model(text: str) -> ModelGraph:
             "", f"{error.message} Or give a config.json, a folder that has one, or file.py:factory."
         ) from error
     return graph_of(architecture_of(model_config(name), name=name), name=name, source=name)
+
+
+def located(source: str, document: str | os.PathLike[str]) -> str:
+    """Return a model's source as it is found from here: a relative file may lie by the document.
+
+    >>> located("gpt2", "plans/plan.yaml")
+    'gpt2'
+    """
+    file, colon, factory = source.partition(":")
+    beside = Path(document).parent / file
+    if not Path(file).exists() and beside.exists():
+        return f"{beside}{colon}{factory}"
+    return source
+
+
+def resolve_beside(source: str, document: str | os.PathLike[str]) -> ModelGraph:
+    """Return the model that a document names, as the same model wherever its file is found."""
+    found = located(source, document)
+    model = resolve_model(found)
+    return model if found == source else model.model_copy(update={"source": source})
 
 
 def resolve_cluster(text: str) -> ClusterSpec:
@@ -410,8 +425,8 @@ def _model_at(path: Path, text: str) -> ModelGraph:
             return ModelGraph.of(data)
         if not isinstance(data, dict):
             raise DocumentError("", "holds no mapping; a model's config.json is one")
-        named = path.parent.resolve().name if path.name == "config.json" else path.stem
-        name = named or "model"
+        stem = path.parent.resolve().name if path.name == "config.json" else path.stem
+        name = name_of(stem or "model")
         return graph_of(architecture_of(data, name=name), name=name, source=text)
     except DocumentError as error:
         raise error.in_file(str(path)) from error

@@ -22,8 +22,8 @@ from typing import Any
 from planner.cluster import ClusterSpec
 from planner.costs.layout_costs import refusal
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import is_factory, resolve_cluster
-from planner.model import ModelGraph
+from planner.expressions import resolve_cluster
+from planner.model import ModelGraph, is_factory
 from planner.plan import Job, Layout
 from planner.profile import Birth, Finding, MeasuredDevice, MeasuredNode, Profile
 from planner.search.space import LARGEST_MICRO_BATCH, divisors

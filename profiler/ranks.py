@@ -25,11 +25,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from planner.document import Document, write, write_text
 from planner.errors import DocumentError, LaunchError
+from planner.report.terminal import Terminal
 from planner.units import Amount, Count, Positive, Text, seconds_text
 from runtime import run
 from runtime.nodes import ALONE, Meeting
@@ -155,9 +155,9 @@ def _left_text(share: float, passed_s: float) -> str:
 @contextlib.contextmanager
 def _shown(folder: Path, *, title: str, quiet: bool) -> Iterator[Callable[[], None]]:
     """Show progress on stderr: a bar on a terminal, elsewhere one line per kind of work."""
-    console = Console(stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(stderr=True, quiet=quiet, soft_wrap=True)
     bar = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:3.0f} %"),
         TimeElapsedColumn(),

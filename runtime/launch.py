@@ -22,13 +22,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from planner.document import read, write
 from planner.errors import DocumentError, LaunchError
 from planner.model import ModelGraph
+from planner.report.terminal import Terminal
+from planner.shown import lines
 from planner.units import bytes_text, count_text, seconds_text
 from runtime import checkpoint, data, run
 from runtime.checkpoint import Progress
@@ -115,11 +116,11 @@ def launch(
         node=seat.node,
         nodes=nodes,
     )
-    say = Console(stderr=True, quiet=quiet, soft_wrap=True, highlight=False, markup=False)
+    say = Terminal(stderr=True, quiet=quiet, soft_wrap=True)
     if dry_run:
         ready = check()
         _warn(ready, say)
-        print(ready.text())
+        print(lines(ready.text()))
         return None
     with contextlib.ExitStack() as held:
         meeting = held.enter_context(Meeting(seat))
@@ -140,7 +141,7 @@ def launch(
         return _report(ready, meeting, orders, started_unix_s)
 
 
-def _warn(ready: Preflight, say: Console) -> None:
+def _warn(ready: Preflight, say: Terminal) -> None:
     for warning in ready.warnings:
         say.print(f"warning: {warning}")
 
@@ -209,7 +210,7 @@ def _check_shared(folder: Path, meeting: Meeting, *, token: str) -> None:
 def _write_orders(
     ready: Preflight,
     meeting: Meeting,
-    say: Console,
+    say: Terminal,
     started_unix_s: float,
     peak_step_s: float | None,
 ) -> Orders:
@@ -383,13 +384,14 @@ class _Shown:
     On a terminal it is renewed in place; elsewhere a line appears every tenth of the steps.
     """
 
-    def __init__(self, *, steps: int, say: Console) -> None:
+    def __init__(self, *, steps: int, say: Terminal) -> None:
         self.step = 0
         self._steps = steps
         self._say = say
         self._bar: Bar | None = None
         if say.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+            text = TextColumn("{task.description}", markup=False)
+            columns = (text, BarColumn(), TimeRemainingColumn())
             self._bar = Bar(*columns, console=say, transient=True)
             self._task = self._bar.add_task("starting ranks", total=steps)
         self._next_line = 0

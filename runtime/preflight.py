@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shlex
 import sys
 import sysconfig
@@ -19,9 +18,10 @@ from pathlib import Path
 
 from planner.document import read
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import resolve_model
+from planner.expressions import located, resolve_beside
 from planner.model import ModelGraph
-from planner.plan import Plan
+from planner.plan import Plan, PlannedModel
+from planner.units import file_name
 from runtime import checkpoint, data, run
 from runtime.data import Files
 from runtime.run import Device
@@ -162,11 +162,12 @@ def preflight(
             "same figures in metrics.jsonl"
         )
     if model is None:
-        model = resolve_model(plan.model.source)
+        model = resolve_beside(plan.model.source, plan_path)
     try:
         plan.check_model(model)
     except DocumentError as error:
         raise error.in_file(str(plan_path)) from None
+    plan = plan.model_copy(update={"model": _found(plan.model, model, plan_path)})
     _check_trains_on_text(model)
     chosen = device or ("cuda" if cuda_devices() else "cpu")
     local_ranks = ranks_of_node(plan, node, nodes or [plan.mesh.devices])
@@ -186,6 +187,8 @@ def preflight(
         or_start=or_start,
         steps=steps,
     )
+    if saved is not None and (unchecked := checkpoint.unchecked(saved)):
+        warnings.append(unchecked)
     folder = Path(output) if output is not None else _default_output(plan)
     _check_writable(folder)
     if checkpoint_folder is not None:
@@ -246,6 +249,13 @@ def cuda_devices() -> int:
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 
+def _found(said: PlannedModel, model: ModelGraph, plan_path: Path | str) -> PlannedModel:
+    """Return what a plan says of its model, with the files as they were found on this machine."""
+    source = located(said.source, plan_path)
+    here = source if source == said.source else str(Path(source).absolute())
+    return said.model_copy(update={"source": here, "graph": said.graph and model})
+
+
 def _check_trains_on_text(model: ModelGraph) -> None:
     architecture = model.architecture
     if architecture and (architecture.patches or architecture.classes):
@@ -297,14 +307,19 @@ def _checkpoint_to_resume(
             what = "resume" if resume else "checkpoint_every"
             raise LaunchError(f"{what}: name the folder of the checkpoints too (checkpoint)")
         return None
-    saved = checkpoint.newest(folder)
-    if saved is None:
+    found = checkpoint.all_steps(folder)
+    if not found:
         if resume and not or_start:
             raise LaunchError(
-                f"{folder}: there is no complete checkpoint to resume; leave out `resume` to "
-                "start anew, or add `or_start`"
+                f"{folder}: there is no checkpoint to resume; leave out `resume` to start anew, "
+                "or add `or_start`"
             )
         return None
+    saved = found[-1]
+    # Never passed over in silence: neither an older one nor a new start is what was asked for.
+    wrong = checkpoint.problem(saved)
+    if wrong is not None:
+        raise checkpoint.refusal(saved, wrong)
     done = checkpoint.progress(saved).step
     if not resume:
         raise LaunchError(
@@ -319,8 +334,7 @@ def _checkpoint_to_resume(
 
 
 def _default_output(plan: Plan) -> Path:
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.model.name).strip("-.") or "model"
-    return Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return Path("runs", f"{file_name(plan.model.name)}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def _check_writable(folder: Path) -> None:

@@ -17,18 +17,13 @@ from dataclasses import dataclass
 from planner.cluster import Accelerator, DeviceCurve, Precision
 from planner.errors import DocumentError
 from planner.layers.operator_table import Operator
+from planner.stack import EightBit
 
 MATMUL_BACKWARD = 2.0
 """A product's backward is two products of its size: one for each factor's gradient."""
 
 ATTENTION_BACKWARD = 2.5
 """Fused attention recomputes the scores: 5 products instead of 2 (Dao et al., 2022, appendix B)."""
-
-CAST_TRAFFIC = 33 / 2
-"""Bytes moved to round an operand to 8 bits, for each of its bytes in 16 bits."""
-
-CAST_KERNELS = 9
-"""Kernels started to round one operand."""
 
 BACKWARD_KERNELS = 2
 """A backward starts about two kernels for each one of its forward."""
@@ -97,10 +92,14 @@ class Device:
     """Rate of products in a training step over that of single kernels."""
     eight_bit_flops: float | None = None
     """Of products of 8-bit operands, where the precision has them."""
+    cast_bytes: float = 0.0
+    """Memory traffic of rounding an operand to 8 bits, per element."""
+    cast_kernels: int = 0
+    """Kernels started to round one operand."""
 
 
-def device(accelerator: Accelerator, precision: Precision) -> Device:
-    """Return the rates that an accelerator has in a precision.
+def device(accelerator: Accelerator, precision: Precision, casts: EightBit) -> Device:
+    """Return the rates that an accelerator has in a precision, with a stack's casts to 8 bits.
 
     What fp8 does not make in 8 bits it makes in bf16.
     """
@@ -111,6 +110,8 @@ def device(accelerator: Accelerator, precision: Precision) -> Device:
         memory_bytes_per_s=accelerator.memory_bytes_per_s,
         curve=accelerator.curve,
         sustained=sustained(accelerator),
+        cast_bytes=casts.cast_bytes,
+        cast_kernels=casts.cast_kernels,
     )
 
 
@@ -175,14 +176,14 @@ def eight_bit_forward_s(operator: Operator, on: Device) -> float:
 
         t = launches + F / (f P8) + (X + W) / 2 / (g M) + Y / (g M) + C (X + W) / (g M)
 
-    X, W and Y are bytes in 16 bits; C is what runtime/eight_bits.py moves for each of them as
-    PyTorch starts its operators: |x| (read 2, write 2), largest (2), to fp32 (2 + 4), scaled
-    (4 + 4), clamped (4 + 4), to 8 bits (4 + 1), 33 bytes for an element of 2.
+    X, W and Y are bytes in 16 bits, 2 C the stack's `eight_bit.cast_bytes`.  Of operators that
+    PyTorch starts one by one these are |x| (read 2, write 2), largest (2), to fp32 (2 + 4), scaled
+    (4 + 4), clamped (4 + 4), to 8 bits (4 + 1): 33.
 
     >>> curve = DeviceCurve(launch_s=4e-6, matmul=0.7, attention_forward=0.5,
     ...     attention_backward=0.4, memory=0.8, spread=0.1, provenance="quoted", source="example")
     >>> h100 = Device(peak_flops=989e12, memory_bytes_per_s=3.35e12, curve=curve,
-    ...     eight_bit_flops=1979e12)
+    ...     eight_bit_flops=1979e12, cast_bytes=33, cast_kernels=9)
     >>> product = Operator(name="8192^3", kind="matmul", inputs=(), outputs={"y": 2 * 8192**2},
     ...     flops=2 * 8192**3, moved_bytes=3 * 2 * 8192**2)
     >>> f"{1e3 * eight_bit_forward_s(product, h100):.2f} ms"
@@ -192,8 +193,8 @@ def eight_bit_forward_s(operator: Operator, on: Device) -> float:
     return _in_eight_bits(
         on,
         flops=operator.flops,
-        moved_bytes=result + operands / 2 + CAST_TRAFFIC * operands,
-        kernels=operator.kernels + 2 * CAST_KERNELS,
+        moved_bytes=result + operands / 2 + on.cast_bytes / 2 * operands,
+        kernels=operator.kernels + 2 * on.cast_kernels,
     )
 
 
@@ -208,8 +209,8 @@ def eight_bit_backward_s(operator: Operator, on: Device) -> float:
     return _in_eight_bits(
         on,
         flops=MATMUL_BACKWARD * operator.flops,
-        moved_bytes=operands + rounded / 2 + CAST_TRAFFIC * rounded + copied,
-        kernels=2 * operator.kernels + 4 * CAST_KERNELS + 3,
+        moved_bytes=operands + rounded / 2 + on.cast_bytes / 2 * rounded + copied,
+        kernels=2 * operator.kernels + 4 * on.cast_kernels + 3,
     )
 
 

@@ -243,7 +243,7 @@ def plan_with(
 ) -> Plan:
     """Return the plan of a layout with these stages; ranks wait ten times `step_s` for others."""
     return Plan(
-        model=PlannedModel(name=model.name, source=model.source or model.name, digest=model.digest),
+        model=PlannedModel.of(model),
         cluster=cluster_name,
         seq_len=job.seq_len,
         global_batch=job.global_batch,

@@ -13,8 +13,8 @@ from planner.catalog import accelerators, model_config, models, nodes
 from planner.cluster import ClusterSpec
 from planner.document import write
 from planner.errors import DocumentError
-from planner.expressions import cluster_of, is_factory, resolve_cluster, resolve_model
-from planner.model import ModelGraph
+from planner.expressions import cluster_of, resolve_cluster, resolve_model
+from planner.model import ModelGraph, is_factory
 
 
 @pytest.mark.parametrize(

@@ -206,8 +206,7 @@ class RoundSpace(AlikeSpace):
             for first, end in pairwise(split.cuts)
         )
         plan = plan_with(self._model, cluster_name, c.job, layout, stages, step_s=found.objective_s)
-        own = PlannedModel(name=plan.model.name, source=plan.model.source, digest=c.model.digest)
-        plan = Plan(**{**dict(plan), "model": own})
+        plan = Plan(**{**dict(plan), "model": PlannedModel.of(c.model)})
         names = [[item.layer for item in stage.layers] for stage in stages]
         edges = bool(c.model.edges)
         seats = branching(self._tables, layout, names) if edges else alike(self._tables, layout)
