@@ -158,7 +158,7 @@ def found(saved: Path) -> tuple[Path, Progress]:
     source = steps[-1] if steps else saved
     wrong = checkpoint.verify(source)
     if wrong is not None:
-        before = checkpoint.newest_before(source)
+        before = checkpoint.newest_beside(source)
         way = f"; {before} is complete: name that one" if before else ""
         raise LaunchError(f"{wrong}{way}")
     return source, checkpoint.progress(source)

@@ -104,8 +104,10 @@ def rank_environment(rank: int, *, ranks: int, port: int | str) -> dict[str, str
         "TOKENIZERS_PARALLELISM": "false",
     }
     if Path("/sys/class/net/lo").exists():
-        # Host names need not resolve to an address that this machine has.
-        result["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        # Host names need not resolve to an address that this machine has, and other machines need
+        # not reach these ranks.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            result[name] = os.environ.get(name, "lo")
     # An empty entry is the folder where the rank is started, which PYTHONSAFEPATH leaves in.
     known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     root = str(Path(__file__).resolve().parent.parent)

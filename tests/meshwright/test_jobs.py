@@ -12,7 +12,7 @@ import yaml
 
 from meshwright import cli
 from meshwright.jobs import MOUNTED
-from runtime.nodes import seat_of
+from runtime.nodes import node_rank_of
 
 PLAN = ["plan", "gpt2", "--cluster", "2x4xa100-sxm-80gb", "--seq-len", "512"]
 
@@ -94,9 +94,9 @@ def test_a_manifests_pods_find_each_other_and_the_plan(capfd: pytest.CaptureFixt
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     assert job["template"]["metadata"]["labels"] == service["selector"] == {"job-name": name}
     environment = {each["name"]: each["value"] for each in container["env"]}
-    seat = seat_of(environment | {"JOB_COMPLETION_INDEX": "1"})
-    assert (seat.node, seat.nodes) == (1, 2)
-    assert seat.host == f"{name}-0.{pod['subdomain']}"
+    found = node_rank_of(environment | {"JOB_COMPLETION_INDEX": "1"})
+    assert (found.node, found.nodes) == (1, 2)
+    assert found.host == f"{name}-0.{pod['subdomain']}"
     assert pod["subdomain"] == manifest["Service"]["metadata"]["name"]
     assert manifest["ConfigMap"]["data"]["plan.yaml"] == Path("plan.yaml").read_text()
     where = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
