@@ -260,7 +260,7 @@ def _files(plan_path: str, plan: Plan) -> dict[str, str]:
     known = (plan.model.graph.files if plan.model.graph else None) or {}
     code = [str(Path(main).parent / name) for name in known]
     for named in dict.fromkeys((plan.cluster, main, *code)):
-        if Path(named).is_absolute() or not Path(named).is_file():
+        if Path(named).is_absolute() or not document.is_file(named):
             continue  # a path of the image, or no file at all
         if Path(named).name != named:
             raise LaunchError(

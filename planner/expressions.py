@@ -75,7 +75,7 @@ def located(source: str, document: str | os.PathLike[str]) -> str:
     """
     file, colon, factory = source.partition(":")
     beside = Path(document).parent / file
-    if not Path(file).exists() and beside.exists():
+    if not _is_there(file) and _is_there(beside):
         return f"{beside}{colon}{factory}"
     return source
 
@@ -401,8 +401,12 @@ def _is_path(text: str) -> bool:
     """Tell a path from a name: by its look, or because it is there."""
     if text.endswith((".json", ".yaml", ".yml")) or text.startswith((".", "/", "~")):
         return True
+    return text.strip() != "" and _is_there(text)
+
+
+def _is_there(path: str | Path) -> bool:
     try:
-        return text.strip() != "" and Path(text).exists()
+        return Path(path).exists()
     except (OSError, ValueError):  # too long, or a null byte: no path
         return False
 
