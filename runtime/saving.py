@@ -23,6 +23,7 @@ from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime import checkpoint
 from runtime.checkpoint import KEEP, Progress
+from runtime.exchange import broadcast_json
 from runtime.tensor_files import TensorWriter, WrittenFile
 
 
@@ -84,12 +85,12 @@ class Saver:
         try:
             dcp.save(copied, storage_writer=writer, process_group=self._group)
             # Here every rank has written its part.
-            problem = [None]
+            own = None
             if dist.get_rank() == 0:
-                problem = [self._committed(temporary, target, done, writer.written)]
-            dist.broadcast_object_list(problem, src=0, group=self._group)
-            if problem[0] is not None:
-                raise LaunchError(problem[0])
+                own = self._committed(temporary, target, done, writer.written)
+            problem = broadcast_json(own, source=0, group=self._group)
+            if problem is not None:
+                raise LaunchError(str(problem))
             self.saved = target
         except LaunchError as error:
             self._error = error
