@@ -132,8 +132,11 @@ def write(document: Document, path: str | os.PathLike[str]) -> None:
     write_text(document.dump(), path)
 
 
-def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write text to a file, whole or not at all; a device or pipe is written to as it is."""
+def write_text(text: str, path: str | os.PathLike[str], *, private: bool = False) -> None:
+    """Write text to a file, whole or not at all; a device or pipe is written to as it is.
+
+    Only its owner reads a file that is `private`.
+    """
     file = Path(path)
     temporary = ""
     try:
@@ -144,9 +147,10 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
+        if not private:
+            umask = os.umask(0)
+            os.umask(umask)
+            Path(temporary).chmod(0o666 & ~umask)
         Path(temporary).replace(file)
         temporary = ""
     except (OSError, ValueError) as error:

@@ -284,7 +284,8 @@ def _cluster(
     price: Price | None = None,
 ) -> ClusterSpec:
     devices = nodes * devices_per_node
-    tiers = _clipped(within, devices_per_node)
+    joined = entry.host_devices is not None and devices_per_node <= entry.host_devices
+    tiers = _clipped(within, devices if joined else devices_per_node)
     if devices_per_node > 1 and (not tiers or tiers[-1].devices < devices_per_node):
         reach = tiers[-1].devices if tiers else 1
         raise DocumentError(
@@ -292,7 +293,7 @@ def _cluster(
             f"links inside a node reach {reach} {accelerator}, and the node has "
             f"{devices_per_node}; describe it in a cluster.yaml",
         )
-    if nodes > 1:
+    if nodes > 1 and (not tiers or tiers[-1].devices < devices):
         tiers = (*tiers, network.model_copy(update={"devices": devices}))
     return ClusterSpec(
         name=name,
