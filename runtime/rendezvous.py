@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from planner.errors import LaunchError
+from planner.shown import lines
 from runtime.addresses import REACHABLE, interfaces, is_local, listening, place_text
 from runtime.channel import (
     CODE_BYTES,
@@ -56,7 +57,7 @@ KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 def to_stderr(text: str) -> None:
     """Tell the user."""
-    print(f"meshwright: warning: {text}", file=sys.stderr)
+    print(f"meshwright: warning: {lines(text)}", file=sys.stderr)
 
 
 class Rendezvous:
