@@ -27,9 +27,9 @@ What the certificate's space is, as it says itself (`certificate.model`, planner
     request allows otherwise; nothing is one step old
     each pipeline stage is on devices of one kind, and of a kind all devices are used
 
-Other plans are tried too, and count in simulation alone where the memory that is to be kept free
-is kept.  The objective of a plan is worked out here from the seconds of its layers, by the words of
-`certificate.model`; for the search's own optimum the two agree to 1e-9, or the attack says so.
+Other plans are tried too, and count in simulation alone.  The objective of a plan is worked out
+here from the seconds of its layers, by the words of `certificate.model`; for the search's own
+optimum the two agree to 1e-9, or the attack says so.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from benchmarks.attack_plans import (
 from benchmarks.attack_report import EQUAL, Outcome, lines, markdown
 from benchmarks.attack_requests import REQUESTS, Request
 from planner.costs.group_costs import GroupCosts
-from planner.costs.layout_costs import CostTables
+from planner.costs.layout_costs import CostTables, has_room
 from planner.costs.seats import Seats, alike
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
@@ -75,7 +75,6 @@ from planner.search.pins import Pins, read_allowances
 
 TOLERANCE = 0.03
 """Of simulated seconds, relatively: so far from the closed form's optimum finalists may lie."""
-KEPT_FREE = 0.04
 MOST_ACTIONS = 20_000
 """Forwards and backwards of all ranks in one simulated step."""
 MOST_LAYOUTS = 1_500
@@ -94,10 +93,15 @@ class Judged:
     plan: Plan
     prediction: Prediction
     objective_s: float
-    fits: bool
-    """With the memory kept free that the space keeps free."""
+    full: frozenset[int]
+    """Stages whose ranks have not room enough."""
     outside: str | None
     """Why it is not in the certificate's space."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether ranks and hosts have room."""
+        return self.prediction.fits
 
     @property
     def text(self) -> str:
@@ -205,18 +209,17 @@ class Attack:
             return None
         tables, seats = self._seats(plan)
         prediction = placement_prediction(tables, plan.layout, placements, seats)
-        free = all(
-            stage.peak_memory_bytes
-            <= stage.memory_capacity_bytes
-            * (1.0 if seat.accelerator.kind == "cpu" else 1 - KEPT_FREE)
-            for stage, seat in zip(prediction.stages, seats.stages, strict=True)
+        full = (
+            stage
+            for stage, (one, seat) in enumerate(zip(prediction.stages, seats.stages, strict=True))
+            if not has_room(seat.accelerator, one.peak_memory_bytes)
         )
         return Judged(
             draft=draft,
             plan=plan,
             prediction=prediction,
             objective_s=objective_s(plan.layout, seats, placements, self._largest_stage(plan)),
-            fits=free and prediction.fits,
+            full=frozenset(full),
             outside=self.outside(draft),
         )
 
@@ -365,13 +368,6 @@ class Attack:
                     choices[place] = (kinds[rank], activations)
             return replace(draft, choices=tuple(choices))
 
-        def too_full(judged: Judged) -> set[int]:
-            full = set()
-            for stage, one in enumerate(judged.prediction.stages):
-                if one.peak_memory_bytes > (1 - KEPT_FREE) * one.memory_capacity_bytes:
-                    full.add(home[stage])
-            return full
-
         judged = self.tried(chosen(least))
         if judged is None or judged.fits:
             return judged
@@ -379,7 +375,7 @@ class Attack:
             judged = self.tried(chosen(most))
             if judged is None:
                 return None
-            full = too_full(judged)
+            full = {home[stage] for stage in judged.full}
             if not full:
                 break
             if kind == "full":
@@ -391,7 +387,7 @@ class Attack:
             found = self.tried(chosen(middle))
             if found is None:
                 break
-            full = too_full(found)
+            full = {home[stage] for stage in found.full}
             for rank in ranks:
                 if rank in full:
                     least[rank] = middle[rank] + 1

@@ -35,7 +35,7 @@ from planner.errors import DocumentError, MeshwrightError
 from planner.native import CAVEAT_SOURCE
 from planner.report.solution_text import solution_json, solution_text
 from planner.report.terminal import Terminal
-from planner.report.text import answer_text, prediction_lines
+from planner.report.text import answer_text, assumption_lines, prediction_lines
 from planner.search.best_first import Answer
 from planner.shown import lines
 from planner.solver.instance import Infeasible, Solution
@@ -103,6 +103,9 @@ TrustCode = Annotated[
     bool,
     typer.Option("--trust-code", help="Run a document's file.py as it is, whatever its digest"),
 ]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Each stage, what was assumed, how the others fell")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
 
 
@@ -146,6 +149,7 @@ def plan(
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Write the plan here")
     ] = None,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
@@ -180,7 +184,7 @@ def plan(
     if json:
         print(as_json(answer_json(answer)))
         return
-    out.print(answer_text(answer.plan, answer.prediction, answer.certificate))
+    out.print(answer_text(answer.plan, answer.prediction, answer.certificate, explain=explain))
     if top > 1:
         out.print(top_table(answer))
     out.print(f"searched in {answer.search_s:.2f} s of CPU")
@@ -207,6 +211,7 @@ def predict(
         str,
         typer.Option("--backend", help="Whose rules price a layout: native, megatron, torchtitan"),
     ] = "native",
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Say what a plan, or a layout of a model, will take in time and memory."""
@@ -225,6 +230,8 @@ def predict(
         return
     out.print(prediction.layout)
     for line in prediction_lines(prediction):
+        out.print(line)
+    for line in assumption_lines(prediction) if explain else ():
         out.print(line)
 
 
@@ -408,10 +415,10 @@ def export(
         else:
             out.print(f"written to {written.file}; {to} reads it")
         for said in written.in_the_script:
-            _say(f"in the training script: {said}")
+            _say(f"outside this file: {said}")
         return
     for warning in written.warnings:
-        print(f"meshwright: warning: {warning}", file=sys.stderr)
+        _say(f"warning: {warning}")
     if json:
         print(as_json(export_json(written)))
         return

@@ -227,15 +227,25 @@ def export(
 
 
 def _configured(source: str, to: str, output: str | None) -> Configured:
-    from planner.backends.export import configuration, in_the_script  # noqa: PLC0415 - one of many
+    from planner.backends.export import (  # noqa: PLC0415 - one of many
+        NEED_NODES,
+        configuration,
+        in_the_script,
+    )
 
     wanted = document.read(Plan, source)
     graph = plan_model(wanted, source)
-    text = configuration(wanted, graph, to)
+    machine = machine_of(wanted.cluster, None) if to in NEED_NODES else None
+    if machine is not None:
+        check_devices(wanted, machine)
+    text = configuration(wanted, graph, to, machine)
     if output is not None:
         document.write_text(text, output)
     return Configured(
-        framework=to, text=text, in_the_script=in_the_script(wanted, graph, to), file=output
+        framework=to,
+        text=text,
+        in_the_script=in_the_script(wanted, graph, to, machine),
+        file=output,
     )
 
 

@@ -10,8 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-from rich.text import Text
-
 from meshwright import commands, launches
 from meshwright.answers import comparison_table
 from planner import document
@@ -60,8 +58,7 @@ def _demonstrate() -> None:
     assert isinstance(answer, Answer)
     document.write(answer.certificate, FOLDER / "certificate.yaml")
     document.write(answer.prediction, FOLDER / "prediction.yaml")
-    out.print(answer_text(answer.plan, answer.prediction))
-    out.print(Text(answer.certificate.statement, style="bold"))
+    out.print(answer_text(answer.plan, answer.prediction, answer.certificate, explain=False))
     out.print(f"-> {plan}")
 
     out.rule("3. launch: train by the plan on Python's own sources")

@@ -83,7 +83,9 @@ def submit(
         )
     file = folder / ("job.sbatch" if scheduler == "slurm" else "job.yaml")
     document.write_text(text, file, private=True)  # a manifest has the job's secret
-    done = subprocess.run([*command, str(file)], capture_output=True, text=True, check=False)
+    # A folder's name may begin as an option does.
+    told_to = [*command, str(file.absolute())]
+    done = subprocess.run(told_to, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LaunchError(f"{command[0]} refused {file}: {done.stderr.strip() or done.stdout}")
     return Submission(text=text, file=file, said=done.stdout.strip())
@@ -266,7 +268,7 @@ def _files(plan_path: str, plan: Plan) -> dict[str, str]:
     known = (plan.model.graph.files if plan.model.graph else None) or {}
     code = [str(Path(main).parent / name) for name in known]
     for named in dict.fromkeys((plan.cluster, main, *code)):
-        if Path(named).is_absolute() or not Path(named).is_file():
+        if Path(named).is_absolute() or not document.is_file(named):
             continue  # a path of the image, or no file at all
         if Path(named).name != named:
             raise LaunchError(

@@ -98,6 +98,14 @@ def read(cls: type[D], path: str | os.PathLike[str]) -> D:
     return cls.parse(read_text(path), file=str(path))
 
 
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is such a file; a name that no file can have names none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # too long, or a null byte
+        return False
+
+
 def unreadable(error: Exception, path: str | os.PathLike[str]) -> DocumentError:
     """Return what to say of a file that cannot be read."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -19,7 +19,7 @@ from pathlib import Path
 from planner.document import read
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside
-from planner.model import ModelGraph
+from planner.model import ModelGraph, is_factory
 from planner.plan import Plan, PlannedModel
 from planner.units import file_name
 from runtime import checkpoint, data, run
@@ -351,6 +351,8 @@ def _check_writable(folder: Path) -> None:
 
 
 def _own_tokenizer(plan: Plan) -> Path | None:
+    if is_factory(plan.model.source):
+        return None
     source = Path(plan.model.source)
     folder = source if source.is_dir() else source.parent
     named = source.is_dir() or source.name == "config.json"

@@ -226,7 +226,7 @@ def test_the_catalogue_lists(shelf: str, capfd: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("command", ["plan", "predict", "solve", "show", "launch", "profile"])
 def test_every_option_of_a_command_is_an_argument_of_its_function(command: str) -> None:
-    shown = {"json", "model", "plan", "solver"}  # rendering, and positional arguments
+    shown = {"json", "explain", "model", "plan", "solver"}  # rendering, and positional arguments
 
     # An option that chooses another function: commands.profile_agenda.
     shown |= {"profile": {"dry_run"}}.get(command, set())

@@ -39,7 +39,7 @@ from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first
 from planner.search.misses import nothing_runs
 from planner.search.pins import SCHEDULES, Pins
 from planner.search.rank_problem import input_stored
-from planner.search.ranked import Ranked
+from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
 from planner.search.space import Timetable, every_degrees, families
 from planner.search.spaces.alike import AlikeSpace
@@ -280,16 +280,17 @@ def with_rounds(
     solved = answer.solved + outcome.solved
     if best is None:
         kept = {"layout": before.layout, "simulated": before.simulated}
-        return replace(answer, certificate=proof.model_copy(update=kept), solved=solved)
+        proof = proven(proof.model_copy(update=kept), answer.top[0])
+        return replace(answer, certificate=proof, solved=solved)
     other = space.ranked(best, cluster_name)
     proof = proof.model_copy(update={"layout": best.layout.text()})
     if other.prediction.step_time_s >= answer.prediction.step_time_s:
-        return replace(answer, certificate=proof, solved=solved)
+        return replace(answer, certificate=proven(proof, answer.top[0]), solved=solved)
     return replace(
         answer,
         plan=other.plan,
         prediction=other.prediction,
-        certificate=proof,
+        certificate=proven(proof, other),
         top=(other, *answer.top)[: max(1, len(answer.top))],
         closed_form=other,
         solved=solved,
