@@ -56,6 +56,8 @@ class Weights:
         try:
             if index.exists():
                 for name, file in json.loads(index.read_text())["weight_map"].items():
+                    if Path(file).name != file or not file.endswith(".safetensors"):
+                        raise ValueError(f"{index.name} names {file!a}, no *.safetensors here")
                     self._file[name] = folder / file
             else:
                 for path in sorted(folder.glob("*.safetensors")):
