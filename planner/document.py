@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from planner.errors import DocumentError
+from planner.shown import one_line
 
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 40
@@ -53,12 +54,15 @@ class Document(Part):
     """A part that is a whole file; `format` says which version of the types it follows."""
 
     kind_of_document: ClassVar[str]
+    not_digested: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the digest leaves out."""
     format: Literal[1] = 1
 
     @property
     def digest(self) -> str:
         """Short content hash, equal for equal documents: `sha256:` and 16 hex digits."""
-        text = json.dumps(self.model_dump(mode="json", exclude_none=True), sort_keys=True)
+        data = self.model_dump(mode="json", exclude_none=True, exclude=set(self.not_digested))
+        text = json.dumps(data, sort_keys=True)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod
@@ -94,6 +98,14 @@ def read(cls: type[D], path: str | os.PathLike[str]) -> D:
     return cls.parse(read_text(path), file=str(path))
 
 
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is such a file; a name that no file can have names none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # too long, or a null byte
+        return False
+
+
 def unreadable(error: Exception, path: str | os.PathLike[str]) -> DocumentError:
     """Return what to say of a file that cannot be read."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -120,8 +132,11 @@ def write(document: Document, path: str | os.PathLike[str]) -> None:
     write_text(document.dump(), path)
 
 
-def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write text to a file, whole or not at all; a device or pipe is written to as it is."""
+def write_text(text: str, path: str | os.PathLike[str], *, private: bool = False) -> None:
+    """Write text to a file, whole or not at all; a device or pipe is written to as it is.
+
+    Only its owner reads a file that is `private`.
+    """
     file = Path(path)
     temporary = ""
     try:
@@ -132,9 +147,10 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
+        if not private:
+            umask = os.umask(0)
+            os.umask(umask)
+            Path(temporary).chmod(0o666 & ~umask)
         Path(temporary).replace(file)
         temporary = ""
     except (OSError, ValueError) as error:
@@ -183,7 +199,7 @@ def path_text(location: tuple[int | str, ...]) -> str:
     text = ""
     for step in location:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
-    return _one_line(text)
+    return one_line(text)
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -314,12 +330,7 @@ def first_error(error: ValidationError) -> DocumentError:
         message = f"is {_shown(first['input'])}; {first['msg'][:1].lower()}{first['msg'][1:]}"
     if len(findings) > 1:
         message += f" (and {len(findings) - 1} more)"
-    return DocumentError(path_text(location), _one_line(message))
-
-
-def _one_line(text: str) -> str:
-    """Write out what would break a line or steer a terminal: names in documents may hold it."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return DocumentError(path_text(location), one_line(message))
 
 
 def _shown(value: object) -> str:

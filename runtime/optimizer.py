@@ -81,6 +81,7 @@ class Optimizer:
             [slot.local for slot in self.slots],
             [slot.parameter.ndim > 1 for slot in self.slots],
             training,
+            names=[slot.name for slot in self.slots],
             device=device,
             offload=offload,
         )
