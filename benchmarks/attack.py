@@ -327,7 +327,8 @@ class Attack:
             return judged
         outcome.fit += 1
         step_s = judged.prediction.step_time_s
-        outcome.least_simulated_s = min(outcome.least_simulated_s, step_s)
+        if step_s < outcome.least_simulated_s:
+            outcome.least_simulated_s, outcome.fastest = step_s, judged.text
         if judged.outside is None:
             outcome.inside += 1
             outcome.least_objective_s = min(outcome.least_objective_s, judged.objective_s)

@@ -27,6 +27,8 @@ class Outcome:
     layouts: int = 0
     least_objective_s: float = float("inf")
     least_simulated_s: float = float("inf")
+    fastest: str = ""
+    """The plan of the attack that takes the least simulated."""
     closed_form_hits: list[dict[str, object]] = field(default_factory=list)
     simulation_hits: list[dict[str, object]] = field(default_factory=list)
     seconds: float = 0.0
@@ -53,6 +55,8 @@ def lines(outcome: Outcome) -> list[str]:
         f"{outcome.least_objective_s:.6g} s, least simulated {outcome.least_simulated_s:.6g} s; "
         f"{outcome.seconds:.1f} s of CPU",
     ]
+    if outcome.least_simulated_s < outcome.simulated_s * (1 - EQUAL):
+        result.append(f"  faster simulated than the answer: {outcome.fastest}")
     if not outcome.agrees:
         result.append(f"  THE OBJECTIVE DIFFERS: {outcome.own_objective_s} s by the attack")
     for what, hits in (
