@@ -99,12 +99,12 @@ ProfileOption = Annotated[
 Nodes = Annotated[int | None, typer.Option("--nodes", help="Run the same command on so many nodes")]
 Node = Annotated[int | None, typer.Option("--node", help="Which of them this is")]
 Rendezvous = Annotated[str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")]
-Explain = Annotated[
-    bool, typer.Option("--explain", help="Each stage, what was assumed, how the others fell")
-]
 TrustCode = Annotated[
     bool,
     typer.Option("--trust-code", help="Run a document's file.py as it is, whatever its digest"),
+]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Each stage, what was assumed, how the others fell")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
 
@@ -415,10 +415,10 @@ def export(
         else:
             out.print(f"written to {written.file}; {to} reads it")
         for said in written.in_the_script:
-            _say(f"in the training script: {said}")
+            _say(f"outside this file: {said}")
         return
     for warning in written.warnings:
-        print(f"meshwright: warning: {warning}", file=sys.stderr)
+        _say(f"warning: {warning}")
     if json:
         print(as_json(export_json(written)))
         return

@@ -227,15 +227,25 @@ def export(
 
 
 def _configured(source: str, to: str, output: str | None) -> Configured:
-    from planner.backends.export import configuration, in_the_script  # noqa: PLC0415 - one of many
+    from planner.backends.export import (  # noqa: PLC0415 - one of many
+        NEED_NODES,
+        configuration,
+        in_the_script,
+    )
 
     wanted = document.read(Plan, source)
     graph = plan_model(wanted, source)
-    text = configuration(wanted, graph, to)
+    machine = machine_of(wanted.cluster, None) if to in NEED_NODES else None
+    if machine is not None:
+        check_devices(wanted, machine)
+    text = configuration(wanted, graph, to, machine)
     if output is not None:
         document.write_text(text, output)
     return Configured(
-        framework=to, text=text, in_the_script=in_the_script(wanted, graph, to), file=output
+        framework=to,
+        text=text,
+        in_the_script=in_the_script(wanted, graph, to, machine),
+        file=output,
     )
 
 
@@ -272,13 +282,13 @@ def profile(
     need_torch("measuring a machine")
     from profiler.profile import BUDGET_S  # noqa: PLC0415 - starts ranks
     from profiler.profile import profile as measure  # noqa: PLC0415
-    from runtime.nodes import seat_of  # noqa: PLC0415 - starts ranks
+    from runtime.nodes import node_rank_of  # noqa: PLC0415 - starts ranks
 
     graph = model_of(model, seq_len=seq_len)
     if trust_code and is_factory(graph.source or "") and not is_factory(model):
         graph = own_code(graph, "", seq_len=seq_len or FACTORY_SEQ_LEN, trusted=True)
     check_code(graph, "")
-    seat = seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
+    node_rank = node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
 
     def job(machine: ClusterSpec) -> Job:
         return job_of(
@@ -291,11 +301,11 @@ def profile(
         job,
         budget_s=BUDGET_S if budget is None else duration_s(budget),
         fresh=fresh,
-        seat=seat,
+        node_rank=node_rank,
         quiet=quiet,
     )
     measured: Profile = found.profile
-    if seat.node == 0:
+    if node_rank.node == 0:
         if output is not None:
             document.write(measured, output)
         if cluster_output is not None:
@@ -317,7 +327,7 @@ def profile_agenda(
 ) -> Intended:
     """Return what `profile` would measure, in its order, and measure nothing."""
     from profiler.profile import BUDGET_S, intended  # noqa: PLC0415 - the profiler
-    from runtime.nodes import seat_of  # noqa: PLC0415
+    from runtime.nodes import node_rank_of  # noqa: PLC0415
 
     graph = model_of(model, seq_len=seq_len)
 
@@ -331,7 +341,7 @@ def profile_agenda(
         cluster,
         job,
         budget_s=BUDGET_S if budget is None else duration_s(budget),
-        seat=seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous),
+        node_rank=node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous),
     )
     return found
 

@@ -2,7 +2,8 @@
 
 Either starts the same `meshwright launch` once on every node, which finds the other nodes by the
 scheduler's variables (runtime.nodes).  A job with a checkpoint folder goes on from its newest
-checkpoint when the scheduler starts it again, after a node was lost.
+checkpoint when the scheduler starts it again, after a node was lost.  Each job has a secret of its
+own, by which its nodes know each other (runtime.channel).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from planner import document
 from planner.cluster import ClusterSpec, DeviceGroup
 from planner.errors import DocumentError, LaunchError
 from planner.plan import Plan
+from runtime.channel import SECRET, new_secret
 
 SCHEDULERS = ("slurm", "kubernetes")
 SUBMITTED_BY = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}
@@ -80,8 +82,10 @@ def submit(
             f"--dry-run and submit it yourself"
         )
     file = folder / ("job.sbatch" if scheduler == "slurm" else "job.yaml")
-    document.write_text(text, file)
-    done = subprocess.run([*command, str(file)], capture_output=True, text=True, check=False)
+    document.write_text(text, file, private=True)  # a manifest has the job's secret
+    # A folder's name may begin as an option does.
+    told_to = [*command, str(file.absolute())]
+    done = subprocess.run(told_to, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LaunchError(f"{command[0]} refused {file}: {done.stderr.strip() or done.stdout}")
     return Submission(text=text, file=file, said=done.stdout.strip())
@@ -133,8 +137,11 @@ def _slurm(
         [
             "#!/bin/bash",
             *lines,
-            "set -euo pipefail",
-            f"srun --kill-on-bad-exit=1 --wait=60 {shlex.join(command)}",
+            # No `set -x` of a site shows it, and no command has it as an argument.
+            "set +x -euo pipefail",
+            f"{SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+            f"export {SECRET} PYTHONSAFEPATH=1",
+            f"srun --export=ALL --kill-on-bad-exit=1 --wait=60 {shlex.join(command)}",
             "",
         ]
     )
@@ -158,7 +165,7 @@ def _kubernetes(
     options: Sequence[str],
     told: Mapping[str, str],
 ) -> str:
-    """Return an Indexed Job with its headless service, and the plan as a ConfigMap."""
+    """Return an Indexed Job with its headless service, its secret, and the plan as a ConfigMap."""
     unknown = [name for name in told if name not in POD_SETTINGS]
     if unknown or "image" not in told:
         what = f"'{unknown[0]}' is not known" if unknown else "image=NAME is missing"
@@ -187,7 +194,9 @@ def _kubernetes(
         },
     }
     files = _files(plan_path, plan)
+    secret = {"secret": new_secret()}
     parts = [
+        {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": secret},
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": files},
         {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": indexed},
@@ -222,6 +231,7 @@ def _pod(
         "command": ["meshwright", "launch", "plan.yaml", *options],
         "env": [
             {"name": "PYTHONSAFEPATH", "value": "1"},
+            {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}}},
             {"name": "NNODES", "value": str(group.nodes)},
             {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
         ],
@@ -258,7 +268,7 @@ def _files(plan_path: str, plan: Plan) -> dict[str, str]:
     known = (plan.model.graph.files if plan.model.graph else None) or {}
     code = [str(Path(main).parent / name) for name in known]
     for named in dict.fromkeys((plan.cluster, main, *code)):
-        if Path(named).is_absolute() or not Path(named).is_file():
+        if Path(named).is_absolute() or not document.is_file(named):
             continue  # a path of the image, or no file at all
         if Path(named).name != named:
             raise LaunchError(

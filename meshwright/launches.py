@@ -25,7 +25,7 @@ from planner.units import file_name
 
 if TYPE_CHECKING:
     from meshwright.jobs import Submission
-    from runtime.nodes import Seat
+    from runtime.nodes import NodeRank
     from runtime.report import Comparison, RunReport
 
 
@@ -109,9 +109,9 @@ def launch(
         raise DocumentError("job", "settings go with --on slurm or kubernetes")
     need_torch("launching a plan")
     from runtime.launch import RankLost  # noqa: PLC0415 - the runtime
-    from runtime.nodes import seat_of  # noqa: PLC0415
+    from runtime.nodes import node_rank_of  # noqa: PLC0415
 
-    seat = seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
+    node_rank = node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
     settings: dict[str, Any] = {
         "data": data,
         "tokenizer": tokenizer,
@@ -135,15 +135,15 @@ def launch(
         fit = fit.with_code(trusted=trust_code)
     elif not trust_code:
         check_code(fit.graph, plan_path)
-    if replan and (left := fit.left(seat)) is not None:
+    if replan and (left := fit.left(node_rank)) is not None:
         fit = fit.again(left, Path(checkpoint or ""), quiet=quiet)
         resume = or_start = True
     while True:
         try:
-            return _launched(fit, seat, resume=resume, or_start=or_start, **settings)
+            return _launched(fit, node_rank, resume=resume, or_start=or_start, **settings)
         except RankLost as lost:
             devices = fit.plan.mesh.devices
-            if not replan or seat.nodes > 1 or devices == 1:
+            if not replan or node_rank.nodes > 1 or devices == 1:
                 raise
             print(f"meshwright: {lines(lost.lead)}", file=sys.stderr)
             if fit.machine.groups[0].accelerator.kind != "cpu":
@@ -182,13 +182,13 @@ class Fit:
             raise (error if error.file else error.in_file(self.path)) from error
         return replace(self, graph=graph)
 
-    def left(self, seat: Seat) -> int | None:
+    def left(self, node_rank: NodeRank) -> int | None:
         """Return how many nodes are there, or devices of one node; None if as many as planned."""
         from runtime.preflight import cuda_devices  # noqa: PLC0415 - the runtime
 
         planned = sum(group.nodes for group in self.machine.groups)
-        if seat.nodes != planned:
-            return seat.nodes if seat.nodes < planned else None
+        if node_rank.nodes != planned:
+            return node_rank.nodes if node_rank.nodes < planned else None
         on_cpu = self.machine.groups[0].accelerator.kind == "cpu"
         if planned > 1 or on_cpu:
             return None
@@ -212,7 +212,9 @@ class Fit:
         return fit
 
 
-def _launched(fit: Fit, seat: Seat, *, dry_run: bool, quiet: bool, **settings: Any) -> Run | None:
+def _launched(
+    fit: Fit, node_rank: NodeRank, *, dry_run: bool, quiet: bool, **settings: Any
+) -> Run | None:
     """Launch a plan on the devices that are here."""
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
     from runtime.preflight import cuda_devices  # noqa: PLC0415
@@ -220,10 +222,10 @@ def _launched(fit: Fit, seat: Seat, *, dry_run: bool, quiet: bool, **settings: A
 
     wanted, graph, machine = fit.plan, fit.graph, fit.machine
     devices = [group.devices_per_node for group in machine.groups for _ in range(group.nodes)]
-    if seat.nodes > 1 and seat.nodes != len(devices):
+    if node_rank.nodes > 1 and node_rank.nodes != len(devices):
         raise LaunchError(
-            f"the plan is for {len(devices)} nodes ({wanted.cluster}), and {seat.source} says that "
-            f"there are {seat.nodes}; plan again for what is there, or add --replan"
+            f"the plan is for {len(devices)} nodes ({wanted.cluster}), and {node_rank.source} says "
+            f"that there are {node_rank.nodes}; plan again for what is there, or add --replan"
         )
     warning = caveat(graph, machine)
     if warning is not None:
@@ -240,8 +242,8 @@ def _launched(fit: Fit, seat: Seat, *, dry_run: bool, quiet: bool, **settings: A
         model=graph,
         dry_run=dry_run,
         peak_step_s=prediction.mfu * prediction.step_time_s or None,
-        seat=seat,
-        nodes=devices if seat.nodes > 1 else (),
+        node_rank=node_rank,
+        nodes=devices if node_rank.nodes > 1 else (),
         quiet=quiet,
         **settings,
     )

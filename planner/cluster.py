@@ -41,6 +41,29 @@ class DeviceCurve(Part):
     source: Text
 
 
+AttentionKernel = Literal["fa1", "fa2", "fa3"]
+
+
+class KernelRates(Part):
+    """What kernels of training steps reach on a device, beside the curve of single kernels."""
+
+    sustained: Annotated[float, Field(gt=0, le=1.2)] = 0.9
+    """Rate of matrix units through a step of modules as PyTorch runs them, over that of the short
+    kernels that the curve is fitted to: power limits lower the clock."""
+    sustained_tuned: Annotated[float, Field(gt=0, le=1.2)] = 0.95
+    """The same of frameworks with their own kernels.  Above 1 on cards whose sheets quote a lower
+    clock than they hold."""
+    attention: dict[AttentionKernel, Rate] = {"fa1": 0.65, "fa2": 1.0, "fa3": 1.0}  # noqa: RUF012 - frozen
+    """Rate of each generation of fused attention over that of the curve (Dao, 2023,
+    arXiv:2307.08691; Shah et al., 2024, arXiv:2407.08608)."""
+    attention_half_tokens: Positive = 800
+    """Tokens of a sequence at which attention has half of its rate on endless ones."""
+    eight_bit: Rate = 0.925
+    """Share of the curve's fraction that large products in 8 bits reach of their own peak."""
+    four_bit: Rate | None = None
+    """The same of products in 4 bits, of the peak in 8 bits; None: there are none."""
+
+
 class Accelerator(Part):
     """One device."""
 
@@ -52,6 +75,9 @@ class Accelerator(Part):
     """Dense, fp32 accumulation."""
     memory_bytes_per_s: Rate
     curve: DeviceCurve
+    kernels: KernelRates = KernelRates()
+    architecture: Name | None = None
+    """Generation, which figures of stacks may depend on: ampere, hopper."""
     tdp_w: Amount | None = None
     sources: dict[str, Text] = Field(default_factory=dict)
 

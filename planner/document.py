@@ -98,6 +98,14 @@ def read(cls: type[D], path: str | os.PathLike[str]) -> D:
     return cls.parse(read_text(path), file=str(path))
 
 
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is such a file; a name that no file can have names none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # too long, or a null byte
+        return False
+
+
 def unreadable(error: Exception, path: str | os.PathLike[str]) -> DocumentError:
     """Return what to say of a file that cannot be read."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -124,8 +132,11 @@ def write(document: Document, path: str | os.PathLike[str]) -> None:
     write_text(document.dump(), path)
 
 
-def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write text to a file, whole or not at all; a device or pipe is written to as it is."""
+def write_text(text: str, path: str | os.PathLike[str], *, private: bool = False) -> None:
+    """Write text to a file, whole or not at all; a device or pipe is written to as it is.
+
+    Only its owner reads a file that is `private`.
+    """
     file = Path(path)
     temporary = ""
     try:
@@ -136,9 +147,10 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
+        if not private:
+            umask = os.umask(0)
+            os.umask(umask)
+            Path(temporary).chmod(0o666 & ~umask)
         Path(temporary).replace(file)
         temporary = ""
     except (OSError, ValueError) as error:

@@ -50,13 +50,13 @@ def resolve_model(text: str) -> ModelGraph:
     >>> resolve_model("llama-3.1-8b").parameters
     8030261248
     """
+    if not text.isprintable():
+        raise DocumentError("", f"{text[:60]!a} is no model that a plan could name; rename it")
     if is_factory(text):
         raise DocumentError(
             "", f"'{text}' is a Python function; it needs torch, which plans are made without"
         )
     if _is_path(text):
-        if not text.isprintable():
-            raise DocumentError("", f"{text[:60]!a} is no path that a plan could name; rename it")
         return _model_at(_path(text), text)
     try:
         name = model_name(text)
@@ -75,7 +75,7 @@ def located(source: str, document: str | os.PathLike[str]) -> str:
     """
     file, colon, factory = source.partition(":")
     beside = Path(document).parent / file
-    if not Path(file).exists() and beside.exists():
+    if not _is_there(file) and _is_there(beside):
         return f"{beside}{colon}{factory}"
     return source
 
@@ -284,7 +284,8 @@ def _cluster(
     price: Price | None = None,
 ) -> ClusterSpec:
     devices = nodes * devices_per_node
-    tiers = _clipped(within, devices_per_node)
+    joined = entry.host_devices is not None and devices_per_node <= entry.host_devices
+    tiers = _clipped(within, devices if joined else devices_per_node)
     if devices_per_node > 1 and (not tiers or tiers[-1].devices < devices_per_node):
         reach = tiers[-1].devices if tiers else 1
         raise DocumentError(
@@ -292,7 +293,7 @@ def _cluster(
             f"links inside a node reach {reach} {accelerator}, and the node has "
             f"{devices_per_node}; describe it in a cluster.yaml",
         )
-    if nodes > 1:
+    if nodes > 1 and (not tiers or tiers[-1].devices < devices):
         tiers = (*tiers, network.model_copy(update={"devices": devices}))
     return ClusterSpec(
         name=name,
@@ -400,8 +401,12 @@ def _is_path(text: str) -> bool:
     """Tell a path from a name: by its look, or because it is there."""
     if text.endswith((".json", ".yaml", ".yml")) or text.startswith((".", "/", "~")):
         return True
+    return text.strip() != "" and _is_there(text)
+
+
+def _is_there(path: str | Path) -> bool:
     try:
-        return text.strip() != "" and Path(text).exists()
+        return Path(path).exists()
     except (OSError, ValueError):  # too long, or a null byte: no path
         return False
 

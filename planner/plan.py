@@ -220,8 +220,14 @@ class PlannedModel(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.graph is not None and self.graph.digest != self.digest:
+        if self.graph is None:
+            return self
+        if self.graph.digest != self.digest:
             raise ValueError(f"its graph has {self.graph.digest}, and digest is {self.digest}")
+        # The file may lie elsewhere than where it was planned.
+        names = [source.rpartition("/")[2] for source in (self.source, self.graph.source or "")]
+        if names[0] != names[1]:
+            raise ValueError(f"its graph is of '{names[1]}', and source is '{self.source}'")
         return self
 
 

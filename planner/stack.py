@@ -95,8 +95,8 @@ class Kernels(Part):
     """Which products of a frozen block have adapters, and so keep their inputs."""
     products: Rate = 1.0
     """Rate of matrix products over what well-tuned frameworks reach on the same device."""
-    hopper_products: Rate = 1.0
-    """The same on Hopper and later, where a framework's libraries are older."""
+    architecture_products: dict[Text, Rate] = Field(default_factory=dict)
+    """The same on architectures that a framework's libraries are older than, by their names."""
 
 
 class EightBit(Part):

@@ -32,8 +32,9 @@ from planner.errors import DocumentError, LaunchError
 from planner.report.terminal import Terminal
 from planner.units import Amount, Count, Positive, Text, seconds_text
 from runtime import run
-from runtime.nodes import ALONE, Meeting
+from runtime.nodes import ALONE
 from runtime.preflight import rank_environment
+from runtime.rendezvous import Rendezvous
 from runtime.run import Device
 from runtime.supervise import BadEnd, last_lines, supervised
 
@@ -68,27 +69,27 @@ def result_of(
     title: str,
     quiet: bool = False,
     timeout_s: float = 300.0,
-    meeting: Meeting | None = None,
+    rendezvous: Rendezvous | None = None,
 ) -> Any:
     """Return what rank 0 returned; plain data both ways.
 
-    `ranks` processes run here, and as many as the others say on the other nodes of a meeting; their
-    ranks follow the order of the nodes.  Every node gets the answer of its own first rank, so work
-    that several nodes do returns the same on all.  Progress goes to stderr unless `quiet`.
+    `ranks` processes run here, and as many as the others say on the other nodes; their ranks
+    follow the order of the nodes.  Every node gets the answer of its own first rank, so work that
+    several nodes do returns the same on all.  Progress goes to stderr unless `quiet`.
     """
-    meeting = meeting or Meeting(ALONE)
+    rendezvous = rendezvous or Rendezvous(ALONE)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
         folder = Path(name)
         for part in ("logs", "ranks"):
             (folder / part).mkdir()
-        counts = [int(count) for count in meeting.everyones(ranks)]
+        counts = [int(count) for count in rendezvous.all_gather(ranks)]
         orders = Orders(
             folder=str(folder),
             work=work,
             arguments=arguments,
             device=device,
             ranks=sum(counts),
-            first_rank=sum(counts[: meeting.seat.node]),
+            first_rank=sum(counts[: rendezvous.node_rank.node]),
             timeout_s=timeout_s,
         )
         write(orders, folder / "orders.yaml")
@@ -99,14 +100,14 @@ def result_of(
                 functools.partial(_environment, first_rank=orders.first_rank, ranks=ranks),
                 folder=folder,
                 world=orders.ranks,
-                meeting=meeting,
-                leads=meeting.seat.node == 0,
+                rendezvous=rendezvous,
+                leads=rendezvous.node_rank.node == 0,
                 refresh=refresh,
             )
             if bad is not None:
                 raise _error(bad, folder)
             # No node goes before all are done: what one rank lacks is told by another node.
-            meeting.everyones("done")
+            rendezvous.all_gather("done")
         return json.loads((folder / "result.json").read_text("utf-8"))
 
 

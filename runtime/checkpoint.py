@@ -20,6 +20,7 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -199,7 +200,7 @@ def verify(checkpoint: Path) -> str | None:
 def refusal(checkpoint: Path, wrong: str) -> LaunchError:
     """Return the error that a run cannot go on from a checkpoint, with the way out."""
     name, folder = checkpoint.name, checkpoint.parent
-    before = newest_before(checkpoint)
+    before = newest_beside(checkpoint)
     if before is not None:
         way = f"move {name} out of {folder} to resume {before}, which is complete"
     else:
@@ -207,7 +208,7 @@ def refusal(checkpoint: Path, wrong: str) -> LaunchError:
     return LaunchError(f"{wrong}; {way}")
 
 
-def newest_before(checkpoint: Path) -> Path | None:
+def newest_beside(checkpoint: Path) -> Path | None:
     """Return the newest complete checkpoint beside this one, of another step."""
     others = [path for path in complete(checkpoint.parent) if path.name != checkpoint.name]
     return others[-1] if others else None
@@ -331,8 +332,15 @@ def _to_disk(path: Path) -> None:
 
 
 def _prune(folder: Path, keep: int) -> None:
+    _sweep(folder)
     for old in complete(folder)[:-keep]:
         # Half deleted under its own name it would pass for damaged.
-        old.rename(old.with_name(f".{old.name}.old"))
+        with contextlib.suppress(OSError):
+            old.rename(old.with_name(f".{old.name}.old"))
+    _sweep(folder)
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what has no name of its own: what killed runs left, and what is old."""
     for left_behind in folder.glob(".step-*"):
         shutil.rmtree(left_behind, ignore_errors=True)

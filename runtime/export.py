@@ -158,7 +158,7 @@ def found(saved: Path) -> tuple[Path, Progress]:
     source = steps[-1] if steps else saved
     wrong = checkpoint.verify(source)
     if wrong is not None:
-        before = checkpoint.newest_before(source)
+        before = checkpoint.newest_beside(source)
         way = f"; {before} is complete: name that one" if before else ""
         raise LaunchError(f"{wrong}{way}")
     return source, checkpoint.progress(source)
@@ -215,6 +215,7 @@ def _configuration(source: Path, folder: Path, dtype: DType) -> Path:
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     config["dtype"] = names[dtype]
+    config.pop("auto_map", None)  # code of a folder that this one is not
     path = folder / CONFIG
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return path

@@ -19,7 +19,7 @@ from pathlib import Path
 from planner.document import read
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside
-from planner.model import ModelGraph
+from planner.model import ModelGraph, is_factory
 from planner.plan import Plan, PlannedModel
 from planner.units import file_name
 from runtime import checkpoint, data, run
@@ -104,8 +104,10 @@ def rank_environment(rank: int, *, ranks: int, port: int | str) -> dict[str, str
         "TOKENIZERS_PARALLELISM": "false",
     }
     if Path("/sys/class/net/lo").exists():
-        # Host names need not resolve to an address that this machine has.
-        result["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        # Host names need not resolve to an address that this machine has, and other machines need
+        # not reach these ranks.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            result[name] = os.environ.get(name, "lo")
     # An empty entry is the folder where the rank is started, which PYTHONSAFEPATH leaves in.
     known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     root = str(Path(__file__).resolve().parent.parent)
@@ -349,6 +351,8 @@ def _check_writable(folder: Path) -> None:
 
 
 def _own_tokenizer(plan: Plan) -> Path | None:
+    if is_factory(plan.model.source):
+        return None
     source = Path(plan.model.source)
     folder = source if source.is_dir() else source.parent
     named = source.is_dir() or source.name == "config.json"

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from planner.document import is_file
 from planner.errors import DocumentError
 
 OUR_PACKAGES = ("planner", "runtime", "profiler", "meshwright")
@@ -88,7 +89,7 @@ def check_files(source: str, known: Mapping[str, str] | None) -> None:
 
 def _file_of(source: str) -> Path:
     path = Path(source.rpartition(":")[0]).resolve()
-    if not path.is_file():
+    if not is_file(path):
         raise DocumentError("", f"there is no file {path}", file=source)
     return path
 

@@ -63,9 +63,17 @@ def layouts(
                 data = devices // ranks
                 if job.global_batch % data or pins.data not in (None, data):
                     continue
+                if not _computes_in(job, backend, shards=data * context, others=tensor * pipeline):
+                    continue
                 yield from _of_degrees(
                     space, a, cluster, job, pins, (tensor, pipeline, context, data), backend
                 )
+
+
+def _computes_in(job: Job, backend: str, *, shards: int, others: int) -> bool:
+    """Tell whether a framework computes in the job's precision with these degrees."""
+    # torchtitan leaves 16 bits to FSDP, and where nothing shards to autocast without other axes.
+    return backend != "torchtitan" or job.precision == "fp32" or shards > 1 or others == 1
 
 
 def _of_degrees(
@@ -181,6 +189,8 @@ def _megatron(run: Run) -> Iterator[str]:
         yield f"--context-parallel-size {run.context}"
     if run.expert > 1:
         yield f"--expert-model-parallel-size {run.expert}"
+        if run.tensor > 1:
+            yield f"--expert-tensor-parallel-size {run.expert_tensor}"
     if run.framework == "megatron":
         if run.tensor > 1:
             yield "--sequence-parallel"
@@ -207,11 +217,17 @@ def _megatron(run: Run) -> Iterator[str]:
 
 
 def _torchtitan(run: Run) -> Iterator[str]:
-    """Keys of torchtitan's job configuration (TOML)."""
+    """Keys of torchtitan 0.2's job configuration (TOML)."""
+    # What a data-parallel rank takes at once: one forward's samples, or a whole pipeline's.
+    at_once = run.global_batch // run.data if run.pipeline > 1 else run.micro_batch
+    if run.precision == "fp8":
+        yield "[model]"
+        yield 'converters = ["quantize.linear.float8"]'
     yield "[training]"
-    yield f"local_batch_size = {run.global_batch // run.data}"
+    yield f"local_batch_size = {at_once}"
     yield f"global_batch_size = {run.global_batch}"
     yield f"seq_len = {run.seq_len}"
+    yield f'mixed_precision_param = "{"float32" if run.precision == "fp32" else "bfloat16"}"'
     yield "[parallelism]"
     yield "data_parallel_replicate_degree = 1"
     yield f"data_parallel_shard_degree = {run.data}"
@@ -222,11 +238,16 @@ def _torchtitan(run: Run) -> Iterator[str]:
         schedule = "Interleaved1F1B" if run.virtual > 1 else "1F1B"
         yield f'pipeline_parallel_schedule = "{schedule}"'
         yield f"pipeline_parallel_microbatch_size = {run.micro_batch}"
+        # Stages of as many blocks: the ends do not count as one each, as they do by default.
+        yield "pipeline_parallel_first_stage_less_layers = 0"
+        yield "pipeline_parallel_last_stage_less_layers = 0"
         if run.virtual > 1:
             each = run.architecture.layers // (run.pipeline * run.virtual)
             yield f"pipeline_parallel_layers_per_stage = {each}"
     yield "[activation_checkpoint]"
     yield f'mode = "{run.recompute}"'
+    if run.recompute == "selective":
+        yield 'selective_ac_option = "op"'
 
 
 def _nanotron(run: Run) -> Iterator[str]:

@@ -20,32 +20,14 @@ from functools import cached_property
 
 from planner.backends.runs import EIGHT_BITS, Run
 from planner.cluster import Accelerator
-from planner.costs.compute import peak_flops, sustained_share
+from planner.costs.compute import peak_flops
 from planner.model import Architecture, Experts
 from planner.stack import Stack
 
-EIGHT_BIT_GAIN = {"hopper": 1.85, "blackwell": 2.15}
-"""Rate of large products in 8 bits over bf16's sustained one: best shapes reach 1,403 and 3,433
-TFLOP/s on H100 and B200, and products in 16 bits are held back more by the power limit."""
-FOUR_BIT_GAIN = 1.85
-"""Rate of products in 4 bits over 8 bits, of twice that peak."""
-
 LONG_SEQUENCE = 8192
 """Tokens at which the catalogue's attention fractions hold."""
-HALF_RATE_TOKENS: dict[str, float] = {"a100": 500.0, "h100": 1200.0, "b200": 2500.0}
-"""Tokens at which fused attention has half of its rate on endless sequences, by accelerator: from
-medians of measured forward kernels at 2,048 and 8,192 tokens (0.55 / 0.64, 0.35 / 0.49)."""
-USUAL_HALF_RATE_TOKENS = 800.0
 SMALL_HEAD = 0.85
 """Rate of attention with heads of 64 over that with 128 (Dao, 2023, figures 4-6)."""
-OLDER_ATTENTION: dict[str, dict[str, float]] = {
-    "fa1": {"ampere": 0.65, "hopper": 0.5},
-    "fa2": {"ampere": 1.0, "hopper": 0.75},
-    "fa3": {"ampere": 1.0, "hopper": 1.2},
-}
-"""Rate of each generation of fused attention over the catalogue's kernels.  FlashAttention-2 has
-no Hopper instructions and is 1.5-2 times slower there than -3; -1 is about 1.6 times slower than -2
-(Dao, 2023; Shah et al., 2024, arXiv:2407.08608)."""
 ATTENTION_BACKWARD = 2.5
 """Fused attention's backward: 5 products for 2 (Dao, 2022, appendix B)."""
 GROUPED = 0.8
@@ -74,16 +56,13 @@ class Rates:
 def rates(run: Run, stack: Stack) -> Rates:
     """Return what a run's accelerator reaches in its precision and with its attention kernels."""
     accelerator = run.cluster.groups[0].accelerator
-    precision, curve = run.precision, accelerator.curve
-    family = accelerator.name.split("-")[0]
+    precision, curve, kernels = run.precision, accelerator.curve, accelerator.kernels
     base = peak_flops(accelerator, "bf16" if precision in EIGHT_BITS else precision)  # type: ignore[arg-type]
-    sustained = sustained_share(accelerator).tuned
-    hopper = "fp8" in accelerator.peak_flops and base > 4e14
-    products = curve.matmul * base * sustained * stack.kernels.products
-    products *= stack.kernels.hopper_products if hopper else 1.0
-    half = HALF_RATE_TOKENS.get(family, USUAL_HALF_RATE_TOKENS)
+    products = curve.matmul * base * kernels.sustained_tuned * stack.kernels.products
+    products *= stack.kernels.architecture_products.get(accelerator.architecture or "", 1.0)
+    half = kernels.attention_half_tokens
     length = (1 + half / LONG_SEQUENCE) * run.seq_len / (run.seq_len + half)
-    older = OLDER_ATTENTION[stack.kernels.attention]["hopper" if hopper else "ampere"]
+    older = kernels.attention[stack.kernels.attention]
     attention = base * length * older * (SMALL_HEAD if run.architecture.head_dim < 96 else 1.0)
     return Rates(
         matmul_flops=products * _gain(precision, accelerator, base),
@@ -98,15 +77,14 @@ def rates(run: Run, stack: Stack) -> Rates:
 def _gain(precision: str, accelerator: Accelerator, base: float) -> float:
     """Return the rate of products in a precision over that in 16 bits.
 
-    Devices whose sheet has no rate in 8 bits multiply in 16, and those whose 8 bits are not twice
-    as fast gain accordingly.  Only Blackwell multiplies in 4 bits.
+    Devices whose sheet has no rate in 8 bits multiply in 16, and those without 4 bits in 8.
     """
-    narrow = accelerator.peak_flops.get("fp8")
+    narrow, kernels = accelerator.peak_flops.get("fp8"), accelerator.kernels
     if precision not in EIGHT_BITS or narrow is None:
         return 1.0
-    blackwell = base > 1.9e15
-    gain = EIGHT_BIT_GAIN["blackwell" if blackwell else "hopper"] * narrow / (2 * base)
-    return gain * (FOUR_BIT_GAIN if precision == "nvfp4" and blackwell else 1.0)
+    in_four = precision == "nvfp4" and kernels.four_bit is not None
+    share = kernels.four_bit if in_four and kernels.four_bit else kernels.eight_bit
+    return share * narrow / base
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,18 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from planner.cluster import Accelerator, AcceleratorKind, DeviceCurve, LinkTier, Precision
+from planner.cluster import (
+    Accelerator,
+    AcceleratorKind,
+    DeviceCurve,
+    KernelRates,
+    LinkTier,
+    Precision,
+)
 from planner.document import Document, Part, nearest, plain
 from planner.errors import DocumentError
 from planner.stack import Stack, stack_of
-from planner.units import Amount, Count, Flag, Positive, Rate, Text
+from planner.units import Amount, Count, Flag, Name, Positive, Rate, Text
 
 D = TypeVar("D", bound=Document)
 
@@ -36,7 +43,11 @@ class AcceleratorEntry(Part):
     memory_bytes_per_s: Rate
     tdp_w: Amount | None = None
     curve: DeviceCurve
+    kernels: KernelRates = KernelRates()
+    architecture: Name | None = None
     devices_per_node: Positive = 8
+    host_devices: Positive | None = None
+    """Devices of one host, where the links of a node join several hosts: 4 of the 72 of NVL72."""
     tiers: tuple[LinkTier, ...] = ()
     """Within a node."""
     bridge: LinkTier | None = None
@@ -56,6 +67,8 @@ class AcceleratorEntry(Part):
             peak_flops=self.peak_flops,
             memory_bytes_per_s=self.memory_bytes_per_s,
             curve=self.curve,
+            kernels=self.kernels,
+            architecture=self.architecture,
             tdp_w=self.tdp_w,
             sources=self.sources,
         )

@@ -29,49 +29,6 @@ BACKWARD_KERNELS = 2
 """A backward starts about two kernels for each one of its forward."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sustained:
-    """Rate of matrix units through a step over that of the short kernels that curves are fitted to.
-
-    Power limits lower the clock; what the host and small kernels leave idle is not in it.
-    """
-
-    eager: float = 0.9
-    """Of modules as PyTorch runs them, and of older libraries on Hopper and later."""
-    tuned: float = 0.95
-    """Of frameworks with their own kernels, 16 bits."""
-
-
-SUSTAINED: dict[str, Sustained] = {
-    "a100": Sustained(1.0, 1.0),
-    "a800": Sustained(1.0, 1.0),
-    "h100": Sustained(0.9, 1.0),
-    "h100-hbm2e-96gb": Sustained(0.9, 0.9),
-    "h200": Sustained(0.9, 1.0),
-    "h800": Sustained(0.9, 1.0),
-    "h20": Sustained(0.9, 1.0),
-    "gh200": Sustained(0.9, 1.0),
-    "b200": Sustained(0.8, 0.75),
-    "b300": Sustained(0.9, 0.8),
-    "gb200": Sustained(0.9, 0.85),
-    "gb300": Sustained(0.9, 0.85),
-    "rtx-3090": Sustained(0.9, 1.1),
-    "rtx-4090": Sustained(0.9, 1.05),
-    "rtx-5090": Sustained(0.9, 1.05),
-    "rtx-6000-ada": Sustained(0.9, 0.75),
-}
-"""By accelerator, or the first part of its name.  GeForce cards run above the clock that their
-sheets are for.  Fitted to residuals of whole steps, `tuned` over published runs of frameworks,
-`eager` over runs of modules; GB200 and GB300 may draw 1.2 times the power of B200, the H100 with
-96 GB 0.7 times that of others, the RTX 6000 Ada 0.67 times that of an RTX 4090 on the same chip."""
-
-
-def sustained_share(accelerator: Accelerator) -> Sustained:
-    """Return an accelerator's row of the table."""
-    family = accelerator.name.split("-")[0]
-    return SUSTAINED.get(accelerator.name, SUSTAINED.get(family, Sustained()))
-
-
 SAME_RATE: dict[Precision, tuple[Precision, ...]] = {
     "tf32": ("tf32", "fp32"),
     "bf16": ("bf16", "fp16"),
@@ -122,7 +79,7 @@ def sustained(accelerator: Accelerator) -> float:
     """
     if accelerator.curve.provenance == "measured" or accelerator.kind == "cpu":
         return 1.0
-    return sustained_share(accelerator).eager
+    return accelerator.kernels.sustained
 
 
 def peak_flops(accelerator: Accelerator, precision: Precision) -> float:

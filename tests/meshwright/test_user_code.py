@@ -16,7 +16,7 @@ import yaml
 from meshwright import cli, commands
 from planner import document
 from planner.errors import DocumentError
-from planner.plan import Plan
+from planner.plan import Plan, PlannedModel
 
 MODEL = """
 import torch
@@ -115,6 +115,42 @@ def test_figures_that_are_not_those_of_the_digest_are_refused(
     changed(lambda data: data["model"]["graph"]["layers"][0].update(parameters=1))
 
     assert "model: its graph has sha256:" in error(capfd, "show", "plan.yaml")
+
+
+@pytest.mark.parametrize("name", READ_ONLY)
+def test_a_file_of_a_name_that_none_can_have_is_not_there(
+    name: str, planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = document.read(Plan, "plan.yaml")
+    assert plan.model.graph is not None
+    long = plan.model.graph.model_copy(update={"source": f"{'x' * 300}.py:factory"})
+    document.write(plan.model_copy(update={"model": PlannedModel.of(long)}), "plan.yaml")
+    capfd.readouterr()
+
+    code = cli.main(READ_ONLY[name])
+
+    assert code == (name not in ("show", "predict", "export"))
+    assert code == 0 or "there is no file" in capfd.readouterr().err
+    if READ_ONLY[name][0] == "launch":
+        cli.main([*READ_ONLY[name], "--trust-code"])
+
+
+def test_figures_of_another_file_are_refused(
+    planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]
+) -> None:
+    changed(lambda data: data["model"].update(source="other.py:factory"))
+
+    assert "its graph is of 'mine.py:factory'" in error(capfd, "show", "plan.yaml")
+
+
+def test_nodes_with_other_files_have_other_plans(planned: Callable[[], bool]) -> None:
+    plan = document.read(Plan, "plan.yaml")
+    assert plan.model.graph is not None and plan.model.graph.files is not None
+    files = {**plan.model.graph.files, "mine.py": "sha256:" + 64 * "0"}
+    graph = plan.model.graph.model_copy(update={"files": files})
+    model = plan.model.model_copy(update={"graph": graph})
+
+    assert plan.model_copy(update={"model": model}).digest != plan.digest
 
 
 def test_a_plan_says_which_files_made_its_model(planned: Callable[[], bool]) -> None:
@@ -320,6 +356,19 @@ def test_a_configuration_of_a_known_family_runs_nothing_either(
     assert type(config).__module__.startswith("transformers.")
     assert config._attn_implementation == "sdpa"
     assert not ran()
+
+
+def test_an_exported_configuration_names_no_code(tmp_path: Path) -> None:
+    from runtime.export import _configuration  # torch
+
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "config.json").write_text(
+        json.dumps({"model_type": "llama", "auto_map": {"AutoModel": "evil.Evil"}})
+    )
+
+    file = _configuration(tmp_path / "saved", tmp_path, "bf16")
+
+    assert json.loads(file.read_text()) == {"model_type": "llama", "dtype": "bfloat16"}
 
 
 def test_weights_are_read_from_safetensors_alone(ran: Callable[[], bool], tmp_path: Path) -> None:

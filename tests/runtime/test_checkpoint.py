@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from planner.document import read  # noqa: E402
 from planner.errors import DocumentError, LaunchError  # noqa: E402
 from planner.model import Layer, ModelGraph  # noqa: E402
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
-from runtime.checkpoint import Progress, complete, load, newest, progress  # noqa: E402
+from runtime.checkpoint import Progress, complete, load, newest, problem, progress  # noqa: E402
 from runtime.data import Corpus  # noqa: E402
 from runtime.engine import Engine  # noqa: E402
 from runtime.saving import Saver  # noqa: E402
@@ -137,6 +138,20 @@ def test_the_last_two_stay_and_what_killed_runs_left_goes(tmp_path: Path) -> Non
         "step-000002",
         "step-000003",
     ]
+
+
+def test_a_crash_while_old_ones_are_deleted_leaves_none_that_seems_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, **options: object) -> None:
+        next(path.iterdir()).unlink()
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    for step in (1, 2, 3):
+        save(tmp_path, state(step), done(step), run="r")
+
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000002", "step-000003"]
+    assert all(problem(path) is None for path in tmp_path.glob("step-*"))
 
 
 def test_an_incomplete_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:

@@ -216,3 +216,32 @@ def test_a_run_does_not_start_anew_beside_a_damaged_checkpoint(saved: Path, tmp_
             _checkpoint_to_resume(folder, every=None, resume=resume, or_start=resume, steps=9)
     (folder / "step-000002").rename(tmp_path / "step-000002")
     assert _checkpoint_to_resume(folder, every=None, resume=True, or_start=True, steps=9) is None
+
+
+def what_a_rank_says(folder: str) -> str:
+    """Go on from a checkpoint on one of several ranks; return what is said against it."""
+    model = cases.transformer("llama", layers=1)
+    state = Engine(cases.plan(model, tensor=2), model, device=torch.device("cpu")).state()
+    weights = {name: tensor.clone() for name, tensor in state.items()}
+    with pytest.raises(MeshwrightError) as raised:
+        checkpoint.load(Path(folder), state)
+    # None takes a tensor before all have looked.
+    assert all(torch.equal(_local(state[name]), _local(weights[name])) for name in state)
+    return str(raised.value)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.ranks
+def test_ranks_share_the_files_and_all_refuse_what_one_finds(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    file = tmp_path / "run" / "step-000002" / "rank-00001.bin"
+    flipped(file, file, random.Random(1))
+
+    said = on_ranks(2, what_a_rank_says, str(file.parent))
+
+    for words in said:
+        assert words.startswith(f"{file}: is damaged: its checksum is sha256:")
+        assert words.endswith(f"to resume {tmp_path}/run/step-000001, which is complete")
