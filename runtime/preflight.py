@@ -309,6 +309,10 @@ def _checkpoint_to_resume(
             what = "resume" if resume else "checkpoint_every"
             raise LaunchError(f"{what}: name the folder of the checkpoints too (checkpoint)")
         return None
+    if (folder / checkpoint.META).exists():
+        raise LaunchError(
+            f"{folder}: is a checkpoint; name the folder that it is in, {folder.absolute().parent}"
+        )
     found = checkpoint.all_steps(folder)
     if not found:
         if resume and not or_start:
