@@ -15,7 +15,7 @@ demo: .venv/installed  ## profile this machine, plan, train a small model on rea
 test: .venv/installed  ## run the tests (no GPU needed)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-matrix: .venv/installed  ## train under every mesh of 2, 4 and 8 ranks, compared with one process; writes docs/equality.md; goes on where it stopped
+matrix: .venv/installed  ## train under every mesh of 2, 4 and 8 ranks, compared with one process and with transformers; writes docs/equality.md, and goes on where it stopped
 	$(BIN)/python -m pytest -q -m matrix
 
 check: .venv/installed  ## what CI asks for: format, lint, types, tests
