@@ -7,17 +7,22 @@ dark setting, and every figure of a picture stands in a table too.
 from __future__ import annotations
 
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-import plotly.graph_objects as go
 
+from planner.on_use import OnUse
 from planner.plan import Plan
 from planner.prediction import Certificate, Prediction
 from planner.report.text import layers_text, recompute_text
 from planner.shown import label
 from planner.simulate import Timeline
 from planner.units import GIB, bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+else:
+    go = OnUse("plotly.graph_objects", "an HTML report")
 
 FORWARD, BACKWARD, WEIGHTS = "#4c78a8", "#f58518", "#54a24b"
 MOST_SPANS = 4000

@@ -149,7 +149,7 @@ def test_megatron_trains_the_plans_batch_at_the_plans_rates() -> None:
             lambda step, a=args: frameworks.megatron_rate(a, step),
             plan,
             last=last_of(plan),
-            early=1 / warmup,
+            early=(1 - 1 / warmup) / warmup,
         )
         t = plan.training
         assert (args.adam_beta1, args.adam_beta2, args.adam_eps) == (t.beta1, t.beta2, t.epsilon)
