@@ -4,7 +4,7 @@ BIN := .venv/bin
 OLDEST := .venv-oldest
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test oldest matrix check format schemas clean
+.PHONY: help demo test oldest matrix check format schemas hashes clean
 .DEFAULT_GOAL := help
 
 help:  ## print these commands
@@ -37,6 +37,12 @@ format: .venv/installed  ## rewrite the sources in the project's format
 schemas: .venv/installed  ## regenerate docs/schemas from the document types
 	$(BIN)/python -m planner.schemas
 
+hashes: .venv/installed  ## write hashes.txt: every package of an installation, with the hash of its archive
+	$(BIN)/python -m pip install -q --dry-run --ignore-installed --report - -c constraints.txt \
+		--build-constraint constraints.txt '.[torch]' editables hatchling pip \
+		| $(BIN)/python .ci/hashes.py > hashes.part
+	mv hashes.part hashes.txt
+
 clean:  ## delete what these commands made
 	rm -rf .venv $(OLDEST) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -44,12 +50,13 @@ clean:  ## delete what these commands made
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt pip
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e '.[torch]' --group test --group tools
+		--build-constraint constraints.txt -e '.[torch]' --group test --group tools
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
 	grep -v '^torch==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt pip
 	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c $(OLDEST)/constraints.txt \
-		-e '.[torch]' --group test torch==2.11.0
+		--build-constraint constraints.txt -e '.[torch]' --group test torch==2.11.0
 	touch $@

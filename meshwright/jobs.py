@@ -228,7 +228,10 @@ def _pod(
         "name": "launch",
         "image": told["image"],
         "workingDir": MOUNTED,
-        "command": ["meshwright", "launch", "plan.yaml", *options],
+        # Kubernetes puts variables for $(NAME), and takes $$ for $.
+        "command": [
+            part.replace("$", "$$") for part in ("meshwright", "launch", "plan.yaml", *options)
+        ],
         "env": [
             {"name": "PYTHONSAFEPATH", "value": "1"},
             {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}}},

@@ -300,16 +300,16 @@ def load(checkpoint: Path, state: Mapping[str, Tensor], *, verified: bool = Fals
     except DocumentError as error:
         raise refusal(checkpoint, str(error)) from error
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-        damage = _cause(error, LaunchError)
+        damage = _damage(error)
         if damage is not None:
             raise refusal(checkpoint, str(damage)) from error
         raise LaunchError(f"{checkpoint}: cannot be loaded: {short(error)}") from error
 
 
-def _cause(error: BaseException, kind: type[BaseException]) -> BaseException | None:
-    """Return the failure of this kind that some rank had."""
-    failures = getattr(error, "failures", {})
-    return next((failed for failed, _ in failures.values() if isinstance(failed, kind)), None)
+def _damage(error: BaseException) -> LaunchError | None:
+    """Return what some rank found to be damaged, if that is why loading failed."""
+    failures = [failure for failure, _ in getattr(error, "failures", {}).values()]
+    return next((failure for failure in failures if isinstance(failure, LaunchError)), None)
 
 
 def short(error: BaseException) -> str:

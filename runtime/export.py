@@ -153,7 +153,8 @@ def to_peft(saved: Path, output: Path) -> Exported:
 def found(saved: Path) -> tuple[Path, Progress]:
     """Return the checkpoint that is meant, and how far it has come; refuse one that is damaged."""
     steps = checkpoint.all_steps(saved)
-    if not steps and not saved.is_dir():
+    named = (saved / checkpoint.META).exists() or saved in checkpoint.all_steps(saved.parent)
+    if not steps and not named:
         raise LaunchError(f"{saved}: is no complete checkpoint, and no folder that has one")
     source = steps[-1] if steps else saved
     wrong = checkpoint.verify(source)

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from planner.errors import LaunchError
+from planner.shown import lines
 from runtime.addresses import REACHABLE, interfaces, is_local, listening, place_text
 from runtime.channel import (
     CODE_BYTES,
@@ -56,7 +57,7 @@ KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 def to_stderr(text: str) -> None:
     """Tell the user."""
-    print(f"meshwright: warning: {text}", file=sys.stderr)
+    print(f"meshwright: warning: {lines(text)}", file=sys.stderr)
 
 
 class Rendezvous:
@@ -130,11 +131,13 @@ class Rendezvous:
 
     def check(self) -> None:
         """Raise the reason if another node has left."""
-        connections = [channel.connection for channel in self._others.values()]
-        waiting, _, _ = select.select(connections, [], [], 0)
-        for other, channel in self._others.items():
-            if channel.connection in waiting:
-                self._early.setdefault(other, []).append(self._read(other))
+        nodes = {channel.connection.fileno(): node for node, channel in self._others.items()}
+        polled = select.poll()
+        for descriptor in nodes:
+            polled.register(descriptor, select.POLLIN)
+        for descriptor, _ in polled.poll(0):
+            node = nodes[descriptor]
+            self._early.setdefault(node, []).append(self._read(node))
 
     def await_reason(self, seconds: float = OTHERS_S) -> None:
         """Raise the reason that another node gives within some seconds, if one does."""

@@ -226,13 +226,27 @@ class TensorReader(StorageReader):
     def _read(self, file: BufferedReader, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         file.seek(chunk.start)
         if self._index.encoding == "pickled":
-            return _unpickled(file, chunk)
+            return self._unpickled(file, chunk)
         if chunk.length == 0:
             return torch.empty(chunk.shape, dtype=dtype)
         data = bytearray(chunk.length)
         if file.readinto(data) != chunk.length:
             raise LaunchError(f"{self._folder / chunk.file}: is cut short")
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(chunk.shape)
+
+    def _unpickled(self, file: BufferedReader, chunk: Chunk) -> Tensor:
+        """Return a tensor that torch.save wrote, if it is as long as its file says."""
+        path = self._folder / chunk.file
+        data = io.BytesIO(file.read(chunk.length))
+        with zipfile.ZipFile(data) as archive:
+            # Packed, a short file could unfold without bound.
+            if sum(entry.file_size for entry in archive.infolist()) > chunk.length:
+                raise LaunchError(f"{path}: has a tensor that is longer than its bytes")
+        data.seek(0)
+        tensor = torch.load(data, map_location="cpu", weights_only=True)
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.shape:
+            raise LaunchError(f"{path}: has another tensor than its index says")
+        return tensor
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -257,17 +271,3 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the elements of a tensor, in their order."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy())
-
-
-def _unpickled(file: BufferedReader, chunk: Chunk) -> Tensor:
-    """Return a tensor that torch.save wrote, if it is as long as its file says."""
-    data = io.BytesIO(file.read(chunk.length))
-    with zipfile.ZipFile(data) as archive:
-        # Packed, a short file could unfold without bound.
-        if sum(entry.file_size for entry in archive.infolist()) > chunk.length:
-            raise LaunchError(f"{chunk.file}: has a tensor that is longer than its bytes")
-    data.seek(0)
-    tensor = torch.load(data, map_location="cpu", weights_only=True)
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.shape:
-        raise LaunchError(f"{chunk.file}: has another tensor than its index says")
-    return tensor

@@ -243,6 +243,7 @@ _NAMES = {
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # of Python 3.13
     *(("torch", name) for name in ITEM_BYTES),
 }
 

@@ -56,9 +56,12 @@ def stages_text(plan: Plan) -> str:
     """Return how many layers stages have, on what, and what is recomputed, in one line."""
     sizes = [len(stage.layers) for stage in plan.stages]
     if len(sizes) > MOST_SIZES:
-        layers = f"{len(sizes)} of {min(sizes)} to {max(sizes)} layers"
+        each = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]}"
+        layers = f"{len(sizes)} of {each} layers"
     else:
-        layers = f"{'/'.join(map(str, sizes))} layers" if len(sizes) > 1 else f"1 of {sizes[0]}"
+        layers = (
+            f"{'/'.join(map(str, sizes))} layers" if len(sizes) > 1 else f"1 of {sizes[0]} layers"
+        )
     every = [layer for stage in plan.stages for layer in stage.layers]
     parts = [layers, f"recompute {recompute_text(every)}"]
     moved = [layer.activations for layer in every if layer.activations != "keep"]

@@ -143,6 +143,17 @@ def test_a_plan_on_a_larger_cluster_says_which_devices_are_idle(
     assert "note:   4 of 8 devices are idle" in capfd.readouterr().out
 
 
+def test_a_plan_that_leaves_a_kind_of_device_out_says_so(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--seq-len", "1024", "--global-batch", "8", "--precision", "fp32")
+
+    result = answer(capfd, "plan", "gpt2", "--cluster", "2xh100-sxm-80gb+1xp100", *asked)
+
+    assert result["plan"]["mesh"]["data_replicate"] * result["plan"]["mesh"]["data_shard"] == 2
+    assert result["notes"] == ["1 of 3 devices is idle"]
+
+
 def test_a_pin_without_effect_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     asked = ("plan", "gpt2", "--cluster", "4xa100-sxm-80gb", "--fix", "schedule=1f1b,pp=1")
 

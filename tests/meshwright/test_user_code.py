@@ -16,6 +16,7 @@ import yaml
 from meshwright import cli, commands
 from planner import document
 from planner.errors import DocumentError
+from planner.model import ModelGraph
 from planner.plan import Plan, PlannedModel
 
 MODEL = """
@@ -272,6 +273,34 @@ def test_ranks_refuse_a_file_that_is_not_the_planned_one(planned: Callable[[], b
     with pytest.raises(DocumentError, match="is not the file that was planned"):
         build(graph)
     assert not planned()
+
+
+def test_a_model_document_is_profiled_if_its_files_match_or_are_trusted(
+    planned: Callable[[], bool],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Reached(Exception):  # noqa: N818 - reads as the sentence that it is
+        """Measuring would begin."""
+
+    def measure(graph: ModelGraph, *_: Any, **__: Any) -> None:
+        raise Reached(graph.files)
+
+    monkeypatch.setattr("profiler.profile.profile", measure)
+    graph = document.read(Plan, "plan.yaml").model.graph
+    assert graph is not None
+    document.write(graph, "model.yaml")
+
+    with pytest.raises(Reached):
+        commands.profile("model.yaml", "local:1", seq_len=16)
+    Path("mine.py").write_text("# another\n" + Path("mine.py").read_text())
+    assert "mine.py is not the file" in error(capfd, "profile", "model.yaml", *LOCAL)
+    assert not planned()
+
+    with pytest.raises(Reached) as reached:
+        commands.profile("model.yaml", "local:1", seq_len=16, trust_code=True)
+    assert reached.value.args[0] not in (None, graph.files)
+    assert planned()
 
 
 OTHERS: dict[str, tuple[dict[str, str], list[str]]] = {

@@ -144,6 +144,8 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         to_huggingface(tmp_path / "reference", tmp_path / "out")
     with pytest.raises(LaunchError, match="nowhere: is no complete checkpoint"):
         to_huggingface(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(LaunchError, match="full: is no complete checkpoint"):
+        to_huggingface(tmp_path / "full", tmp_path / "out")
     with pytest.raises(LaunchError, match="full: is there already"):
         to_huggingface(tmp_path / "llama", tmp_path / "full")
     (file,) = (tmp_path / "llama" / "step-000002").glob("*.bin")

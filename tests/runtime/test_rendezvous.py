@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 from planner.errors import LaunchError
-from runtime import addresses, channel, nodes, rendezvous, run, supervise
+from runtime import addresses, channel, nodes, preflight, rendezvous, run, supervise
 from runtime.channel import job_secret
 from runtime.nodes import ALONE, NodeRank, node_rank_of
 from runtime.rendezvous import Rendezvous
@@ -663,7 +663,13 @@ def test_a_secret_is_neither_told_to_ranks_nor_in_a_message(
         assert SECRET.decode() not in text
 
 
-def test_ranks_of_one_node_are_told_the_loopback_alone() -> None:
+def test_ranks_of_one_node_are_told_the_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    told = preflight.rank_environment(0, ranks=2, port=1)
+
+    assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
     with Rendezvous(ALONE) as met:
         listening, _ = supervise.free_socket(met.address)
         with socket.socket(fileno=listening) as store:

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from planner.expressions import resolve_cluster, resolve_model
-from planner.plan import Job, Layout
+from planner.plan import Job, Layout, Stage
 from planner.prediction import Certificate
-from planner.report.text import answer_text
+from planner.report.text import answer_text, stages_text
 from planner.search.best_first import Answer, search
 from planner.search.certificate import of_plan
 from planner.search.pins import Pins
@@ -119,3 +119,16 @@ def test_the_bound_of_a_simulated_step_is_below_it(pipeline: int) -> None:
     assert proof is not None and proof.simulated_bound_s is not None
     assert proof.simulated_bound_s <= proof.simulated_s * (1 + 1e-9)
     assert "no split of its layout takes less than" in proof.simulated
+
+
+def test_many_stages_are_told_in_one_line(answer: Answer) -> None:
+    stage = answer.plan.stages[1]
+    one, two = stage.layers[:1], stage.layers[:2]
+    deep = answer.plan.model_copy(
+        update={"stages": tuple(Stage(layers=layers) for layers in (one, two) * 20)}
+    )
+
+    assert stages_text(deep) == "40 of 1 to 2 layers, recompute none"
+    assert stages_text(answer.plan).startswith(
+        "/".join(str(len(s.layers)) for s in answer.plan.stages)
+    )
