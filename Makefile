@@ -56,6 +56,7 @@ clean:  ## delete what these commands made
 $(OLDEST)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
 	grep -v '^torch==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt pip
 	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c $(OLDEST)/constraints.txt \
-		-e '.[torch]' --group test torch==2.11.0
+		--build-constraint constraints.txt -e '.[torch]' --group test torch==2.11.0
 	touch $@

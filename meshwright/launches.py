@@ -197,9 +197,12 @@ class Fit:
 
     def again(self, left: int, folder: Path, *, quiet: bool) -> Fit:
         """Return the same training planned for what is left."""
-        path = for_fewer(
-            self.plan, self.graph, self.machine, self.measured, left=left, folder=folder
-        )
+        from runtime.preflight import found_here  # noqa: PLC0415 - the runtime
+
+        # The new plan lies elsewhere than the old one, and the model's file beside that.
+        model = found_here(self.plan.model, self.graph, self.path)
+        wanted = self.plan.model_copy(update={"model": model})
+        path = for_fewer(wanted, self.graph, self.machine, self.measured, left=left, folder=folder)
         plan = document.read(Plan, path)
         machine = machine_of(plan.cluster, self.measured)
         fit = replace(self, path=str(path), plan=plan, machine=machine)

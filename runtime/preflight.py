@@ -169,7 +169,7 @@ def preflight(
         plan.check_model(model)
     except DocumentError as error:
         raise error.in_file(str(plan_path)) from None
-    plan = plan.model_copy(update={"model": _found(plan.model, model, plan_path)})
+    plan = plan.model_copy(update={"model": found_here(plan.model, model, plan_path)})
     _check_trains_on_text(model)
     chosen = device or ("cuda" if cuda_devices() else "cpu")
     local_ranks = ranks_of_node(plan, node, nodes or [plan.mesh.devices])
@@ -251,7 +251,7 @@ def cuda_devices() -> int:
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 
-def _found(said: PlannedModel, model: ModelGraph, plan_path: Path | str) -> PlannedModel:
+def found_here(said: PlannedModel, model: ModelGraph, plan_path: Path | str) -> PlannedModel:
     """Return what a plan says of its model, with the files as they were found on this machine."""
     source = located(said.source, plan_path)
     here = source if source == said.source else str(Path(source).absolute())
