@@ -235,7 +235,7 @@ def _files(plan_path: str, plan: Plan) -> dict[str, str]:
     """Return the plan and the files beside it that it names, as a pod will find them."""
     found = {"plan.yaml": document.read_text(plan_path)}
     for named in (plan.cluster, plan.model.source.partition(":")[0]):
-        if Path(named).is_absolute() or not Path(named).is_file():
+        if Path(named).is_absolute() or not document.is_file(named):
             continue  # a path of the image, or no file at all
         if Path(named).name != named:
             raise LaunchError(

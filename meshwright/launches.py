@@ -20,6 +20,7 @@ from planner.plan import Plan
 from planner.predict import predict as predict_plan
 from planner.prediction import Prediction
 from planner.profile import Profiles
+from planner.training import check_lengths
 
 if TYPE_CHECKING:
     from meshwright.jobs import Submission
@@ -74,6 +75,14 @@ def launch(
     `on` slurm or kubernetes writes a job that does so there and submits it, told `job` settings;
     a dry run gives its text alone.
     """
+    check_lengths(
+        steps=steps,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        max_seconds=max_seconds,
+        evaluate_every=evaluate_every,
+        evaluate_batches=evaluate_batches,
+    )
     if replan and checkpoint is None:
         raise DocumentError("replan", "goes on from checkpoints: add --checkpoint FOLDER")
     if on != "local":
@@ -98,7 +107,9 @@ def launch(
             "profile": profile,
             "output": output,
         }
-        return _submitted(on, plan_path, options, job, output=output, dry_run=dry_run)
+        return _submitted(
+            on, plan_path, options, job, training=training, output=output, dry_run=dry_run
+        )
     if job:
         raise DocumentError("job", "settings go with --on slurm or kubernetes")
     need_torch("launching a plan")
@@ -237,6 +248,7 @@ def _submitted(
     options: Mapping[str, object],
     settings: Sequence[str],
     *,
+    training: Sequence[str],
     output: str | None,
     dry_run: bool,
 ) -> Submission:
@@ -244,6 +256,7 @@ def _submitted(
     from meshwright.jobs import submit  # noqa: PLC0415 - one way to launch needs it
 
     wanted = document.read(Plan, plan_path)
+    wanted.training.changed(training)
     machine = machine_of(wanted.cluster, None)
     warning = caveat(plan_model(wanted, plan_path), machine)
     if warning is not None:

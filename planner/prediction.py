@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import ClassVar
 
 from planner.document import Document, Part
-from planner.units import Amount, Count, Flag, Positive, Text
+from planner.units import Count, Finite, Flag, Positive, Text
 
 
 class StagePrediction(Part):
     """One pipeline stage, as each of its ranks sees it."""
 
-    forward_s: Amount
+    forward_s: Finite
     """Of one micro-batch."""
-    backward_s: Amount
-    peak_memory_bytes: Amount
-    memory_capacity_bytes: Amount
-    memory_parts: dict[Text, Amount]
+    backward_s: Finite
+    peak_memory_bytes: Finite
+    memory_capacity_bytes: Finite
+    memory_parts: dict[Text, Finite]
     """Bytes by cause; they add up to peak_memory_bytes."""
-    host_bytes: Amount = 0.0
+    host_bytes: Finite = 0.0
     """On the host, of one rank."""
 
 
@@ -37,13 +37,13 @@ class Prediction(Document):
 
     plan_digest: Text | None = None
     layout: Text
-    step_time_s: Amount
-    step_time_low_s: Amount
-    step_time_high_s: Amount
-    step_parts: dict[Text, Amount]
+    step_time_s: Finite
+    step_time_low_s: Finite
+    step_time_high_s: Finite
+    step_parts: dict[Text, Finite]
     """Seconds of the critical stage by cause; they add up to step_time_s."""
-    tokens_per_s: Amount
-    mfu: Amount
+    tokens_per_s: Finite
+    mfu: Finite
     fits: Flag
     stages: tuple[StagePrediction, ...]
     assumptions: tuple[Assumption, ...] = ()
@@ -53,9 +53,9 @@ class Loser(Part):
     """A configuration that was close, and the reason it lost."""
 
     layout: Text
-    objective_s: Amount | None = None
+    objective_s: Finite | None = None
     """Its optimum where it was solved."""
-    lower_bound_s: Amount | None = None
+    lower_bound_s: Finite | None = None
     reason: Text
 
 
@@ -63,9 +63,9 @@ class Finalist(Part):
     """A configuration close to the optimum of the closed form, and its simulated step."""
 
     layout: Text
-    objective_s: Amount
+    objective_s: Finite
     """Its optimum in the closed form."""
-    step_time_s: Amount
+    step_time_s: Finite
     """What the simulator says of that plan."""
 
 
@@ -75,11 +75,11 @@ class Simulated(Part):
     statement: Text
     layout: Text
     """The fastest simulated: the plan that was chosen."""
-    step_time_s: Amount
-    lower_bound_s: Amount | None = None
+    step_time_s: Finite
+    lower_bound_s: Finite | None = None
     bound: Text
     """Of what `lower_bound_s` is a bound, or that none is known."""
-    margin: Amount
+    margin: Finite
     """How far above the optimum of the closed form, relatively, a finalist's bound may be."""
     finalists: tuple[Finalist, ...]
     """The fastest simulated first."""
@@ -95,9 +95,9 @@ class Certificate(Document):
     """The closed-form step time in which the proof holds."""
     solver: Text
     optimal: Flag
-    objective_s: Amount
-    lower_bound_s: Amount
-    gap: Amount
+    objective_s: Finite
+    lower_bound_s: Finite
+    gap: Finite
     """(objective - lower bound) / objective."""
     configurations: Positive
     counts: dict[Text, Count]
