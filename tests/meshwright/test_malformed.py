@@ -117,6 +117,10 @@ def config_with(**values: object) -> tuple[dict[str, str], list[str]]:
     return {"config.json": text}, ["plan", "config.json", *H100]
 
 
+SKYPILOT = "InstanceType,AcceleratorName,AcceleratorCount,Price,SpotPrice,Region"
+IMPORT = ["catalog", "prices", "--import", "p.csv"]
+
+
 def study_with(**parts: object) -> tuple[dict[str, str], list[str]]:
     study = {"name": "s", "models": ["gpt2"], "offers": [{"cluster": "8xh100-sxm-80gb"}], **parts}
     return {"study.yaml": yaml.safe_dump(study)}, ["whatif", "study.yaml"]
@@ -127,9 +131,7 @@ def quantity(value: float) -> dict[str, object]:
 
 
 def prices(price: str, *arguments: str) -> tuple[dict[str, str], list[str]]:
-    header = "InstanceType,AcceleratorName,AcceleratorCount,Price,SpotPrice,Region"
-    files = {"p.csv": f"{header}\nx,H100,8,{price},,us\n"}
-    return files, ["catalog", "prices", "--import", "p.csv", *arguments]
+    return {"p.csv": f"{SKYPILOT}\nx,H100,8,{price},,us\n"}, [*IMPORT, *arguments]
 
 
 def test_the_documents_that_the_cases_break_are_right() -> None:
@@ -200,12 +202,7 @@ CASES = {
     "prices of nobody": (prices("1.0", "--date", "x", "--provider", " "), "provider: is empty"),
     "endless prices": (prices("inf", "--date", "2026-01"), "no row with a known accelerator"),
     "prices without cells": (
-        (
-            {
-                "p.csv": "AcceleratorName,AcceleratorCount,InstanceType,Price,SpotPrice,Region\nH100\n"
-            },
-            ["catalog", "prices", "--import", "p.csv", "--date", "2026-01"],
-        ),
+        ({"p.csv": f"{SKYPILOT}\nx,H100\n"}, [*IMPORT, "--date", "2026-01"]),
         "no row with a known accelerator",
     ),
     "a table without end": (call("validate", "/dev/zero"), "is no regular file"),
