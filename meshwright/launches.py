@@ -254,7 +254,11 @@ def _submitted(
 ) -> Submission:
     """Write the job that launches a plan with these options on all its nodes."""
     from meshwright.jobs import submit  # noqa: PLC0415 - one way to launch needs it
+    from runtime.data import refuse_structured  # noqa: PLC0415 - the runtime
 
+    for named in (options["data"], options["eval"]):
+        if isinstance(named, str):
+            refuse_structured(Path(named))
     wanted = document.read(Plan, plan_path)
     wanted.training.changed(training)
     machine = machine_of(wanted.cluster, None)

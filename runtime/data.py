@@ -185,9 +185,8 @@ def _refuse_disguised(path: Path, begin: bytes) -> None:
     for magic, what in FIRST_BYTES.items():
         if begin.startswith(magic):
             raise _structured(path, what)
-    if re.match(
-        rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*\"[^\"\n]*\"\s*:", begin
-    ):  # an object's first key
+    first_key = rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*\"[^\"\n]*\"\s*:"
+    if re.match(first_key, begin):
         raise _structured(path, "JSON")
 
 
