@@ -15,7 +15,7 @@ from planner.model import ModelGraph
 from planner.plan import Job, Plan, check_size
 from planner.profile import Profile, Profiles
 from planner.training import Training
-from planner.units import MOST_TOKENS
+from planner.units import MOST_SAMPLES, MOST_TOKENS
 
 TOKENS_PER_STEP = 2**20
 """Tokens of a default global batch on accelerators; on CPUs it is 8 samples a rank."""
@@ -48,6 +48,12 @@ def job_of(
     lora: Sequence[str] = (),
 ) -> Job:
     """Return the work of one step, with defaults that suit the model and the devices."""
+    for name, value, most in (
+        ("seq-len", seq_len, MOST_TOKENS),
+        ("global-batch", global_batch, MOST_SAMPLES),
+    ):
+        if value is not None:
+            check_size(name, value, most)
     on_cpu = cluster.groups[0].accelerator.kind == "cpu"
     limit = model.architecture.max_positions if model.architecture else FACTORY_SEQ_LEN
     if seq_len is None:

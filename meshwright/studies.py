@@ -67,6 +67,8 @@ def whatif(
     `said` is a study in few words instead of a document: see `study_of`.
     """
     given = {name: value for name, value in said.items() if value not in (None, [], ())}
+    if processes is not None and processes < 1:
+        raise DocumentError("processes", f"is {processes}; it is a whole number from 1")
     if study is not None and given:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise DocumentError("study", f"says everything itself; leave out {flags}")

@@ -199,6 +199,8 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
         if file.exists() and not file.is_file() and not file.is_dir():
             file.write_text(text, encoding="utf-8")
             return
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as out:

@@ -153,6 +153,15 @@ CASES = {
         call("plan", "gpt2", *H100, "--global-batch", "3", "--fix", "tp=1,pp=1,cp=1"),
         "global batch",
     ),
+    "no tokens in a sample": (
+        call("plan", "gpt2", "--cluster", "8xh100-sxm-80gb+8xa100-sxm-80gb", "--seq-len", "0"),
+        "seq-len: is 0",
+    ),
+    "a folder to write to": (call("plan", "gpt2", *H100, "-o", "."), "Is a directory"),
+    "no processes": (
+        call("whatif", "--model", "gpt2", "--clusters", "local", "--processes", "-1"),
+        "processes: is -1",
+    ),
     "more samples than a schedule lists": (
         call("plan", "gpt2", *H100, "--global-batch", "1000003"),
         "micro_batches: is 1000003",
