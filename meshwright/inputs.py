@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 
 from planner import document
 from planner.calibrate.constants import calibrated
 from planner.cluster import ClusterSpec, Precision
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import is_factory, resolve_cluster, resolve_model
-from planner.model import ModelGraph
+from planner.expressions import located, resolve_beside, resolve_cluster, resolve_model
+from planner.model import ModelGraph, is_factory
 from planner.plan import Job, Plan, check_size
 from planner.profile import Profile, Profiles
 from planner.training import Training
@@ -70,24 +69,53 @@ def job_of(
 
 
 def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
-    """Return the model of a plan, and refuse one that is not the model the plan was made for."""
+    """Return the model of a plan, and refuse one that is not the model the plan was made for.
+
+    No code is run: of a `file.py:factory` the plan carries the figures.
+    """
+    said = wanted.model
     try:
-        graph = model_of(_source_of(wanted, plan_path), seq_len=wanted.seq_len)
+        if not is_factory(said.source):
+            graph = resolve_beside(said.source, plan_path or "")
+        elif said.graph is not None:
+            graph = said.graph
+        else:
+            raise DocumentError(
+                "model.graph",
+                f"is missing, and '{said.source}' is code, which only launch and profile run; "
+                "plan again: a plan carries the model's figures",
+            )
         wanted.check_model(graph)
     except DocumentError as error:
         raise (error if error.file else error.in_file(plan_path or "plan")) from error
     return graph
 
 
-def _source_of(wanted: Plan, plan_path: str | None) -> str:
-    """A relative file in a plan is looked for where we stand, then beside the plan."""
-    source = wanted.model.source
-    file, colon, factory = source.partition(":")
-    if plan_path is not None and not document.is_there(file):
-        beside = Path(plan_path).parent / file
-        if document.is_there(beside):
-            return f"{beside}{colon}{factory}"
-    return source
+def check_code(graph: ModelGraph, document_path: str) -> None:
+    """Refuse a user's file that is not the one which a document names; nothing is run."""
+    from runtime.user_code import check_files  # noqa: PLC0415 - the runtime
+
+    if is_factory(graph.source or ""):
+        check_files(located(graph.source or "", document_path), graph.files)
+
+
+def own_code(
+    graph: ModelGraph, document_path: str, *, seq_len: int, trusted: bool = False
+) -> ModelGraph:
+    """Run the user's file that a document names, and return the model that it makes.
+
+    The files must be those whose digests the document has, unless they are `trusted` as they are.
+    """
+    source = located(graph.source or "", document_path)
+    if not trusted:
+        check_code(graph, document_path)
+    need_torch(f"{source}: running a Python factory")
+    from runtime.factory import graph_of_factory  # noqa: PLC0415 - needs torch
+
+    made: ModelGraph = graph_of_factory(
+        source, seq_len=seq_len, known=None if trusted else graph.files
+    )
+    return made.model_copy(update={"name": graph.name, "source": graph.source})
 
 
 def need_torch(what: str) -> None:

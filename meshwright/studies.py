@@ -11,6 +11,7 @@ from typing import Any
 from planner import document
 from planner.catalog.imports import Rents, imported
 from planner.errors import DocumentError
+from planner.shown import cell
 from planner.whatif.run import Progress, Result, run
 from planner.whatif.study import Order, Study, Tuning
 
@@ -130,9 +131,9 @@ def table_text(result: Result) -> str:
         step, usd = outcome.step_s, outcome.usd
         writer.writerow(
             {
-                "model": outcome.model,
-                "candidate": outcome.candidate,
-                "accelerator": outcome.accelerator,
+                "model": cell(outcome.model),
+                "candidate": cell(outcome.candidate),
+                "accelerator": cell(outcome.accelerator),
                 "devices": outcome.devices,
                 "fits": int(outcome.fits),
                 "layout": outcome.layout,
@@ -150,9 +151,9 @@ def table_text(result: Result) -> str:
                 "headroom_bytes": outcome.headroom_bytes if outcome.fits else "",
                 "host_bytes": outcome.host_bytes if outcome.fits else "",
                 "capital_usd": "" if outcome.capital_usd is None else outcome.capital_usd,
-                "misses": "; ".join(outcome.misses),
-                "binding": outcome.binding,
-                "price": outcome.price,
+                "misses": cell("; ".join(outcome.misses)),
+                "binding": cell(outcome.binding),
+                "price": cell(outcome.price),
             }
         )
     return out.getvalue()

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from planner.errors import DocumentError
+from planner.shown import one_line
 from planner.units import bytes_text
 
 MAX_BYTES = 64 * 2**20
@@ -60,12 +61,15 @@ class Document(Part):
     """A part that is a whole file; `format` says which version of the types it follows."""
 
     kind_of_document: ClassVar[str]
+    not_digested: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the digest leaves out."""
     format: Literal[1] = 1
 
     @property
     def digest(self) -> str:
         """Short content hash, equal for equal documents: `sha256:` and 16 hex digits."""
-        text = json.dumps(self.model_dump(mode="json", exclude_none=True), sort_keys=True)
+        data = self.model_dump(mode="json", exclude_none=True, exclude=set(self.not_digested))
+        text = json.dumps(data, sort_keys=True)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod
@@ -101,6 +105,30 @@ def read(cls: type[D], path: str | os.PathLike[str]) -> D:
     return cls.parse(read_text(path), file=str(path))
 
 
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is such a file; a name that no file can have names none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # too long, or a null byte
+        return False
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is such a folder."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path leads to anything."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
 def unreadable(error: Exception, path: str | os.PathLike[str]) -> DocumentError:
     """Return what to say of a file that cannot be read."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -123,7 +151,7 @@ def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-        with os.fdopen(handle, "rb") as file:
+        try:
             mode = os.fstat(handle).st_mode
             if stat.S_ISDIR(mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -131,7 +159,10 @@ def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
                 raise DocumentError(
                     "", "is no regular file; write what it gives to one first", file=str(path)
                 )
-            data = file.read(most + 1)
+            with os.fdopen(handle, "rb", closefd=False) as file:
+                data = file.read(most + 1)
+        finally:
+            os.close(handle)
     except (OSError, ValueError) as error:
         raise unreadable(error, path) from error
     if len(data) > most:
@@ -162,37 +193,16 @@ def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[dict[str, 
     return header, rows
 
 
-def is_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a regular file is there; a name that no file can have is none."""
-    try:
-        return Path(path).is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is there; a name that none can have is none."""
-    try:
-        return Path(path).is_dir()
-    except (OSError, ValueError):
-        return False
-
-
-def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether a path leads to anything; a name that no file can have does not."""
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):
-        return False
-
-
 def write(document: Document, path: str | os.PathLike[str]) -> None:
     """Write a document to a file, whole or not at all."""
     write_text(document.dump(), path)
 
 
-def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write text to a file, whole or not at all; a device or pipe is written to as it is."""
+def write_text(text: str, path: str | os.PathLike[str], *, private: bool = False) -> None:
+    """Write text to a file, whole or not at all; a device or pipe is written to as it is.
+
+    Only its owner reads a file that is `private`.
+    """
     file = Path(path)
     temporary = ""
     try:
@@ -205,9 +215,10 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
+        if not private:
+            umask = os.umask(0)
+            os.umask(umask)
+            Path(temporary).chmod(0o666 & ~umask)
         Path(temporary).replace(file)
         temporary = ""
     except (OSError, ValueError) as error:
@@ -256,7 +267,7 @@ def path_text(location: tuple[int | str, ...]) -> str:
     text = ""
     for step in location:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
-    return _one_line(text)
+    return one_line(text)
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -387,12 +398,7 @@ def first_error(error: ValidationError) -> DocumentError:
         message = f"is {_shown(first['input'])}; {first['msg'][:1].lower()}{first['msg'][1:]}"
     if len(findings) > 1:
         message += f" (and {len(findings) - 1} more)"
-    return DocumentError(path_text(location), _one_line(message))
-
-
-def _one_line(text: str) -> str:
-    """Write out what would break a line or steer a terminal: names in documents may hold it."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return DocumentError(path_text(location), one_line(message))
 
 
 def _shown(value: object) -> str:

@@ -14,7 +14,7 @@ from pydantic import SerializerFunctionWrapHandler, model_serializer, model_vali
 from planner.cluster import Precision
 from planner.document import Document, Part
 from planner.errors import DocumentError
-from planner.model import ModelGraph
+from planner.model import ModelGraph, is_factory
 from planner.profile import Recompute
 from planner.schedule import obstacle, rank_of_stage, too_long
 from planner.training import Lora, Training
@@ -23,10 +23,11 @@ from planner.units import (
     MOST_SAMPLES,
     MOST_TOKENS,
     Devices,
+    Line,
+    Name,
     Positive,
     Samples,
     SampleTokens,
-    Text,
     Timeout,
 )
 
@@ -188,7 +189,7 @@ class Mesh(Part):
 class PlacedLayer(Part):
     """One layer of a stage and how its activations are treated."""
 
-    layer: Text
+    layer: Name
     recompute: Recompute = "none"
     activations: Activations = "keep"
     """Of what recomputation leaves to store; written only where they are not kept."""
@@ -205,21 +206,21 @@ class Stage(Part):
     """Consecutive layers on one pipeline rank, in order."""
 
     layers: tuple[PlacedLayer, ...]
-    group: Text | None = None
+    group: Line | None = None
     """Whose devices run it, where devices differ: a name of `Plan.groups`."""
 
 
 class PlannedGroup(Part):
     """Devices of the cluster that are alike; devices are numbered group by group."""
 
-    name: Text
+    name: Line
     devices: Devices
 
 
 class Share(Part):
     """One data-parallel rank, where they differ: its devices, and how much of a step it takes."""
 
-    group: Text
+    group: Line
     """A name of `Plan.groups`."""
     micro_batches: Samples
 
@@ -227,10 +228,31 @@ class Share(Part):
 class PlannedModel(Part):
     """Which model the plan is for."""
 
-    name: Text
-    source: Text
+    name: Name
+    source: Line
     """A catalogue name, a Hugging Face folder or config.json, or `file.py:factory`."""
-    digest: Text
+    digest: Line
+    graph: ModelGraph | None = None
+    """Its figures, where they would take running a `file.py:factory`, and the file's digest."""
+
+    @classmethod
+    def of(cls, model: ModelGraph) -> Self:
+        """Return what a plan says of a model."""
+        source = model.source or model.name
+        graph = model if is_factory(source) else None
+        return cls(name=model.name, source=source, digest=model.digest, graph=graph)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.graph is None:
+            return self
+        if self.graph.digest != self.digest:
+            raise ValueError(f"its graph has {self.graph.digest}, and digest is {self.digest}")
+        # The file may lie elsewhere than where it was planned.
+        names = [source.rpartition("/")[2] for source in (self.source, self.graph.source or "")]
+        if names[0] != names[1]:
+            raise ValueError(f"its graph is of '{names[1]}', and source is '{self.source}'")
+        return self
 
 
 class Plan(Document):
@@ -239,7 +261,7 @@ class Plan(Document):
     kind_of_document: ClassVar[str] = "plan"
 
     model: PlannedModel
-    cluster: Text
+    cluster: Line
     backend: Backend = "native"
     seq_len: SampleTokens
     global_batch: Samples

@@ -9,7 +9,7 @@ and at most 20 % above or 3 % below otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
@@ -19,9 +19,9 @@ from planner.costs.compute import peak_flops
 from planner.costs.crossings import in_order
 from planner.costs.group_costs import GroupCosts, only_profile
 from planner.costs.hosts import overfull, unknown
-from planner.costs.layout_costs import CostTables, LayoutCosts
-from planner.costs.rank_memory import host_bytes, moving_beside, rank_memory_parts, streamed_bytes
-from planner.costs.seats import Passing, Seat, Seats, alike, branching
+from planner.costs.layout_costs import CostTables, LayoutCosts, counted_by_rank, has_room
+from planner.costs.rank_memory import host_bytes, rank_memory_parts
+from planner.costs.seats import Seat, Seats, alike, branching
 from planner.costs.strategy import StrategyParts
 from planner.costs.uncertainty import step_range
 from planner.errors import DocumentError
@@ -30,7 +30,7 @@ from planner.model import ModelGraph
 from planner.plan import Activations, Job, Layout, Plan
 from planner.prediction import Assumption, Prediction, StagePrediction
 from planner.profile import Profile, Profiles, Recompute
-from planner.schedule import Order, in_flight, orders, rank_of_stage, splits_backward
+from planner.schedule import orders, rank_of_stage, splits_backward
 from planner.simulate import Timeline, timeline
 
 Placement = tuple[tuple[str, Recompute, Activations], ...]
@@ -97,9 +97,10 @@ def predict(
     placements = placements_of(plan, model)
     if plan.shares is not None:
         prediction = _shared_prediction(plan, model, cluster, placements, profile)
-        return prediction.model_copy(update={"plan_digest": plan.digest})
-    tables, seats = seated(plan, model, cluster, profile)
-    prediction = placement_prediction(tables, plan.layout, placements, seats)
+    else:
+        tables, seats = seated(plan, model, cluster, profile)
+        prediction = placement_prediction(tables, plan.layout, placements, seats)
+    prediction = prediction.on(cluster.devices, used=plan.mesh.devices)
     return prediction.model_copy(update={"plan_digest": plan.digest})
 
 
@@ -248,7 +249,8 @@ def layout_prediction(
         names = [name for name, _ in model.chain]
         held = [names[cuts[s] : cuts[s + 1]] for s in range(layout.stages)]
         seats = branching(tables, layout, held)
-    return placement_prediction(tables, layout, placements, seats)
+    prediction = placement_prediction(tables, layout, placements, seats)
+    return prediction.on(cluster.devices, used=layout.devices)
 
 
 def placement_prediction(
@@ -268,8 +270,8 @@ def placement_prediction(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
     )
     memory_of_rank = [
-        _rank_memory(seats, layout, [s for s, r in enumerate(home) if r == rank], placements, order)
-        for rank, order in enumerate(run.orders)
+        _rank_memory(seats, layout, rank, [s for s, r in enumerate(home) if r == rank], placements)
+        for rank in range(layout.pipeline)
     ]
     memory = [memory_of_rank[rank] for rank in home]
     on_host = [
@@ -309,7 +311,9 @@ def placement_prediction(
         step_parts=parts,
         tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
-        fits=all(size <= capacity for size, capacity in zip(peaks, capacities, strict=True))
+        fits=all(
+            has_room(seat.accelerator, size) for size, seat in zip(peaks, seats.stages, strict=True)
+        )
         and _hosts_fit(tables, layout, seats, home, on_host),
         stages=tuple(
             StagePrediction(
@@ -358,27 +362,16 @@ def _seconds(seats: Seats, placements: Sequence[Placement]) -> list[StageSeconds
 
 
 def _rank_memory(
-    seats: Seats,
-    layout: Layout,
-    held: Sequence[int],
-    placements: Sequence[Placement],
-    order: Order,
+    seats: Seats, layout: Layout, rank: int, held: Sequence[int], placements: Sequence[Placement]
 ) -> dict[str, float]:
-    last = layout.stages - 1
-    if layout.virtual_stages == 1 and not _split(layout):
+    if not counted_by_rank(layout):
         (s,) = held
         seat = seats.stages[s]
-        return memory_parts(
-            seat.costs,
-            placements[s],
-            order,
-            first=s == 0,
-            last=s == last,
-            passing=seat.passing,
-        )
+        layers = {s: _layers(seat.costs, placements[s])}
+        return rank_memory_parts(seat.costs, layout, layers, rank=rank, passing=seat.passing)
     costs = _roomiest([seats.stages[s] for s in held])
     layers = {s: _layers(costs, placements[s]) for s in held}
-    return rank_memory_parts(costs, layers, order, last_stage=last)
+    return rank_memory_parts(costs, layout, layers, rank=rank)
 
 
 def stage_seconds(costs: LayoutCosts, placement: Placement) -> StageSeconds:
@@ -447,84 +440,6 @@ def _roomiest(seats: Sequence[Seat]) -> LayoutCosts:
     costs = seats[0].costs
     widest = [seat.passing.widest_bytes for seat in seats if seat.passing is not None]
     return replace(costs, boundary_bytes=max(widest)) if widest else costs
-
-
-def memory_parts(
-    costs: LayoutCosts,
-    placement: Placement,
-    order: Order,
-    *,
-    first: bool,
-    last: bool,
-    passing: Passing | None = None,
-) -> dict[str, float]:
-    """Return peak bytes of one rank of a stage by cause.
-
-    Every micro-batch in flight also keeps the tensors that the pipeline received and sent (one that
-    the first layer stores counts once); one more is received ahead, and a gradient is on its way.
-    `passing` says what crosses the stage's ends where that is not one activation of the stream.
-    """
-    layers = _layers(costs, placement)
-    alive = in_flight(order)
-    buffers = 0.0
-    if passing is not None:
-        buffers = passing.held_bytes * alive + passing.widest_bytes * 2
-    elif not (first and last):
-        received = 0 if first or layers[0].stores_input else 1
-        sent = 0 if last else 1
-        buffers = ((received + sent) * alive + 2) * costs.boundary_bytes
-    moments = list(_moments(layers, alive, replacing=_backwards_last(order)))
-    gathered, gradients, activations, transient = max(moments, key=sum)
-    dynamic = {
-        "parameters": sum(layer.states.parameters_bytes for layer in layers) + gathered,
-        "gradients": gradients,
-        "optimizer": sum(layer.states.optimizer_bytes for layer in layers),
-        "activations": activations,
-        "transient": transient,
-        "pipeline buffers": buffers,
-    }
-    return {
-        **dynamic,
-        "context": costs.context_bytes,
-        "slack": (costs.slack - 1.0) * sum(dynamic.values()),
-    }
-
-
-def _moments(
-    layers: Sequence[StrategyParts], alive: int, *, replacing: bool
-) -> Iterator[tuple[float, float, float, float]]:
-    """Yield bytes of (gathered copies, gradients, activations, working memory) where a peak may be.
-
-    These are each layer's forward and backward with the most micro-batches in flight.  Activations
-    of layers behind are not yet or no longer there; copies that a backward gathers are there only
-    behind.  So are gradients of a step's first backward if all forwards come first (`replacing`);
-    with more micro-batches than are in flight, gradients are whole from then on.
-    """
-    stored = sum(layer.stored_bytes for layer in layers)
-    copies = behind_copies = sum(layer.states.gathered_bytes for layer in layers)
-    gradients = behind = sum(layer.states.gradients_bytes for layer in layers)
-    before = (alive - 1) * stored
-    for layer, beside in zip(layers, moving_beside(layers), strict=True):
-        before += layer.stored_bytes
-        # Sums taken in two orders differ in the last bits.
-        behind = max(0.0, behind - layer.states.gradients_bytes)
-        behind_copies = max(0.0, behind_copies - layer.states.gathered_bytes)
-        forward = layer.forward_transient_bytes + beside
-        backward = layer.backward_transient_bytes + beside
-        if not replacing:
-            yield behind_copies, gradients, before, max(forward, backward)
-            continue
-        yield 0.0, 0.0, before, forward
-        yield behind_copies, behind, before, backward
-        if alive > 1:
-            yield copies, gradients, before - stored, backward
-    # The optimizer's moment.
-    yield 0.0, gradients, 0.0, streamed_bytes(layers)
-
-
-def _backwards_last(order: Order) -> bool:
-    kinds = [action.kind for action in order]
-    return "F" not in kinds[kinds.index("B") :]
 
 
 def balanced_cuts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:

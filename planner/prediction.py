@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from planner.document import Document, Part
 from planner.units import Count, Finite, Flag, Positive, Text
@@ -47,6 +47,24 @@ class Prediction(Document):
     fits: Flag
     stages: tuple[StagePrediction, ...]
     assumptions: tuple[Assumption, ...] = ()
+    idle_devices: Count = 0
+    """Devices of the cluster that no rank uses."""
+    notes: tuple[Text, ...] = ()
+    """What must be said beside the figures: idle devices, choices of the user without effect."""
+
+    def noted(self, *notes: str) -> Self:
+        """Return the prediction with more notes."""
+        return self.model_copy(update={"notes": (*self.notes, *notes)}) if notes else self
+
+    def on(self, devices: int, *, used: int) -> Self:
+        """Return the prediction for a cluster of so many devices, of which ranks use `used`."""
+        idle = devices - used
+        if idle <= 0:
+            return self
+        verb = "is" if idle == 1 else "are"
+        return self.model_copy(update={"idle_devices": idle}).noted(
+            f"{idle} of {devices} devices {verb} idle"
+        )
 
 
 class Loser(Part):
@@ -85,6 +103,29 @@ class Simulated(Part):
     """The fastest simulated first."""
 
 
+class PlanProof(Part):
+    """The plan that is the answer, by both measures of a step, and what is proven in each.
+
+    The closed form is what the search minimises; the simulation, which chooses among the finalists,
+    is what the prediction tells.
+    """
+
+    layout: Text
+    closed_form_s: Finite
+    closed_form_bound_s: Finite
+    """No configuration takes less in closed form."""
+    closed_form_gap: Finite
+    """(closed form - bound) / closed form, of this plan."""
+    simulated_s: Finite
+    simulated_bound_s: Finite | None = None
+    """No split of this layout takes less simulated; None: nothing is proven.  Of other layouts
+    nothing is proven in simulated time."""
+    closed_form: Text
+    """The first three figures in words."""
+    simulated: Text
+    """The last two in words."""
+
+
 class Certificate(Document):
     """Proof that no configuration of the space is faster, in the model that `model` names."""
 
@@ -95,8 +136,11 @@ class Certificate(Document):
     """The closed-form step time in which the proof holds."""
     solver: Text
     optimal: Flag
+    """Whether `layout` is proven to be the optimum of the closed form."""
     objective_s: Finite
+    """The least closed-form step found, that of `layout`; the plan's own is in `plan`."""
     lower_bound_s: Finite
+    """No configuration takes less in closed form."""
     gap: Finite
     """(objective - lower bound) / objective."""
     configurations: Positive
@@ -107,3 +151,5 @@ class Certificate(Document):
     """The configuration with the least objective."""
     simulated: Simulated | None = None
     """The closest configurations in the simulator, which chose the plan among them."""
+    plan: PlanProof | None = None
+    """The plan that is the answer; it may be another than the optimum of the closed form."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from planner.errors import DocumentError
 
@@ -59,8 +59,47 @@ Timeout = Annotated[float, Field(ge=1e-3, le=LONGEST_S, strict=True, allow_inf_n
 """Seconds of a wait."""
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, strict=True)]
+"""Prose, which may have several lines."""
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"is {text[:60]!a}; write one line of printable characters")
+    return text
+
+
+def _name(text: str) -> str:
+    if not text.isprintable() or "/" in text or "\\" in text or text in (".", ".."):
+        raise ValueError(f"is {text[:60]!a}; a name has printable characters, none of them / or \\")
+    return text
+
+
+Line = Annotated[Text, AfterValidator(_printable)]
+"""A path, or what the command line could take."""
+Name = Annotated[str, Field(min_length=1, max_length=200, strict=True), AfterValidator(_name)]
+"""What people call a thing.  It is shown, and becomes part of files' names."""
 
 GIB = 2**30
+
+
+def file_name(name: str) -> str:
+    """Return a name as part of a file's, whatever it holds.
+
+    >>> file_name("llama-3.1-8b"), file_name("../../x\\n#y"), file_name("..")
+    ('llama-3.1-8b', 'x-y', 'model')
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "model"
+
+
+def name_of(path: str) -> str:
+    """Return the last part of a path if that can be what a model is called, and it be printed."""
+    try:
+        if not path.isprintable():
+            raise ValueError(path)
+        return TypeAdapter(Name).validate_python(path.rpartition("/")[2])
+    except ValueError as error:
+        why = "names a model; a model's name has 1 to 200 printable characters"
+        raise DocumentError("", f"{path[-60:]!a} {why}") from error
 
 
 def seconds_text(seconds: float) -> str:

@@ -243,7 +243,7 @@ def plan_of(
     """Return a plan with these layers in each stage and micro-batches of one sample."""
     data = mesh.data_shard * mesh.data_replicate
     return Plan(
-        model=PlannedModel(name=model.name, source=model.source or model.name, digest=model.digest),
+        model=PlannedModel.of(model),
         cluster="local",
         seq_len=seq_len,
         global_batch=data * micro_batches,

@@ -26,12 +26,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from planner.plan import Activations
 from runtime import host
+from runtime.torch_internals import AsyncCollectiveTensor
 
 LEAST_ELEMENTS = 1024
 GROUP = 128

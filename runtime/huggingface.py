@@ -359,7 +359,8 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
             "head_dim": a.head_dim,
         }
     if folder is not None:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        # Without a word transformers asks on the terminal whether to run a folder's code.
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         for name, figure in figures.items():
             known = getattr(config, name, figure)
             if known is not None and known != figure:

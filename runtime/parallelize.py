@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -33,6 +32,7 @@ from runtime.gradient_wire import narrow
 from runtime.initialize import materialize
 from runtime.mesh import DataRanks, Place, wants_mesh
 from runtime.published import Region, Weights
+from runtime.torch_internals import replicate
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

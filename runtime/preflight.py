@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shlex
 import sys
 import sysconfig
@@ -19,10 +18,11 @@ from pathlib import Path
 
 from planner.document import read
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import resolve_model
-from planner.model import ModelGraph
-from planner.plan import Plan
+from planner.expressions import located, resolve_beside
+from planner.model import ModelGraph, is_factory
+from planner.plan import Plan, PlannedModel
 from planner.training import check_lengths
+from planner.units import file_name
 from runtime import checkpoint, data, run
 from runtime.data import Files
 from runtime.run import Device
@@ -105,12 +105,16 @@ def rank_environment(rank: int, *, ranks: int, port: int | str) -> dict[str, str
         "TOKENIZERS_PARALLELISM": "false",
     }
     if Path("/sys/class/net/lo").exists():
-        # Host names need not resolve to an address that this machine has.
-        result["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        # Host names need not resolve to an address that this machine has, and other machines need
+        # not reach these ranks.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            result[name] = os.environ.get(name, "lo")
+    # An empty entry is the folder where the rank is started, which PYTHONSAFEPATH leaves in.
+    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     root = str(Path(__file__).resolve().parent.parent)
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        known = os.environ.get("PYTHONPATH", "")
-        result["PYTHONPATH"] = f"{root}{os.pathsep}{known}" if known else root
+        known.insert(0, root)
+    result["PYTHONPATH"] = os.pathsep.join(known)
     return result
 
 
@@ -159,11 +163,12 @@ def preflight(
             "same figures in metrics.jsonl"
         )
     if model is None:
-        model = resolve_model(plan.model.source)
+        model = resolve_beside(plan.model.source, plan_path)
     try:
         plan.check_model(model)
     except DocumentError as error:
         raise error.in_file(str(plan_path)) from None
+    plan = plan.model_copy(update={"model": found_here(plan.model, model, plan_path)})
     _check_trains_on_text(model)
     chosen = device or ("cuda" if cuda_devices() else "cpu")
     local_ranks = ranks_of_node(plan, node, nodes or [plan.mesh.devices])
@@ -183,6 +188,8 @@ def preflight(
         or_start=or_start,
         steps=steps,
     )
+    if saved is not None and (unchecked := checkpoint.unchecked(saved)):
+        warnings.append(unchecked)
     folder = Path(output) if output is not None else _default_output(plan)
     _check_writable(folder)
     if checkpoint_folder is not None:
@@ -243,6 +250,13 @@ def cuda_devices() -> int:
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 
+def found_here(said: PlannedModel, model: ModelGraph, plan_path: Path | str) -> PlannedModel:
+    """Return what a plan says of its model, with the files as they were found on this machine."""
+    source = located(said.source, plan_path)
+    here = source if source == said.source else str(Path(source).absolute())
+    return said.model_copy(update={"source": here, "graph": said.graph and model})
+
+
 def _check_trains_on_text(model: ModelGraph) -> None:
     architecture = model.architecture
     if architecture and (architecture.patches or architecture.classes):
@@ -294,14 +308,23 @@ def _checkpoint_to_resume(
             what = "resume" if resume else "checkpoint_every"
             raise LaunchError(f"{what}: name the folder of the checkpoints too (checkpoint)")
         return None
-    saved = checkpoint.newest(folder)
-    if saved is None:
+    if (folder / checkpoint.META).exists():
+        raise LaunchError(
+            f"{folder}: is a checkpoint; name the folder that it is in, {folder.absolute().parent}"
+        )
+    found = checkpoint.all_steps(folder)
+    if not found:
         if resume and not or_start:
             raise LaunchError(
-                f"{folder}: there is no complete checkpoint to resume; leave out `resume` to "
-                "start anew, or add `or_start`"
+                f"{folder}: there is no checkpoint to resume; leave out `resume` to start anew, "
+                "or add `or_start`"
             )
         return None
+    saved = found[-1]
+    # Never passed over in silence: neither an older one nor a new start is what was asked for.
+    wrong = checkpoint.problem(saved)
+    if wrong is not None:
+        raise checkpoint.refusal(saved, wrong)
     done = checkpoint.progress(saved).step
     if not resume:
         raise LaunchError(
@@ -316,8 +339,7 @@ def _checkpoint_to_resume(
 
 
 def _default_output(plan: Plan) -> Path:
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.model.name).strip("-.") or "model"
-    return Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return Path("runs", f"{file_name(plan.model.name)}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def _check_writable(folder: Path) -> None:
@@ -332,6 +354,8 @@ def _check_writable(folder: Path) -> None:
 
 
 def _own_tokenizer(plan: Plan) -> Path | None:
+    if is_factory(plan.model.source):
+        return None
     source = Path(plan.model.source)
     folder = source if source.is_dir() else source.parent
     named = source.is_dir() or source.name == "config.json"

@@ -79,3 +79,65 @@ def test_planner_and_front_door_import_with_torch_unimportable() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+PRIVATE_AND_STABLE = {
+    "torch._guards",
+    "torch._subclasses",
+    "torch._subclasses.fake_tensor",
+    "torch.utils._python_dispatch",
+    "torch.utils._pytree",
+}
+"""Where torch's own documentation and other libraries import from, equal for years."""
+
+
+def private_names(file: Path) -> set[str]:
+    """Return what a file imports of torch that is not public."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module not in PRIVATE_AND_STABLE:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    found = {name for name in found if name.startswith("torch.")}
+    return {name for name in found if any(part.startswith("_") for part in name.split("."))}
+
+
+def test_one_file_imports_private_names_of_torch() -> None:
+    offenders = {
+        str(file.relative_to(ROOT)): sorted(found)
+        for package in ("runtime", "profiler", "meshwright", "benchmarks")
+        for file in (ROOT / package).rglob("*.py")
+        if file.name != "torch_internals.py" and (found := private_names(file))
+    }
+
+    assert offenders == {}
+
+
+def test_solvers_and_plots_are_loaded_where_they_are_used() -> None:
+    modules = [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for package in LINE
+        for file in sorted((ROOT / package).rglob("*.py"))
+        if file.name != "__main__.py"
+    ]
+    plan = ROOT / "plans" / "demo-4m-on-local" / "plan.yaml"
+    code = (
+        "import sys, importlib\n"
+        "from importlib.machinery import PathFinder\n"
+        "class Without:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('pulp', 'highspy', 'plotly'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name}', name=name)\n"
+        "sys.meta_path.insert(0, Without())\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "from meshwright.cli import main\n"
+        f"assert main(['launch', {str(plan)!r}, '--dry-run']) == 0\n"
+        f"assert main(['show', {str(plan)!r}, '--html', 'page.html']) == 1\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "needs plotly; install it with: pip install plotly" in done.stderr

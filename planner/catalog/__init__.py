@@ -1,4 +1,4 @@
-"""The catalogue: accelerators, node types, models and rents by name; figures of facilities.
+"""The catalogue: accelerators, node types, models, stacks and rents by name; facilities.
 
 The figures stand in the YAML files beside this one, each with its source; this module only reads
 them.  Every function returns the same values each time and reads its file once.
@@ -9,19 +9,29 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from planner.cluster import Accelerator, AcceleratorKind, DeviceCurve, LinkTier, Precision
+from planner.cluster import (
+    Accelerator,
+    AcceleratorKind,
+    DeviceCurve,
+    KernelRates,
+    LinkTier,
+    Precision,
+)
 from planner.document import Document, Part, nearest, plain
 from planner.errors import DocumentError
+from planner.stack import Stack, stack_of
 from planner.units import (
     Amount,
     Count,
     Devices,
     Flag,
     Fraction,
+    Name,
     Overhead,
     Positive,
     Proportion,
@@ -46,7 +56,11 @@ class AcceleratorEntry(Part):
     memory_bytes_per_s: Rate
     tdp_w: Amount | None = None
     curve: DeviceCurve
+    kernels: KernelRates = KernelRates()
+    architecture: Name | None = None
     devices_per_node: Devices = 8
+    host_devices: Devices | None = None
+    """Devices of one host, where the links of a node join several hosts: 4 of the 72 of NVL72."""
     tiers: tuple[LinkTier, ...] = ()
     """Within a node."""
     bridge: LinkTier | None = None
@@ -66,6 +80,8 @@ class AcceleratorEntry(Part):
             peak_flops=self.peak_flops,
             memory_bytes_per_s=self.memory_bytes_per_s,
             curve=self.curve,
+            kernels=self.kernels,
+            architecture=self.architecture,
             tdp_w=self.tdp_w,
             sources=self.sources,
         )
@@ -267,6 +283,33 @@ def models() -> dict[str, ModelEntry]:
 
 
 @cache
+def stacks() -> dict[str, Stack]:
+    """Return every stack by name: one file each in `stacks/`."""
+    return read_stacks(resources.files(__package__).joinpath("stacks"))
+
+
+def read_stacks(folder: Traversable) -> dict[str, Stack]:
+    """Return the stacks of a folder by name, each with what it extends filled in."""
+    data: dict[str, dict[str, Any]] = {}
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        found = plain(file.read_text(encoding="utf-8"))
+        assert isinstance(found, dict)
+        data[found["name"]] = found
+    result = {}
+    for name, found in data.items():
+        try:
+            result[name] = stack_of(found, data)
+        except DocumentError as error:
+            raise error.in_file(f"{name}.yaml") from error
+    return result
+
+
+def native() -> Stack:
+    """Return the stack of this project's own runtime."""
+    return stacks()["native"]
+
+
+@cache
 def rents() -> tuple[Rent, ...]:
     """Return all dated rents."""
     return _with_sources(_Rents, "prices.yaml").rents
@@ -338,6 +381,15 @@ def source_text(text: str) -> str:
     return re.sub(
         r"[A-Z][A-Z0-9_]+", lambda word: source_text(known.get(word[0], "")) or word[0], text
     )
+
+
+def stack_name(text: str) -> str:
+    """Return the name that a stack's name or alias stands for, written in any of the usual ways.
+
+    >>> stack_name("Megatron-LM"), stack_name("fsdp2"), stack_name("native")
+    ('megatron', 'fsdp', 'native')
+    """
+    return _found(re.sub(r"[\s_]+", "-", text.strip()), stacks(), what="stack")
 
 
 def _found(text: str, entries: dict[str, Any], *, what: str) -> str:

@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ class Level:
 
 
 Levels = tuple[Level, ...]
+Amount = TypeVar("Amount", float, NDArray[np.float64])
 Curves = Mapping[tuple[str, Collective], tuple[CollectiveCurve, ...]]
 
 
@@ -149,9 +150,9 @@ def ranks_of(group: Levels) -> int:
 
 
 def collective_s(
-    operation: Collective, size_bytes: float, group: Levels, curves: Curves | None = None
-) -> float:
-    """Seconds of a collective over all levels of a group.
+    operation: Collective, size_bytes: Amount, group: Levels, curves: Curves | None = None
+) -> Amount:
+    """Seconds of a collective over all levels of a group, for one size or an array of sizes.
 
     Between subgroups only one part in (ranks inside) of the buffer moves through each device, and
     chunks flow through all levels at once: every level's latency, and the slowest one's bandwidth.
@@ -161,52 +162,35 @@ def collective_s(
     >>> f"{1e3 * collective_s('all_reduce', 1e9, (Level(nvlink, 8),)):.2f} ms"
     '3.89 ms'
     """
-    if not group or size_bytes <= 0:
-        return 0.0
+    if not group:
+        return _where_sent(size_bytes, 0.0 * size_bytes)
     total = ranks_of(group)
     whole = _of_all_levels(operation, group, curves or {})
     if whole is not None:
-        return interpolated_s(whole, size_bytes)
-    seconds, latencies, inner = [], [], 1
+        return _where_sent(size_bytes, interpolated_s(whole, size_bytes))
+    moving, latencies, inner = [], 0.0, 1
     for level in group:
         latency_s, whole_s = _level_s(
             operation, size_bytes, level, inner=inner, total=total, curves=curves or {}
         )
-        latencies.append(latency_s)
-        seconds.append(whole_s)
+        moving.append(whole_s - latency_s)
+        latencies += latency_s
         inner *= level.members
-    moving_s = max(whole_s - waited_s for whole_s, waited_s in zip(seconds, latencies, strict=True))
-    return sum(latencies) + moving_s
+    return _where_sent(size_bytes, latencies + _largest(moving))
 
 
-def collectives_s(
-    operation: Collective,
-    sizes_bytes: NDArray[np.float64],
-    group: Levels,
-    curves: Curves | None = None,
-) -> NDArray[np.float64]:
-    """[size] Seconds of a collective of each size: `collective_s` of many at once."""
-    if not group:
-        return np.zeros(sizes_bytes.shape)
-    curves = curves or {}
-    if any((level.tier.name, operation) in curves for level in group):
-        sizes, place = np.unique(sizes_bytes, return_inverse=True)
-        each_s = [collective_s(operation, size, group, curves) for size in sizes.tolist()]
-        return np.array(each_s)[place]
-    total = ranks_of(group)
-    latencies, seconds, inner = [], [], 1
-    for level in group:
-        # Without a measured curve a level's seconds are arithmetic on the size, of arrays as well.
-        latency_s, whole_s = _level_s(
-            operation, cast(float, sizes_bytes), level, inner=inner, total=total, curves=curves
-        )
-        latencies.append(latency_s)
-        seconds.append(whole_s)
-        inner *= level.members
-    slowest = np.argmax(seconds, axis=0)
-    others_s = sum(latencies) - np.array(latencies)[slowest]
-    result: NDArray[np.float64] = np.max(seconds, axis=0) + others_s
-    return np.where(sizes_bytes > 0, result, 0.0)
+def _where_sent(size_bytes: Amount, seconds: Amount) -> Amount:
+    """Return the seconds, 0 where nothing is sent."""
+    if isinstance(size_bytes, np.ndarray):
+        return np.where(size_bytes > 0, seconds, 0.0)
+    return seconds if size_bytes > 0 else 0.0
+
+
+def _largest(values: Sequence[Amount]) -> Amount:
+    """Return the largest, element by element of arrays."""
+    if isinstance(values[0], np.ndarray):
+        return np.max(values, axis=0)  # type: ignore[no-any-return]
+    return max(values)
 
 
 def _of_all_levels(operation: Collective, group: Levels, curves: Curves) -> CollectiveCurve | None:
@@ -221,13 +205,13 @@ def _of_all_levels(operation: Collective, group: Levels, curves: Curves) -> Coll
 
 def _level_s(
     operation: Collective,
-    size_bytes: float,
+    size_bytes: Amount,
     level: Level,
     *,
     inner: int,
     total: int,
     curves: Curves,
-) -> tuple[float, float]:
+) -> tuple[float, Amount]:
     """Return latency alone and whole seconds of one level; `inner` ranks are joined already."""
     tier, n = level.tier, level.members
     share = size_bytes / inner
@@ -269,13 +253,13 @@ def _reached_bytes_per_s(operation: Collective, tier: LinkTier, members: int) ->
 
 def _model_s(
     operation: Collective,
-    size_bytes: float,
+    size_bytes: Amount,
     n: int,
     *,
     start_s: float,
     latency_s: float,
     rate: float,
-) -> tuple[float, float]:
+) -> tuple[float, Amount]:
     """Return latency alone and whole seconds by the alpha-beta model, the start before it.
 
         all_reduce        min(2 (n-1) α, 4 ⌈log2 n⌉ α) + 2 (n-1)/n S / W      ring, or two trees
@@ -314,12 +298,15 @@ def nearest_ranks(curves: Sequence[CollectiveCurve], ranks: int) -> CollectiveCu
     return min(curves, key=lambda c: (abs(math.log(c.ranks / max(ranks, 1))), c.ranks))
 
 
-def interpolated_s(curve: CollectiveCurve, size_bytes: float) -> float:
-    """Seconds at a size, by the lines fitted to a curve.
+def interpolated_s(curve: CollectiveCurve, size_bytes: Amount) -> Amount:
+    """Seconds at a size, or at each of an array of sizes, by the lines fitted to a curve.
 
     Without a fit they go straight between measured points in the logarithms of both; below the
     smallest size the smallest's seconds hold (latency), above the largest its bandwidth.
     """
+    if isinstance(size_bytes, np.ndarray):
+        sizes, place = np.unique(size_bytes, return_inverse=True)
+        return np.array([interpolated_s(curve, size) for size in sizes.tolist()])[place]
     if curve.fit is not None:
         return fitted_s(curve.fit, size_bytes)
     points = curve.points

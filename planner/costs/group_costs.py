@@ -16,8 +16,9 @@ from planner.costs.collectives import Level, group_levels
 from planner.costs.crossings import crossings
 from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import CostTables, LayoutCosts
+from planner.costs.rank_memory import Passing
 from planner.costs.rates import Rates, rates
-from planner.costs.seats import Passing, Seat, Seats, passed_on
+from planner.costs.seats import Seat, Seats, passed_on
 from planner.document import nearest
 from planner.errors import DocumentError
 from planner.model import ModelGraph

@@ -270,7 +270,7 @@ class LayerFigures:
             sizes = np.broadcast_to(np.asarray(size_bytes, dtype=float), (len(places),))
             result = np.empty(len(places))
             for group, indices in members[axis].values():
-                result[indices] = self._rates.links_s(operation, sizes[indices], group)
+                result[indices] = self._rates.link_s(operation, sizes[indices], group)
             return cast(float, result)
 
         return link_s
@@ -288,7 +288,7 @@ class LayerFigures:
     def _kernels(self, layer: Layer, operator: Operator) -> int:
         """How many kernels the host starts for an operator's forward."""
         eight = self._in_eight_bits(layer, operator)
-        return operator.kernels + (2 * compute.CAST_KERNELS if eight else 0)
+        return operator.kernels + (2 * self._rates.device.cast_kernels if eight else 0)
 
     def _in_eight_bits(self, layer: Layer, operator: Operator) -> bool:
         """Whether the runtime makes a product in 8 bits: those of the Linears between the ends."""

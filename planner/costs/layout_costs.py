@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import ClusterSpec
+from planner.cluster import Accelerator, ClusterSpec
 from planner.costs.boundaries import Boundaries
 from planner.costs.held import HeldStates
 from planner.costs.layer_figures import KindFigures, LayerFigures
@@ -47,6 +47,7 @@ from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Profile, Recompute
 from planner.schedule import splits_backward
+from planner.stack import Stack
 
 __all__ = [
     "CostTables",
@@ -57,14 +58,24 @@ __all__ = [
     "refusal",
 ]
 
-CONTEXT_BYTES = 0.5e9
-"""CUDA context, kernels and cuBLAS workspace of a process.  NVIDIA data-centre devices with torch 2
-hold 0.4-0.6 GB after the first matrix product."""
-COLLECTIVE_LIBRARY_BYTES = 0.4e9
-"""NCCL's own buffers, 0.35-0.4 GB with a few communicators (Megatron-LM on B200)."""
-ALLOCATOR_SLACK = 1.048
-"""Reserved over allocated bytes of torch's caching allocator: mean of 43 runs on B200
-(1.03-1.09)."""
+
+KEPT_FREE = 0.04
+"""Of an accelerator's memory: the difference between the mean of the runs that the stack's
+`memory.reserved` comes from (1.048) and their worst (1.09)."""
+
+
+def room_bytes(device: Accelerator, memory_bytes: float | None = None) -> float:
+    """Return how many bytes a plan may fill on a device: of all its memory, or of so much.
+
+    The search and `planner.predict` both ask this function what fits.
+    """
+    whole = float(device.memory_bytes) if memory_bytes is None else memory_bytes
+    return whole if device.kind == "cpu" else whole * (1 - KEPT_FREE)
+
+
+def has_room(device: Accelerator, peak_bytes: float) -> bool:
+    """Whether a device holds a rank's peak, up to the rounding of its sum."""
+    return peak_bytes <= room_bytes(device) * (1 + 1e-11)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +125,18 @@ class CostTables:
         job: Job,
         profile: Profile | None = None,
         activations: tuple[Activations, ...] = ("keep",),
+        stack: Stack | None = None,
     ) -> None:
-        """`activations` are the ways to treat them that layers may choose among."""
+        """`activations` are the ways to treat them that layers may choose among.
+
+        `stack` is how layers are trained, by default `native`.
+        """
         self.model = model
         self.cluster = cluster
         self.job = job
         self.profile = profile
         self.activations = activations
-        self._rates = rates(cluster, job, profile)
+        self._rates = rates(cluster, job, profile, stack)
         warning = caveat(model, cluster)
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
@@ -144,7 +159,9 @@ class CostTables:
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
         self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
-        self._slack = 1.0 if self._rates.on_cpu else self._rates.slack or ALLOCATOR_SLACK
+        self._slack = 1.0
+        if not self._rates.on_cpu:
+            self._slack = self._rates.slack or self._rates.stack.memory.reserved
         self._step_s = self._rates.step_s
 
     def of(self, layout: Layout) -> LayoutCosts:
@@ -326,7 +343,8 @@ class CostTables:
     def _context_bytes(self, layout: Layout) -> float:
         if self._rates.on_cpu:
             return 0.0
-        return CONTEXT_BYTES + (COLLECTIVE_LIBRARY_BYTES if layout.devices > 1 else 0.0)
+        memory = self._rates.stack.memory
+        return memory.context_bytes + (memory.communicator_bytes if layout.devices > 1 else 0.0)
 
 
 def fastest_s(figures: KindFigures, recompute: Recompute | None = None) -> NDArray[np.float64]:

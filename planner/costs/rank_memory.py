@@ -1,21 +1,155 @@
-"""Peak memory of a rank that holds several stages, or splits its backwards.
+"""Peak memory of a rank: the one function by which the search and `planner.predict` count bytes.
 
-The rank's order is walked action by action.  A micro-batch holds a stage's stored bytes from its
-forward to its B or I, and from I to W what `kept_bytes` of planner.costs.calibration says.  While
-an action runs, its stage holds what the layers so far have stored, what those behind have left for
-W, and the working memory of one of them.  Gradients and gathered parameters count whole at any
-time, since torch's pipelining keeps both from a stage's first backward to the end of the step.
+A rank of one stage with whole backwards peaks in a forward or a backward of one of its layers, with
+as many micro-batches in flight as its schedule ever has.  A rank of several stages, or of split
+backwards, peaks at one of the fullest moments of its order (planner.fullest): a micro-batch holds a
+stage's stored bytes from its forward to its B or I, and from I to W what `kept_bytes` of
+planner.costs.calibration says.  While an action runs, its stage holds what the layers so far have
+stored, what those behind have left for W, and the working memory of one of them.  There gradients
+and gathered parameters count whole at any time, since torch's pipelining keeps both from a stage's
+first backward to the end of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.costs.layout_costs import LayoutCosts
+from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.memory import BUCKETS
 from planner.costs.strategy import StrategyParts
-from planner.schedule import Order
+from planner.fullest import Moment, fullest
+from planner.plan import Layout
+from planner.schedule import Order, most_in_flight
+
+Layers = Sequence[StrategyParts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passing:
+    """Bytes of one micro-batch that cross the ends of a stage."""
+
+    received_bytes: float
+    made_bytes: float
+    """Of what is sent, what this stage made; the rest it received and passes on as it is."""
+    sent_bytes: float
+
+    @property
+    def held_bytes(self) -> float:
+        """What a micro-batch in flight holds; a tensor that is passed on counts once."""
+        return self.received_bytes + self.made_bytes
+
+    @property
+    def widest_bytes(self) -> float:
+        """What is under way at once at the end where more crosses."""
+        return max(self.received_bytes, self.sent_bytes)
+
+
+def rank_memory_parts(
+    costs: LayoutCosts,
+    layout: Layout,
+    stages: Mapping[int, Layers],
+    *,
+    rank: int,
+    passing: Passing | None = None,
+) -> dict[str, float]:
+    """Return peak bytes of a rank by cause; `stages` are its stages' layers in order.
+
+    `passing` says what crosses the ends of its one stage where that is not one activation of the
+    stream.
+    """
+    dynamic = dynamic_parts(costs, layout, stages, rank=rank, passing=passing)
+    return {
+        **dynamic,
+        "context": costs.context_bytes,
+        "slack": (costs.slack - 1.0) * sum(dynamic.values()),
+    }
+
+
+def dynamic_parts(
+    costs: LayoutCosts,
+    layout: Layout,
+    stages: Mapping[int, Layers],
+    *,
+    rank: int,
+    passing: Passing | None = None,
+) -> dict[str, float]:
+    """Return the same without what the process and its allocator take."""
+    if counted_by_rank(layout):
+        return _of_several(costs, layout, stages, rank)
+    ((stage, layers),) = stages.items()
+    return _of_one(costs, layout, layers, stage, passing)
+
+
+def _of_one(
+    costs: LayoutCosts, layout: Layout, layers: Layers, stage: int, passing: Passing | None
+) -> dict[str, float]:
+    """Return the peak of a rank of one stage with whole backwards.
+
+    Every micro-batch in flight also keeps the tensors that the pipeline received and sent (one that
+    the first layer stores counts once); one more is received ahead, and a gradient is on its way.
+    """
+    alive = in_flight_at_most(layout, stage)
+    first, last = stage == 0, stage == layout.stages - 1
+    buffers = 0.0
+    if passing is not None:
+        buffers = passing.held_bytes * alive + passing.widest_bytes * 2
+    elif not (first and last):
+        received = 0 if first or layers[0].stores_input else 1
+        sent = 0 if last else 1
+        buffers = ((received + sent) * alive + 2) * costs.boundary_bytes
+    replacing = alive == layout.micro_batches
+    moments = _moments(layers, alive, replacing=replacing)
+    gathered, gradients, activations, transient = max(moments, key=sum)
+    return {
+        "parameters": sum(layer.states.parameters_bytes for layer in layers) + gathered,
+        "gradients": gradients,
+        "optimizer": sum(layer.states.optimizer_bytes for layer in layers),
+        "activations": activations,
+        "transient": transient,
+        "pipeline buffers": buffers,
+    }
+
+
+def in_flight_at_most(layout: Layout, stage: int) -> int:
+    """Return how many micro-batches a rank of one stage has in flight at most.
+
+    Without a pipeline the runtime alternates forwards and backwards, whatever the schedule's name.
+    """
+    name = layout.schedule if layout.pipeline > 1 else "1f1b"
+    return most_in_flight(name, stage, stages=layout.pipeline, micro_batches=layout.micro_batches)
+
+
+def _moments(
+    layers: Sequence[StrategyParts], alive: int, *, replacing: bool
+) -> Iterator[tuple[float, float, float, float]]:
+    """Yield bytes of (gathered copies, gradients, activations, working memory) where a peak may be.
+
+    These are each layer's forward and backward with the most micro-batches in flight.  Activations
+    of layers behind are not yet or no longer there; copies that a backward gathers are there only
+    behind.  So are gradients of a step's first backward if all forwards come first (`replacing`);
+    with more micro-batches than are in flight, gradients are whole from then on.
+    """
+    stored = sum(layer.stored_bytes for layer in layers)
+    copies = behind_copies = sum(layer.states.gathered_bytes for layer in layers)
+    gradients = behind = sum(layer.states.gradients_bytes for layer in layers)
+    before = (alive - 1) * stored
+    for layer, beside in zip(layers, moving_beside(layers), strict=True):
+        before += layer.stored_bytes
+        # Sums taken in two orders differ in the last bits.
+        behind = max(0.0, behind - layer.states.gradients_bytes)
+        behind_copies = max(0.0, behind_copies - layer.states.gathered_bytes)
+        forward = layer.forward_transient_bytes + beside
+        backward = layer.backward_transient_bytes + beside
+        if not replacing:
+            yield behind_copies, gradients, before, max(forward, backward)
+            continue
+        yield 0.0, 0.0, before, forward
+        yield behind_copies, behind, before, backward
+        if alive > 1:
+            yield copies, gradients, before - stored, backward
+    # The optimizer's moment.
+    yield 0.0, gradients, 0.0, streamed_bytes(layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,22 +164,27 @@ class _Held:
     buffers: float
 
 
-def rank_memory_parts(
-    costs: LayoutCosts,
-    stages: Mapping[int, Sequence[StrategyParts]],
-    order: Order,
-    *,
-    last_stage: int,
+def _of_several(
+    costs: LayoutCosts, layout: Layout, stages: Mapping[int, Layers], rank: int
 ) -> dict[str, float]:
-    """Return peak bytes of a rank by cause; `stages` are its stages' layers in order."""
-    held = {
-        stage: _held(layers, costs.boundary_bytes, first=stage == 0, last=stage == last_stage)
-        for stage, layers in stages.items()
-    }
+    """Return the peak of a rank of several stages, or of split backwards."""
+    last_stage = layout.stages - 1
+    held = [
+        _held(layers, costs.boundary_bytes, first=stage == 0, last=stage == last_stage)
+        for stage, layers in sorted(stages.items())
+    ]
     every = [layer for layers in stages.values() for layer in layers]
+    moments = fullest(
+        layout.schedule,
+        ranks=layout.pipeline,
+        micro_batches=layout.micro_batches,
+        virtual_stages=layout.virtual_stages,
+    )[rank]
     streaming = (0.0, streamed_bytes(every), 0.0)
-    activations, transient, buffers = max(_fullest(order, held), streaming, key=sum)
-    dynamic = {
+    activations, transient, buffers = max(
+        (*(_at(moment, held) for moment in moments), streaming), key=sum
+    )
+    return {
         "parameters": sum(
             layer.states.parameters_bytes + layer.states.gathered_bytes for layer in every
         ),
@@ -55,11 +194,21 @@ def rank_memory_parts(
         "transient": transient,
         "pipeline buffers": buffers + 2 * len(stages) * costs.boundary_bytes,
     }
-    return {
-        **dynamic,
-        "context": costs.context_bytes,
-        "slack": (costs.slack - 1.0) * sum(dynamic.values()),
-    }
+
+
+def _at(moment: Moment, held: Sequence[_Held]) -> tuple[float, float, float]:
+    """Return (activations, working memory, buffers of micro-batches in flight) at a moment."""
+    own = held[moment.place]
+    alive = sum(count * stage.stored for count, stage in zip(moment.alive, held, strict=True))
+    alive += sum(count * stage.kept for count, stage in zip(moment.waiting, held, strict=True))
+    stored, working = {
+        "F": own.forward,
+        "B": own.backward,
+        "I": own.input_backward,
+        "W": (0.0, 0.0),
+    }[moment.kind]
+    buffers = sum(count * stage.buffers for count, stage in zip(moment.holding, held, strict=True))
+    return alive + stored, working, buffers
 
 
 def _held(
@@ -86,32 +235,6 @@ def _held(
         input_backward=max(input_backward, key=sum),
         buffers=(received + sent) * boundary_bytes,
     )
-
-
-def _fullest(order: Order, held: Mapping[int, _Held]) -> tuple[float, float, float]:
-    """Return (activations, working memory, buffers of micro-batches in flight) at the peak."""
-    alive = buffers = most_bytes = 0.0
-    most = (0.0, 0.0, 0.0)
-    for stage, kind, _ in order:
-        own = held[stage]
-        if kind == "F":
-            stored, working = own.forward
-            buffers += own.buffers
-            here = alive + stored, working, buffers
-            alive += own.stored
-        elif kind == "W":
-            here = alive, 0.0, buffers
-            alive -= own.kept
-        else:
-            alive -= own.stored
-            stored, working = own.backward if kind == "B" else own.input_backward
-            here = alive + stored, working, buffers
-            buffers -= own.buffers
-            alive += own.kept if kind == "I" else 0.0
-        here_bytes = here[0] + here[1] + here[2]
-        if here_bytes > most_bytes:
-            most, most_bytes = here, here_bytes
-    return most
 
 
 def moving_beside(layers: Sequence[StrategyParts]) -> list[float]:

@@ -13,29 +13,10 @@ from dataclasses import dataclass
 from planner.cluster import Accelerator
 from planner.costs.crossings import crossings
 from planner.costs.layout_costs import CostTables, LayoutCosts
+from planner.costs.rank_memory import Passing
 from planner.model import ModelGraph
 from planner.plan import Layout
 from planner.prediction import Assumption
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passing:
-    """Bytes of one micro-batch that cross the ends of a stage."""
-
-    received_bytes: float
-    made_bytes: float
-    """Of what is sent, what this stage made; the rest it received and passes on as it is."""
-    sent_bytes: float
-
-    @property
-    def held_bytes(self) -> float:
-        """What a micro-batch in flight holds; a tensor that is passed on counts once."""
-        return self.received_bytes + self.made_bytes
-
-    @property
-    def widest_bytes(self) -> float:
-        """What is under way at once at the end where more crosses."""
-        return max(self.received_bytes, self.sent_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

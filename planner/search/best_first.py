@@ -59,7 +59,7 @@ from planner.search.finalists import MARGIN, finalists, simulated
 from planner.search.layout_queue import TOLERANCE, Found, may_beat, ranking, wins
 from planner.search.misses import closest_miss, nothing_keeps, nothing_runs
 from planner.search.pins import Pins
-from planner.search.ranked import Ranked, ranked
+from planner.search.ranked import Ranked, proven, ranked
 from planner.search.ranks import run_of
 from planner.search.savings import activations
 from planner.search.space import Family, complexity, kind
@@ -204,7 +204,7 @@ def search(
     answer = Answer(
         plan=chosen.plan,
         prediction=chosen.prediction,
-        certificate=certificate,
+        certificate=proven(certificate, chosen),
         search_s=time.process_time() - started,
         top=top_plans,
         closed_form=closed_form,

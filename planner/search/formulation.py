@@ -24,9 +24,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from planner.cluster import Accelerator, ClusterSpec
+from planner.cluster import ClusterSpec
 from planner.costs.hosts import hosts
-from planner.costs.layout_costs import LayoutCosts, counted_by_rank
+from planner.costs.layout_costs import LayoutCosts, counted_by_rank, room_bytes
 from planner.model import ModelGraph
 from planner.pipeline_model import pace
 from planner.plan import Job, Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel
@@ -49,27 +49,16 @@ __all__ = [
     "layout_pace",
     "plan_of",
     "plan_with",
-    "planned_bytes",
     "unkept",
 ]
 
 SHORTEST_TIMEOUT_S = 120.0
-KEPT_FREE = 0.04
-
-
-def planned_bytes(device: Accelerator, memory_bytes: float) -> float:
-    """Return how much of so much memory a plan may fill on a device of this kind.
-
-    Costs count the mean of what an allocator reserves over what is allocated, 1.048; runs reached
-    1.09.  The share kept free is the difference.
-    """
-    return memory_bytes if device.kind == "cpu" else memory_bytes * (1 - KEPT_FREE)
 
 
 def capacity_bytes(cluster: ClusterSpec, costs: LayoutCosts, memory_bytes: float) -> float:
     """Return what a rank has for its stage, its layers' share of so much device memory."""
     device = cluster.groups[0].accelerator
-    return (planned_bytes(device, memory_bytes) - costs.fixed_bytes) / costs.slack
+    return (room_bytes(device, memory_bytes) - costs.fixed_bytes) / costs.slack
 
 
 def instance_of(
@@ -255,7 +244,7 @@ def plan_with(
 ) -> Plan:
     """Return the plan of a layout with these stages; ranks wait ten times `step_s` for others."""
     return Plan(
-        model=PlannedModel(name=model.name, source=model.source or model.name, digest=model.digest),
+        model=PlannedModel.of(model),
         cluster=cluster_name,
         seq_len=job.seq_len,
         global_batch=job.global_batch,

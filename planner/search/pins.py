@@ -55,6 +55,8 @@ SHORT_NAMES = {
     "gradients": "gradient_wire",
     "order": "order",
 }
+LONGEST_NUMBER = 12
+"""Digits of a number that counts devices."""
 WORDS: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "recompute": get_args(Recompute),
@@ -141,6 +143,47 @@ def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
     return pins
 
 
+def read_layout(text: str, allow: Sequence[str] = ()) -> tuple[Pins, int | None]:
+    """Read pins that describe one layout, and `idle=4`: how many devices it leaves idle.
+
+    >>> pins, idle = read_layout("tp=2,idle=4")
+    >>> pins.tensor, idle
+    (2, 4)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    idle = [part for part in parts if part.partition("=")[0] == "idle"]
+    others = [part for part in parts if part not in idle]
+    if len(idle) > 1:
+        raise DocumentError("layout", f"'{idle[1]}': idle is given twice")
+    pins = read_pins([",".join(others)] if any(others) else [], allow)
+    if not idle:
+        return pins, None
+    value = idle[0].partition("=")[2]
+    if not value.isdecimal() or len(value) > LONGEST_NUMBER:
+        raise DocumentError("layout", f"'{idle[0]:.40}': idle is a whole number from 0")
+    return pins, int(value)
+
+
+def without_effect(pins: Pins, layout: Layout) -> Iterator[str]:
+    """Yield the pins that a layout keeps and that change nothing in it, and why."""
+    if layout.pipeline == 1:
+        for name, value in (("schedule", pins.schedule), ("v", pins.virtual_stages)):
+            if value is not None:
+                yield f"{name}={value} has no effect: pp=1, there is no pipeline"
+    if pins.order is not None:
+        short = {axis: name for name in ("tp", "cp", "dp", "pp") for axis in AXES[name]}
+        degrees = {"tp": layout.tensor, "cp": layout.context, "dp": layout.data}
+        degrees["pp"] = layout.pipeline
+        divided = [name for name, degree in degrees.items() if degree > 1]
+        if len(divided) < 2:
+            order = "-".join(dict.fromkeys(short[axis] for axis in pins.order))
+            what = f"{divided[0]} alone is divided" if divided else "no axis is divided"
+            yield f"order={order} has no effect: {what}"
+    if pins.zero == 2 and (layout.pipeline > 1 or layout.micro_batches == 1):
+        why = "under a pipeline" if layout.pipeline > 1 else "with one micro-batch"
+        yield f"zero=2 has the effect of zero=1: {why} both reduce gradients once a step"
+
+
 def _needed(pins: Pins) -> Iterator[tuple[str, Allowance]]:
     """Yield pins that need an allowance, as they are written, and which."""
     if pins.schedule == "pipedream-2bw":
@@ -202,14 +245,18 @@ def _order(value: str, item: str) -> tuple[Axis, ...]:
     return (*axes, *(axis for axis in INSIDE_OUT if axis not in axes))
 
 
-def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins) -> Layout:
+def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins, *, idle: int | None = None) -> Layout:
     """Return the one layout that pins describe; what they leave open takes the plainest value.
 
     Data parallelism takes the devices that are left, sharded by ZeRO-1; a micro-batch is 1 sample.
+    Devices are left `idle` only if so many are named.
     """
     tensor, pipeline = pins.tensor or 1, pins.pipeline or 1
     context, expert = pins.context or 1, pins.expert or 1
-    data = pins.data or max(1, cluster.devices // (tensor * context * pipeline))
+    used = cluster.devices - (idle or 0)
+    if used < 1:
+        raise DocumentError("layout", f"idle={idle} leaves none of {cluster.devices} devices")
+    data = pins.data or max(1, used // (tensor * context * pipeline))
     micro_batch = pins.micro_batch or 1
     zero = (1 if data > 1 else 0) if pins.zero is None else pins.zero
     shard = (pins.data_shard or data) if zero else 1
@@ -228,6 +275,14 @@ def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins) -> Layout:
     if (shard * context * tensor) % expert:
         raise DocumentError(
             "layout", f"ep={expert} does not divide shard x cp x tp = {shard * context * tensor}"
+        )
+    left = cluster.devices - tensor * context * pipeline * data
+    if left > 0 and left != idle:
+        raise DocumentError(
+            "layout",
+            f"tp={tensor} x cp={context} x pp={pipeline} x dp={data} leaves {left} of "
+            f"{cluster.devices} devices idle; add idle={left}, or name degrees whose product is "
+            f"{cluster.devices}",
         )
     return Layout(
         tensor=tensor,

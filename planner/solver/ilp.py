@@ -35,12 +35,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from typing import Any, overload
-
-import highspy
-import pulp
+from typing import TYPE_CHECKING, Any, overload
 
 from planner.errors import MeshwrightError
+from planner.on_use import OnUse
 from planner.solver.instance import (
     Fathomed,
     Infeasible,
@@ -54,6 +52,13 @@ from planner.solver.instance import (
 )
 from planner.solver.memory_reach import why_infeasible
 from planner.solver.sides import AtMost, Chosen, Placed, Together
+
+if TYPE_CHECKING:
+    import highspy
+    import pulp
+else:
+    highspy = OnUse("highspy", "solving an integer program")
+    pulp = OnUse("pulp", "solving an integer program")
 
 # HiGHS accepts solutions this far outside of a limit, in scaled units; in gigabytes it is a byte.
 _TOLERANCE = 1e-9
@@ -364,6 +369,7 @@ def _cut_terms(stated: Formulation, done: list[list[Any]], stage: int) -> list[A
 
 def _run(stated: Formulation, time_limit_s: float | None, gap: float) -> Outcome:
     """Run HiGHS and see how it ended."""
+    feasible = highspy.SolutionStatus.kSolutionStatusFeasible
     solver = pulp.HiGHS(
         msg=False,
         threads=1,
@@ -380,7 +386,6 @@ def _run(stated: Formulation, time_limit_s: float | None, gap: float) -> Outcome
     except IndexError:  # pulp reads the values of a run that ended without any
         status = pulp.LpSolutionNoSolutionFound
     info = program.solverModel.getInfo()
-    feasible = highspy.SolutionStatus.kSolutionStatusFeasible
     found = status > 0 and info.primal_solution_status == feasible
     proven = found and status == pulp.LpSolutionOptimal
     bound = float(info.mip_dual_bound)

@@ -39,7 +39,7 @@ from planner.solver import instance as solver_side
 from planner.solver.instance import Instance
 from planner.solver.requirements import Requirement
 from planner.solver.sides import Host
-from planner.units import Count, Text
+from planner.units import Count, Line
 
 MOST_LAYERS = 4096
 MOST_STAGES = 1024
@@ -60,7 +60,7 @@ class LayerOption(Part):
     `transient_bytes` only while the layer runs, and a stage pays the largest of its layers.
     """
 
-    name: Text
+    name: Line
     forward_s: Seconds
     backward_s: Seconds
     """With what is recomputed or waited for."""
@@ -99,7 +99,7 @@ class LayerKind(Part):
 class LayerRun(Part):
     """Layers, by kind, and how many times they follow each other; a name alone is one layer."""
 
-    layers: tuple[Text, ...]
+    layers: tuple[Line, ...]
     count: Repeats = 1
 
     @model_validator(mode="before")

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from planner.backends.prediction import run_prediction
 from planner.backends.runs import Recomputed, Run
 from planner.cluster import ClusterSpec
+from planner.costs.layout_costs import room_bytes
 from planner.errors import DocumentError, NoPlanFits
 from planner.model import ModelGraph
 from planner.plan import Job
 from planner.prediction import Prediction
-from planner.search.formulation import planned_bytes
 from planner.search.space import divisors
 from planner.units import bytes_text
 
@@ -61,8 +61,7 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
     best: Prediction | None = None
     leanest: Prediction | None = None
     lacks: list[tuple[float, str]] = []
-    device = cluster.groups[0].accelerator
-    room_bytes = planned_bytes(device, device.memory_bytes)
+    room = room_bytes(cluster.groups[0].accelerator)
     for run, text in _runs(model, cluster, job, quantised=quantised):
         found = run_prediction(run, model, text)
         if "params" in run.offload:
@@ -71,7 +70,7 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
                 lacks.append(short)
                 continue
             found = _with_host(found, _host_share_bytes(run, model, quantised=quantised))
-        fits = found.fits and _peak(found) <= room_bytes
+        fits = found.fits and _peak(found) <= room
         if fits and (best is None or found.step_time_s < best.step_time_s):
             best = found
         if leanest is None or _peak(found) < _peak(leanest):
@@ -84,7 +83,7 @@ def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool)
         )
     raise NoPlanFits(
         f"the leanest layout, {leanest.layout}, needs {bytes_text(_peak(leanest))} of "
-        f"{bytes_text(room_bytes)} to be filled on each device"
+        f"{bytes_text(room)} to be filled on each device"
         + (f"; with weights on the host, {min(lacks)[1]}" if lacks else "")
     )
 

@@ -22,6 +22,7 @@ from planner.units import (
     Devices,
     Factor,
     Fraction,
+    Line,
     Positive,
     Rate,
     Samples,
@@ -112,10 +113,10 @@ class Rental(Part):
     low: Rate | None = None
     high: Rate | None = None
     commitment: Literal["on_demand", "reserved", "spot"] = "on_demand"
-    provider: Text | None = None
+    provider: Line | None = None
     each_provider: bool = False
     """A candidate for each provider in the catalogue, at the median of its own offers."""
-    date: Text | None = None
+    date: Line | None = None
     source: Text | None = None
 
     @model_validator(mode="after")
@@ -142,7 +143,7 @@ class Buying(Part):
     usd_per_device: Rate | None = None
     low: Rate | None = None
     high: Rate | None = None
-    date: Text | None = None
+    date: Line | None = None
     source: Text | None = None
     network_usd_per_device: Amount | None = None
 
@@ -159,15 +160,15 @@ class Buying(Part):
 class Offer(Part):
     """Clusters to compare, and on which terms they can be had."""
 
-    name: Text | None = None
-    cluster: Text
+    name: Line | None = None
+    cluster: Line
     """As on the command line; `{n}` stands for each of `n`."""
     n: tuple[Devices, ...] = ()
     largest: bool = False
     """Of `n`, only the largest that keeps the goal's power cap."""
     rent: Rental | None = None
     buy: Buying | None = None
-    owned: bool | tuple[Text, ...] = False
+    owned: bool | tuple[Line, ...] = False
     """Nothing is paid but power; where accelerators are named, for those, and rent for others."""
     tuning: Tuning | None = None
     """Instead of the study's own."""
@@ -175,9 +176,9 @@ class Offer(Part):
     """Of a node, where the cluster does not say or says otherwise."""
     change: dict[ChangeName, Factor] = Field(default_factory=dict)
     """The cluster as it could be: factors on its figures."""
-    fix: tuple[Text, ...] = ()
+    fix: tuple[Line, ...] = ()
     """As on the command line: tp=1, zero=3."""
-    allow: tuple[Text, ...] = ()
+    allow: tuple[Line, ...] = ()
     """As on the command line: offload, compress, stale."""
 
     @model_validator(mode="after")
@@ -231,7 +232,7 @@ class Assumptions(Part):
     power_usage_effectiveness: OverheadQuantity | None = None
     node_power_over_tdp: Quantity | None = None
     network_w_per_device: Quantity | None = None
-    country: Text = "USA"
+    country: Line = "USA"
     carbon_g_per_kwh: Amount | None = None
     """Of the country's grid where it is not given."""
     tie: Fraction = 0.15
@@ -255,14 +256,14 @@ class Curve(Part):
 
     change: ChangeName
     factors: tuple[Factor, ...]
-    offer: Text | None = None
+    offer: Line | None = None
     """Its name; the best candidate where it is not given."""
 
 
 class Marginal(Part):
     """One candidate, re-planned with one thing changed at a time."""
 
-    offer: Text | None = None
+    offer: Line | None = None
     changes: dict[ChangeName, tuple[Factor, ...]] = Field(default_factory=lambda: dict(USUAL))
 
 
@@ -271,9 +272,9 @@ class Study(Document):
 
     kind_of_document: ClassVar[str] = "study"
 
-    name: Text
+    name: Line
     question: Text | None = None
-    models: tuple[Text, ...]
+    models: tuple[Line, ...]
     """As on the command line: catalogue names, configurations."""
     work: Work = Work()
     goal: Goal = Goal()

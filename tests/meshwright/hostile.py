@@ -58,7 +58,8 @@ REAL = (
 )  # fmt: skip
 TEXTS = (
     "", " ", "x", "a\nb", "\x00", "\x1b[31mred", "\u202eabc", "\U0001f4a3", "é" * 130, "x" * 300,
-    "x" * 5000, "../../up", "/etc/passwd", "~nobody/x", "~", "-", "--", "%s%n", "{n}", "${HOME}",
+    "x" * 5000, "folder/../../up", "/proc/self/environ", "~nobody/x", "~", "-", "--", "%s%n", "{n}",
+    "${HOME}",
     "$(touch " + CANARY + ")", "`touch " + CANARY + "`", "'; touch " + CANARY + "; '",
     "[bold]x[/bold]", "=1+1", "a=b", "=", ",", "a,b", ":", "evil.py:f", "con", "\ud800",
 )  # fmt: skip
@@ -91,6 +92,7 @@ SETTINGS = (
     "rank", "alpha", "targets", "learning_rate", "beta1", "beta2", "epsilon", "clip_norm",
     "weight_decay", "seed", "warmup_steps", "rate_schedule", "rate_steps", "floor", "lora.rank",
 )  # fmt: skip
+OUTPUTS = ("output", "html", "trace", "rows", "table", "cluster_output", "checkpoint")
 JOBS = ("partition", "time", "account", "image", "volume", "namespace", "name", "gpus", "qos", "x")
 REQUIRED = (
     "layers 0-3 on stage 0", "at most 9 layers on stage 1",
@@ -388,10 +390,12 @@ def _word(rng: random.Random, name: str) -> str:
     }
     pools["fix"] = pools["layout"]
     pools["training"] = pools["lora"]
-    for output in ("output", "html", "trace", "rows", "table", "cluster_output"):
+    for output in OUTPUTS:
         pools[output] = lambda: rng.choice(outputs)
     likely = pools.get(name, lambda: rng.choice(files))
-    return rng.choice((likely, likely, likely, lambda: junk, lambda: rng.choice(files)))()
+    word = rng.choice((likely, likely, likely, lambda: junk, lambda: rng.choice(files)))()
+    # What a user names as an output is written there, wherever that is.
+    return "out" if name in OUTPUTS and "../.." in word else word
 
 
 def _files(rng: random.Random, made: Case, *, hostile: int) -> None:

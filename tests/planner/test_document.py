@@ -21,7 +21,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from planner import document, schemas
 from planner.cluster import ClusterSpec, DeviceGroup, LinkTier
@@ -29,7 +29,7 @@ from planner.document import Document, Part, path_text, plain, read, read_text, 
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import Architecture, Edge, Experts, Layer, ModelGraph
-from planner.plan import INSIDE_OUT, Mesh, PlacedLayer, Plan, Stage
+from planner.plan import INSIDE_OUT, Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.prediction import Certificate, Prediction
 from planner.profile import CollectiveCurve, LinkPoint, Profile
 from planner.training import Lora, RateSchedule, Training
@@ -42,9 +42,13 @@ MANY = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+NAME = st.text(
+    st.characters(exclude_categories=["C", "Z"], exclude_characters="/\\."), min_size=1, max_size=12
+).filter(str.isprintable)
+DIGEST = st.binary(min_size=32, max_size=32).map(lambda of: f"sha256:{of.hex()}")
 
 
-def made(  # noqa: PLR0911 - one return for each kind of type
+def made(  # noqa: PLR0911, PLR0912 - one return for each kind of type
     annotation: Any, constraints: tuple[Any, ...] = ()
 ) -> st.SearchStrategy[Any]:
     """Return a strategy for values of a field's type."""
@@ -69,7 +73,9 @@ def made(  # noqa: PLR0911 - one return for each kind of type
     if annotation is bool:
         return st.booleans()
     if annotation is str:
-        return TEXT
+        if any(getattr(c, "pattern", None) for c in constraints):
+            return DIGEST
+        return NAME if any(isinstance(c, AfterValidator) for c in constraints) else TEXT
     low = next((c.ge for c in constraints if isinstance(c, annotated_types.Ge)), None)
     above = next((c.gt for c in constraints if isinstance(c, annotated_types.Gt)), None)
     high = next((c.le for c in constraints if isinstance(c, annotated_types.Le)), None)
@@ -129,7 +135,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelGraph:
-    names = draw(st.lists(TEXT.map(lambda t: t + "!"), min_size=1, max_size=4, unique=True))
+    names = draw(st.lists(NAME.map(lambda t: t + "!"), min_size=1, max_size=4, unique=True))
     layers = tuple(
         draw(part(Layer, name=st.just(name), repeat=st.integers(1, 5))) for name in names
     )
@@ -164,6 +170,7 @@ def trainings(draw: st.DrawFn) -> Training:
             rate_steps=st.just(warmup + rest),
             decay_steps=st.integers(1, rest) if schedule == "wsd" else st.just(0),
             floor=st.floats(0, 1),
+            weight_decay=st.floats(0, 0.99),  # below 1 by learning rates of at most 1
         )
     )
 
@@ -172,6 +179,13 @@ def trainings(draw: st.DrawFn) -> Training:
 def adapters(draw: st.DrawFn) -> Lora:
     targets = st.lists(TEXT, min_size=1, max_size=3).map(tuple)
     return draw(part(Lora, targets=targets))
+
+
+@st.composite
+def planned_models(draw: st.DrawFn) -> PlannedModel:
+    graph = draw(st.one_of(st.none(), models()))
+    digest = st.just(graph.digest) if graph else NAME
+    return draw(part(PlannedModel, graph=st.just(graph), digest=digest))
 
 
 @st.composite
@@ -187,10 +201,12 @@ def plans(draw: st.DrawFn) -> Plan:
             pipeline=st.just(ranks),
             data_shard=st.just(shard),
             data_replicate=st.integers(1, 4),
+            tensor=st.integers(1, 64),
+            context=st.integers(1, 64),
             order=st.permutations(INSIDE_OUT).map(tuple),
         )
     )
-    names = iter(draw(st.lists(TEXT, min_size=2 * stages, max_size=2 * stages, unique=True)))
+    names = iter(draw(st.lists(NAME, min_size=2 * stages, max_size=2 * stages, unique=True)))
     placed = tuple(
         Stage(layers=tuple(draw(part(PlacedLayer, layer=st.just(next(names)))) for _ in range(2)))
         for _ in range(stages)
@@ -224,6 +240,7 @@ BY_HAND: dict[Any, typing.Callable[[], st.SearchStrategy[Any]]] = {
     Experts: experts,
     Architecture: architectures,
     ModelGraph: models,
+    PlannedModel: planned_models,
     ClusterSpec: clusters,
     Lora: adapters,
     Training: trainings,

@@ -8,12 +8,15 @@ import pytest
 
 from planner.cluster import ClusterSpec
 from planner.costs.layout_costs import CostTables
+from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.plan import Job, Layout, Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import balanced_cuts, layout_prediction, placement_prediction, predict
 from planner.schedule import in_flight, orders
+from planner.search.best_first import search
 from planner.search.formulation import instance_of
+from planner.search.pins import Pins
 from planner.simulate import closed_form_s
 
 JOB = Job(seq_len=4096, global_batch=64)
@@ -118,6 +121,29 @@ def test_an_8b_model_in_bf16_does_not_fit_one_80_gb_device(llama: ModelGraph) ->
     states = parts["parameters"] + parts["gradients"] + parts["optimizer"]
     assert not found.fits
     assert states == pytest.approx(18 * llama.parameters)
+
+
+@pytest.mark.parametrize(("share", "fits"), [(1.05, True), (1.041, False), (0.99, False)])
+def test_a_plan_fits_where_the_search_would_take_it(
+    llama: ModelGraph, node: ClusterSpec, share: float, fits: bool
+) -> None:
+    layout = Layout(data_shard=8, zero=3, micro_batches=8)
+    job = Job(seq_len=2048, global_batch=64)
+    (stage,) = layout_prediction(llama, node, job, layout).stages
+    group = node.groups[0]
+    size = {"memory_bytes": round(share * stage.peak_memory_bytes)}
+    device = group.accelerator.model_copy(update=size)
+    small = node.model_copy(update={"groups": (group.model_copy(update={"accelerator": device}),)})
+
+    found = layout_prediction(llama, small, job, layout)
+    pins = Pins(tensor=1, pipeline=1, zero=3, data_shard=8, micro_batch=1, recompute="none")
+
+    assert found.fits == fits
+    if fits:
+        assert search(llama, small, job, pins=pins).plan.layout == layout
+    else:
+        with pytest.raises(NoPlanFits):
+            search(llama, small, job, pins=pins)
 
 
 def test_the_first_stage_keeps_as_many_micro_batches_as_there_are_stages(

@@ -170,6 +170,31 @@ def test_checkpoints_are_neither_overwritten_nor_misused(
         room.run(plan_of(), checkpoint=room.folder / "saved", **options)
 
 
+def test_a_checkpoint_is_not_taken_for_a_folder_of_them(room: Room) -> None:
+    saved = fake_checkpoint(room.folder / "saved", 30)
+
+    with pytest.raises(LaunchError, match="step-000030: is a checkpoint; name the folder that it"):
+        room.run(plan_of(), checkpoint=saved, resume=True, or_start=True)
+    assert not (saved / ".lock").exists()
+
+
+def test_going_on_without_checksums_is_said(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = fake_checkpoint(room.folder / "saved", 30)
+
+    launch(
+        room.plan(plan_of()),
+        model=MODEL,
+        data=room.text,
+        output=room.folder / "out",
+        checkpoint=saved.parent,
+        resume=True,
+        steps=31,
+        dry_run=True,
+    )
+
+    assert f"{saved}: was written without checksums; damage" in capsys.readouterr().err
+
+
 def test_text_that_is_trained_on_is_not_held_out(room: Room) -> None:
     with pytest.raises(LaunchError, match=r"evaluate: .*text.txt is what is trained on"):
         room.run(plan_of(), evaluate=room.text)
@@ -185,9 +210,7 @@ def test_tensorboard_that_is_not_installed_is_refused(
 
 
 def test_resuming_nothing_is_refused(room: Room) -> None:
-    (fake_checkpoint(room.folder / "saved", 30) / "meta.json").unlink()
-
-    with pytest.raises(LaunchError, match="there is no complete checkpoint to resume"):
+    with pytest.raises(LaunchError, match="there is no checkpoint to resume"):
         room.run(plan_of(), checkpoint=room.folder / "saved", resume=True)
 
 

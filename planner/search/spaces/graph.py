@@ -193,8 +193,7 @@ class GraphSpace(AlikeSpace):
             self._candidates.pins.recompute,
         )
         # The plan is for the model as its source has it, whatever the order of its branches.
-        own = PlannedModel(name=plan.model.name, source=plan.model.source, digest=original.digest)
-        plan = Plan(**{**dict(plan), "model": own})
+        plan = Plan(**{**dict(plan), "model": PlannedModel.of(original)})
         cuts = found.split.split.cuts
         seats = branching(
             self._tables, found.layout, [names[a:b] for a, b in itertools.pairwise(cuts)]

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from planner.cluster import ClusterSpec
 from planner.costs.crossings import narrowest_bytes
 from planner.costs.group_costs import profiles_of
-from planner.costs.layout_costs import LayoutCosts, refusal
+from planner.costs.layout_costs import LayoutCosts, refusal, room_bytes
 from planner.costs.seats import Seats
 from planner.errors import DocumentError
 from planner.model import ModelGraph
@@ -51,7 +51,7 @@ from planner.search.certificate import (
     UNFINISHED,
 )
 from planner.search.dominance import dominates, twins
-from planner.search.formulation import instance_of, layout_pace, planned_bytes
+from planner.search.formulation import instance_of, layout_pace
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
 from planner.search.pins import Pins
 from planner.search.ranked import Ranked
@@ -286,7 +286,7 @@ class MixedSpace(GroupSpace):
         most = np.zeros(len(alive))
         for group, costs in zip(self.cluster.groups, each, strict=True):
             device = group.accelerator
-            room = (planned_bytes(device, device.memory_bytes) - costs.fixed_bytes) / costs.slack
+            room = (room_bytes(device) - costs.fixed_bytes) / costs.slack
             table = list(costs.kinds.values())[place]
             least = min(cost.transient_bytes for cost in table)
             free = room * (1 + ROUNDING) - least - buffers * costs.boundary_bytes

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from planner.costs.crossings import in_order
+from planner.costs.layout_costs import room_bytes
 from planner.costs.seats import alike, branching
 from planner.costs.strategy import StrategyCost
 from planner.model import ModelGraph
@@ -32,13 +33,13 @@ from planner.search.certificate import (
     SLOWER,
     Account,
 )
-from planner.search.formulation import plan_with, planned_bytes
+from planner.search.formulation import plan_with
 from planner.search.layer_options import allowed, option_of
 from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first
 from planner.search.misses import nothing_runs
 from planner.search.pins import SCHEDULES, Pins
 from planner.search.rank_problem import input_stored
-from planner.search.ranked import Ranked
+from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
 from planner.search.space import Timetable, every_degrees, families
 from planner.search.spaces.alike import AlikeSpace
@@ -143,8 +144,7 @@ class RoundSpace(AlikeSpace):
             kinds=tuple(kinds),
             home=home,
             moments=held,
-            capacity_bytes=(planned_bytes(device, device.memory_bytes) - costs.fixed_bytes)
-            / costs.slack,
+            capacity_bytes=(room_bytes(device) - costs.fixed_bytes) / costs.slack,
             fixed_bytes=tuple(
                 (buffers * max(a_0 + a_1 for a_0, a_1, _, _ in own) + 4) * costs.boundary_bytes
                 for own in held
@@ -206,8 +206,7 @@ class RoundSpace(AlikeSpace):
             for first, end in pairwise(split.cuts)
         )
         plan = plan_with(self._model, cluster_name, c.job, layout, stages, step_s=found.objective_s)
-        own = PlannedModel(name=plan.model.name, source=plan.model.source, digest=c.model.digest)
-        plan = Plan(**{**dict(plan), "model": own})
+        plan = Plan(**{**dict(plan), "model": PlannedModel.of(c.model)})
         names = [[item.layer for item in stage.layers] for stage in stages]
         edges = bool(c.model.edges)
         seats = branching(self._tables, layout, names) if edges else alike(self._tables, layout)
@@ -281,16 +280,17 @@ def with_rounds(
     solved = answer.solved + outcome.solved
     if best is None:
         kept = {"layout": before.layout, "simulated": before.simulated}
-        return replace(answer, certificate=proof.model_copy(update=kept), solved=solved)
+        proof = proven(proof.model_copy(update=kept), answer.top[0])
+        return replace(answer, certificate=proof, solved=solved)
     other = space.ranked(best, cluster_name)
     proof = proof.model_copy(update={"layout": best.layout.text()})
     if other.prediction.step_time_s >= answer.prediction.step_time_s:
-        return replace(answer, certificate=proof, solved=solved)
+        return replace(answer, certificate=proven(proof, answer.top[0]), solved=solved)
     return replace(
         answer,
         plan=other.plan,
         prediction=other.prediction,
-        certificate=proof,
+        certificate=proven(proof, other),
         top=(other, *answer.top)[: max(1, len(answer.top))],
         closed_form=other,
         solved=solved,

@@ -1,6 +1,7 @@
 """Collective seconds against hand calculations, and groups against the tiers that they span."""
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ from planner.cluster import LinkTier, NarrowGroup
 from planner.costs.collectives import (
     Level,
     collective_s,
-    collectives_s,
     curves_by_name,
     group_levels,
     interpolated_s,
@@ -113,9 +113,14 @@ def test_a_job_smaller_than_a_node_stays_inside_whatever_its_degrees() -> None:
     assert members(levels((NVLINK, FABRIC), [(3, 1)], devices=6)) == [("nvlink", 3)]
 
 
-def curve(ranks: int, *points: tuple[int, float], operation: str = "all_reduce") -> CollectiveCurve:
+def curve(
+    ranks: int,
+    *points: tuple[int, float],
+    operation: str = "all_reduce",
+    tier: str = "nvlink",
+) -> CollectiveCurve:
     return CollectiveCurve(
-        tier="nvlink",
+        tier=tier,
         operation=operation,
         ranks=ranks,
         points=tuple(LinkPoint(size_bytes=s, seconds=t, spread=0.0) for s, t in points),
@@ -168,17 +173,35 @@ def test_a_mesh_without_switch_gives_two_members_one_link() -> None:
         assert 2 * (members - 1) / members * 1e9 / seconds == pytest.approx(busbw)
 
 
-@pytest.mark.parametrize("measured", [False, True])
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_many_sizes_at_once_take_what_each_takes(operation: str, measured: bool) -> None:
+@pytest.mark.parametrize("seed", range(60))
+def test_many_sizes_at_once_take_what_each_takes(seed: int) -> None:
+    rng = random.Random(seed)
+    tiers = [
+        LinkTier(
+            name=f"tier {at}",
+            devices=8 ** (at + 1),
+            latency_s=rng.choice((0.0, 10 ** rng.uniform(-6, -4))),
+            start_s=rng.choice((0.0, 10 ** rng.uniform(-6, -4))),
+            bytes_per_s=10 ** rng.uniform(9, 12),
+            oversubscription=rng.uniform(1, 4),
+        )
+        for at in range(3)
+    ]
+    group = tuple(Level(tier, rng.choice((2, 3, 4, 8))) for tier in tiers[: rng.randint(0, 3)])
+    operation = rng.choice(OPERATIONS)
     points = ((1000, 1e-4), (100_000, 1e-2))
-    curves = curves_by_name([curve(2, *points, operation=operation)] if measured else [])
-    sizes = [0.0, 8.0, 5e3, 3e5, 1e9, 1e6, 5e3]
+    measured = [
+        curve(2, *points, tier=f"tier {at}", operation=operation)
+        for at in range(3)
+        if rng.random() < 0.3
+    ]
+    curves = curves_by_name(measured)
+    sizes = [0.0, *(10 ** rng.uniform(0, 10) for _ in range(20))]
 
-    for group in ((), (Level(NVLINK, 4),), (Level(NVLINK, 4), Level(FABRIC, 4))):
-        together = collectives_s(operation, np.array(sizes), group, curves)
-        each = [collective_s(operation, size, group, curves) for size in sizes]
-        assert together.tolist() == pytest.approx(each, rel=1e-12)
+    together = collective_s(operation, np.array(sizes), group, curves)
+
+    each = [collective_s(operation, size, group, curves) for size in sizes]
+    assert together.tolist() == pytest.approx(each, rel=1e-12, abs=0)
 
 
 def test_few_members_of_a_switch_reach_less_of_it_and_a_start_comes_once() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from planner.costs import rank_memory
 from planner.costs.layout_costs import CostTables
-from planner.costs.rank_memory import rank_memory_parts
 from planner.layers.operator_table import RECOMPUTES
 from planner.plan import Mesh
-from planner.predict import memory_parts, placements_of, predict, stage_seconds
+from planner.predict import placements_of, predict, stage_seconds
 from planner.schedule import orders
 from planner.simulate import timeline
 from tests.planner.test_predict_peaks import cluster, model, plan
@@ -21,14 +21,12 @@ def test_one_stage_with_whole_backwards_peaks_as_a_stage_does(recompute: str, st
     of = plan(graph, "fp32", recompute, Mesh(pipeline=2), 0, "1f1b")
     costs = CostTables(graph, cluster(), of.job).of(of.layout)
     placement = placements_of(of, graph)[stage]
-    layers = [costs.parts[kind][RECOMPUTES.index(choice)] for kind, choice, _ in placement]
-    order = orders("1f1b", stages=2, micro_batches=4)[stage]
+    layers = {stage: [costs.parts[kind][RECOMPUTES.index(choice)] for kind, choice, _ in placement]}
 
-    walked = rank_memory_parts(costs, {stage: layers}, order, last_stage=1)
+    as_a_stage = rank_memory.dynamic_parts(costs, of.layout, layers, rank=stage)
+    at_its_fullest = rank_memory._of_several(costs, of.layout, layers, stage)
 
-    assert walked == pytest.approx(
-        memory_parts(costs, placement, order, first=stage == 0, last=stage == 1)
-    )
+    assert at_its_fullest == pytest.approx(as_a_stage)
 
 
 def test_a_split_backward_takes_the_seconds_of_a_whole_one() -> None:
