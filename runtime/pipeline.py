@@ -67,6 +67,14 @@ class Pipeline:
         """
         self._everywhere = tokens_everywhere
         count = 1 + max(action.stage for order in orders for action in order)
+        for part in parts:
+            for made in _tuple(part.outputs) if part.stage < count - 1 else ():
+                if not made.is_floating_point():
+                    # Its gradient would never be sent, and the next stage's be waited for.
+                    raise LaunchError(
+                        f"stage {part.stage} hands on {made.dtype}, which has no gradient; "
+                        "cut the model elsewhere"
+                    )
         self._parts = tuple(parts)
         self._rank_of = {
             action.stage: rank for rank, order in enumerate(orders) for action in order
