@@ -330,6 +330,7 @@ class Attack:
             outcome.inside += 1
             outcome.least_objective_s = min(outcome.least_objective_s, judged.objective_s)
             if judged.objective_s < answer.certificate.lower_bound_s * (1 - EQUAL):
+                self._confirm(judged)
                 _enlist(outcome.closed_form_hits, judged, judged.objective_s)
         if step_s < answer.prediction.step_time_s * (1 - TOLERANCE):
             self._confirm(judged)

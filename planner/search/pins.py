@@ -21,6 +21,7 @@ from planner.plan import (
 from planner.profile import Recompute
 from planner.schedules import PLAIN, SCHEDULES, schedule_of
 from planner.solver.requirements import Requirement
+from planner.units import MOST_SAMPLES, whole_number
 
 Allowance = Literal["stale", "compress", "offload"]
 """What must be asked for.  Weights one step old, 8-bit activations and gradients change the
@@ -208,11 +209,12 @@ def _pin_value(field: str, value: str, item: str) -> int | str | tuple[Axis, ...
         if value not in words:
             raise DocumentError("fix", f"'{item}': {field} is one of {', '.join(words)}")
         return value
-    least = 0 if field == "zero" else 1
-    if not value.isdecimal() or int(value) < least or (field == "zero" and int(value) > 3):
-        bounds = "0, 1, 2 or 3" if field == "zero" else "a whole number from 1"
-        raise DocumentError("fix", f"'{item}': {field} is {bounds}")
-    return int(value)
+    least, most = (0, 3) if field == "zero" else (1, MOST_SAMPLES)
+    number = whole_number(value)
+    if number is None or not least <= number <= most:
+        bounds = "0, 1, 2 or 3" if field == "zero" else f"a whole number from 1 to {most:,}"
+        raise DocumentError("fix", f"'{item:.60}': {field} is {bounds}")
+    return number
 
 
 def _order(value: str, item: str) -> tuple[Axis, ...]:
