@@ -70,7 +70,8 @@ from planner.predict import (
 )
 from planner.prediction import Prediction
 from planner.schedule import splits_backward
-from planner.search.best_first import Answer, search
+from planner.search.answer import Answer
+from planner.search.best_first import search
 from planner.search.pins import Pins, read_allowances
 
 MOST_ACTIONS = 20_000
