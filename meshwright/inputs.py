@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 
 from planner import document
 from planner.calibrate.constants import calibrated
@@ -12,9 +11,10 @@ from planner.cluster import ClusterSpec, Precision
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside, resolve_cluster, resolve_model
 from planner.model import ModelGraph, is_factory
-from planner.plan import Job, Plan
+from planner.plan import Job, Plan, check_size
 from planner.profile import Profile, Profiles
 from planner.training import Training
+from planner.units import MOST_SAMPLES, MOST_TOKENS
 
 TOKENS_PER_STEP = 2**20
 """Tokens of a default global batch on accelerators; on CPUs it is 8 samples a rank."""
@@ -31,6 +31,7 @@ def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:
         need_torch(f"{text}: reading a Python factory")
         from runtime.factory import graph_of_factory  # noqa: PLC0415 - needs torch
 
+        check_size("seq-len", FACTORY_SEQ_LEN if seq_len is None else seq_len, MOST_TOKENS)
         graph: ModelGraph = graph_of_factory(text, seq_len=seq_len or FACTORY_SEQ_LEN)
         return graph
     return resolve_model(text)
@@ -46,9 +47,12 @@ def job_of(
     lora: Sequence[str] = (),
 ) -> Job:
     """Return the work of one step, with defaults that suit the model and the devices."""
-    for name, value in (("seq-len", seq_len), ("global-batch", global_batch)):
-        if value is not None and value < 1:
-            raise DocumentError(name, f"is {value}; it is a whole number from 1")
+    for name, value, most in (
+        ("seq-len", seq_len, MOST_TOKENS),
+        ("global-batch", global_batch, MOST_SAMPLES),
+    ):
+        if value is not None:
+            check_size(name, value, most)
     on_cpu = cluster.groups[0].accelerator.kind == "cpu"
     limit = model.architecture.max_positions if model.architecture else FACTORY_SEQ_LEN
     if seq_len is None:
@@ -124,7 +128,7 @@ def profile_for(graph: ModelGraph, paths: str | None) -> Profiles:
     """Read `profile.yaml`, or `GROUP=a.yaml,GROUP=b.yaml` where devices differ."""
     if paths is None:
         return None
-    if "=" not in paths or Path(paths).is_file():
+    if "=" not in paths or document.is_file(paths):
         return _oneprofile_for(graph, paths)
     found: dict[str, Profile] = {}
     for part in paths.split(","):
@@ -171,7 +175,7 @@ def check_devices(wanted: Plan, machine: ClusterSpec) -> None:
 
 def is_plan(text: str) -> bool:
     """Whether a path holds a plan rather than a model."""
-    if not text.endswith((".yaml", ".yml", ".json")) or not Path(text).is_file():
+    if not text.endswith((".yaml", ".yml", ".json")) or not document.is_file(text):
         return False
     try:
         data = document.plain(document.read_text(text))

@@ -21,6 +21,7 @@ from planner.predict import predict as predict_plan
 from planner.prediction import Prediction
 from planner.profile import Profiles
 from planner.shown import lines
+from planner.training import check_lengths
 from planner.units import file_name
 
 if TYPE_CHECKING:
@@ -79,6 +80,14 @@ def launch(
     `on` slurm or kubernetes writes a job that does so there and submits it, told `job` settings;
     a dry run gives its text alone.
     """
+    check_lengths(
+        steps=steps,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        max_seconds=max_seconds,
+        evaluate_every=evaluate_every,
+        evaluate_batches=evaluate_batches,
+    )
     if replan and checkpoint is None:
         raise DocumentError("replan", "goes on from checkpoints: add --checkpoint FOLDER")
     if on != "local":
@@ -104,7 +113,9 @@ def launch(
             "trust-code": trust_code,
             "output": output,
         }
-        return _submitted(on, plan_path, options, job, output=output, dry_run=dry_run)
+        return _submitted(
+            on, plan_path, options, job, training=training, output=output, dry_run=dry_run
+        )
     if job:
         raise DocumentError("job", "settings go with --on slurm or kubernetes")
     need_torch("launching a plan")
@@ -263,13 +274,19 @@ def _submitted(
     options: Mapping[str, object],
     settings: Sequence[str],
     *,
+    training: Sequence[str],
     output: str | None,
     dry_run: bool,
 ) -> Submission:
     """Write the job that launches a plan with these options on all its nodes."""
     from meshwright.jobs import submit  # noqa: PLC0415 - one way to launch needs it
+    from runtime.data import refuse_structured  # noqa: PLC0415 - the runtime
 
+    for named in (options["data"], options["eval"]):
+        if isinstance(named, str):
+            refuse_structured(Path(named))
     wanted = document.read(Plan, plan_path)
+    wanted.training.changed(training)
     machine = machine_of(wanted.cluster, None)
     graph = plan_model(wanted, plan_path)
     if not options["trust-code"]:

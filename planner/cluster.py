@@ -12,7 +12,18 @@ from pydantic import Field, model_validator
 
 from planner.document import Document, Part
 from planner.errors import DocumentError
-from planner.units import Amount, Count, Fraction, Line, Name, Positive, Rate, Text
+from planner.units import (
+    MOST_DEVICES,
+    Amount,
+    Count,
+    Devices,
+    Fraction,
+    Line,
+    Name,
+    Positive,
+    Rate,
+    Text,
+)
 
 AcceleratorKind = Literal["cuda", "rocm", "gaudi", "xpu", "npu", "tpu", "trainium", "cpu"]
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
@@ -95,7 +106,7 @@ class NarrowGroup(Part):
     few pairs have it for themselves.
     """
 
-    members: Positive
+    members: Devices
     """At most."""
     fractions: dict[Collective, Amount]
 
@@ -108,7 +119,7 @@ class LinkTier(Part):
     """
 
     name: Name
-    devices: Positive
+    devices: Devices
     """How many devices reach each other over this tier or a faster one."""
     latency_s: Amount
     """Of one round of a ring: an all-reduce of n devices has 2 (n - 1), others n - 1."""
@@ -136,15 +147,15 @@ class DeviceGroup(Part):
 
     name: Line
     accelerator: Accelerator
-    nodes: Positive
-    devices_per_node: Positive
+    nodes: Devices
+    devices_per_node: Devices
     host_memory_bytes: Count | None = None
     """Of one node."""
     host_link_bytes_per_s: Rate | None = None
     """Of one device, one direction."""
     host_memory_bytes_per_s: Rate | None = None
     """Of one node."""
-    host_link_devices: Positive = 1
+    host_link_devices: Devices = 1
     """Neighbouring devices that share one such link, behind a switch."""
     tiers: tuple[LinkTier, ...] | None = None
     """Links inside the group where they are not the cluster's: fastest first."""
@@ -191,6 +202,8 @@ class ClusterSpec(Document):
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
             raise ValueError(f"groups are named {names}; every group needs its own name")
+        if self.devices > MOST_DEVICES:
+            raise ValueError(f"has {self.devices} devices; a cluster has at most {MOST_DEVICES:,}")
         extents = [tier.devices for tier in self.tiers]
         if extents != sorted(extents):
             raise ValueError(f"tiers reach {extents} devices; order them fastest first, widening")

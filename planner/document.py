@@ -7,11 +7,15 @@ Writing is atomic: a file appears whole or not at all.
 
 from __future__ import annotations
 
+import csv
 import difflib
+import errno
 import hashlib
+import io
 import json
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
@@ -22,9 +26,12 @@ from pydantic_core import PydanticCustomError
 
 from planner.errors import DocumentError
 from planner.shown import one_line
+from planner.units import bytes_text
 
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 40
+MAX_COLUMNS = 1000
+MAX_ROWS = 500_000
 
 D = TypeVar("D", bound="Document")
 
@@ -106,6 +113,22 @@ def is_file(path: str | os.PathLike[str]) -> bool:
         return False
 
 
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is such a folder."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path leads to anything."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
 def unreadable(error: Exception, path: str | os.PathLike[str]) -> DocumentError:
     """Return what to say of a file that cannot be read."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -114,17 +137,60 @@ def unreadable(error: Exception, path: str | os.PathLike[str]) -> DocumentError:
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """Return a file's text; one clear error if it is missing, binary or too large."""
-    file = Path(path)
     try:
-        with file.open(encoding="utf-8") as lines:
-            text = lines.read(MAX_BYTES + 1)
+        return read_bytes(path, most=MAX_BYTES).decode("utf-8-sig")  # editors may put a mark first
     except UnicodeDecodeError as error:
         raise DocumentError("", "is not UTF-8 text", file=str(path)) from error
+
+
+def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
+    """Return a regular file's bytes, at most so many.
+
+    All that a user names is read here.  A pipe or device may never end, and opening one may wait
+    for ever.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        try:
+            mode = os.fstat(handle).st_mode
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not stat.S_ISREG(mode):
+                raise DocumentError(
+                    "", "is no regular file; write what it gives to one first", file=str(path)
+                )
+            with os.fdopen(handle, "rb", closefd=False) as file:
+                data = file.read(most + 1)
+        finally:
+            os.close(handle)
     except (OSError, ValueError) as error:
         raise unreadable(error, path) from error
-    if len(text) > MAX_BYTES:
-        raise DocumentError("", f"has more than {MAX_BYTES >> 20} MiB", file=str(path))
-    return text
+    if len(data) > most:
+        raise DocumentError("", f"has more than {bytes_text(most)}", file=str(path))
+    return data
+
+
+def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the header and the rows of a CSV file, every row with all of the header's columns.
+
+    Cells are stripped; those that a row lacks are empty, those beyond the header are left out.
+    """
+    try:
+        lines = csv.reader(io.StringIO(read_text(path), newline=""))
+        header = [name.strip() for name in next(lines, [])]
+        if len(header) > MAX_COLUMNS:
+            raise DocumentError("header", f"has more than {MAX_COLUMNS} columns", file=str(path))
+        rows: list[dict[str, str]] = []
+        for line in lines:
+            if len(rows) == MAX_ROWS:
+                raise DocumentError("", f"has more than {MAX_ROWS:,} rows", file=str(path))
+            if line:
+                cells = [cell.strip() for cell in line[: len(header)]]
+                cells += [""] * (len(header) - len(cells))
+                rows.append(dict(zip(header, cells, strict=True)))
+    except csv.Error as error:
+        raise DocumentError("", f"is no CSV table: {error}", file=str(path)) from error
+    return header, rows
 
 
 def write(document: Document, path: str | os.PathLike[str]) -> None:
@@ -143,6 +209,8 @@ def write_text(text: str, path: str | os.PathLike[str], *, private: bool = False
         if file.exists() and not file.is_file() and not file.is_dir():
             file.write_text(text, encoding="utf-8")
             return
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as out:

@@ -27,14 +27,22 @@ from planner.catalog import (
     rents,
 )
 from planner.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
-from planner.document import nearest, plain, read, read_text, unreadable
+from planner.document import (
+    is_file,
+    is_folder,
+    is_there,
+    nearest,
+    plain,
+    read,
+    read_text,
+    unreadable,
+)
 from planner.errors import DocumentError
 from planner.layers.architecture import architecture_of
 from planner.layers.parameters import graph_of
 from planner.model import ModelGraph, is_factory
-from planner.units import name_of
+from planner.units import MOST_DEVICES, name_of
 
-MOST_DEVICES = 1_000_000
 NETWORK_LATENCY_S = 4.0e-6
 NETWORK_FRACTION = 0.79
 NODE_NETWORK_BYTES_PER_S = 12.5e9
@@ -75,7 +83,7 @@ def located(source: str, document: str | os.PathLike[str]) -> str:
     """
     file, colon, factory = source.partition(":")
     beside = Path(document).parent / file
-    if not _is_there(file) and _is_there(beside):
+    if not is_there(file) and is_there(beside):
         return f"{beside}{colon}{factory}"
     return source
 
@@ -401,14 +409,7 @@ def _is_path(text: str) -> bool:
     """Tell a path from a name: by its look, or because it is there."""
     if text.endswith((".json", ".yaml", ".yml")) or text.startswith((".", "/", "~")):
         return True
-    return text.strip() != "" and _is_there(text)
-
-
-def _is_there(path: str | Path) -> bool:
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):  # too long, or a null byte: no path
-        return False
+    return text.strip() != "" and is_there(text)
 
 
 def _path(text: str) -> Path:
@@ -420,9 +421,9 @@ def _path(text: str) -> Path:
 
 def _model_at(path: Path, text: str) -> ModelGraph:
     """Read a model document, a config.json, or the config.json in a folder."""
-    if path.is_dir():
+    if is_folder(path):
         path = path / "config.json"
-        if not path.is_file():
+        if not is_file(path):
             raise DocumentError("", "has no config.json", file=text)
     data = plain(read_text(path))
     try:

@@ -287,15 +287,13 @@ def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what no backend can do as the planner describes it."""
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
+    shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}
     if layout.stages > 1:
-        found = schedule.obstacle(
-            layout.schedule,
-            stages=layout.stages,
-            micro_batches=layout.micro_batches,
-            virtual_stages=layout.virtual_stages,
-        )
-        if found:
-            yield Obstacle(*found)
+        found = schedule.obstacle(layout.schedule, virtual_stages=layout.virtual_stages, **shape)
+    else:
+        found = schedule.too_long(**shape)
+    if found:
+        yield Obstacle(*found)
     if layout.stages > len(model.chain):
         yield Obstacle(
             "mesh.pipeline",

@@ -16,9 +16,20 @@ from planner.document import Document, Part
 from planner.errors import DocumentError
 from planner.model import ModelGraph, is_factory
 from planner.profile import Recompute
-from planner.schedule import obstacle, rank_of_stage
+from planner.schedule import obstacle, rank_of_stage, too_long
 from planner.training import Lora, Training
-from planner.units import Line, Name, Positive, Rate
+from planner.units import (
+    MOST_DEVICES,
+    MOST_SAMPLES,
+    MOST_TOKENS,
+    Devices,
+    Line,
+    Name,
+    Positive,
+    Samples,
+    SampleTokens,
+    Timeout,
+)
 
 Backend = Literal["native"]
 ScheduleName = Literal[
@@ -42,6 +53,13 @@ Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
 INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 
 
+def check_size(name: str, value: int, most: int) -> None:
+    """Refuse a count of samples or tokens that nobody trains with."""
+    if not 1 <= value <= most:
+        shown = value if abs(value) < 10**15 else "beyond any count"
+        raise DocumentError(name, f"is {shown}; it is a whole number from 1 to {most:,}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What is asked for: the work of one step."""
@@ -51,6 +69,10 @@ class Job:
     precision: Precision = "bf16"
     lora: Lora | None = None
     """Adapters that alone are trained; None trains the whole model."""
+
+    def __post_init__(self) -> None:
+        check_size("seq-len", self.seq_len, MOST_TOKENS)
+        check_size("global-batch", self.global_batch, MOST_SAMPLES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +163,12 @@ class Layout:
 class Mesh(Part):
     """Parallel degrees, and which axis lies innermost (on the fastest links)."""
 
-    tensor: Positive = 1
-    context: Positive = 1
-    data_shard: Positive = 1
-    data_replicate: Positive = 1
-    pipeline: Positive = 1
-    expert: Positive = 1
+    tensor: Devices = 1
+    context: Devices = 1
+    data_shard: Devices = 1
+    data_replicate: Devices = 1
+    pipeline: Devices = 1
+    expert: Devices = 1
     """Divides data_shard x context x tensor; it takes no ranks of its own."""
     order: tuple[Axis, ...] = INSIDE_OUT
 
@@ -154,6 +176,8 @@ class Mesh(Part):
     def _consistent(self) -> Self:
         if sorted(self.order) != sorted(INSIDE_OUT):
             raise ValueError(f"order is {list(self.order)}; name each of {list(INSIDE_OUT)} once")
+        if self.devices > MOST_DEVICES:
+            raise ValueError(f"has {self.devices} ranks; a job has at most {MOST_DEVICES:,}")
         return self
 
     @property
@@ -190,7 +214,7 @@ class PlannedGroup(Part):
     """Devices of the cluster that are alike; devices are numbered group by group."""
 
     name: Line
-    devices: Positive
+    devices: Devices
 
 
 class Share(Part):
@@ -198,7 +222,7 @@ class Share(Part):
 
     group: Line
     """A name of `Plan.groups`."""
-    micro_batches: Positive
+    micro_batches: Samples
 
 
 class PlannedModel(Part):
@@ -239,16 +263,16 @@ class Plan(Document):
     model: PlannedModel
     cluster: Line
     backend: Backend = "native"
-    seq_len: Positive
-    global_batch: Positive
+    seq_len: SampleTokens
+    global_batch: Samples
     precision: Precision
     mesh: Mesh
     zero: Literal[0, 1, 2, 3]
     schedule: ScheduleName
     virtual_stages: Positive = 1
     """Stages on each pipeline rank; the schedule says which (planner.schedule.rank_of_stage)."""
-    micro_batch: Positive
-    micro_batches: Positive
+    micro_batch: Samples
+    micro_batches: Samples
     """Per data-parallel rank and step: global_batch = micro_batch x micro_batches x data.
 
     Where `shares` differ it is the most that one takes.
@@ -256,7 +280,7 @@ class Plan(Document):
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
     training: Training = Training()
-    timeout_s: Rate = 600.0
+    timeout_s: Timeout = 600.0
     """A collective that waits longer ends the run."""
     groups: tuple[PlannedGroup, ...] | None = None
     """All device groups of the cluster, where devices differ."""
@@ -274,15 +298,13 @@ class Plan(Document):
                 f"stages: there are {len(self.stages)}, and mesh.pipeline is {mesh.pipeline}; "
                 f"every pipeline rank needs {each}"
             )
+        shape = {"stages": len(self.stages), "micro_batches": self.micro_batches}
         if mesh.pipeline > 1 or self.virtual_stages > 1:
-            found = obstacle(
-                self.schedule,
-                stages=len(self.stages),
-                micro_batches=self.micro_batches,
-                virtual_stages=self.virtual_stages,
-            )
-            if found:
-                raise ValueError(f"{found[0]}: {found[1]}")
+            found = obstacle(self.schedule, virtual_stages=self.virtual_stages, **shape)
+        else:
+            found = too_long(**shape)
+        if found:
+            raise ValueError(f"{found[0]}: {found[1]}")
         data = mesh.data_shard * mesh.data_replicate
         if self.shares is not None:
             self._check_shares(self.shares, data)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from planner.document import Document, Part
-from planner.units import Amount, Count, Flag, Positive, Text
+from planner.units import Count, Finite, Flag, Positive, Text
 
 
 class StagePrediction(Part):
     """One pipeline stage, as each of its ranks sees it."""
 
-    forward_s: Amount
+    forward_s: Finite
     """Of one micro-batch."""
-    backward_s: Amount
-    peak_memory_bytes: Amount
-    memory_capacity_bytes: Amount
-    memory_parts: dict[Text, Amount]
+    backward_s: Finite
+    peak_memory_bytes: Finite
+    memory_capacity_bytes: Finite
+    memory_parts: dict[Text, Finite]
     """Bytes by cause; they add up to peak_memory_bytes."""
-    host_bytes: Amount = 0.0
+    host_bytes: Finite = 0.0
     """On the host, of one rank."""
 
 
@@ -37,13 +37,13 @@ class Prediction(Document):
 
     plan_digest: Text | None = None
     layout: Text
-    step_time_s: Amount
-    step_time_low_s: Amount
-    step_time_high_s: Amount
-    step_parts: dict[Text, Amount]
+    step_time_s: Finite
+    step_time_low_s: Finite
+    step_time_high_s: Finite
+    step_parts: dict[Text, Finite]
     """Seconds of the critical stage by cause; they add up to step_time_s."""
-    tokens_per_s: Amount
-    mfu: Amount
+    tokens_per_s: Finite
+    mfu: Finite
     fits: Flag
     stages: tuple[StagePrediction, ...]
     assumptions: tuple[Assumption, ...] = ()
@@ -71,9 +71,9 @@ class Loser(Part):
     """A configuration that was close, and the reason it lost."""
 
     layout: Text
-    objective_s: Amount | None = None
+    objective_s: Finite | None = None
     """Its optimum where it was solved."""
-    lower_bound_s: Amount | None = None
+    lower_bound_s: Finite | None = None
     reason: Text
 
 
@@ -81,9 +81,9 @@ class Finalist(Part):
     """A configuration close to the optimum of the closed form, and its simulated step."""
 
     layout: Text
-    objective_s: Amount
+    objective_s: Finite
     """Its optimum in the closed form."""
-    step_time_s: Amount
+    step_time_s: Finite
     """What the simulator says of that plan."""
 
 
@@ -93,11 +93,11 @@ class Simulated(Part):
     statement: Text
     layout: Text
     """The fastest simulated: the plan that was chosen."""
-    step_time_s: Amount
-    lower_bound_s: Amount | None = None
+    step_time_s: Finite
+    lower_bound_s: Finite | None = None
     bound: Text
     """Of what `lower_bound_s` is a bound, or that none is known."""
-    margin: Amount
+    margin: Finite
     """How far above the optimum of the closed form, relatively, a finalist's bound may be."""
     finalists: tuple[Finalist, ...]
     """The fastest simulated first."""
@@ -111,13 +111,13 @@ class PlanProof(Part):
     """
 
     layout: Text
-    closed_form_s: Amount
-    closed_form_bound_s: Amount
+    closed_form_s: Finite
+    closed_form_bound_s: Finite
     """No configuration takes less in closed form."""
-    closed_form_gap: Amount
+    closed_form_gap: Finite
     """(closed form - bound) / closed form, of this plan."""
-    simulated_s: Amount
-    simulated_bound_s: Amount | None = None
+    simulated_s: Finite
+    simulated_bound_s: Finite | None = None
     """No split of this layout takes less simulated; None: nothing is proven.  Of other layouts
     nothing is proven in simulated time."""
     closed_form: Text
@@ -137,11 +137,11 @@ class Certificate(Document):
     solver: Text
     optimal: Flag
     """Whether `layout` is proven to be the optimum of the closed form."""
-    objective_s: Amount
+    objective_s: Finite
     """The least closed-form step found, that of `layout`; the plan's own is in `plan`."""
-    lower_bound_s: Amount
+    lower_bound_s: Finite
     """No configuration takes less in closed form."""
-    gap: Amount
+    gap: Finite
     """(objective - lower bound) / objective."""
     configurations: Positive
     counts: dict[Text, Count]

@@ -29,6 +29,7 @@ __all__ = [
     "rank_of_stage",
     "read_action",
     "splits_backward",
+    "too_long",
     "weight_versions",
 ]
 
@@ -42,6 +43,8 @@ SCHEDULES = (
     "dualpipe-v",
     "pipedream-2bw",
 )
+MOST_ACTIONS = 2_000_000
+"""Forwards and backwards of all ranks in one step: some seconds and 0.4 GB to simulate."""
 FOLDED = ("zbv", "dualpipe-v")
 LOOPED = ("interleaved", "interleaved-zb")
 SPLIT = ("zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
@@ -89,7 +92,25 @@ def obstacle(
     wanted = _enough(name, stages // virtual_stages, micro_batches)
     if wanted:
         return "micro_batches", f"is {micro_batches}; {wanted}"
-    return None
+    return too_long(stages=stages, micro_batches=micro_batches)
+
+
+def too_long(*, stages: int, micro_batches: int) -> tuple[str, str] | None:
+    """Return (field, why) if a step has more actions than are listed, or None.
+
+    >>> too_long(stages=8, micro_batches=1_000_003)
+    ('micro_batches', 'is 1000003; a schedule of 8 stages is listed for at most 125000: enlarge \
+micro_batch, or the data-parallel degree')
+    """
+    most = MOST_ACTIONS // (2 * stages)
+    if micro_batches <= most:
+        return None
+    stage = "stage" if stages == 1 else "stages"
+    return (
+        "micro_batches",
+        f"is {micro_batches}; a schedule of {stages} {stage} is listed for at most {most}: "
+        "enlarge micro_batch, or the data-parallel degree",
+    )
 
 
 def _stages_per_rank(name: str, virtual_stages: int) -> str:

@@ -21,6 +21,7 @@ from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside
 from planner.model import ModelGraph, is_factory
 from planner.plan import Plan, PlannedModel
+from planner.training import check_lengths
 from planner.units import file_name
 from runtime import checkpoint, data, run
 from runtime.data import Files
@@ -145,16 +146,14 @@ def preflight(
 
     `nodes` has the devices of each node where there are several, and `node` says which is this.
     """
-    for name, value in (
-        ("steps", steps),
-        ("checkpoint_every", checkpoint_every),
-        ("keep_checkpoints", keep_checkpoints),
-        ("max_seconds", max_seconds),
-        ("evaluate_every", evaluate_every),
-        ("evaluate_batches", evaluate_batches),
-    ):
-        if value is not None and value <= 0:
-            raise LaunchError(f"{name}: is {value}; it must be more than 0")
+    check_lengths(
+        steps=steps,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        max_seconds=max_seconds,
+        evaluate_every=evaluate_every,
+        evaluate_batches=evaluate_batches,
+    )
     plan = read(Plan, plan_path)
     plan = plan.model_copy(update={"training": plan.training.changed(training)})
     _check_evaluation(plan, evaluate=evaluate is not None, every=evaluate_every)

@@ -25,7 +25,20 @@ from planner.cluster import (
 from planner.document import Document, Part, nearest, plain
 from planner.errors import DocumentError
 from planner.stack import Stack, stack_of
-from planner.units import Amount, Count, Flag, Name, Positive, Rate, Text
+from planner.units import (
+    Amount,
+    Count,
+    Devices,
+    Flag,
+    Fraction,
+    Name,
+    Overhead,
+    Positive,
+    Proportion,
+    Rate,
+    Share,
+    Text,
+)
 
 D = TypeVar("D", bound=Document)
 
@@ -45,8 +58,8 @@ class AcceleratorEntry(Part):
     curve: DeviceCurve
     kernels: KernelRates = KernelRates()
     architecture: Name | None = None
-    devices_per_node: Positive = 8
-    host_devices: Positive | None = None
+    devices_per_node: Devices = 8
+    host_devices: Devices | None = None
     """Devices of one host, where the links of a node join several hosts: 4 of the 72 of NVL72."""
     tiers: tuple[LinkTier, ...] = ()
     """Within a node."""
@@ -79,7 +92,7 @@ class NodeEntry(Part):
 
     aliases: tuple[Text, ...] = ()
     accelerator: Text
-    devices_per_node: Positive
+    devices_per_node: Devices
     host_memory_bytes: Count | None = None
     network: LinkTier | None = None
     """`devices` is not used: the cluster knows how many there are."""
@@ -103,7 +116,7 @@ class Rent(Part):
     provider: Text
     instance: Text
     accelerator: Text
-    devices: Positive
+    devices: Devices
     region: Text
     on_demand_usd_per_device_hour: Amount | None = None
     spot_usd_per_device_hour: Amount | None = None
@@ -162,6 +175,38 @@ class Quantity(Part):
         return self
 
 
+class ShareQuantity(Quantity):
+    """A part of a whole that leaves something: what is lost of hours."""
+
+    value: Share
+    low: Share
+    high: Share
+
+
+class ProportionQuantity(Quantity):
+    """A part of a whole, from nothing to all of it."""
+
+    value: Proportion
+    low: Proportion
+    high: Proportion
+
+
+class FractionQuantity(Quantity):
+    """A part of a whole, and never nothing."""
+
+    value: Fraction
+    low: Fraction
+    high: Fraction
+
+
+class OverheadQuantity(Quantity):
+    """A factor by which the whole exceeds a part of it."""
+
+    value: Overhead
+    low: Overhead
+    high: Overhead
+
+
 class Carbon(Part):
     """Grams of CO2 per kWh of electricity, by country (ISO 3166)."""
 
@@ -178,7 +223,7 @@ class Facility(Part):
 
     node_power_over_tdp: Quantity
     network_w_per_device: Quantity
-    power_usage_effectiveness: Quantity
+    power_usage_effectiveness: OverheadQuantity
     electricity_usd_per_kwh: Quantity
     carbon_g_per_kwh: Carbon
 

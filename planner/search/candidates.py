@@ -33,7 +33,7 @@ from planner.costs.rates import rates
 from planner.model import ModelGraph
 from planner.native import Rules, refusal
 from planner.plan import Job, Layout
-from planner.schedule import FOLDED, splits_backward
+from planner.schedule import FOLDED, splits_backward, too_long
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import (
     boundaries_s,
@@ -101,16 +101,21 @@ class Candidates:
     def _families(self) -> Iterator[Family]:
         """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
         for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
-            plainest = _plainest(self.job, degrees)
+            plainest = _plainest(self.job, degrees, self.pins)
             reason = self.refusal(plainest)
             if reason is None:
                 saved = self._savings(plainest)
                 yield from families(self.model, self.cluster, self.job, degrees, self.pins, saved)
                 continue
-            count = len(sharings(degrees, self.pins)) * sum(
+            sizes = micro_batches(self.job, degrees, self.pins)
+            shape = {"stages": degrees.pipeline, "micro_batches": plainest.micro_batches}
+            each = sum(
                 len(timetables(self.model, degrees.pipeline, number, self.pins))
-                for _, number in micro_batches(self.job, degrees, self.pins)
+                for _, number in sizes
             )
+            if not sizes and too_long(**shape):
+                each = 1
+            count = len(sharings(degrees, self.pins)) * each
             if count:
                 self.refused[reason] = self.refused.get(reason, 0) + count
 
@@ -424,15 +429,18 @@ class Candidates:
         return None
 
 
-def _plainest(job: Job, degrees: Degrees) -> Layout:
+def _plainest(job: Job, degrees: Degrees, pins: Pins) -> Layout:
     """Return a layout of these degrees that shares nothing."""
+    whole = (1, job.global_batch // degrees.data)
+    size, count = (micro_batches(job, degrees, pins) or [whole])[-1]
     return Layout(
         tensor=degrees.tensor,
         context=degrees.context,
         expert=degrees.expert,
         pipeline=degrees.pipeline,
         data_replicate=degrees.data,
-        micro_batches=job.global_batch // degrees.data,
+        micro_batch=size,
+        micro_batches=count,
     )
 
 

@@ -39,6 +39,7 @@ from planner.search.ranks import largest_stage, run_of
 from planner.solver.instance import Instance, Solution, Stage
 from planner.solver.requirements import Requirement
 from planner.training import Training
+from planner.units import LONGEST_S
 
 __all__ = [
     "allowed",
@@ -264,7 +265,7 @@ def plan_with(
         micro_batches=layout.micro_batches,
         offload=layout.offload,
         gradient_wire=layout.gradient_wire,
-        timeout_s=max(SHORTEST_TIMEOUT_S, 10.0 * step_s),
+        timeout_s=min(max(SHORTEST_TIMEOUT_S, 10.0 * step_s), LONGEST_S),
         training=Training(lora=job.lora),
         stages=stages,
         groups=groups,

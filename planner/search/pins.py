@@ -22,6 +22,7 @@ from planner.plan import (
 from planner.profile import Recompute
 from planner.schedule import FOLDED, LOOPED
 from planner.solver.requirements import Requirement
+from planner.units import MOST_SAMPLES, whole_number
 
 SCHEDULES: tuple[ScheduleName, ...] = (
     "1f1b",
@@ -220,11 +221,12 @@ def _pin_value(field: str, value: str, item: str) -> int | str | tuple[Axis, ...
         if value not in words:
             raise DocumentError("fix", f"'{item}': {field} is one of {', '.join(words)}")
         return value
-    least = 0 if field == "zero" else 1
-    if not value.isdecimal() or int(value) < least or (field == "zero" and int(value) > 3):
-        bounds = "0, 1, 2 or 3" if field == "zero" else "a whole number from 1"
-        raise DocumentError("fix", f"'{item}': {field} is {bounds}")
-    return int(value)
+    least, most = (0, 3) if field == "zero" else (1, MOST_SAMPLES)
+    number = whole_number(value)
+    if number is None or not least <= number <= most:
+        bounds = "0, 1, 2 or 3" if field == "zero" else f"a whole number from 1 to {most:,}"
+        raise DocumentError("fix", f"'{item:.60}': {field} is {bounds}")
+    return number
 
 
 def _order(value: str, item: str) -> tuple[Axis, ...]:

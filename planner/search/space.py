@@ -21,7 +21,7 @@ from typing import NamedTuple, get_args
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
 from planner.plan import INSIDE_OUT, Axis, GradientWire, Job, Layout, Offload, ScheduleName
-from planner.schedule import FOLDED, LOOPED, obstacle
+from planner.schedule import FOLDED, LOOPED, obstacle, too_long
 from planner.search import axis_orders
 from planner.search.pins import SCHEDULES, Pins
 from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
@@ -150,8 +150,15 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
+    found, left, factor = [1], number, 2
+    while factor * factor <= left:
+        powers = [1]
+        while left % factor == 0:
+            left //= factor
+            powers.append(powers[-1] * factor)
+        found = [d * power for d in found for power in powers]
+        factor += 1
+    return sorted(found if left == 1 else [*found, *(d * left for d in found)])
 
 
 def layouts(
@@ -193,12 +200,16 @@ def every_degrees(
 
 
 def micro_batches(job: Job, degrees: Degrees, pins: Pins) -> list[tuple[int, int]]:
-    """Return the sizes of a micro-batch that divide a rank's share, each with their number."""
+    """Return the sizes of a micro-batch that divide a rank's share, each with their number.
+
+    Sizes whose schedule would be too long to list are left out.
+    """
     share = job.global_batch // degrees.data
     return [
         (size, share // size)
         for size in _allowed(divisors(share), pins.micro_batch)
-        if size <= LARGEST_MICRO_BATCH or pins.micro_batch is not None
+        if (size <= LARGEST_MICRO_BATCH or pins.micro_batch is not None)
+        and too_long(stages=degrees.pipeline, micro_batches=share // size) is None
     ]
 
 

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from planner.catalog import Facility, Quantity, facility
+from planner.catalog import (
+    Facility,
+    FractionQuantity,
+    OverheadQuantity,
+    ProportionQuantity,
+    Quantity,
+    ShareQuantity,
+    facility,
+)
 from planner.cluster import Precision
 from planner.document import Document, Part
-from planner.units import Amount, Fraction, Line, Positive, Rate, Text
+from planner.units import (
+    Amount,
+    Devices,
+    Factor,
+    Fraction,
+    Line,
+    Positive,
+    Rate,
+    Samples,
+    SampleTokens,
+    Text,
+)
+
+Q = TypeVar("Q", bound=Quantity)
+Years = Annotated[float, Field(ge=0.01, le=100, strict=True, allow_inf_nan=False)]
+Interest = Annotated[float, Field(ge=0, le=10, strict=True, allow_inf_nan=False)]
 
 ChangeName = Literal[
     "memory",
@@ -39,9 +62,9 @@ Order = Literal["cost", "time", "energy"]
 class Work(Part):
     """One training step."""
 
-    seq_len: Positive | None = None
+    seq_len: SampleTokens | None = None
     """The model's own, 8,192 at most, where it is not given."""
-    global_batch: Positive | None = None
+    global_batch: Samples | None = None
     """Sequences; about 4 million tokens where it is not given."""
     precision: Precision | None = None
     """What each cluster has units for, bf16 or fp16, where it is not given."""
@@ -140,7 +163,7 @@ class Offer(Part):
     name: Line | None = None
     cluster: Line
     """As on the command line; `{n}` stands for each of `n`."""
-    n: tuple[Positive, ...] = ()
+    n: tuple[Devices, ...] = ()
     largest: bool = False
     """Of `n`, only the largest that keeps the goal's power cap."""
     rent: Rental | None = None
@@ -151,7 +174,7 @@ class Offer(Part):
     """Instead of the study's own."""
     host_memory_bytes: Positive | None = None
     """Of a node, where the cluster does not say or says otherwise."""
-    change: dict[ChangeName, Rate] = Field(default_factory=dict)
+    change: dict[ChangeName, Factor] = Field(default_factory=dict)
     """The cluster as it could be: factors on its figures."""
     fix: tuple[Line, ...] = ()
     """As on the command line: tp=1, zero=3."""
@@ -172,31 +195,41 @@ class Offer(Part):
         return self
 
 
-def _assumed(value: float, low: float, high: float, why: str) -> Quantity:
-    return Quantity(value=value, low=low, high=high, source=f"assumed: {why}")
+def _assumed(cls: type[Q], value: float, low: float, high: float, why: str) -> Q:
+    return cls(value=value, low=low, high=high, source=f"assumed: {why}")
 
 
 class Assumptions(Part):
     """Figures that no plan knows; each default names its source."""
 
-    goodput: Quantity = _assumed(
-        0.9, 0.8, 0.97, "no public rate of failures by size was found; measure your own"
+    goodput: FractionQuantity = _assumed(
+        FractionQuantity,
+        0.9,
+        0.8,
+        0.97,
+        "no public rate of failures by size was found; measure your own",
     )
     """Share of the wall clock that trains: failures, restarts, checkpoints, evaluation."""
-    spot_lost: Quantity = _assumed(0.15, 0.05, 0.4, "interruptions differ by region and month")
+    spot_lost: ShareQuantity = _assumed(
+        ShareQuantity, 0.15, 0.05, 0.4, "interruptions differ by region and month"
+    )
     """Share of spot hours lost to restarts."""
     utilisation: Fraction = 0.8
     """Share of a bought device's hours that are used."""
-    years: Rate = 3.0
+    years: Years = 3.0
     """Until bought devices are sold."""
-    residual: Quantity = _assumed(0.3, 0.1, 0.5, "no resale prices by age were found")
+    residual: ProportionQuantity = _assumed(
+        ProportionQuantity, 0.3, 0.1, 0.5, "no resale prices by age were found"
+    )
     """Share of the price that they are sold for then."""
-    interest: Amount = 0.08
+    interest: Interest = 0.08
     """A year."""
-    lead_days: Quantity = _assumed(60, 14, 180, "delivery times differ by product and month")
+    lead_days: Quantity = _assumed(
+        Quantity, 60, 14, 180, "delivery times differ by product and month"
+    )
     """Until bought devices can be used."""
     electricity_usd_per_kwh: Quantity | None = None
-    power_usage_effectiveness: Quantity | None = None
+    power_usage_effectiveness: OverheadQuantity | None = None
     node_power_over_tdp: Quantity | None = None
     network_w_per_device: Quantity | None = None
     country: Line = "USA"
@@ -222,7 +255,7 @@ class Curve(Part):
     """One candidate, re-planned with one figure changed step by step."""
 
     change: ChangeName
-    factors: tuple[Rate, ...]
+    factors: tuple[Factor, ...]
     offer: Line | None = None
     """Its name; the best candidate where it is not given."""
 
@@ -231,7 +264,7 @@ class Marginal(Part):
     """One candidate, re-planned with one thing changed at a time."""
 
     offer: Line | None = None
-    changes: dict[ChangeName, tuple[Rate, ...]] = Field(default_factory=lambda: dict(USUAL))
+    changes: dict[ChangeName, tuple[Factor, ...]] = Field(default_factory=lambda: dict(USUAL))
 
 
 class Study(Document):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import socket
 import types
 import typing
 from functools import cache
@@ -169,6 +170,7 @@ def trainings(draw: st.DrawFn) -> Training:
             rate_steps=st.just(warmup + rest),
             decay_steps=st.integers(1, rest) if schedule == "wsd" else st.just(0),
             floor=st.floats(0, 1),
+            weight_decay=st.floats(0, 0.99),  # below 1 by learning rates of at most 1
         )
     )
 
@@ -199,6 +201,8 @@ def plans(draw: st.DrawFn) -> Plan:
             pipeline=st.just(ranks),
             data_shard=st.just(shard),
             data_replicate=st.integers(1, 4),
+            tensor=st.integers(1, 64),
+            context=st.integers(1, 64),
             order=st.permutations(INSIDE_OUT).map(tuple),
         )
     )
@@ -555,6 +559,53 @@ def test_a_place_reads_as_a_person_writes_it() -> None:
     assert path_text(()) == ""
     assert path_text(("a\nb", 1)) == "a\\nb[1]"
     assert path_text(("tiers", 0, "fractions", "all_reduce")) == "tiers[0].fractions.all_reduce"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder", "link to a pipe"])
+def test_what_may_never_end_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    if kind in ("pipe", "link to a pipe"):
+        os.mkfifo(path)
+    if kind == "link to a pipe":
+        (tmp_path / "link").symlink_to(path)
+        path = tmp_path / "link"
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    if kind == "device":
+        path = Path("/dev/zero")
+    if kind == "folder":
+        path.mkdir()
+
+    for reader in (document.read_text, document.read_table):
+        with pytest.raises(DocumentError, match=r"regular file|No such device|Is a directory"):
+            reader(path)
+
+
+def test_a_table_has_all_columns_in_all_rows(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes("\ufeffa, b\r\n1\r\n\r\n ü ,2,3\r\n".encode())
+
+    assert document.read_table(tmp_path / "t.csv") == (
+        ["a", "b"],
+        [{"a": "1", "b": ""}, {"a": "ü", "b": "2"}],
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"," * 1001, "header: has more than 1000 columns"),
+        (b"a\n" + b"1\n" * 500_001, "has more than 500,000 rows"),
+        (b'a\n"' + b"x" * 200_000, "is no CSV table: field larger"),
+        ("a\n".encode("utf-16"), "is not UTF-8 text"),
+    ],
+    ids=["columns", "rows", "cell", "encoding"],
+)
+def test_a_table_beyond_all_bounds_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+
+    with pytest.raises(DocumentError, match=rf"t\.csv: {message}"):
+        document.read_table(tmp_path / "t.csv")
 
 
 def test_schemas_for_editors_are_fresh() -> None:
