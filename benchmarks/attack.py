@@ -70,7 +70,8 @@ from planner.predict import (
 )
 from planner.prediction import Prediction
 from planner.schedule import splits_backward
-from planner.search.best_first import Answer, search
+from planner.search.answer import Answer
+from planner.search.best_first import search
 from planner.search.pins import Pins, read_allowances
 
 MOST_ACTIONS = 20_000
@@ -331,6 +332,7 @@ class Attack:
             outcome.inside += 1
             outcome.least_objective_s = min(outcome.least_objective_s, judged.objective_s)
             if judged.objective_s < answer.certificate.lower_bound_s * (1 - EQUAL):
+                self._confirm(judged)
                 _enlist(outcome.closed_form_hits, judged, judged.objective_s)
         if step_s < answer.prediction.step_time_s * (1 - TOLERANCE):
             self._confirm(judged)

@@ -77,7 +77,9 @@ def groups_of(degree: int, tier: str, *, stride: int = 1, inner: int = 1) -> Gro
     world, own = dist.get_world_size(), dist.get_rank()
     if degree == world:
         everyone = tuple(range(world))
-        return Group(tier=tier, ranks=everyone, handle=dist.group.WORLD, inner=inner)
+        everybody = dist.group.WORLD
+        assert everybody is not None, "no process group"
+        return Group(tier=tier, ranks=everyone, handle=everybody, inner=inner)
     mine = None
     for ranks in members(world, degree, stride):
         handle = dist.new_group(list(ranks))

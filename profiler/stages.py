@@ -145,7 +145,8 @@ def _rooted(stage: Chain, value: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 def _bytes(stage: Chain, case: Case) -> tuple[int, int, int]:
     """Return bytes stored, and the peaks of forward and backward above them."""
     looks = [_looked(stage, case) for _ in range(looks_at(stage))]
-    return tuple(min(values) for values in zip(*looks, strict=True))  # type: ignore[return-value]
+    stored, forward, backward = (min(values) for values in zip(*looks, strict=True))
+    return stored, forward, backward
 
 
 def _looked(stage: Chain, case: Case) -> tuple[int, int, int]:

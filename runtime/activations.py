@@ -124,7 +124,7 @@ class Packing:
         like = None
         if isinstance(tensor, DTensor):
             like = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-        offset = local.storage_offset() - start
+        offset = int(local.storage_offset()) - start
         return _View(known[1], tuple(local.shape), local.stride(), offset, like)
 
     @torch.no_grad()
@@ -311,7 +311,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     length = 1 + sum((size - 1) * stride for size, stride in steps)
     if 2 * length < total:
-        return tensor.storage_offset(), length
+        return int(tensor.storage_offset()), length
     return 0, total
 
 

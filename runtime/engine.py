@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -177,8 +178,8 @@ class Engine:
         holders = self._place.replicas * self.plan.mesh.tensor
         loss = self._optimizer.scale.taken_off(loss) / holders
         if isinstance(self._pipeline, StalePipeline):
-            loss, self._norm = self._late_update(self._pipeline, loss)
-            return StepResult(loss, self._norm, expert_load=self._expert_load())
+            mean, self._norm = self._late_update(self._pipeline, loss)
+            return StepResult(mean, self._norm, expert_load=self._expert_load())
         loss, norm = self._optimizer.step(loss).tolist()
         return StepResult(
             loss,
@@ -275,7 +276,7 @@ class Engine:
     def _before_micro_batch(self, *, last: bool) -> None:
         """Say what data parallelism does in this backward: reduce, and let parameters go."""
         if self._parts[0].wrapped:
-            chain = self._parts[0].chain
+            chain = cast(FSDPModule, self._parts[0].chain)
             chain.set_is_last_backward(last)
             chain.set_requires_gradient_sync(last or reduces_at_once(self.plan, self._place))
             chain.set_reshard_after_backward(last or gathers_anew(self.plan, self._place))
@@ -293,8 +294,8 @@ class Engine:
             return float(loss), self._norm
         pipeline.begin_update()
         self._optimizer.follow()
-        loss, norm = self._optimizer.step(loss).tolist()
-        return loss, norm
+        mean, norm = self._optimizer.step(loss).tolist()
+        return mean, norm
 
     def _mean_over_replicas(self) -> Mean | None:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):

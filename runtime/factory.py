@@ -285,7 +285,7 @@ def _made(file: ModuleType, source: str) -> _Made:
                 file=source,
             )
         before = [TOKENS, *(str(at) for at in range(len(modules) - 1))]
-        reads = {str(at): (read,) for at, read in enumerate(before)}
+        reads: dict[str, tuple[str, ...]] = {str(at): (read,) for at, read in enumerate(before)}
         made = _Made(modules=modules, reads=reads, named=False)
     for module in made.modules:
         for part in module.modules():
@@ -352,7 +352,7 @@ def _refuse_shared_memory(made: _Made, source: str) -> None:
                 "contiguous",
                 file=source,
             )
-        begin = parameter.storage_offset() * parameter.element_size()
+        begin = int(parameter.storage_offset()) * parameter.element_size()
         end = begin + _span(parameter) * parameter.element_size()
         others = seen.setdefault(parameter.untyped_storage()._cdata, [])
         for other_begin, other_end, other in others:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -178,7 +178,8 @@ class HuggingFace:
     def tie(self, layers: Mapping[str, nn.Module]) -> None:
         """Let the output projection be the token embedding, where both are here."""
         if self.tied_names and EMBEDDING in layers and HEAD in layers:
-            layers[HEAD].output.weight = layers[EMBEDDING].tokens.weight
+            output, tokens = layers[HEAD].output, layers[EMBEDDING].tokens
+            cast(nn.Linear, output).weight = cast(nn.Embedding, tokens).weight
 
     def fill(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Give the values that the library's `_init_weights` would draw."""

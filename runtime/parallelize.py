@@ -171,7 +171,7 @@ def _replicated(
 def _loads(layers: dict[str, nn.Module], device: torch.device) -> dict[str, Load]:
     """Count what the experts of each layer get, while the modules still have all of them."""
     return {
-        name: Load(module, len(module.gate_up_proj), device)
+        name: Load(module, experts.count_of(module), device)
         for name, layer in layers.items()
         for module in experts.modules_of(layer).values()
     }
@@ -225,9 +225,9 @@ def _check_parameters(layers: dict[str, nn.Module], adapter: Adapter) -> None:
         fresh = {id(p): p for p in layer.parameters() if id(p) not in seen}
         seen |= set(fresh)
         count = sum(
-            p.numel()
+            fresh[own].numel()
             for full_name, module, attribute in parameter_names(name, layer)
-            if id(p := module._parameters[attribute]) in fresh
+            if (own := id(module._parameters[attribute])) in fresh
             and not (full_name in adapter.tied_names and name != EMBEDDING)
         )
         if count != planned[name].parameters:
@@ -378,8 +378,8 @@ def _shards(layer: nn.Module, plan: Plan, place: Place) -> dict[int, Region]:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if local.ndim > dim:
                 chunk = -(-local.shape[dim] // parts)
-                ends = (min(at * chunk, local.shape[dim]) for at in (index, index + 1))
-                result[id(parameter)] = (dim, *ends)
+                begin, end = (min(at * chunk, local.shape[dim]) for at in (index, index + 1))
+                result[id(parameter)] = (dim, begin, end)
     return result
 
 

@@ -67,6 +67,14 @@ class Pipeline:
         """
         self._everywhere = tokens_everywhere
         count = 1 + max(action.stage for order in orders for action in order)
+        for part in parts:
+            for made in _tuple(part.outputs) if part.stage < count - 1 else ():
+                if not made.is_floating_point():
+                    # Its gradient would never be sent, and the next stage's be waited for.
+                    raise LaunchError(
+                        f"stage {part.stage} hands on {made.dtype}, which has no gradient; "
+                        "cut the model elsewhere"
+                    )
         self._parts = tuple(parts)
         self._rank_of = {
             action.stage: rank for rank, order in enumerate(orders) for action in order
@@ -88,12 +96,13 @@ class Pipeline:
         """Run one step on all micro-batches; return their losses on the last stage."""
         losses: list[Tensor] = []
         is_last = any(stage.is_last for stage in self._stages)
+        everywhere: dict[str, Any] = {"tokens": tokens} if self._everywhere else {}
         self._schedule.step(
             *((tokens,) if any(stage.is_first for stage in self._stages) else ()),
             target=targets if is_last else None,
             losses=losses if is_last else None,
             return_outputs=False,
-            **({"tokens": tokens} if self._everywhere else {}),
+            **everywhere,
         )
         for stage in self._stages:
             stage.finish_sends()
@@ -119,9 +128,10 @@ class Pipeline:
                 after = self._rank_of.get(part.stage + 1)
                 if before is not None and before != own:
                     x = tuple(self._received(one, before) for one in _tuple(part.inputs))
-                x = part.module(*_tuple(x), **({"tokens": batch} if self._everywhere else {}))
+                made = part.module(*_tuple(x), **({"tokens": batch} if self._everywhere else {}))
+                x = made
                 if after is None:
-                    losses.append(self._loss(x, target))
+                    losses.append(self._loss(made, target))
                 elif after != own:
                     for one in _tuple(x):
                         send = dist.isend(one.contiguous(), group=self._group, group_dst=after)
@@ -186,7 +196,7 @@ class _Stage(PipelineStage):
             self.args_recv_info[micro_batch] = tuple(copy.copy(info) for info in template)
         return result
 
-    def _create_grad_recv_info(self, act_send_info: dict) -> tuple:
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
         return tuple(
             _without_buffer(info) for info in super()._create_grad_recv_info(act_send_info)
         )
@@ -213,6 +223,7 @@ class _Stage(PipelineStage):
         if not self.is_first:
             pairs = zip(self.args_recv_info[fwd_chunk_id], self._declared_inputs, strict=True)
             for info, declared in pairs:
+                assert info.buffer is not None
                 info.buffer.requires_grad_(declared.requires_grad)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_last:
@@ -239,13 +250,17 @@ class _Stage(PipelineStage):
             )
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
         for work in self._coming_gradients.pop(bwd_chunk_id, ()):
             work.wait()
         if self._store is not None:
             self._store.deferring = not full_backward
-        super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         # The next stage has sent this micro-batch's gradient, so it has had the activation.
         for work in self.sent_activations.pop(bwd_chunk_id, ()):
             work.wait()
@@ -297,7 +312,7 @@ class _Stage(PipelineStage):
         self.sent_activations.clear()
         self.sent_gradients.clear()
 
-    def _allocate(self, received: tuple, declared: tuple[Tensor, ...]) -> None:
+    def _allocate(self, received: tuple[Any, ...], declared: tuple[Tensor, ...]) -> None:
         for info, like in zip(received, declared, strict=True):
             info.buffer = torch.empty_like(like, device=self.device, requires_grad=False)
 

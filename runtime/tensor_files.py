@@ -270,4 +270,4 @@ class TensorReader(StorageReader):
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the elements of a tensor, in their order."""
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data

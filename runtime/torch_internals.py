@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -66,7 +66,7 @@ def reduce_scatter(output: Tensor, source: Tensor, *, group: dist.ProcessGroup) 
 def fsdp_parameters(module: FSDPModule, *, below: bool = False) -> Iterator[Any]:
     """Yield FSDP's records of the parameters of a module, and of all modules below it if asked."""
     wrapper = replicate if isinstance(module, ReplicateModule) else fully_shard
-    own = wrapper.state(module)
+    own = cast(Any, wrapper).state(module)  # set on the function by torch's `contract`
     for state in own._state_ctx.all_states if below else (own,):
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # 2.11: one group, or none
@@ -87,11 +87,11 @@ def shapes_found_in(
         with context():
             return before(propagator, op_schema)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = inside
+    ShardingPropagator._propagate_tensor_meta_non_cached = inside  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = before
+        ShardingPropagator._propagate_tensor_meta_non_cached = before  # type: ignore[method-assign]
 
 
 class KeptByCall(dict[int, Any]):

@@ -164,9 +164,9 @@ def strategy_cost(
 ) -> StrategyCost:
     """Add a strategy's parts up.
 
-    An end of the pipeline has one boundary but two actions, hence `action_s`; `holds` says what the
-    rest is for.  While an offloaded layer runs, its neighbour's `neighbour_bytes` at most are on
-    the way.
+    An end of the pipeline has one boundary but two actions: hence `action_s`, half of it in either
+    pass, as a boundary's is (planner.solver.instance).  `holds` says what the rest is for.  While
+    an offloaded layer runs, its neighbour's `neighbour_bytes` at most are on the way.
     """
     stored, resident, transient = holds(
         part.stored_bytes,
@@ -179,8 +179,8 @@ def strategy_cost(
     return StrategyCost(
         recompute=part.recompute,
         activations=part.activations,
-        forward_s=part.forward_s,
-        backward_s=part.backward_s + action_s,
+        forward_s=part.forward_s + action_s / 2,
+        backward_s=part.backward_s + action_s / 2,
         stored_bytes=stored,
         transient_bytes=transient + (neighbour_bytes if part.activations == "offload" else 0.0),
         resident_bytes=resident,

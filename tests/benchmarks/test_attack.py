@@ -1,14 +1,19 @@
 """Plans that the search did not make never beat its proof, nor its answer by more than a little."""
 
+import random
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
 from benchmarks.attack import Attack
 from benchmarks.attack_plans import Draft
 from benchmarks.attack_requests import REQUESTS
-from planner.plan import Layout
+from planner.costs.layout_costs import CostTables
+from planner.plan import Layout, ScheduleName
+from planner.search.formulation import instance_of
+from planner.solver.instance import priced
 
 PLANS = 200
 TOO_MANY_BYTES = "the search counts more bytes on a rank than predict does"
@@ -61,6 +66,25 @@ def test_an_attack_sees_an_answer_that_is_too_slow() -> None:
     outcome = attack.run(PLANS)
 
     assert outcome.simulation_hits
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_any_cuts_have_the_objective_that_the_search_gives_them(schedule: ScheduleName) -> None:
+    attack = attack_on("gpt2-xl-4090")
+    layout = Layout(pipeline=4, schedule=schedule, micro_batch=2, micro_batches=32)
+    tables = CostTables(attack.model, attack.cluster, attack.job)
+    costs = tables.of(layout)
+    instance = instance_of(attack.model, attack.cluster, layout, costs)
+    rng = random.Random(schedule)
+    every = [[0, *sorted(rng.sample(range(1, 50), 3)), 50] for _ in range(20)]
+
+    # Behind [0, 14, ...] the embedding's rank has the slowest forward, another the backward.
+    for cuts in ([0, 14, 27, 40, 50], [0, 12, 25, 38, 50], *every):
+        sizes = tuple(end - first for first, end in pairwise(cuts))
+        judged = attack.judged(Draft(layout=layout, sizes=sizes, choices=(("none", "keep"),) * 50))
+        assert judged is not None
+        expected_s = priced(instance, cuts, [0] * 50).objective_s + costs.step_s
+        assert judged.objective_s == pytest.approx(expected_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ STEPS = 5
         ({"cut": None, "keep": (1, 1, 3)}, lambda whole: whole[:, 1:3]),
         ({"cut": (1, 0, 3), "pieces": 2}, lambda whole: whole[:, [0, 3]]),
     ],
-    ids=str,
+    ids=["whole", "rows", "columns", "kept rows", "kept columns", "pieces"],
 )
 def test_what_is_read_is_contiguous_and_shares_no_memory(
     how: dict[str, Any], taken: Any, dtype: torch.dtype, tmp_path: Path

@@ -39,7 +39,7 @@ from planner.plan import Job, Layout, Plan, ScheduleName
 from planner.predict import placement_prediction, placements_of
 from planner.profile import Profiles
 from planner.schedule import splits_backward
-from planner.search.best_first import Answer
+from planner.search.answer import Answer
 from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,

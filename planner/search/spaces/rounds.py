@@ -21,7 +21,7 @@ from planner.predict import placement_prediction, placements_of
 from planner.rounds.problem import RoundsProblem, RoundsSolution, moments
 from planner.rounds.solve import least_s, solve_rounds
 from planner.schedule import FOLDED, LOOPED, obstacle, rank_of_stage, splits_backward
-from planner.search.best_first import Answer
+from planner.search.answer import Answer
 from planner.search.candidates import Candidates
 from planner.search.certificate import (
     BOUNDS,
