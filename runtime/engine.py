@@ -24,6 +24,7 @@ from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
+from planner.schedules import schedule_of
 from runtime import eight_bits, lora
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
@@ -52,7 +53,7 @@ class StepResult:
     loss: float
     """Mean over all tokens of the global batch, before the step."""
     grad_norm: float
-    """Of the whole model, before clipping.  With pipedream-2bw that of the step before, or 0."""
+    """Of the whole model, before clipping.  With stale weights that of the step before, or 0."""
     skipped: bool = False
     """Gradients overflowed in fp16: no weight moved, and the next step has a smaller loss scale."""
     expert_load: float | None = None
@@ -352,9 +353,10 @@ class Engine:
             )
             for stage, part in zip(self.stages, self._parts, strict=True)
         ]
-        if plan.schedule == "pipedream-2bw":
+        if schedule_of(plan.schedule).stale:
             return StalePipeline(
                 parts[0],
+                name=plan.schedule,
                 stages=len(plan.stages),
                 micro_batches=plan.micro_batches,
                 groups=place.pipeline_groups(),

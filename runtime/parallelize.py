@@ -308,8 +308,7 @@ def gathers_anew(plan: Plan, place: Place | DataRanks) -> bool:
 
 def reduces_in_step(plan: Plan) -> bool:
     """Tell whether the optimizer's step makes the mean of gradients over replicas, not backward."""
-    stale = plan.schedule == "pipedream-2bw" and plan.mesh.pipeline > 1
-    return stale or plan.gradient_wire == "powersgd"
+    return plan.layout.executed.stale or plan.gradient_wire == "powersgd"
 
 
 def reduces_apart(plan: Plan, place: Place) -> bool:

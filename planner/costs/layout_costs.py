@@ -46,7 +46,6 @@ from planner.native import caveat, refusal
 from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Profile, Recompute
-from planner.schedule import splits_backward
 from planner.stack import Stack
 
 __all__ = [
@@ -384,13 +383,13 @@ class _Shared:
 
 def counted_by_rank(layout: Layout) -> bool:
     """Whether planner.costs.rank_memory tells memory: several stages a rank, or split backwards."""
-    split = layout.pipeline > 1 and splits_backward(layout.schedule)
-    return layout.virtual_stages > 1 or split
+    return layout.virtual_stages > 1 or layout.executed.splits_backward
 
 
 def holding_of(layout: Layout) -> Holding:
+    schedule = layout.executed
     if counted_by_rank(layout):
-        return "whole, last stage too" if layout.schedule == "dualpipe-v" else "whole"
-    if layout.pipeline > 1 and layout.schedule == "gpipe":
+        return "whole, last stage too" if schedule.last_waits else "whole"
+    if schedule.forwards_first:
         return "all forwards first"
-    return "each backward soon"
+    return "each backward later" if schedule.last_waits else "each backward soon"

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from planner.plan import Layout
 from planner.prediction import Finalist, Simulated
+from planner.schedules import schedule_of
 from planner.search.candidates import Candidates
 from planner.search.ranked import Ranked, ranked
 from planner.search.space import canonical, complexity, timetables
@@ -127,13 +128,14 @@ def simulated(candidates: Candidates, order: list[Ranked], closed_form: Ranked) 
 
 
 def simulated_bound_s(candidates: Candidates, layout: Layout) -> float | None:
-    """Seconds that no split of a 1F1B layout beats in the simulator; None where none is known.
+    """Seconds that no split of a layout beats in the simulator; None if Φ is not of its schedule.
 
     `planner.solver.phi.balanced_s` of the least Σ_s t_s that fits; transfers, which the closed form
     charges to stages, count as latency there.  The rank of the first stage ends last, and reduces
     and updates at least its first layer.
     """
-    if layout.schedule != "1f1b" or len(candidates.model.chain) > MOST_BOUNDED:
+    phi = schedule_of(layout.schedule).phi_bound
+    if not phi or len(candidates.model.chain) > MOST_BOUNDED:
         return None
     costs, instance = candidates.costs(layout), candidates.instance(layout)
     least = solve_exactly(

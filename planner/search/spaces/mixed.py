@@ -33,12 +33,11 @@ from planner.costs.layout_costs import LayoutCosts, refusal, room_bytes
 from planner.costs.seats import Seats
 from planner.errors import DocumentError
 from planner.model import ModelGraph
-from planner.native import GROUP_SCHEDULES
 from planner.pipeline_model import held
-from planner.plan import Job, Layout, Plan, ScheduleName
+from planner.plan import Job, Layout, Plan
 from planner.predict import placement_prediction, placements_of
 from planner.profile import Profiles
-from planner.schedule import splits_backward
+from planner.schedules import schedule_of
 from planner.search.answer import Answer
 from planner.search.certificate import (
     BOUNDS,
@@ -167,7 +166,7 @@ class MixedSpace(GroupSpace):
                 continue
             for size, count in micro_batches(self.job, degrees, self.pins):
                 for timetable in timetables(self.model, degrees.pipeline, count, self.pins):
-                    if timetable.schedule not in GROUP_SCHEDULES or not shared:
+                    if schedule_of(timetable.schedule).stale or not shared:
                         continue
                     every = partial(self._layouts, degrees, shared, size, count, timetable)
                     first = next(every())
@@ -327,7 +326,7 @@ class MixedSpace(GroupSpace):
         counts = np.array(self._counts)
         stages = np.array(list(self.costs.stages_of(layout).values()))
         steady, fill = layout_pace(self.model, layout)
-        split = layout.pipeline > 1 and splits_backward(layout.schedule)
+        split = layout.executed.splits_backward
         whole_s = time_s @ counts
         step_s = max(tables.step_s for tables in self.costs.tables.values())
         if not whole_s.all():
@@ -441,7 +440,7 @@ class MixedGraphSpace(MixedSpace):
 
 
 @lru_cache(maxsize=1 << 12)
-def _held(schedule: ScheduleName, ranks: int, count: int, virtual: int) -> tuple[Floats, Floats]:
+def _held(schedule: str, ranks: int, count: int, virtual: int) -> tuple[Floats, Floats]:
     """[rank] Micro-batches in flight of a stage, and activations that wait to be sent, at least."""
     if ranks == 1:
         return np.ones(1), np.zeros(1)
@@ -453,7 +452,7 @@ def _held(schedule: ScheduleName, ranks: int, count: int, virtual: int) -> tuple
         dtype=float,
     )
     sends = np.ones(ranks)
-    if virtual == 1 and not splits_backward(schedule):
+    if virtual == 1 and not schedule_of(schedule).splits_backward:
         sends[-1] = 0.0
     return alive / virtual, sends * alive + 2 * virtual
 
