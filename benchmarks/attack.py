@@ -69,7 +69,8 @@ from planner.predict import (
     stage_seconds,
 )
 from planner.prediction import Prediction
-from planner.search.best_first import Answer, search
+from planner.search.answer import Answer
+from planner.search.best_first import search
 from planner.search.pins import Pins, read_allowances
 
 MOST_ACTIONS = 20_000

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshwright.jobs import Submission
     from meshwright.launches import Run
     from planner.profile import CollectiveCurve, LayerMeasurement, Profile, StageMeasurement
-    from planner.search.best_first import Answer
+    from planner.search.answer import Answer
     from profiler.agenda import Wish
     from profiler.profile import Intended
     from runtime.export import Exported

@@ -36,7 +36,7 @@ from planner.native import CAVEAT_SOURCE
 from planner.report.solution_text import solution_json, solution_text
 from planner.report.terminal import Terminal
 from planner.report.text import answer_text, assumption_lines, prediction_lines
-from planner.search.best_first import Answer
+from planner.search.answer import Answer
 from planner.shown import lines
 from planner.solver.instance import Infeasible, Solution
 from planner.units import bytes_text, count_text
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from planner.search.best_first import Progress as Report
+    from planner.search.answer import Progress as Report
 
 app = typer.Typer(
     help="Finds the fastest way to train your model on your machines that fits in memory, "

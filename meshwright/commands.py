@@ -40,7 +40,8 @@ from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
-from planner.search.best_first import Answer, Progress, search
+from planner.search.answer import Answer, Progress
+from planner.search.best_first import search
 from planner.search.pins import pinned_layout, read_layout, read_pins, without_effect
 from planner.solver.instance import Fathomed, Infeasible, Solution
 from planner.solver.problem import Problem

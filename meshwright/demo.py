@@ -16,7 +16,7 @@ from planner import document
 from planner.errors import MeshwrightError
 from planner.report.terminal import Terminal
 from planner.report.text import answer_text, prediction_lines
-from planner.search.best_first import Answer
+from planner.search.answer import Answer
 from planner.shown import lines
 from planner.units import seconds_text
 

@@ -16,7 +16,8 @@ from planner.model import ModelGraph
 from planner.plan import Job, Plan
 from planner.profile import Profiles
 from planner.schedules import schedule_of
-from planner.search.best_first import Answer, search
+from planner.search.answer import Answer
+from planner.search.best_first import search
 from planner.search.pins import Allowance, Pins
 from planner.whatif.changes import changed
 

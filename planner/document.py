@@ -383,7 +383,10 @@ def _known(cls: type[BaseModel]) -> str:
 
 def first_error(error: ValidationError) -> DocumentError:
     """Return pydantic's first finding as our error; the rest is counted."""
-    findings = error.errors(include_url=False)
+    try:
+        findings = error.errors(include_url=False)
+    except UnicodeEncodeError:  # pydantic cannot tell of a key that is no text
+        return DocumentError("", "has a key with half of a surrogate pair; write characters whole")
     first = findings[0]
     location = tuple(first["loc"])
     context = first.get("ctx", {})

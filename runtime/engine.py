@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import assert_never, cast
 
 import torch
 import torch.distributed as dist
@@ -301,8 +301,14 @@ class Engine:
     def _mean_over_replicas(self) -> Mean | None:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):
             return None
-        kind = PowerSGD if self.plan.gradient_wire == "powersgd" else Mean
-        return kind(self._place.data.replicating.get_group())
+        group = self._place.data.replicating.get_group()
+        match self.plan.gradient_wire:
+            case "powersgd":
+                return PowerSGD(group)
+            case "full" | "bf16" | "fp16":
+                return Mean(group)
+            case _:
+                assert_never(self.plan.gradient_wire)
 
     def _new_replicas(self) -> Replicas | None:
         replicated = [one for part in self._parts for one in part.replicated]

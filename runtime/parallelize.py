@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 import torch.distributed as dist
@@ -260,9 +261,13 @@ def _over_data(
     if plain and not ranks.sharded:
         replicate(module, mesh=ranks.mesh, mp_policy=policy, ignored_params=others)
         return
-    offload = OffloadPolicy()
-    if plan.offload == "parameters":
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    match plan.offload:
+        case "none" | "optimizer":
+            offload = OffloadPolicy()
+        case "parameters":
+            offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        case _:
+            assert_never(plan.offload)
     fully_shard(
         module,
         mesh=ranks.division if plan.gradient_wire == "full" else ranks.sharding,

@@ -28,6 +28,8 @@ MARGIN = 0.03
 """Beyond the optimum of the closed form, relatively."""
 MOST_SOLVED = 8
 """Partition problems beside the optimum's."""
+MOST_BOUNDED = 256
+"""Layers of a chain whose simulated step is bounded: of 1,000 the bound takes a minute."""
 MOST_ACTIONS = 20_000
 """Forwards and backwards of all ranks in one simulated step; the optimum's may be more."""
 TIE = 1e-9
@@ -111,7 +113,7 @@ def simulated(candidates: Candidates, order: list[Ranked], closed_form: Ranked) 
             f"no split of {chosen.prediction.layout} is faster (Phi of 1F1B, memory as in the "
             "closed form)"
             if bound_s is not None
-            else f"none is known for {chosen.plan.schedule}"
+            else f"none is known for {chosen.plan.schedule} on {len(candidates.model.chain)} layers"
         ),
         margin=MARGIN,
         finalists=tuple(
@@ -132,7 +134,8 @@ def simulated_bound_s(candidates: Candidates, layout: Layout) -> float | None:
     charges to stages, count as latency there.  The rank of the first stage ends last, and reduces
     and updates at least its first layer.
     """
-    if not schedule_of(layout.schedule).phi_bound:
+    phi = schedule_of(layout.schedule).phi_bound
+    if not phi or len(candidates.model.chain) > MOST_BOUNDED:
         return None
     costs, instance = candidates.costs(layout), candidates.instance(layout)
     least = solve_exactly(

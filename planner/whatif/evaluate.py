@@ -16,7 +16,8 @@ from planner.expressions import resolve_model
 from planner.model import ModelGraph
 from planner.plan import Job, Plan
 from planner.prediction import Prediction
-from planner.search.best_first import Answer, search
+from planner.search.answer import Answer
+from planner.search.best_first import search
 from planner.search.pins import read_pins
 from planner.units import bytes_text
 from planner.whatif import economics

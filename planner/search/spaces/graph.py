@@ -26,7 +26,7 @@ from planner.costs.seats import branching
 from planner.errors import DocumentError
 from planner.plan import Job, Layout, Plan, PlannedModel
 from planner.predict import placement_prediction, placements_of
-from planner.search.best_first import TIES_LIMIT_S, Answer
+from planner.search.answer import TIES_LIMIT_S, Answer
 from planner.search.candidates import Candidates
 from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
 from planner.search.formulation import instance_of, plan_of

@@ -38,7 +38,7 @@ from planner.plan import Job, Layout, Plan
 from planner.predict import placement_prediction, placements_of
 from planner.profile import Profiles
 from planner.schedules import schedule_of
-from planner.search.best_first import Answer
+from planner.search.answer import Answer
 from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,

@@ -22,7 +22,7 @@ from planner.rounds.problem import RoundsProblem, RoundsSolution, moments
 from planner.rounds.solve import least_s, solve_rounds
 from planner.schedule import obstacle, rank_of_stage, splits_backward
 from planner.schedules import PLAIN, SCHEDULES, schedule_of
-from planner.search.best_first import Answer
+from planner.search.answer import Answer
 from planner.search.candidates import Candidates
 from planner.search.certificate import (
     BOUNDS,

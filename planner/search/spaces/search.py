@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from planner.costs.layout_costs import LayoutCosts
 from planner.errors import NoPlanFits
 from planner.plan import Layout
-from planner.search.best_first import Answer
+from planner.search.answer import Answer
 from planner.search.certificate import CHOSEN, REFUSED, SLOWER, Account
 from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first, ranking
 from planner.search.ranked import Ranked, proven

@@ -12,7 +12,8 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Job, Layout, Stage
 from planner.prediction import Certificate
 from planner.report.text import answer_text, stages_text
-from planner.search.best_first import Answer, search
+from planner.search.answer import Answer
+from planner.search.best_first import search
 from planner.search.certificate import of_plan
 from planner.search.pins import Pins
 
