@@ -22,6 +22,7 @@ from planner.search.space import canonical, complexity, timetables
 from planner.solver.inner import solve as solve_exactly
 from planner.solver.instance import Instance, Solution
 from planner.solver.phi import balanced_s
+from planner.tolerances import EQUAL
 
 MARGIN = 0.03
 """Beyond the optimum of the closed form, relatively."""
@@ -29,7 +30,6 @@ MOST_SOLVED = 8
 """Partition problems beside the optimum's."""
 MOST_ACTIONS = 20_000
 """Forwards and backwards of all ranks in one simulated step; the optimum's may be more."""
-TIE = 1e-9
 
 Solve = Callable[[Instance, float], object]
 
@@ -65,7 +65,7 @@ def finalists(
         fitting,
         key=lambda one: (
             # What is within the tie of the fastest counts as equal to it.
-            max(one.prediction.step_time_s, least_s * (1 + TIE)),
+            max(one.prediction.step_time_s, least_s * (1 + EQUAL)),
             one is not best,
             complexity(one.plan.layout),
         ),

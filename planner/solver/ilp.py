@@ -37,10 +37,10 @@ flight and per one that waits; h is what a layer has on its host of H bytes.
 
 With `forward_apart`, τ is the sum of two: stage{s}_forward_is_within_the_slowest of them and
 stage{s}_backward_is_within_the_slowest.  A bound or a cutoff that is known beforehand is a row over
-the objective: no_faster_than_known, faster_than_the_cutoff.  Side constraints (planner.solver.sides) are more rows, side{number}_...: Σ n <= most on
-a stage that holds at most so many layers; n = 0 on stages where a layer may not be and for options
-that it may not have; one binary per stage where layers lie together.  A run ends where one of them
-begins or ends.
+the objective: no_faster_than_known, faster_than_the_cutoff.  Side constraints
+(planner.solver.sides) are more rows, side{number}_...: Σ n <= most on a stage that holds at most so
+many layers; n = 0 on stages where a layer may not be and for options that it may not have; one
+binary per stage where layers lie together.  A run ends where one of them begins or ends.
 
 Costs of cuts depend on where a cut is.  With them every layer is a run of its own, its row "done"
 is an equation, and the cut behind stage s lies behind layer a if done[a,s] - done[a+1,s] is 1.
@@ -73,6 +73,7 @@ from planner.solver.instance import (
 )
 from planner.solver.memory_reach import why_infeasible
 from planner.solver.sides import AtMost, Chosen, Placed, Together
+from planner.tolerances import EQUAL, HIGHS_FEASIBILITY, HIGHS_GAP, HIGHS_MARGIN
 
 if TYPE_CHECKING:
     import highspy
@@ -80,9 +81,6 @@ if TYPE_CHECKING:
 else:
     highspy = OnUse("highspy", "solving an integer program")
     pulp = OnUse("pulp", "solving an integer program")
-
-# HiGHS accepts solutions this far outside of a limit, in scaled units; in gigabytes it is a byte.
-_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ def solve(
     instance: Instance,
     *,
     time_limit_s: None = None,
-    gap: float = 1e-6,
+    gap: float = HIGHS_GAP,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
 ) -> Solution | Infeasible | Fathomed: ...
@@ -132,7 +130,7 @@ def solve(
     instance: Instance,
     *,
     time_limit_s: float,
-    gap: float = 1e-6,
+    gap: float = HIGHS_GAP,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
 ) -> Solution | Infeasible | Fathomed | Unfinished: ...
@@ -142,7 +140,7 @@ def solve(
     instance: Instance,
     *,
     time_limit_s: float | None = None,
-    gap: float = 1e-6,
+    gap: float = HIGHS_GAP,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
 ) -> Solution | Infeasible | Fathomed | Unfinished:
@@ -157,7 +155,7 @@ def solve(
     bound_s = -math.inf
     # A solution may exceed a capacity by the solver's tolerance.  Then it is asked again for one
     # that leaves a little free; the bound is that of the whole capacity.
-    for margin in (0.0, 1e-9, 1e-7):
+    for margin in (0.0, HIGHS_FEASIBILITY, HIGHS_MARGIN):
         formulation = formulate(instance, margin=margin, at_least_s=at_least_s, cutoff_s=cutoff_s)
         outcome = _run(formulation, time_limit_s, gap)
         if outcome.impossible and margin == 0.0:
@@ -212,7 +210,7 @@ def formulate(
     _state_hosts(stated, margin)
     _state_sides(stated)
     if at_least_s > -math.inf:  # a hair less, for the solver's tolerances
-        known_s = at_least_s - 1e-7 * abs(at_least_s)
+        known_s = at_least_s - HIGHS_MARGIN * abs(at_least_s)
         program += total >= known_s / stated.unit_s, "no_faster_than_known"
     if cutoff_s < math.inf:
         program += total <= cutoff_s / stated.unit_s, "faster_than_the_cutoff"
@@ -397,8 +395,8 @@ def _run(stated: Formulation, time_limit_s: float | None, gap: float) -> Outcome
         gapRel=gap,
         gapAbs=0.0,
         timeLimit=time_limit_s,
-        mip_feasibility_tolerance=_TOLERANCE,
-        primal_feasibility_tolerance=_TOLERANCE,
+        mip_feasibility_tolerance=HIGHS_FEASIBILITY,
+        primal_feasibility_tolerance=HIGHS_FEASIBILITY,
     )
     program = stated.program
     try:
@@ -432,7 +430,7 @@ def read(stated: Formulation, outcome: Outcome, gap: float) -> Solution | Unfini
         _order_alike(stated.instance, options, cuts[-2])
     solution = priced(stated.instance, cuts, options, lower_bound_s=outcome.bound_s)
     # Closed to the gap that was asked for counts as optimal only if the solver says so.
-    return replace(solution, tolerance=2 * gap if outcome.proven else 1e-9)
+    return replace(solution, tolerance=2 * gap if outcome.proven else EQUAL)
 
 
 def _order_alike(instance: Instance, options: list[int], first: int) -> None:
