@@ -8,16 +8,18 @@ part of them that its W take, a step of m micro-batches on P ranks of V stages t
 and rank r holds the activations of in_flight_r micro-batches, all its stages together.
 
 How exact that is, against the simulator and with no transfer time (transfers are charged to t_r);
-the last column is for stages whose times scatter by 10 %:
+the last column is for stages whose times scatter by 10 % (`forward_apart`: see
+planner.solver.instance):
 
-schedule         uniform stages                  uneven stages, form / simulated 1f1b
-exact                           1.00-1.12; 1.00 if the slowest stage is the last gpipe
-exact                           1.00 with `forward_apart` (see planner.solver.instance) interleaved
-exact                           0.94-1.13 zb-h1            exact if f, b <= f + b - w
-0.99-1.08 interleaved-zb   exact if f, b <= f + b - w      0.94-1.05 zbv              exact if f =
-b = w              0.97-1.08 dualpipe-v       exact if f = b = w              0.97-1.08; what
-overlap gains is not counted pipedream-2bw    exact, per step                 1.00, as long as it
-never drains
+    schedule         uniform stages                uneven stages, form / simulated
+    1f1b             exact                         1.00-1.12; 1.00 if the slowest is the last
+    gpipe            exact                         1.00 with `forward_apart`
+    interleaved      exact                         0.94-1.13
+    zb-h1            exact if f, b <= f + b - w    0.99-1.08
+    interleaved-zb   exact if f, b <= f + b - w    0.94-1.05
+    zbv              exact if f = b = w            0.97-1.08
+    dualpipe-v       exact if f = b = w            0.97-1.08; overlap's gain is not counted
+    pipedream-2bw    exact, per step               1.00, as long as it never drains
 
 Here f, b, w are a stage's seconds of F, I and W.  On uniform stages zb-h1 and interleaved-zb take
 m t + (P - 1) max(f, b, f + b - w) / V, of which the form is the last branch: `uniform_step_s`.

@@ -32,6 +32,7 @@ from planner.prediction import Assumption, Prediction, StagePrediction
 from planner.profile import Profile, Profiles, Recompute
 from planner.schedule import orders, rank_of_stage
 from planner.simulate import Timeline, timeline
+from planner.tolerances import ROUNDING
 
 Placement = tuple[tuple[str, Recompute, Activations], ...]
 """Layer kinds of one stage in order, each with its choices."""
@@ -350,7 +351,7 @@ def _hosts_fit(
         if seat.host_room_bytes is not None
     ]
     if rooms:
-        return all(used <= room * (1 + 1e-12) for used, room in rooms)
+        return all(used <= room * (1 + ROUNDING) for used, room in rooms)
     return overfull(tables.cluster, layout, on_host) is None
 
 
@@ -475,7 +476,7 @@ def _filled(seconds: Sequence[float], stages: int, limit: float) -> tuple[int, .
     at = len(seconds)
     for left in range(stages - 1, -1, -1):
         total = 0.0
-        while at > left and total + seconds[at - 1] <= limit * (1 + 1e-12):
+        while at > left and total + seconds[at - 1] <= limit * (1 + ROUNDING):
             at -= 1
             total += seconds[at]
         cuts.append(at)

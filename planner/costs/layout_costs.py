@@ -47,6 +47,7 @@ from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Profile, Recompute
 from planner.stack import Stack
+from planner.tolerances import SETTLED
 
 __all__ = [
     "CostTables",
@@ -74,7 +75,7 @@ def room_bytes(device: Accelerator, memory_bytes: float | None = None) -> float:
 
 def has_room(device: Accelerator, peak_bytes: float) -> bool:
     """Whether a device holds a rank's peak, up to the rounding of its sum."""
-    return peak_bytes <= room_bytes(device) * (1 + 1e-11)
+    return peak_bytes <= room_bytes(device) * (1 + SETTLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,8 @@ from planner.search.space import (
     timetables,
 )
 from planner.solver import bounds
-from planner.solver.instance import ROUNDING, Instance
+from planner.solver.instance import Instance
+from planner.tolerances import ROUNDING, SLACK
 
 Levels = list[tuple[tuple[Sharing, ...], bounds.Floats]]
 """Sharings of one ZeRO level, with a bound for each timetable."""
@@ -188,7 +189,7 @@ class Candidates:
 
     def _added_s(self, saving: Saving) -> float:
         added_s = least_s(saving, self._parameters, self.cluster.devices, self._rates)
-        return (1 - 1e-9) * added_s
+        return (1 - SLACK) * added_s
 
     def _timetables_s(self, families: Sequence[Family]) -> bounds.Floats:
         """[timetable of the families in turn] Least seconds by computation alone."""
@@ -311,7 +312,7 @@ class Candidates:
             fill=fill,
             credits_s=credited * float(self._chain.credits_s[number]),
         )
-        least_s = np.asarray(balanced_s * (1 - 1e-12) + self.tables.step_s)
+        least_s = np.asarray(balanced_s * (1 - ROUNDING) + self.tables.step_s)
         return _Shared(part, least_s, moved)
 
     def _moved(self, part: Family) -> _Moved:

@@ -23,6 +23,7 @@ from planner.search.space import canonical, complexity, timetables
 from planner.solver.inner import solve as solve_exactly
 from planner.solver.instance import Instance, Solution
 from planner.solver.phi import balanced_s
+from planner.tolerances import EQUAL
 
 MARGIN = 0.03
 """Beyond the optimum of the closed form, relatively."""
@@ -32,7 +33,6 @@ MOST_BOUNDED = 256
 """Layers of a chain whose simulated step is bounded: of 1,000 the bound takes a minute."""
 MOST_ACTIONS = 20_000
 """Forwards and backwards of all ranks in one simulated step; the optimum's may be more."""
-TIE = 1e-9
 
 Solve = Callable[[Instance, float], object]
 
@@ -68,7 +68,7 @@ def finalists(
         fitting,
         key=lambda one: (
             # What is within the tie of the fastest counts as equal to it.
-            max(one.prediction.step_time_s, least_s * (1 + TIE)),
+            max(one.prediction.step_time_s, least_s * (1 + EQUAL)),
             one is not best,
             complexity(one.plan.layout),
         ),

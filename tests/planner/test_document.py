@@ -582,6 +582,12 @@ def test_what_may_never_end_is_refused_without_waiting(kind: str, tmp_path: Path
             reader(path)
 
 
+@pytest.mark.parametrize("text", ['{"\\ud800": 1}', '"\\ud800": 1', 'name: "\\ud800"'])
+def test_half_a_character_is_refused(text: str) -> None:
+    with pytest.raises(DocumentError):
+        ModelGraph.parse(text)
+
+
 def test_a_table_has_all_columns_in_all_rows(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes("\ufeffa, b\r\n1\r\n\r\n ü ,2,3\r\n".encode())
 

@@ -68,7 +68,7 @@ from planner.search.spaces.misses import Request, closest_miss
 from planner.search.spaces.search import Progress, Refusals, Space, search_spaces
 from planner.search.spaces.shares import ShareSpace
 from planner.solver.graphs.graph_instance import Undecided
-from planner.solver.instance import ROUNDING, Fathomed, Infeasible, Instance
+from planner.solver.instance import Fathomed, Infeasible, Instance
 from planner.solver.unequal.unequal import least_s, solve_unequal
 from planner.solver.unequal.unequal_graph import (
     UnequalGraph,
@@ -76,6 +76,7 @@ from planner.solver.unequal.unequal_graph import (
     solve_unequal_graph,
 )
 from planner.solver.unequal.unequal_instance import UnequalSolution
+from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
 
@@ -265,7 +266,7 @@ class MixedSpace(GroupSpace):
         }
         problem = self.problem(first, chains)
         step_s = max(tables.step_s for tables in self.costs.tables.values())
-        return (1 - 1e-12) * self.least_split_s(problem) + step_s
+        return (1 - ROUNDING) * self.least_split_s(problem) + step_s
 
     def memory_s(self, layout: Layout) -> float:
         """Least seconds of a step with what stages can hold; inf if the layout does not fit."""
@@ -337,7 +338,7 @@ class MixedSpace(GroupSpace):
             slowest_s = max(slowest_s, float(time_s.min(axis=0).max()))
         fill_s = float(counts @ (fill * (time_s - split * credits_s)).min(axis=0))
         # Sums taken in two orders differ in the last bits.
-        return (1 - 1e-12) * (steady * slowest_s + fill_s + fill * exposed_s) + step_s
+        return (1 - ROUNDING) * (steady * slowest_s + fill_s + fill * exposed_s) + step_s
 
     def _passes_s(self, layout: Layout) -> tuple[Floats, Floats]:
         """[group, kind] Least seconds of a micro-batch with nothing shared, and least credits."""

@@ -46,6 +46,7 @@ from planner.search.space import Timetable, every_degrees, families
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.search import Misses, Progress, Refusals, runnable, search_spaces
 from planner.solver.instance import Fathomed, Infeasible
+from planner.tolerances import ROUNDING
 
 MOST_LAYERS = 64
 """Longer chains are not offered two stages a rank: their splits take minutes to try."""
@@ -109,7 +110,7 @@ class RoundSpace(AlikeSpace):
         ranks = layout.pipeline
         mean_s = layout.micro_batches * whole_s / ranks
         stage_s = (whole_s - split * credit_s) / (2 * ranks)
-        return (1 - 1e-12) * (mean_s + (ranks - 1) * stage_s) + self._tables.step_s
+        return (1 - ROUNDING) * (mean_s + (ranks - 1) * stage_s) + self._tables.step_s
 
     def _choices(self, layout: Layout, kind: str) -> list[StrategyCost]:
         """Return what a layer may choose among."""
