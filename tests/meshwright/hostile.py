@@ -38,6 +38,9 @@ import yaml
 from typer.models import ArgumentInfo, ParameterInfo
 
 from meshwright import cli
+from meshwright.commands import plan
+from planner import document
+from planner.search.answer import Answer
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 20
@@ -158,7 +161,20 @@ def _base(path: str) -> Any:
 
 def _problem() -> Any:
     text = (ROOT / "docs/problem.md").read_text()
-    return yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0].replace("e9", ".0e+9"))
+    return document.plain(text.partition("```yaml\n")[2].partition("```")[0])
+
+
+def _sharded() -> Any:
+    """Return a plan that every framework can run."""
+    answer = plan(
+        "llama-3.2-1b",
+        "8xh100-sxm-80gb",
+        seq_len=1024,
+        global_batch=64,
+        fix=["tp=1,pp=1,cp=1,zero=3,recompute=none"],
+    )
+    assert isinstance(answer, Answer)
+    return answer.plan.model_dump(mode="json", exclude_none=True)
 
 
 def _study() -> Any:
@@ -202,14 +218,15 @@ def _report() -> Any:
         "format": 1, "model": "demo-4m", "plan_digest": "sha256:0", "layout": "dp=2",
         "device": "cpu", "ranks": 2, "first_step": 1, "steps": 5, "stopped": "steps",
         "losses": [5.0, 4.0],
-        "grad_norms": [1.0, 1.0], "step_s": [0.1, 0.1], "timed_steps": 2, "step_time_s": 0.1,
-        "stages": [], "metrics": "m", "logs": "l", "orders": {},
+        "grad_norms": [1.0, 1.0], "step_s": [0.1, 0.1], "timed_steps": 2, "step_time_s": 1.0,
+        "stages": [], "wall_s": 1.0, "output": "o", "metrics": "m", "logs": "l",
     }  # fmt: skip
 
 
 BASES: dict[str, Callable[[], Any]] = {
     "plan.yaml": lambda: _base("plans/demo-4m-on-local/plan.yaml"),
     "large.yaml": lambda: _base("plans/llama-3.1-8b-on-8xh100/plan.yaml"),
+    "sharded.yaml": _sharded,
     "profile.yaml": lambda: _base("plans/demo-4m-on-local/profile.yaml"),
     "cluster.yaml": lambda: _base("plans/demo-4m-on-local/cluster.yaml"),
     "model.yaml": lambda: _base("plans/demo-4m-on-local/model.yaml"),
@@ -235,10 +252,10 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("large.yaml",),
     ),
     "export": (
-        ("large.yaml", "--to", "megatron"),
-        ("large.yaml", "--to", "torchtitan"),
-        ("large.yaml", "--to", "deepspeed"),
-        ("large.yaml", "--to", "accelerate"),
+        ("sharded.yaml", "--to", "megatron"),
+        ("sharded.yaml", "--to", "torchtitan"),
+        ("sharded.yaml", "--to", "deepspeed"),
+        ("sharded.yaml", "--to", "accelerate"),
         ("plan.yaml", "--to", "@word"),
         ("folder", "--to", "huggingface", "-o", "out"),
         ("folder", "--to", "peft", "-o", "out"),
@@ -246,7 +263,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "profile": (("@model", "--cluster", "local:2", "--dry-run"),),
     "show": (("plan.yaml",), ("large.yaml",)),
     "validate": (("runs.csv",),),
-    "calibrate": (("runs.csv",), ("folder",)),
+    "calibrate": (("runs.csv",), ("folder", "folder", "folder")),
     "whatif": (("study.yaml",), ("--model", "@model", "--clusters", "@cluster", "--tokens", "1e9")),
     "catalog": (
         ("prices", "--import", "prices.csv", "--date", "2026-01"),
