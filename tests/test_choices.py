@@ -28,9 +28,8 @@ TABLE = Table(kind="mlp", operators=(), input_bytes=1.0, output="x")
 def reduction(wire: Any) -> object:
     """What an engine would sum gradients with over two replicas."""
     replicating = SimpleNamespace(get_group=lambda: None)
-    plan = SimpleNamespace(
-        gradient_wire=wire, schedule="pipedream-2bw", mesh=SimpleNamespace(pipeline=2)
-    )
+    layout = SimpleNamespace(executed=SimpleNamespace(stale=True))
+    plan = SimpleNamespace(gradient_wire=wire, layout=layout)
     place = SimpleNamespace(replicas=2, data=SimpleNamespace(replicating=replicating))
     engine: Any = SimpleNamespace(plan=plan, _place=place)
     return Engine._mean_over_replicas(engine)
