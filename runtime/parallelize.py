@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.plan import Plan
-from planner.schedule import splits_backward
+from planner.schedules import schedule_of
 from runtime import activations, experts, host, lora, recompute, tensor
 from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, HEAD, Adapter, Chain, parameter_names
@@ -89,7 +89,7 @@ def parallel_stage(
     if plan.training.lora is not None:
         frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
         adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
-    store = WeightGradients() if splits_backward(plan.schedule) else None
+    store = WeightGradients() if schedule_of(plan.schedule).splits_backward else None
     for name, layer in layers.items():
         eight = plan.precision == "fp8" and name not in (EMBEDDING, HEAD)
         if store is not None or eight:
@@ -308,7 +308,8 @@ def gathers_anew(plan: Plan, place: Place | DataRanks) -> bool:
 
 def reduces_in_step(plan: Plan) -> bool:
     """Tell whether the optimizer's step makes the mean of gradients over replicas, not backward."""
-    return plan.layout.executed.stale or plan.gradient_wire == "powersgd"
+    stale = schedule_of(plan.schedule).stale and plan.mesh.pipeline > 1
+    return stale or plan.gradient_wire == "powersgd"
 
 
 def reduces_apart(plan: Plan, place: Place) -> bool:

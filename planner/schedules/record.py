@@ -68,7 +68,7 @@ class Schedule:
     """Of one rank."""
     coefficients: Coefficients
     stages_per_rank: tuple[int, int | None] = (1, 1)
-    """The fewest and the most; None is no limit."""
+    """The fewest and the most, None being no limit: one alone, or from two on."""
     placement: Literal["loop", "v"] = "loop"
     """Stages go round the ranks, or down and up again: rank r holds stages r and 2 P - 1 - r."""
     micro_batches_needed: Callable[[Shape], str] = lambda shape: ""
@@ -96,6 +96,8 @@ class Schedule:
     """Further lines of a framework's configuration."""
 
     def __post_init__(self) -> None:
+        least, most = self.stages_per_rank
+        assert most == 1 if least == 1 else most is None or most >= least
         assert self.placement == "loop" or self.stages_per_rank == (2, 2), "a V has two stages"
         plain = self.stages_per_rank == (1, 1) and not self.splits_backward
         assert plain or not self.forwards_first, "the closed form has no such term"
