@@ -37,7 +37,7 @@ HIGHS_FEASIBILITY = 1e-9
 """HiGHS accepts solutions this far outside of a limit, in scaled units; in gigabytes a byte."""
 
 HIGHS_MARGIN = 1e-7
-"""What is taken from a limit when HiGHS used all of its tolerance and a byte too much."""
+"""What limits and known bounds give way by, so that the tolerance of HiGHS cannot break them."""
 
 HIGHS_GAP = 1e-6
 """Between the best solution and the bound at which HiGHS stops."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch import nn
@@ -15,8 +16,7 @@ from planner.costs.activations import treated
 from planner.costs.memory import Sharing, states
 from planner.layers.operator_table import Table
 from planner.search.savings import Saving, least_s
-from runtime import activations, recompute
-from runtime.engine import Engine
+from runtime import activations, engine, recompute
 
 NEW: Any = "new"
 UNUSED: Any = None
@@ -28,12 +28,10 @@ TABLE = Table(kind="mlp", operators=(), input_bytes=1.0, output="x")
 def reduction(wire: Any) -> object:
     """What an engine would sum gradients with over two replicas."""
     replicating = SimpleNamespace(get_group=lambda: None)
-    plan = SimpleNamespace(
-        gradient_wire=wire, schedule="pipedream-2bw", mesh=SimpleNamespace(pipeline=2)
-    )
     place = SimpleNamespace(replicas=2, data=SimpleNamespace(replicating=replicating))
-    engine: Any = SimpleNamespace(plan=plan, _place=place)
-    return Engine._mean_over_replicas(engine)
+    of_two: Any = SimpleNamespace(plan=SimpleNamespace(gradient_wire=wire), _place=place)
+    with patch.object(engine, "reduces_in_step", return_value=True):
+        return engine.Engine._mean_over_replicas(of_two)
 
 
 @pytest.mark.parametrize(
