@@ -1,9 +1,10 @@
 # Meshwright's commands.  Each installs what it needs into .venv by itself; a second call finds it there.
 PYTHON ?= python3
 BIN := .venv/bin
+OLDEST := .venv-oldest
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test matrix check format schemas clean
+.PHONY: help demo test oldest matrix check format schemas hashes clean
 .DEFAULT_GOAL := help
 
 help:  ## print these commands
@@ -15,7 +16,12 @@ demo: .venv/installed  ## profile this machine, plan, train a small model on rea
 test: .venv/installed  ## run the tests (no GPU needed)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-matrix: .venv/installed  ## train under every mesh of 2, 4 and 8 ranks, compared with one process; writes docs/equality.md; goes on where it stopped
+oldest: $(OLDEST)/installed  ## run the tests of the runtime that torch's version could break, with the oldest that is allowed
+	$(OLDEST)/bin/python -m pytest -q -n 2 --dist worksteal $(addprefix tests/runtime/test_,torch_internals.py \
+		pipeline.py schedules.py stale_pipeline.py branches.py rehearsal.py gradient_wire.py activations.py \
+		experts.py context.py lora.py checkpoint.py train.py)
+
+matrix: .venv/installed  ## train under every mesh of 2, 4 and 8 ranks, compared with one process and with transformers; writes docs/equality.md, and goes on where it stopped
 	$(BIN)/python -m pytest -q -m matrix
 
 check: .venv/installed  ## what CI asks for: format, lint, types, tests
@@ -31,12 +37,26 @@ format: .venv/installed  ## rewrite the sources in the project's format
 schemas: .venv/installed  ## regenerate docs/schemas from the document types
 	$(BIN)/python -m planner.schemas
 
+hashes: .venv/installed  ## write hashes.txt: every package of an installation, with the hash of its archive
+	$(BIN)/python -m pip install -q --dry-run --ignore-installed --report - -c constraints.txt \
+		--build-constraint constraints.txt '.[torch]' editables hatchling pip \
+		| $(BIN)/python .ci/hashes.py > hashes.part
+	mv hashes.part hashes.txt
+
 clean:  ## delete what these commands made
-	rm -rf .venv demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(OLDEST) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt pip
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e '.[torch]' --group test --group tools
+		--build-constraint constraints.txt -e '.[torch]' --group test --group tools
+	touch $@
+
+$(OLDEST)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	grep -v '^torch==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt pip
+	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c $(OLDEST)/constraints.txt \
+		--build-constraint constraints.txt -e '.[torch]' --group test torch==2.11.0
 	touch $@

@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from planner.backends import rules
 from planner.backends.runs import Run
 from planner.costs.uncertainty import UNMEASURED_ABOVE, UNMEASURED_BELOW
 from planner.scores.statistics import ErrorScore, RankScore, error_score, quantile, rank_score
@@ -40,8 +39,7 @@ ONE_SOURCE = (
     "deepspeed",
     "megatron-deepspeed",
 )
-"""Frameworks whose constants come from one source: without it, each is one that nothing is known
-of, and gets the rules of such."""
+"""Stacks whose figures come from one source: without it, each is one that nothing is known of."""
 
 WHY = {
     "nanotron_usp": "Two things are not explained by any published mechanism and are in the "
@@ -341,12 +339,8 @@ def _perfect(sweeps: Sequence[Sequence[Timed]], noise: Sequence[float]) -> RankS
 
 
 def _left_out(path: str) -> Validation:
-    """Score again with the rules of single sources taken away."""
-    taken = {name: rules.KNOWN.pop(name) for name in ONE_SOURCE}
-    try:
-        return validate(Path(path))
-    finally:
-        rules.KNOWN.update(taken)
+    """Score again with the stacks of single sources taken away."""
+    return validate(Path(path), unknown=ONE_SOURCE)
 
 
 def _by(result: Validation, key: Callable[[ScoredRow], str]) -> None:

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -53,6 +52,7 @@ from runtime.recompute import wrapped
 from runtime.rehearsal import _NoValues, _shapes_apart
 from runtime.source import adapter_of
 from runtime.tensor import divide
+from runtime.torch_internals import fake_store
 
 CPU = torch.device("cpu")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
@@ -246,7 +246,7 @@ def compared(model: ModelGraph, tensor: int) -> list[Compared]:
 @contextlib.contextmanager
 def without_data(model: ModelGraph, setting: Setting) -> Iterator[Any]:
     """Make layers on tensors without data, on the first of as many ranks as divide them."""
-    dist.init_process_group("fake", rank=0, world_size=setting.tensor, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=setting.tensor, store=fake_store())
     try:
         kinds = short_chain(model)
         plan = plan_of(

@@ -38,7 +38,8 @@ from planner.model import ModelGraph
 from planner.plan import Job, Layout, Plan
 from planner.prediction import Prediction
 from planner.profile import Profile, Recompute
-from planner.search.best_first import Answer, search
+from planner.search.answer import Answer
+from planner.search.best_first import search
 from planner.search.space import Pins, layouts
 from runtime.engine import Engine
 from runtime.live_memory import LiveMemory

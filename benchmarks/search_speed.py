@@ -19,7 +19,8 @@ from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.native import Rules, limit, refusal
 from planner.plan import Job
-from planner.search.best_first import Answer, search
+from planner.search.answer import Answer
+from planner.search.best_first import search
 from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from planner.units import bytes_text, seconds_text
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from meshwright.jobs import Submission
     from meshwright.launches import Run
     from planner.profile import CollectiveCurve, LayerMeasurement, Profile, StageMeasurement
-    from planner.search.best_first import Answer
+    from planner.search.answer import Answer
     from profiler.agenda import Wish
     from profiler.profile import Intended
     from runtime.export import Exported
@@ -36,6 +37,8 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "tokens_per_s": prediction.tokens_per_s,
         "mfu": prediction.mfu,
         "fits": prediction.fits,
+        "idle_devices": prediction.idle_devices,
+        "notes": list(prediction.notes),
         "peak_memory_bytes": [
             {"total": stage.peak_memory_bytes, "parts": stage.memory_parts}
             for stage in prediction.stages
@@ -87,6 +90,7 @@ def export_json(written: Exported) -> dict[str, Any]:
         "files": list(written.files),
         "parameters": written.parameters,
         "bytes": written.size_bytes,
+        "warnings": list(written.warnings),
     }
 
 
@@ -244,4 +248,4 @@ def profile_parts(measured: Profile) -> Iterator[RenderableType]:
             f"{seconds_text(pair.latency_s)}"
         )
     for finding in measured.findings:
-        yield f"[yellow]{finding.text}[/yellow]"
+        yield Text(finding.text, style="yellow")

@@ -48,9 +48,9 @@ def calibrate(
 
 def _observed(source: Path) -> list[runs.Observed]:
     """Return the runs of a table, or the one of a launch's folder."""
-    if not source.is_dir():
+    if not document.is_folder(source):
         return runs.of_table(source)
-    missing = [name for name in RECORD if not (source / name).is_file()]
+    missing = [name for name in RECORD if not document.is_file(source / name)]
     if missing:
         raise DocumentError(
             "", f"lacks {', '.join(missing)}, which a launch writes", file=str(source)

@@ -6,14 +6,15 @@ else.  Exit 0 done, 1 the user must act, 2 wrong usage; a traceback is our bug.
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -33,15 +34,18 @@ from meshwright.answers import (
 from planner.errors import DocumentError, MeshwrightError
 from planner.native import CAVEAT_SOURCE
 from planner.report.solution_text import solution_json, solution_text
-from planner.report.text import answer_text, prediction_lines
-from planner.search.best_first import Answer
+from planner.report.terminal import Terminal
+from planner.report.text import answer_text, assumption_lines, prediction_lines
+from planner.search.answer import Answer
+from planner.shown import lines
 from planner.solver.instance import Infeasible, Solution
 from planner.units import bytes_text, count_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import TracebackType
 
-    from planner.search.best_first import Progress as Report
+    from planner.search.answer import Progress as Report
 
 app = typer.Typer(
     help="Finds the fastest way to train your model on your machines that fits in memory, "
@@ -51,8 +55,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-talk = Console(stderr=True, highlight=False)
+out = Terminal(width=None if sys.stdout.isatty() else 140)
+talk = Terminal(stderr=True)
 
 
 class Precision(StrEnum):
@@ -95,6 +99,13 @@ ProfileOption = Annotated[
 Nodes = Annotated[int | None, typer.Option("--nodes", help="Run the same command on so many nodes")]
 Node = Annotated[int | None, typer.Option("--node", help="Which of them this is")]
 Rendezvous = Annotated[str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")]
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Run a document's file.py as it is, whatever its digest"),
+]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Each stage, what was assumed, how the others fell")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
 
 
@@ -138,6 +149,7 @@ def plan(
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Write the plan here")
     ] = None,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
@@ -172,7 +184,7 @@ def plan(
     if json:
         print(as_json(answer_json(answer)))
         return
-    out.print(answer_text(answer.plan, answer.prediction, answer.certificate))
+    out.print(answer_text(answer.plan, answer.prediction, answer.certificate, explain=explain))
     if top > 1:
         out.print(top_table(answer))
     out.print(f"searched in {answer.search_s:.2f} s of CPU")
@@ -189,7 +201,7 @@ def predict(
     model: Annotated[str, typer.Argument(help="A model as for 'plan', or a plan.yaml")],
     cluster: Annotated[str | None, typer.Option("--cluster")] = None,
     layout: Annotated[
-        str | None, typer.Option("--layout", help="tp=8,pp=4,dp=2,micro_batch=1,recompute=full")
+        str | None, typer.Option("--layout", help="tp=8,pp=4,dp=2,recompute=full,idle=0")
     ] = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
@@ -199,6 +211,7 @@ def predict(
         str,
         typer.Option("--backend", help="Whose rules price a layout: native, megatron, torchtitan"),
     ] = "native",
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Say what a plan, or a layout of a model, will take in time and memory."""
@@ -217,6 +230,8 @@ def predict(
         return
     out.print(prediction.layout)
     for line in prediction_lines(prediction):
+        out.print(line)
+    for line in assumption_lines(prediction) if explain else ():
         out.print(line)
 
 
@@ -299,6 +314,7 @@ def launch(
         str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only")] = False,
+    trust_code: TrustCode = False,
     nodes: Nodes = None,
     node: Node = None,
     rendezvous: Rendezvous = None,
@@ -331,6 +347,7 @@ def launch(
         profile=profile,
         output=output,
         dry_run=dry_run,
+        trust_code=trust_code,
         nodes=nodes,
         node=node,
         rendezvous=rendezvous,
@@ -398,8 +415,10 @@ def export(
         else:
             out.print(f"written to {written.file}; {to} reads it")
         for said in written.in_the_script:
-            print(f"meshwright: in the training script: {said}", file=sys.stderr)
+            _say(f"outside this file: {said}")
         return
+    for warning in written.warnings:
+        _say(f"warning: {warning}")
     if json:
         print(as_json(export_json(written)))
         return
@@ -433,6 +452,7 @@ def profile(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be measured, in its order")
     ] = False,
+    trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
     """Measure a model's layers and the machines' links, for plans that hold there.
@@ -470,6 +490,7 @@ def profile(
         rendezvous=rendezvous,
         budget=budget,
         fresh=fresh,
+        trust_code=trust_code,
         quiet=json,
     )
     if json:
@@ -508,6 +529,7 @@ class Shelf(StrEnum):
     ACCELERATORS = "accelerators"
     NODES = "nodes"
     MODELS = "models"
+    STACKS = "stacks"
     PRICES = "prices"
 
 
@@ -654,7 +676,7 @@ def catalog(
     output: Annotated[str, typer.Option("-o", "--output")] = "rents.yaml",
     json: Json = False,
 ) -> None:
-    """List what can be named: accelerators, node types, models, dated prices."""
+    """List what can be named: accelerators, node types, models, stacks, dated prices."""
     if imported is not None:
         if shelf is not Shelf.PRICES or date is None:
             raise DocumentError("import", "goes with `catalog prices` and the list's --date")
@@ -684,7 +706,11 @@ def _bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
     if quiet or not talk.is_terminal:
         yield None
         return
-    columns = (TextColumn(what), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    columns = (
+        TextColumn(what, markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %", markup=False),
+    )
     with Progress(*columns, TimeElapsedColumn(), console=talk, transient=True) as bar:
         task = bar.add_task(what, total=None)
 
@@ -696,19 +722,33 @@ def _bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; 0 means done, 1 the user must act, 2 wrong usage."""
+    # No process that it starts imports modules that lie in the current folder.
+    os.environ["PYTHONSAFEPATH"] = "1"
     try:
         app(args=arguments, standalone_mode=True)
     except MeshwrightError as error:
-        print(f"meshwright: {error}", file=sys.stderr)
+        _say(str(error))
         return 1
     except KeyboardInterrupt:
-        print("meshwright: interrupted", file=sys.stderr)
+        _say("interrupted")
         return 1
     except BrokenPipeError:
         return 1
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except Exception:
+        sys.excepthook = _bug  # what is raised may quote a document
+        raise
     return 0
+
+
+def _say(message: str) -> None:
+    print(f"meshwright: {lines(message)}", file=sys.stderr)
+
+
+def _bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a traceback, which is our bug, as text."""
+    print(lines("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
 
 
 if __name__ == "__main__":

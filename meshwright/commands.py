@@ -6,6 +6,7 @@ torch is imported only inside the calls that need it.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +15,15 @@ from typing import TYPE_CHECKING, Literal
 
 from meshwright.answers import comparison_cells
 from meshwright.inputs import (
+    FACTORY_SEQ_LEN,
+    check_code,
     check_devices,
     is_plan,
     job_of,
     machine_of,
     model_of,
     need_torch,
+    own_code,
     plan_model,
     profile_for,
 )
@@ -30,13 +34,15 @@ from planner.costs.group_costs import only_profile
 from planner.costs.layout_costs import refusal
 from planner.errors import DocumentError
 from planner.expressions import resolve_model
+from planner.model import is_factory
 from planner.plan import Job, Plan
 from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
-from planner.search.best_first import Answer, Progress, search
-from planner.search.pins import pinned_layout, read_pins
+from planner.search.answer import Answer, Progress
+from planner.search.best_first import search
+from planner.search.pins import pinned_layout, read_layout, read_pins, without_effect
 from planner.solver.instance import Fathomed, Infeasible, Solution
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
@@ -115,9 +121,11 @@ def plan(
         top=top,
         progress=progress,
     )
+    said = answer.prediction.on(machine.devices, used=answer.plan.mesh.devices)
+    said = said.noted(*without_effect(pins, answer.plan.layout))
     if output is not None:
         document.write(answer.plan, output)
-    return answer
+    return replace(answer, prediction=said)
 
 
 def predict(
@@ -152,14 +160,15 @@ def predict(
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
     job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
-    pins = read_pins([layout] if layout else [], ["stale,compress"])
-    wanted_layout = pinned_layout(machine, job, pins)
+    pins, idle = read_layout(layout or "", ["stale,compress"])
+    wanted_layout = pinned_layout(machine, job, pins, idle=idle)
+    notes = tuple(without_effect(pins, wanted_layout))
     if backend != "native":
         from planner.backends.prediction import (  # noqa: PLC0415 - rules of every framework
             backend_prediction,
         )
 
-        return backend_prediction(
+        priced = backend_prediction(
             graph,
             machine,
             job,
@@ -167,6 +176,7 @@ def predict(
             backend=backend,
             recompute=pins.recompute or "none",
         )
+        return priced.on(machine.devices, used=wanted_layout.devices).noted(*notes)
     reason = refusal(graph, machine, job, wanted_layout)
     if reason is not None:
         raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
@@ -178,7 +188,7 @@ def predict(
         recompute=pins.recompute or "none",
         activations=pins.activations or "keep",
         profile=only_profile(measured),
-    )
+    ).noted(*notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,15 +228,25 @@ def export(
 
 
 def _configured(source: str, to: str, output: str | None) -> Configured:
-    from planner.backends.export import configuration, in_the_script  # noqa: PLC0415 - one of many
+    from planner.backends.export import (  # noqa: PLC0415 - one of many
+        NEED_NODES,
+        configuration,
+        in_the_script,
+    )
 
     wanted = document.read(Plan, source)
     graph = plan_model(wanted, source)
-    text = configuration(wanted, graph, to)
+    machine = machine_of(wanted.cluster, None) if to in NEED_NODES else None
+    if machine is not None:
+        check_devices(wanted, machine)
+    text = configuration(wanted, graph, to, machine)
     if output is not None:
         document.write_text(text, output)
     return Configured(
-        framework=to, text=text, in_the_script=in_the_script(wanted, graph, to), file=output
+        framework=to,
+        text=text,
+        in_the_script=in_the_script(wanted, graph, to, machine),
+        file=output,
     )
 
 
@@ -244,6 +264,7 @@ def profile(
     rendezvous: str | None = None,
     budget: str | None = None,
     fresh: bool = False,
+    trust_code: bool = False,
     quiet: bool = False,
 ) -> Profile:
     """Measure a model's layers and the links of these machines.
@@ -255,14 +276,20 @@ def profile(
     On several nodes it is called once on each, with the same arguments; which of them this is say
     `nodes`, `node` and `rendezvous`, or the environment that torchrun, Slurm or Kubernetes made.
     Node 0 writes `output`, and to `cluster_output` the cluster with its links as measured.
+
+    A user's file that a model document names is run only if it has the digest that the document
+    says, or with `trust_code`.
     """
     need_torch("measuring a machine")
     from profiler.profile import BUDGET_S  # noqa: PLC0415 - starts ranks
     from profiler.profile import profile as measure  # noqa: PLC0415
-    from runtime.nodes import seat_of  # noqa: PLC0415 - starts ranks
+    from runtime.nodes import node_rank_of  # noqa: PLC0415 - starts ranks
 
     graph = model_of(model, seq_len=seq_len)
-    seat = seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
+    if trust_code and is_factory(graph.source or "") and not is_factory(model):
+        graph = own_code(graph, "", seq_len=seq_len or FACTORY_SEQ_LEN, trusted=True)
+    check_code(graph, "")
+    node_rank = node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
 
     def job(machine: ClusterSpec) -> Job:
         return job_of(
@@ -275,11 +302,11 @@ def profile(
         job,
         budget_s=BUDGET_S if budget is None else duration_s(budget),
         fresh=fresh,
-        seat=seat,
+        node_rank=node_rank,
         quiet=quiet,
     )
     measured: Profile = found.profile
-    if seat.node == 0:
+    if node_rank.node == 0:
         if output is not None:
             document.write(measured, output)
         if cluster_output is not None:
@@ -301,7 +328,7 @@ def profile_agenda(
 ) -> Intended:
     """Return what `profile` would measure, in its order, and measure nothing."""
     from profiler.profile import BUDGET_S, intended  # noqa: PLC0415 - the profiler
-    from runtime.nodes import seat_of  # noqa: PLC0415
+    from runtime.nodes import node_rank_of  # noqa: PLC0415
 
     graph = model_of(model, seq_len=seq_len)
 
@@ -315,7 +342,7 @@ def profile_agenda(
         cluster,
         job,
         budget_s=BUDGET_S if budget is None else duration_s(budget),
-        seat=seat_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous),
+        node_rank=node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous),
     )
     return found
 
@@ -445,6 +472,21 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
             }
             for name, graph in graphs
         ]
+    if shelf == "stacks":
+        return [
+            {
+                "name": name,
+                "trains": stack.summary,
+                "searched": "yes" if stack.space or name == "native" else "no",
+                "fitted to runs": max((entry.runs or 0 for entry in stack.basis), default=0)
+                or None,
+                "80 % of steps within": f"{math.expm1(stack.accuracy.spread):.0%}"
+                if stack.accuracy.seen
+                else None,
+                "also called": ", ".join(stack.aliases) or None,
+            }
+            for name, stack in shelves.stacks().items()
+        ]
     if shelf == "prices":
         return [
             {
@@ -457,4 +499,6 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
             }
             for rent in shelves.rents()
         ]
-    raise DocumentError("catalog", f"'{shelf}': ask for accelerators, nodes, models or prices")
+    raise DocumentError(
+        "catalog", f"'{shelf}': ask for accelerators, nodes, models, stacks or prices"
+    )

@@ -10,21 +10,21 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from meshwright import commands, launches
 from meshwright.answers import comparison_table
 from planner import document
 from planner.errors import MeshwrightError
+from planner.report.terminal import Terminal
 from planner.report.text import answer_text, prediction_lines
-from planner.search.best_first import Answer
+from planner.search.answer import Answer
+from planner.shown import lines
 from planner.units import seconds_text
 
 MODEL, CLUSTER = "demo-4m", "local:2"
 SEQ_LEN, GLOBAL_BATCH, STEPS = 128, 16, 30
 FOLDER = Path("demo")
 
-out = Console(highlight=False)
+out = Terminal()
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
     try:
         _demonstrate()
     except MeshwrightError as error:
-        print(f"meshwright: {error}", file=sys.stderr)
+        print(f"meshwright: {lines(str(error))}", file=sys.stderr)
         return 1
     out.print(f"\nall of it took {seconds_text(time.monotonic() - started)}")
     return 0
@@ -58,8 +58,7 @@ def _demonstrate() -> None:
     assert isinstance(answer, Answer)
     document.write(answer.certificate, FOLDER / "certificate.yaml")
     document.write(answer.prediction, FOLDER / "prediction.yaml")
-    out.print(answer_text(answer.plan, answer.prediction))
-    out.print(f"[bold]{answer.certificate.statement}[/bold]")
+    out.print(answer_text(answer.plan, answer.prediction, answer.certificate, explain=False))
     out.print(f"-> {plan}")
 
     out.rule("3. launch: train by the plan on Python's own sources")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 
 from planner import document
 from planner.calibrate.constants import calibrated
 from planner.cluster import ClusterSpec, Precision
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import is_factory, resolve_cluster, resolve_model
-from planner.model import ModelGraph
-from planner.plan import Job, Plan
+from planner.expressions import located, resolve_beside, resolve_cluster, resolve_model
+from planner.model import ModelGraph, is_factory
+from planner.plan import Job, Plan, check_size
 from planner.profile import Profile, Profiles
 from planner.training import Training
+from planner.units import MOST_SAMPLES, MOST_TOKENS
 
 TOKENS_PER_STEP = 2**20
 """Tokens of a default global batch on accelerators; on CPUs it is 8 samples a rank."""
@@ -31,6 +31,7 @@ def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:
         need_torch(f"{text}: reading a Python factory")
         from runtime.factory import graph_of_factory  # noqa: PLC0415 - needs torch
 
+        check_size("seq-len", FACTORY_SEQ_LEN if seq_len is None else seq_len, MOST_TOKENS)
         graph: ModelGraph = graph_of_factory(text, seq_len=seq_len or FACTORY_SEQ_LEN)
         return graph
     return resolve_model(text)
@@ -46,9 +47,12 @@ def job_of(
     lora: Sequence[str] = (),
 ) -> Job:
     """Return the work of one step, with defaults that suit the model and the devices."""
-    for name, value in (("seq-len", seq_len), ("global-batch", global_batch)):
-        if value is not None and value < 1:
-            raise DocumentError(name, f"is {value}; it is a whole number from 1")
+    for name, value, most in (
+        ("seq-len", seq_len, MOST_TOKENS),
+        ("global-batch", global_batch, MOST_SAMPLES),
+    ):
+        if value is not None:
+            check_size(name, value, most)
     on_cpu = cluster.groups[0].accelerator.kind == "cpu"
     limit = model.architecture.max_positions if model.architecture else FACTORY_SEQ_LEN
     if seq_len is None:
@@ -65,24 +69,53 @@ def job_of(
 
 
 def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
-    """Return the model of a plan, and refuse one that is not the model the plan was made for."""
+    """Return the model of a plan, and refuse one that is not the model the plan was made for.
+
+    No code is run: of a `file.py:factory` the plan carries the figures.
+    """
+    said = wanted.model
     try:
-        graph = model_of(_source_of(wanted, plan_path), seq_len=wanted.seq_len)
+        if not is_factory(said.source):
+            graph = resolve_beside(said.source, plan_path or "")
+        elif said.graph is not None:
+            graph = said.graph
+        else:
+            raise DocumentError(
+                "model.graph",
+                f"is missing, and '{said.source}' is code, which only launch and profile run; "
+                "plan again: a plan carries the model's figures",
+            )
         wanted.check_model(graph)
     except DocumentError as error:
         raise (error if error.file else error.in_file(plan_path or "plan")) from error
     return graph
 
 
-def _source_of(wanted: Plan, plan_path: str | None) -> str:
-    """A relative file in a plan is looked for where we stand, then beside the plan."""
-    source = wanted.model.source
-    file, colon, factory = source.partition(":")
-    if plan_path is not None and not Path(file).exists():
-        beside = Path(plan_path).parent / file
-        if beside.exists():
-            return f"{beside}{colon}{factory}"
-    return source
+def check_code(graph: ModelGraph, document_path: str) -> None:
+    """Refuse a user's file that is not the one which a document names; nothing is run."""
+    from runtime.user_code import check_files  # noqa: PLC0415 - the runtime
+
+    if is_factory(graph.source or ""):
+        check_files(located(graph.source or "", document_path), graph.files)
+
+
+def own_code(
+    graph: ModelGraph, document_path: str, *, seq_len: int, trusted: bool = False
+) -> ModelGraph:
+    """Run the user's file that a document names, and return the model that it makes.
+
+    The files must be those whose digests the document has, unless they are `trusted` as they are.
+    """
+    source = located(graph.source or "", document_path)
+    if not trusted:
+        check_code(graph, document_path)
+    need_torch(f"{source}: running a Python factory")
+    from runtime.factory import graph_of_factory  # noqa: PLC0415 - needs torch
+
+    made: ModelGraph = graph_of_factory(
+        source, seq_len=seq_len, known=None if trusted else graph.files
+    )
+    return made.model_copy(update={"name": graph.name, "source": graph.source})
 
 
 def need_torch(what: str) -> None:
@@ -95,7 +128,7 @@ def profile_for(graph: ModelGraph, paths: str | None) -> Profiles:
     """Read `profile.yaml`, or `GROUP=a.yaml,GROUP=b.yaml` where devices differ."""
     if paths is None:
         return None
-    if "=" not in paths or Path(paths).is_file():
+    if "=" not in paths or document.is_file(paths):
         return _oneprofile_for(graph, paths)
     found: dict[str, Profile] = {}
     for part in paths.split(","):
@@ -142,7 +175,7 @@ def check_devices(wanted: Plan, machine: ClusterSpec) -> None:
 
 def is_plan(text: str) -> bool:
     """Whether a path holds a plan rather than a model."""
-    if not text.endswith((".yaml", ".yml", ".json")) or not Path(text).is_file():
+    if not text.endswith((".yaml", ".yml", ".json")) or not document.is_file(text):
         return False
     try:
         data = document.plain(document.read_text(text))

@@ -2,7 +2,8 @@
 
 Either starts the same `meshwright launch` once on every node, which finds the other nodes by the
 scheduler's variables (runtime.nodes).  A job with a checkpoint folder goes on from its newest
-checkpoint when the scheduler starts it again, after a node was lost.
+checkpoint when the scheduler starts it again, after a node was lost.  Each job has a secret of its
+own, by which its nodes know each other (runtime.channel).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from planner import document
 from planner.cluster import ClusterSpec, DeviceGroup
 from planner.errors import DocumentError, LaunchError
 from planner.plan import Plan
+from runtime.channel import SECRET, new_secret
 
 SCHEDULERS = ("slurm", "kubernetes")
 SUBMITTED_BY = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}
@@ -80,8 +82,10 @@ def submit(
             f"--dry-run and submit it yourself"
         )
     file = folder / ("job.sbatch" if scheduler == "slurm" else "job.yaml")
-    document.write_text(text, file)
-    done = subprocess.run([*command, str(file)], capture_output=True, text=True, check=False)
+    document.write_text(text, file, private=True)  # a manifest has the job's secret
+    # A folder's name may begin as an option does.
+    told_to = [*command, str(file.absolute())]
+    done = subprocess.run(told_to, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LaunchError(f"{command[0]} refused {file}: {done.stderr.strip() or done.stdout}")
     return Submission(text=text, file=file, said=done.stdout.strip())
@@ -91,8 +95,8 @@ def _settings(texts: Sequence[str]) -> dict[str, str]:
     told: dict[str, str] = {}
     for text in texts:
         name, sign, value = text.partition("=")
-        if not sign or not re.fullmatch(r"[a-z][a-z0-9-]*", name) or "\n" in value:
-            raise DocumentError("job", f"'{text}': write NAME=VALUE, as in partition=gpu")
+        if not sign or not re.fullmatch(r"[a-z][a-z0-9-]*", name) or not value.isprintable():
+            raise DocumentError("job", f"{text!a}: write NAME=VALUE, as in partition=gpu")
         told[name] = value
     return told
 
@@ -122,17 +126,36 @@ def _slurm(
         **({"requeue": ""} if "--checkpoint" in options else {}),
         **told,
     }
-    command = [sys.executable, "-m", "meshwright", "launch", plan_path, *options]
-    lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in asked.items()]
+    command = [sys.executable, "-P", "-m", "meshwright", "launch", plan_path, *options]
+    for value in (*asked.values(), *command):
+        if not value.isprintable():  # a line of its own could be read as the script's
+            raise LaunchError(f"on: {value!a} cannot stand in a job's script; name it otherwise")
+    lines = [
+        f"#SBATCH --{name}{f'={_escaped(value)}' if value else ''}" for name, value in asked.items()
+    ]
     return "\n".join(
         [
             "#!/bin/bash",
             *lines,
-            "set -euo pipefail",
-            f"srun --kill-on-bad-exit=1 --wait=60 {shlex.join(command)}",
+            # No `set -x` of a site shows it, and no command has it as an argument.
+            "set +x -euo pipefail",
+            f"{SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+            f"export {SECRET} PYTHONSAFEPATH=1",
+            f"srun --export=ALL --kill-on-bad-exit=1 --wait=60 {shlex.join(command)}",
             "",
         ]
     )
+
+
+def _escaped(value: str) -> str:
+    r"""Return a value of an #SBATCH line, where `#` begins a comment and a blank the next option.
+
+    sbatch takes a backslash as bash does between quotes too, so nothing is quoted.
+
+    >>> print(_escaped("/data/my runs/slurm-%j.log"), _escaped("a#b"), _escaped("24:00:00"))
+    /data/my\ runs/slurm-%j.log a\#b 24:00:00
+    """
+    return re.sub(r"([^\w@%+=:,./-])", r"\\\1", value)
 
 
 def _kubernetes(
@@ -142,7 +165,7 @@ def _kubernetes(
     options: Sequence[str],
     told: Mapping[str, str],
 ) -> str:
-    """Return an Indexed Job with its headless service, and the plan as a ConfigMap."""
+    """Return an Indexed Job with its headless service, its secret, and the plan as a ConfigMap."""
     unknown = [name for name in told if name not in POD_SETTINGS]
     if unknown or "image" not in told:
         what = f"'{unknown[0]}' is not known" if unknown else "image=NAME is missing"
@@ -171,7 +194,9 @@ def _kubernetes(
         },
     }
     files = _files(plan_path, plan)
+    secret = {"secret": new_secret()}
     parts = [
+        {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": secret},
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": files},
         {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": indexed},
@@ -203,8 +228,13 @@ def _pod(
         "name": "launch",
         "image": told["image"],
         "workingDir": MOUNTED,
-        "command": ["meshwright", "launch", "plan.yaml", *options],
+        # Kubernetes puts variables for $(NAME), and takes $$ for $.
+        "command": [
+            part.replace("$", "$$") for part in ("meshwright", "launch", "plan.yaml", *options)
+        ],
         "env": [
+            {"name": "PYTHONSAFEPATH", "value": "1"},
+            {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}}},
             {"name": "NNODES", "value": str(group.nodes)},
             {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
         ],
@@ -226,7 +256,10 @@ class _Lines(yaml.SafeDumper):
 _Lines.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+        # Other characters that end lines would come back as \n: Python does not end a line there.
+        "tag:yaml.org,2002:str",
+        text,
+        style="|" if "\n" in text and text.replace("\n", "").isprintable() else None,
     ),
 )
 
@@ -234,16 +267,27 @@ _Lines.add_representer(
 def _files(plan_path: str, plan: Plan) -> dict[str, str]:
     """Return the plan and the files beside it that it names, as a pod will find them."""
     found = {"plan.yaml": document.read_text(plan_path)}
-    for named in (plan.cluster, plan.model.source.partition(":")[0]):
-        if Path(named).is_absolute() or not Path(named).is_file():
+    main = plan.model.source.partition(":")[0]
+    known = (plan.model.graph.files if plan.model.graph else None) or {}
+    code = [str(Path(main).parent / name) for name in known]
+    for named in dict.fromkeys((plan.cluster, main, *code)):
+        if Path(named).is_absolute() or not document.is_file(named):
             continue  # a path of the image, or no file at all
         if Path(named).name != named:
             raise LaunchError(
                 f"{plan_path}: names {named}, which a pod would not find; put it beside the plan, "
                 "or into the image and name it from /"
             )
-        found[named] = document.read_text(named)
+        found[named] = _exact_text(Path(named))
     return found
+
+
+def _exact_text(path: Path) -> str:
+    """Return a file's text with its ends of lines as they are: of code there is a digest."""
+    try:
+        return path.read_bytes().decode()
+    except (OSError, ValueError) as error:
+        raise document.unreadable(error, path) from error
 
 
 def _name(plan: Plan) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 from planner import document
 from planner.catalog.imports import Rents, imported
 from planner.errors import DocumentError
+from planner.shown import cell
 from planner.whatif.run import Progress, Result, run
-from planner.whatif.study import Goal, Offer, Order, Study, Tuning, Work
+from planner.whatif.study import Order, Study, Tuning
 
 COLUMNS = (
     "model",
@@ -40,6 +41,17 @@ COLUMNS = (
     "price",
 )
 
+FLAGS = {
+    "models[0]": "model",
+    "work.seq_len": "seq-len",
+    "work.global_batch": "global-batch",
+    "goal.tokens": "tokens",
+    "goal.deadline_days": "deadline-days",
+    "goal.budget_usd": "budget",
+    "goal.power_cap_w": "power-cap",
+}
+"""What places of a study in few words are called on the command line."""
+
 
 def whatif(
     study: str | None = None,
@@ -56,6 +68,8 @@ def whatif(
     `said` is a study in few words instead of a document: see `study_of`.
     """
     given = {name: value for name, value in said.items() if value not in (None, [], ())}
+    if processes is not None and processes < 1:
+        raise DocumentError("processes", f"is {processes}; it is a whole number from 1")
     if study is not None and given:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise DocumentError("study", f"says everything itself; leave out {flags}")
@@ -87,19 +101,25 @@ def study_of(
     """Return the study that compares clusters, at the catalogue's rents, for one model."""
     if model is None or not clusters:
         raise DocumentError("study", "is missing; give a STUDY.yaml, or --model and --clusters")
-    return Study(
-        name=f"{model} on {', '.join(clusters)}",
-        models=(model,),
-        work=Work(seq_len=seq_len, global_batch=global_batch, tuning=tuning),
-        goal=Goal(
-            tokens=tokens,
-            deadline_days=deadline_days,
-            budget_usd=budget,
-            power_cap_w=power_cap,
-            by=by,
-        ),
-        offers=tuple(Offer(cluster=cluster) for cluster in clusters),
-    )
+    work = {"seq_len": seq_len, "global_batch": global_batch, "tuning": tuning}
+    goal = {
+        "tokens": tokens,
+        "deadline_days": deadline_days,
+        "budget_usd": budget,
+        "power_cap_w": power_cap,
+        "by": by,
+    }
+    said = {
+        "name": f"{model} on {', '.join(clusters)}"[:200],
+        "models": [model],
+        "work": work,
+        "goal": goal,
+        "offers": [{"cluster": cluster} for cluster in clusters],
+    }
+    try:
+        return Study.of(said)
+    except DocumentError as error:
+        raise DocumentError(FLAGS.get(error.path, error.path), error.message) from error
 
 
 def table_text(result: Result) -> str:
@@ -111,9 +131,9 @@ def table_text(result: Result) -> str:
         step, usd = outcome.step_s, outcome.usd
         writer.writerow(
             {
-                "model": outcome.model,
-                "candidate": outcome.candidate,
-                "accelerator": outcome.accelerator,
+                "model": cell(outcome.model),
+                "candidate": cell(outcome.candidate),
+                "accelerator": cell(outcome.accelerator),
                 "devices": outcome.devices,
                 "fits": int(outcome.fits),
                 "layout": outcome.layout,
@@ -131,9 +151,9 @@ def table_text(result: Result) -> str:
                 "headroom_bytes": outcome.headroom_bytes if outcome.fits else "",
                 "host_bytes": outcome.host_bytes if outcome.fits else "",
                 "capital_usd": "" if outcome.capital_usd is None else outcome.capital_usd,
-                "misses": "; ".join(outcome.misses),
-                "binding": outcome.binding,
-                "price": outcome.price,
+                "misses": cell("; ".join(outcome.misses)),
+                "binding": cell(outcome.binding),
+                "price": cell(outcome.price),
             }
         )
     return out.getvalue()

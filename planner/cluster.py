@@ -12,7 +12,18 @@ from pydantic import Field, model_validator
 
 from planner.document import Document, Part
 from planner.errors import DocumentError
-from planner.units import Amount, Count, Fraction, Positive, Rate, Text
+from planner.units import (
+    MOST_DEVICES,
+    Amount,
+    Count,
+    Devices,
+    Fraction,
+    Line,
+    Name,
+    Positive,
+    Rate,
+    Text,
+)
 
 AcceleratorKind = Literal["cuda", "rocm", "gaudi", "xpu", "npu", "tpu", "trainium", "cpu"]
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
@@ -41,10 +52,33 @@ class DeviceCurve(Part):
     source: Text
 
 
+AttentionKernel = Literal["fa1", "fa2", "fa3"]
+
+
+class KernelRates(Part):
+    """What kernels of training steps reach on a device, beside the curve of single kernels."""
+
+    sustained: Annotated[float, Field(gt=0, le=1.2)] = 0.9
+    """Rate of matrix units through a step of modules as PyTorch runs them, over that of the short
+    kernels that the curve is fitted to: power limits lower the clock."""
+    sustained_tuned: Annotated[float, Field(gt=0, le=1.2)] = 0.95
+    """The same of frameworks with their own kernels.  Above 1 on cards whose sheets quote a lower
+    clock than they hold."""
+    attention: dict[AttentionKernel, Rate] = {"fa1": 0.65, "fa2": 1.0, "fa3": 1.0}  # noqa: RUF012 - frozen
+    """Rate of each generation of fused attention over that of the curve (Dao, 2023,
+    arXiv:2307.08691; Shah et al., 2024, arXiv:2407.08608)."""
+    attention_half_tokens: Positive = 800
+    """Tokens of a sequence at which attention has half of its rate on endless ones."""
+    eight_bit: Rate = 0.925
+    """Share of the curve's fraction that large products in 8 bits reach of their own peak."""
+    four_bit: Rate | None = None
+    """The same of products in 4 bits, of the peak in 8 bits; None: there are none."""
+
+
 class Accelerator(Part):
     """One device."""
 
-    name: Text
+    name: Line
     kind: AcceleratorKind = "cuda"
     memory_bytes: Positive
     """What a program can use, as the driver shows it; less than the label says."""
@@ -52,6 +86,9 @@ class Accelerator(Part):
     """Dense, fp32 accumulation."""
     memory_bytes_per_s: Rate
     curve: DeviceCurve
+    kernels: KernelRates = KernelRates()
+    architecture: Name | None = None
+    """Generation, which figures of stacks may depend on: ampere, hopper."""
     tdp_w: Amount | None = None
     sources: dict[str, Text] = Field(default_factory=dict)
 
@@ -69,7 +106,7 @@ class NarrowGroup(Part):
     few pairs have it for themselves.
     """
 
-    members: Positive
+    members: Devices
     """At most."""
     fractions: dict[Collective, Amount]
 
@@ -81,8 +118,8 @@ class LinkTier(Part):
     together: an NVLink 4 sheet says 900 GB/s, which is 450e9 here.
     """
 
-    name: Text
-    devices: Positive
+    name: Name
+    devices: Devices
     """How many devices reach each other over this tier or a faster one."""
     latency_s: Amount
     """Of one round of a ring: an all-reduce of n devices has 2 (n - 1), others n - 1."""
@@ -108,17 +145,17 @@ class DeviceGroup(Part):
     Devices of a cluster are numbered group by group, node by node.
     """
 
-    name: Text
+    name: Line
     accelerator: Accelerator
-    nodes: Positive
-    devices_per_node: Positive
+    nodes: Devices
+    devices_per_node: Devices
     host_memory_bytes: Count | None = None
     """Of one node."""
     host_link_bytes_per_s: Rate | None = None
     """Of one device, one direction."""
     host_memory_bytes_per_s: Rate | None = None
     """Of one node."""
-    host_link_devices: Positive = 1
+    host_link_devices: Devices = 1
     """Neighbouring devices that share one such link, behind a switch."""
     tiers: tuple[LinkTier, ...] | None = None
     """Links inside the group where they are not the cluster's: fastest first."""
@@ -153,7 +190,7 @@ class ClusterSpec(Document):
 
     kind_of_document: ClassVar[str] = "cluster"
 
-    name: Text
+    name: Line
     groups: tuple[DeviceGroup, ...]
     tiers: tuple[LinkTier, ...]
     price: Price | None = None
@@ -165,6 +202,8 @@ class ClusterSpec(Document):
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
             raise ValueError(f"groups are named {names}; every group needs its own name")
+        if self.devices > MOST_DEVICES:
+            raise ValueError(f"has {self.devices} devices; a cluster has at most {MOST_DEVICES:,}")
         extents = [tier.devices for tier in self.tiers]
         if extents != sorted(extents):
             raise ValueError(f"tiers reach {extents} devices; order them fastest first, widening")
@@ -208,7 +247,7 @@ class ClusterSpec(Document):
         inside = own or ()
         reach = inside[-1].devices if inside else 0
         return ClusterSpec(
-            name=" + ".join(group.name for group in groups),
+            name=" + ".join(group.name for group in groups)[:200],
             groups=groups,
             tiers=(*inside, *(tier for tier in self.tiers if tier.devices > reach)),
         )

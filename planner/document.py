@@ -7,11 +7,15 @@ Writing is atomic: a file appears whole or not at all.
 
 from __future__ import annotations
 
+import csv
 import difflib
+import errno
 import hashlib
+import io
 import json
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
@@ -21,9 +25,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from planner.errors import DocumentError
+from planner.shown import one_line
+from planner.units import bytes_text
 
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 40
+MAX_COLUMNS = 1000
+MAX_ROWS = 500_000
 
 D = TypeVar("D", bound="Document")
 
@@ -53,12 +61,15 @@ class Document(Part):
     """A part that is a whole file; `format` says which version of the types it follows."""
 
     kind_of_document: ClassVar[str]
+    not_digested: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the digest leaves out."""
     format: Literal[1] = 1
 
     @property
     def digest(self) -> str:
         """Short content hash, equal for equal documents: `sha256:` and 16 hex digits."""
-        text = json.dumps(self.model_dump(mode="json", exclude_none=True), sort_keys=True)
+        data = self.model_dump(mode="json", exclude_none=True, exclude=set(self.not_digested))
+        text = json.dumps(data, sort_keys=True)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod
@@ -94,6 +105,30 @@ def read(cls: type[D], path: str | os.PathLike[str]) -> D:
     return cls.parse(read_text(path), file=str(path))
 
 
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is such a file; a name that no file can have names none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # too long, or a null byte
+        return False
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is such a folder."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path leads to anything."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
 def unreadable(error: Exception, path: str | os.PathLike[str]) -> DocumentError:
     """Return what to say of a file that cannot be read."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -102,17 +137,60 @@ def unreadable(error: Exception, path: str | os.PathLike[str]) -> DocumentError:
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """Return a file's text; one clear error if it is missing, binary or too large."""
-    file = Path(path)
     try:
-        with file.open(encoding="utf-8") as lines:
-            text = lines.read(MAX_BYTES + 1)
+        return read_bytes(path, most=MAX_BYTES).decode("utf-8-sig")  # editors may put a mark first
     except UnicodeDecodeError as error:
         raise DocumentError("", "is not UTF-8 text", file=str(path)) from error
+
+
+def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
+    """Return a regular file's bytes, at most so many.
+
+    All that a user names is read here.  A pipe or device may never end, and opening one may wait
+    for ever.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        try:
+            mode = os.fstat(handle).st_mode
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not stat.S_ISREG(mode):
+                raise DocumentError(
+                    "", "is no regular file; write what it gives to one first", file=str(path)
+                )
+            with os.fdopen(handle, "rb", closefd=False) as file:
+                data = file.read(most + 1)
+        finally:
+            os.close(handle)
     except (OSError, ValueError) as error:
         raise unreadable(error, path) from error
-    if len(text) > MAX_BYTES:
-        raise DocumentError("", f"has more than {MAX_BYTES >> 20} MiB", file=str(path))
-    return text
+    if len(data) > most:
+        raise DocumentError("", f"has more than {bytes_text(most)}", file=str(path))
+    return data
+
+
+def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the header and the rows of a CSV file, every row with all of the header's columns.
+
+    Cells are stripped; those that a row lacks are empty, those beyond the header are left out.
+    """
+    try:
+        lines = csv.reader(io.StringIO(read_text(path), newline=""))
+        header = [name.strip() for name in next(lines, [])]
+        if len(header) > MAX_COLUMNS:
+            raise DocumentError("header", f"has more than {MAX_COLUMNS} columns", file=str(path))
+        rows: list[dict[str, str]] = []
+        for line in lines:
+            if len(rows) == MAX_ROWS:
+                raise DocumentError("", f"has more than {MAX_ROWS:,} rows", file=str(path))
+            if line:
+                cells = [cell.strip() for cell in line[: len(header)]]
+                cells += [""] * (len(header) - len(cells))
+                rows.append(dict(zip(header, cells, strict=True)))
+    except csv.Error as error:
+        raise DocumentError("", f"is no CSV table: {error}", file=str(path)) from error
+    return header, rows
 
 
 def write(document: Document, path: str | os.PathLike[str]) -> None:
@@ -120,21 +198,27 @@ def write(document: Document, path: str | os.PathLike[str]) -> None:
     write_text(document.dump(), path)
 
 
-def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write text to a file, whole or not at all; a device or pipe is written to as it is."""
+def write_text(text: str, path: str | os.PathLike[str], *, private: bool = False) -> None:
+    """Write text to a file, whole or not at all; a device or pipe is written to as it is.
+
+    Only its owner reads a file that is `private`.
+    """
     file = Path(path)
     temporary = ""
     try:
         if file.exists() and not file.is_file() and not file.is_dir():
             file.write_text(text, encoding="utf-8")
             return
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
+        if not private:
+            umask = os.umask(0)
+            os.umask(umask)
+            Path(temporary).chmod(0o666 & ~umask)
         Path(temporary).replace(file)
         temporary = ""
     except (OSError, ValueError) as error:
@@ -183,7 +267,7 @@ def path_text(location: tuple[int | str, ...]) -> str:
     text = ""
     for step in location:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
-    return _one_line(text)
+    return one_line(text)
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -299,7 +383,10 @@ def _known(cls: type[BaseModel]) -> str:
 
 def first_error(error: ValidationError) -> DocumentError:
     """Return pydantic's first finding as our error; the rest is counted."""
-    findings = error.errors(include_url=False)
+    try:
+        findings = error.errors(include_url=False)
+    except UnicodeEncodeError:  # pydantic cannot tell of a key that is no text
+        return DocumentError("", "has a key with half of a surrogate pair; write characters whole")
     first = findings[0]
     location = tuple(first["loc"])
     context = first.get("ctx", {})
@@ -314,12 +401,7 @@ def first_error(error: ValidationError) -> DocumentError:
         message = f"is {_shown(first['input'])}; {first['msg'][:1].lower()}{first['msg'][1:]}"
     if len(findings) > 1:
         message += f" (and {len(findings) - 1} more)"
-    return DocumentError(path_text(location), _one_line(message))
-
-
-def _one_line(text: str) -> str:
-    """Write out what would break a line or steer a terminal: names in documents may hold it."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return DocumentError(path_text(location), one_line(message))
 
 
 def _shown(value: object) -> str:

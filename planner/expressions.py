@@ -9,6 +9,7 @@ torch.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,13 +27,22 @@ from planner.catalog import (
     rents,
 )
 from planner.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
-from planner.document import nearest, plain, read, read_text, unreadable
+from planner.document import (
+    is_file,
+    is_folder,
+    is_there,
+    nearest,
+    plain,
+    read,
+    read_text,
+    unreadable,
+)
 from planner.errors import DocumentError
 from planner.layers.architecture import architecture_of
 from planner.layers.parameters import graph_of
-from planner.model import ModelGraph
+from planner.model import ModelGraph, is_factory
+from planner.units import MOST_DEVICES, name_of
 
-MOST_DEVICES = 1_000_000
 NETWORK_LATENCY_S = 4.0e-6
 NETWORK_FRACTION = 0.79
 NODE_NETWORK_BYTES_PER_S = 12.5e9
@@ -42,21 +52,14 @@ CLUSTER_FORMS = (
 )
 
 
-def is_factory(text: str) -> bool:
-    """Tell whether MODEL names a function in a Python file.
-
-    >>> is_factory("models/mine.py:build"), is_factory("gpt2"), is_factory("C:/x/config.json")
-    (True, False, False)
-    """
-    return re.fullmatch(r".+\.py:[^\W\d]\w*", text) is not None
-
-
 def resolve_model(text: str) -> ModelGraph:
     """Return the model that MODEL names.
 
     >>> resolve_model("llama-3.1-8b").parameters
     8030261248
     """
+    if not text.isprintable():
+        raise DocumentError("", f"{text[:60]!a} is no model that a plan could name; rename it")
     if is_factory(text):
         raise DocumentError(
             "", f"'{text}' is a Python function; it needs torch, which plans are made without"
@@ -70,6 +73,26 @@ def resolve_model(text: str) -> ModelGraph:
             "", f"{error.message} Or give a config.json, a folder that has one, or file.py:factory."
         ) from error
     return graph_of(architecture_of(model_config(name), name=name), name=name, source=name)
+
+
+def located(source: str, document: str | os.PathLike[str]) -> str:
+    """Return a model's source as it is found from here: a relative file may lie by the document.
+
+    >>> located("gpt2", "plans/plan.yaml")
+    'gpt2'
+    """
+    file, colon, factory = source.partition(":")
+    beside = Path(document).parent / file
+    if not is_there(file) and is_there(beside):
+        return f"{beside}{colon}{factory}"
+    return source
+
+
+def resolve_beside(source: str, document: str | os.PathLike[str]) -> ModelGraph:
+    """Return the model that a document names, as the same model wherever its file is found."""
+    found = located(source, document)
+    model = resolve_model(found)
+    return model if found == source else model.model_copy(update={"source": source})
 
 
 def resolve_cluster(text: str) -> ClusterSpec:
@@ -269,7 +292,8 @@ def _cluster(
     price: Price | None = None,
 ) -> ClusterSpec:
     devices = nodes * devices_per_node
-    tiers = _clipped(within, devices_per_node)
+    joined = entry.host_devices is not None and devices_per_node <= entry.host_devices
+    tiers = _clipped(within, devices if joined else devices_per_node)
     if devices_per_node > 1 and (not tiers or tiers[-1].devices < devices_per_node):
         reach = tiers[-1].devices if tiers else 1
         raise DocumentError(
@@ -277,7 +301,7 @@ def _cluster(
             f"links inside a node reach {reach} {accelerator}, and the node has "
             f"{devices_per_node}; describe it in a cluster.yaml",
         )
-    if nodes > 1:
+    if nodes > 1 and (not tiers or tiers[-1].devices < devices):
         tiers = (*tiers, network.model_copy(update={"devices": devices}))
     return ClusterSpec(
         name=name,
@@ -385,10 +409,7 @@ def _is_path(text: str) -> bool:
     """Tell a path from a name: by its look, or because it is there."""
     if text.endswith((".json", ".yaml", ".yml")) or text.startswith((".", "/", "~")):
         return True
-    try:
-        return text.strip() != "" and Path(text).exists()
-    except (OSError, ValueError):  # too long, or a null byte: no path
-        return False
+    return text.strip() != "" and is_there(text)
 
 
 def _path(text: str) -> Path:
@@ -400,9 +421,9 @@ def _path(text: str) -> Path:
 
 def _model_at(path: Path, text: str) -> ModelGraph:
     """Read a model document, a config.json, or the config.json in a folder."""
-    if path.is_dir():
+    if is_folder(path):
         path = path / "config.json"
-        if not path.is_file():
+        if not is_file(path):
             raise DocumentError("", "has no config.json", file=text)
     data = plain(read_text(path))
     try:
@@ -410,8 +431,8 @@ def _model_at(path: Path, text: str) -> ModelGraph:
             return ModelGraph.of(data)
         if not isinstance(data, dict):
             raise DocumentError("", "holds no mapping; a model's config.json is one")
-        named = path.parent.resolve().name if path.name == "config.json" else path.stem
-        name = named or "model"
+        stem = path.parent.resolve().name if path.name == "config.json" else path.stem
+        name = name_of(stem or "model")
         return graph_of(architecture_of(data, name=name), name=name, source=text)
     except DocumentError as error:
         raise error.in_file(str(path)) from error

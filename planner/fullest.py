@@ -2,7 +2,7 @@
 
 A micro-batch is alive on a stage from F to the end of B or I, and waits from the end of I to W.  A
 moment is an action with what is alive and waits beside it.  From 2 P micro-batches on moments are
-the same, however many there are: schedules repeat themselves.
+the same, however many there are, if a schedule repeats itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.schedule import Kind, orders, rank_of_stage, splits_backward
+from planner.schedule import Kind, orders, rank_of_stage
+from planner.schedules import Shape, schedule_of
+from planner.schedules.record import DEFERRED, LATE, Fullest
 
 Counts = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -47,13 +49,15 @@ def moments(
     >>> "".join(KINDS[kind] for kind in found.kind), found.holding[:, 0].tolist()
     ('FFIWIW', [1.0, 2.0, 2.0, 1.0, 1.0, 0.0])
     """
+    if schedule_of(name).repeats:
+        micro_batches = min(micro_batches, 2 * ranks)
     stages = ranks * virtual_stages
     home = rank_of_stage(name, stages=stages, virtual_stages=virtual_stages)
     places = {s: at for at, s in enumerate(s for s, r in enumerate(home) if r == rank)}
     order = orders(
         name,
         stages=stages,
-        micro_batches=min(micro_batches, 2 * ranks),
+        micro_batches=micro_batches,
         virtual_stages=virtual_stages,
     )[rank]
     place = np.array([places[stage] for stage, _, _ in order])
@@ -74,52 +78,25 @@ def moments(
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fullest:
-    """One moment of every rank: with most alive, and of such with most on late stages."""
-
-    holding: Counts
-    """[stage of the rank, rank] Micro-batches alive."""
-    waiting: Counts
-    place: Indices
-    """[rank] Of the stage that acts; in a backward."""
-
-
 @lru_cache(maxsize=1 << 12)
 def fullest(name: str, *, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Fullest:
-    """Return such moments without going through all of them.
-
-    Looped schedules do their k-th forward and k-th backward as planner.schedules.looped has it;
-    folded ones have most alive in the first backward of the stage on the way up.
+    """Return the moment of every rank by which its bytes are bounded from below.
 
     >>> fullest("interleaved", ranks=2, micro_batches=4, virtual_stages=2).holding.tolist()
     [[3.0, 2.0], [2.0, 1.0]]
     """
-    at = np.arange(ranks)
-    if name in ("zbv", "dualpipe-v"):
-        down = 2 * ranks - at - (name == "zbv")
-        counts = np.minimum(np.stack([down, at + 1]), micro_batches).astype(float)
-        return Fullest(counts, np.zeros((2, ranks)), np.ones(ranks, dtype=np.intp))
-    split = splits_backward(name)
-    warm_up = (1 if split else 2) * (ranks - 1 - at) + (virtual_stages - 1) * ranks
-    whole = micro_batches * virtual_stages
-    # From when on backwards repeat, or end.
-    number = np.arange(min(ranks * virtual_stages, whole))
-    chunks = np.arange(virtual_stages)
-    begun = _done(np.minimum(warm_up[:, None] + number + 1, whole), chunks, ranks, virtual_stages)
-    back = chunks[::-1]
-    ended = _done(np.broadcast_to(number, begun.shape[:2]), back, ranks, virtual_stages)
-    holding, waiting = begun - ended, np.zeros(begun.shape)
-    if split:
-        waiting = ended - _done(np.maximum(number - at[:, None], 0), back, ranks, virtual_stages)
-    weight = holding @ (1 + 1e-3 * chunks) + 0.3 * waiting.sum(axis=2)
-    best = weight.argmax(axis=1)
-    place = virtual_stages - 1 - number[best] // ranks % virtual_stages
-    return Fullest(holding[at, best].T.copy(), waiting[at, best].T.copy(), place)
-
-
-def _done(number: NDArray[np.intp], chunks: Indices, ranks: int, virtual: int) -> Counts:
-    """[..., stage] Of so many passes of a looped rank, those of each stage in its turn."""
-    cycles, rest = np.divmod(number[..., None], ranks * virtual)
-    done: Counts = cycles * ranks + np.clip(rest - chunks * ranks, 0, ranks).astype(float)
-    return done
+    schedule, shape = schedule_of(name), Shape(ranks, micro_batches, virtual_stages)
+    if schedule.fullest is not None:
+        return schedule.fullest(shape)
+    holding, waiting, place = [], [], []
+    for rank in range(ranks):
+        found = moments(
+            name, rank, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual_stages
+        )
+        backward = np.flatnonzero((found.kind == 1) | (found.kind == 2))
+        late = found.holding @ (1 + LATE * np.arange(virtual_stages))
+        most = backward[(late + found.waiting.sum(axis=1) * DEFERRED)[backward].argmax()]
+        holding.append(found.holding[most])
+        waiting.append(found.waiting[most])
+        place.append(found.place[most])
+    return Fullest(np.array(holding).T.copy(), np.array(waiting).T.copy(), np.array(place))

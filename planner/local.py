@@ -181,7 +181,7 @@ def measured_core() -> Core:
         ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
         "1",
     )
-    command = [sys.executable, "-c", MEASURE]
+    command = [sys.executable, "-P", "-c", MEASURE]
     try:
         result = subprocess.run(
             command, env=os.environ | one_thread, capture_output=True, timeout=60, check=True

@@ -7,19 +7,30 @@ Figures of a transformer stand in `architecture`, under the names of its public 
 from __future__ import annotations
 
 import itertools
+import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from planner.document import Document, Part
-from planner.units import Amount, Count, Flag, Positive, Text
+from planner.units import Amount, Count, Flag, Line, Name, Positive
 
 if TYPE_CHECKING:
     import networkx
 
 MOST_LAYERS = 100_000
 """More is a slip of the pen, and would be listed one by one."""
+FileDigest = Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$", strict=True)]
+
+
+def is_factory(text: str) -> bool:
+    """Tell whether MODEL names a function in a Python file.
+
+    >>> is_factory("models/mine.py:build"), is_factory("gpt2"), is_factory("C:/x/config.json")
+    (True, False, False)
+    """
+    return re.fullmatch(r".+\.py:[^\W\d]\w*", text) is not None
 
 
 class Experts(Part):
@@ -65,7 +76,7 @@ class Patches(Part):
 class Architecture(Part):
     """Configuration figures of a transformer; `family` fixes what the figures leave open."""
 
-    family: Text
+    family: Name
     hidden_size: Positive
     layers: Annotated[Positive, Field(le=MOST_LAYERS)]
     heads: Positive
@@ -147,8 +158,8 @@ class LayerTrace(Part):
 class Layer(Part):
     """One layer, or `repeat` layers in a row that are alike."""
 
-    name: Text
-    kind: Text
+    name: Annotated[Name, Field(max_length=190)]
+    kind: Name
     """Layers of one kind cost the same: embedding, block, moe_block, local_block, head, ..."""
     repeat: Positive = 1
     parameters: Count
@@ -159,18 +170,22 @@ class Layer(Part):
 class Edge(Part):
     """Data that flows from one layer to another, where the graph is not a chain."""
 
-    source: Text
-    target: Text
+    source: Name
+    target: Name
 
 
 class ModelGraph(Document):
     """Layers, what they cost, and how data flows between them."""
 
     kind_of_document: ClassVar[str] = "model"
+    not_digested: ClassVar[frozenset[str]] = frozenset({"files"})  # figures count, not comments
 
-    name: Text
-    source: Text | None = None
+    name: Name
+    source: Line | None = None
     """How the runtime finds the modules: a catalogue name, a folder, or `file.py:factory`."""
+    files: dict[Line, FileDigest] | None = None
+    """The Python files that made the modules of `file.py:factory`: the file, and what it imported
+    from its folder.  Paths are relative to that folder.  No other content of them is run."""
     architecture: Architecture | None = None
     layers: tuple[Layer, ...]
     edges: tuple[Edge, ...] = ()
@@ -178,6 +193,9 @@ class ModelGraph(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        for file in self.files or ():
+            if file.startswith("/") or ".." in file.split("/"):
+                raise ValueError(f"files: '{file}' is not in the folder of the model's own file")
         if not self.layers:
             raise ValueError("layers is empty; a model needs at least one layer")
         count = sum(layer.repeat for layer in self.layers)

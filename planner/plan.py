@@ -7,29 +7,50 @@ with its stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from planner.cluster import Precision
-from planner.document import Document, Part
+from planner.document import Document, Part, nearest
 from planner.errors import DocumentError
-from planner.model import ModelGraph
+from planner.model import ModelGraph, is_factory
 from planner.profile import Recompute
-from planner.schedule import obstacle, rank_of_stage
+from planner.schedule import obstacle, rank_of_stage, too_long
+from planner.schedules import PLAIN, SCHEDULES, Schedule
 from planner.training import Lora, Training
-from planner.units import Positive, Rate, Text
+from planner.units import (
+    MOST_DEVICES,
+    MOST_SAMPLES,
+    MOST_TOKENS,
+    Devices,
+    Line,
+    Name,
+    Positive,
+    Samples,
+    SampleTokens,
+    Timeout,
+)
 
 Backend = Literal["native"]
-ScheduleName = Literal[
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "interleaved-zb",
-    "zbv",
-    "dualpipe-v",
-    "pipedream-2bw",
+
+
+def _known_schedule(name: str) -> str:
+    if name not in SCHEDULES:
+        raise ValueError(f"is {name[:60]!a}; {nearest(name, list(SCHEDULES))}")
+    return name
+
+
+ScheduleName = Annotated[
+    str,
+    Field(strict=True, json_schema_extra=lambda schema: schema.update(enum=list(SCHEDULES))),
+    AfterValidator(_known_schedule),
 ]
 Activations = Literal["keep", "offload", "compress"]
 """What becomes of a layer's stored tensors between forward and backward: on the device, in pinned
@@ -42,6 +63,13 @@ Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
 INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 
 
+def check_size(name: str, value: int, most: int) -> None:
+    """Refuse a count of samples or tokens that nobody trains with."""
+    if not 1 <= value <= most:
+        shown = value if abs(value) < 10**15 else "beyond any count"
+        raise DocumentError(name, f"is {shown}; it is a whole number from 1 to {most:,}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What is asked for: the work of one step."""
@@ -51,6 +79,10 @@ class Job:
     precision: Precision = "bf16"
     lora: Lora | None = None
     """Adapters that alone are trained; None trains the whole model."""
+
+    def __post_init__(self) -> None:
+        check_size("seq-len", self.seq_len, MOST_TOKENS)
+        check_size("global-batch", self.global_batch, MOST_SAMPLES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +99,7 @@ class Layout:
     expert: int = 1
     tensor: int = 1
     zero: int = 0
-    schedule: ScheduleName = "1f1b"
+    schedule: str = PLAIN
     micro_batch: int = 1
     micro_batches: int = 1
     order: tuple[Axis, ...] = INSIDE_OUT
@@ -80,6 +112,11 @@ class Layout:
     def stages(self) -> int:
         """Pipeline stages of the whole job."""
         return self.pipeline * self.virtual_stages
+
+    @property
+    def executed(self) -> Schedule:
+        """The schedule that runs; without a pipeline forwards and backwards alternate."""
+        return SCHEDULES[self.schedule if self.pipeline > 1 else PLAIN]
 
     @property
     def data(self) -> int:
@@ -141,12 +178,12 @@ class Layout:
 class Mesh(Part):
     """Parallel degrees, and which axis lies innermost (on the fastest links)."""
 
-    tensor: Positive = 1
-    context: Positive = 1
-    data_shard: Positive = 1
-    data_replicate: Positive = 1
-    pipeline: Positive = 1
-    expert: Positive = 1
+    tensor: Devices = 1
+    context: Devices = 1
+    data_shard: Devices = 1
+    data_replicate: Devices = 1
+    pipeline: Devices = 1
+    expert: Devices = 1
     """Divides data_shard x context x tensor; it takes no ranks of its own."""
     order: tuple[Axis, ...] = INSIDE_OUT
 
@@ -154,6 +191,8 @@ class Mesh(Part):
     def _consistent(self) -> Self:
         if sorted(self.order) != sorted(INSIDE_OUT):
             raise ValueError(f"order is {list(self.order)}; name each of {list(INSIDE_OUT)} once")
+        if self.devices > MOST_DEVICES:
+            raise ValueError(f"has {self.devices} ranks; a job has at most {MOST_DEVICES:,}")
         return self
 
     @property
@@ -165,7 +204,7 @@ class Mesh(Part):
 class PlacedLayer(Part):
     """One layer of a stage and how its activations are treated."""
 
-    layer: Text
+    layer: Name
     recompute: Recompute = "none"
     activations: Activations = "keep"
     """Of what recomputation leaves to store; written only where they are not kept."""
@@ -182,32 +221,53 @@ class Stage(Part):
     """Consecutive layers on one pipeline rank, in order."""
 
     layers: tuple[PlacedLayer, ...]
-    group: Text | None = None
+    group: Line | None = None
     """Whose devices run it, where devices differ: a name of `Plan.groups`."""
 
 
 class PlannedGroup(Part):
     """Devices of the cluster that are alike; devices are numbered group by group."""
 
-    name: Text
-    devices: Positive
+    name: Line
+    devices: Devices
 
 
 class Share(Part):
     """One data-parallel rank, where they differ: its devices, and how much of a step it takes."""
 
-    group: Text
+    group: Line
     """A name of `Plan.groups`."""
-    micro_batches: Positive
+    micro_batches: Samples
 
 
 class PlannedModel(Part):
     """Which model the plan is for."""
 
-    name: Text
-    source: Text
+    name: Name
+    source: Line
     """A catalogue name, a Hugging Face folder or config.json, or `file.py:factory`."""
-    digest: Text
+    digest: Line
+    graph: ModelGraph | None = None
+    """Its figures, where they would take running a `file.py:factory`, and the file's digest."""
+
+    @classmethod
+    def of(cls, model: ModelGraph) -> Self:
+        """Return what a plan says of a model."""
+        source = model.source or model.name
+        graph = model if is_factory(source) else None
+        return cls(name=model.name, source=source, digest=model.digest, graph=graph)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.graph is None:
+            return self
+        if self.graph.digest != self.digest:
+            raise ValueError(f"its graph has {self.graph.digest}, and digest is {self.digest}")
+        # The file may lie elsewhere than where it was planned.
+        names = [source.rpartition("/")[2] for source in (self.source, self.graph.source or "")]
+        if names[0] != names[1]:
+            raise ValueError(f"its graph is of '{names[1]}', and source is '{self.source}'")
+        return self
 
 
 class Plan(Document):
@@ -216,18 +276,18 @@ class Plan(Document):
     kind_of_document: ClassVar[str] = "plan"
 
     model: PlannedModel
-    cluster: Text
+    cluster: Line
     backend: Backend = "native"
-    seq_len: Positive
-    global_batch: Positive
+    seq_len: SampleTokens
+    global_batch: Samples
     precision: Precision
     mesh: Mesh
     zero: Literal[0, 1, 2, 3]
     schedule: ScheduleName
     virtual_stages: Positive = 1
     """Stages on each pipeline rank; the schedule says which (planner.schedule.rank_of_stage)."""
-    micro_batch: Positive
-    micro_batches: Positive
+    micro_batch: Samples
+    micro_batches: Samples
     """Per data-parallel rank and step: global_batch = micro_batch x micro_batches x data.
 
     Where `shares` differ it is the most that one takes.
@@ -235,7 +295,7 @@ class Plan(Document):
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
     training: Training = Training()
-    timeout_s: Rate = 600.0
+    timeout_s: Timeout = 600.0
     """A collective that waits longer ends the run."""
     groups: tuple[PlannedGroup, ...] | None = None
     """All device groups of the cluster, where devices differ."""
@@ -253,15 +313,13 @@ class Plan(Document):
                 f"stages: there are {len(self.stages)}, and mesh.pipeline is {mesh.pipeline}; "
                 f"every pipeline rank needs {each}"
             )
+        shape = {"stages": len(self.stages), "micro_batches": self.micro_batches}
         if mesh.pipeline > 1 or self.virtual_stages > 1:
-            found = obstacle(
-                self.schedule,
-                stages=len(self.stages),
-                micro_batches=self.micro_batches,
-                virtual_stages=self.virtual_stages,
-            )
-            if found:
-                raise ValueError(f"{found[0]}: {found[1]}")
+            found = obstacle(self.schedule, virtual_stages=self.virtual_stages, **shape)
+        else:
+            found = too_long(**shape)
+        if found:
+            raise ValueError(f"{found[0]}: {found[1]}")
         data = mesh.data_shard * mesh.data_replicate
         if self.shares is not None:
             self._check_shares(self.shares, data)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from planner.document import Document, Part
-from planner.units import Amount, Count, Flag, Positive, Text
+from planner.units import Count, Finite, Flag, Positive, Text
 
 
 class StagePrediction(Part):
     """One pipeline stage, as each of its ranks sees it."""
 
-    forward_s: Amount
+    forward_s: Finite
     """Of one micro-batch."""
-    backward_s: Amount
-    peak_memory_bytes: Amount
-    memory_capacity_bytes: Amount
-    memory_parts: dict[Text, Amount]
+    backward_s: Finite
+    peak_memory_bytes: Finite
+    memory_capacity_bytes: Finite
+    memory_parts: dict[Text, Finite]
     """Bytes by cause; they add up to peak_memory_bytes."""
-    host_bytes: Amount = 0.0
+    host_bytes: Finite = 0.0
     """On the host, of one rank."""
 
 
@@ -37,25 +37,43 @@ class Prediction(Document):
 
     plan_digest: Text | None = None
     layout: Text
-    step_time_s: Amount
-    step_time_low_s: Amount
-    step_time_high_s: Amount
-    step_parts: dict[Text, Amount]
+    step_time_s: Finite
+    step_time_low_s: Finite
+    step_time_high_s: Finite
+    step_parts: dict[Text, Finite]
     """Seconds of the critical stage by cause; they add up to step_time_s."""
-    tokens_per_s: Amount
-    mfu: Amount
+    tokens_per_s: Finite
+    mfu: Finite
     fits: Flag
     stages: tuple[StagePrediction, ...]
     assumptions: tuple[Assumption, ...] = ()
+    idle_devices: Count = 0
+    """Devices of the cluster that no rank uses."""
+    notes: tuple[Text, ...] = ()
+    """What must be said beside the figures: idle devices, choices of the user without effect."""
+
+    def noted(self, *notes: str) -> Self:
+        """Return the prediction with more notes."""
+        return self.model_copy(update={"notes": (*self.notes, *notes)}) if notes else self
+
+    def on(self, devices: int, *, used: int) -> Self:
+        """Return the prediction for a cluster of so many devices, of which ranks use `used`."""
+        idle = devices - used
+        if idle <= 0:
+            return self
+        verb = "is" if idle == 1 else "are"
+        return self.model_copy(update={"idle_devices": idle}).noted(
+            f"{idle} of {devices} devices {verb} idle"
+        )
 
 
 class Loser(Part):
     """A configuration that was close, and the reason it lost."""
 
     layout: Text
-    objective_s: Amount | None = None
+    objective_s: Finite | None = None
     """Its optimum where it was solved."""
-    lower_bound_s: Amount | None = None
+    lower_bound_s: Finite | None = None
     reason: Text
 
 
@@ -63,9 +81,9 @@ class Finalist(Part):
     """A configuration close to the optimum of the closed form, and its simulated step."""
 
     layout: Text
-    objective_s: Amount
+    objective_s: Finite
     """Its optimum in the closed form."""
-    step_time_s: Amount
+    step_time_s: Finite
     """What the simulator says of that plan."""
 
 
@@ -75,14 +93,37 @@ class Simulated(Part):
     statement: Text
     layout: Text
     """The fastest simulated: the plan that was chosen."""
-    step_time_s: Amount
-    lower_bound_s: Amount | None = None
+    step_time_s: Finite
+    lower_bound_s: Finite | None = None
     bound: Text
     """Of what `lower_bound_s` is a bound, or that none is known."""
-    margin: Amount
+    margin: Finite
     """How far above the optimum of the closed form, relatively, a finalist's bound may be."""
     finalists: tuple[Finalist, ...]
     """The fastest simulated first."""
+
+
+class PlanProof(Part):
+    """The plan that is the answer, by both measures of a step, and what is proven in each.
+
+    The closed form is what the search minimises; the simulation, which chooses among the finalists,
+    is what the prediction tells.
+    """
+
+    layout: Text
+    closed_form_s: Finite
+    closed_form_bound_s: Finite
+    """No configuration takes less in closed form."""
+    closed_form_gap: Finite
+    """(closed form - bound) / closed form, of this plan."""
+    simulated_s: Finite
+    simulated_bound_s: Finite | None = None
+    """No split of this layout takes less simulated; None: nothing is proven.  Of other layouts
+    nothing is proven in simulated time."""
+    closed_form: Text
+    """The first three figures in words."""
+    simulated: Text
+    """The last two in words."""
 
 
 class Certificate(Document):
@@ -95,9 +136,12 @@ class Certificate(Document):
     """The closed-form step time in which the proof holds."""
     solver: Text
     optimal: Flag
-    objective_s: Amount
-    lower_bound_s: Amount
-    gap: Amount
+    """Whether `layout` is proven to be the optimum of the closed form."""
+    objective_s: Finite
+    """The least closed-form step found, that of `layout`; the plan's own is in `plan`."""
+    lower_bound_s: Finite
+    """No configuration takes less in closed form."""
+    gap: Finite
     """(objective - lower bound) / objective."""
     configurations: Positive
     counts: dict[Text, Count]
@@ -107,3 +151,5 @@ class Certificate(Document):
     """The configuration with the least objective."""
     simulated: Simulated | None = None
     """The closest configurations in the simulator, which chose the plan among them."""
+    plan: PlanProof | None = None
+    """The plan that is the answer; it may be another than the optimum of the closed form."""

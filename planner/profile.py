@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from planner.cluster import Collective, Precision
 from planner.document import Document, Part
-from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
+from planner.units import Amount, Count, Flag, Fraction, Line, Name, Positive, Rate, Text
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -41,7 +41,7 @@ class LayerMeasurement(Part):
     whole sequence.
     """
 
-    kind: Text
+    kind: Name
     tensor: Positive
     context: Positive = 1
     expert: Positive = 1
@@ -72,7 +72,7 @@ class LayerMeasurement(Part):
 class StageMeasurement(Part):
     """Layers one behind the other under one setting, the model's first on, run as a whole."""
 
-    layers: tuple[Text, ...] = Field(min_length=1)
+    layers: tuple[Name, ...] = Field(min_length=1)
     tensor: Positive = 1
     context: Positive = 1
     expert: Positive = 1
@@ -129,7 +129,7 @@ class CollectiveCurve(Part):
     output, reduce_scatter the input, all_to_all one rank's whole buffer.
     """
 
-    tier: Text
+    tier: Name
     operation: Collective
     ranks: Positive
     inner: Positive = 1
@@ -256,7 +256,7 @@ class TierCalibration(Part):
 class Calibration(Part):
     """Constants of a cluster fitted to whole runs on it, of whatever model; None: not fitted."""
 
-    accelerator: Text
+    accelerator: Line
     matmul: Fraction | None = None
     """Of the peak."""
     memory: Fraction | None = None
@@ -279,8 +279,8 @@ class Profile(Document):
 
     kind_of_document: ClassVar[str] = "profile"
 
-    model: Text
-    model_digest: Text
+    model: Name
+    model_digest: Line
     birth: Birth
     layers: tuple[LayerMeasurement, ...]
     stages: tuple[StageMeasurement, ...] = ()

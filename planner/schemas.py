@@ -14,6 +14,7 @@ from planner.plan import Plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
 from planner.solver.problem import Problem
+from planner.stack import Stack
 from planner.whatif.study import Study
 
 DOCUMENTS: tuple[type[Document], ...] = (
@@ -26,6 +27,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
     Problem,
     Study,
     Rents,
+    Stack,
 )
 FOLDER = Path("docs/schemas")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 from operator import itemgetter, sub
 from typing import NamedTuple, get_args
 
@@ -87,6 +87,9 @@ def timeline(
     done_s = [-1.0] * (3 * stages * count)
     waiting: dict[int, int] = {}
     position = [0] * len(orders)
+    # What a rank does next: the action that it waited for, then the rest of its order.
+    first: list[Sequence[Action]] = [()] * len(orders)
+    rest = [iter(order) for order in orders]
     clock = [0.0] * len(orders)
     starts: list[list[float]] = [[] for _ in orders]
     ends: list[list[float]] = [[] for _ in orders]
@@ -95,7 +98,7 @@ def timeline(
         rank = ready.pop()
         order, now, at = orders[rank], clock[rank], position[rank]
         own_starts, own_ends = starts[rank], ends[rank]
-        for stage, kind, m in islice(order, at, None):
+        for stage, kind, m in chain(first[rank], rest[rank]):
             step = steps[kind][stage]
             if step is None:
                 raise DocumentError("schedule", f"{order[at]} needs seconds of its own")
@@ -108,6 +111,7 @@ def timeline(
                 made_s = done_s[source + m]
                 if made_s < 0.0:
                     waiting[source + m] = rank
+                    first[rank] = order[at : at + 1]
                     break
                 arrival_s = made_s + delay_s
                 start = arrival_s if arrival_s > now else now

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    Field,
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
@@ -14,19 +15,41 @@ from pydantic import (
 )
 
 from planner.document import Part, first_error, plain
-from planner.errors import DocumentError
-from planner.units import Amount, Count, Positive, Rate, Text
+from planner.errors import DocumentError, LaunchError
+from planner.units import (
+    LONGEST_S,
+    Amount,
+    Count,
+    Fraction,
+    Positive,
+    Proportion,
+    Rate,
+    Share,
+    Text,
+)
 
 RateSchedule = Literal["constant", "cosine", "linear", "wsd"]
 """How the learning rate goes on after the warm-up: as it is, down a cosine or a line to its floor,
 or (warm-up, stable, decay) as it is and down a line over the last steps."""
 
+MOST_STEPS = 10**9
+MOST_RANK = 2**16
+Steps = Annotated[Count, Field(le=MOST_STEPS)]
+
+
+def check_lengths(**lengths: float | None) -> None:
+    """Refuse numbers of steps, batches or checkpoints, and `max_seconds`, that no run has."""
+    for name, value in lengths.items():
+        most = LONGEST_S if name == "max_seconds" else MOST_STEPS
+        if value is not None and not 0 < value <= most:
+            raise LaunchError(f"{name}: is {value:g}; it must be more than 0, at most {most:,.0f}")
+
 
 class Lora(Part):
     """Adapters of low rank beside frozen linear layers."""
 
-    rank: Positive
-    alpha: Rate = 16.0
+    rank: Annotated[Positive, Field(le=MOST_RANK)]
+    alpha: Annotated[Rate, Field(le=1e6)] = 16.0
     """What the adapters add is scaled by alpha / rank."""
     targets: tuple[Text, ...] = ("all-linear",)
     """Ends of the names of the modules that get an adapter, or every linear layer of the blocks."""
@@ -42,22 +65,22 @@ class Training(Part):
     """The optimizer's settings, and how its learning rate changes from step to step."""
 
     optimizer: Literal["adamw"] = "adamw"
-    learning_rate: Rate = 3e-4
+    learning_rate: Fraction = 3e-4
     """The highest, reached at the end of the warm-up."""
-    warmup_steps: Count = 0
-    beta1: Amount = 0.9
-    beta2: Amount = 0.95
-    epsilon: Rate = 1e-8
+    warmup_steps: Steps = 0
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    epsilon: Fraction = 1e-8
     weight_decay: Amount = 0.1
     clip_norm: Amount = 1.0
     """0 means no clipping."""
     seed: Count = 0
     rate_schedule: RateSchedule = "constant"
-    rate_steps: Count = 0
+    rate_steps: Steps = 0
     """At which step a schedule that falls has reached its floor; it stays there."""
-    decay_steps: Count = 0
+    decay_steps: Steps = 0
     """Over how many of the last steps `wsd` falls."""
-    floor: Amount = 0.0
+    floor: Proportion = 0.0
     """The lowest rate of a schedule that falls, as a part of the highest."""
     lora: Lora | None = None
     """Train adapters only; everything else is frozen."""
@@ -79,8 +102,12 @@ class Training(Part):
                 )
         elif self.decay_steps:
             raise ValueError(f"decay_steps: {self.rate_schedule} has none; only wsd does")
-        if self.floor > 1:
-            raise ValueError(f"floor: is {self.floor:g}; it is a part of learning_rate, 0 to 1")
+        decayed = self.learning_rate * self.weight_decay
+        if decayed >= 1:
+            raise ValueError(
+                f"weight_decay: is {self.weight_decay:g}; a step takes learning_rate x "
+                f"weight_decay = {decayed:g} of each weight, which must stay below 1"
+            )
         return self
 
     @model_serializer(mode="wrap")
@@ -112,10 +139,7 @@ class Training(Part):
                 near = difflib.get_close_matches(name, list(cls.model_fields), n=1)
                 known = f"did you mean '{near[0]}'?" if near else ", ".join(cls.model_fields)
                 raise DocumentError("training", f"has no setting '{path}'; {known}")
-            value = plain(text)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            is_real = cls.model_fields[name].annotation is float
-            place[name] = float(value) if whole and is_real else value  # type: ignore[arg-type]
+            place[name] = plain(text)
         try:
             return Training.model_validate(values)
         except ValidationError as error:

@@ -9,19 +9,97 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from planner.errors import DocumentError
 
-Count = Annotated[int, Field(ge=0, strict=True)]
-Positive = Annotated[int, Field(ge=1, strict=True)]
-Amount = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
-Rate = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(gt=0, le=1, strict=True, allow_inf_nan=False)]
+# Sizes are bounded: counts are exact as floats, products of several figures stay finite, and what
+# is listed one by one (devices, samples) can be listed.
+MOST_COUNT = 2**53
+MOST_DEVICES = 1_000_000
+MOST_SAMPLES = 2**24
+"""Of one step."""
+MOST_TOKENS = 2**30
+"""Of one sample."""
+LARGEST, SMALLEST = 1e30, 1e-30
+LONGEST_S = 1e7
+"""Clocks of the runtime count no wait of years."""
+
+
+def _invertible(value: float) -> float:
+    if value < SMALLEST:
+        raise ValueError(f"is {value:g}; give at least {SMALLEST:g}")
+    return value
+
+
+Count = Annotated[int, Field(ge=0, le=MOST_COUNT, strict=True)]
+Positive = Annotated[int, Field(ge=1, le=MOST_COUNT, strict=True)]
+Devices = Annotated[int, Field(ge=1, le=MOST_DEVICES, strict=True)]
+Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES, strict=True)]
+SampleTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS, strict=True)]
+Finite = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+"""What is computed; what is read is an Amount."""
+Amount = Annotated[float, Field(ge=0, le=LARGEST, strict=True, allow_inf_nan=False)]
+Rate = Annotated[
+    float,
+    Field(gt=0, le=LARGEST, strict=True, allow_inf_nan=False),
+    AfterValidator(_invertible),
+]
+Fraction = Annotated[
+    float, Field(gt=0, le=1, strict=True, allow_inf_nan=False), AfterValidator(_invertible)
+]
+Share = Annotated[float, Field(ge=0, lt=1, strict=True, allow_inf_nan=False)]
+"""A part of the whole that leaves something."""
+Proportion = Annotated[float, Field(ge=0, le=1, strict=True, allow_inf_nan=False)]
+Overhead = Annotated[float, Field(ge=1, le=1000, strict=True, allow_inf_nan=False)]
+"""The whole over a part of it."""
+Factor = Annotated[float, Field(ge=1e-3, le=1e3, strict=True, allow_inf_nan=False)]
+"""By which a figure is changed."""
+Timeout = Annotated[float, Field(ge=1e-3, le=LONGEST_S, strict=True, allow_inf_nan=False)]
+"""Seconds of a wait."""
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, strict=True)]
+"""Prose, which may have several lines."""
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"is {text[:60]!a}; write one line of printable characters")
+    return text
+
+
+def _name(text: str) -> str:
+    if not text.isprintable() or "/" in text or "\\" in text or text in (".", ".."):
+        raise ValueError(f"is {text[:60]!a}; a name has printable characters, none of them / or \\")
+    return text
+
+
+Line = Annotated[Text, AfterValidator(_printable)]
+"""A path, or what the command line could take."""
+Name = Annotated[str, Field(min_length=1, max_length=200, strict=True), AfterValidator(_name)]
+"""What people call a thing.  It is shown, and becomes part of files' names."""
 
 GIB = 2**30
+
+
+def file_name(name: str) -> str:
+    """Return a name as part of a file's, whatever it holds.
+
+    >>> file_name("llama-3.1-8b"), file_name("../../x\\n#y"), file_name("..")
+    ('llama-3.1-8b', 'x-y', 'model')
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "model"
+
+
+def name_of(path: str) -> str:
+    """Return the last part of a path if that can be what a model is called, and it be printed."""
+    try:
+        if not path.isprintable():
+            raise ValueError(path)
+        return TypeAdapter(Name).validate_python(path.rpartition("/")[2])
+    except ValueError as error:
+        why = "names a model; a model's name has 1 to 200 printable characters"
+        raise DocumentError("", f"{path[-60:]!a} {why}") from error
 
 
 def seconds_text(seconds: float) -> str:
@@ -39,16 +117,27 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
+def whole_number(text: str) -> int | None:
+    """Return the number that a user wrote in digits, or None if it is none or beyond any count.
+
+    >>> whole_number("12"), whole_number("1e3"), whole_number("9" * 5000)
+    (12, None, None)
+    """
+    return int(text) if re.fullmatch(r"[0-9]{1,15}", text) else None
+
+
 def duration_s(text: str) -> float:
     """Return the seconds of a duration as people write it.
 
     >>> duration_s("5min"), duration_s("90s"), duration_s("1.5h"), duration_s("30")
     (300.0, 90.0, 5400.0, 30.0)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)?\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|sec|min|m|h)?\s*", text)
     seconds = float(match[1]) * {"m": 60, "h": 3600}.get((match[2] or "s")[0], 1) if match else 0.0
-    if seconds <= 0:
-        raise DocumentError("", f"'{text:.40}' is no duration; write 90s, 5min or 1h")
+    if not 0 < seconds <= LONGEST_S:
+        raise DocumentError(
+            "", f"'{text:.40}' is no duration from 0 to {LONGEST_S:g} s; write 90s, 5min or 1h"
+        )
     return seconds
 
 

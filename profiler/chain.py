@@ -25,6 +25,7 @@ from planner.cluster import Precision
 from planner.model import ModelGraph
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.profile import Recompute
+from planner.schedules import PLAIN
 from runtime import recompute as recomputing
 from runtime.adapter import Adapter
 from runtime.branches import TOKENS
@@ -243,14 +244,14 @@ def plan_of(
     """Return a plan with these layers in each stage and micro-batches of one sample."""
     data = mesh.data_shard * mesh.data_replicate
     return Plan(
-        model=PlannedModel(name=model.name, source=model.source or model.name, digest=model.digest),
+        model=PlannedModel.of(model),
         cluster="local",
         seq_len=seq_len,
         global_batch=data * micro_batches,
         precision="fp32",
         mesh=mesh,
         zero=zero,
-        schedule="1f1b",
+        schedule=PLAIN,
         micro_batch=1,
         micro_batches=micro_batches,
         stages=tuple(

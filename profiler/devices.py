@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from planner.profile import MeasuredDevice
 from profiler.clock import Clock, median, spread
+from runtime.exchange import all_gather_json
 
 PRODUCT_S = 0.3
 LEAST_PRODUCTS = 5
@@ -44,9 +45,7 @@ def devices(device: torch.device, *, name: str) -> list[MeasuredDevice]:
     )
     if not dist.is_initialized():
         return [own]
-    everyone: list[MeasuredDevice] = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return everyone
+    return [MeasuredDevice.model_validate(of) for of in all_gather_json(own.model_dump())]
 
 
 def _product_flops(device: torch.device, clock: Clock) -> list[float]:

@@ -33,6 +33,7 @@ from profiler.kept import Parts
 from profiler.layer_bytes import Bytes, layer_bytes
 from profiler.noise import Watch
 from runtime.branches import TOKENS
+from runtime.exchange import all_gather_json
 
 LEAST_ROUNDS = 3
 ENOUGH_ROUNDS = 6
@@ -171,15 +172,7 @@ def _found(parts: Parts, cases: Sequence[Case], by_division: Mapping[Division, C
     found: Found = {key: Samples() for key in keys}
     if not parts.has("layers"):
         return found
-    kept = {
-        (row["kind"], Case(**row["case"])): Samples(
-            row["forward_s"],
-            row["backward_s"],
-            row["recompute_s"],
-            [Bytes(**held) for held in row["held"]],
-        )
-        for row in parts["layers"]
-    }
+    kept = _read(parts["layers"])
     counts = [float(len(kept[key].forward_s)) if key in kept else 0.0 for key in keys]
     least = [-value for value in slowest([-count for count in counts])]
     for key, count in zip(keys, least, strict=True):
@@ -199,6 +192,18 @@ def _plain(found: Found) -> list[dict[str, Any]]:
         {"kind": kind, "case": asdict(case), **asdict(samples)}
         for (kind, case), samples in found.items()
     ]
+
+
+def _read(rows: Sequence[Mapping[str, Any]]) -> Found:
+    return {
+        (row["kind"], Case(**row["case"])): Samples(
+            row["forward_s"],
+            row["backward_s"],
+            row["recompute_s"],
+            [Bytes(**held) for held in row["held"]],
+        )
+        for row in rows
+    }
 
 
 def _visits(found: Found, chain: Chain, case: Case) -> int:
@@ -353,11 +358,10 @@ def _in_step() -> Iterator[None]:
         gc.enable()
 
 
-def _of_all_ranks(found: dict[tuple[str, Case], Samples]) -> dict[tuple[str, Case], Samples]:
+def _of_all_ranks(found: Found) -> Found:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return found
-    everyone: list[dict[tuple[str, Case], Samples]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, found)
+    everyone = [_read(of_rank) for of_rank in all_gather_json(_plain(found))]
     return {
         key: Samples(
             [s for of_rank in everyone for s in of_rank[key].forward_s],

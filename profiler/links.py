@@ -26,6 +26,7 @@ from planner.cluster import Collective
 from planner.costs.link_fit import fitted
 from planner.profile import CollectiveCurve, LinkPoint, NodePair
 from profiler.clock import Clock, median, slowest, spread
+from runtime.exchange import all_gather_json
 
 KIB, MIB = 2**10, 2**20
 SIZES_BYTES = (KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
@@ -76,7 +77,9 @@ def groups_of(degree: int, tier: str, *, stride: int = 1, inner: int = 1) -> Gro
     world, own = dist.get_world_size(), dist.get_rank()
     if degree == world:
         everyone = tuple(range(world))
-        return Group(tier=tier, ranks=everyone, handle=dist.group.WORLD, inner=inner)
+        everybody = dist.group.WORLD
+        assert everybody is not None, "no process group"
+        return Group(tier=tier, ranks=everyone, handle=everybody, inner=inner)
     mine = None
     for ranks in members(world, degree, stride):
         handle = dist.new_group(list(ranks))
@@ -301,9 +304,9 @@ def pairs(
         dist.barrier()
         if progress:
             progress((index + 1) / len(met))
-    everyone: list[list[NodePair]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, found)
-    return sorted((p for of in everyone for p in of), key=lambda p: (p.source, p.target))
+    everyone = all_gather_json([pair.model_dump() for pair in found])
+    every_pair = [NodePair.model_validate(pair) for of_rank in everyone for pair in of_rank]
+    return sorted(every_pair, key=lambda p: (p.source, p.target))
 
 
 def _one_way(*, sends: bool, peer: int, device: torch.device, budget_s: float) -> NodePair | None:

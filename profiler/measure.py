@@ -31,6 +31,7 @@ from profiler.noise import Watch
 from profiler.overheads import overheads
 from profiler.ranks import Tell, versions
 from profiler.stages import stages
+from runtime.exchange import all_gather_json
 
 OVERHEADS_S = 12.0
 """What the runtime's own costs take, about; only the progress bar needs it."""
@@ -222,9 +223,9 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         ),
     )
     own_noise = Noise(rank=rank, waited=watch.waited(), drift=watch.drift())
-    every_noise = [own_noise] * world
+    every_noise = [own_noise]
     if world > 1:
-        dist.all_gather_object(every_noise, own_noise)
+        every_noise = [Noise.model_validate(n) for n in all_gather_json(own_noise.model_dump())]
     tell("the runtime's own costs", 1.0 - OVERHEADS_S / whole_s)
     own_costs = parts.once(
         "overheads",

@@ -21,19 +21,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from planner import schedule
 from planner.cluster import Collective
 from planner.costs.collectives import interpolated_s
 from planner.layers.architecture import graph_of
 from planner.model import Architecture, ModelGraph
-from planner.plan import Mesh, Training
+from planner.plan import Mesh
 from planner.profile import CollectiveCurve, Overheads
+from planner.schedules import PLAIN
 from planner.simulate import timeline
+from planner.training import Training
 from profiler.chain import Case, Chain, plan_of
 from profiler.clock import Clock, median, slowest
 from profiler.layers import trial
@@ -244,9 +248,10 @@ def _micro_batch(
     if replicas is not None:
         modules.zero_grad()
     elif sync is not None:
-        modules.set_is_last_backward(sync)
-        modules.set_requires_gradient_sync(sync)
-        modules.set_reshard_after_backward(sync)
+        wrapped = cast(FSDPModule, modules)
+        wrapped.set_is_last_backward(sync)
+        wrapped.set_requires_gradient_sync(sync)
+        wrapped.set_reshard_after_backward(sync)
     else:
         chain.gradients_exist()
     begin = clock.moment()
@@ -333,7 +338,7 @@ def step_s(device: torch.device) -> float:
         updating.append(clock.now_s())
         return update(loss)
 
-    engine._optimizer.step = timed_update
+    engine._optimizer.step = timed_update  # type: ignore[method-assign]
 
     def step() -> Seconds:
         start = clock.now_s()
@@ -356,6 +361,8 @@ def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -
         model, stages, seq_len=SEQ_LEN, mesh=Mesh(pipeline=world), micro_batches=MICRO_BATCHES
     )
     engine = Engine(plan, model, device=device)
+    pipeline = engine._pipeline
+    assert pipeline is not None
     tokens = torch.zeros(MICRO_BATCHES, SEQ_LEN + 1, dtype=torch.int64)
     clock = Clock(device)
     chain = Chain(model, seq_len=SEQ_LEN, precision="fp32", tensor=1, device=device)
@@ -363,7 +370,7 @@ def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -
 
     def whole_step() -> Seconds:
         losses = clock.seconds(
-            lambda: engine._through_pipeline(engine._pipeline, tokens[:, :-1], tokens[:, 1:])
+            lambda: engine._through_pipeline(pipeline, tokens[:, :-1], tokens[:, 1:])
         )
         for part in engine._parts:
             part.chain.zero_grad()
@@ -404,7 +411,7 @@ def action_s(
     >>> f"{found:.3f}"
     '0.200'
     """
-    order = schedule.orders("1f1b", stages=len(forward_s), micro_batches=MICRO_BATCHES)
+    order = schedule.orders(PLAIN, stages=len(forward_s), micro_batches=MICRO_BATCHES)
 
     def simulated_s(added_s: float) -> float:
         return timeline(

@@ -22,8 +22,8 @@ from typing import Any
 from planner.cluster import ClusterSpec
 from planner.costs.layout_costs import refusal
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import is_factory, resolve_cluster
-from planner.model import ModelGraph
+from planner.expressions import resolve_cluster
+from planner.model import ModelGraph, is_factory
 from planner.plan import Job, Layout
 from planner.profile import Birth, Finding, MeasuredDevice, MeasuredNode, Profile
 from planner.search.space import LARGEST_MICRO_BATCH, divisors
@@ -50,8 +50,9 @@ from profiler.machine import (
     with_measured_links,
 )
 from profiler.ranks import result_of, versions
-from runtime.nodes import ALONE, Meeting, Seat
+from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import cores, cuda_devices
+from runtime.rendezvous import Rendezvous
 from runtime.run import Device
 
 JobOf = Job | Callable[[ClusterSpec], Job]
@@ -97,15 +98,16 @@ def profile(
     *,
     budget_s: float = BUDGET_S,
     fresh: bool = False,
-    seat: Seat = ALONE,
+    node_rank: NodeRank = ALONE,
     quiet: bool = False,
 ) -> Measured:
     """Measure what the search of a job will ask for, on the machines where this is called.
 
-    Called once on every node of `seat`, with the same arguments; all get the same.  `cluster` is
-    `local`, `local:N` for N ranks on each node, or a document of just these nodes.  What was
-    measured before, of the same model by the same software on the same machines, is not measured
-    again unless `fresh`; one that was cut short goes on.  Several nodes measure their links always.
+    Called once on every node, with the same arguments beside `node_rank`; all get the same.
+    `cluster` is `local`, `local:N` for N ranks on each node, or a document of just these nodes.
+    What was measured before, of the same model by the same software on the same machines, is not
+    measured again unless `fresh`; one that was cut short goes on.  Several nodes measure their
+    links always.
     """
     if model.edges and not is_factory(model.source or ""):
         raise DocumentError(
@@ -114,20 +116,20 @@ def profile(
             "returns them, or plan it without a profile",
         )
     load = os.getloadavg()[0]
-    with Meeting(seat) as meeting:
-        wanted, said = _agreed(model, cluster, job, budget_s, meeting)
+    with Rendezvous(node_rank) as rendezvous:
+        wanted, said = _agreed(model, cluster, job, budget_s, rendezvous)
         folder = _folder(model, cluster, wanted, said, budget_s)
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         known = load_kept(folder / "profile.json")
         # Links between nodes change unseen, so several nodes only keep what each has by itself.
-        if seat.nodes == 1 and known is not None:
+        if node_rank.nodes == 1 and known is not None:
             return Measured(
                 profile=Profile.of(known["profile"]),
                 cluster=ClusterSpec.of(known["cluster"]),
                 cached=True,
             )
-        count = wanted.counts[seat.node]
+        count = wanted.counts[node_rank.node]
         device = _device_here(wanted.machine, cluster, ranks=count)
         found = result_of(
             "profiler.measure:measure",
@@ -136,10 +138,10 @@ def profile(
             device=device,
             title=f"profile of {model.name}",
             quiet=quiet,
-            meeting=meeting,
+            rendezvous=rendezvous,
         )
         # The disk is tried when nothing else is measured.
-        disks = meeting.everyones(disk_bytes_per_s(Path.cwd()))
+        disks = rendezvous.all_gather(disk_bytes_per_s(Path.cwd()))
     nodes = [
         MeasuredNode.model_validate(of_node["node"]).model_copy(
             update={"disk_write_bytes_per_s": write, "disk_read_bytes_per_s": read}
@@ -179,7 +181,7 @@ def profile(
         ),
         cluster=with_measured_links(wanted.machine, result.collectives, result.pairs),
     )
-    if seat.nodes == 1 and save_kept(
+    if node_rank.nodes == 1 and save_kept(
         {
             "profile": measured.profile.model_dump(mode="json", exclude_none=True),
             "cluster": measured.cluster.model_dump(mode="json", exclude_none=True),
@@ -192,24 +194,29 @@ def profile(
 
 
 def intended(
-    model: ModelGraph, cluster: str, job: JobOf, *, budget_s: float = BUDGET_S, seat: Seat = ALONE
+    model: ModelGraph,
+    cluster: str,
+    job: JobOf,
+    *,
+    budget_s: float = BUDGET_S,
+    node_rank: NodeRank = ALONE,
 ) -> Intended:
     """Return what `profile` would measure."""
-    with Meeting(seat) as meeting:
-        return _agreed(model, cluster, job, budget_s, meeting)[0]
+    with Rendezvous(node_rank) as rendezvous:
+        return _agreed(model, cluster, job, budget_s, rendezvous)[0]
 
 
 def _agreed(
-    model: ModelGraph, cluster: str, job: JobOf, budget_s: float, meeting: Meeting
+    model: ModelGraph, cluster: str, job: JobOf, budget_s: float, rendezvous: Rendezvous
 ) -> tuple[Intended, list[dict[str, Any]]]:
     """Meet the other nodes; return what all will measure, and what each said of itself."""
     own = resolve_cluster(cluster)
-    said = meeting.everyones(
+    said = rendezvous.all_gather(
         {
             "node": node_here().model_dump(mode="json"),
             "cluster": own.model_dump(mode="json"),
             "model": model.digest,
-            "ranks": _ranks_here(own, cluster, meeting.seat),
+            "ranks": _ranks_here(own, cluster, rendezvous.node_rank),
         }
     )
     if {of_node["model"] for of_node in said} != {model.digest}:
@@ -322,19 +329,19 @@ def _nodes(cluster: ClusterSpec) -> int:
     return sum(group.nodes for group in cluster.groups)
 
 
-def _ranks_here(own: ClusterSpec, text: str, seat: Seat) -> int:
+def _ranks_here(own: ClusterSpec, text: str, node_rank: NodeRank) -> int:
     """Return how many devices a cluster has on this node."""
     if _nodes(own) == 1:
         return own.devices
-    if _nodes(own) != seat.nodes:
+    if _nodes(own) != node_rank.nodes:
         raise LaunchError(
             f"{text}: has {own.devices} x {own.groups[0].accelerator.name} on {_nodes(own)} nodes, "
-            f"and a profile is measured where it runs, which is {seat.nodes} "
-            f"{'node' if seat.nodes == 1 else 'nodes'} here; start it on each of the nodes, or "
-            "profile with --cluster local on one of them"
+            f"and a profile is measured where it runs, which is {node_rank.nodes} "
+            f"{'node' if node_rank.nodes == 1 else 'nodes'} here; start it on each of the nodes, "
+            "or profile with --cluster local on one of them"
         )
     per_node = [group.devices_per_node for group in own.groups for _ in range(group.nodes)]
-    return per_node[seat.node]
+    return per_node[node_rank.node]
 
 
 def _with_devices(

@@ -44,7 +44,7 @@ def _work(orders: Orders, rank: int, folder: Path) -> None:
 
     from runtime import train  # noqa: PLC0415
 
-    train.join(orders, rank=rank, world_size=orders.ranks, timeout_s=orders.timeout_s)
+    train.join(orders.device, rank=rank, world_size=orders.ranks, timeout_s=orders.timeout_s)
 
     def tell(doing: str, share: float) -> None:
         if rank == orders.first_rank:

@@ -25,15 +25,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from planner.document import Document, write, write_text
 from planner.errors import DocumentError, LaunchError
+from planner.report.terminal import Terminal
 from planner.units import Amount, Count, Positive, Text, seconds_text
 from runtime import run
-from runtime.nodes import ALONE, Meeting
+from runtime.nodes import ALONE
 from runtime.preflight import rank_environment
+from runtime.rendezvous import Rendezvous
 from runtime.run import Device
 from runtime.supervise import BadEnd, last_lines, supervised
 
@@ -68,27 +69,27 @@ def result_of(
     title: str,
     quiet: bool = False,
     timeout_s: float = 300.0,
-    meeting: Meeting | None = None,
+    rendezvous: Rendezvous | None = None,
 ) -> Any:
     """Return what rank 0 returned; plain data both ways.
 
-    `ranks` processes run here, and as many as the others say on the other nodes of a meeting; their
-    ranks follow the order of the nodes.  Every node gets the answer of its own first rank, so work
-    that several nodes do returns the same on all.  Progress goes to stderr unless `quiet`.
+    `ranks` processes run here, and as many as the others say on the other nodes; their ranks
+    follow the order of the nodes.  Every node gets the answer of its own first rank, so work that
+    several nodes do returns the same on all.  Progress goes to stderr unless `quiet`.
     """
-    meeting = meeting or Meeting(ALONE)
+    rendezvous = rendezvous or Rendezvous(ALONE)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
         folder = Path(name)
         for part in ("logs", "ranks"):
             (folder / part).mkdir()
-        counts = [int(count) for count in meeting.everyones(ranks)]
+        counts = [int(count) for count in rendezvous.all_gather(ranks)]
         orders = Orders(
             folder=str(folder),
             work=work,
             arguments=arguments,
             device=device,
             ranks=sum(counts),
-            first_rank=sum(counts[: meeting.seat.node]),
+            first_rank=sum(counts[: rendezvous.node_rank.node]),
             timeout_s=timeout_s,
         )
         write(orders, folder / "orders.yaml")
@@ -99,14 +100,14 @@ def result_of(
                 functools.partial(_environment, first_rank=orders.first_rank, ranks=ranks),
                 folder=folder,
                 world=orders.ranks,
-                meeting=meeting,
-                leads=meeting.seat.node == 0,
+                rendezvous=rendezvous,
+                leads=rendezvous.node_rank.node == 0,
                 refresh=refresh,
             )
             if bad is not None:
                 raise _error(bad, folder)
             # No node goes before all are done: what one rank lacks is told by another node.
-            meeting.everyones("done")
+            rendezvous.all_gather("done")
         return json.loads((folder / "result.json").read_text("utf-8"))
 
 
@@ -155,9 +156,9 @@ def _left_text(share: float, passed_s: float) -> str:
 @contextlib.contextmanager
 def _shown(folder: Path, *, title: str, quiet: bool) -> Iterator[Callable[[], None]]:
     """Show progress on stderr: a bar on a terminal, elsewhere one line per kind of work."""
-    console = Console(stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+    console = Terminal(stderr=True, quiet=quiet, soft_wrap=True)
     bar = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:3.0f} %"),
         TimeElapsedColumn(),

@@ -22,6 +22,7 @@ from profiler.chain import Case, Chain
 from profiler.clock import Clock, median, slowest, spread
 from profiler.layer_bytes import looks_at
 from runtime.branches import TOKENS
+from runtime.exchange import all_gather_json
 from runtime.live_memory import LiveMemory
 
 WARM_UP = 1
@@ -79,11 +80,10 @@ def _measured(stage: Chain, case: Case, clock: Clock, *, budget_s: float) -> Sta
         both = _pass(stage, case, clock)
         if look >= WARM_UP:
             seconds.append(both)
-    every: list[list[tuple[float, float]]] = [seconds]
+    every = [seconds]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        every = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, seconds)
-    every_look = [both for of_rank in every for both in of_rank]
+        every = all_gather_json(seconds)
+    every_look = [(forward_s, backward_s) for of_rank in every for forward_s, backward_s in of_rank]
     stored, forward, backward = _bytes(stage, case)
     return StageMeasurement(
         layers=tuple(stage.kinds),
@@ -145,7 +145,8 @@ def _rooted(stage: Chain, value: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 def _bytes(stage: Chain, case: Case) -> tuple[int, int, int]:
     """Return bytes stored, and the peaks of forward and backward above them."""
     looks = [_looked(stage, case) for _ in range(looks_at(stage))]
-    return tuple(min(values) for values in zip(*looks, strict=True))  # type: ignore[return-value]
+    stored, forward, backward = (min(values) for values in zip(*looks, strict=True))
+    return stored, forward, backward
 
 
 def _looked(stage: Chain, case: Case) -> tuple[int, int, int]:

@@ -21,17 +21,17 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from planner.plan import Activations
 from runtime import host
+from runtime.torch_internals import AsyncCollectiveTensor
 
 LEAST_ELEMENTS = 1024
 GROUP = 128
@@ -124,7 +124,7 @@ class Packing:
         like = None
         if isinstance(tensor, DTensor):
             like = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-        offset = local.storage_offset() - start
+        offset = int(local.storage_offset()) - start
         return _View(known[1], tuple(local.shape), local.stride(), offset, like)
 
     @torch.no_grad()
@@ -311,7 +311,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     length = 1 + sum((size - 1) * stride for size, stride in steps)
     if 2 * length < total:
-        return tensor.storage_offset(), length
+        return int(tensor.storage_offset()), length
     return 0, total
 
 
@@ -322,8 +322,12 @@ def packing(
 
     `first` and `last` are those of a row of layers of a stage that all offload.
     """
-    if activations == "keep":
-        return None
-    if activations == "compress":
-        return Compressing(layer)
-    return Offloading(layer, traffic, first=first, last=last)
+    match activations:
+        case "keep":
+            return None
+        case "compress":
+            return Compressing(layer)
+        case "offload":
+            return Offloading(layer, traffic, first=first, last=last)
+        case _:
+            assert_never(activations)

@@ -4,6 +4,9 @@ Moments are fp32, so 8 bytes for each parameter that this rank updates.  On the 
 the device in buckets of at most BUCKET_BYTES (or of one parameter that is larger), are updated by
 the same kernel, and go back; the device holds three buckets at once, one coming, one in use and one
 going.  The numbers are the same wherever the moments are.
+
+The fused kernel runs through memory and looks at no strides, so a parameter, its gradient and its
+moments must lie alike; what does not is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from planner.errors import LaunchError
 from planner.plan import Offload
 from planner.training import Training
 from runtime import host
@@ -50,13 +54,17 @@ class AdamW:
         matrices: Sequence[bool],
         training: Training,
         *,
+        names: Sequence[str],
         device: torch.device,
         offload: Offload,
     ) -> None:
         self.training = training
+        self._names = names
         self.parameters, self._matrices = parameters, matrices
         self._device = device
         self._streamed = offload == "optimizer"
+        for name, parameter in zip(names, parameters, strict=True):
+            _check_alike(name, parameter, moments=torch.empty_like(parameter, device="meta"))
         self.moments = [_fresh(parameter, device, offload) for parameter in parameters]
 
     def step(
@@ -103,6 +111,16 @@ class AdamW:
         rate: float,
         spoilt: Tensor | None,
     ) -> None:
+        for index, at in zip(indices, moments, strict=True):
+            grad = grads[index]
+            assert grad is not None
+            _check_alike(
+                self._names[index],
+                self.parameters[index],
+                gradient=grad,
+                moments=at.exp_avg,
+                squares=at.exp_avg_sq,
+            )
         for matrix in (True, False):
             group = [
                 (self.parameters[index], grads[index], at)
@@ -160,6 +178,24 @@ class AdamW:
                 (at.exp_avg_sq, self.moments[index].exp_avg_sq),
             )
         ]
+
+
+def _check_alike(name: str, parameter: Tensor, **others: Tensor) -> None:
+    """Refuse tensors that do not lie in memory as a parameter does."""
+    for what, other in others.items():
+        if _layout(parameter) != _layout(other):
+            raise LaunchError(
+                f"{name}: has strides {parameter.stride()} in memory, and its {what} "
+                f"{other.stride()}; AdamW's fused update needs them alike. Let the module keep the "
+                "parameter contiguous"
+            )
+
+
+def _layout(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides that elements have; of a dim of one there may be any."""
+    return tuple(
+        stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    )
 
 
 def _fresh(parameter: Tensor, device: torch.device, offload: Offload) -> Moments:

@@ -42,7 +42,8 @@ class Branches(Chain):
             for at in range(len(self.names))
         ]
 
-    def forward(
+    # The pipeline alone calls a stage of a graph, with all that crosses its ends.
+    def forward(  # type: ignore[override]
         self, *received: Tensor, tokens: Tensor | None = None
     ) -> Tensor | tuple[Tensor, ...]:
         """Run all layers on one micro-batch."""

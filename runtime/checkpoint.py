@@ -1,46 +1,59 @@
 """Checkpoints: what a run needs to go on, under this plan or under any other.
 
     DIR/step-000030/
-    ├── .metadata  *.distcp      written by torch.distributed.checkpoint, keyed by parameter name
+    ├── rank-00000.bin ...       elements of the tensors, a file from each rank
+    ├── tensors.json             where each tensor lies in them (runtime.tensor_index)
     ├── plan.yaml  model.yaml    what was trained, and how
     ├── config.json              the model as Hugging Face transformers knows it, if it does
-    └── meta.json                written last: step, position in the data, size of every file
+    └── meta.json                written last: step, position in the data, size and checksum of
+                                 every file, and a checksum of itself
 
 A checkpoint is written under a hidden name, put on the disk file by file, and renamed when it is
-whole; only then are old ones deleted.  So a folder `step-...` whose files have the sizes that
-`meta.json` tells is complete, and a crash at any moment costs no checkpoint that was complete
-before.  Random numbers need no room: training seeds them anew in each step from the plan's seed and
-the step.  Ranks save (runtime.saving) and load together; the launcher looks for checkpoints without
+whole; only then are old ones hidden again, and deleted.  So a crash at any moment costs no
+checkpoint that was complete before, and a folder `step-...` that is not what `meta.json` tells was
+damaged later: it is refused by the file's name, never passed over.
+
+Random numbers need no room: training seeds them anew in each step from the plan's seed and the
+step.  Ranks save (runtime.saving) and load together; the launcher looks for checkpoints without
 torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from planner.document import Document, read, write, write_text
+from planner.document import MAX_BYTES, Document, unreadable, write, write_text
 from planner.errors import DocumentError, LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.units import Count, Positive, Text
+from runtime import checksums, tensor_index
 from runtime.data import Corpus
-from runtime.run import write_json
+from runtime.tensor_index import INDEX, PICKLED_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from runtime.tensor_files import WrittenFile
+
 KEEP = 2
 META = "meta.json"
 PLAN, MODEL, CONFIG = "plan.yaml", "model.yaml", "config.json"
+
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$", strict=True)]
+Checksum = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$", strict=True)]
+_STEP = re.compile(r"step-(\d+)")
 
 
 class Progress(Document):
@@ -63,8 +76,18 @@ class Progress(Document):
     loss: float
     frozen: Text | None = None
     """Of which weights those are that were not trained, and so are not here."""
-    files: Mapping[Text, Count] = Field(default_factory=dict)
+    files: Mapping[FileName, Count] = Field(default_factory=dict)
     """The checkpoint's other files and their bytes."""
+    checksums: Mapping[FileName, Checksum] = Field(default_factory=dict)
+    """Of the same files; earlier checkpoints have none."""
+    checksum: Checksum | None = None
+    """Of this file up to here."""
+
+    @model_validator(mode="after")
+    def _all_files(self) -> Self:
+        if self.checksums and set(self.checksums) != set(self.files):
+            raise ValueError("files and checksums name different files")
+        return self
 
     def check(
         self,
@@ -121,38 +144,97 @@ def frozen_weights(plan: Plan, weights: Path | None) -> str | None:
     return f"sha256:{digest.hexdigest()[:16]}"
 
 
-def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a folder, oldest step first."""
+def all_steps(folder: Path) -> list[Path]:
+    """Return what a folder has under the name of a checkpoint, oldest step first."""
     found = []
     for path in folder.glob("step-*"):
-        match = re.fullmatch(r"step-(\d+)", path.name)
-        if match and is_complete(path):
+        if match := _STEP.fullmatch(path.name):
             found.append((int(match[1]), path))
     return [path for _, path in sorted(found)]
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Tell whether every file that was written is there in its whole length."""
-    if not (checkpoint / ".metadata").is_file() or not (checkpoint / META).is_file():
-        return False
-    try:
-        files = progress(checkpoint).files
-        return all((checkpoint / name).stat().st_size == size for name, size in files.items())
-    except DocumentError:
-        return True  # another format: `progress` says so to whoever wants to go on from here
-    except OSError:
-        return False
+def complete(folder: Path) -> list[Path]:
+    """Return the complete checkpoints of a folder, oldest step first."""
+    return [path for path in all_steps(folder) if problem(path) is None]
 
 
 def newest(folder: Path) -> Path | None:
     """Return the complete checkpoint of the latest step."""
-    found = complete(folder)
-    return found[-1] if found else None
+    return next((path for path in reversed(all_steps(folder)) if problem(path) is None), None)
+
+
+def problem(checkpoint: Path) -> str | None:
+    """Return which file is not what was written, or None if none is seen to be.
+
+    All files are there in their sizes, and those that are not tensors have the checksums that were
+    written; `verify` reads the tensors' files too.
+    """
+    try:
+        done = progress(checkpoint)
+    except DocumentError as error:
+        return str(error)
+    match = _STEP.fullmatch(checkpoint.name)
+    if match and int(match[1]) != done.step:
+        return f"{checkpoint / META}: is of step {done.step}"
+    # The earliest checkpoints have no list: what is there counts, if it is files.
+    sizes = done.files or checksums.sizes(checkpoint)
+    if (INDEX if done.checksums else PICKLED_INDEX) not in sizes:
+        return f"{checkpoint}: has no index of its tensors"
+    wrong = checksums.misplaced(checkpoint, sizes, besides=META)
+    if wrong is None and done.checksums:
+        small = [name for name in (INDEX, PLAN, MODEL, CONFIG) if name in done.files]
+        wrong = checksums.differing(checkpoint, done.checksums, small)
+    return wrong
+
+
+def verify(checkpoint: Path) -> str | None:
+    """Read every file; return which is not what was written, or None."""
+    wrong = problem(checkpoint)
+    if wrong is None:
+        written = progress(checkpoint).checksums
+        threads = os.cpu_count() or 1
+        wrong = checksums.differing(checkpoint, written, list(written), threads=threads)
+    return wrong
+
+
+def refusal(checkpoint: Path, wrong: str) -> LaunchError:
+    """Return the error that a run cannot go on from a checkpoint, with the way out."""
+    name, folder = checkpoint.name, checkpoint.parent
+    before = newest_beside(checkpoint)
+    if before is not None:
+        way = f"move {name} out of {folder} to resume {before}, which is complete"
+    else:
+        way = f"{folder} has no other complete checkpoint; move {name} out of it to start anew"
+    return LaunchError(f"{wrong}; {way}")
+
+
+def newest_beside(checkpoint: Path) -> Path | None:
+    """Return the newest complete checkpoint beside this one, of another step."""
+    others = [path for path in complete(checkpoint.parent) if path.name != checkpoint.name]
+    return others[-1] if others else None
+
+
+def unchecked(checkpoint: Path) -> str | None:
+    """Return what to say of a checkpoint that has no checksums, as earlier ones."""
+    if progress(checkpoint).checksums:
+        return None
+    return f"{checkpoint}: was written without checksums; damage within its files is not seen"
 
 
 def progress(checkpoint: Path) -> Progress:
     """Return how far a checkpoint has come."""
-    return read(Progress, checkpoint / META)
+    path = checkpoint / META
+    try:
+        with checksums.opened(path) as file:
+            text = file.read(MAX_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(error, path) from error
+    done = Progress.parse(text, file=str(path))
+    if (done.checksums or done.checksum) and not checksums.seal_holds(text):
+        raise DocumentError(
+            "", "is damaged: its checksum is not that of what was written", file=str(path)
+        )
+    return done
 
 
 def commit(
@@ -160,6 +242,7 @@ def commit(
     target: Path,
     done: Progress,
     *,
+    tensors: Sequence[WrittenFile],
     plan: Plan,
     model: ModelGraph,
     config: str | None,
@@ -167,16 +250,23 @@ def commit(
 ) -> None:
     """Make a written checkpoint count: on the disk, under its own name, the oldest gone.
 
-    One rank does it, when all have written their parts and have them on the disk.
+    One rank does it, when all have written their parts, `tensors`, and have them on the disk.
     """
     write(plan, temporary / PLAN)
     write(model, temporary / MODEL)
     if config is not None:
         write_text(config, temporary / CONFIG)
-    for name in (PLAN, MODEL, *((CONFIG,) if config is not None else ())):
+    sizes = {file.name: file.size_bytes for file in tensors}
+    written = {file.name: file.checksum for file in tensors}
+    for name in (INDEX, PLAN, MODEL, *((CONFIG,) if config is not None else ())):
         _to_disk(temporary / name)
-    sizes = {path.name: path.stat().st_size for path in temporary.iterdir() if path.is_file()}
-    write_json(done.model_copy(update={"files": dict(sorted(sizes.items()))}), temporary / META)
+        sizes[name] = (temporary / name).stat().st_size
+        written[name] = checksums.of_file(temporary / name)
+    whole = done.model_copy(
+        update={"files": dict(sorted(sizes.items())), "checksums": dict(sorted(written.items()))}
+    )
+    text = json.dumps(whole.model_dump(mode="json", exclude_none=True))
+    write_text(checksums.sealed(text), temporary / META)
     _to_disk(temporary / META)
     _to_disk(temporary)
     if target.exists():  # of this step, from a run that came no further
@@ -186,18 +276,40 @@ def commit(
     _prune(target.parent, keep)
 
 
-def load(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
-    """Fill `state` in place from a checkpoint that any plan wrote, with all ranks or alone."""
+def load(checkpoint: Path, state: Mapping[str, Tensor], *, verified: bool = False) -> None:
+    """Fill `state` in place from a checkpoint that any plan wrote, with all ranks or alone.
+
+    Together, ranks verify the tensors' files before they read, unless it was done.
+    """
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
 
+    from runtime.tensor_files import TensorReader  # noqa: PLC0415 - needs torch
+
     try:
+        done = progress(checkpoint)
+        index = tensor_index.read(
+            checkpoint, sizes=done.files or None, checksum=done.checksums.get(INDEX)
+        )
+        unread = () if verified else index.files
+        known = {name: done.checksums[name] for name in unread if name in done.checksums}
         with warnings.catch_warnings():
             # A process without a group reads alone, as it should.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(dict(state), checkpoint_id=str(checkpoint))
+            dcp.load(dict(state), storage_reader=TensorReader(checkpoint, index, verify=known))
+    except DocumentError as error:
+        raise refusal(checkpoint, str(error)) from error
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        damage = _damage(error)
+        if damage is not None:
+            raise refusal(checkpoint, str(damage)) from error
         raise LaunchError(f"{checkpoint}: cannot be loaded: {short(error)}") from error
+
+
+def _damage(error: BaseException) -> LaunchError | None:
+    """Return what some rank found to be damaged, if that is why loading failed."""
+    failures = [failure for failure, _ in getattr(error, "failures", {}).values()]
+    return next((failure for failure in failures if isinstance(failure, LaunchError)), None)
 
 
 def short(error: BaseException) -> str:
@@ -219,14 +331,16 @@ def _to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint so that it is incomplete from the first moment on."""
-    (checkpoint / META).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint, ignore_errors=True)
-
-
 def _prune(folder: Path, keep: int) -> None:
+    _sweep(folder)
     for old in complete(folder)[:-keep]:
-        _remove(old)
+        # Half deleted under its own name it would pass for damaged.
+        with contextlib.suppress(OSError):
+            old.rename(old.with_name(f".{old.name}.old"))
+    _sweep(folder)
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what has no name of its own: what killed runs left, and what is old."""
     for left_behind in folder.glob(".step-*"):
         shutil.rmtree(left_behind, ignore_errors=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         ops, group = torch.ops._c10d_functional, context.group
+        assert group is not None
         ctx.context = context
         part = _packed(key, value)
         whole = ops.all_gather_into_tensor(part, context.degree, group.group_name)
@@ -202,8 +203,8 @@ def _blocks(
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return output and log-sum of attention over the keys of both."""
     log_sum = torch.logaddexp(one[1], other[1])
-    out = sum(part * torch.exp(part_sum - log_sum).unsqueeze(-1) for part, part_sum in (one, other))
-    return out.to(one[0].dtype), log_sum
+    parts = (part * torch.exp(part_sum - log_sum).unsqueeze(-1) for part, part_sum in (one, other))
+    return cast(Tensor, sum(parts)).to(one[0].dtype), log_sum
 
 
 # The fused kernels by their own names: torch's front door hands out no log-sum.
@@ -249,8 +250,8 @@ def _backward(
     key, value = _for_each_query_head(query, key, value)
     log_sum = functional.pad(log_sum, (0, -query.shape[2] % _LOG_SUM_ROWS), value=float("inf"))
     kernel = ops._scaled_dot_product_efficient_attention_backward
-    args = (grad, query, key, value, None, out, log_sum, unused, unused, 0.0)
-    dq, dk, dv, _ = kernel(*args, [True, True, True, False], causal, scale=scale)
+    inputs = (grad, query, key, value, None, out, log_sum, unused, unused, 0.0)
+    dq, dk, dv, _ = kernel(*inputs, [True, True, True, False], causal, scale=scale)
     return dq, *(t.unflatten(1, (heads, shared)).sum(2) for t in (dk, dv))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sysconfig
 import tempfile
@@ -26,6 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.document import is_file, is_folder, is_there
 from planner.errors import DocumentError, LaunchError
 
 END_OF_BYTES = 256
@@ -34,7 +36,24 @@ PIECE_BYTES = 2**20
 """Longer files become several documents: memory stays small, and one file can be shuffled."""
 NO_TEXT = ("__pycache__", "site-packages")
 """Folders that hold caches and other people's programs rather than the text of a corpus."""
-_FORMAT = 1
+STRUCTURED = {
+    "JSON": (".json", ".jsonl", ".ndjson", ".ipynb"),
+    "a table": (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".orc", ".avro", ".xlsx"),
+    "compressed": (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz"),
+}
+"""Endings of files that hold text among other things, which a model would learn too."""
+FIRST = 4096
+FIRST_BYTES = {
+    b"PAR1": "a table (parquet)",
+    b"ARROW1": "a table (arrow)",
+    b"Obj\x01": "a table (avro)",
+    b"\x1f\x8b": "compressed (gzip)",
+    b"BZh": "compressed (bzip2)",
+    b"\xfd7zXZ\0": "compressed (xz)",
+    b"\x28\xb5\x2f\xfd": "compressed (zstd)",
+    b"PK\x03\x04": "compressed (zip)",
+}
+_FORMAT = 2
 
 
 class Tokenizer(Protocol):
@@ -124,21 +143,51 @@ def standard_library() -> Path:
 def files(source: Path, *, suffixes: Sequence[str] = ()) -> Files:
     """Return the files of a corpus, sorted by their path; an empty corpus is an error.
 
-    Hidden files and folders are left out, and so are the folders of NO_TEXT.
+    Hidden files and folders are left out, and so are the folders of NO_TEXT.  A file whose name
+    says that it is structured is refused, in a folder too: the rest may be its description alone.
     """
-    if source.is_file():
+    if is_file(source):
+        refuse_structured(source)
         return Files(source=source, paths=(source,), single=True)
-    if not source.exists():
+    if not is_there(source):
         raise DocumentError(
             "", "does not exist; give a text file or a folder of them", file=str(source)
         )
-    if not source.is_dir():
+    if not is_folder(source):
         raise DocumentError("", "is neither a file nor a folder", file=str(source))
     found = [path for path in _walk(source) if not suffixes or path.suffix in suffixes]
     if not found:
         kind = f"files that end in {', '.join(suffixes)}" if suffixes else "files"
         raise DocumentError("", f"has no {kind} to train on", file=str(source))
+    for path in found:
+        refuse_structured(path)
     return Files(source=source, paths=tuple(found), single=False)
+
+
+def refuse_structured(path: Path) -> None:
+    """Refuse a file that is no plain text by its name."""
+    for what, endings in STRUCTURED.items():
+        if path.suffix.lower() in endings:
+            raise _structured(path, what)
+
+
+def _structured(path: Path, what: str) -> DocumentError:
+    return DocumentError(
+        "",
+        f"is {what}, not plain text; write the text that it holds to a .txt file and name that, or "
+        "move it out of the folder",
+        file=str(path),
+    )
+
+
+def _refuse_disguised(path: Path, begin: bytes) -> None:
+    """Refuse a file that is no plain text by its first bytes, whatever its name."""
+    for magic, what in FIRST_BYTES.items():
+        if begin.startswith(magic):
+            raise _structured(path, what)
+    first_key = rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*\"[^\"\n]*\"\s*:"
+    if re.match(first_key, begin):
+        raise _structured(path, "JSON")
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -309,6 +358,8 @@ def pieces(path: Path) -> Iterator[bytes]:
     Raises UnicodeDecodeError where the file is not UTF-8 text; a zero byte is not text either.
     """
     with path.open("rb") as file:
+        _refuse_disguised(path, file.read(FIRST))
+        file.seek(0)
         rest = b""
         while block := file.read(PIECE_BYTES - len(rest)):
             rest += block

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
+from planner.schedules import schedule_of
 from runtime import eight_bits, lora
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
@@ -51,7 +53,7 @@ class StepResult:
     loss: float
     """Mean over all tokens of the global batch, before the step."""
     grad_norm: float
-    """Of the whole model, before clipping.  With pipedream-2bw that of the step before, or 0."""
+    """Of the whole model, before clipping.  With stale weights that of the step before, or 0."""
     skipped: bool = False
     """Gradients overflowed in fp16: no weight moved, and the next step has a smaller loss scale."""
     expert_load: float | None = None
@@ -177,8 +179,8 @@ class Engine:
         holders = self._place.replicas * self.plan.mesh.tensor
         loss = self._optimizer.scale.taken_off(loss) / holders
         if isinstance(self._pipeline, StalePipeline):
-            loss, self._norm = self._late_update(self._pipeline, loss)
-            return StepResult(loss, self._norm, expert_load=self._expert_load())
+            mean, self._norm = self._late_update(self._pipeline, loss)
+            return StepResult(mean, self._norm, expert_load=self._expert_load())
         loss, norm = self._optimizer.step(loss).tolist()
         return StepResult(
             loss,
@@ -275,7 +277,7 @@ class Engine:
     def _before_micro_batch(self, *, last: bool) -> None:
         """Say what data parallelism does in this backward: reduce, and let parameters go."""
         if self._parts[0].wrapped:
-            chain = self._parts[0].chain
+            chain = cast(FSDPModule, self._parts[0].chain)
             chain.set_is_last_backward(last)
             chain.set_requires_gradient_sync(last or reduces_at_once(self.plan, self._place))
             chain.set_reshard_after_backward(last or gathers_anew(self.plan, self._place))
@@ -293,14 +295,20 @@ class Engine:
             return float(loss), self._norm
         pipeline.begin_update()
         self._optimizer.follow()
-        loss, norm = self._optimizer.step(loss).tolist()
-        return loss, norm
+        mean, norm = self._optimizer.step(loss).tolist()
+        return mean, norm
 
     def _mean_over_replicas(self) -> Mean | None:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):
             return None
-        kind = PowerSGD if self.plan.gradient_wire == "powersgd" else Mean
-        return kind(self._place.data.replicating.get_group())
+        group = self._place.data.replicating.get_group()
+        match self.plan.gradient_wire:
+            case "powersgd":
+                return PowerSGD(group)
+            case "full" | "bf16" | "fp16":
+                return Mean(group)
+            case _:
+                assert_never(self.plan.gradient_wire)
 
     def _new_replicas(self) -> Replicas | None:
         replicated = [one for part in self._parts for one in part.replicated]
@@ -345,9 +353,10 @@ class Engine:
             )
             for stage, part in zip(self.stages, self._parts, strict=True)
         ]
-        if plan.schedule == "pipedream-2bw":
+        if schedule_of(plan.schedule).stale:
             return StalePipeline(
                 parts[0],
+                name=plan.schedule,
                 stages=len(plan.stages),
                 micro_batches=plan.micro_batches,
                 groups=place.pipeline_groups(),

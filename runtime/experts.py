@@ -12,8 +12,9 @@ the exchange has the sizes it needs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def mixed(
     ranks = 1 if group is None else group.size()
     order = index.flatten().argsort(stable=True)
     chosen = hidden[order // each]
-    rows = rows_of_experts(index, ranks * module.gate_up_proj.shape[0])
+    rows = rows_of_experts(index, ranks * count_of(module))
     if group is None:
         returned = _outputs(module, chosen, rows)
     else:
@@ -76,6 +77,11 @@ def modules_of(layer: nn.Module) -> dict[str, nn.Module]:
         for path, module in layer.named_modules()
         if all(name in module._parameters for name in HIDDEN_DIM)
     }
+
+
+def count_of(module: nn.Module) -> int:
+    """Return how many experts a module holds."""
+    return len(cast(Tensor, module.gate_up_proj))
 
 
 def rows_of_experts(index: Tensor, count: int) -> Tensor:
@@ -158,7 +164,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchanged(grad, *ctx.sizes, ctx.group), None, None, None
+        arriving, leaving = ctx.sizes
+        return _exchanged(grad, arriving, leaving, ctx.group), None, None, None
 
 
 def _exchanged(
@@ -172,8 +179,10 @@ def _exchanged(
 
 def _outputs(module: nn.Module, x: Tensor, rows: Tensor) -> Tensor:
     """Return what experts make of the tokens x [row, hidden], of which each has `rows` in order."""
-    gate, up = _product(x, module.gate_up_proj, rows).chunk(2, dim=-1)
-    return _product(module.act_fn(gate) * up, module.down_proj, rows)
+    into, out = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
+    act_fn = cast(Callable[[Tensor], Tensor], module.act_fn)
+    gate, up = _product(x, into, rows).chunk(2, dim=-1)
+    return _product(act_fn(gate) * up, out, rows)
 
 
 def _product(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from planner.document import read
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime import checkpoint
+from runtime import checkpoint, tensor_index
 from runtime.checkpoint import CONFIG, MODEL, PLAN, Progress
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Exported:
     files: tuple[str, ...]
     parameters: int
     size_bytes: int
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ def to_huggingface(
             "--to peft"
         )
     assert model.architecture is not None
-    parameters = _parameters(source)
+    parameters = _parameters(source, done)
     width = 4 if dtype == "fp32" else 2
     groups = list(_groups(parameters, largest=file_bytes // width))
     temporary = _new(output)
@@ -102,6 +103,7 @@ def to_huggingface(
         files=tuple(file.name for file in files),
         parameters=total,
         size_bytes=sum((output / file.name).stat().st_size for file in files),
+        warnings=_warnings(source),
     )
 
 
@@ -116,9 +118,9 @@ def to_peft(saved: Path, output: Path) -> Exported:
     plan = read(Plan, source / PLAN)
     if plan.training.lora is None or not (source / CONFIG).is_file():
         raise LaunchError(f"{source}: has no adapters of a model of the library transformers")
-    parameters = _parameters(source)
+    parameters = _parameters(source, done)
     state = {stored.key: torch.empty(stored.shape) for stored in parameters}
-    checkpoint.load(source, state)
+    checkpoint.load(source, state, verified=True)
     folder = Path(plan.model.source)
     config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     tensors, settings = lora.peft_files(
@@ -144,32 +146,39 @@ def to_peft(saved: Path, output: Path) -> Exported:
         files=files,
         parameters=sum(stored.elements for stored in parameters),
         size_bytes=sum((output / file).stat().st_size for file in files),
+        warnings=_warnings(source),
     )
 
 
 def found(saved: Path) -> tuple[Path, Progress]:
     """Return the checkpoint that is meant, and how far it has come; refuse one that is damaged."""
-    source = saved if (saved / checkpoint.META).is_file() else checkpoint.newest(saved)
-    if source is None:
+    steps = checkpoint.all_steps(saved)
+    named = (saved / checkpoint.META).exists() or saved in checkpoint.all_steps(saved.parent)
+    if not steps and not named:
         raise LaunchError(f"{saved}: is no complete checkpoint, and no folder that has one")
-    done = checkpoint.progress(source)
-    if not checkpoint.is_complete(source):
-        raise LaunchError(f"{source}: files are missing or cut short; name another checkpoint")
-    return source, done
+    source = steps[-1] if steps else saved
+    wrong = checkpoint.verify(source)
+    if wrong is not None:
+        before = checkpoint.newest_beside(source)
+        way = f"; {before} is complete: name that one" if before else ""
+        raise LaunchError(f"{wrong}{way}")
+    return source, checkpoint.progress(source)
 
 
-def _parameters(source: Path) -> list[_Stored]:
-    import math  # noqa: PLC0415
+def _warnings(source: Path) -> tuple[str, ...]:
+    unchecked = checkpoint.unchecked(source)
+    return (unchecked,) if unchecked else ()
 
-    from torch.distributed.checkpoint import FileSystemReader  # noqa: PLC0415 - needs torch
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
 
-    result = []
-    for key, value in FileSystemReader(str(source)).read_metadata().state_dict_metadata.items():
-        if key.startswith("model.") and isinstance(value, TensorStorageMetadata):
-            shape = tuple(value.size)
-            result.append(_Stored(key=key, shape=shape, elements=math.prod(shape)))
-    return result
+def _parameters(source: Path, done: Progress) -> list[_Stored]:
+    index = tensor_index.read(
+        source, sizes=done.files or None, checksum=done.checksums.get(tensor_index.INDEX)
+    )
+    return [
+        _Stored(key=key, shape=tensor.shape, elements=tensor.elements)
+        for key, tensor in index.tensors.items()
+        if key.startswith("model.")
+    ]
 
 
 def _groups(parameters: Sequence[_Stored], *, largest: int) -> Iterator[list[_Stored]]:
@@ -192,7 +201,7 @@ def _read(source: Path, group: Sequence[_Stored], family: str, dtype: DType) -> 
 
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     state = {stored.key: torch.empty(stored.shape) for stored in group}
-    checkpoint.load(source, state)
+    checkpoint.load(source, state, verified=True)
     result = {}
     for key, tensor in state.items():
         name = key.removeprefix("model.")
@@ -207,6 +216,7 @@ def _configuration(source: Path, folder: Path, dtype: DType) -> Path:
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     config["dtype"] = names[dtype]
+    config.pop("auto_map", None)  # code of a folder that this one is not
     path = folder / CONFIG
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return path

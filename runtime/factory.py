@@ -26,13 +26,10 @@ then keeps its own layers only.  It also runs with fake tensors, to learn shapes
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -43,12 +40,12 @@ from torch.func import functional_call
 
 from planner.errors import DocumentError, LaunchError
 from planner.model import Edge, Layer, LayerTrace, ModelGraph
+from planner.units import name_of
 from runtime.adapter import TensorStyle, next_token_loss
 from runtime.branches import TOKENS, Branches
 from runtime.trace import traced
 from runtime.unfold import Piece, layers_of
-
-OUR_PACKAGES = ("planner", "runtime", "profiler", "meshwright")
+from runtime.user_code import UserFiles
 
 
 class FactoryModel:
@@ -59,7 +56,8 @@ class FactoryModel:
         self.tied_names: frozenset[str] = frozenset()
         self._source = source
         self._dtype = dtype
-        self._file = _load(source)
+        # Without digests nothing is run: an empty table refuses the file.
+        self._file = _load(UserFiles(source, model.files or {}))
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             made = _made(self._file, source)
@@ -140,12 +138,16 @@ class FactoryModel:
         return result
 
 
-def graph_of_factory(source: str, *, seq_len: int) -> ModelGraph:
+def graph_of_factory(
+    source: str, *, seq_len: int, known: Mapping[str, str] | None = None
+) -> ModelGraph:
     """Return the ModelGraph of a user's modules; figures are traced for one sample of `seq_len`.
 
     Layers of one class with parameters of the same shapes and the same traced cost are one kind.
+    The user has named the file, or its digests are `known`.
     """
-    file = _load(source)
+    files = UserFiles(source, known)
+    file = _load(files)
     try:
         with FakeTensorMode():
             made = _made(file, source)
@@ -164,18 +166,31 @@ def graph_of_factory(source: str, *, seq_len: int) -> ModelGraph:
         ) from error
     kinds = _kinds(modules, figures)
     counts = _own_parameters(modules)
+    digests = dict(known or files.imported)
     if made.named:
-        return _graph(source, made, zip(kinds, counts, figures, strict=True))
+        return _graph(source, digests, made, zip(kinds, counts, figures, strict=True))
     layers = []
     rows = zip(kinds, counts, figures, strict=True)
     for (kind, count, trace), run in itertools.groupby(rows):
         layers.append(
             Layer(name=kind, kind=kind, repeat=len(list(run)), parameters=count, trace=trace)
         )
-    return ModelGraph(name=source.rpartition("/")[2], source=source, layers=tuple(layers))
+    return _of_source(source, digests, layers)
 
 
-def _graph(source: str, made: _Made, rows: Iterable[tuple[str, int, LayerTrace]]) -> ModelGraph:
+def _of_source(
+    source: str, files: dict[str, str], layers: Iterable[Layer], edges: tuple[Edge, ...] = ()
+) -> ModelGraph:
+    name = name_of(source)
+    return ModelGraph(name=name, source=source, files=files, layers=tuple(layers), edges=edges)
+
+
+def _graph(
+    source: str,
+    files: dict[str, str],
+    made: _Made,
+    rows: Iterable[tuple[str, int, LayerTrace]],
+) -> ModelGraph:
     """Return the graph of named modules, each a layer of its own."""
     layers = tuple(
         Layer(name=name, kind=kind, parameters=count, trace=trace)
@@ -187,7 +202,7 @@ def _graph(source: str, made: _Made, rows: Iterable[tuple[str, int, LayerTrace]]
         for read in dict.fromkeys(reads)
         if read != TOKENS
     )
-    return ModelGraph(name=source.rpartition("/")[2], source=source, layers=layers, edges=edges)
+    return _of_source(source, files, layers, edges)
 
 
 def _kinds(modules: Sequence[nn.Module], figures: Sequence[LayerTrace]) -> list[str]:
@@ -219,28 +234,9 @@ def _own_parameters(modules: Sequence[nn.Module]) -> list[int]:
     return result
 
 
-def _load(source: str) -> ModuleType:
-    """Import a user's file.  Its folder comes last on the path, so it hides nothing of ours."""
-    path = Path(source.rpartition(":")[0]).resolve()
-    if not path.is_file():
-        raise DocumentError("", f"there is no file {path}", file=source)
-    for name in OUR_PACKAGES:
-        theirs = [path.parent / f"{name}.py", path.parent / name / "__init__.py"]
-        ours = importlib.util.find_spec(name)
-        for candidate in theirs:
-            if candidate.exists() and (ours is None or Path(str(ours.origin)) != candidate):
-                raise DocumentError(
-                    "",
-                    f"{candidate} has the name of one of Meshwright's packages; rename it",
-                    file=source,
-                )
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"_factory_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    _theirs(source, lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
+def _load(files: UserFiles) -> ModuleType:
+    """Import a user's file."""
+    module: ModuleType = _theirs(files.source, files.load)
     return module
 
 
@@ -289,11 +285,12 @@ def _made(file: ModuleType, source: str) -> _Made:
                 file=source,
             )
         before = [TOKENS, *(str(at) for at in range(len(modules) - 1))]
-        reads = {str(at): (read,) for at, read in enumerate(before)}
+        reads: dict[str, tuple[str, ...]] = {str(at): (read,) for at, read in enumerate(before)}
         made = _Made(modules=modules, reads=reads, named=False)
     for module in made.modules:
         for part in module.modules():
             _refuse_plan_dependent(part, source)
+    _refuse_shared_memory(made, source)
     return made
 
 
@@ -339,9 +336,63 @@ def _refuse_plan_dependent(module: nn.Module, source: str) -> None:
         raise DocumentError("", f"has a {name} with p={module.p:g}; set p=0", file=source)
 
 
+def _refuse_shared_memory(made: _Made, source: str) -> None:
+    """Refuse numbers that belong to several elements of parameters: plans would tell them apart."""
+    named = {
+        parameter: f"{layer}.{path}"
+        for layer, module in zip(made.reads, made.modules, strict=True)
+        for path, parameter in module.named_parameters()
+    }
+    seen: dict[int, list[tuple[int, int, str]]] = {}
+    for parameter, name in named.items():
+        if _overlaps_itself(parameter):
+            raise DocumentError(
+                "",
+                f"{name}: has elements that stand several times in the same memory; make it "
+                "contiguous",
+                file=source,
+            )
+        begin = int(parameter.storage_offset()) * parameter.element_size()
+        end = begin + _span(parameter) * parameter.element_size()
+        others = seen.setdefault(parameter.untyped_storage()._cdata, [])
+        for other_begin, other_end, other in others:
+            if begin < other_end and other_begin < end:
+                raise DocumentError(
+                    "",
+                    f"{name} and {other} share memory as two parameters; let both modules hold one "
+                    "parameter, or clone one of them",
+                    file=source,
+                )
+        others.append((begin, end, name))
+
+
+def _span(tensor: Tensor) -> int:
+    """Return the elements of memory from a tensor's first to its last, both counted."""
+    if not tensor.numel():
+        return 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in pairs)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Tell whether two elements of a tensor may be the same in memory.
+
+    They are not if each stride leads beyond all that the smaller ones reach.
+    """
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
 def _theirs(source: str, call: Callable[[], Any]) -> Any:
     """Run a user's code; what goes wrong there is told as theirs."""
     try:
         return call()
+    except DocumentError:
+        raise
     except Exception as error:
         raise DocumentError("", f"raised {type(error).__name__}: {error}", file=source) from error

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from planner.plan import GradientWire
 from runtime.initialize import seed_of
+from runtime.torch_internals import ReduceScatter, reduce_scatter
 
 RANK = 4
 """Of the matrices that PowerSGD sends."""
@@ -72,7 +72,7 @@ class _NarrowReduceScatter(ReduceScatter):
         assert op == dist.ReduceOp.AVG, op
         sent = (input_tensor / group.size()).to(self._dtype)
         received = output_tensor.new_empty(output_tensor.shape, dtype=self._dtype)
-        dist.reduce_scatter_single(received, sent, group=group)
+        reduce_scatter(received, sent, group=group)
         output_tensor.copy_(received)
 
 

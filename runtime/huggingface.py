@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -178,7 +178,8 @@ class HuggingFace:
     def tie(self, layers: Mapping[str, nn.Module]) -> None:
         """Let the output projection be the token embedding, where both are here."""
         if self.tied_names and EMBEDDING in layers and HEAD in layers:
-            layers[HEAD].output.weight = layers[EMBEDDING].tokens.weight
+            output, tokens = layers[HEAD].output, layers[EMBEDDING].tokens
+            cast(nn.Linear, output).weight = cast(nn.Embedding, tokens).weight
 
     def fill(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Give the values that the library's `_init_weights` would draw."""
@@ -359,7 +360,8 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
             "head_dim": a.head_dim,
         }
     if folder is not None:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        # Without a word transformers asks on the terminal whether to run a folder's code.
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         for name, figure in figures.items():
             known = getattr(config, name, figure)
             if known is not None and known != figure:

@@ -77,7 +77,9 @@ def _made(
     keep: Region | None,
 ) -> nn.Parameter:
     if not parameter.is_meta:  # a user's own module, with values of its own
-        return nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+        # Whatever their strides are: flat buffers, FSDP and the optimizer run through memory.
+        own = parameter.detach().to(device).contiguous()
+        return nn.Parameter(own, requires_grad=parameter.requires_grad)
     published = adapter.published_name(name)
     shard = _shard(parameter)
     adapters = lora.is_adapters(name)

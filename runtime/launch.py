@@ -5,8 +5,8 @@ process runs; runtime.supervise starts and ends them.  Here a launch gets its da
 its progress, and ends in a report or in one error that says what can be done.
 
 On several nodes a launcher runs on each, and starts the ranks whose devices the node has.  They
-meet (runtime.nodes) before they start, agree that they do the same, and leave together; the one
-with rank 0 shows progress and has the report.
+meet (runtime.rendezvous) before they start, agree that they do the same, and leave together; the
+one with rank 0 shows progress and has the report.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from planner.document import read, write
 from planner.errors import DocumentError, LaunchError
 from planner.model import ModelGraph
+from planner.report.terminal import Terminal
+from planner.shown import lines
 from planner.units import bytes_text, count_text, seconds_text
 from runtime import checkpoint, data, run
 from runtime.checkpoint import Progress
-from runtime.nodes import ALONE, Meeting, Seat
+from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import Preflight, preflight
+from runtime.rendezvous import Rendezvous
 from runtime.report import RunReport, summarise
 from runtime.run import Device, Failure, Orders, RankRecord, StepRecord
 from runtime.supervise import BadEnd, Exit, is_timeout, last_lines, supervised
@@ -72,7 +74,7 @@ def launch(
     evaluate_batches: int = 8,
     tensorboard: bool = False,
     peak_step_s: float | None = None,
-    seat: Seat = ALONE,
+    node_rank: NodeRank = ALONE,
     nodes: Sequence[int] = (),
     quiet: bool = False,
 ) -> RunReport | None:
@@ -87,8 +89,8 @@ def launch(
     a step would take with every device at its peak; with it the MFU is told.  Progress and warnings
     go to stderr unless `quiet`.
 
-    `seat` says which of several nodes this is, and `nodes` how many devices each of them has; nodes
-    other than the one with rank 0 return nothing.
+    `node_rank` says which of several nodes this is, and `nodes` how many devices each of them has;
+    nodes other than the one with rank 0 return nothing.
     """
     started_unix_s = time.time()
     check = functools.partial(
@@ -112,17 +114,19 @@ def launch(
         evaluate_every=evaluate_every,
         evaluate_batches=evaluate_batches,
         tensorboard=tensorboard,
-        node=seat.node,
+        node=node_rank.node,
         nodes=nodes,
     )
-    say = Console(stderr=True, quiet=quiet, soft_wrap=True, highlight=False, markup=False)
+    say = Terminal(stderr=True, quiet=quiet, soft_wrap=True)
     if dry_run:
         ready = check()
         _warn(ready, say)
-        print(ready.text())
+        print(lines(ready.text()))
         return None
     with contextlib.ExitStack() as held:
-        meeting = held.enter_context(Meeting(seat))
+        rendezvous = held.enter_context(
+            Rendezvous(node_rank, warn=lambda text: say.print(f"warning: {text}"))
+        )
         ready = check()
         _warn(ready, say)
         held.enter_context(_alone_in(ready.output))
@@ -130,17 +134,17 @@ def launch(
             held.enter_context(_alone_in(ready.checkpoint))
         shown = _Shown(steps=ready.steps, say=say)
         try:
-            orders = _write_orders(ready, meeting, say, started_unix_s, peak_step_s)
-            _supervise(ready, meeting, orders, shown)
+            orders = _write_orders(ready, rendezvous, say, started_unix_s, peak_step_s)
+            _supervise(ready, rendezvous, orders, shown)
         except KeyboardInterrupt:
             after = f"after step {shown.step}" if shown.step else "before the first step"
             raise LaunchError(f"interrupted {after}{_way_on(ready)}") from None
         finally:
             shown.close()
-        return _report(ready, meeting, orders, started_unix_s)
+        return _report(ready, rendezvous, orders, started_unix_s)
 
 
-def _warn(ready: Preflight, say: Console) -> None:
+def _warn(ready: Preflight, say: Terminal) -> None:
     for warning in ready.warnings:
         say.print(f"warning: {warning}")
 
@@ -161,9 +165,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def _agree(ready: Preflight, meeting: Meeting, corpus: str) -> str:
+def _agree(ready: Preflight, rendezvous: Rendezvous, corpus: str) -> str:
     """Refuse nodes that would do different things; return the run's token, the same on all."""
-    said = meeting.everyones(
+    said = rendezvous.all_gather(
         {
             "plan": ready.plan.digest,
             "steps": ready.steps,
@@ -181,23 +185,23 @@ def _agree(ready: Preflight, meeting: Meeting, corpus: str) -> str:
                     f"nodes: node {node} has another {what} ({value}) than node 0 ({lead[what]}); "
                     "start the same command with the same files on every node"
                 )
-    if ready.checkpoint is not None and meeting.seat.nodes > 1:
-        _check_shared(ready.checkpoint, meeting, token=lead["run"])
+    if ready.checkpoint is not None and rendezvous.node_rank.nodes > 1:
+        _check_shared(ready.checkpoint, rendezvous, token=lead["run"])
     return str(lead["run"])
 
 
-def _check_shared(folder: Path, meeting: Meeting, *, token: str) -> None:
+def _check_shared(folder: Path, rendezvous: Rendezvous, *, token: str) -> None:
     """Refuse a folder that is not one and the same on all nodes."""
     mark = folder / f".seen-{token}"
-    if meeting.seat.node == 0:
+    if rendezvous.node_rank.node == 0:
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    meeting.everyones("marked")
+    rendezvous.all_gather("marked")
     # A network file system may show a listing that is seconds old.
     with contextlib.suppress(OSError):
         list(folder.iterdir())
-    seen = meeting.everyones(mark.exists())
-    if meeting.seat.node == 0:
+    seen = rendezvous.all_gather(mark.exists())
+    if rendezvous.node_rank.node == 0:
         mark.unlink()
     if not all(seen):
         raise LaunchError(
@@ -208,8 +212,8 @@ def _check_shared(folder: Path, meeting: Meeting, *, token: str) -> None:
 
 def _write_orders(
     ready: Preflight,
-    meeting: Meeting,
-    say: Console,
+    rendezvous: Rendezvous,
+    say: Terminal,
     started_unix_s: float,
     peak_step_s: float | None,
 ) -> Orders:
@@ -217,7 +221,11 @@ def _write_orders(
     say.print(f"preparing {len(ready.files.paths)} files of {ready.files.source}")
     corpus = data.prepare(ready.files, tokenizer=ready.tokenizer)
     left_out = f" ({corpus.skipped} files are not UTF-8 text)" if corpus.skipped else ""
-    here = "" if meeting.seat.nodes == 1 else f", {len(ready.local_ranks)} of them on this node"
+    here = (
+        ""
+        if rendezvous.node_rank.nodes == 1
+        else f", {len(ready.local_ranks)} of them on this node"
+    )
     say.print(
         f"{count_text(corpus.tokens)} tokens by {corpus.tokenizer}{left_out}; {ready.ranks} ranks "
         f"on {ready.device}{here}, {ready.plan.layout.text()}; in {ready.output}"
@@ -239,7 +247,7 @@ def _write_orders(
         )
         say.print(f"going on from {ready.resume}")
     orders = Orders(
-        run=_agree(ready, meeting, corpus.digest),
+        run=_agree(ready, rendezvous, corpus.digest),
         output=str(ready.output),
         corpus=str(corpus.folder.resolve()),
         device=ready.device,
@@ -270,7 +278,7 @@ def _write_orders(
     return orders
 
 
-def _supervise(ready: Preflight, meeting: Meeting, orders: Orders, shown: _Shown) -> None:
+def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: Orders, shown: _Shown) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
     with _signals_interrupt():
         shown.follow(run.metrics_file(ready.output))
@@ -280,7 +288,7 @@ def _supervise(ready: Preflight, meeting: Meeting, orders: Orders, shown: _Shown
             lambda rank, port: ready.environment(rank, port=port),
             folder=ready.output,
             world=ready.ranks,
-            meeting=meeting,
+            rendezvous=rendezvous,
             leads=ready.leads,
             shared={"MESHWRIGHT_RUN": orders.run},
             refresh=shown.refresh,
@@ -335,14 +343,16 @@ def _way_on(ready: Preflight) -> str:
 
 
 def _report(
-    ready: Preflight, meeting: Meeting, orders: Orders, started_unix_s: float
+    ready: Preflight, rendezvous: Rendezvous, orders: Orders, started_unix_s: float
 ) -> RunReport | None:
     """Return the report on the node with rank 0, from the records of all nodes."""
     own = {
         rank: read(RankRecord, run.record_file(ready.output, rank)).model_dump(mode="json")
         for rank in ready.local_ranks
     }
-    known = {int(rank): record for told in meeting.everyones(own) for rank, record in told.items()}
+    known = {
+        int(rank): record for told in rendezvous.all_gather(own) for rank, record in told.items()
+    }
     if not ready.leads:
         return None
     report = summarise(
@@ -383,13 +393,14 @@ class _Shown:
     On a terminal it is renewed in place; elsewhere a line appears every tenth of the steps.
     """
 
-    def __init__(self, *, steps: int, say: Console) -> None:
+    def __init__(self, *, steps: int, say: Terminal) -> None:
         self.step = 0
         self._steps = steps
         self._say = say
         self._bar: Bar | None = None
         if say.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+            text = TextColumn("{task.description}", markup=False)
+            columns = (text, BarColumn(), TimeRemainingColumn())
             self._bar = Bar(*columns, console=say, transient=True)
             self._task = self._bar.add_task("starting ranks", total=steps)
         self._next_line = 0

@@ -248,9 +248,10 @@ def _follow_resizes(count: _StorageCount) -> Callable[[], None]:
         return result
 
     def restore() -> None:
-        torch.UntypedStorage.resize_ = original
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
-    torch.UntypedStorage.resize_ = resize_
+    # torch has no hook for it.
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
     return restore
 
 

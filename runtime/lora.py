@@ -128,7 +128,7 @@ def _adapt(module: Any, lora: Lora) -> None:
     out_features, in_features = (
         weight.shape if isinstance(module, nn.Linear) else weight.shape[::-1]
     )
-    module.__class__ = _adapted(type(module))
+    module.__class__ = _adapted(type(module))  # type: ignore[arg-type]  # a class can be hashed
     module.lora_scale = lora.alpha / lora.rank
     for name, shape in ((A, (lora.rank, in_features)), (B, (out_features, lora.rank))):
         module.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))

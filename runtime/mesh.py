@@ -149,13 +149,15 @@ class Place:
     def ends(self) -> dist.ProcessGroup | None:
         """Return the group of the first and last stage of this rank's pipeline, if it is in one."""
         assert self.mesh is not None
-        pairs = _kept(("ends", self.degrees), lambda: _end_groups(self.mesh))  # type: ignore[arg-type]
+        pairs: dict[int, dist.ProcessGroup] = _kept(
+            ("ends", self.degrees), lambda: _end_groups(self.mesh)
+        )
         return pairs.get(dist.get_rank())
 
 
 def _pipeline_groups(mesh: DeviceMesh) -> dict[int, dist.ProcessGroup]:
     """Make a second group of the ranks of every pipeline."""
-    groups = {}
+    groups: dict[int, dist.ProcessGroup] = {}
     for ranks in _pipelines(mesh).t().tolist():
         group = dist.new_group(ranks)
         groups |= dict.fromkeys(ranks, group)

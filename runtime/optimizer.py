@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from planner.plan import Offload
 from planner.training import Training
@@ -24,6 +23,7 @@ from runtime.learning_rate import learning_rate
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
 from runtime.recompute import PREFIX
+from runtime.torch_internals import DTensorSpec, TensorMeta
 
 _NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds
 
@@ -81,6 +81,7 @@ class Optimizer:
             [slot.local for slot in self.slots],
             [slot.parameter.ndim > 1 for slot in self.slots],
             training,
+            names=[slot.name for slot in self.slots],
             device=device,
             offload=offload,
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.plan import Plan
-from planner.schedule import splits_backward
+from planner.schedules import schedule_of
 from runtime import activations, experts, host, lora, recompute, tensor
 from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, HEAD, Adapter, Chain, parameter_names
@@ -33,6 +33,7 @@ from runtime.gradient_wire import narrow
 from runtime.initialize import materialize
 from runtime.mesh import DataRanks, Place, wants_mesh
 from runtime.published import Region, Weights
+from runtime.torch_internals import replicate
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -88,7 +89,7 @@ def parallel_stage(
     if plan.training.lora is not None:
         frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
         adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
-    store = WeightGradients() if splits_backward(plan.schedule) else None
+    store = WeightGradients() if schedule_of(plan.schedule).splits_backward else None
     for name, layer in layers.items():
         eight = plan.precision == "fp8" and name not in (EMBEDDING, HEAD)
         if store is not None or eight:
@@ -171,7 +172,7 @@ def _replicated(
 def _loads(layers: dict[str, nn.Module], device: torch.device) -> dict[str, Load]:
     """Count what the experts of each layer get, while the modules still have all of them."""
     return {
-        name: Load(module, len(module.gate_up_proj), device)
+        name: Load(module, experts.count_of(module), device)
         for name, layer in layers.items()
         for module in experts.modules_of(layer).values()
     }
@@ -225,9 +226,9 @@ def _check_parameters(layers: dict[str, nn.Module], adapter: Adapter) -> None:
         fresh = {id(p): p for p in layer.parameters() if id(p) not in seen}
         seen |= set(fresh)
         count = sum(
-            p.numel()
+            fresh[own].numel()
             for full_name, module, attribute in parameter_names(name, layer)
-            if id(p := module._parameters[attribute]) in fresh
+            if (own := id(module._parameters[attribute])) in fresh
             and not (full_name in adapter.tied_names and name != EMBEDDING)
         )
         if count != planned[name].parameters:
@@ -260,9 +261,13 @@ def _over_data(
     if plain and not ranks.sharded:
         replicate(module, mesh=ranks.mesh, mp_policy=policy, ignored_params=others)
         return
-    offload = OffloadPolicy()
-    if plan.offload == "parameters":
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    match plan.offload:
+        case "none" | "optimizer":
+            offload = OffloadPolicy()
+        case "parameters":
+            offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        case _:
+            assert_never(plan.offload)
     fully_shard(
         module,
         mesh=ranks.division if plan.gradient_wire == "full" else ranks.sharding,
@@ -303,7 +308,7 @@ def gathers_anew(plan: Plan, place: Place | DataRanks) -> bool:
 
 def reduces_in_step(plan: Plan) -> bool:
     """Tell whether the optimizer's step makes the mean of gradients over replicas, not backward."""
-    stale = plan.schedule == "pipedream-2bw" and plan.mesh.pipeline > 1
+    stale = schedule_of(plan.schedule).stale and plan.mesh.pipeline > 1
     return stale or plan.gradient_wire == "powersgd"
 
 
@@ -378,8 +383,8 @@ def _shards(layer: nn.Module, plan: Plan, place: Place) -> dict[int, Region]:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if local.ndim > dim:
                 chunk = -(-local.shape[dim] // parts)
-                ends = (min(at * chunk, local.shape[dim]) for at in (index, index + 1))
-                result[id(parameter)] = (dim, *ends)
+                begin, end = (min(at * chunk, local.shape[dim]) for at in (index, index + 1))
+                result[id(parameter)] = (dim, begin, end)
     return result
 
 

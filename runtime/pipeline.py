@@ -1,11 +1,12 @@
 """One rank's part of a pipeline, run by torch from our own action lists.
 
-The only file that knows the private names of torch's pipelining.  torch adds the sends and receives
-to a compute-only list; which computation comes when is planner.schedule's decision alone.
+torch adds the sends and receives to a compute-only list; which computation comes when is
+planner.schedule's decision alone.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,14 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import _make_tensor_from_meta
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from planner.errors import LaunchError
 from planner.schedule import Order
+from runtime.torch_internals import PipelineAction, PipelineRuntime, fsdp_parameters
 from runtime.weight_gradients import WeightGradients
 
 GRADIENTS_ON_THE_WAY = 2
@@ -68,6 +67,14 @@ class Pipeline:
         """
         self._everywhere = tokens_everywhere
         count = 1 + max(action.stage for order in orders for action in order)
+        for part in parts:
+            for made in _tuple(part.outputs) if part.stage < count - 1 else ():
+                if not made.is_floating_point():
+                    # Its gradient would never be sent, and the next stage's be waited for.
+                    raise LaunchError(
+                        f"stage {part.stage} hands on {made.dtype}, which has no gradient; "
+                        "cut the model elsewhere"
+                    )
         self._parts = tuple(parts)
         self._rank_of = {
             action.stage: rank for rank, order in enumerate(orders) for action in order
@@ -75,12 +82,12 @@ class Pipeline:
         self._group, self._device = group, device
         self._micro_batches, self._loss = micro_batches, loss
         self._stages = [_Stage(part, count, device, group) for part in parts]
-        self._schedule = _PipelineScheduleRuntime(
+        self._schedule = PipelineRuntime(
             self._stages, micro_batches, loss_fn=loss, scale_grads=False
         )
         self._schedule._prepare_schedule_with_comms(
             {
-                rank: [_Action.from_str(str(action)) for action in order]
+                rank: [PipelineAction.from_str(str(action)) for action in order]
                 for rank, order in enumerate(orders)
             }
         )
@@ -89,12 +96,13 @@ class Pipeline:
         """Run one step on all micro-batches; return their losses on the last stage."""
         losses: list[Tensor] = []
         is_last = any(stage.is_last for stage in self._stages)
+        everywhere: dict[str, Any] = {"tokens": tokens} if self._everywhere else {}
         self._schedule.step(
             *((tokens,) if any(stage.is_first for stage in self._stages) else ()),
             target=targets if is_last else None,
             losses=losses if is_last else None,
             return_outputs=False,
-            **({"tokens": tokens} if self._everywhere else {}),
+            **everywhere,
         )
         for stage in self._stages:
             stage.finish_sends()
@@ -120,9 +128,10 @@ class Pipeline:
                 after = self._rank_of.get(part.stage + 1)
                 if before is not None and before != own:
                     x = tuple(self._received(one, before) for one in _tuple(part.inputs))
-                x = part.module(*_tuple(x), **({"tokens": batch} if self._everywhere else {}))
+                made = part.module(*_tuple(x), **({"tokens": batch} if self._everywhere else {}))
+                x = made
                 if after is None:
-                    losses.append(self._loss(x, target))
+                    losses.append(self._loss(made, target))
                 elif after != own:
                     for one in _tuple(x):
                         send = dist.isend(one.contiguous(), group=self._group, group_dst=after)
@@ -140,13 +149,7 @@ class Pipeline:
 
     def received(self) -> int:
         """Return how many received activations and gradients are held now."""
-        return sum(
-            info.buffer is not None
-            for stage in self._stages
-            for table in (stage.args_recv_info, stage.grad_recv_info)
-            for received in table.values()
-            for info in received
-        )
+        return sum(stage.received() for stage in self._stages)
 
     def sent(self) -> int:
         """Return how many sent activations and gradients are held now."""
@@ -177,38 +180,69 @@ class _Stage(PipelineStage):
             dw_builder=part.store.taken if part.store else None,
         )
         self._store = part.store
+        self._declared_inputs = _tuple(part.inputs)
+        self._declared_outputs = _tuple(part.outputs)
+        self._coming_activations: dict[int, list[dist.Work]] = {}
+        self._coming_gradients: dict[int, list[dist.Work]] = {}
         self.sent_activations: dict[int, list[dist.Work]] = {}
         self.sent_gradients: deque[list[dist.Work]] = deque()
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(1, has_backward)
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(1, *args, **kwargs)
         template = self.args_recv_info[0]
+        if not self.is_first:
+            template = tuple(_without_buffer(info) for info in template)
         for micro_batch in range(num_microbatches):
-            self.args_recv_info[micro_batch] = tuple(_without_buffer(info) for info in template)
+            self.args_recv_info[micro_batch] = tuple(copy.copy(info) for info in template)
+        return result
 
-    def _create_grad_recv_info(self, act_send_info: dict) -> tuple:
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
         return tuple(
             _without_buffer(info) for info in super()._create_grad_recv_info(act_send_info)
         )
 
+    # The receives start here, one by one as the sends do, and torch is told that there are none:
+    # messages that one side batches and the other does not travel through different communicators.
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        if not self.is_first:
+            self._allocate(self.args_recv_info[fwd_chunk_id], self._declared_inputs)
+        receives = super().get_fwd_recv_ops(fwd_chunk_id)
+        self._coming_activations[fwd_chunk_id] = [_started(receive) for receive in receives]
+        return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_last:
-            self._allocate(self.grad_recv_info[bwd_chunk_id])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+            self._allocate(self.grad_recv_info[bwd_chunk_id], self._declared_outputs)
+        receives = super().get_bwd_recv_ops(bwd_chunk_id)
+        self._coming_gradients[bwd_chunk_id] = [_started(receive) for receive in receives]
+        return []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        for work in self._coming_activations.pop(fwd_chunk_id, ()):
+            work.wait()
+        if not self.is_first:
+            pairs = zip(self.args_recv_info[fwd_chunk_id], self._declared_inputs, strict=True)
+            for info, declared in pairs:
+                assert info.buffer is not None
+                info.buffer.requires_grad_(declared.requires_grad)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_last:
-            made = output if isinstance(output, tuple) else (output,)
-            for one, declared in zip(made, self._stage_meta.outputs, strict=True):
+            for one, declared in zip(_tuple(output), self._declared_outputs, strict=True):
                 self._check_output(one, declared)
         return output
 
-    def _check_output(self, output: Tensor, declared: Any) -> None:
+    # torch 2.11 lets neighbours exchange a message first, over the communicator that batches use.
+    # A V's two stages of one rank would send it to themselves, and nothing here is batched.
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    # torch 2.11 compares strides too, which tokens cut from longer rows fail; the engine has
+    # checked their shape, and outputs are checked above.
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None: ...
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None: ...
+
+    def _check_output(self, output: Tensor, declared: Tensor) -> None:
         if (output.shape, output.dtype) != (declared.shape, declared.dtype):
             raise LaunchError(
                 f"stage {self.stage_index} made {output.dtype} {list(output.shape)} and declared "
@@ -216,17 +250,38 @@ class _Stage(PipelineStage):
             )
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
+        for work in self._coming_gradients.pop(bwd_chunk_id, ()):
+            work.wait()
         if self._store is not None:
             self._store.deferring = not full_backward
-        super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         # The next stage has sent this micro-batch's gradient, so it has had the activation.
         for work in self.sent_activations.pop(bwd_chunk_id, ()):
             work.wait()
-        received = (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id])
-        for info in received:
+        activations = () if self.is_first else self.args_recv_info[bwd_chunk_id]
+        for info in (*activations, *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None
+
+    def received(self) -> int:
+        """Return how many received activations and gradients are held now."""
+        tables = [self.grad_recv_info, *(() if self.is_first else (self.args_recv_info,))]
+        return sum(
+            info.buffer is not None
+            for table in tables
+            for received in table.values()
+            for info in received
+        )
+
+    def clear_runtime_states(self) -> None:
+        """Forget the step before; torch also clears gradients of buffers, which are gone here."""
+        self.fwd_cache.clear()
+        self.output_chunks.clear()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
@@ -257,10 +312,9 @@ class _Stage(PipelineStage):
         self.sent_activations.clear()
         self.sent_gradients.clear()
 
-    def _allocate(self, received: tuple) -> None:
-        for info in received:
-            if not info.is_root_arg:
-                info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
+    def _allocate(self, received: tuple[Any, ...], declared: tuple[Tensor, ...]) -> None:
+        for info, like in zip(received, declared, strict=True):
+            info.buffer = torch.empty_like(like, device=self.device, requires_grad=False)
 
 
 def _add_in_reduce_type(module: FSDPModule) -> None:
@@ -268,26 +322,27 @@ def _add_in_reduce_type(module: FSDPModule) -> None:
 
     It does so itself after each backward, but knows nothing of weight gradients made later.
     """
-    wrapper = replicate if isinstance(module, ReplicateModule) else fully_shard
-    for state in wrapper.state(module)._state_ctx.all_states:
-        for group in state._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+    for parameter in fsdp_parameters(module, below=True):
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
 
 
 def _tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
-def _started(send: dist.P2POp) -> dist.Work:
-    work: dist.Work = send.op(
-        send.tensor.contiguous(), group=send.group, tag=send.tag, group_dst=send.group_peer
+def _started(message: dist.P2POp) -> dist.Work:
+    sends = message.op is dist.isend
+    work: dist.Work = message.op(
+        message.tensor.contiguous() if sends else message.tensor,
+        group=message.group,
+        tag=message.tag,
+        **{"group_dst" if sends else "group_src": message.group_peer},
     )
     return work
 
 
-def _without_buffer(info: object) -> object:
-    return type(info)(
-        info.input_name, info.source, None, info.tensor_meta, is_root_arg=info.is_root_arg
-    )
+def _without_buffer(info: Any) -> Any:
+    info = copy.copy(info)
+    info.buffer = None
+    return info

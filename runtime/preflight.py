@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shlex
 import sys
 import sysconfig
@@ -19,9 +18,12 @@ from pathlib import Path
 
 from planner.document import read
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import resolve_model
-from planner.model import ModelGraph
-from planner.plan import Plan
+from planner.expressions import located, resolve_beside
+from planner.model import ModelGraph, is_factory
+from planner.plan import Plan, PlannedModel
+from planner.schedules import PLAIN, schedule_of
+from planner.training import check_lengths
+from planner.units import file_name
 from runtime import checkpoint, data, run
 from runtime.data import Files
 from runtime.run import Device
@@ -104,12 +106,16 @@ def rank_environment(rank: int, *, ranks: int, port: int | str) -> dict[str, str
         "TOKENIZERS_PARALLELISM": "false",
     }
     if Path("/sys/class/net/lo").exists():
-        # Host names need not resolve to an address that this machine has.
-        result["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        # Host names need not resolve to an address that this machine has, and other machines need
+        # not reach these ranks.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            result[name] = os.environ.get(name, "lo")
+    # An empty entry is the folder where the rank is started, which PYTHONSAFEPATH leaves in.
+    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     root = str(Path(__file__).resolve().parent.parent)
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        known = os.environ.get("PYTHONPATH", "")
-        result["PYTHONPATH"] = f"{root}{os.pathsep}{known}" if known else root
+        known.insert(0, root)
+    result["PYTHONPATH"] = os.pathsep.join(known)
     return result
 
 
@@ -141,16 +147,14 @@ def preflight(
 
     `nodes` has the devices of each node where there are several, and `node` says which is this.
     """
-    for name, value in (
-        ("steps", steps),
-        ("checkpoint_every", checkpoint_every),
-        ("keep_checkpoints", keep_checkpoints),
-        ("max_seconds", max_seconds),
-        ("evaluate_every", evaluate_every),
-        ("evaluate_batches", evaluate_batches),
-    ):
-        if value is not None and value <= 0:
-            raise LaunchError(f"{name}: is {value}; it must be more than 0")
+    check_lengths(
+        steps=steps,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        max_seconds=max_seconds,
+        evaluate_every=evaluate_every,
+        evaluate_batches=evaluate_batches,
+    )
     plan = read(Plan, plan_path)
     plan = plan.model_copy(update={"training": plan.training.changed(training)})
     _check_evaluation(plan, evaluate=evaluate is not None, every=evaluate_every)
@@ -160,11 +164,12 @@ def preflight(
             "same figures in metrics.jsonl"
         )
     if model is None:
-        model = resolve_model(plan.model.source)
+        model = resolve_beside(plan.model.source, plan_path)
     try:
         plan.check_model(model)
     except DocumentError as error:
         raise error.in_file(str(plan_path)) from None
+    plan = plan.model_copy(update={"model": found_here(plan.model, model, plan_path)})
     _check_trains_on_text(model)
     chosen = device or ("cuda" if cuda_devices() else "cpu")
     local_ranks = ranks_of_node(plan, node, nodes or [plan.mesh.devices])
@@ -184,6 +189,8 @@ def preflight(
         or_start=or_start,
         steps=steps,
     )
+    if saved is not None and (unchecked := checkpoint.unchecked(saved)):
+        warnings.append(unchecked)
     folder = Path(output) if output is not None else _default_output(plan)
     _check_writable(folder)
     if checkpoint_folder is not None:
@@ -244,6 +251,13 @@ def cuda_devices() -> int:
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 
+def found_here(said: PlannedModel, model: ModelGraph, plan_path: Path | str) -> PlannedModel:
+    """Return what a plan says of its model, with the files as they were found on this machine."""
+    source = located(said.source, plan_path)
+    here = source if source == said.source else str(Path(source).absolute())
+    return said.model_copy(update={"source": here, "graph": said.graph and model})
+
+
 def _check_trains_on_text(model: ModelGraph) -> None:
     architecture = model.architecture
     if architecture and (architecture.patches or architecture.classes):
@@ -256,8 +270,8 @@ def _check_trains_on_text(model: ModelGraph) -> None:
 def _check_evaluation(plan: Plan, *, evaluate: bool, every: int | None) -> None:
     if every is not None and not evaluate:
         raise LaunchError("evaluate_every: name the held-out text too (evaluate)")
-    if evaluate and plan.schedule == "pipedream-2bw":
-        raise LaunchError("evaluate: a pipeline that never drains is not evaluated; use 1f1b")
+    if evaluate and schedule_of(plan.schedule).stale:
+        raise LaunchError(f"evaluate: a pipeline that never drains is not evaluated; use {PLAIN}")
 
 
 def _check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) -> list[str]:
@@ -295,14 +309,23 @@ def _checkpoint_to_resume(
             what = "resume" if resume else "checkpoint_every"
             raise LaunchError(f"{what}: name the folder of the checkpoints too (checkpoint)")
         return None
-    saved = checkpoint.newest(folder)
-    if saved is None:
+    if (folder / checkpoint.META).exists():
+        raise LaunchError(
+            f"{folder}: is a checkpoint; name the folder that it is in, {folder.absolute().parent}"
+        )
+    found = checkpoint.all_steps(folder)
+    if not found:
         if resume and not or_start:
             raise LaunchError(
-                f"{folder}: there is no complete checkpoint to resume; leave out `resume` to "
-                "start anew, or add `or_start`"
+                f"{folder}: there is no checkpoint to resume; leave out `resume` to start anew, "
+                "or add `or_start`"
             )
         return None
+    saved = found[-1]
+    # Never passed over in silence: neither an older one nor a new start is what was asked for.
+    wrong = checkpoint.problem(saved)
+    if wrong is not None:
+        raise checkpoint.refusal(saved, wrong)
     done = checkpoint.progress(saved).step
     if not resume:
         raise LaunchError(
@@ -317,8 +340,7 @@ def _checkpoint_to_resume(
 
 
 def _default_output(plan: Plan) -> Path:
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.model.name).strip("-.") or "model"
-    return Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return Path("runs", f"{file_name(plan.model.name)}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def _check_writable(folder: Path) -> None:
@@ -333,6 +355,8 @@ def _check_writable(folder: Path) -> None:
 
 
 def _own_tokenizer(plan: Plan) -> Path | None:
+    if is_factory(plan.model.source):
+        return None
     source = Path(plan.model.source)
     folder = source if source.is_dir() else source.parent
     named = source.is_dir() or source.name == "config.json"

@@ -56,6 +56,8 @@ class Weights:
         try:
             if index.exists():
                 for name, file in json.loads(index.read_text())["weight_map"].items():
+                    if Path(file).name != file or not file.endswith(".safetensors"):
+                        raise ValueError(f"{index.name} names {file!a}, no *.safetensors here")
                     self._file[name] = folder / file
             else:
                 for path in sorted(folder.glob("*.safetensors")):
@@ -78,8 +80,22 @@ class Weights:
         """Return a tensor in fp32, or its part `cut`, or the region `keep` of that part.
 
         Nothing else of it is read.  Where dim 1 holds several `pieces` one above the other, each of
-        them is cut.
+        them is cut.  The result is contiguous and has memory of its own.
         """
+        found = self._found(name, shape, cut, pieces=pieces, keep=keep)
+        # A slice has the strides of the whole, and what the file is mapped to changes with it.
+        return found.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+
+    def _found(
+        self,
+        name: str,
+        shape: torch.Size,
+        cut: Cut | None,
+        *,
+        pieces: int = 1,
+        keep: Region | None = None,
+    ) -> Tensor:
+        """Return the same in the type and memory of the file."""
         known = self._known(name)
         if known is not None:
             return self._matrix(known, shape, cut, pieces=pieces, keep=keep)
@@ -99,7 +115,7 @@ class Weights:
             cut = (cut[0] - 1, *cut[1:])
         if keep is not None and keep[0] == 1 and len(patterns) > 1:
             dim, begin, end = keep  # the region goes over several matrices' borders
-            whole = self.read(name, shape, cut and (cut[0] + 1, *cut[1:]))
+            whole = self._found(name, shape, cut and (cut[0] + 1, *cut[1:]))
             return whole.narrow(dim, begin, end - begin)
         if keep is not None:
             keep = (keep[0] - 1, *keep[1:])
@@ -154,7 +170,7 @@ class Weights:
                     f"and the model needs {list(shape)}"
                 )
             if cut is None and keep is None:
-                return whole[...].float()
+                return whole[...]
             dim, spans = _spans(shape, cut, pieces)
             if keep is not None and keep[0] == dim:
                 spans = within(spans, *keep[1:])
@@ -162,7 +178,7 @@ class Weights:
             if keep is not None and keep[0] != dim:
                 others[keep[0]] = slice(*keep[1:])
             taken = [whole[(*others[:dim], slice(*span), *others[dim + 1 :])] for span in spans]
-            return (torch.cat(taken, dim) if len(taken) > 1 else taken[0]).float()
+            return torch.cat(taken, dim) if len(taken) > 1 else taken[0]
 
 
 def _spans(shape: torch.Size, cut: Cut | None, pieces: int) -> tuple[int, list[tuple[int, int]]]:

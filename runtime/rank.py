@@ -61,7 +61,7 @@ def _train(orders: Orders, rank: int) -> None:
     output = Path(orders.output)
     plan = read(Plan, run.plan_file(output))
     world_size = int(os.environ["WORLD_SIZE"])
-    train.join(orders, rank=rank, world_size=world_size, timeout_s=plan.timeout_s)
+    train.join(orders.device, rank=rank, world_size=world_size, timeout_s=plan.timeout_s)
     record = train.train(orders, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]))
     run.write_json(record, run.record_file(output, rank))
     dist.barrier()

@@ -5,23 +5,24 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-)
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    _VersionWrapper,
     create_selective_checkpoint_contexts,
 )
 
 from planner.profile import Recompute
 from runtime.activations import Packing
+from runtime.torch_internals import (
+    CheckpointImpl,
+    KeptByCall,
+    VersionWrapper,
+    checkpoint_wrapper,
+)
 
 PREFIX = "_checkpoint_wrapped_module."
 """Stands in the parameter names of a wrapped layer; names that leave this package have it not."""
@@ -51,18 +52,22 @@ def wrapped(layer: nn.Module, recompute: Recompute, packing: Packing | None = No
 
     What `selective` keeps never comes by autograd's hooks, so it is handed to `packing` here.
     """
-    if recompute == "none":
-        return layer
-    if recompute == "full":
-        return checkpoint_wrapper(
-            layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False
-        )
-    return checkpoint_wrapper(
-        layer,
-        checkpoint_impl=CheckpointImpl.NO_REENTRANT,
-        preserve_rng_state=False,
-        context_fn=functools.partial(_selective, packing),
-    )
+    match recompute:
+        case "none":
+            return layer
+        case "full":
+            return checkpoint_wrapper(
+                layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False
+            )
+        case "selective":
+            return checkpoint_wrapper(
+                layer,
+                checkpoint_impl=CheckpointImpl.NO_REENTRANT,
+                preserve_rng_state=False,
+                context_fn=functools.partial(_selective, packing),
+            )
+        case _:
+            assert_never(recompute)
 
 
 def _selective(packing: Packing | None) -> tuple[Any, Any]:
@@ -73,26 +78,26 @@ def _selective(packing: Packing | None) -> tuple[Any, Any]:
     return keeping, reading
 
 
-class _Packed(dict[int, Any]):
+class _Packed(KeptByCall):
     """The results of one operator, by call, as torch keeps them but packed."""
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
 
     def __setitem__(self, call: int, kept: Any) -> None:
-        super().__setitem__(call, tree_map_only(_VersionWrapper, self._pack, kept))
+        super().__setitem__(call, tree_map_only(VersionWrapper, self._pack, kept))
 
     def get(self, call: int, default: Any = None) -> Any:
         return tree_map_only(_Waiting, self._unpack, super().get(call, default))
 
-    def _pack(self, kept: _VersionWrapper) -> Any:
+    def _pack(self, kept: VersionWrapper) -> Any:
         if not isinstance(kept.val, Tensor):
             return kept
         # A collective's result may still be on its way; what was not sent needs no wait.
         return _Waiting(self._packing.pack(torch.ops._c10d_functional.wait_tensor(kept.val)))
 
-    def _unpack(self, waiting: _Waiting) -> _VersionWrapper:
-        return _VersionWrapper(self._packing.unpack(waiting.packed))
+    def _unpack(self, waiting: _Waiting) -> VersionWrapper:
+        return VersionWrapper(self._packing.unpack(waiting.packed))
 
 
 @dataclass(frozen=True, slots=True)

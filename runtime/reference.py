@@ -7,6 +7,7 @@ and plain enough to read in a minute.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -211,7 +212,8 @@ class Reference:
     def tie(self, layers: Mapping[str, nn.Module]) -> None:
         """Let the output projection be the token embedding, where both are here."""
         if self.tied_names and EMBEDDING in layers and HEAD in layers:
-            layers[HEAD].output.weight = layers[EMBEDDING].tokens.weight
+            output, tokens = layers[HEAD].output, layers[EMBEDDING].tokens
+            cast(nn.Linear, output).weight = cast(nn.Embedding, tokens).weight
 
     def fill(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Normal weights, norms of one, biases of zero."""

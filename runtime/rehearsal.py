@@ -20,10 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from planner.model import ModelGraph
@@ -32,6 +29,7 @@ from runtime import experts
 from runtime.engine import Engine
 from runtime.live_memory import LiveMemory
 from runtime.mesh import place_of
+from runtime.torch_internals import fake_store, fsdp_parameters, shapes_found_in
 
 CPU = torch.device("cpu")
 
@@ -70,7 +68,7 @@ def rehearse(plan: Plan, model: ModelGraph, *, rank: int) -> Rehearsal:
 
     The process must not be in a process group; for the time of the call it is in a fake one.
     """
-    dist.init_process_group("fake", rank=rank, world_size=plan.mesh.devices, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=plan.mesh.devices, store=fake_store())
     try:
         _make_groups(plan)
         with _shapes_apart(), _even_routes(), FakeTensorMode(), _NoValues():
@@ -100,29 +98,9 @@ def _make_groups(plan: Plan) -> None:
             place.ends()
 
 
-class _Apart:
-    """A `with` block outside all modes, any number of times and nested."""
-
-    def __init__(self) -> None:
-        self._inside: list[contextlib.AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> None:
-        self._inside.append(_disable_current_modes())
-        self._inside[-1].__enter__()
-
-    def __exit__(self, *failure: Any) -> None:
-        self._inside.pop().__exit__(*failure)
-
-
-@contextlib.contextmanager
-def _shapes_apart() -> Iterator[None]:
+def _shapes_apart() -> contextlib.AbstractContextManager[None]:
     """Let DTensor work out shapes of whole tensors where nobody counts them."""
-    before = ShardingPropagator._fake_mode_lock
-    ShardingPropagator._fake_mode_lock = _Apart()
-    try:
-        yield
-    finally:
-        ShardingPropagator._fake_mode_lock = before
+    return shapes_found_in(_disable_current_modes)
 
 
 @contextlib.contextmanager
@@ -195,9 +173,7 @@ def _fsdp_parameters(engine: Engine) -> Iterator[Any]:
     """Yield FSDP's own records of the parameters that it divides."""
     for module in (m for part in engine._parts for m in part.chain.modules()):
         if isinstance(module, FSDPModule):
-            wrapper = replicate if isinstance(module, ReplicateModule) else fully_shard
-            for group in wrapper.state(module)._fsdp_param_groups:
-                yield from group.fsdp_params
+            yield from fsdp_parameters(module)
 
 
 def _whole_copies(engine: Engine) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ theirs meets training's collectives.  One checkpoint is under way at a time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +23,8 @@ from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime import checkpoint
 from runtime.checkpoint import KEEP, Progress
+from runtime.exchange import broadcast_json
+from runtime.tensor_files import TensorWriter, WrittenFile
 
 
 class Saver:
@@ -79,20 +81,16 @@ class Saver:
     def _write(self, copied: dict[str, Tensor], done: Progress) -> None:
         target = self._folder / f"step-{done.step:06}"
         temporary = self._folder / f".{target.name}.{self._run}"
+        writer = TensorWriter(temporary, rank=dist.get_rank())
         try:
-            dcp.save(
-                copied,
-                # It waits for the disk after each file.
-                storage_writer=dcp.FileSystemWriter(str(temporary), sync_files=True),
-                process_group=self._group,
-            )
+            dcp.save(copied, storage_writer=writer, process_group=self._group)
             # Here every rank has written its part.
-            problem = [None]
+            own = None
             if dist.get_rank() == 0:
-                problem = [self._committed(temporary, target, done)]
-            dist.broadcast_object_list(problem, src=0, group=self._group)
-            if problem[0] is not None:
-                raise LaunchError(problem[0])
+                own = self._committed(temporary, target, done, writer.written)
+            problem = broadcast_json(own, source=0, group=self._group)
+            if problem is not None:
+                raise LaunchError(str(problem))
             self.saved = target
         except LaunchError as error:
             self._error = error
@@ -101,13 +99,16 @@ class Saver:
                 f"{target}: the checkpoint cannot be written: {checkpoint.short(error)}"
             )
 
-    def _committed(self, temporary: Path, target: Path, done: Progress) -> str | None:
+    def _committed(
+        self, temporary: Path, target: Path, done: Progress, tensors: Sequence[WrittenFile]
+    ) -> str | None:
         """Commit a checkpoint; return what was wrong, if anything was."""
         try:
             checkpoint.commit(
                 temporary,
                 target,
                 done,
+                tensors=tensors,
                 plan=self._plan,
                 model=self._model,
                 config=self._config,

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from planner.errors import LaunchError
-from planner.expressions import is_factory
-from planner.model import ModelGraph
+from planner.model import ModelGraph, is_factory
 from runtime import huggingface, reference
 from runtime.adapter import Adapter
 from runtime.context import WHOLE, Context

@@ -3,7 +3,7 @@
 The first rank that ends badly ends all.  A rank never outlives the launcher: it asks the kernel to
 be killed with its parent, and the launcher kills what still runs whenever it leaves.
 
-`supervised` is the whole of it, for one node of a meeting: what launches a plan and what measures a
+`supervised` is the whole of it, for one node of several: what launches a plan and what measures a
 machine both go through it.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,9 @@ from pathlib import Path
 from types import TracebackType
 
 from runtime import run
-from runtime.nodes import Meeting
+from runtime.addresses import listening_socket
+from runtime.channel import without_secret
+from runtime.rendezvous import Rendezvous
 from runtime.run import Failure
 
 POLL_S = 0.05
@@ -159,7 +162,7 @@ def supervised(
     *,
     folder: Path,
     world: int,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     leads: bool,
     shared: Mapping[str, str] | None = None,
     refresh: Callable[[], None],
@@ -174,16 +177,17 @@ def supervised(
     with contextlib.ExitStack() as held:
         listening = None
         if leads:
-            listening, _ = free_socket(meeting.address)
+            listening, _ = free_socket(rendezvous.address)
             held.callback(os.close, listening)
-        joined = {**meeting.environment(ranks=world, listening=listening), **(shared or {})}
+        joined = {**rendezvous.environment(ranks=world, listening=listening), **(shared or {})}
         environments = [
-            {**os.environ, **environment(rank, joined["MASTER_PORT"]), **joined} for rank in ranks
+            {**without_secret(os.environ), **environment(rank, joined["MASTER_PORT"]), **joined}
+            for rank in ranks
         ]
 
         def meanwhile() -> None:
             refresh()
-            meeting.check()
+            rendezvous.check()
 
         started = held.enter_context(
             Ranks(
@@ -200,7 +204,7 @@ def supervised(
     cause, failure = first_cause(bad, run.read_failures(folder, world))
     if failure is not None and blames_a_peer(failure):
         # Another node knows more: it is about to say so.
-        meeting.await_reason()
+        rendezvous.await_reason()
     return BadEnd(seen=tuple(bad), cause=cause, failure=failure)
 
 
@@ -235,11 +239,8 @@ def free_socket(address: str = "127.0.0.1") -> tuple[int, int]:
 
     Rank 0 inherits the socket itself, so that nobody can take the port before it listens.
     """
-    import socket  # noqa: PLC0415 - its module's name would hide behind this function's result
-
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.bind((address, 0))
-    listening.listen(1024)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = listening_socket(family, (address, 0))
     port = listening.getsockname()[1]
     return listening.detach(), port
 

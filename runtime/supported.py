@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.expressions import is_factory
-from planner.model import ModelGraph
+from planner.model import ModelGraph, is_factory
 from planner.native import layer_obstacle, obstacle
 from planner.plan import Plan
 

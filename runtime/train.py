@@ -29,7 +29,7 @@ from runtime.data import Corpus, Samples
 from runtime.learning_rate import learning_rate
 from runtime.live_memory import LiveMemory
 from runtime.metrics import Metrics
-from runtime.run import Orders, RankRecord, StepRecord
+from runtime.run import Device, Orders, RankRecord, StepRecord
 from runtime.saving import Saver
 
 MEMORY_STEP = 2
@@ -39,19 +39,44 @@ MEMORY_STEP = 2
 class Result(Protocol):
     """What a step says, the same on every rank."""
 
-    loss: float
-    grad_norm: float
-    skipped: bool
-    """Loss or norm was not finite, and no weight moved: fp16 looks for its loss scale."""
-    expert_load: float | None
+    @property
+    def loss(self) -> float:
+        """Mean over all tokens of the global batch."""
+        ...
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the whole model, before clipping."""
+        ...
+
+    @property
+    def skipped(self) -> bool:
+        """Loss or norm was not finite, and no weight moved: fp16 looks for its loss scale."""
+        ...
+
+    @property
+    def expert_load(self) -> float | None:
+        """Tokens of the busiest expert over the mean; None without experts."""
+        ...
 
 
 class Steps(Protocol):
     """What the loop needs of an engine."""
 
-    data_rank: int
-    data_degree: int
-    stage: int
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the global batch this rank feeds."""
+        ...
+
+    @property
+    def data_degree(self) -> int:
+        """Into how many slices the global batch is cut."""
+        ...
+
+    @property
+    def stage(self) -> int:
+        """This rank's coordinate on the pipeline axis."""
+        ...
 
     def step(self, tokens: Tensor) -> Result:
         """Train on this data rank's samples  [sample, seq_len + 1]."""
@@ -87,11 +112,11 @@ def train(orders: Orders, *, rank: int, local_rank: int) -> RankRecord:
     return loop.run()
 
 
-def join(orders: Orders, *, rank: int, world_size: int, timeout_s: float) -> None:
+def join(device: Device, *, rank: int, world_size: int, timeout_s: float) -> None:
     """Join the process group: over the launcher's socket, or as torchrun's environment says."""
     timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if orders.device == "cuda" else "gloo"
-    if orders.device == "cuda":
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     listening = os.environ.get("MESHWRIGHT_STORE_FD")
     if listening is None:

@@ -10,7 +10,7 @@ embeddings) are made with the input's; they are small or cannot wait.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,8 +99,9 @@ def defer(layer: nn.Module, store: WeightGradients | None, products: Products = 
     for module in layer.modules():
         if type(module) is nn.Linear:
             module.__class__ = DeferredLinear
-            module.store = store
-            module.products = products
+            deferred = cast(DeferredLinear, module)
+            deferred.store = store
+            deferred.products = products
 
 
 def linear(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ def _accumulate(weight: nn.Parameter, grad: Tensor) -> None:
     """Add to a parameter's gradient as autograd would, whatever kind of tensor it is."""
     if isinstance(weight, DTensor):
         if weight.grad is not None:
-            weight.grad.to_local().add_(grad)
+            cast(DTensor, weight.grad).to_local().add_(grad)
             return
         grad = DTensor.from_local(
             grad,

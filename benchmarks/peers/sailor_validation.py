@@ -12,7 +12,7 @@ Two predictions of ours, neither fitted to these runs:
 Memory of `simulated` is what a rank reserves: the profile's bytes of layers and of the framework,
 micro-batches in flight as 1F1B keeps them, the loss's copies of its logits, which no profile of
 layers shows, and the allocator's fragments at the share of a framework that nothing is known of
-(`planner.backends.rules.UNKNOWN`).  Sailor's formulas use the same measurements.
+(stack `unknown`).  Sailor's formulas use the same measurements.
 The predictions of Sailor and of its rivals' models are those stored with the runs.
 """
 
@@ -27,8 +27,8 @@ from typing import Any
 from benchmarks.peers.comparison import read_case, require_score
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.rules import UNKNOWN
 from planner.backends.runs import Run
+from planner.catalog import stacks
 from planner.cluster import ClusterSpec, LinkTier
 from planner.expressions import cluster_of
 from planner.model import Architecture
@@ -123,7 +123,7 @@ def reserved_bytes(raw: dict[str, Any], plan: dict[str, Any], batch: int) -> flo
         if number == len(contents) - 1:
             size += LOGIT_COPIES * micro_batch * logits
         fullest = max(fullest, size)
-    return float(framework + UNKNOWN.reserved * fullest)
+    return float(framework + stacks()["unknown"].memory.reserved * fullest)
 
 
 def alps(devices: int, per_node: int) -> ClusterSpec:

@@ -1,4 +1,4 @@
-"""A run's step time by cause and its memory by stage, by the rules of its framework."""
+"""A run's step time by cause and its memory by stage, by the stack of its framework."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from planner.backends.footprint import StageEstimate, fits, stages_of
 from planner.backends.placed import priced
 from planner.backends.ranges import bounds_s, outside, spreads
-from planner.backends.rules import Rules, rules_of
 from planner.backends.runs import Run
+from planner.backends.stacks import stack_of_run
 from planner.backends.step import step_parts
 from planner.catalog import accelerators
 from planner.errors import DocumentError
+from planner.stack import Stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class Estimate:
     fits: bool
     known_framework: bool
     beyond: tuple[str, ...] = ()
-    """What of the run is outside those that its rules were fitted to: its range is wider."""
+    """What of the run is outside those that its stack was fitted to: its range is wider."""
     assumptions: tuple[str, ...] = ()
 
     def memory_bytes(self, kind: str, rank: str) -> float:
@@ -44,27 +45,27 @@ def _memory(stage: StageEstimate, kind: str) -> float:
     return stage.device_bytes if kind == "device" else stage.reserved_bytes
 
 
-def estimate(run: Run, *, rules: Rules | None = None) -> Estimate:
-    """Return step time and memory of a run, by its framework's rules or by other ones."""
-    own, known = rules_of(run)
-    rules = rules or own
-    if not rules.bridged:
+def estimate(run: Run, *, stack: Stack | None = None) -> Estimate:
+    """Return step time and memory of a run, by its framework's stack or by another."""
+    own, known = stack_of_run(run)
+    stack = stack or own
+    if not stack.sharding.bridged:
         run = _without_bridge(run)
     assumptions = list(run.assumed)
     if not known:
-        assumptions.append(f"framework '{run.framework}' priced by the rules of {rules.name}")
+        assumptions.append(f"framework '{run.framework}' priced as stack {stack.name}")
     recompute = run.recompute
-    layers = priced(run, rules)
+    layers = priced(run, stack)
     if recompute is None:
         recompute = "none"
-        if not fits(run, stages_of(layers, "none"), rules):
+        if not fits(run, stages_of(layers, "none"), stack):
             recompute = "full"
         assumptions.append(f"recompute {recompute}")
     stages = stages_of(layers, recompute)
     parts = step_parts(layers, recompute)
     step_s = sum(parts.values())
-    beyond = outside(run, known=known)
-    widths = spreads(run, rules, beyond=beyond, open_points=len(assumptions))
+    beyond = outside(run, stack, known=known)
+    widths = spreads(run, stack, beyond=beyond, open_points=len(assumptions))
     low_s, high_s = bounds_s(step_s, widths)
     if not 0 < step_s < math.inf:
         raise DocumentError("", "figures are out of all proportion: no step time follows from them")
@@ -74,7 +75,7 @@ def estimate(run: Run, *, rules: Rules | None = None) -> Estimate:
         high_s=high_s,
         step_parts=parts,
         stages=stages,
-        fits=fits(run, stages, rules),
+        fits=fits(run, stages, stack),
         known_framework=known,
         beyond=beyond,
         assumptions=tuple(assumptions),

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.backends.placed import Priced
-from planner.backends.rules import Rules
 from planner.backends.runs import Run
 from planner.backends.states import states
 from planner.backends.work import Work
+from planner.stack import Stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,29 +23,29 @@ class StageEstimate:
     device_bytes: float
 
 
-def fits(run: Run, stages: Sequence[StageEstimate], rules: Rules) -> bool:
+def fits(run: Run, stages: Sequence[StageEstimate], stack: Stack) -> bool:
     """Tell whether every stage fits its device, fragments of memory and context included."""
     capacity = float(run.cluster.groups[0].accelerator.memory_bytes)
     return all(
-        stage.allocated_bytes * rules.fit_slack + rules.context_bytes <= capacity
+        stage.allocated_bytes * stack.memory.tight + stack.memory.context_bytes <= capacity
         for stage in stages
     )
 
 
 def stages_of(priced: Priced, recompute: str) -> tuple[StageEstimate, ...]:
     """Return what each stage needs with all its blocks recomputed alike."""
-    rules = priced.rules
+    stack = priced.stack
     result = []
     for s in range(len(priced.stages)):
         parts = _memory_parts(priced, recompute, s)
         allocated = sum(parts.values())
-        reserved = allocated * rules.reserved
+        reserved = allocated * stack.memory.reserved
         result.append(
             StageEstimate(
                 memory_parts=parts,
                 allocated_bytes=allocated,
                 reserved_bytes=reserved,
-                device_bytes=reserved + rules.context_bytes,
+                device_bytes=reserved + stack.memory.context_bytes,
             )
         )
     return tuple(result)
@@ -53,30 +53,30 @@ def stages_of(priced: Priced, recompute: str) -> tuple[StageEstimate, ...]:
 
 def _memory_parts(priced: Priced, recompute: str, stage: int) -> dict[str, float]:
     """Return allocated bytes by cause at the peak of a stage."""
-    run, rules, shape, kinds = priced.run, priced.rules, priced.shape, priced.stages[stage]
-    kept = states(run, rules, priced.parameters[stage])
+    run, stack, shape, kinds = priced.run, priced.stack, priced.shape, priced.stages[stage]
+    kept = states(run, stack, priced.parameters[stage])
     stored = working = coming = 0.0
     for kind in kinds:
         work = priced.works[kind]
         own, again = work.stored_bytes, 0.0
         if kind not in ("embedding", "head"):
-            own, again = kept_bytes(rules, recompute, work)
+            own, again = kept_bytes(stack, recompute, work)
         if "activations" in run.offload and kind not in ("embedding", "head"):
-            gone = own * rules.offloaded_share
+            gone = own * stack.offload.activations_share
             coming = max(coming, 2 * gone)  # one block on its way, one at work
             own -= gone
         stored += own
         working = max(working, again + work.working_bytes)
-    zero = rules.zero if run.zero is None else run.zero
+    zero = stack.sharding.zero if run.zero is None else run.zero
     gathered = 0.0
     if zero == 3:
         local = max((priced.local[kind].count for kind in kinds), default=0.0)
-        gathered = 2 * 2 * local + rules.reduce_bytes * local
+        gathered = 2 * 2 * local + stack.types.wire * local
     sent = 0.0
-    if rules.keeps_sent and stage < run.pipeline - 1:
+    if stack.pipeline.keeps_sent and stage < run.pipeline - 1:
         sent = shape.element_bytes * shape.stream * run.architecture.hidden_size
     frozen = run.task in ("lora", "qlora")
-    fresh = 0.0 if frozen else rules.fresh_gradient_bytes * priced.parameters[stage].count
+    fresh = 0.0 if frozen else stack.types.fresh_gradients * priced.parameters[stage].count
     return {
         "weights": kept.weights_bytes,
         "gradients": kept.gradients_bytes + fresh,
@@ -87,13 +87,15 @@ def _memory_parts(priced: Priced, recompute: str, stage: int) -> dict[str, float
     }
 
 
-def kept_bytes(rules: Rules, recompute: str, work: Work) -> tuple[float, float]:
+def kept_bytes(stack: Stack, recompute: str, work: Work) -> tuple[float, float]:
     """Return what a block keeps of a micro-batch, and what its recomputation brings back."""
     if recompute == "full":
         return work.input_bytes, work.stored_bytes
-    if recompute == "selective" and rules.selective == "operators":
+    if recompute == "selective" and stack.recompute.selective == "operators":
         return work.operators_bytes, work.stored_bytes
-    half = recompute == "partial" or (recompute == "selective" and rules.selective == "blocks")
+    half = recompute == "partial" or (
+        recompute == "selective" and stack.recompute.selective == "blocks"
+    )
     if half:
         return (work.input_bytes + work.stored_bytes) / 2, work.stored_bytes
     if recompute == "selective":

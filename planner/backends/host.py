@@ -13,25 +13,26 @@ Source: Ren et al., 2021 (ZeRO-Offload, arXiv:2101.06840) for what moves and whe
 
 from __future__ import annotations
 
-from planner.backends.rules import Rules
 from planner.backends.runs import Run
 from planner.backends.states import Parameters, states
 from planner.costs.rates import (
     HOST_LINK_SHARE,
     HOST_MEMORY_SHARE,
-    OPTIMIZER_TRAFFIC_BYTES,
     USUAL_HOST_MEMORY_BYTES_PER_S,
 )
+from planner.stack import Stack
 
 USUAL_LINK_BYTES_PER_S = 3.2e10
 """PCIe 4, where the catalogue does not say."""
+HOST_OPTIMIZER_BYTES = 40
+"""Memory traffic per parameter of AdamW on the host."""
 WIRE_BYTES = 2
 """Of a gradient and of a working parameter on the host's link."""
 
 
 def offload_s(
     run: Run,
-    rules: Rules,
+    stack: Stack,
     parameters: Parameters,
     *,
     stored_bytes: float,
@@ -48,9 +49,9 @@ def offload_s(
     rate = _link_bytes_per_s(run)
     m, seconds = run.micro_batches, 0.0
     trained = 0.0 if run.task in ("lora", "qlora") else parameters.count
-    zero = rules.zero if run.zero is None else run.zero
+    zero = stack.sharding.zero if run.zero is None else run.zero
     if "params" in run.offload:
-        weights = states(run, rules, parameters, on_device=True).weights_bytes
+        weights = states(run, stack, parameters, on_device=True).weights_bytes
         if zero == 3 and trained:  # what is gathered is in 16 bits, and half of the fp32 shard
             weights /= 2
         each_s = weights / rate
@@ -62,7 +63,7 @@ def offload_s(
         held = trained / (run.sharding_ranks if zero else 1)
         moved_s = WIRE_BYTES * held / rate
         seconds += max(0.0, moved_s - backward_s) + moved_s
-        seconds += OPTIMIZER_TRAFFIC_BYTES * held / _memory_bytes_per_s(run)
+        seconds += HOST_OPTIMIZER_BYTES * held / _memory_bytes_per_s(run)
     if "activations" in run.offload:
         each_s = stored_bytes / rate
         seconds += m * (max(0.0, each_s - forward_s) + max(0.0, each_s - backward_s))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.backends.rules import Rules
 from planner.backends.runs import Run
 from planner.backends.states import NOTHING, Parameters, by_kind
 from planner.backends.work import Shape, Work, block, embedding, head, rates
 from planner.layers.architecture import block_kinds
+from planner.stack import Stack
+from planner.tolerances import SLACK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,7 @@ class Priced:
     """Everything about a run that neither time nor memory has to work out again."""
 
     run: Run
-    rules: Rules
+    stack: Stack
     shape: Shape
     works: dict[str, Work]
     local: dict[str, Parameters]
@@ -27,14 +28,14 @@ class Priced:
     """[stage]"""
 
 
-def priced(run: Run, rules: Rules) -> Priced:
-    """Return a run's layers by the rules of its framework."""
-    shape = _shape(run, rules)
+def priced(run: Run, stack: Stack) -> Priced:
+    """Return a run's layers by the stack of its framework."""
+    shape = _shape(run, stack)
     local = by_kind(run.architecture, run)
-    stages = _layers(run, rules)
+    stages = _layers(run, stack)
     return Priced(
         run=run,
-        rules=rules,
+        stack=stack,
         shape=shape,
         works=_works(shape),
         local=local,
@@ -45,20 +46,20 @@ def priced(run: Run, rules: Rules) -> Priced:
     )
 
 
-def _shape(run: Run, rules: Rules) -> Shape:
+def _shape(run: Run, stack: Stack) -> Shape:
     return Shape(
         run=run,
-        rules=rules,
-        rates=rates(run, rules),
+        stack=stack,
+        rates=rates(run, stack),
         micro_batch=min(run.micro_batch, run.global_batch / run.data),
     )
 
 
-def _layers(run: Run, rules: Rules) -> list[list[str]]:
+def _layers(run: Run, stack: Stack) -> list[list[str]]:
     """Return the layer kinds of each stage, all chunks together."""
     kinds = list(block_kinds(run.architecture))
     p, count = run.pipeline, len(kinds)
-    if rules.split == "even":
+    if stack.pipeline.stages == "even":
         base, more = divmod(count, p)
         sizes = [base + (1 if s < more else 0) for s in range(p)]
     else:
@@ -87,7 +88,7 @@ def _by_cost(run: Run, count: int) -> list[int]:
     for _ in range(count):
         sums += block_cost
         sizes[stage] += 1
-        if stage < run.pipeline - 1 and sums >= total * (stage + 1) / run.pipeline * (1 - 1e-9):
+        if stage < run.pipeline - 1 and sums >= total * (stage + 1) / run.pipeline * (1 - SLACK):
             stage += 1
     return sizes
 

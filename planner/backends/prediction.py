@@ -1,12 +1,13 @@
-"""A layout of a model priced by another framework's rules, as the Prediction of `predict`."""
+"""A layout of a model priced by another framework's stack, as the Prediction of `predict`."""
 
 from __future__ import annotations
 
 from planner.backends.estimate import estimate
 from planner.backends.placed import priced
-from planner.backends.rules import KNOWN, rules_of
 from planner.backends.runs import Run
+from planner.backends.stacks import known_stack, stack_of_run
 from planner.backends.step import stage_seconds
+from planner.catalog import stacks
 from planner.cluster import ClusterSpec
 from planner.costs.compute import peak_flops
 from planner.document import nearest
@@ -27,17 +28,17 @@ def backend_prediction(
     backend: str,
     recompute: Recompute = "none",
 ) -> Prediction:
-    """Return what a layout should do under a framework's rules, all blocks recomputed alike."""
+    """Return what a layout should do under a framework's stack, all blocks recomputed alike."""
     run = _run(model, cluster, job, layout, backend=backend, recompute=recompute)
     return run_prediction(run, model, layout.text())
 
 
 def run_prediction(run: Run, model: ModelGraph, layout: str) -> Prediction:
-    """Return what a run should do by its framework's rules; `layout` is how it is written."""
-    rules, _ = rules_of(run)
+    """Return what a run should do by its framework's stack; `layout` is how it is written."""
+    stack, _ = stack_of_run(run)
     result = estimate(run)
     recompute = run.recompute or "none"
-    seconds = stage_seconds(priced(run, rules), recompute)
+    seconds = stage_seconds(priced(run, stack), recompute)
     accelerator = run.cluster.groups[0].accelerator
     flops = step_flops(
         model,
@@ -49,7 +50,7 @@ def run_prediction(run: Run, model: ModelGraph, layout: str) -> Prediction:
     range_of = "its own residuals"
     if result.beyond:
         range_of = f"sources left out of the fit, since outside it are {', '.join(result.beyond)}"
-    sources = [f"accounting rules of {rules.name}; range of {range_of} (docs/accuracy.md)"]
+    sources = [f"stack {stack.name}; range of {range_of} (docs/accuracy.md)"]
     return Prediction(
         layout=f"{layout} {run.framework}",
         step_time_s=result.step_time_s,
@@ -89,11 +90,11 @@ def _run(
     backend: str,
     recompute: Recompute,
 ) -> Run:
-    if backend not in KNOWN:
-        raise DocumentError("backend", f"is '{backend:.40}'; {nearest(backend, list(KNOWN))}")
+    if known_stack(backend) is None:
+        raise DocumentError("backend", f"is '{backend:.40}'; {nearest(backend, list(stacks()))}")
     if model.architecture is None or model.architecture.patches or model.architecture.classes:
         raise DocumentError(
-            "backend", f"{backend} has rules for language models; {model.name} is none: use native"
+            "backend", f"{backend} trains language models; {model.name} is none: use native"
         )
     if layout.devices > cluster.devices:
         raise DocumentError(

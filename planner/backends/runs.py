@@ -7,7 +7,6 @@ them); a row that lacks what no convention can give becomes a `Skipped` with its
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,12 +18,15 @@ from planner.backends.cells import Row, degree, flag, number, optional, seen, wo
 from planner.backends.figures import architecture_of_row
 from planner.backends.machines import cluster_of_row
 from planner.cluster import ClusterSpec
-from planner.document import unreadable
+from planner.document import read_table
 from planner.errors import DocumentError
 from planner.model import Architecture
 
 Task = Literal["pretrain", "lora", "qlora", "full_finetune"]
 Recomputed = Literal["none", "selective", "full", "partial"]
+
+EIGHT_BITS = ("fp8", "mxfp8", "nvfp4")
+"""Precisions of 8 bits and fewer: frozen weights are kept so."""
 
 NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
 
@@ -129,21 +131,15 @@ class Skipped:
 
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a table; DocumentError where its header lacks what every run needs."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            header = reader.fieldnames or []
-            missing = [name for name in NEEDED if name not in header]
-            if missing:
-                raise DocumentError(
-                    "header",
-                    f"lacks {', '.join(missing)}; a table of runs has the columns "
-                    f"{', '.join(NEEDED)}, ...",
-                    file=str(path),
-                )
-            return [{k: (v or "").strip() for k, v in row.items() if k} for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise unreadable(error, path) from error
+    header, rows = read_table(path)
+    missing = [name for name in NEEDED if name not in header]
+    if missing:
+        raise DocumentError(
+            "header",
+            f"lacks {', '.join(missing)}; a table of runs has the columns {', '.join(NEEDED)}, ...",
+            file=str(path),
+        )
+    return list(rows)
 
 
 def measured_of(row: Row) -> Measured:

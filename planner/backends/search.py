@@ -1,6 +1,6 @@
 """The fastest layout of another framework's space, found by pricing every one of them.
 
-Rules of frameworks price a layout in a millisecond and their spaces have thousands, so nothing is
+Stacks price a layout in a millisecond and their spaces have thousands, so nothing is
 bounded: the certificate says how many were priced, how many do not fit, and that none is faster.
 """
 
@@ -15,9 +15,8 @@ from typing import Any
 from planner.backends.estimate import Estimate, estimate
 from planner.backends.prediction import run_prediction
 from planner.backends.runs import Run
-from planner.backends.spaces import NOT_LOOKED_AT, SPACES, flags, layouts, refuse_pins
+from planner.backends.spaces import NOT_LOOKED_AT, flags, layouts, refuse_pins, space_of
 from planner.cluster import ClusterSpec
-from planner.document import nearest
 from planner.errors import DocumentError, NoPlanFits
 from planner.model import ModelGraph
 from planner.plan import Job
@@ -65,7 +64,7 @@ class BackendAnswer:
         """What is proven."""
         return (
             f"of {self.priced} layouts that {self.backend} can run here none that fits is faster "
-            f"by its rules; {self.misfits} do not fit; not looked at: {NOT_LOOKED_AT}"
+            f"as its stack prices them; {self.misfits} do not fit; not looked at: {NOT_LOOKED_AT}"
         )
 
 
@@ -81,12 +80,11 @@ def backend_search(
 ) -> BackendAnswer:
     """Return the fastest layout of a framework; NoPlanFits names the one that misses least."""
     started = time.process_time()
-    if backend not in SPACES:
-        raise DocumentError("backend", f"is '{backend:.40}'; {nearest(backend, list(SPACES))}")
+    space_of(backend)
     a = model.architecture
     if a is None or a.patches or a.classes:
         raise DocumentError(
-            "backend", f"{backend} has rules for language models; {model.name} is none: use native"
+            "backend", f"{backend} trains language models; {model.name} is none: use native"
         )
     if cluster.mixed:
         raise DocumentError("cluster", f"has devices that differ; {backend} takes one kind")

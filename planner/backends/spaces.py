@@ -7,15 +7,17 @@ warn of (tensor parallelism across nodes) are left out, and said so in `NOT_LOOK
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from planner.backends.rules import KNOWN
 from planner.backends.runs import Recomputed, Run
+from planner.catalog import stacks
 from planner.cluster import ClusterSpec
+from planner.document import nearest
 from planner.errors import DocumentError
 from planner.model import Architecture, ModelGraph
 from planner.plan import Job
+from planner.schedules import looped, single
 from planner.search.pins import Pins
+from planner.stack import Space
 
 NOT_LOOKED_AT = "tensor parallelism across nodes, more than 64 samples in a micro-batch"
 LARGEST_MICRO_BATCH = 64
@@ -23,26 +25,12 @@ LONG_SEQUENCE = 8192
 """Tokens from which context parallelism is looked at."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """The choices that a framework has."""
-
-    zeros: tuple[int, ...]
-    recomputes: tuple[Recomputed, ...] = ("none", "selective", "full")
-    pipelines: bool = True
-    most_virtual: int = 1
-    contexts: bool = False
-    experts: bool = False
-    tensors: bool = True
-
-
-SPACES: dict[str, Space] = {
-    "megatron": Space(zeros=(0, 1), most_virtual=8, contexts=True, experts=True),
-    "torchtitan": Space(zeros=(3,), most_virtual=4, contexts=True),
-    "nanotron": Space(zeros=(0, 1), recomputes=("none", "full")),
-    "megatron-deepspeed": Space(zeros=(0, 1), recomputes=("none", "full")),
-    "fsdp": Space(zeros=(3,), recomputes=("none", "full"), pipelines=False, tensors=False),
-}
+def space_of(backend: str) -> Space:
+    """Return what a stack of the catalogue can execute; DocumentError where it is not searched."""
+    searched = {name: stack.space for name, stack in stacks().items() if stack.space is not None}
+    if backend not in searched:
+        raise DocumentError("backend", f"is '{backend:.40}'; {nearest(backend, list(searched))}")
+    return searched[backend]
 
 
 def refuse_pins(pins: Pins, backend: str) -> None:
@@ -52,7 +40,7 @@ def refuse_pins(pins: Pins, backend: str) -> None:
         if value is not None and value not in ("keep", "none", "full"):
             raise DocumentError(
                 "fix",
-                f"{name}={value}: {backend} is priced by its own rules, which have no such choice",
+                f"{name}={value}: {backend} has no such choice",
             )
     if pins.require or pins.allowed:
         raise DocumentError("allow", f"and require speak of native plans, not of {backend}'s")
@@ -62,13 +50,13 @@ def layouts(
     model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins, *, backend: str
 ) -> Iterator[Run]:
     """Yield every run of a framework's space on all devices of a cluster, the simplest first."""
-    space, a = SPACES[backend], _decoder(model)
+    space, a = space_of(backend), _decoder(model)
     devices = cluster.devices
     in_node = cluster.groups[0].devices_per_node
-    for tensor in _degrees(min(in_node, a.heads) if space.tensors else 1, pins.tensor):
+    for tensor in _degrees(min(in_node, a.heads) if space.tensor else 1, pins.tensor):
         if a.heads % tensor or (a.kv_heads % tensor and tensor % a.kv_heads):
             continue
-        for pipeline in _degrees(a.layers if space.pipelines else 1, pins.pipeline):
+        for pipeline in _degrees(a.layers if space.pipeline else 1, pins.pipeline):
             for context in _degrees(_most_context(space, job), pins.context):
                 ranks = tensor * pipeline * context
                 if devices % ranks or job.seq_len % (2 * context if context > 1 else 1):
@@ -76,9 +64,17 @@ def layouts(
                 data = devices // ranks
                 if job.global_batch % data or pins.data not in (None, data):
                     continue
+                if not _computes_in(job, backend, shards=data * context, others=tensor * pipeline):
+                    continue
                 yield from _of_degrees(
                     space, a, cluster, job, pins, (tensor, pipeline, context, data), backend
                 )
+
+
+def _computes_in(job: Job, backend: str, *, shards: int, others: int) -> bool:
+    """Tell whether a framework computes in the job's precision with these degrees."""
+    # torchtitan leaves 16 bits to FSDP, and where nothing shards to autocast without other axes.
+    return backend != "torchtitan" or job.precision == "fp32" or shards > 1 or others == 1
 
 
 def _of_degrees(
@@ -99,7 +95,7 @@ def _of_degrees(
         count = share // micro_batch
         for virtual in _virtual(space, a.layers, pipeline, count, pins):
             for expert in _expert(space, a, data * context * tensor, pins):
-                for zero in space.zeros:
+                for zero in space.zero:
                     if (zero == 1 and data * context == 1) or pins.zero not in (None, zero):
                         continue
                     for recompute in recomputes:
@@ -127,10 +123,10 @@ def _of_degrees(
 
 def _recomputes(space: Space, backend: str) -> tuple[Recomputed, ...]:
     """Recomputing the core of attention changes nothing where it is fused."""
-    rules = KNOWN[backend]
-    if rules.selective == "attention" and rules.flash_attention:
-        return tuple(kind for kind in space.recomputes if kind != "selective")
-    return space.recomputes
+    stack = stacks()[backend]
+    if stack.recompute.selective == "attention" and stack.kernels.flash_attention:
+        return tuple(kind for kind in space.recompute if kind != "selective")
+    return space.recompute
 
 
 def _decoder(model: ModelGraph) -> Architecture:
@@ -150,7 +146,7 @@ def _degrees(most: int, pinned: int | None) -> Iterator[int]:
 
 
 def _most_context(space: Space, job: Job) -> int:
-    return max(1, job.seq_len // LONG_SEQUENCE * 2) if space.contexts else 1
+    return max(1, job.seq_len // LONG_SEQUENCE * 2) if space.context else 1
 
 
 def _virtual(
@@ -163,13 +159,13 @@ def _virtual(
     yield 1
     if pipeline == 1 or micro_batches % pipeline:
         return
-    for virtual in range(2, space.most_virtual + 1):
+    for virtual in range(2, space.most_virtual_stages + 1):
         if layers % (pipeline * virtual) == 0:
             yield virtual
 
 
 def _expert(space: Space, a: Architecture, ranks: int, pins: Pins) -> Iterator[int]:
-    if a.experts is None or not space.experts:
+    if a.experts is None or not space.expert:
         yield 1
         return
     for expert in _degrees(a.experts.count, pins.expert):
@@ -194,6 +190,8 @@ def _megatron(run: Run) -> Iterator[str]:
         yield f"--context-parallel-size {run.context}"
     if run.expert > 1:
         yield f"--expert-model-parallel-size {run.expert}"
+        if run.tensor > 1:
+            yield f"--expert-tensor-parallel-size {run.expert_tensor}"
     if run.framework == "megatron":
         if run.tensor > 1:
             yield "--sequence-parallel"
@@ -220,11 +218,17 @@ def _megatron(run: Run) -> Iterator[str]:
 
 
 def _torchtitan(run: Run) -> Iterator[str]:
-    """Keys of torchtitan's job configuration (TOML)."""
+    """Keys of torchtitan 0.2's job configuration (TOML)."""
+    # What a data-parallel rank takes at once: one forward's samples, or a whole pipeline's.
+    at_once = run.global_batch // run.data if run.pipeline > 1 else run.micro_batch
+    if run.precision == "fp8":
+        yield "[model]"
+        yield 'converters = ["quantize.linear.float8"]'
     yield "[training]"
-    yield f"local_batch_size = {run.global_batch // run.data}"
+    yield f"local_batch_size = {at_once}"
     yield f"global_batch_size = {run.global_batch}"
     yield f"seq_len = {run.seq_len}"
+    yield f'mixed_precision_param = "{"float32" if run.precision == "fp32" else "bfloat16"}"'
     yield "[parallelism]"
     yield "data_parallel_replicate_degree = 1"
     yield f"data_parallel_shard_degree = {run.data}"
@@ -232,14 +236,19 @@ def _torchtitan(run: Run) -> Iterator[str]:
     yield f"context_parallel_degree = {run.context}"
     yield f"pipeline_parallel_degree = {run.pipeline}"
     if run.pipeline > 1:
-        schedule = "Interleaved1F1B" if run.virtual > 1 else "1F1B"
-        yield f'pipeline_parallel_schedule = "{schedule}"'
+        schedule = looped.INTERLEAVED if run.virtual > 1 else single.ONE_FORWARD_ONE_BACKWARD
+        yield f'pipeline_parallel_schedule = "{schedule.names["torchtitan"]}"'
         yield f"pipeline_parallel_microbatch_size = {run.micro_batch}"
+        # Stages of as many blocks: the ends do not count as one each, as they do by default.
+        yield "pipeline_parallel_first_stage_less_layers = 0"
+        yield "pipeline_parallel_last_stage_less_layers = 0"
         if run.virtual > 1:
             each = run.architecture.layers // (run.pipeline * run.virtual)
             yield f"pipeline_parallel_layers_per_stage = {each}"
     yield "[activation_checkpoint]"
     yield f'mode = "{run.recompute}"'
+    if run.recompute == "selective":
+        yield 'selective_ac_option = "op"'
 
 
 def _nanotron(run: Run) -> Iterator[str]:
@@ -247,7 +256,7 @@ def _nanotron(run: Run) -> Iterator[str]:
     yield "parallelism:"
     yield f"  dp: {run.data}"
     yield f"  pp: {run.pipeline}"
-    yield "  pp_engine: 1f1b"
+    yield f"  pp_engine: {single.ONE_FORWARD_ONE_BACKWARD.names['nanotron']}"
     yield f"  tp: {run.tensor}"
     yield "  tp_mode: REDUCE_SCATTER"
     yield f"  recompute_layer: {str(run.recompute == 'full').lower()}"

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.backends.rules import EIGHT_BITS, Rules
-from planner.backends.runs import Run
+from planner.backends.runs import EIGHT_BITS, Run
 from planner.layers.architecture import graph_of
 from planner.layers.arithmetic import local_parameters
 from planner.model import Architecture
+from planner.stack import Stack, Types
 
 ADAPTER_RANK = 16
 """Of a LoRA adapter where the run does not say."""
@@ -76,16 +76,16 @@ class States:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
-def states(run: Run, rules: Rules, parameters: Parameters, *, on_device: bool = False) -> States:
+def states(run: Run, stack: Stack, parameters: Parameters, *, on_device: bool = False) -> States:
     """Return what a stage's parameters take on a rank; `on_device`: as if nothing were offloaded.
 
     With the optimizer on the host gradients go there as they are reduced, where ZeRO divides them.
     """
-    zero = rules.zero if run.zero is None else run.zero
+    zero = stack.sharding.zero if run.zero is None else run.zero
     ranks = run.sharding_ranks
-    dense = _states(run, rules, zero, parameters.dense, ranks)
+    dense = _states(run, stack, zero, parameters.dense, ranks)
     routed_ranks = ranks * run.tensor / (run.expert * run.expert_tensor)
-    routed = _states(run, rules, zero, parameters.routed, max(1.0, routed_ranks))
+    routed = _states(run, stack, zero, parameters.routed, max(1.0, routed_ranks))
     offload = frozenset() if on_device else run.offload
     gone = "optimizer" in offload or ("params" in offload and run.task in ("lora", "qlora"))
     return States(
@@ -97,12 +97,15 @@ def states(run: Run, rules: Rules, parameters: Parameters, *, on_device: bool = 
     )
 
 
-def _states(run: Run, rules: Rules, zero: int, n: float, ranks: float) -> States:
+def _states(run: Run, stack: Stack, zero: int, n: float, ranks: float) -> States:
     full_precision = run.precision in ("fp32", "tf32")
-    weight = 4.0 if full_precision else rules.weight_bytes
-    master = 0.0 if full_precision else rules.master_bytes
-    gradient, moments = float(rules.gradient_bytes), float(rules.moment_bytes)
-    narrow = run.precision in EIGHT_BITS and rules.eight_bit_states
+    types = stack.types
+    if types.full_with_zero and run.zero:
+        types = Types()
+    weight = 4.0 if full_precision else types.working
+    master = 0.0 if full_precision else types.master
+    gradient, moments = float(types.gradient), float(types.moments)
+    narrow = run.precision in EIGHT_BITS and stack.eight_bit.narrow_states
     if narrow or run.precision == "fp16":
         gradient = 2.0
     if run.task in ("lora", "qlora"):

@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from planner.backends.footprint import kept_bytes
 from planner.backends.host import offload_s
 from planner.backends.placed import Priced
-from planner.backends.rules import EIGHT_BITS, STALLING_NODES, Rules
-from planner.backends.runs import Run
+from planner.backends.runs import EIGHT_BITS, Run
 from planner.backends.states import Parameters
 from planner.backends.work import Shape
 from planner.cluster import Collective
 from planner.costs.collectives import Levels, collective_s, group_levels, ranks_of
 from planner.plan import Axis, Layout
+from planner.stack import Stack
 
-OPTIMIZER_BYTES = 38.0
-"""Traffic of fused AdamW per parameter: g, p, m, v read, p, m, v and the working copy written, and
-the norm, clipping and zeroing of gradients."""
-
+STALLING_NODES = 32
+"""Nodes above which nearly every run (93 %, against 7 % on one node) waits at each transfer."""
 
 STEP_COLLECTIVES = 4
 """Over all replicas once a step: gradients, their norm, parameters and the loss."""
@@ -93,7 +91,7 @@ def _expert_group(run: Run) -> Levels:
 
 def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
     """Return the seconds of a layer kind on one micro-batch."""
-    run, rules, shape = priced.run, priced.rules, priced.shape
+    run, stack, shape = priced.run, priced.stack, priced.shape
     work, parameters = priced.works[kind], priced.local[kind]
     is_block = kind not in ("embedding", "head")
     frozen = run.task in ("lora", "qlora")
@@ -103,28 +101,28 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
     if run.quantised and is_block:
         restored_s = shape.moved_s(RESTORED_BYTES * parameters.count)
         forward_s, backward_s = forward_s + restored_s, backward_s + restored_s
-    share = _share_again(rules, recompute) if is_block else 0.0
+    share = _share_again(stack, recompute) if is_block else 0.0
     again_s = share * forward_s
     if recompute == "selective" and is_block:
-        if rules.selective == "operators":
+        if stack.recompute.selective == "operators":
             again_s = work.products_s / 2 + work.memory_s
-        elif rules.selective == "attention" and not shape.flash:
+        elif stack.recompute.selective == "attention" and not shape.flash:
             again_s = work.attention_s
-    tensor_s = _tensor_s(run, rules, shape, kind, share)
+    tensor_s = _tensor_s(run, stack, shape, kind, share)
     context_s = _context_s(run, shape) * (1 + share / 2) if is_block else 0.0
     expert_s = _expert_s(run, shape) * (1 + share / 2) if kind == "moe_block" else 0.0
     if not frozen:
-        half = _sums_in_16_bits(run, rules)
-        accumulated = rules.accumulated_bytes
+        half = _sums_in_16_bits(run, stack)
+        accumulated = stack.sharding.accumulated_bytes
         if half:  # summed in 16 bits, by autograd itself
             accumulated = 0.6 * min(accumulated, SUMMED_BYTES)
         backward_s += shape.moved_s(accumulated * parameters.count)
     busy_s = forward_s + backward_s + again_s
-    shard_s = _shard_s(run, rules, parameters, forward_s, backward_s + again_s)
+    shard_s = _shard_s(run, stack, parameters, forward_s, backward_s + again_s)
     host_s = 0.0
     if is_block:
-        host_s = _host_s(run, rules, share)
-        host_s += rules.host_experts_s if kind == "moe_block" else 0.0
+        host_s = _host_s(run, stack, share)
+        host_s += stack.host.experts_s if kind == "moe_block" else 0.0
     return _Pass(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -137,32 +135,36 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
     )
 
 
-def _sums_in_16_bits(run: Run, rules: Rules) -> bool:
-    return run.precision == "fp16" or (run.precision in EIGHT_BITS and rules.eight_bit_states)
+def _sums_in_16_bits(run: Run, stack: Stack) -> bool:
+    return run.precision == "fp16" or (
+        run.precision in EIGHT_BITS and stack.eight_bit.narrow_states
+    )
 
 
-def _share_again(rules: Rules, recompute: str) -> float:
+def _share_again(stack: Stack, recompute: str) -> float:
     """Return the share of blocks that run their whole forward again."""
     if recompute == "full":
         return 1.0
-    half = recompute == "partial" or (recompute == "selective" and rules.selective == "blocks")
+    half = recompute == "partial" or (
+        recompute == "selective" and stack.recompute.selective == "blocks"
+    )
     return 0.5 if half else 0.0
 
 
-def _host_s(run: Run, rules: Rules, share: float) -> float:
+def _host_s(run: Run, stack: Stack, share: float) -> float:
     """Least seconds of a block on one micro-batch: the host's Python and launches."""
-    seconds = rules.host_forward_s * (1 + share) + rules.host_backward_s
+    seconds = stack.host.layer_s.forward * (1 + share) + stack.host.layer_s.backward
     if run.tensor > 1:
-        seconds += rules.host_tensor_s + (run.tensor - 1) * rules.host_rank_s
-        fixed_s, each_s = rules.host_pipelined_s
+        seconds += stack.host.tensor_s + (run.tensor - 1) * stack.host.rank_s
+        least = stack.host.pipelined_s
         nodes = run.cluster.groups[0].nodes
         if run.pipeline > 1 and nodes > 1:
             spanned = -(-run.tensor // run.cluster.groups[0].devices_per_node)
-            seconds = max(seconds, fixed_s + each_s * run.tensor * (0.75 + 0.25 * spanned))
+            seconds = max(seconds, least.fixed + least.each * run.tensor * (0.75 + 0.25 * spanned))
     return seconds
 
 
-def _tensor_s(run: Run, rules: Rules, shape: Shape, kind: str, share: float) -> float:
+def _tensor_s(run: Run, stack: Stack, shape: Shape, kind: str, share: float) -> float:
     """Seconds of tensor-parallel collectives that are seen, one micro-batch, both passes."""
     if run.tensor == 1:
         return 0.0
@@ -175,7 +177,7 @@ def _tensor_s(run: Run, rules: Rules, shape: Shape, kind: str, share: float) -> 
     else:
         pair_s = collective_s("all_reduce", size, tensor)
     if len(tensor) > 1:
-        pair_s += 2 * (run.tensor - 1) * rules.ring_step_s
+        pair_s += 2 * (run.tensor - 1) * stack.host.ring_step_s
     if kind == "embedding":
         return pair_s / (2 if shape.sequence_parallel else 1)
     if kind == "head":
@@ -185,7 +187,7 @@ def _tensor_s(run: Run, rules: Rules, shape: Shape, kind: str, share: float) -> 
     if shape.sequence_parallel:
         # Sharded inputs are gathered again for the weights' gradients, beside the other product.
         seconds += 0.5 * 2 * collective_s("all_gather", size, tensor)
-    return seconds * (1 - (rules.tensor_overlap if shape.sequence_parallel else 0.0))
+    return seconds * (1 - (stack.tensor.overlap if shape.sequence_parallel else 0.0))
 
 
 def _context_s(run: Run, shape: Shape) -> float:
@@ -210,10 +212,10 @@ def _expert_s(run: Run, shape: Shape) -> float:
 
 
 def _shard_s(
-    run: Run, rules: Rules, parameters: Parameters, forward_s: float, backward_s: float
+    run: Run, stack: Stack, parameters: Parameters, forward_s: float, backward_s: float
 ) -> float:
     """Seconds of ZeRO-3's gathers and reductions of a layer that computation does not hide."""
-    zero = rules.zero if run.zero is None else run.zero
+    zero = stack.sharding.zero if run.zero is None else run.zero
     if zero < 3 or run.data * run.context == 1:
         return 0.0
     ranks = group(run, ("data_shard", "context"))
@@ -221,14 +223,14 @@ def _shard_s(
     gather_s = collective_s("all_gather", weight * parameters.count, ranks)
     reduce_s = 0.0
     if run.task not in ("lora", "qlora"):
-        wire = 2 if _sums_in_16_bits(run, rules) else rules.reduce_bytes
+        wire = 2 if _sums_in_16_bits(run, stack) else stack.types.wire
         reduce_s = collective_s("reduce_scatter", wire * parameters.count, ranks)
         copies = group(run, ("data_replicate",))
         share = wire * parameters.count / run.sharding_ranks
         reduce_s += collective_s("all_reduce", share, copies)
-    rate = rules.shard_rate if len(ranks) > 1 else rules.node_shard_rate
+    rate = stack.sharding.network_rate if len(ranks) > 1 else stack.sharding.node_rate
     gather_s, reduce_s = gather_s / rate, reduce_s / rate
-    overlap = rules.shard_overlap
+    overlap = stack.sharding.overlap
     seen = max((1 - overlap) * gather_s, gather_s - forward_s)
     both = gather_s + reduce_s
     return seen + max((1 - overlap) * both, both - backward_s)
@@ -236,11 +238,11 @@ def _shard_s(
 
 def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
     """Return seconds by cause; they add up to the step."""
-    run, rules, shape, stages = priced.run, priced.rules, priced.shape, priced.stages
+    run, stack, shape, stages = priced.run, priced.stack, priced.shape, priced.stages
     passes = {kind: _layer_pass(priced, recompute, kind) for kind in priced.works}
-    transfer_s = _transfer_s(run, rules, shape)
+    transfer_s = _transfer_s(run, stack, shape)
     times = [
-        sum(passes[kind].whole_s for kind in kinds) + transfer_s + rules.host_micro_batch_s
+        sum(passes[kind].whole_s for kind in kinds) + transfer_s + 2 * stack.host.action_s
         for kinds in stages
     ]
     m, v = run.micro_batches, run.virtual
@@ -254,7 +256,7 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
     largest = max(priced.parameters, key=lambda p: p.count)
     reduce_s, optimizer_s = _update_s(
         run,
-        rules,
+        stack,
         shape,
         largest,
         layers=len(kinds),
@@ -269,19 +271,19 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
         "context communication": total("context_s"),
         "expert communication": total("expert_s"),
         "data communication": total("shard_s") + reduce_s,
-        "pipeline": bubble_s + m * transfer_s + _stalls_s(run, rules),
-        "host": total("host_s") + m * rules.host_micro_batch_s,
+        "pipeline": bubble_s + m * transfer_s + _stalls_s(run, stack),
+        "host": total("host_s") + m * 2 * stack.host.action_s,
         "optimizer": optimizer_s,
-        "fixed": rules.host_step_s,
+        "fixed": stack.host.step_s,
     }
     if run.offload:
         later_s = parts["backward"] + parts["recompute"]
         parts["offload"] = offload_s(
             run,
-            rules,
+            stack,
             largest,
-            stored_bytes=rules.offloaded_share
-            * sum(kept_bytes(rules, recompute, priced.works[kind])[0] for kind in kinds),
+            stored_bytes=stack.offload.activations_share
+            * sum(kept_bytes(stack, recompute, priced.works[kind])[0] for kind in kinds),
             forward_s=parts["forward"] / m,
             backward_s=later_s / m,
         )
@@ -306,19 +308,19 @@ def stage_seconds(priced: Priced, recompute: str) -> list[tuple[float, float]]:
     return result
 
 
-def _transfer_s(run: Run, rules: Rules, shape: Shape) -> float:
+def _transfer_s(run: Run, stack: Stack, shape: Shape) -> float:
     """Seconds that transfers between stages add to each micro-batch of a stage, both passes."""
     if run.pipeline == 1:
         return 0.0
     size = shape.element_bytes * shape.tokens * run.architecture.hidden_size
-    if shape.sequence_parallel or rules.split_transfers:
+    if shape.sequence_parallel or stack.pipeline.divided_transfers:
         size /= run.tensor
     one_s = collective_s("send_recv", size, group(run, ("pipeline",)))
-    overlap = rules.pipeline_overlap if run.virtual > 1 else 0.0
+    overlap = stack.pipeline.interleaved_overlap if run.virtual > 1 else 0.0
     return 2 * one_s * run.virtual * (1 - overlap)
 
 
-def _stalls_s(run: Run, rules: Rules) -> float:
+def _stalls_s(run: Run, stack: Stack) -> float:
     """Seconds that transfers between stages stall, of a whole step.
 
     A stage between two others takes part in four transfers per micro-batch, which wait one by one;
@@ -328,14 +330,14 @@ def _stalls_s(run: Run, rules: Rules) -> float:
     if run.cluster.groups[0].nodes <= STALLING_NODES:
         return 0.0
     if run.pipeline == 1:
-        return rules.stalled_transfer_s * STEP_COLLECTIVES
+        return stack.pipeline.stalled_transfer_s * STEP_COLLECTIVES
     each = 2 if run.pipeline == 2 else 4
-    return each * rules.stalled_transfer_s * (run.micro_batches + (run.pipeline - 1) / 2)
+    return each * stack.pipeline.stalled_transfer_s * (run.micro_batches + (run.pipeline - 1) / 2)
 
 
 def _update_s(
     run: Run,
-    rules: Rules,
+    stack: Stack,
     shape: Shape,
     parameters: Parameters,
     layers: int,
@@ -343,27 +345,33 @@ def _update_s(
     forward_s: float,
 ) -> tuple[float, float]:
     """Return exposed seconds of the gradients' reduction, and seconds of the optimizer."""
-    zero = rules.zero if run.zero is None else run.zero
+    zero = stack.sharding.zero if run.zero is None else run.zero
     frozen = run.task in ("lora", "qlora")
     trained = 0.0 if frozen else parameters.count
     replicas = run.data * run.context
     held = trained / (replicas if zero else 1)
-    optimizer_s = shape.moved_s(OPTIMIZER_BYTES * held)
+    optimizer_s = shape.moved_s(stack.optimizer.moved_bytes * held)
     if replicas == 1 or zero == 3 or not trained:
         return 0.0, optimizer_s
     ranks = group(run, ("data_shard", "context"))
-    half = _sums_in_16_bits(run, rules)
-    wire = (2 if half else rules.reduce_bytes) * trained
-    calls = max(1.0, rules.reduce_calls * layers)
+    half = _sums_in_16_bits(run, stack)
+    wire = (2 if half else stack.types.wire) * trained
+    calls = max(1.0, stack.sharding.collectives_per_layer * layers)
     gather_s = 0.0
-    if zero == 0 or rules.reduces_whole:
+    if zero == 0 or stack.sharding.reduces_whole:
         reduce_s = calls * collective_s("all_reduce", wire / calls, ranks)
     else:
         reduce_s = calls * _ring_s("reduce_scatter", wire / calls, ranks)
     if zero:
-        gather_s = calls * _ring_s("all_gather", rules.weight_bytes * trained / calls, ranks)
-    seen = max((1 - rules.reduce_overlap) * reduce_s, reduce_s - rules.reduce_overlap * backward_s)
-    seen += max((1 - rules.gather_overlap) * gather_s, gather_s - rules.gather_overlap * forward_s)
+        gather_s = calls * _ring_s("all_gather", stack.types.working * trained / calls, ranks)
+    seen = max(
+        (1 - stack.sharding.reduce_overlap) * reduce_s,
+        reduce_s - stack.sharding.reduce_overlap * backward_s,
+    )
+    seen += max(
+        (1 - stack.sharding.gather_overlap) * gather_s,
+        gather_s - stack.sharding.gather_overlap * forward_s,
+    )
     return seen, optimizer_s
 
 

@@ -18,34 +18,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.backends.rules import EIGHT_BITS, Rules
-from planner.backends.runs import Run
+from planner.backends.runs import EIGHT_BITS, Run
 from planner.cluster import Accelerator
-from planner.costs.compute import peak_flops, sustained_share
+from planner.costs.compute import peak_flops
 from planner.model import Architecture, Experts
-
-EIGHT_BIT_GAIN = {"hopper": 1.85, "blackwell": 2.15}
-"""Rate of large products in 8 bits over bf16's sustained one: best shapes reach 1,403 and 3,433
-TFLOP/s on H100 and B200, and products in 16 bits are held back more by the power limit."""
-FOUR_BIT_GAIN = 1.85
-"""Rate of products in 4 bits over 8 bits, of twice that peak."""
+from planner.stack import Stack
 
 LONG_SEQUENCE = 8192
 """Tokens at which the catalogue's attention fractions hold."""
-HALF_RATE_TOKENS: dict[str, float] = {"a100": 500.0, "h100": 1200.0, "b200": 2500.0}
-"""Tokens at which fused attention has half of its rate on endless sequences, by accelerator: from
-medians of measured forward kernels at 2,048 and 8,192 tokens (0.55 / 0.64, 0.35 / 0.49)."""
-USUAL_HALF_RATE_TOKENS = 800.0
 SMALL_HEAD = 0.85
 """Rate of attention with heads of 64 over that with 128 (Dao, 2023, figures 4-6)."""
-OLDER_ATTENTION: dict[str, dict[str, float]] = {
-    "fa1": {"ampere": 0.65, "hopper": 0.5},
-    "fa2": {"ampere": 1.0, "hopper": 0.75},
-    "fa3": {"ampere": 1.0, "hopper": 1.2},
-}
-"""Rate of each generation of fused attention over the catalogue's kernels.  FlashAttention-2 has
-no Hopper instructions and is 1.5-2 times slower there than -3; -1 is about 1.6 times slower than -2
-(Dao, 2023; Shah et al., 2024, arXiv:2407.08608)."""
 ATTENTION_BACKWARD = 2.5
 """Fused attention's backward: 5 products for 2 (Dao, 2022, appendix B)."""
 GROUPED = 0.8
@@ -71,19 +53,16 @@ class Rates:
     launch_s: float
 
 
-def rates(run: Run, rules: Rules) -> Rates:
+def rates(run: Run, stack: Stack) -> Rates:
     """Return what a run's accelerator reaches in its precision and with its attention kernels."""
     accelerator = run.cluster.groups[0].accelerator
-    precision, curve = run.precision, accelerator.curve
-    family = accelerator.name.split("-")[0]
+    precision, curve, kernels = run.precision, accelerator.curve, accelerator.kernels
     base = peak_flops(accelerator, "bf16" if precision in EIGHT_BITS else precision)  # type: ignore[arg-type]
-    sustained = sustained_share(accelerator).tuned
-    hopper = "fp8" in accelerator.peak_flops and base > 4e14
-    products = curve.matmul * base * sustained * rules.products
-    products *= rules.hopper_products if hopper else 1.0
-    half = HALF_RATE_TOKENS.get(family, USUAL_HALF_RATE_TOKENS)
+    products = curve.matmul * base * kernels.sustained_tuned * stack.kernels.products
+    products *= stack.kernels.architecture_products.get(accelerator.architecture or "", 1.0)
+    half = kernels.attention_half_tokens
     length = (1 + half / LONG_SEQUENCE) * run.seq_len / (run.seq_len + half)
-    older = OLDER_ATTENTION[rules.attention]["hopper" if hopper else "ampere"]
+    older = kernels.attention[stack.kernels.attention]
     attention = base * length * older * (SMALL_HEAD if run.architecture.head_dim < 96 else 1.0)
     return Rates(
         matmul_flops=products * _gain(precision, accelerator, base),
@@ -98,15 +77,14 @@ def rates(run: Run, rules: Rules) -> Rates:
 def _gain(precision: str, accelerator: Accelerator, base: float) -> float:
     """Return the rate of products in a precision over that in 16 bits.
 
-    Devices whose sheet has no rate in 8 bits multiply in 16, and those whose 8 bits are not twice
-    as fast gain accordingly.  Only Blackwell multiplies in 4 bits.
+    Devices whose sheet has no rate in 8 bits multiply in 16, and those without 4 bits in 8.
     """
-    narrow = accelerator.peak_flops.get("fp8")
+    narrow, kernels = accelerator.peak_flops.get("fp8"), accelerator.kernels
     if precision not in EIGHT_BITS or narrow is None:
         return 1.0
-    blackwell = base > 1.9e15
-    gain = EIGHT_BIT_GAIN["blackwell" if blackwell else "hopper"] * narrow / (2 * base)
-    return gain * (FOUR_BIT_GAIN if precision == "nvfp4" and blackwell else 1.0)
+    in_four = precision == "nvfp4" and kernels.four_bit is not None
+    share = kernels.four_bit if in_four and kernels.four_bit else kernels.eight_bit
+    return share * narrow / base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +92,7 @@ class Shape:
     """A micro-batch of a run on one rank."""
 
     run: Run
-    rules: Rules
+    stack: Stack
     rates: Rates
     micro_batch: float
 
@@ -126,30 +104,30 @@ class Shape:
     @property
     def kept_bytes(self) -> int:
         """Of a product's input as kept for backward: what it was multiplied as."""
-        narrow = self.run.precision in EIGHT_BITS and self.rules.eight_bit_states
+        narrow = self.run.precision in EIGHT_BITS and self.stack.eight_bit.narrow_states
         return 1 if narrow else self.element_bytes
 
     @cached_property
     def dropout(self) -> bool:
         """Whether activations are dropped at random, which keeps masks."""
-        return self.rules.dropout and not self.run.architecture.gated_mlp and not self.flash
+        return self.stack.kernels.dropout and not self.run.architecture.gated_mlp and not self.flash
 
     @property
     def adapters_only(self) -> bool:
         """Whether the MLP's products are frozen without adapters, and keep no inputs."""
-        return self.run.task in ("lora", "qlora") and self.rules.adapters == "attention"
+        return self.run.task in ("lora", "qlora") and self.stack.kernels.adapters == "attention"
 
     @cached_property
     def sequence_parallel(self) -> bool:
         """Whether the residual stream is divided between tensor-parallel ranks."""
         own = self.run.sequence_parallel
-        return self.run.tensor > 1 and (self.rules.sequence_parallel if own is None else own)
+        return self.run.tensor > 1 and (self.stack.tensor.sequence_parallel if own is None else own)
 
     @cached_property
     def flash(self) -> bool:
         """Whether scores never reach memory."""
         own = self.run.flash_attention
-        return self.rules.flash_attention if own is None else own
+        return self.stack.kernels.flash_attention if own is None else own
 
     @cached_property
     def tokens(self) -> float:
@@ -213,7 +191,7 @@ def block(shape: Shape, *, moe: bool) -> Work:  # noqa: PLR0915 - a list of what
     forward_s, backward_s, scores = _attention_s(shape, q / t, qk_dim)
     mlp_s, mlp_stored, mlp_moved, mlp_working = _feed_forward(shape, moe=moe)
     products += mlp_s
-    rules = shape.rules
+    stack = shape.stack
     dropout = shape.dropout
     mlp_width = n * a.ffn_size / t
     if moe and a.experts is not None:
@@ -234,7 +212,7 @@ def block(shape: Shape, *, moe: bool) -> Work:  # noqa: PLR0915 - a list of what
         moved_back += 2 * (EAGER_NORM_BACKWARD_BYTES - 3.6 * e) * r * h
     kept = shape.kept_bytes
     stored = 2 * e * r * h  # inputs of both norms
-    inputs = n if rules.keeps_gathered else r
+    inputs = n if stack.tensor.keeps_gathered else r
     stored += kept * inputs * h * (1 if shape.adapters_only else 2)  # outputs, the products' inputs
     if eager_norm:
         stored += 2 * 4 * r * h  # the fp32 copies
@@ -252,7 +230,7 @@ def block(shape: Shape, *, moe: bool) -> Work:  # noqa: PLR0915 - a list of what
         # Softmax reads and writes 16 bits; dropout reads and writes them, and a mask of a byte.
         attention_bytes = scores * (5 if dropout else 2)
         moved_scores, moved_scores_back = (9, 11) if dropout else (4, 6)
-        if not rules.fused_softmax:
+        if stack.kernels.softmax != "fused":
             # Scale, mask, upcast, softmax in 32 bits, downcast: a kernel each.
             attention_bytes += 4 * scores
             moved_scores, moved_scores_back = moved_scores + 20, moved_scores_back + 14
@@ -282,8 +260,8 @@ def head(shape: Shape) -> Work:
     e, h, vocabulary = shape.element_bytes, a.hidden_size, float(a.vocab_size)
     logits = n * vocabulary / t
     held = logits
-    if t > 1 and not shape.rules.divided_logits:
-        held = n * vocabulary * (1 + GATHERED_LOGIT_BYTES / shape.rules.logit_bytes)
+    if t > 1 and not shape.stack.loss.divided:
+        held = n * vocabulary * (1 + GATHERED_LOGIT_BYTES / shape.stack.loss.peak_bytes)
     size = 2 * (n * h + h * vocabulary / t + logits)
     products = 2 * n * h * vocabulary / t / shape.rates.half_flops + shape.moved_s(size)
     return Work(
@@ -294,7 +272,7 @@ def head(shape: Shape) -> Work:
         memory_backward_s=shape.moved_s(logits * 12 + 6 * e * r * h),
         stored_bytes=2 * e * r * h,
         attention_bytes=0.0,
-        working_bytes=shape.rules.logit_bytes * held + e * n * h,
+        working_bytes=shape.stack.loss.peak_bytes * held + e * n * h,
         input_bytes=e * r * h,
     )
 
@@ -390,7 +368,7 @@ def _adapter_moved_bytes(shape: Shape, qkv_width: float) -> float:
     """Return a forward's traffic of low-rank adapters: dropout of inputs, sums with outputs."""
     a, t = shape.run.architecture, shape.run.tensor
     widths = 2 * a.hidden_size + (qkv_width + a.heads * a.head_dim) / t
-    if shape.rules.adapters == "all":
+    if shape.stack.kernels.adapters == "all":
         widths += 2 * a.hidden_size + (3 if a.gated_mlp else 2) * a.ffn_size / t
     return 3 * shape.element_bytes * shape.tokens * widths
 
@@ -410,7 +388,7 @@ def _mlp_kept_bytes(shape: Shape) -> float:
 
 def fused(shape: Shape, part: str) -> bool:
     """Whether a part of a block (norm, gate, rotary) is one kernel: by its author or a compiler."""
-    return shape.run.compiled or bool(getattr(shape.rules, f"fused_{part}"))
+    return shape.run.compiled or getattr(shape.stack.kernels, part) == "fused"
 
 
 def _experts(shape: Shape, experts: Experts) -> tuple[float, float, float, float]:

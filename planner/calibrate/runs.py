@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.rules import Rules, rules_of
 from planner.backends.runs import Run, each, read_rows
+from planner.backends.stacks import stack_of_run
 from planner.calibrate.constants import (
     ACTION,
     SLACK,
@@ -19,13 +19,14 @@ from planner.calibrate.constants import (
     calibration_of,
     constants_of,
 )
+from planner.catalog import native
 from planner.cluster import ClusterSpec
-from planner.costs.rates import ACTION_HOST_S
 from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.predict import predict
 from planner.profile import Birth, Calibration, Profile
+from planner.stack import Stack, with_figures
 from planner.units import GIB
 
 USUAL_SLACK = 1.05
@@ -66,38 +67,40 @@ def of_table(path: Path) -> list[Observed]:
         step_s = seen.step_time_s if seen.judge_time else None
         if step_s is None and memory is None:
             continue
-        rules, _ = rules_of(run)
+        stack, _ = stack_of_run(run)
         result.append(
             Observed(
                 name=seen.id,
                 cluster=run.cluster,
                 step_s=step_s,
                 memory_bytes=None if memory is None else memory * GIB,
-                seconds=_table_seconds(run, rules),
-                bytes=_table_bytes(run, rules, seen.memory_kind, seen.memory_rank),
-                usual=(rules.host_step_s, rules.host_micro_batch_s, rules.reserved),
+                seconds=_table_seconds(run, stack),
+                bytes=_table_bytes(run, stack, seen.memory_kind, seen.memory_rank),
+                usual=(stack.host.step_s, stack.host.action_s, stack.memory.reserved),
             )
         )
     return result
 
 
-def _table_seconds(run: Run, rules: Rules) -> Callable[[Constants], float]:
-    return lambda values: _estimate(run, rules, values).step_time_s
+def _table_seconds(run: Run, stack: Stack) -> Callable[[Constants], float]:
+    return lambda values: _estimate(run, stack, values).step_time_s
 
 
-def _table_bytes(run: Run, rules: Rules, kind: str, rank: str) -> Callable[[Constants], float]:
-    return lambda values: _estimate(run, rules, values).memory_bytes(kind, rank)
+def _table_bytes(run: Run, stack: Stack, kind: str, rank: str) -> Callable[[Constants], float]:
+    return lambda values: _estimate(run, stack, values).memory_bytes(kind, rank)
 
 
-def _estimate(run: Run, rules: Rules, values: Constants) -> Estimate:
-    changed = replace(
-        rules,
-        host_step_s=values.get(STEP, rules.host_step_s),
-        host_micro_batch_s=values.get(ACTION, rules.host_micro_batch_s),
-        reserved=values.get(SLACK, rules.reserved),
+def _estimate(run: Run, stack: Stack, values: Constants) -> Estimate:
+    changed = with_figures(
+        stack,
+        {
+            "host.step_s": values.get(STEP, stack.host.step_s),
+            "host.action_s": values.get(ACTION, stack.host.action_s),
+            "memory.reserved": values.get(SLACK, stack.memory.reserved),
+        },
     )
     found = as_calibration(values, run.cluster)
-    return estimate(replace(run, cluster=calibrated(run.cluster, found)), rules=changed)
+    return estimate(replace(run, cluster=calibrated(run.cluster, found)), stack=changed)
 
 
 def of_launch(
@@ -123,7 +126,7 @@ def of_launch(
         memory_bytes=None,
         seconds=seconds,
         bytes=lambda values: 0.0,
-        usual=(0.0, ACTION_HOST_S, USUAL_SLACK),
+        usual=(0.0, native().host.action_s, USUAL_SLACK),
     )
 
 

@@ -1,4 +1,4 @@
-"""The catalogue: accelerators, node types, models and rents by name; figures of facilities.
+"""The catalogue: accelerators, node types, models, stacks and rents by name; facilities.
 
 The figures stand in the YAML files beside this one, each with its source; this module only reads
 them.  Every function returns the same values each time and reads its file once.
@@ -9,14 +9,36 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from planner.cluster import Accelerator, AcceleratorKind, DeviceCurve, LinkTier, Precision
+from planner.cluster import (
+    Accelerator,
+    AcceleratorKind,
+    DeviceCurve,
+    KernelRates,
+    LinkTier,
+    Precision,
+)
 from planner.document import Document, Part, nearest, plain
 from planner.errors import DocumentError
-from planner.units import Amount, Count, Flag, Positive, Rate, Text
+from planner.stack import Stack, stack_of
+from planner.units import (
+    Amount,
+    Count,
+    Devices,
+    Flag,
+    Fraction,
+    Name,
+    Overhead,
+    Positive,
+    Proportion,
+    Rate,
+    Share,
+    Text,
+)
 
 D = TypeVar("D", bound=Document)
 
@@ -34,7 +56,11 @@ class AcceleratorEntry(Part):
     memory_bytes_per_s: Rate
     tdp_w: Amount | None = None
     curve: DeviceCurve
-    devices_per_node: Positive = 8
+    kernels: KernelRates = KernelRates()
+    architecture: Name | None = None
+    devices_per_node: Devices = 8
+    host_devices: Devices | None = None
+    """Devices of one host, where the links of a node join several hosts: 4 of the 72 of NVL72."""
     tiers: tuple[LinkTier, ...] = ()
     """Within a node."""
     bridge: LinkTier | None = None
@@ -54,6 +80,8 @@ class AcceleratorEntry(Part):
             peak_flops=self.peak_flops,
             memory_bytes_per_s=self.memory_bytes_per_s,
             curve=self.curve,
+            kernels=self.kernels,
+            architecture=self.architecture,
             tdp_w=self.tdp_w,
             sources=self.sources,
         )
@@ -64,7 +92,7 @@ class NodeEntry(Part):
 
     aliases: tuple[Text, ...] = ()
     accelerator: Text
-    devices_per_node: Positive
+    devices_per_node: Devices
     host_memory_bytes: Count | None = None
     network: LinkTier | None = None
     """`devices` is not used: the cluster knows how many there are."""
@@ -88,7 +116,7 @@ class Rent(Part):
     provider: Text
     instance: Text
     accelerator: Text
-    devices: Positive
+    devices: Devices
     region: Text
     on_demand_usd_per_device_hour: Amount | None = None
     spot_usd_per_device_hour: Amount | None = None
@@ -147,6 +175,38 @@ class Quantity(Part):
         return self
 
 
+class ShareQuantity(Quantity):
+    """A part of a whole that leaves something: what is lost of hours."""
+
+    value: Share
+    low: Share
+    high: Share
+
+
+class ProportionQuantity(Quantity):
+    """A part of a whole, from nothing to all of it."""
+
+    value: Proportion
+    low: Proportion
+    high: Proportion
+
+
+class FractionQuantity(Quantity):
+    """A part of a whole, and never nothing."""
+
+    value: Fraction
+    low: Fraction
+    high: Fraction
+
+
+class OverheadQuantity(Quantity):
+    """A factor by which the whole exceeds a part of it."""
+
+    value: Overhead
+    low: Overhead
+    high: Overhead
+
+
 class Carbon(Part):
     """Grams of CO2 per kWh of electricity, by country (ISO 3166)."""
 
@@ -163,7 +223,7 @@ class Facility(Part):
 
     node_power_over_tdp: Quantity
     network_w_per_device: Quantity
-    power_usage_effectiveness: Quantity
+    power_usage_effectiveness: OverheadQuantity
     electricity_usd_per_kwh: Quantity
     carbon_g_per_kwh: Carbon
 
@@ -220,6 +280,33 @@ def nodes() -> dict[str, NodeEntry]:
 def models() -> dict[str, ModelEntry]:
     """Return every model by name."""
     return _Models.parse(_text("models.yaml"), file="models.yaml").models
+
+
+@cache
+def stacks() -> dict[str, Stack]:
+    """Return every stack by name: one file each in `stacks/`."""
+    return read_stacks(resources.files(__package__).joinpath("stacks"))
+
+
+def read_stacks(folder: Traversable) -> dict[str, Stack]:
+    """Return the stacks of a folder by name, each with what it extends filled in."""
+    data: dict[str, dict[str, Any]] = {}
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        found = plain(file.read_text(encoding="utf-8"))
+        assert isinstance(found, dict)
+        data[found["name"]] = found
+    result = {}
+    for name, found in data.items():
+        try:
+            result[name] = stack_of(found, data)
+        except DocumentError as error:
+            raise error.in_file(f"{name}.yaml") from error
+    return result
+
+
+def native() -> Stack:
+    """Return the stack of this project's own runtime."""
+    return stacks()["native"]
 
 
 @cache
@@ -294,6 +381,15 @@ def source_text(text: str) -> str:
     return re.sub(
         r"[A-Z][A-Z0-9_]+", lambda word: source_text(known.get(word[0], "")) or word[0], text
     )
+
+
+def stack_name(text: str) -> str:
+    """Return the name that a stack's name or alias stands for, written in any of the usual ways.
+
+    >>> stack_name("Megatron-LM"), stack_name("fsdp2"), stack_name("native")
+    ('megatron', 'fsdp', 'native')
+    """
+    return _found(re.sub(r"[\s_]+", "-", text.strip()), stacks(), what="stack")
 
 
 def _found(text: str, entries: dict[str, Any], *, what: str) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
 from planner.catalog import Rent, accelerators
-from planner.document import Document, unreadable
+from planner.document import Document, read_table
 from planner.errors import DocumentError
+from planner.units import MOST_DEVICES
 
 SKYPILOT = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "SpotPrice", "Region")
 GPUHUNT = ("instance_name", "location", "price", "gpu_count", "gpu_name", "gpu_memory", "spot")
@@ -33,6 +33,12 @@ NAMES: dict[str, str] = {
 """What the lists call accelerators that the catalogue calls otherwise."""
 
 
+_Rent = dict[str, object]
+"""A rent as plain data, not yet validated."""
+MOST = float(MOST_DEVICES)
+"""Devices, gigabytes or dollars an hour; a cell beyond is none of them."""
+
+
 class Rents(Document):
     """Dated rents in a file of their own."""
 
@@ -47,12 +53,11 @@ def imported(path: str, *, provider: str, date: str) -> Rents:
     Neither list says when it was made or by whom each row was asked: `provider` and `date` do,
     where a row has no provider of its own.
     """
-    try:
-        with Path(path).open(encoding="utf-8", newline="") as lines:
-            reader = csv.DictReader(lines)
-            columns, rows = set(reader.fieldnames or ()), list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise unreadable(error, path) from error
+    for name, value, as_in in (("provider", provider, "aws"), ("date", date, "2026-01-31")):
+        if not value.strip():
+            raise DocumentError(name, f"is empty; write it as in {as_in}")
+    header, rows = read_table(path)
+    columns = set(header)
     if set(SKYPILOT) <= columns:
         found = _of_skypilot(rows, provider, date, path)
     elif set(GPUHUNT) <= columns:
@@ -64,13 +69,18 @@ def imported(path: str, *, provider: str, date: str) -> Rents:
             f"gpuhunt's {', '.join(GPUHUNT)}",
             file=path,
         )
-    rents = tuple(found)
+    rents = list(found)
     if not rents:
         raise DocumentError("", "has no row with a known accelerator and a price", file=path)
-    return Rents(rents=rents)
+    try:
+        return Rents.of({"rents": rents})
+    except DocumentError as error:
+        raise error.in_file(path) from error
 
 
-def _of_skypilot(rows: list[dict[str, str]], provider: str, date: str, path: str) -> Iterator[Rent]:
+def _of_skypilot(
+    rows: list[dict[str, str]], provider: str, date: str, path: str
+) -> Iterator[_Rent]:
     best: dict[tuple[str, str, str], tuple[float | None, float | None, int]] = {}
     for row in rows:
         name = _accelerator(row["AcceleratorName"], None)
@@ -84,7 +94,7 @@ def _of_skypilot(rows: list[dict[str, str]], provider: str, date: str, path: str
     yield from _rents(best, provider, date, path)
 
 
-def _of_gpuhunt(rows: list[dict[str, str]], provider: str, date: str, path: str) -> Iterator[Rent]:
+def _of_gpuhunt(rows: list[dict[str, str]], provider: str, date: str, path: str) -> Iterator[_Rent]:
     best: dict[tuple[str, str, str], tuple[float | None, float | None, int]] = {}
     for row in rows:
         memory, count = _number(row["gpu_memory"]), _number(row["gpu_count"])
@@ -107,7 +117,7 @@ def _rents(
     provider: str,
     date: str,
     path: str,
-) -> Iterator[Rent]:
+) -> Iterator[_Rent]:
     for (instance, name, region), (price, spot, count) in sorted(best.items()):
         if price is None and spot is None:
             continue
@@ -115,18 +125,18 @@ def _rents(
             raise DocumentError(
                 instance, f"spot {spot:g} is above on-demand {price:g}; a column slipped", file=path
             )
-        yield Rent(
-            provider=provider,
-            instance=instance,
-            accelerator=name,
-            devices=count,
-            region=region,
-            on_demand_usd_per_device_hour=None if price is None else price / count,
-            spot_usd_per_device_hour=None if spot is None else spot / count,
-            date=date,
-            source=Path(path).name,
-            confidence="medium",
-        )
+        yield {
+            "provider": provider,
+            "instance": instance,
+            "accelerator": name,
+            "devices": count,
+            "region": region,
+            "on_demand_usd_per_device_hour": None if price is None else price / count,
+            "spot_usd_per_device_hour": None if spot is None else spot / count,
+            "date": date,
+            "source": Path(path).name,
+            "confidence": "medium",
+        }
 
 
 def _accelerator(text: str, memory_gb: float | None) -> str | None:
@@ -139,12 +149,12 @@ def _accelerator(text: str, memory_gb: float | None) -> str | None:
     return name if name in accelerators() else None
 
 
-def _number(text: str | None) -> float | None:
+def _number(text: str) -> float | None:
     try:
-        value = float(text or "")
+        value = float(text)
     except ValueError:
         return None
-    return value if value > 0 else None
+    return value if 0 < value <= MOST else None
 
 
 def _least(one: float | None, other: float | None) -> float | None:

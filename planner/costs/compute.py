@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from planner.cluster import Accelerator, DeviceCurve, Precision
 from planner.errors import DocumentError
 from planner.layers.operator_table import Operator
+from planner.stack import EightBit
 
 MATMUL_BACKWARD = 2.0
 """A product's backward is two products of its size: one for each factor's gradient."""
@@ -24,57 +25,8 @@ MATMUL_BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
 """Fused attention recomputes the scores: 5 products instead of 2 (Dao et al., 2022, appendix B)."""
 
-CAST_TRAFFIC = 33 / 2
-"""Bytes moved to round an operand to 8 bits, for each of its bytes in 16 bits."""
-
-CAST_KERNELS = 9
-"""Kernels started to round one operand."""
-
 BACKWARD_KERNELS = 2
 """A backward starts about two kernels for each one of its forward."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sustained:
-    """Rate of matrix units through a step over that of the short kernels that curves are fitted to.
-
-    Power limits lower the clock; what the host and small kernels leave idle is not in it.
-    """
-
-    eager: float = 0.9
-    """Of modules as PyTorch runs them, and of older libraries on Hopper and later."""
-    tuned: float = 0.95
-    """Of frameworks with their own kernels, 16 bits."""
-
-
-SUSTAINED: dict[str, Sustained] = {
-    "a100": Sustained(1.0, 1.0),
-    "a800": Sustained(1.0, 1.0),
-    "h100": Sustained(0.9, 1.0),
-    "h100-hbm2e-96gb": Sustained(0.9, 0.9),
-    "h200": Sustained(0.9, 1.0),
-    "h800": Sustained(0.9, 1.0),
-    "h20": Sustained(0.9, 1.0),
-    "gh200": Sustained(0.9, 1.0),
-    "b200": Sustained(0.8, 0.75),
-    "b300": Sustained(0.9, 0.8),
-    "gb200": Sustained(0.9, 0.85),
-    "gb300": Sustained(0.9, 0.85),
-    "rtx-3090": Sustained(0.9, 1.1),
-    "rtx-4090": Sustained(0.9, 1.05),
-    "rtx-5090": Sustained(0.9, 1.05),
-    "rtx-6000-ada": Sustained(0.9, 0.75),
-}
-"""By accelerator, or the first part of its name.  GeForce cards run above the clock that their
-sheets are for.  Fitted to residuals of whole steps, `tuned` over published runs of frameworks,
-`eager` over runs of modules; GB200 and GB300 may draw 1.2 times the power of B200, the H100 with
-96 GB 0.7 times that of others, the RTX 6000 Ada 0.67 times that of an RTX 4090 on the same chip."""
-
-
-def sustained_share(accelerator: Accelerator) -> Sustained:
-    """Return an accelerator's row of the table."""
-    family = accelerator.name.split("-")[0]
-    return SUSTAINED.get(accelerator.name, SUSTAINED.get(family, Sustained()))
 
 
 SAME_RATE: dict[Precision, tuple[Precision, ...]] = {
@@ -97,10 +49,14 @@ class Device:
     """Rate of products in a training step over that of single kernels."""
     eight_bit_flops: float | None = None
     """Of products of 8-bit operands, where the precision has them."""
+    cast_bytes: float = 0.0
+    """Memory traffic of rounding an operand to 8 bits, per element."""
+    cast_kernels: int = 0
+    """Kernels started to round one operand."""
 
 
-def device(accelerator: Accelerator, precision: Precision) -> Device:
-    """Return the rates that an accelerator has in a precision.
+def device(accelerator: Accelerator, precision: Precision, casts: EightBit) -> Device:
+    """Return the rates that an accelerator has in a precision, with a stack's casts to 8 bits.
 
     What fp8 does not make in 8 bits it makes in bf16.
     """
@@ -111,6 +67,8 @@ def device(accelerator: Accelerator, precision: Precision) -> Device:
         memory_bytes_per_s=accelerator.memory_bytes_per_s,
         curve=accelerator.curve,
         sustained=sustained(accelerator),
+        cast_bytes=casts.cast_bytes,
+        cast_kernels=casts.cast_kernels,
     )
 
 
@@ -121,7 +79,7 @@ def sustained(accelerator: Accelerator) -> float:
     """
     if accelerator.curve.provenance == "measured" or accelerator.kind == "cpu":
         return 1.0
-    return sustained_share(accelerator).eager
+    return accelerator.kernels.sustained
 
 
 def peak_flops(accelerator: Accelerator, precision: Precision) -> float:
@@ -175,14 +133,14 @@ def eight_bit_forward_s(operator: Operator, on: Device) -> float:
 
         t = launches + F / (f P8) + (X + W) / 2 / (g M) + Y / (g M) + C (X + W) / (g M)
 
-    X, W and Y are bytes in 16 bits; C is what runtime/eight_bits.py moves for each of them as
-    PyTorch starts its operators: |x| (read 2, write 2), largest (2), to fp32 (2 + 4), scaled
-    (4 + 4), clamped (4 + 4), to 8 bits (4 + 1), 33 bytes for an element of 2.
+    X, W and Y are bytes in 16 bits, 2 C the stack's `eight_bit.cast_bytes`.  Of operators that
+    PyTorch starts one by one these are |x| (read 2, write 2), largest (2), to fp32 (2 + 4), scaled
+    (4 + 4), clamped (4 + 4), to 8 bits (4 + 1): 33.
 
     >>> curve = DeviceCurve(launch_s=4e-6, matmul=0.7, attention_forward=0.5,
     ...     attention_backward=0.4, memory=0.8, spread=0.1, provenance="quoted", source="example")
     >>> h100 = Device(peak_flops=989e12, memory_bytes_per_s=3.35e12, curve=curve,
-    ...     eight_bit_flops=1979e12)
+    ...     eight_bit_flops=1979e12, cast_bytes=33, cast_kernels=9)
     >>> product = Operator(name="8192^3", kind="matmul", inputs=(), outputs={"y": 2 * 8192**2},
     ...     flops=2 * 8192**3, moved_bytes=3 * 2 * 8192**2)
     >>> f"{1e3 * eight_bit_forward_s(product, h100):.2f} ms"
@@ -192,8 +150,8 @@ def eight_bit_forward_s(operator: Operator, on: Device) -> float:
     return _in_eight_bits(
         on,
         flops=operator.flops,
-        moved_bytes=result + operands / 2 + CAST_TRAFFIC * operands,
-        kernels=operator.kernels + 2 * CAST_KERNELS,
+        moved_bytes=result + operands / 2 + on.cast_bytes / 2 * operands,
+        kernels=operator.kernels + 2 * on.cast_kernels,
     )
 
 
@@ -208,8 +166,8 @@ def eight_bit_backward_s(operator: Operator, on: Device) -> float:
     return _in_eight_bits(
         on,
         flops=MATMUL_BACKWARD * operator.flops,
-        moved_bytes=operands + rounded / 2 + CAST_TRAFFIC * rounded + copied,
-        kernels=2 * operator.kernels + 4 * CAST_KERNELS + 3,
+        moved_bytes=operands + rounded / 2 + on.cast_bytes / 2 * rounded + copied,
+        kernels=2 * operator.kernels + 4 * on.cast_kernels + 3,
     )
 
 

@@ -288,7 +288,7 @@ class LayerFigures:
     def _kernels(self, layer: Layer, operator: Operator) -> int:
         """How many kernels the host starts for an operator's forward."""
         eight = self._in_eight_bits(layer, operator)
-        return operator.kernels + (2 * compute.CAST_KERNELS if eight else 0)
+        return operator.kernels + (2 * self._rates.device.cast_kernels if eight else 0)
 
     def _in_eight_bits(self, layer: Layer, operator: Operator) -> bool:
         """Whether the runtime makes a product in 8 bits: those of the Linears between the ends."""

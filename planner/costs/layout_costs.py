@@ -46,7 +46,8 @@ from planner.native import caveat, refusal
 from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Profile, Recompute
-from planner.schedule import splits_backward
+from planner.stack import Stack
+from planner.tolerances import SETTLED
 
 __all__ = [
     "CostTables",
@@ -57,16 +58,10 @@ __all__ = [
     "refusal",
 ]
 
-CONTEXT_BYTES = 0.5e9
-"""CUDA context, kernels and cuBLAS workspace of a process.  NVIDIA data-centre devices with torch 2
-hold 0.4-0.6 GB after the first matrix product."""
-COLLECTIVE_LIBRARY_BYTES = 0.4e9
-"""NCCL's own buffers, 0.35-0.4 GB with a few communicators (Megatron-LM on B200)."""
-ALLOCATOR_SLACK = 1.048
-"""Reserved over allocated bytes of torch's caching allocator: mean of 43 runs on B200
-(1.03-1.09)."""
+
 KEPT_FREE = 0.04
-"""Of an accelerator's memory: the difference between those runs' mean and their worst."""
+"""Of an accelerator's memory: the difference between the mean of the runs that the stack's
+`memory.reserved` comes from (1.048) and their worst (1.09)."""
 
 
 def room_bytes(device: Accelerator, memory_bytes: float | None = None) -> float:
@@ -80,7 +75,7 @@ def room_bytes(device: Accelerator, memory_bytes: float | None = None) -> float:
 
 def has_room(device: Accelerator, peak_bytes: float) -> bool:
     """Whether a device holds a rank's peak, up to the rounding of its sum."""
-    return peak_bytes <= room_bytes(device) * (1 + 1e-11)
+    return peak_bytes <= room_bytes(device) * (1 + SETTLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +125,18 @@ class CostTables:
         job: Job,
         profile: Profile | None = None,
         activations: tuple[Activations, ...] = ("keep",),
+        stack: Stack | None = None,
     ) -> None:
-        """`activations` are the ways to treat them that layers may choose among."""
+        """`activations` are the ways to treat them that layers may choose among.
+
+        `stack` is how layers are trained, by default `native`.
+        """
         self.model = model
         self.cluster = cluster
         self.job = job
         self.profile = profile
         self.activations = activations
-        self._rates = rates(cluster, job, profile)
+        self._rates = rates(cluster, job, profile, stack)
         warning = caveat(model, cluster)
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
@@ -160,7 +159,9 @@ class CostTables:
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
         self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
-        self._slack = 1.0 if self._rates.on_cpu else self._rates.slack or ALLOCATOR_SLACK
+        self._slack = 1.0
+        if not self._rates.on_cpu:
+            self._slack = self._rates.slack or self._rates.stack.memory.reserved
         self._step_s = self._rates.step_s
 
     def of(self, layout: Layout) -> LayoutCosts:
@@ -342,7 +343,8 @@ class CostTables:
     def _context_bytes(self, layout: Layout) -> float:
         if self._rates.on_cpu:
             return 0.0
-        return CONTEXT_BYTES + (COLLECTIVE_LIBRARY_BYTES if layout.devices > 1 else 0.0)
+        memory = self._rates.stack.memory
+        return memory.context_bytes + (memory.communicator_bytes if layout.devices > 1 else 0.0)
 
 
 def fastest_s(figures: KindFigures, recompute: Recompute | None = None) -> NDArray[np.float64]:
@@ -382,13 +384,13 @@ class _Shared:
 
 def counted_by_rank(layout: Layout) -> bool:
     """Whether planner.costs.rank_memory tells memory: several stages a rank, or split backwards."""
-    split = layout.pipeline > 1 and splits_backward(layout.schedule)
-    return layout.virtual_stages > 1 or split
+    return layout.virtual_stages > 1 or layout.executed.splits_backward
 
 
 def holding_of(layout: Layout) -> Holding:
+    schedule = layout.executed
     if counted_by_rank(layout):
-        return "whole, last stage too" if layout.schedule == "dualpipe-v" else "whole"
-    if layout.pipeline > 1 and layout.schedule == "gpipe":
+        return "whole, last stage too" if schedule.last_waits else "whole"
+    if schedule.forwards_first:
         return "all forwards first"
-    return "each backward soon"
+    return "each backward later" if schedule.last_waits else "each backward soon"

@@ -1,14 +1,16 @@
 """How fast a cluster does what is not a layer's computation, and where each figure comes from.
 
-A profile's measured collectives and overheads stand first; without them rules of this file hold,
-and `assumptions` names each one.
+A profile's measured collectives and overheads stand first; without them the figures of the stack
+hold (planner.stack), and `assumptions` names each one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
+from planner.catalog import native
 from planner.cluster import ClusterSpec, Collective
 from planner.costs import compute
 from planner.costs.collectives import Amount, Curves, Levels, collective_s, curves_by_name
@@ -17,14 +19,11 @@ from planner.layers.operator_table import larger
 from planner.plan import Job
 from planner.prediction import Assumption
 from planner.profile import Calibration, Overheads, Profile
+from planner.stack import Stack
 from planner.units import bytes_text
 
-OVERLAP = 0.9
-"""Share of sharding collectives that can hide behind compute on an accelerator without a profile;
-the rest stands for the kernels' contention for the same device."""
-OPTIMIZER_TRAFFIC_BYTES = 40
-"""Memory traffic per parameter of fused AdamW in fp32: read p, g, m, v and write p, m, v (28), read
-g for the norm (4), read and write g to clip it (8)."""
+Direction = Literal["forward", "backward"]
+
 HOST_LINK_SHARE = 0.8
 """Of a host link's quoted rate, what copies from and to pinned memory are taken to reach: headers
 and flow control of PCIe take a tenth to a fifth.  Assumed, not measured."""
@@ -32,16 +31,6 @@ USUAL_HOST_MEMORY_BYTES_PER_S = 4e11
 """Of one node, where a cluster does not say: two sockets with eight channels of DDR4-3200."""
 HOST_MEMORY_SHARE = 0.6
 """Of a host's quoted memory bandwidth, what AdamW on all its cores is taken to reach.  Assumed."""
-KERNEL_HOST_S = {"forward": 9e-6, "backward": 12e-6}
-"""Seconds of the host for each kernel of a forward, in both passes: a Llama block of negligible
-size, transformers 5.23, torch 2.13, one EPYC core, 34 kernels in 304 and 399 µs (2026-11-21)."""
-UNIT_HOST_S = 0.65e-3
-"""Seconds of the host for each FSDP2 unit and pass: 1.3 ms a unit and step on the same host."""
-
-ACTION_HOST_S = 0.5e-3
-"""Seconds of the host for each pipeline action, without a profile: a micro-batch's forward and
-backward on a stage take 0.5 to 1 ms beside its layers in fits to Megatron's published runs
-(`planner.backends.rules`, host_micro_batch_s), and every stage of a rank has its own."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +41,7 @@ class Rates:
     curves: Curves
     overheads: Overheads | None
     on_cpu: bool
+    stack: Stack
     calibration: Calibration | None = None
     host_link_bytes_per_s: float | None = None
     """Of one device while all devices of its node copy, one direction, as it is reached."""
@@ -64,7 +54,7 @@ class Rates:
         if self.overheads:
             return self.overheads.pipeline_action_s
         found = self.calibration.action_s if self.calibration else None
-        return ACTION_HOST_S if found is None else found
+        return self.stack.host.action_s if found is None else found
 
     @property
     def slack(self) -> float | None:
@@ -105,17 +95,17 @@ class Rates:
 
     def host_optimizer_s(self, parameters: float) -> float:
         """Seconds of clipping and AdamW by the host, for parameters held by a rank."""
-        return self.host_memory_s(OPTIMIZER_TRAFFIC_BYTES * parameters)
+        return self.host_memory_s(self.stack.optimizer.moved_bytes * parameters)
 
     def optimizer_s(self, parameters: float) -> float:
         """Seconds of clipping and AdamW for parameters held by a rank."""
         if self.overheads:
             return self.overheads.optimizer_s_per_parameter * parameters
-        return self.memory_s(OPTIMIZER_TRAFFIC_BYTES * parameters)
+        return self.memory_s(self.stack.optimizer.moved_bytes * parameters)
 
     def exposed_s(self, communication_s: float, window_s: float) -> float:
         """Seconds of a sharding collective that computation of `window_s` does not hide."""
-        overlap = 0.0 if self.on_cpu else OVERLAP
+        overlap = 0.0 if self.on_cpu else self.stack.sharding.overlap
         if self.overheads:
             overlap = self.overheads.overlap
         return larger((1 - overlap) * communication_s, communication_s - window_s)
@@ -127,7 +117,7 @@ class Rates:
         """
         if self.overheads:
             return self.overheads.shard_unit_s
-        return max(0.0, UNIT_HOST_S - ahead_s)
+        return max(0.0, self.stack.sharding.unit_s - ahead_s)
 
     def gather_copy_s(self, gathered_bytes: float) -> float:
         """Seconds of the copies beside a gather of parameters; unmeasured, one read, one write."""
@@ -144,25 +134,32 @@ class Rates:
             return self.overheads.reduce_copy_s_per_byte * reduced_bytes
         return self.memory_s(fresh_bytes + reduced_bytes)
 
-    def host_s(self, kernels: int, direction: str) -> float:
+    def host_s(self, kernels: int, direction: Direction) -> float:
         """Seconds that the host takes to start the kernels of a layer.
 
         A CPU's own kernels run in the thread that starts them, and its curve contains it.
         """
-        return 0.0 if self.on_cpu else kernels * KERNEL_HOST_S[direction]
+        if self.on_cpu:
+            return 0.0
+        each = self.stack.host.kernel_s
+        return kernels * (each.forward if direction == "forward" else each.backward)
 
 
-def rates(cluster: ClusterSpec, job: Job, profile: Profile | None) -> Rates:
-    """Return the rates of a cluster's devices and links."""
+def rates(
+    cluster: ClusterSpec, job: Job, profile: Profile | None, stack: Stack | None = None
+) -> Rates:
+    """Return the rates of a cluster's devices and links under a stack, by default `native`."""
     group = cluster.groups[0]
     accelerator = group.accelerator
     link = group.host_link_bytes_per_s
+    stack = stack or native()
     return Rates(
-        device=compute.device(accelerator, job.precision),
+        device=compute.device(accelerator, job.precision, stack.eight_bit),
         curves=curves_by_name(profile.collectives if profile else ()),
         overheads=profile.overheads if profile else None,
         calibration=profile.calibration if profile else None,
         on_cpu=accelerator.kind == "cpu",
+        stack=stack,
         host_link_bytes_per_s=None
         if link is None
         else HOST_LINK_SHARE * link / min(group.host_link_devices, group.devices_per_node),
@@ -235,11 +232,11 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
             what="overlap, optimizer and runtime overheads", provenance="measured", source=measured
         )
         return
-    overlap = "nothing" if used.on_cpu else f"{OVERLAP:.0%}"
+    overlap = "nothing" if used.on_cpu else f"{used.stack.sharding.overlap:.0%}"
     yield Assumption(
         what=f"{overlap} of sharding communication can hide behind computation; the optimizer "
-        "moves 40 bytes per parameter; a pipeline action takes 0.5 ms of the host, a step has no "
-        "fixed seconds",
+        f"moves {used.stack.optimizer.moved_bytes:g} bytes per parameter; a pipeline action takes "
+        f"{1e3 * used.stack.host.action_s:g} ms of the host, a step has no fixed seconds",
         provenance="assumed",
-        source="planner/costs/rates.py",
+        source=f"stack {used.stack.name}",
     )

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from planner.backends.search import BackendAnswer
-from planner.report.text import prediction_lines
+from planner.report.text import assumption_lines, prediction_lines
 from planner.report.ties import tie_lines
 from planner.units import bytes_text, seconds_text
 
@@ -17,6 +17,7 @@ def backend_answer_text(answer: BackendAnswer) -> RenderableType:
     lines: list[RenderableType] = [
         Text(f"{answer.backend}: {answer.best.layout}", style="bold"),
         *prediction_lines(best),
+        *assumption_lines(best),
         "",
         "flags:",
         *(Text(f"  {flag}") for flag in answer.best.flags),

@@ -7,16 +7,22 @@ dark setting, and every figure of a picture stands in a table too.
 from __future__ import annotations
 
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-import plotly.graph_objects as go
 
+from planner.on_use import OnUse
 from planner.plan import Plan
 from planner.prediction import Certificate, Prediction
 from planner.report.text import layers_text, recompute_text
+from planner.shown import label
 from planner.simulate import Timeline
 from planner.units import GIB, bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+else:
+    go = OnUse("plotly.graph_objects", "an HTML report")
 
 FORWARD, BACKWARD, WEIGHTS = "#4c78a8", "#f58518", "#54a24b"
 MOST_SPANS = 4000
@@ -119,8 +125,21 @@ def timeline_figure(timeline: Timeline) -> go.Figure:
     return figure
 
 
+def _labels(shown: Any) -> Any:
+    """Return text, or each text in lists, as plotly shows it without taking it for HTML."""
+    if isinstance(shown, str):
+        return label(shown)
+    if isinstance(shown, list | tuple):
+        return [_labels(one) for one in shown]
+    return shown
+
+
 def figure_html(figure: go.Figure, *, first: bool = False) -> str:
     """Return a figure as an HTML fragment; the first carries plotly's script."""
+    for trace in figure.data:
+        for place in ("name", "text", "x", "y"):
+            if place in trace and trace[place] is not None:
+                trace[place] = _labels(trace[place])
     figure.update_layout(
         height=360,
         margin={"l": 60, "r": 20, "t": 20, "b": 50},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,29 +11,72 @@ from rich.text import Text
 
 from planner.costs.layout_costs import KEPT_FREE
 from planner.costs.uncertainty import own_miss
+from planner.native import CAVEAT_SOURCE
 from planner.plan import PlacedLayer, Plan
+from planner.predict import FULL_TIME
 from planner.prediction import Certificate, Prediction
 from planner.report.ties import tie_lines, ties
 from planner.units import bytes_text, seconds_text
 
+MOST_SIZES = 16
+"""Stages that are told one by one in a line."""
+NOTED = (CAVEAT_SOURCE, FULL_TIME.source)
+"""Sources of assumptions that no answer leaves out: it cannot be launched, or its time is a bound.
+"""
+
 
 def answer_text(
-    plan: Plan, prediction: Prediction, certificate: Certificate | None = None
+    plan: Plan,
+    prediction: Prediction,
+    certificate: Certificate | None = None,
+    *,
+    explain: bool = True,
 ) -> RenderableType:
-    """Return everything a person asks of a plan: layout, stages, time, memory, proof."""
-    rows: list[RenderableType] = [plan_table(plan, prediction), *prediction_lines(prediction)]
+    """Return layout, stages, time, memory and proof of a plan, in at most ten lines.
+
+    With `explain` follow each stage, what was assumed, and how the others fell.
+    """
+    rows: list[RenderableType] = [
+        Text(f"{plan.model.name} on {plan.cluster}: {plan.layout.text()}", style="bold"),
+        f"stages: {stages_text(plan)}",
+        *prediction_lines(prediction),
+    ]
     if certificate is not None:
-        rows += ["", *certificate_lines(certificate)]
+        rows += proof_lines(certificate)
         step_s, miss = prediction.step_time_s, own_miss(prediction.step_parts)
         low_s, high_s = step_s * (1 - miss), step_s * (1 + miss)
         rows += tie_lines(plan.layout.text(), ties(prediction, certificate), low_s, high_s)
+    if explain:
+        rows += ["", plan_table(plan, prediction), *assumption_lines(prediction)]
+        rows += ["", *certificate_lines(certificate)] if certificate is not None else []
     return Group(*rows)
+
+
+def stages_text(plan: Plan) -> str:
+    """Return how many layers stages have, on what, and what is recomputed, in one line."""
+    sizes = [len(stage.layers) for stage in plan.stages]
+    if len(sizes) > MOST_SIZES:
+        each = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]}"
+        layers = f"{len(sizes)} of {each} layers"
+    else:
+        layers = (
+            f"{'/'.join(map(str, sizes))} layers" if len(sizes) > 1 else f"1 of {sizes[0]} layers"
+        )
+    every = [layer for stage in plan.stages for layer in stage.layers]
+    parts = [layers, f"recompute {recompute_text(every)}"]
+    moved = [layer.activations for layer in every if layer.activations != "keep"]
+    parts += [f"{name} activations of {moved.count(name)}" for name in dict.fromkeys(moved)]
+    if plan.shares:
+        parts.append(f"micro-batches {shares_text(plan)}")
+    elif plan.groups:
+        on = [name for name, _ in groupby(stage.group or "" for stage in plan.stages)]
+        parts.append(f"on {', '.join(on)}" if len(on) <= MOST_SIZES else "on several groups")
+    return ", ".join(parts)
 
 
 def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
     """Return one row per stage: devices where they differ, layers, recompute, seconds, memory."""
-    table = Table(title=f"{plan.model.name} on {plan.cluster}: {plan.layout.text()}")
-    table.title_justify = "left"
+    table = Table()
     for name in ("stage", *(("devices",) if plan.groups else ()), "layers", "recompute"):
         table.add_column(name)
     if prediction is not None:
@@ -54,7 +98,7 @@ def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
 
 
 def prediction_lines(prediction: Prediction) -> list[RenderableType]:
-    """Return step time with its range and causes, memory by cause, and what was assumed."""
+    """Return step time with its range and causes, memory by cause, and what must be noted."""
     mfu = f", MFU {100 * prediction.mfu:.1f} %" if prediction.mfu else ""
     lines: list[RenderableType] = [
         f"step {seconds_text(prediction.step_time_s)} "
@@ -69,20 +113,37 @@ def prediction_lines(prediction: Prediction) -> list[RenderableType]:
     if not prediction.fits:
         kept = f"{100 * KEPT_FREE:.0f} % of an accelerator's is kept free for its allocator"
         lines.append(Text(f"does not fit in memory ({kept})", style="bold red"))
-    lines += [
-        Text(f"assumed ({item.provenance}): {item.what} [{item.source}]", style="dim")
-        for item in prediction.assumptions
-    ]
-    return lines
+    if prediction.notes:
+        lines.append(Text(f"note:   {'; '.join(prediction.notes)}"))
+    return lines + list(_assumed(prediction, noted=True))
+
+
+def assumption_lines(prediction: Prediction) -> list[RenderableType]:
+    """Return what was assumed, but for what is noted anyway."""
+    return list(_assumed(prediction, noted=False))
+
+
+def _assumed(prediction: Prediction, *, noted: bool) -> Iterator[Text]:
+    for item in prediction.assumptions:
+        if (item.source in NOTED) == noted:
+            text = f"({item.provenance}): {item.what} [{item.source}]"
+            yield Text(f"note {text}" if noted else f"assumed {text}", style="" if noted else "dim")
+
+
+def proof_lines(certificate: Certificate) -> list[RenderableType]:
+    """Return what is proven of the plan, by each measure of a step."""
+    proof = certificate.plan
+    if proof is None:
+        return [Text(certificate.statement)]
+    return [Text(f"proof:  {proof.closed_form}"), Text(f"        {proof.simulated}")]
 
 
 def certificate_lines(certificate: Certificate) -> list[RenderableType]:
-    """Return the proof in a sentence, the counts behind it, and the closest losers."""
+    """Return the counts behind a proof, the closest losers, and the plans that were simulated."""
     counts = ", ".join(f"{name} {count}" for name, count in certificate.counts.items() if count)
     lines: list[RenderableType] = [
-        Text(certificate.statement, style="bold"),
         f"proof:  {counts}",
-        f"        in the model {certificate.model}",
+        f"        in the closed form {certificate.model}",
     ]
     for loser in certificate.runners_up:
         if loser.objective_s is not None:
@@ -90,6 +151,13 @@ def certificate_lines(certificate: Certificate) -> list[RenderableType]:
         else:
             figure = f">= {seconds_text(loser.lower_bound_s or 0.0)}"
         lines.append(f"        {loser.layout}: {figure} ({loser.reason})")
+    if certificate.simulated is not None:
+        lines.append(f"simulated: {certificate.simulated.statement}")
+        lines.append(f"        lower bound: {certificate.simulated.bound}")
+        lines += [
+            f"        {one.layout}: {one.step_time_s:.6g} s, closed form {one.objective_s:.6g} s"
+            for one in certificate.simulated.finalists
+        ]
     return lines
 
 
@@ -144,8 +212,8 @@ def _runs(names: Iterable[str]) -> list[str]:
 
 
 def _shares(parts: dict[str, float], shown: object) -> str:
-    """Return the parts of a sum, largest first, those under 0.5 % left out."""
+    """Return the parts of a sum, largest first, those under 1 % left out."""
     assert callable(shown)
     total = sum(parts.values()) or 1.0
     ranked = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {shown(size)}" for name, size in ranked if size >= 0.005 * total)
+    return ", ".join(f"{name} {shown(size)}" for name, size in ranked if size >= 0.01 * total)

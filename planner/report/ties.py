@@ -47,10 +47,9 @@ def tie_lines(best: str, others: Sequence[str], low_s: float, high_s: float) -> 
     """Say that layouts tie, and which of them is simplest."""
     if not others:
         return
-    yield (
-        f"tie:    {len(others)} of the layouts named here lie within the error bar "
-        f"({seconds_text(low_s)} to {seconds_text(high_s)}): only a measurement tells them apart"
-    )
     simplest = min(others, key=parts)
-    if parts(simplest) < parts(best):
-        yield f"        the simplest of them: {simplest}"
+    simpler = f"; the simplest: {simplest}" if parts(simplest) < parts(best) else ""
+    yield (
+        f"tie:    {len(others)} others lie within the error bar ({seconds_text(low_s)} to "
+        f"{seconds_text(high_s)}){simpler}"
+    )

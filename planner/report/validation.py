@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from importlib import resources
+from typing import TYPE_CHECKING
 
 import jinja2
-import plotly.graph_objects as go
 
+from planner.on_use import OnUse
 from planner.report.html import figure_html
 from planner.scores.validate import ScoredRow, Validation, macro
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+else:
+    go = OnUse("plotly.graph_objects", "an HTML report")
 
 MOST_POINTS = 2000
 """Drawn for each source and picture."""

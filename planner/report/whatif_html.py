@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import resources
+from typing import TYPE_CHECKING
 
 import jinja2
-import plotly.graph_objects as go
 
+from planner.on_use import OnUse
 from planner.report.html import figure_html
 from planner.report.whatif_text import (
     SHOWN_SHARES,
@@ -27,6 +28,11 @@ from planner.whatif.ranking import figure as compared
 from planner.whatif.ranking import measured_first, ordered_by
 from planner.whatif.run import Changed, Result
 from planner.whatif.span import Span, exact
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+else:
+    go = OnUse("plotly.graph_objects", "an HTML report")
 
 MOST_BARS = 24
 """Candidates in a bar chart; the table has all of them."""

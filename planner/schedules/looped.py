@@ -12,36 +12,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.actions import Action, Kind, Order
+from planner.schedules.record import (
+    DEFERRED,
+    LATE,
+    SPLIT,
+    Coefficients,
+    Fullest,
+    InFlight,
+    Schedule,
+    Shape,
+)
+
+Counts = NDArray[np.intp]
 
 
-def interleaved(rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> Order:
+def interleaved(rank: int, shape: Shape) -> Order:
     """Interleaved 1F1B (Narayanan et al., 2021, as in Megatron-LM).
 
     Warms up with 2 (P - 1 - rank) + (V - 1) P forwards, so that each rank's first backward finds
     its gradient there, then alternates.
     """
-    warm_up = 2 * (ranks - 1 - rank) + (virtual_stages - 1) * ranks
-    forwards = _forwards(rank, ranks, virtual_stages, micro_batches)
+    warm_up = 2 * (shape.ranks - 1 - rank) + (shape.virtual_stages - 1) * shape.ranks
+    forwards = _forwards(rank, shape)
     result = forwards[:warm_up]
-    for at, backward in enumerate(_backwards("B", forwards, rank, ranks, virtual_stages)):
+    for at, backward in enumerate(_backwards("B", forwards, rank, shape)):
         result += forwards[warm_up + at : warm_up + at + 1]
         result.append(backward)
     return tuple(result)
 
 
-def zero_bubble(rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> Order:
+def zero_bubble(rank: int, shape: Shape) -> Order:
     """ZB-H1 (one stage per rank) and its interleaved form (Qi et al., 2024).
 
     Gradients travel back as soon as the I are done, so P - 1 - rank forwards fewer warm up.  Rank r
     does every W r backwards late: then all ranks hold equally many micro-batches, and the W that
     are left at the end fill time in which 1F1B waits.
     """
-    warm_up = (ranks - 1 - rank) + (virtual_stages - 1) * ranks
-    forwards = _forwards(rank, ranks, virtual_stages, micro_batches)
-    weights = _backwards("W", forwards, rank, ranks, virtual_stages)
+    warm_up = (shape.ranks - 1 - rank) + (shape.virtual_stages - 1) * shape.ranks
+    forwards = _forwards(rank, shape)
+    weights = _backwards("W", forwards, rank, shape)
     result = forwards[:warm_up]
-    for at, backward in enumerate(_backwards("I", forwards, rank, ranks, virtual_stages)):
+    for at, backward in enumerate(_backwards("I", forwards, rank, shape)):
         result += forwards[warm_up + at : warm_up + at + 1]
         result.append(backward)
         if at >= rank:
@@ -50,7 +65,8 @@ def zero_bubble(rank: int, ranks: int, virtual_stages: int, micro_batches: int) 
     return tuple(result)
 
 
-def _forwards(rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+def _forwards(rank: int, shape: Shape) -> list[Action]:
+    ranks, micro_batches, virtual_stages = shape
     return [
         Action(stage, "F", m)
         for group in range(0, micro_batches, ranks)
@@ -59,8 +75,109 @@ def _forwards(rank: int, ranks: int, virtual_stages: int, micro_batches: int) ->
     ]
 
 
-def _backwards(
-    kind: Kind, forwards: Sequence[Action], rank: int, ranks: int, virtual_stages: int
-) -> list[Action]:
-    last = (virtual_stages - 1) * ranks + 2 * rank
+def _backwards(kind: Kind, forwards: Sequence[Action], rank: int, shape: Shape) -> list[Action]:
+    last = (shape.virtual_stages - 1) * shape.ranks + 2 * rank
     return [Action(last - stage, kind, m) for stage, _, m in forwards]
+
+
+def _warm_up_and_one(rank: int, shape: Shape) -> InFlight:
+    whole = 2 * (shape.ranks - 1 - rank) + (shape.virtual_stages - 1) * shape.ranks + 1
+    return InFlight(whole, whole, 0)
+
+
+def _as_the_first_rank(rank: int, shape: Shape) -> InFlight:
+    return InFlight(shape.stages, shape.stages - rank, min(rank + 1, shape.micro_batches))
+
+
+def _whole_groups(shape: Shape) -> str:
+    ranks = shape.ranks
+    if shape.micro_batches % ranks == 0:
+        return ""
+    below = shape.micro_batches // ranks * ranks
+    nearby = f"{below} or {below + ranks}" if below else f"{ranks}"
+    return f"a multiple of its {ranks} ranks: {nearby}"
+
+
+def _fullest(shape: Shape, warm_up: Counts, late: Counts) -> Fullest:
+    """Return the fullest backwards of ranks that warm up with so many forwards.
+
+    Their W come `late` backwards after their I.
+    """
+    ranks, micro_batches, virtual = shape
+    whole = micro_batches * virtual
+    # From when on backwards repeat, or end.
+    number, chunks = np.arange(min(ranks * virtual, whole)), np.arange(virtual)
+    begun = _done(np.minimum(warm_up[:, None] + number + 1, whole), chunks, ranks)
+    ended = _done(number[None], chunks[::-1], ranks)
+    alive = begun - ended
+    waiting = ended - _done(np.maximum(number - late[:, None], 0), chunks[::-1], ranks)
+    weight = alive @ (1 + LATE * chunks) + DEFERRED * waiting.sum(axis=2)
+    best = weight.argmax(axis=1)
+    at = np.arange(ranks)
+    return Fullest(
+        alive[at, best].T.astype(float),
+        waiting[at, best].T.astype(float),
+        virtual - 1 - best // ranks % virtual,
+    )
+
+
+def _done(number: Counts, chunks: Counts, ranks: int) -> Counts:
+    """[rank, pass, stage] Of so many passes of a rank, those of each stage in its turn."""
+    cycles, rest = np.divmod(number[..., None], ranks * len(chunks))
+    done: Counts = cycles * ranks + np.clip(rest - chunks * ranks, 0, ranks)
+    return done
+
+
+def _fullest_whole(shape: Shape) -> Fullest:
+    behind = shape.ranks - 1 - np.arange(shape.ranks)
+    none = np.zeros(shape.ranks, dtype=np.intp)
+    return _fullest(shape, 2 * behind + (shape.virtual_stages - 1) * shape.ranks, none)
+
+
+def _fullest_split(shape: Shape) -> Fullest:
+    at = np.arange(shape.ranks)
+    warm_up = shape.ranks - 1 - at + (shape.virtual_stages - 1) * shape.ranks
+    return _fullest(shape, warm_up, at)
+
+
+INTERLEAVED = Schedule(
+    name="interleaved",
+    order=interleaved,
+    coefficients=Coefficients(
+        lambda ranks, micro_batches, largest: (micro_batches - largest, largest),
+        "m-p and p interleaved, p being the largest stage's part of a rank",
+    ),
+    stages_per_rank=(2, None),
+    micro_batches_needed=_whole_groups,
+    last_waits=False,
+    repeats=True,
+    in_flight=_warm_up_and_one,
+    fullest=_fullest_whole,
+    names={
+        "torchtitan": "Interleaved1F1B",
+        "megatron": "forward_backward_pipelining_with_interleaving",
+    },
+)
+ZB_H1 = Schedule(
+    name="zb-h1",
+    order=zero_bubble,
+    coefficients=SPLIT,
+    splits_backward=True,
+    last_waits=False,
+    repeats=True,
+    in_flight=_as_the_first_rank,
+    fullest=_fullest_split,
+)
+INTERLEAVED_ZB = Schedule(
+    name="interleaved-zb",
+    order=zero_bubble,
+    coefficients=SPLIT,
+    stages_per_rank=(2, None),
+    micro_batches_needed=_whole_groups,
+    splits_backward=True,
+    last_waits=False,
+    repeats=True,
+    in_flight=_as_the_first_rank,
+    fullest=_fullest_split,
+    names={"torchtitan": "InterleavedZeroBubble"},
+)

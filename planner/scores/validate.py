@@ -10,13 +10,14 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from planner.backends.estimate import Estimate, estimate
 from planner.backends.runs import Measured, Run, Skipped, each, read_rows
+from planner.backends.stacks import known_stack
 from planner.errors import DocumentError
 from planner.scores.statistics import (
     ErrorScore,
@@ -26,6 +27,7 @@ from planner.scores.statistics import (
     out_of_memory_score,
     rank_score,
 )
+from planner.shown import cell
 from planner.units import GIB
 
 Told = Callable[[int, int], None]
@@ -119,8 +121,11 @@ class Validation:
         return result[:WORST]
 
 
-def validate(path: Path, *, told: Told | None = None) -> Validation:
-    """Predict every row of a table of runs and score the predictions."""
+def validate(path: Path, *, told: Told | None = None, unknown: Collection[str] = ()) -> Validation:
+    """Predict every row of a table of runs and score the predictions.
+
+    `unknown` names stacks that are left out: their runs are those of an unknown framework.
+    """
     table = read_rows(path)
     rows: list[ScoredRow] = []
     known: dict[tuple[tuple[str, str], ...], Estimate] = {}
@@ -133,7 +138,7 @@ def validate(path: Path, *, told: Told | None = None) -> Validation:
         key = tuple((k, v) for k, v in table[index].items() if k not in _SEEN)
         try:
             if key not in known:
-                known[key] = estimate(run)
+                known[key] = estimate(_without(run, unknown))
         except DocumentError as error:  # a precision that the accelerator has no peak for
             rows.append(ScoredRow(measured=measured, run=None, estimate=None, reason=str(error)))
             continue
@@ -141,6 +146,11 @@ def validate(path: Path, *, told: Told | None = None) -> Validation:
     if told is not None:
         told(len(table), len(table))
     return scored(rows)
+
+
+def _without(run: Run, unknown: Collection[str]) -> Run:
+    stack = known_stack(run.framework)
+    return replace(run, framework="") if stack and stack.name in unknown else run
 
 
 _SEEN = frozenset(
@@ -278,12 +288,12 @@ def rows_csv(validation: Validation) -> str:
     for row in validation.rows:
         predicted = row.estimate
         if predicted is None:
-            writer.writerow([row.measured.id, "", "", "", "", "", row.reason])
+            writer.writerow([cell(row.measured.id), "", "", "", "", "", cell(row.reason)])
             continue
         times = (predicted.step_time_s, predicted.low_s, predicted.high_s)
         writer.writerow(
             [
-                row.measured.id,
+                cell(row.measured.id),
                 *(f"{seconds:.6g}" for seconds in times),
                 f"{row.peak_memory_gib:.6g}",
                 int(predicted.fits),

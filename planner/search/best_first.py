@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.cluster import ClusterSpec
@@ -33,9 +33,9 @@ from planner.costs.layout_costs import CostTables
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
 from planner.model import ModelGraph
 from planner.native import Rules, refusal
-from planner.plan import Job, Layout, Plan
-from planner.prediction import Certificate, Prediction
+from planner.plan import Job, Layout
 from planner.profile import Profiles
+from planner.search.answer import TIES_LIMIT_S, Answer, Progress
 from planner.search.candidates import Bounded, Candidates, Levels
 from planner.search.certificate import (
     BOUNDS,
@@ -56,47 +56,29 @@ from planner.search.certificate import (
     Account,
 )
 from planner.search.finalists import MARGIN, finalists, simulated
-from planner.search.layout_queue import TOLERANCE, Found, may_beat, ranking, wins
+from planner.search.layout_queue import Found, may_beat, ranking, wins
 from planner.search.misses import closest_miss, nothing_keeps, nothing_runs
 from planner.search.pins import Pins
-from planner.search.ranked import Ranked, ranked
+from planner.search.ranked import proven, ranked
 from planner.search.ranks import run_of
 from planner.search.savings import activations
 from planner.search.space import Family, complexity, kind
+from planner.search.spaces.graph import search_graph
+from planner.search.spaces.mixed import search_mixed
+from planner.search.spaces.rounds import search_rounds, with_rounds
 from planner.solver import sided
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
-
-TIES_LIMIT_S = 60.0
-"""For the integer program on one layout, where hosts or requirements tie stages together; what it
-leaves unproven the certificate says."""
+from planner.tolerances import EQUAL
 
 _AHEAD = 96
 """Families that are bounded at once."""
 _OPENED = 12
 """Parts of families whose layouts are bounded at once."""
 
-Progress = Callable[[int, int], None]
 _Solved = Found[Solution]
 Outcome = Solution | Infeasible | Fathomed | Unfinished
 Solve = Callable[[Instance, float], Outcome]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a search found: the plan, what it should do, and why nothing else is faster."""
-
-    plan: Plan
-    prediction: Prediction
-    certificate: Certificate
-    search_s: float
-    """CPU seconds of the search itself."""
-    top: tuple[Ranked, ...]
-    """The best plan of each kind, fastest first; the first is `plan`."""
-    closed_form: Ranked | None = None
-    """The optimum of the closed form, where finalists were simulated; it may be `plan`."""
-    solved: int
-    """How many partition problems were solved."""
 
 
 @contextmanager
@@ -143,8 +125,6 @@ def search(
             "require", "speaks of layers in a chain and of stages on devices that are alike"
         )
     if cluster.mixed:
-        from planner.search.spaces.mixed import search_mixed  # noqa: PLC0415 - it imports this module
-
         return search_mixed(
             model,
             cluster,
@@ -160,16 +140,12 @@ def search(
     tables = CostTables(model, cluster, job, only_profile(profile), treated)
     candidates = Candidates(model, cluster, job, tables, pins, rules)
     if model.edges:
-        from planner.search.spaces.graph import search_graph  # noqa: PLC0415 - it imports this module
-
         name = cluster_name or cluster.name
         return search_graph(
             candidates, cluster_name=name, solver=solver, top=top, progress=progress
         )
     unlike = run_of(model) is None and not pins.require and solver == "exact"
     if not candidates.families and unlike:
-        from planner.search.spaces.rounds import search_rounds  # noqa: PLC0415 - it imports this module
-
         name = cluster_name or cluster.name
         return search_rounds(candidates, cluster_name=name, top=top, progress=progress)
     if not candidates.families:
@@ -204,15 +180,13 @@ def search(
     answer = Answer(
         plan=chosen.plan,
         prediction=chosen.prediction,
-        certificate=certificate,
+        certificate=proven(certificate, chosen),
         search_s=time.process_time() - started,
         top=top_plans,
         closed_form=closed_form,
         solved=hunt.solved,
     )
     if unlike:
-        from planner.search.spaces.rounds import with_rounds  # noqa: PLC0415 - it imports this module
-
         return with_rounds(answer, candidates, name, progress)
     return answer
 
@@ -419,7 +393,7 @@ class _Hunt:
         cutoff_s = math.inf
         if rival is not None:
             simpler = complexity(layout) < complexity(rival.layout)
-            hair = TOLERANCE if simpler else -TOLERANCE
+            hair = EQUAL if simpler else -EQUAL
             cutoff_s = rival.objective_s * (1 + hair) - step_s
         self.solved += 1
         found = self.solve(self._candidates.instance(layout), cutoff_s)
@@ -472,7 +446,7 @@ class _Hunt:
         bests = self._ranking_all()
         if len(bests) < self._top:
             return False
-        return bound_s > bests[self._top - 1].objective_s * (1 + TOLERANCE)
+        return bound_s > bests[self._top - 1].objective_s * (1 + EQUAL)
 
     def _ranking_all(self) -> list[_Solved]:
         return sorted(self._bests.values(), key=lambda best: best.rank)

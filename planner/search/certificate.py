@@ -9,17 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from planner.plan import Layout
-from planner.prediction import Certificate, Loser
-from planner.units import seconds_text
+from planner.prediction import Certificate, Loser, PlanProof
+from planner.schedules import SCHEDULES
 
-CLOSED_FORM = (
-    "T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s over pipeline "
-    "ranks r on m micro-batches; steady = m-1 and fill = 1 under 1F1B and GPipe (there with "
-    "max_r f_r + max_r b_r for max_r t_r), m-p and p interleaved, p being the largest stage's part "
-    "of a rank, m and p(P-1)/P with split backwards, m and 0 under pipedream-2bw; memory of every "
-    "rank held, 4 % of an accelerator kept free; ranks of several stages share the longest run of "
-    "like layers evenly"
-)
 RUNNERS_UP = 5
 
 CHOSEN = "chosen"
@@ -97,11 +89,9 @@ class Account:
         total = sum(self.counts.values())
         ranked = sorted(self.losers, key=_figure)
         return Certificate(
-            statement=(
-                f"Of {total} configurations none takes less than {seconds_text(proven_s)} a step; "
-                f"the plan takes {seconds_text(objective_s)} (gap {100 * gap:.2g} %)."
-            ),
-            model=CLOSED_FORM,
+            statement=f"Closed form: none of {total:,} configurations takes less than "
+            f"{proven_s:.6g} s a step.",
+            model=closed_form_text(),
             solver=solver,
             optimal=optimal,
             objective_s=objective_s,
@@ -111,6 +101,47 @@ class Account:
             counts={name: count for name, count in self.counts.items() if count},
             runners_up=tuple(ranked[:RUNNERS_UP]),
         )
+
+
+def closed_form_text() -> str:
+    """Return what is minimised, with the coefficients of every schedule."""
+    coefficients = dict.fromkeys(one.coefficients.text for one in SCHEDULES.values())
+    return (
+        "T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s over pipeline "
+        f"ranks r on m micro-batches; steady = {', '.join(coefficients)}; memory of every rank "
+        "held, 4 % of an accelerator kept free; ranks of several stages share the longest run of "
+        "like layers evenly"
+    )
+
+
+def of_plan(
+    certificate: Certificate, *, layout: Layout, closed_form_s: float, simulated_s: float
+) -> Certificate:
+    """Return the certificate with what it proves of the plan that is the answer."""
+    bound_s, finals = certificate.lower_bound_s, certificate.simulated
+    gap = max(0.0, 1 - bound_s / closed_form_s)
+    other = "" if certificate.layout == layout.text() else "; the optimum is another plan"
+    low_s = None
+    if finals is not None and finals.layout == layout.text():
+        low_s = finals.lower_bound_s
+    proven = "no lower bound is proven"
+    if low_s is not None:
+        proven = f"no split of its layout takes less than {low_s:.6g} s"
+        proven += ", of other layouts nothing is proven"
+    proof = PlanProof(
+        layout=layout.text(),
+        closed_form_s=closed_form_s,
+        closed_form_bound_s=bound_s,
+        closed_form_gap=gap,
+        simulated_s=simulated_s,
+        simulated_bound_s=low_s,
+        closed_form=f"Closed form: the plan takes {closed_form_s:.6g} s a step, "
+        f"none of {certificate.configurations:,} configurations less than {bound_s:.6g} s "
+        f"(gap {100 * gap:.2g} %{other}).",
+        simulated=f"Simulated: the plan takes {simulated_s:.6g} s a step; {proven}.",
+    )
+    statement = f"{proof.closed_form} {proof.simulated}"
+    return certificate.model_copy(update={"plan": proof, "statement": statement})
 
 
 def _figure(loser: Loser) -> tuple[float, str]:

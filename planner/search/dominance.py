@@ -1,7 +1,8 @@
 """Layouts that need not be solved, because another can do all that they can.
 
-A layout's *twin* differs from it in one choice: 1F1B instead of GPipe, ZeRO-1 instead of the other
-levels, states divided among all data-parallel ranks, the usual order of axes.  Where the twin's
+A layout's *twin* differs from it in one choice: 1F1B instead of GPipe (`Schedule.no_slower`),
+ZeRO-1 instead of the other levels, states divided among all data-parallel ranks, the usual order of
+axes.  Where the twin's
 costs are no higher in any figure, every split of the layout is a split of the twin that takes no
 longer and needs no more memory, so the twin's optimum is at least as good.  Whether they are no
 higher is looked up in the costs each time; nothing is taken for granted.
@@ -11,17 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
-from planner.costs.layout_costs import LayoutCosts
+from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.rank_memory import layer_bytes
 from planner.plan import INSIDE_OUT, Layout
+from planner.schedules import Shape, schedule_of
 from planner.search.space import complexity
 
 
 def twins(layout: Layout) -> Iterator[Layout]:
     """Yield the layouts that may dominate this one."""
-    if layout.schedule == "gpipe" and layout.pipeline > 1:
-        yield replace(layout, schedule="1f1b")
+    if layout.executed.no_slower is not None:
+        yield replace(layout, schedule=layout.executed.no_slower)
     if layout.zero > 1:
         yield replace(layout, zero=1)
     if layout.data_replicate > 1:
@@ -36,12 +39,12 @@ def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts)
     """Whether every split of `layout` is a split of `twin`, which wins or is the simpler in a tie.
 
     Seconds add up over layers, and bytes (planner.costs.rank_memory) grow with what any layer
-    holds, so it is enough that no option takes longer or holds more of anything.  1F1B has no more
-    micro-batches in flight than GPipe, and its gradients in forwards too, which then may need no
-    more than backwards.  The twin wins outright if it synchronises less on every layer.
+    holds, so it is enough that no option takes longer or holds more of anything.  Where all
+    forwards come first there are no gradients beside them, so under another schedule forwards may
+    need no more than backwards.  The twin wins outright if it synchronises less on every layer.
     """
     other_schedule = twin.schedule != layout.schedule
-    if _beside_layers(by, costs) or (other_schedule and twin.schedule != "1f1b"):
+    if _beside_layers(by, costs) or (other_schedule and not _holds_less(twin, layout)):
         return False
     faster = True
     for kind, table in costs.kinds.items():
@@ -72,3 +75,20 @@ def _beside_layers(by: LayoutCosts, costs: LayoutCosts) -> bool:
         "step_s",
     )
     return any(getattr(by, name) > getattr(costs, name) for name in names)
+
+
+def _holds_less(twin: Layout, layout: Layout) -> bool:
+    """Whether ranks of one stage have no more micro-batches in flight under the twin's schedule."""
+    if counted_by_rank(twin) or counted_by_rank(layout):
+        return False
+    shape = Shape(layout.pipeline, layout.micro_batches)
+    pairs = _in_flight(twin.schedule, layout.schedule, shape)
+    return all(mine <= other for mine, other in pairs)
+
+
+@lru_cache(maxsize=1 << 12)
+def _in_flight(twin: str, schedule: str, shape: Shape) -> frozenset[tuple[int, int]]:
+    """Return how many micro-batches stages hold, under the twin's schedule and the layout's."""
+    both = schedule_of(twin), schedule_of(schedule)
+    counts = [[one.counts(s, shape).whole for s in range(shape.ranks)] for one in both]
+    return frozenset(zip(*counts, strict=True))

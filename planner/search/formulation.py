@@ -9,14 +9,9 @@ planner.solver.instance are those of a rank, all its stages together:
 
     T = steady · max_r t_r + Σ_r (fill · t_r - credit_r) + max_r Σ sync + step_s
 
-With ρ the largest stage's share of an average rank, and c_l = `Figures.credit_s`, the least over a
-layer's choices, which makes the bubble of like ranks max(f, b, f + b - w):
-
-    schedule             steady   fill             credit_r
-    1f1b, gpipe          m - 1    1                0
-    interleaved          m - ρ    ρ                0
-    split backwards      m        ρ (P - 1) / P    fill Σ c_l
-    pipedream-2bw        m        0                0
+`steady` and `fill` are those of the schedule (planner.schedules), with the largest stage's share of
+an average rank.  A split backward has credit_r = fill Σ c_l, c_l = `Figures.credit_s` being the
+least over a layer's choices, which makes the bubble of like ranks max(f, b, f + b - w).
 """
 
 from __future__ import annotations
@@ -39,6 +34,7 @@ from planner.search.ranks import largest_stage, run_of
 from planner.solver.instance import Instance, Solution, Stage
 from planner.solver.requirements import Requirement
 from planner.training import Training
+from planner.units import LONGEST_S
 
 __all__ = [
     "allowed",
@@ -116,7 +112,7 @@ def _free_instance(
     # Options may differ in forward: packing takes seconds there, a profile has measured others.
     tables = [allowed(table, layout, recompute) for table in costs.kinds.values()]
     same_forward = all(len({cost.forward_s for cost in table}) == 1 for table in tables)
-    apart = layout.schedule == "gpipe" and layout.pipeline > 1 and same_forward
+    apart = layout.executed.forwards_first and same_forward
     if not roomy:
         problem = RankProblem(model, layout, costs, recompute)
         return problem.instance(
@@ -254,7 +250,7 @@ def plan_with(
 ) -> Plan:
     """Return the plan of a layout with these stages; ranks wait ten times `step_s` for others."""
     return Plan(
-        model=PlannedModel(name=model.name, source=model.source or model.name, digest=model.digest),
+        model=PlannedModel.of(model),
         cluster=cluster_name,
         seq_len=job.seq_len,
         global_batch=job.global_batch,
@@ -275,7 +271,7 @@ def plan_with(
         micro_batches=layout.micro_batches,
         offload=layout.offload,
         gradient_wire=layout.gradient_wire,
-        timeout_s=max(SHORTEST_TIMEOUT_S, 10.0 * step_s),
+        timeout_s=min(max(SHORTEST_TIMEOUT_S, 10.0 * step_s), LONGEST_S),
         training=Training(lora=job.lora),
         stages=stages,
         groups=groups,

@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.rank_memory import in_flight_at_most
 from planner.costs.strategy import StrategyParts, least_resident
-from planner.fullest import Fullest, fullest
+from planner.fullest import fullest
 from planner.plan import Layout
+from planner.schedules.record import Fullest
 from planner.search.ranks import Shares
 from planner.solver.instance import Option
 
@@ -208,7 +209,7 @@ class LeastBytes:
         return least_resident(
             part.states,
             whole=self._fullest is not None,
-            forwards_first=layout.schedule == "gpipe" and layout.pipeline > 1,
+            forwards_first=layout.executed.forwards_first,
             once=layout.micro_batches == 1,
         )
 

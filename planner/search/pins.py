@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -17,23 +17,12 @@ from planner.plan import (
     Job,
     Layout,
     Offload,
-    ScheduleName,
 )
 from planner.profile import Recompute
-from planner.schedule import FOLDED, LOOPED
+from planner.schedules import PLAIN, SCHEDULES, schedule_of
 from planner.solver.requirements import Requirement
+from planner.units import MOST_SAMPLES, whole_number
 
-SCHEDULES: tuple[ScheduleName, ...] = (
-    "1f1b",
-    "gpipe",
-    "interleaved",
-    "zb-h1",
-    "interleaved-zb",
-    "zbv",
-    "dualpipe-v",
-    "pipedream-2bw",
-)
-"""From the simplest: among equally fast plans it wins."""
 Allowance = Literal["stale", "compress", "offload"]
 """What must be asked for.  Weights one step old, 8-bit activations and gradients change the
 arithmetic of training; to offload does not, but the search takes longer."""
@@ -54,7 +43,9 @@ SHORT_NAMES = {
     "gradients": "gradient_wire",
     "order": "order",
 }
-WORDS: dict[str, tuple[str, ...]] = {
+LONGEST_NUMBER = 12
+"""Digits of a number that counts devices."""
+WORDS: dict[str, Collection[str]] = {
     "schedule": SCHEDULES,
     "recompute": get_args(Recompute),
     "activations": get_args(Activations),
@@ -84,7 +75,7 @@ class Pins:
     """Ranks that ZeRO divides the states among; the data axis may be a multiple of it."""
     zero: int | None = None
     micro_batch: int | None = None
-    schedule: ScheduleName | None = None
+    schedule: str | None = None
     virtual_stages: int | None = None
     recompute: Recompute | None = None
     activations: Activations | None = None
@@ -140,10 +131,51 @@ def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
     return pins
 
 
+def read_layout(text: str, allow: Sequence[str] = ()) -> tuple[Pins, int | None]:
+    """Read pins that describe one layout, and `idle=4`: how many devices it leaves idle.
+
+    >>> pins, idle = read_layout("tp=2,idle=4")
+    >>> pins.tensor, idle
+    (2, 4)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    idle = [part for part in parts if part.partition("=")[0] == "idle"]
+    others = [part for part in parts if part not in idle]
+    if len(idle) > 1:
+        raise DocumentError("layout", f"'{idle[1]}': idle is given twice")
+    pins = read_pins([",".join(others)] if any(others) else [], allow)
+    if not idle:
+        return pins, None
+    value = idle[0].partition("=")[2]
+    if not value.isdecimal() or len(value) > LONGEST_NUMBER:
+        raise DocumentError("layout", f"'{idle[0]:.40}': idle is a whole number from 0")
+    return pins, int(value)
+
+
+def without_effect(pins: Pins, layout: Layout) -> Iterator[str]:
+    """Yield the pins that a layout keeps and that change nothing in it, and why."""
+    if layout.pipeline == 1:
+        for name, value in (("schedule", pins.schedule), ("v", pins.virtual_stages)):
+            if value is not None:
+                yield f"{name}={value} has no effect: pp=1, there is no pipeline"
+    if pins.order is not None:
+        short = {axis: name for name in ("tp", "cp", "dp", "pp") for axis in AXES[name]}
+        degrees = {"tp": layout.tensor, "cp": layout.context, "dp": layout.data}
+        degrees["pp"] = layout.pipeline
+        divided = [name for name, degree in degrees.items() if degree > 1]
+        if len(divided) < 2:
+            order = "-".join(dict.fromkeys(short[axis] for axis in pins.order))
+            what = f"{divided[0]} alone is divided" if divided else "no axis is divided"
+            yield f"order={order} has no effect: {what}"
+    if pins.zero == 2 and (layout.pipeline > 1 or layout.micro_batches == 1):
+        why = "under a pipeline" if layout.pipeline > 1 else "with one micro-batch"
+        yield f"zero=2 has the effect of zero=1: {why} both reduce gradients once a step"
+
+
 def _needed(pins: Pins) -> Iterator[tuple[str, Allowance]]:
     """Yield pins that need an allowance, as they are written, and which."""
-    if pins.schedule == "pipedream-2bw":
-        yield "schedule=pipedream-2bw", "stale"
+    if pins.schedule is not None and schedule_of(pins.schedule).stale:
+        yield f"schedule={pins.schedule}", "stale"
     if pins.activations == "compress":
         yield "activations=compress", "compress"
     if pins.gradient_wire not in (None, "full"):
@@ -177,11 +209,12 @@ def _pin_value(field: str, value: str, item: str) -> int | str | tuple[Axis, ...
         if value not in words:
             raise DocumentError("fix", f"'{item}': {field} is one of {', '.join(words)}")
         return value
-    least = 0 if field == "zero" else 1
-    if not value.isdecimal() or int(value) < least or (field == "zero" and int(value) > 3):
-        bounds = "0, 1, 2 or 3" if field == "zero" else "a whole number from 1"
-        raise DocumentError("fix", f"'{item}': {field} is {bounds}")
-    return int(value)
+    least, most = (0, 3) if field == "zero" else (1, MOST_SAMPLES)
+    number = whole_number(value)
+    if number is None or not least <= number <= most:
+        bounds = "0, 1, 2 or 3" if field == "zero" else f"a whole number from 1 to {most:,}"
+        raise DocumentError("fix", f"'{item:.60}': {field} is {bounds}")
+    return number
 
 
 def _order(value: str, item: str) -> tuple[Axis, ...]:
@@ -200,15 +233,19 @@ def _order(value: str, item: str) -> tuple[Axis, ...]:
     return (*axes, *(axis for axis in INSIDE_OUT if axis not in axes))
 
 
-def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins) -> Layout:
+def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins, *, idle: int | None = None) -> Layout:
     """Return the one layout that pins describe; what they leave open takes the plainest value.
 
     Data parallelism takes the devices that are left, sharded by ZeRO-1; a micro-batch is 1 sample.
+    Devices are left `idle` only if so many are named.
     """
     tensor, pipeline = pins.tensor or 1, pins.pipeline or 1
     context, expert = pins.context or 1, pins.expert or 1
-    data = pins.data or max(1, cluster.devices // (tensor * context * pipeline))
-    micro_batch = pins.micro_batch or 1
+    used = cluster.devices - (idle or 0)
+    if used < 1:
+        raise DocumentError("layout", f"idle={idle} leaves none of {cluster.devices} devices")
+    data = pins.data or max(1, used // (tensor * context * pipeline))
+    micro_batch, schedule = pins.micro_batch or 1, pins.schedule or PLAIN
     zero = (1 if data > 1 else 0) if pins.zero is None else pins.zero
     shard = (pins.data_shard or data) if zero else 1
     if job.global_batch % (data * micro_batch):
@@ -227,6 +264,14 @@ def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins) -> Layout:
         raise DocumentError(
             "layout", f"ep={expert} does not divide shard x cp x tp = {shard * context * tensor}"
         )
+    left = cluster.devices - tensor * context * pipeline * data
+    if left > 0 and left != idle:
+        raise DocumentError(
+            "layout",
+            f"tp={tensor} x cp={context} x pp={pipeline} x dp={data} leaves {left} of "
+            f"{cluster.devices} devices idle; add idle={left}, or name degrees whose product is "
+            f"{cluster.devices}",
+        )
     return Layout(
         tensor=tensor,
         context=context,
@@ -235,19 +280,14 @@ def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins) -> Layout:
         data_replicate=data // shard,
         data_shard=shard,
         zero=zero,
-        schedule=pins.schedule or "1f1b",
-        virtual_stages=pins.virtual_stages or _usual_stages(pins.schedule),
+        schedule=schedule,
+        virtual_stages=pins.virtual_stages or schedule_of(schedule).stages_per_rank[0],
         offload=pins.offload or "none",
         gradient_wire=pins.gradient_wire or "full",
         order=pins.order or INSIDE_OUT,
         micro_batch=micro_batch,
         micro_batches=job.global_batch // (data * micro_batch),
     )
-
-
-def _usual_stages(schedule: ScheduleName | None) -> int:
-    """Return the fewest stages on a rank that a schedule takes."""
-    return 2 if schedule in (*FOLDED, *LOOPED) else 1
 
 
 assert {*SHORT_NAMES.values(), "allowed", "require"} == {field.name for field in fields(Pins)}

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from planner.plan import Layout, Plan
 from planner.predict import placement_prediction, placements_of
-from planner.prediction import Prediction
+from planner.prediction import Certificate, Prediction
 from planner.search.candidates import Candidates
+from planner.search.certificate import of_plan
 from planner.search.formulation import plan_of
 from planner.solver.instance import Solution
 
@@ -19,6 +20,16 @@ class Ranked:
     plan: Plan
     objective_s: float
     prediction: Prediction
+
+
+def proven(certificate: Certificate, chosen: Ranked) -> Certificate:
+    """Return a search's certificate with what it proves of the plan that was chosen."""
+    return of_plan(
+        certificate,
+        layout=chosen.plan.layout,
+        closed_form_s=chosen.objective_s,
+        simulated_s=chosen.prediction.step_time_s,
+    )
 
 
 def ranked(candidates: Candidates, layout: Layout, solution: Solution, cluster_name: str) -> Ranked:

@@ -11,38 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from planner.solver.instance import ROUNDING, stage_bytes, stage_fits
-from planner.solver.knapsack import Choice, Content, Knapsacks
+from planner.solver.instance import stage_bytes, stage_fits
+from planner.solver.knapsack import Choice, Content, Fastest, Knapsacks
+from planner.tolerances import ROUNDING
 
 _STEPS = 24
 """Knapsacks with fewer bytes that are tried."""
 _TRIED = 3000
 """Choices of one stage that are looked at."""
-_SAME = 1e-12
-"""Sums of the same seconds in two orders."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fastest:
-    """Unscaled seconds, sync, and options of a stage's layers in their order.
-
-    No options that fit take less than `at_least_s`; without any that are known to, `time_s` is inf.
-    """
-
-    time_s: float
-    sync_s: float
-    options: tuple[int, ...]
-    at_least_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What was found of a stage's options that take no longer than a limit."""
-
-    limit_s: float
-    fastest: Fastest | None
 
 
 def laid_out(kinds: Sequence[int], content: Content, taken: Sequence[Sequence[int]]) -> list[int]:
@@ -71,7 +49,7 @@ def fastest_checked(
             return found
         if tried == _TRIED:
             known = search.some_that_fit(lowest) or replace(found, time_s=math.inf)
-            return replace(known, at_least_s=found.time_s * (1 - _SAME))
+            return replace(known, at_least_s=found.time_s * (1 - ROUNDING))
     return None
 
 
@@ -128,12 +106,12 @@ class _Stage:
             count * max(option.time_s for option in self._instance.kinds[kind])
             for kind, count in self._content
         )
-        end_s = min(most_s, slowest_s) * (1 + _SAME)
-        low_s, width_s = least_s * (1 - _SAME), 1e-3 * slowest_s
+        end_s = min(most_s, slowest_s) * (1 + ROUNDING)
+        low_s, width_s = least_s * (1 - ROUNDING), 1e-3 * slowest_s
         while low_s < end_s:
             high_s = min(low_s + width_s, end_s)
             every = list(itertools.islice(self._choices(low_s, high_s), _TRIED + 1))
-            if len(every) > _TRIED and width_s > _SAME * slowest_s:
+            if len(every) > _TRIED and width_s > ROUNDING * slowest_s:
                 width_s /= 8
                 continue
             found = [choice for choice in every if choice.sync_s <= self._sync_limit_s]

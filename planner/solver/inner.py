@@ -22,7 +22,6 @@ from planner.solver.cuts import Cuts, best_cuts, price
 from planner.solver.descent import meets
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import (
-    ROUNDING,
     Fathomed,
     Infeasible,
     Instance,
@@ -34,9 +33,8 @@ from planner.solver.instance import (
 from planner.solver.knapsack import Knapsacks
 from planner.solver.memory_reach import why_infeasible
 from planner.solver.stage_table import StageTable
+from planner.tolerances import ROUNDING, SETTLED
 
-# Above the rounding that `descent.meets` forgives, below anything that matters.
-_HAIR = 1e-11
 _COARSE = 2.0**10
 HOSTS_TOO_SMALL = "whatever fits the devices puts more on a host than it has room for"
 NEARLY_FITS = "no split fits, though the sums of its layers' bytes would"
@@ -129,7 +127,7 @@ class _Floor:
         """Seconds that no stage of a split below `known_s` takes, or more."""
         if self._steady == 0 or known_s == math.inf:
             return math.inf
-        return (known_s - self._rest_s) / self._steady * (1 + _HAIR)
+        return (known_s - self._rest_s) / self._steady * (1 + SETTLED)
 
     def ceiling_s(self, known_s: float) -> float:
         """Stage seconds above which no split is below `known_s`."""
@@ -186,7 +184,7 @@ def _settled_cuts(table: StageTable, cutoff_s: float) -> Cuts | None:
         actual = price(costs, found.cuts)
         if not math.isfinite(actual.value_s):
             continue
-        hair_s = _HAIR * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
+        hair_s = SETTLED * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
         known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +35,9 @@ from planner.solver.frontier import (
     fastest_s,
     hull_steps,
 )
-from planner.solver.instance import ROUNDING, Instance, Option
+from planner.solver.instance import Instance, Option
 from planner.solver.synced import Choices, fastest_synced
-
-if TYPE_CHECKING:
-    from planner.solver.checked import Checked
+from planner.tolerances import ROUNDING, SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -132,6 +129,27 @@ class Choice:
     time_s: float
     sync_s: float
     options: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fastest:
+    """Unscaled seconds, sync, and options of a stage's layers in their order.
+
+    No options that fit take less than `at_least_s`; without any that are known to, `time_s` is inf.
+    """
+
+    time_s: float
+    sync_s: float
+    options: tuple[int, ...]
+    at_least_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found of a stage's options that take no longer than a limit."""
+
+    limit_s: float
+    fastest: Fastest | None
 
 
 def _refuse_both(both: bool) -> None:
@@ -384,7 +402,7 @@ class Knapsacks:
         least = counts @ relaxed.least[kinds, allowed]
         bounds_s: Floats = (least - relaxed.multipliers * room[:, None]).max(axis=1)
         lean = relaxed.lean[kinds, allowed] @ counts
-        bounds_s[lean > room + 1e-9 * np.abs(room)] = np.inf
+        bounds_s[lean > room + SLACK * np.abs(room)] = np.inf
         return bounds_s
 
     def _transient_levels(self, content: Content) -> list[float]:

@@ -35,11 +35,12 @@ from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from planner.document import Document, Part, nearest
+from planner.schedule import most_in_flight
 from planner.solver import instance as solver_side
 from planner.solver.instance import Instance
 from planner.solver.requirements import Requirement
 from planner.solver.sides import Host
-from planner.units import Count, Text
+from planner.units import Count, Line
 
 MOST_LAYERS = 4096
 MOST_STAGES = 1024
@@ -60,7 +61,7 @@ class LayerOption(Part):
     `transient_bytes` only while the layer runs, and a stage pays the largest of its layers.
     """
 
-    name: Text
+    name: Line
     forward_s: Seconds
     backward_s: Seconds
     """With what is recomputed or waited for."""
@@ -99,7 +100,7 @@ class LayerKind(Part):
 class LayerRun(Part):
     """Layers, by kind, and how many times they follow each other; a name alone is one layer."""
 
-    layers: tuple[Text, ...]
+    layers: tuple[Line, ...]
     count: Repeats = 1
 
     @model_validator(mode="before")
@@ -244,7 +245,8 @@ class Problem(Document):
             stages=tuple(
                 solver_side.Stage(
                     capacity_bytes=room.capacity_bytes,
-                    in_flight=room.in_flight or self._in_flight(s, len(rooms)),
+                    in_flight=room.in_flight
+                    or most_in_flight(self.schedule, s, stages=len(rooms), micro_batches=m),
                     time_scale=1.0 / room.speed,
                     exposed_s=room.exposed_s,
                     fixed_bytes=room.fixed_bytes,
@@ -264,12 +266,6 @@ class Problem(Document):
                 if (side := asked.side(layers=len(self._chain()), stages=len(rooms))) is not None
             ),
         )
-
-    def _in_flight(self, stage: int, stages: int) -> int:
-        """Micro-batches alive on a stage: all of them, or in 1F1B those that it warms up with."""
-        if self.schedule == "gpipe":
-            return self.micro_batches
-        return min(self.micro_batches, stages - stage)
 
 
 def _options(kind: LayerKind) -> tuple[solver_side.Option, ...]:

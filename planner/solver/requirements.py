@@ -22,7 +22,7 @@ from planner.errors import DocumentError
 from planner.plan import Activations
 from planner.profile import Recompute
 from planner.solver.sides import AtMost, Chosen, Placed, Side, Together
-from planner.units import Count, Flag, Positive, Text
+from planner.units import Count, Flag, Positive, Text, whole_number
 
 _LAYERS = re.compile(r"layers? (\S+) (.+)")
 _MOST = re.compile(r"at most (\d+) layers? on (.+)")
@@ -103,9 +103,10 @@ def _requirement(text: str, names: Sequence[str]) -> Requirement:
     if most:
         each = most[2] in ("each stage", "every stage")
         stages = None if each else _stages(most[2], text)
-        if int(most[1]) < 1:
-            raise DocumentError("require", f"'{text}': a stage has at least 1 layer")
-        return Requirement(at_most=int(most[1]), stages=stages)
+        count = whole_number(most[1])
+        if not count:
+            raise DocumentError("require", f"'{text:.60}': a stage has at least 1 layer")
+        return Requirement(at_most=count, stages=stages)
     of_layers = _LAYERS.fullmatch(text)
     if of_layers is None:
         raise DocumentError("require", f"'{text}': write {_FORMS}")
@@ -154,7 +155,7 @@ def _named(stages: Sequence[int]) -> str:
 def _range(text: str, names: Sequence[str], whole: str) -> tuple[int, int]:
     if text in names:
         return names.index(text), names.index(text)
-    numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    numbers = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
     if numbers:
         first, last = int(numbers[1]), int(numbers[2] or numbers[1])
         if not first <= last < len(names):
@@ -172,7 +173,10 @@ def _range(text: str, names: Sequence[str], whole: str) -> tuple[int, int]:
 
 
 def _stages(text: str, whole: str) -> tuple[int, ...]:
-    found = re.fullmatch(r"stages? (\d+)(?:-(\d+))?((?:,\d+)*)", text.replace(", ", ","))
+    number = "([0-9]{1,4})"
+    found = re.fullmatch(
+        rf"stages? {number}(?:-{number})?((?:,[0-9]{{1,4}})*)", text.replace(", ", ",")
+    )
     if found is None:
         raise DocumentError("require", f"'{whole}': write stages as 'stage 0' or 'stages 0-2'")
     first, last = int(found[1]), int(found[2] or found[1])

@@ -16,6 +16,7 @@ usage effectiveness, c price of a kWh.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from planner.whatif.span import Span, exact, product, total
@@ -99,8 +100,9 @@ class Purchase:
         200.0
         """
         rate, years = self.interest, self.years
-        discount = (1 + rate) ** -years
-        share = rate / (1 - discount) if rate else 1 / years
+        repaid = -math.expm1(-years * math.log1p(rate))  # above 0 for the smallest rates too
+        discount = 1 - repaid
+        share = rate / repaid if rate else 1 / years
         lost = Span(
             value=1 - self.residual.value * discount,
             low=1 - self.residual.high * discount,

@@ -155,7 +155,9 @@ def _followed(result: Result, processes: int | None, told: _Told) -> Result:
     for curve in study.curves:
         base = _base(result, curve.offer, best)
         wanted = [(curve.change, factor) for factor in curve.factors]
-        curves.append(tuple(_changes(result, base, wanted, processes, told)))
+        found = tuple(_changes(result, base, wanted, processes, told))
+        if found:  # none where the cluster has nothing of the kind
+            curves.append(found)
     first = result.ranks[best.model]
     return replace(
         result,

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from planner.catalog import Facility, Quantity, facility
+from planner.catalog import (
+    Facility,
+    FractionQuantity,
+    OverheadQuantity,
+    ProportionQuantity,
+    Quantity,
+    ShareQuantity,
+    facility,
+)
 from planner.cluster import Precision
 from planner.document import Document, Part
-from planner.units import Amount, Fraction, Positive, Rate, Text
+from planner.units import (
+    Amount,
+    Devices,
+    Factor,
+    Fraction,
+    Line,
+    Positive,
+    Rate,
+    Samples,
+    SampleTokens,
+    Text,
+)
+
+Q = TypeVar("Q", bound=Quantity)
+Years = Annotated[float, Field(ge=0.01, le=100, strict=True, allow_inf_nan=False)]
+Interest = Annotated[float, Field(ge=0, le=10, strict=True, allow_inf_nan=False)]
 
 ChangeName = Literal[
     "memory",
@@ -39,9 +62,9 @@ Order = Literal["cost", "time", "energy"]
 class Work(Part):
     """One training step."""
 
-    seq_len: Positive | None = None
+    seq_len: SampleTokens | None = None
     """The model's own, 8,192 at most, where it is not given."""
-    global_batch: Positive | None = None
+    global_batch: Samples | None = None
     """Sequences; about 4 million tokens where it is not given."""
     precision: Precision | None = None
     """What each cluster has units for, bf16 or fp16, where it is not given."""
@@ -90,10 +113,10 @@ class Rental(Part):
     low: Rate | None = None
     high: Rate | None = None
     commitment: Literal["on_demand", "reserved", "spot"] = "on_demand"
-    provider: Text | None = None
+    provider: Line | None = None
     each_provider: bool = False
     """A candidate for each provider in the catalogue, at the median of its own offers."""
-    date: Text | None = None
+    date: Line | None = None
     source: Text | None = None
 
     @model_validator(mode="after")
@@ -120,7 +143,7 @@ class Buying(Part):
     usd_per_device: Rate | None = None
     low: Rate | None = None
     high: Rate | None = None
-    date: Text | None = None
+    date: Line | None = None
     source: Text | None = None
     network_usd_per_device: Amount | None = None
 
@@ -137,25 +160,25 @@ class Buying(Part):
 class Offer(Part):
     """Clusters to compare, and on which terms they can be had."""
 
-    name: Text | None = None
-    cluster: Text
+    name: Line | None = None
+    cluster: Line
     """As on the command line; `{n}` stands for each of `n`."""
-    n: tuple[Positive, ...] = ()
+    n: tuple[Devices, ...] = ()
     largest: bool = False
     """Of `n`, only the largest that keeps the goal's power cap."""
     rent: Rental | None = None
     buy: Buying | None = None
-    owned: bool | tuple[Text, ...] = False
+    owned: bool | tuple[Line, ...] = False
     """Nothing is paid but power; where accelerators are named, for those, and rent for others."""
     tuning: Tuning | None = None
     """Instead of the study's own."""
     host_memory_bytes: Positive | None = None
     """Of a node, where the cluster does not say or says otherwise."""
-    change: dict[ChangeName, Rate] = Field(default_factory=dict)
+    change: dict[ChangeName, Factor] = Field(default_factory=dict)
     """The cluster as it could be: factors on its figures."""
-    fix: tuple[Text, ...] = ()
+    fix: tuple[Line, ...] = ()
     """As on the command line: tp=1, zero=3."""
-    allow: tuple[Text, ...] = ()
+    allow: tuple[Line, ...] = ()
     """As on the command line: offload, compress, stale."""
 
     @model_validator(mode="after")
@@ -172,34 +195,44 @@ class Offer(Part):
         return self
 
 
-def _assumed(value: float, low: float, high: float, why: str) -> Quantity:
-    return Quantity(value=value, low=low, high=high, source=f"assumed: {why}")
+def _assumed(cls: type[Q], value: float, low: float, high: float, why: str) -> Q:
+    return cls(value=value, low=low, high=high, source=f"assumed: {why}")
 
 
 class Assumptions(Part):
     """Figures that no plan knows; each default names its source."""
 
-    goodput: Quantity = _assumed(
-        0.9, 0.8, 0.97, "no public rate of failures by size was found; measure your own"
+    goodput: FractionQuantity = _assumed(
+        FractionQuantity,
+        0.9,
+        0.8,
+        0.97,
+        "no public rate of failures by size was found; measure your own",
     )
     """Share of the wall clock that trains: failures, restarts, checkpoints, evaluation."""
-    spot_lost: Quantity = _assumed(0.15, 0.05, 0.4, "interruptions differ by region and month")
+    spot_lost: ShareQuantity = _assumed(
+        ShareQuantity, 0.15, 0.05, 0.4, "interruptions differ by region and month"
+    )
     """Share of spot hours lost to restarts."""
     utilisation: Fraction = 0.8
     """Share of a bought device's hours that are used."""
-    years: Rate = 3.0
+    years: Years = 3.0
     """Until bought devices are sold."""
-    residual: Quantity = _assumed(0.3, 0.1, 0.5, "no resale prices by age were found")
+    residual: ProportionQuantity = _assumed(
+        ProportionQuantity, 0.3, 0.1, 0.5, "no resale prices by age were found"
+    )
     """Share of the price that they are sold for then."""
-    interest: Amount = 0.08
+    interest: Interest = 0.08
     """A year."""
-    lead_days: Quantity = _assumed(60, 14, 180, "delivery times differ by product and month")
+    lead_days: Quantity = _assumed(
+        Quantity, 60, 14, 180, "delivery times differ by product and month"
+    )
     """Until bought devices can be used."""
     electricity_usd_per_kwh: Quantity | None = None
-    power_usage_effectiveness: Quantity | None = None
+    power_usage_effectiveness: OverheadQuantity | None = None
     node_power_over_tdp: Quantity | None = None
     network_w_per_device: Quantity | None = None
-    country: Text = "USA"
+    country: Line = "USA"
     carbon_g_per_kwh: Amount | None = None
     """Of the country's grid where it is not given."""
     tie: Fraction = 0.15
@@ -222,16 +255,16 @@ class Curve(Part):
     """One candidate, re-planned with one figure changed step by step."""
 
     change: ChangeName
-    factors: tuple[Rate, ...]
-    offer: Text | None = None
+    factors: tuple[Factor, ...]
+    offer: Line | None = None
     """Its name; the best candidate where it is not given."""
 
 
 class Marginal(Part):
     """One candidate, re-planned with one thing changed at a time."""
 
-    offer: Text | None = None
-    changes: dict[ChangeName, tuple[Rate, ...]] = Field(default_factory=lambda: dict(USUAL))
+    offer: Line | None = None
+    changes: dict[ChangeName, tuple[Factor, ...]] = Field(default_factory=lambda: dict(USUAL))
 
 
 class Study(Document):
@@ -239,9 +272,9 @@ class Study(Document):
 
     kind_of_document: ClassVar[str] = "study"
 
-    name: Text
+    name: Line
     question: Text | None = None
-    models: tuple[Text, ...]
+    models: tuple[Line, ...]
     """As on the command line: catalogue names, configurations."""
     work: Work = Work()
     goal: Goal = Goal()

@@ -118,6 +118,53 @@ def test_predict_prices_a_layout(here: Path, capfd: pytest.CaptureFixture[str]) 
     assert len(predicted["stages"]) == 2
 
 
+def test_a_layout_says_which_devices_are_idle(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("predict", "gpt2", "--cluster", "8xa100-sxm-80gb", "--layout")
+
+    code = cli.main([*asked, "tp=1,dp=4"])
+    refused = capfd.readouterr()
+    named = answer(capfd, *asked, "tp=1,dp=4,idle=4")
+    whole = answer(capfd, *asked, "tp=1,dp=8")
+
+    assert code == 1 and "leaves 4 of 8 devices idle; add idle=4" in refused.err
+    assert named["idle_devices"] == 4 and named["notes"] == ["4 of 8 devices are idle"]
+    assert whole["idle_devices"] == 0 and whole["notes"] == []
+
+
+def test_a_plan_on_a_larger_cluster_says_which_devices_are_idle(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answer(capfd, "plan", "gpt2", "--cluster", "4xa100-sxm-80gb", "-o", "plan.yaml")
+
+    assert cli.main(["predict", "plan.yaml", "--cluster", "8xa100-sxm-80gb"]) == 0
+
+    assert "note:   4 of 8 devices are idle" in capfd.readouterr().out
+
+
+def test_a_plan_that_leaves_a_kind_of_device_out_says_so(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--seq-len", "1024", "--global-batch", "8", "--precision", "fp32")
+
+    result = answer(capfd, "plan", "gpt2", "--cluster", "2xh100-sxm-80gb+1xp100", *asked)
+
+    assert result["plan"]["mesh"]["data_replicate"] * result["plan"]["mesh"]["data_shard"] == 2
+    assert result["notes"] == ["1 of 3 devices is idle"]
+
+
+def test_a_pin_without_effect_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ("plan", "gpt2", "--cluster", "4xa100-sxm-80gb", "--fix", "schedule=1f1b,pp=1")
+
+    result = answer(capfd, *asked)
+    assert cli.main([*asked]) == 0
+
+    said = "schedule=1f1b has no effect: pp=1, there is no pipeline"
+    assert result["notes"] == [said]
+    assert said in capfd.readouterr().out
+
+
 def test_nothing_fits_is_told_with_the_closest_miss(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,7 +237,7 @@ def test_the_catalogue_lists(shelf: str, capfd: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("command", ["plan", "predict", "solve", "show", "launch", "profile"])
 def test_every_option_of_a_command_is_an_argument_of_its_function(command: str) -> None:
-    shown = {"json", "model", "plan", "solver"}  # rendering, and positional arguments
+    shown = {"json", "explain", "model", "plan", "solver"}  # rendering, and positional arguments
 
     # An option that chooses another function: commands.profile_agenda.
     shown |= {"profile": {"dry_run"}}.get(command, set())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import yaml
 
 from meshwright import cli
 from meshwright.jobs import MOUNTED
-from runtime.nodes import seat_of
+from runtime.channel import job_secret
+from runtime.nodes import node_rank_of
 
 PLAN = ["plan", "gpt2", "--cluster", "2x4xa100-sxm-80gb", "--seq-len", "512"]
 
@@ -93,10 +95,10 @@ def test_a_manifests_pods_find_each_other_and_the_plan(capfd: pytest.CaptureFixt
     assert job["backoffLimit"] == 0
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     assert job["template"]["metadata"]["labels"] == service["selector"] == {"job-name": name}
-    environment = {each["name"]: each["value"] for each in container["env"]}
-    seat = seat_of(environment | {"JOB_COMPLETION_INDEX": "1"})
-    assert (seat.node, seat.nodes) == (1, 2)
-    assert seat.host == f"{name}-0.{pod['subdomain']}"
+    environment = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    found = node_rank_of(environment | {"JOB_COMPLETION_INDEX": "1"})
+    assert (found.node, found.nodes) == (1, 2)
+    assert found.host == f"{name}-0.{pod['subdomain']}"
     assert pod["subdomain"] == manifest["Service"]["metadata"]["name"]
     assert manifest["ConfigMap"]["data"]["plan.yaml"] == Path("plan.yaml").read_text()
     where = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -104,6 +106,66 @@ def test_a_manifests_pods_find_each_other_and_the_plan(capfd: pytest.CaptureFixt
     assert where["data"] == "/data"
     command = container["command"]
     assert command[command.index("--output") + 1].startswith("/data/")
+
+
+def test_pods_take_the_secret_of_their_job_from_an_object_of_its_own(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    manifest, again = pods(written(capfd, *POD)), pods(written(capfd, *POD))
+
+    secret = manifest["Secret"]["stringData"]["secret"]
+    assert job_secret({"MESHWRIGHT_SECRET": secret}) == secret.encode()
+    assert secret != again["Secret"]["stringData"]["secret"]
+    (container,) = manifest["Job"]["spec"]["template"]["spec"]["containers"]
+    told = {each["name"]: each for each in container["env"]}
+    assert told["MESHWRIGHT_SECRET"]["valueFrom"] == {
+        "secretKeyRef": {"name": manifest["Secret"]["metadata"]["name"], "key": "secret"}
+    }
+    for kind in ("Job", "Service", "ConfigMap"):
+        assert secret not in str(manifest[kind])
+    assert told["PYTHONSAFEPATH"]["value"] == "1"
+
+
+SRUN = """#!/bin/sh
+echo "$@"
+echo "$MESHWRIGHT_SECRET" > secret-$$
+"""
+
+
+def test_a_batch_script_makes_a_secret_for_its_tasks_and_shows_it_nowhere(
+    capfd: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = written(capfd, "--on", "slurm")
+    (folder / "srun").write_text(SRUN)
+    (folder / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("MESHWRIGHT_SECRET")
+
+    runs = [
+        subprocess.run(["bash", "-x"], input=script, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+
+    first, second = (file.read_text().strip() for file in folder.glob("secret-*"))
+    assert job_secret({"MESHWRIGHT_SECRET": first}) == first.encode()
+    assert len(first) == len(second) == 64
+    assert first != second
+    for done in runs:
+        assert "--export=ALL" in done.stdout
+        assert first not in done.stdout + done.stderr
+        assert second not in done.stdout + done.stderr
+
+
+def test_a_job_with_a_secret_in_it_is_written_for_its_owner_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "kubectl").write_text("#!/bin/sh\necho created\n")
+    (folder / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+    assert cli.main(["launch", "plan.yaml", *POD, "--output", "out"]) == 0
+
+    assert Path("out", "job.yaml").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,23 @@ def config_with(**values: object) -> tuple[dict[str, str], list[str]]:
     return {"config.json": text}, ["plan", "config.json", *H100]
 
 
+SKYPILOT = "InstanceType,AcceleratorName,AcceleratorCount,Price,SpotPrice,Region"
+IMPORT = ["catalog", "prices", "--import", "p.csv"]
+
+
+def study_with(**parts: object) -> tuple[dict[str, str], list[str]]:
+    study = {"name": "s", "models": ["gpt2"], "offers": [{"cluster": "8xh100-sxm-80gb"}], **parts}
+    return {"study.yaml": yaml.safe_dump(study)}, ["whatif", "study.yaml"]
+
+
+def quantity(value: float) -> dict[str, object]:
+    return {"value": value, "low": value, "high": value, "source": "a test"}
+
+
+def prices(price: str, *arguments: str) -> tuple[dict[str, str], list[str]]:
+    return {"p.csv": f"{SKYPILOT}\nx,H100,8,{price},,us\n"}, [*IMPORT, *arguments]
+
+
 def test_the_documents_that_the_cases_break_are_right() -> None:
     from planner.cluster import ClusterSpec
     from planner.model import ModelGraph
@@ -136,6 +153,74 @@ CASES = {
         call("plan", "gpt2", *H100, "--global-batch", "3", "--fix", "tp=1,pp=1,cp=1"),
         "global batch",
     ),
+    "no tokens in a sample": (
+        call("plan", "gpt2", "--cluster", "8xh100-sxm-80gb+8xa100-sxm-80gb", "--seq-len", "0"),
+        "seq-len: is 0",
+    ),
+    "a folder to write to": (call("plan", "gpt2", *H100, "-o", "."), "Is a directory"),
+    "no processes": (
+        call("whatif", "--model", "gpt2", "--clusters", "local", "--processes", "-1"),
+        "processes: is -1",
+    ),
+    "more samples than a schedule lists": (
+        call("plan", "gpt2", *H100, "--global-batch", "1000003"),
+        "micro_batches: is 1000003",
+    ),
+    "more samples than anyone trains on": (
+        call("plan", "gpt2", *H100, "--global-batch", "1000000000000000000"),
+        "global-batch",
+    ),
+    "pin of 5,000 digits": (call("plan", "gpt2", *H100, "--fix", "tp=" + "9" * 5000), "tp=999"),
+    "a name longer than any file's": (call("predict", "9" * 300 + ".yaml", *H100), "9999"),
+    **{
+        f"{flag} {value}": (
+            call("whatif", "--model", "gpt2", "--clusters", "8xh100-sxm-80gb", flag, value),
+            f"{flag.removeprefix('--')}: is ",
+        )
+        for flag in ("--tokens", "--deadline-days", "--budget", "--power-cap")
+        for value in ("0", "-1", "nan", "inf", "1e308")
+    },
+    "what-if of too many samples": (
+        call(
+            "whatif",
+            "--model",
+            "gpt2",
+            "--clusters",
+            "8xh100-sxm-80gb",
+            "--tokens",
+            "1e9",
+            "--global-batch",
+            str(2**64),
+        ),
+        "global-batch: is 18446744073709551616",
+    ),
+    "study of too many samples": (study_with(work={"global_batch": 2**64}), "work.global_batch"),
+    "every spot hour lost": (
+        study_with(assumptions={"spot_lost": quantity(1.0)}),
+        "assumptions.spot_lost.value: is 1.0",
+    ),
+    "a residual above the price": (
+        study_with(assumptions={"residual": quantity(1.3)}),
+        "assumptions.residual.value: is 1.3",
+    ),
+    "no goodput": (
+        study_with(assumptions={"goodput": quantity(0.0)}),
+        "assumptions.goodput.value: is 0.0",
+    ),
+    "prices without a date": (prices("1.0", "--date", ""), "date: is empty"),
+    "prices of nobody": (prices("1.0", "--date", "x", "--provider", " "), "provider: is empty"),
+    "endless prices": (prices("inf", "--date", "2026-01"), "no row with a known accelerator"),
+    "prices without cells": (
+        ({"p.csv": f"{SKYPILOT}\nx,H100\n"}, [*IMPORT, "--date", "2026-01"]),
+        "no row with a known accelerator",
+    ),
+    "a table without end": (call("validate", "/dev/zero"), "is no regular file"),
+    "prices without end": (
+        call("catalog", "prices", "--import", "/dev/zero", "--date", "2026-01"),
+        "/dev/zero: is no regular file",
+    ),
+    "a document without end": (call("solve", "/dev/zero"), "/dev/zero: is no regular file"),
+    "a folder as a table": (call("validate", "/"), "cannot be read: Is a directory"),
     "unknown pin": (call("plan", "gpt2", *H100, "--fix", "tensr=2"), "tensr"),
     "pin of nonsense": (call("plan", "gpt2", *H100, "--fix", "tp=two"), "tp=two"),
     "pin that nothing meets": (call("plan", "gpt2", *H100, "--fix", "tp=3"), "layout"),
@@ -229,6 +314,9 @@ def test_each_wrong_input_gets_one_clear_message(
     [
         (["launch", "many.yaml"], "ranks"),
         (["launch", "good.yaml", "--data", "nowhere.txt"], "nowhere.txt"),
+        (["launch", "good.yaml", "--on", "slurm", "--data", "/there/chat.jsonl"], "chat.jsonl"),
+        (["launch", "good.yaml", "--on", "slurm", "--training", "beta2=1.0"], "beta2: is 1.0"),
+        (["launch", "good.yaml", "--on", "slurm", "--steps", "0"], "steps: is 0"),
         (["launch", "good.yaml", "--data", "empty"], "empty"),
         (["launch", "good.yaml", "--output", "/proc/nowhere"], "/proc/nowhere"),
         (["launch", "good.yaml", "--resume"], "checkpoint"),

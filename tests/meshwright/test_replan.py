@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launches import launch
+from meshwright.commands import plan
+from meshwright.launches import Fit, launch
 from meshwright.replan import for_fewer, leave_out
+from planner.catalog import model_config as resolve_config
 from planner.document import read, write
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import resolve_cluster, resolve_model
@@ -103,6 +106,22 @@ def test_a_plan_for_fewer_devices_does_the_same_step(tmp_path: Path) -> None:
     )
     again = search(graph, fewer, job).prediction.step_time_s
     assert again <= fastest * (1 + 1e-9)
+
+
+def test_a_plan_for_fewer_devices_finds_the_file_beside_the_first_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dict(resolve_config("gpt2"), n_layer=2)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "tiny.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path / "sub")
+    plan("tiny.json", "8xa10g", seq_len=512, global_batch=16, output="plan.yaml")
+    monkeypatch.chdir(tmp_path)
+
+    fit = Fit.of("sub/plan.yaml", None).again(4, tmp_path / "saved", quiet=True)
+
+    fit.plan.check_model(fit.graph)
+    assert Path(fit.plan.model.source) == tmp_path / "sub" / "tiny.json"
 
 
 def test_what_fits_no_fewer_devices_is_refused(tmp_path: Path) -> None:

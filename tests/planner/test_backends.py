@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.rules import KNOWN, rules_of
 from planner.backends.runs import Run
+from planner.backends.stacks import stack_of_run
 from planner.backends.states import by_kind, states
 from planner.backends.work import Shape, block, head, rates
+from planner.catalog import stacks
 from planner.expressions import cluster_of
 from planner.model import Architecture, Experts
 
@@ -64,8 +65,8 @@ def run(architecture: Architecture = LLAMA, *, nodes: int = 1, **changes: object
 
 
 def shape(of: Run) -> Shape:
-    rules, _ = rules_of(of)
-    return Shape(run=of, rules=rules, rates=rates(of, rules), micro_batch=of.micro_batch)
+    stack, _ = stack_of_run(of)
+    return Shape(run=of, stack=stack, rates=rates(of, stack), micro_batch=of.micro_batch)
 
 
 def peak(of: Estimate) -> float:
@@ -95,28 +96,28 @@ def test_without_sequence_parallelism_the_stream_is_kept_whole() -> None:
 
 def test_the_distributed_optimizer_takes_6_and_12_over_d_bytes() -> None:
     of = run(zero=1)
-    rules, _ = rules_of(of)
+    stack, _ = stack_of_run(of)
     local = by_kind(of.architecture, of)["block"]
 
-    kept = states(of, rules, local)
+    kept = states(of, stack, local)
 
     assert kept.total_bytes == pytest.approx(local.count * (6 + 12 / 8))
 
 
 def test_fully_sharded_states_take_16_over_d_bytes() -> None:
     of = run(framework="torchtitan", zero=3)
-    rules, _ = rules_of(of)
+    stack, _ = stack_of_run(of)
     local = by_kind(of.architecture, of)["block"]
 
-    assert states(of, rules, local).total_bytes == pytest.approx(16 * local.count / 8)
+    assert states(of, stack, local).total_bytes == pytest.approx(16 * local.count / 8)
 
 
 def test_a_frozen_model_takes_its_weights_alone() -> None:
     of = run(framework="fsdp_qlora", task="qlora", quantised=True, zero=0)
-    rules, _ = rules_of(of)
+    stack, _ = stack_of_run(of)
     local = by_kind(of.architecture, of)["block"]
 
-    kept = states(of, rules, local)
+    kept = states(of, stack, local)
 
     assert kept.gradients_bytes == kept.optimizer_bytes == 0
     assert 0.5 * local.count < kept.weights_bytes < 0.55 * local.count
@@ -132,7 +133,7 @@ def test_parts_add_up_to_the_step() -> None:
 
 
 def test_no_run_is_faster_than_its_flops_allow() -> None:
-    for framework in (*KNOWN, "unheard-of"):
+    for framework in (*stacks(), "unheard-of"):
         of = run(framework=framework, global_batch=256)
         flops = 6 * 8.0e9 * of.seq_len * of.global_batch
 
@@ -181,11 +182,11 @@ def test_small_models_wait_for_the_host() -> None:
     tiny = LLAMA.model_copy(
         update={"hidden_size": 512, "ffn_size": 1024, "heads": 8, "kv_heads": 8, "head_dim": 64}
     )
-    rules = KNOWN["megatron-deepspeed"]
+    host = stacks()["megatron-deepspeed"].host
 
     result = estimate(run(tiny, framework="megatron-deepspeed", seq_len=512, global_batch=8))
 
-    floor = tiny.layers * (rules.host_forward_s + rules.host_backward_s)
+    floor = tiny.layers * (host.layer_s.forward + host.layer_s.backward)
     assert result.step_time_s >= floor
     assert result.step_parts["host"] > result.step_parts["forward"]
 
@@ -217,7 +218,7 @@ def test_unknown_frameworks_are_told_apart() -> None:
     assert any("unheard-of" in text for text in estimate(run(framework="unheard-of")).assumptions)
     for task, zero, name in (("pretrain", 3, "fsdp"), ("lora", None, "transformers")):
         of = replace(run(framework="unheard-of"), task=task, zero=zero)  # type: ignore[arg-type]
-        assert rules_of(of)[0].name == name
+        assert stack_of_run(of)[0].name == name
 
 
 def test_eight_bits_are_faster_and_keep_less() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner import catalog
+from planner import catalog, expressions
 from planner.catalog import (
     accelerator_name,
     accelerators,
@@ -21,7 +21,9 @@ from planner.catalog import (
     sources,
 )
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster
+from planner.expressions import resolve_cluster, resolve_model
+from planner.plan import Job
+from planner.search.best_first import search
 
 NAMED_BY_THE_DESIGN = (
     "v100-sxm-16gb v100-sxm-32gb a10g a100-sxm-40gb a100-sxm-80gb a100-pcie-80gb a800-sxm-80gb l4 "
@@ -211,3 +213,25 @@ def test_a_configuration_can_be_changed_without_harm() -> None:
 def test_an_unknown_name_is_one_message(find: object) -> None:
     with pytest.raises(DocumentError, match="there is no"):
         find("nothing-like-it")  # type: ignore[operator]
+
+
+def test_an_accelerator_is_added_by_adding_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = catalog.accelerators()["h100-sxm-80gb"]
+    twice = {name: 2 * rate for name, rate in entry.peak_flops.items()}
+    made_up = entry.model_copy(
+        update={"aliases": (), "driver_names": (), "peak_flops": twice, "architecture": "new"}
+    )
+    found = {**catalog.accelerators(), "x1000": made_up}
+    for module in (catalog, expressions):
+        monkeypatch.setattr(module, "accelerators", lambda: found)
+    model, job = resolve_model("llama-3.1-8b"), Job(seq_len=2048, global_batch=64)
+
+    new, old = (
+        search(model, resolve_cluster(name), job).prediction for name in ("8xx1000", "8xh100")
+    )
+
+    assert new.step_time_s < old.step_time_s
+
+
+def test_every_accelerator_of_the_catalogue_has_rates_of_its_own_generation() -> None:
+    assert all(entry.architecture for entry in catalog.accelerators().values())

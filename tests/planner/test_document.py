@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import socket
 import types
 import typing
 from functools import cache
@@ -20,7 +21,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from planner import document, schemas
 from planner.cluster import ClusterSpec, DeviceGroup, LinkTier
@@ -28,7 +29,7 @@ from planner.document import Document, Part, path_text, plain, read, read_text, 
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import Architecture, Edge, Experts, Layer, ModelGraph
-from planner.plan import INSIDE_OUT, Mesh, PlacedLayer, Plan, Stage
+from planner.plan import INSIDE_OUT, Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.prediction import Certificate, Prediction
 from planner.profile import CollectiveCurve, LinkPoint, Profile
 from planner.training import Lora, RateSchedule, Training
@@ -41,9 +42,13 @@ MANY = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+NAME = st.text(
+    st.characters(exclude_categories=["C", "Z"], exclude_characters="/\\."), min_size=1, max_size=12
+).filter(str.isprintable)
+DIGEST = st.binary(min_size=32, max_size=32).map(lambda of: f"sha256:{of.hex()}")
 
 
-def made(  # noqa: PLR0911 - one return for each kind of type
+def made(  # noqa: PLR0911, PLR0912 - one return for each kind of type
     annotation: Any, constraints: tuple[Any, ...] = ()
 ) -> st.SearchStrategy[Any]:
     """Return a strategy for values of a field's type."""
@@ -68,7 +73,9 @@ def made(  # noqa: PLR0911 - one return for each kind of type
     if annotation is bool:
         return st.booleans()
     if annotation is str:
-        return TEXT
+        if any(getattr(c, "pattern", None) for c in constraints):
+            return DIGEST
+        return NAME if any(isinstance(c, AfterValidator) for c in constraints) else TEXT
     low = next((c.ge for c in constraints if isinstance(c, annotated_types.Ge)), None)
     above = next((c.gt for c in constraints if isinstance(c, annotated_types.Gt)), None)
     high = next((c.le for c in constraints if isinstance(c, annotated_types.Le)), None)
@@ -128,7 +135,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelGraph:
-    names = draw(st.lists(TEXT.map(lambda t: t + "!"), min_size=1, max_size=4, unique=True))
+    names = draw(st.lists(NAME.map(lambda t: t + "!"), min_size=1, max_size=4, unique=True))
     layers = tuple(
         draw(part(Layer, name=st.just(name), repeat=st.integers(1, 5))) for name in names
     )
@@ -163,6 +170,7 @@ def trainings(draw: st.DrawFn) -> Training:
             rate_steps=st.just(warmup + rest),
             decay_steps=st.integers(1, rest) if schedule == "wsd" else st.just(0),
             floor=st.floats(0, 1),
+            weight_decay=st.floats(0, 0.99),  # below 1 by learning rates of at most 1
         )
     )
 
@@ -171,6 +179,13 @@ def trainings(draw: st.DrawFn) -> Training:
 def adapters(draw: st.DrawFn) -> Lora:
     targets = st.lists(TEXT, min_size=1, max_size=3).map(tuple)
     return draw(part(Lora, targets=targets))
+
+
+@st.composite
+def planned_models(draw: st.DrawFn) -> PlannedModel:
+    graph = draw(st.one_of(st.none(), models()))
+    digest = st.just(graph.digest) if graph else NAME
+    return draw(part(PlannedModel, graph=st.just(graph), digest=digest))
 
 
 @st.composite
@@ -186,10 +201,12 @@ def plans(draw: st.DrawFn) -> Plan:
             pipeline=st.just(ranks),
             data_shard=st.just(shard),
             data_replicate=st.integers(1, 4),
+            tensor=st.integers(1, 64),
+            context=st.integers(1, 64),
             order=st.permutations(INSIDE_OUT).map(tuple),
         )
     )
-    names = iter(draw(st.lists(TEXT, min_size=2 * stages, max_size=2 * stages, unique=True)))
+    names = iter(draw(st.lists(NAME, min_size=2 * stages, max_size=2 * stages, unique=True)))
     placed = tuple(
         Stage(layers=tuple(draw(part(PlacedLayer, layer=st.just(next(names)))) for _ in range(2)))
         for _ in range(stages)
@@ -223,6 +240,7 @@ BY_HAND: dict[Any, typing.Callable[[], st.SearchStrategy[Any]]] = {
     Experts: experts,
     Architecture: architectures,
     ModelGraph: models,
+    PlannedModel: planned_models,
     ClusterSpec: clusters,
     Lora: adapters,
     Training: trainings,
@@ -541,6 +559,59 @@ def test_a_place_reads_as_a_person_writes_it() -> None:
     assert path_text(()) == ""
     assert path_text(("a\nb", 1)) == "a\\nb[1]"
     assert path_text(("tiers", 0, "fractions", "all_reduce")) == "tiers[0].fractions.all_reduce"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder", "link to a pipe"])
+def test_what_may_never_end_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    if kind in ("pipe", "link to a pipe"):
+        os.mkfifo(path)
+    if kind == "link to a pipe":
+        (tmp_path / "link").symlink_to(path)
+        path = tmp_path / "link"
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    if kind == "device":
+        path = Path("/dev/zero")
+    if kind == "folder":
+        path.mkdir()
+
+    for reader in (document.read_text, document.read_table):
+        with pytest.raises(DocumentError, match=r"regular file|No such device|Is a directory"):
+            reader(path)
+
+
+@pytest.mark.parametrize("text", ['{"\\ud800": 1}', '"\\ud800": 1', 'name: "\\ud800"'])
+def test_half_a_character_is_refused(text: str) -> None:
+    with pytest.raises(DocumentError):
+        ModelGraph.parse(text)
+
+
+def test_a_table_has_all_columns_in_all_rows(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes("\ufeffa, b\r\n1\r\n\r\n ü ,2,3\r\n".encode())
+
+    assert document.read_table(tmp_path / "t.csv") == (
+        ["a", "b"],
+        [{"a": "1", "b": ""}, {"a": "ü", "b": "2"}],
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"," * 1001, "header: has more than 1000 columns"),
+        (b"a\n" + b"1\n" * 500_001, "has more than 500,000 rows"),
+        (b'a\n"' + b"x" * 200_000, "is no CSV table: field larger"),
+        ("a\n".encode("utf-16"), "is not UTF-8 text"),
+    ],
+    ids=["columns", "rows", "cell", "encoding"],
+)
+def test_a_table_beyond_all_bounds_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+
+    with pytest.raises(DocumentError, match=rf"t\.csv: {message}"):
+        document.read_table(tmp_path / "t.csv")
 
 
 def test_schemas_for_editors_are_fresh() -> None:

@@ -13,8 +13,8 @@ from planner.catalog import accelerators, model_config, models, nodes
 from planner.cluster import ClusterSpec
 from planner.document import write
 from planner.errors import DocumentError
-from planner.expressions import cluster_of, is_factory, resolve_cluster, resolve_model
-from planner.model import ModelGraph
+from planner.expressions import cluster_of, resolve_cluster, resolve_model
+from planner.model import ModelGraph, is_factory
 
 
 @pytest.mark.parametrize(
@@ -251,3 +251,20 @@ def test_kinds_of_nodes_are_joined_by_the_slowest_of_their_networks() -> None:
 def test_only_kinds_of_nodes_are_joined(text: str) -> None:
     with pytest.raises(DocumentError, match="which is no kind of node"):
         resolve_cluster(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reach"),
+    [
+        ("4xgb200", [("nvlink", 4)]),
+        ("2x4xgb200", [("nvlink", 8)]),
+        ("18x4xgb200", [("nvlink", 72)]),
+        ("36x4xgb200", [("nvlink", 72), ("network", 144)]),
+        ("2x72xgb300", [("nvlink", 72), ("network", 144)]),
+        ("2x4xh100-sxm-80gb", [("nvlink", 4), ("network", 8)]),
+    ],
+)
+def test_a_link_domain_may_join_several_hosts(text: str, reach: list[tuple[str, int]]) -> None:
+    cluster = resolve_cluster(text)
+
+    assert [(tier.name, tier.devices) for tier in cluster.tiers] == reach

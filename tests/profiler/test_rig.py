@@ -26,12 +26,13 @@ pytestmark = [
 
 PAIRS = """
 import json, os, sys
-from runtime.nodes import Meeting, seat_of
+from runtime.nodes import node_rank_of
+from runtime.rendezvous import Rendezvous
 from profiler.ranks import result_of
 per_node = int(sys.argv[1])
-with Meeting(seat_of(os.environ)) as meeting:
+with Rendezvous(node_rank_of(os.environ)) as rendezvous:
     found = result_of("tests.profiler.test_rig:between", {"per_node": per_node}, ranks=per_node,
-        device="cpu", title="links", quiet=True, meeting=meeting)
+        device="cpu", title="links", quiet=True, rendezvous=rendezvous)
 print(json.dumps(found))
 """
 

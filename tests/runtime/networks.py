@@ -212,3 +212,27 @@ class Pair(nn.Module):
 
 def pair() -> dict[str, object]:
     return {"a": (Pair(), "tokens")}
+
+
+def strided() -> list[nn.Module]:
+    """A chain whose weights lie in memory by columns, channels last, and as a slice of others."""
+    pixels, convolution, head = Pixels(8), Conv(8, 8), PixelHead(8)
+    pixels.table.weight = nn.Parameter(torch.randn(VOCABULARY, 16)[:, :8])
+    channels_last = torch.randn(8, 8, 3, 3).to(memory_format=torch.channels_last)
+    convolution.conv.weight = nn.Parameter(channels_last)
+    head.out.weight = nn.Parameter(torch.randn(8, VOCABULARY).t())
+    return [pixels, convolution, head]
+
+
+def one_memory() -> list[nn.Module]:
+    """The head's matrix is another parameter than the table's, in the same memory."""
+    pixels, head = Pixels(8), PixelHead(8)
+    head.out.weight = nn.Parameter(pixels.table.weight.data)
+    return [pixels, head]
+
+
+def one_number() -> list[nn.Module]:
+    """All numbers of a parameter are the same one in memory."""
+    head = PixelHead(8)
+    head.out.bias = nn.Parameter(torch.zeros(1).expand(VOCABULARY))
+    return [Pixels(8), head]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional_collectives
+import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -338,7 +338,10 @@ def test_what_is_still_on_its_way_is_waited_for() -> None:
     def work() -> None:
         class Gathering(nn.Module):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                every = functional_collectives.all_gather_single_autograd(x, 0, dist.group.WORLD)
+                # Before torch 2.13 under another name.
+                gather = getattr(collectives, "all_gather_single_autograd", None)
+                gather = gather or collectives.all_gather_tensor_autograd
+                every = gather(x, 0, dist.group.WORLD)
                 return every * every
 
         x = torch.full((64, 64), 1.0 + dist.get_rank(), requires_grad=True)

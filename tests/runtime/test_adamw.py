@@ -37,6 +37,7 @@ def ours(offload: str, **how: Any) -> tuple[list[torch.Tensor], AdamW]:
         parameters,
         [parameter.ndim > 1 for parameter in parameters],
         TRAINING,
+        names=[str(index) for index, _ in enumerate(parameters)],
         device=CPU,
         offload=offload,  # type: ignore[arg-type]
     )
@@ -92,7 +93,9 @@ def test_a_spoilt_step_changes_nothing() -> None:
 
 def test_what_has_no_gradient_stays() -> None:
     parameters = values(0)
-    optimizer = AdamW(parameters, [True] * 6, TRAINING, device=CPU, offload="optimizer")
+    optimizer = AdamW(
+        parameters, [True] * 6, TRAINING, names=list("abcdef"), device=CPU, offload="optimizer"
+    )
 
     optimizer.step([None, *values(1)[1:]], rate=RATE)
 
@@ -104,7 +107,9 @@ def test_a_step_holds_three_buckets_of_moments(monkeypatch: pytest.MonkeyPatch) 
     parameters = [torch.randn(64, 64) for _ in range(8)]
     each = 64 * 64 * 4
     monkeypatch.setattr(adamw, "BUCKET_BYTES", 2 * each)  # the moments of one parameter
-    optimizer = AdamW(parameters, [True] * 8, TRAINING, device=CPU, offload="optimizer")
+    optimizer = AdamW(
+        parameters, [True] * 8, TRAINING, names=list("abcdefgh"), device=CPU, offload="optimizer"
+    )
     grads = [torch.randn(64, 64) for _ in range(8)]
     optimizer.step(grads, rate=RATE)
 

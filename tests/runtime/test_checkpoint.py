@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from planner.document import read  # noqa: E402
 from planner.errors import DocumentError, LaunchError  # noqa: E402
 from planner.model import Layer, ModelGraph  # noqa: E402
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
-from runtime.checkpoint import Progress, complete, load, newest, progress  # noqa: E402
+from runtime.checkpoint import Progress, complete, load, newest, problem, progress  # noqa: E402
 from runtime.data import Corpus  # noqa: E402
 from runtime.engine import Engine  # noqa: E402
 from runtime.saving import Saver  # noqa: E402
@@ -98,7 +99,8 @@ def test_what_was_saved_is_loaded_in_place(tmp_path: Path) -> None:
 
     assert weights.tolist() == [7.0, 7.0, 7.0]
     assert int(target["optim.steps"]) == 7
-    assert progress(saved).model_copy(update={"files": {}}) == done(3)
+    lists = {"files": {}, "checksums": {}, "checksum": None}
+    assert progress(saved).model_copy(update=lists) == done(3)
     assert read(Plan, saved / "plan.yaml") == PLAN
     assert read(ModelGraph, saved / "model.yaml") == MODEL
 
@@ -110,7 +112,7 @@ def test_the_newest_complete_checkpoint_counts_by_step_not_by_name(tmp_path: Pat
     assert newest(tmp_path) == tmp_path / "step-1000000"
 
 
-@pytest.mark.parametrize("missing", [".metadata", "meta.json"])
+@pytest.mark.parametrize("missing", ["tensors.json", "meta.json"])
 def test_a_checkpoint_without_its_last_files_does_not_count(tmp_path: Path, missing: str) -> None:
     first = save(tmp_path, state(1.0), done(1), run="r")
     second = save(tmp_path, state(2.0), done(2), run="r")
@@ -136,6 +138,20 @@ def test_the_last_two_stay_and_what_killed_runs_left_goes(tmp_path: Path) -> Non
         "step-000002",
         "step-000003",
     ]
+
+
+def test_a_crash_while_old_ones_are_deleted_leaves_none_that_seems_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, **options: object) -> None:
+        next(path.iterdir()).unlink()
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    for step in (1, 2, 3):
+        save(tmp_path, state(step), done(step), run="r")
+
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000002", "step-000003"]
+    assert all(problem(path) is None for path in tmp_path.glob("step-*"))
 
 
 def test_an_incomplete_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
@@ -181,10 +197,10 @@ def test_a_shape_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path) ->
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     saved = save(tmp_path, state(1.0), done(1), run="r")
-    for file in saved.glob("*.distcp"):
+    for file in saved.glob("*.bin"):
         file.write_bytes(b"")
 
-    with pytest.raises(LaunchError, match="cannot be loaded"):
+    with pytest.raises(LaunchError, match=r"step-000001/rank-00000\.bin: is damaged"):
         load(saved, state(0.0))
 
 
@@ -288,7 +304,7 @@ def test_a_disk_that_fails_is_told_at_the_next_look_and_costs_no_older_checkpoin
 def test_a_file_that_was_cut_short_does_not_count(tmp_path: Path) -> None:
     first = save(tmp_path, state(1.0), done(1), run="r")
     second = save(tmp_path, state(2.0), done(2), run="r")
-    (file,) = second.glob("*.distcp")
+    (file,) = second.glob("*.bin")
     file.write_bytes(file.read_bytes()[:-1])
 
     assert newest(tmp_path) == first

@@ -187,8 +187,9 @@ def test_a_block_keeps_what_the_planner_counts() -> None:
             stored = table(graph, layer, setting).stored(recompute)
             expected.append(sum(size for name, size in stored.items() if name != "x"))
 
+    more = 0 if hasattr(dist, "reduce_scatter_single") else 1  # a byte of its own, before 2.13
     for kept in on_ranks(2, kept_by_blocks):
-        assert kept == expected
+        assert kept == [size + more for size in expected]
 
 
 def test_one_rank_holds_everything() -> None:

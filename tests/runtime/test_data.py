@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 from pathlib import Path
 
@@ -257,6 +260,57 @@ def test_a_single_file_that_is_no_text_is_refused(
     with pytest.raises(DocumentError, match="file: is not UTF-8 text"):
         prepare(files(tmp_path / "file"), cache=cache)
     assert list((cache / "corpora").iterdir()) == []
+
+
+NAMES = ("chat.jsonl", "a.JSON", "b.csv", "c.tsv", "d.parquet", "e.arrow", "text.txt.gz", "f.zst")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("where", ["itself", "alone in a folder", "beside text"])
+def test_structured_files_are_refused_by_name(tmp_path: Path, name: str, where: str) -> None:
+    (tmp_path / "deep").mkdir()
+    file = tmp_path / "deep" / name
+    file.write_text('{"text": "roses"}\n')
+    if where == "beside text":
+        (tmp_path / "a.txt").write_text("roses\n")
+
+    with pytest.raises(DocumentError, match=f"{name}: is .*, not plain text; write the text .*txt"):
+        files(file if where == "itself" else tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b'{"messages": []}\n{"messages": []}\n', "JSON"),
+        (b'\n  {"text": "roses"}', "JSON"),
+        (b'[\n  {\n    "text":\n "roses"\n  }\n]\n', "JSON"),
+        (b'\xef\xbb\xbf[{"text": "' + b"roses " * 2**18, "JSON"),
+        (b"PAR1\x15\x04", "a table"),
+        (b"ARROW1\0\0", "a table"),
+        (gzip.compress(b"roses", mtime=0), "compressed"),
+        (bz2.compress(b"roses"), "compressed"),
+        (lzma.compress(b"roses"), "compressed"),
+    ],
+)
+@pytest.mark.parametrize("single", [True, False])
+def test_structured_files_are_refused_by_their_content(
+    tmp_path: Path, cache: Path, content: bytes, what: str, single: bool
+) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("roses\n")
+    (folder / "b.txt").write_bytes(content)
+
+    with pytest.raises(DocumentError, match=f"b.txt: is {what}"):
+        prepare(files(folder / "b.txt" if single else folder), cache=cache)
+    assert list((cache / "corpora").iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["{roses}\n", "{\n 'a': 1}", '{"a"}\n', "[1]\n", "P\n", "12,3\n"])
+def test_text_that_begins_like_structure_is_text(tmp_path: Path, cache: Path, text: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+
+    assert prepare(files(tmp_path), cache=cache).tokens == len(text) + 1
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path, cache: Path) -> None:

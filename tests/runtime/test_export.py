@@ -144,11 +144,13 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         to_huggingface(tmp_path / "reference", tmp_path / "out")
     with pytest.raises(LaunchError, match="nowhere: is no complete checkpoint"):
         to_huggingface(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(LaunchError, match="full: is no complete checkpoint"):
+        to_huggingface(tmp_path / "full", tmp_path / "out")
     with pytest.raises(LaunchError, match="full: is there already"):
         to_huggingface(tmp_path / "llama", tmp_path / "full")
-    (file,) = (tmp_path / "llama" / "step-000002").glob("*.distcp")
+    (file,) = (tmp_path / "llama" / "step-000002").glob("*.bin")
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(LaunchError, match="files are missing or cut short"):
+    with pytest.raises(LaunchError, match=r"rank-00000\.bin: has \d+ bytes, and \d+ were written"):
         to_huggingface(tmp_path / "llama" / "step-000002", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import DocumentError, LaunchError, MeshwrightError
-from planner.plan import PlannedModel, Training
+from planner.plan import Plan, PlannedModel
 from runtime import checkpoint, preflight
 from runtime import launch as launching
 from runtime import run as files_of
@@ -30,7 +30,11 @@ from tests.runtime.rooms import ENOUGH, MODEL, ROOT, Room, plan_of
     [
         ({"or_start": True}, "or_start: goes with `resume`"),
         ({"steps": 0}, "steps: is 0; it must be more than 0"),
-        ({"max_seconds": -1.0}, "max_seconds: is -1.0; it must be more than 0"),
+        ({"max_seconds": -1.0}, "max_seconds: is -1; it must be more than 0"),
+        ({"max_seconds": float("nan")}, "max_seconds: is nan; it must be more than 0"),
+        ({"steps": 10**18}, r"steps: is 1e\+18; it must be more than 0, at most"),
+        ({"training": ["beta1=65537"]}, "beta1: is 65537; input should be less than 1"),
+        ({"training": ["beta2=1.0"]}, "beta2: is 1.0; input should be less than 1"),
         ({"checkpoint_every": 5}, "checkpoint_every: name the folder of the checkpoints"),
         ({"resume": True}, "resume: name the folder of the checkpoints"),
         ({"data": "nowhere.txt"}, "nowhere.txt: does not exist; give a text file or a folder"),
@@ -166,6 +170,31 @@ def test_checkpoints_are_neither_overwritten_nor_misused(
         room.run(plan_of(), checkpoint=room.folder / "saved", **options)
 
 
+def test_a_checkpoint_is_not_taken_for_a_folder_of_them(room: Room) -> None:
+    saved = fake_checkpoint(room.folder / "saved", 30)
+
+    with pytest.raises(LaunchError, match="step-000030: is a checkpoint; name the folder that it"):
+        room.run(plan_of(), checkpoint=saved, resume=True, or_start=True)
+    assert not (saved / ".lock").exists()
+
+
+def test_going_on_without_checksums_is_said(room: Room, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = fake_checkpoint(room.folder / "saved", 30)
+
+    launch(
+        room.plan(plan_of()),
+        model=MODEL,
+        data=room.text,
+        output=room.folder / "out",
+        checkpoint=saved.parent,
+        resume=True,
+        steps=31,
+        dry_run=True,
+    )
+
+    assert f"{saved}: was written without checksums; damage" in capsys.readouterr().err
+
+
 def test_text_that_is_trained_on_is_not_held_out(room: Room) -> None:
     with pytest.raises(LaunchError, match=r"evaluate: .*text.txt is what is trained on"):
         room.run(plan_of(), evaluate=room.text)
@@ -181,9 +210,7 @@ def test_tensorboard_that_is_not_installed_is_refused(
 
 
 def test_resuming_nothing_is_refused(room: Room) -> None:
-    (fake_checkpoint(room.folder / "saved", 30) / "meta.json").unlink()
-
-    with pytest.raises(LaunchError, match="there is no complete checkpoint to resume"):
+    with pytest.raises(LaunchError, match="there is no checkpoint to resume"):
         room.run(plan_of(), checkpoint=room.folder / "saved", resume=True)
 
 
@@ -358,13 +385,37 @@ def test_an_interrupted_launch_ends_all_and_says_how_far_it_came(
     assert room.ranks() == {}
 
 
+WILD = """
+from torch import nn
+
+class Head(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float("inf")
+
+def factory():
+    return [nn.Embedding(258, 8), Head(8, 258)]
+"""
+
+
 @pytest.mark.ranks
 def test_nonsense_in_training_is_told_in_one_message(room: Room) -> None:
     pytest.importorskip("torch")
-    wild = Training(learning_rate=1e30, clip_norm=0.0)
+    from runtime.factory import graph_of_factory
 
-    with pytest.raises(LaunchError, match=r"^step \d gave loss .*Lower the learning rate"):
-        room.run(plan_of(training=wild), steps=9)
+    source = f"{room.folder}/wild.py:factory"
+    Path(source.partition(":")[0]).write_text(WILD)
+    graph = graph_of_factory(source, seq_len=16)
+    names = [{"layer": name} for name, _ in graph.chain]
+    plan = Plan.of(
+        {
+            **plan_of().model_dump(mode="json", exclude_none=True),
+            "model": {"name": graph.name, "source": source, "digest": graph.digest},
+            "stages": [{"layers": names}],
+        }
+    )
+
+    with pytest.raises(LaunchError, match=r"^step 1 gave loss .*Lower the learning rate"):
+        room.run(plan, model=graph, steps=9)
     assert room.ranks() == {}
 
 

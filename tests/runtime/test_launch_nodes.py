@@ -20,7 +20,7 @@ from planner.errors import LaunchError, MeshwrightError
 from planner.plan import Plan
 from runtime import checkpoint
 from runtime.launch import launch
-from runtime.nodes import Seat
+from runtime.nodes import NodeRank
 from runtime.preflight import ranks_of_node
 from runtime.report import RunReport
 from tests.runtime.ports import free_port
@@ -38,13 +38,13 @@ def on_nodes(
     path = room.plan(plan)
 
     def node(number: int) -> None:
-        seat = Seat(node=number, nodes=len(devices), host="127.0.0.1", port=port)
+        node_rank = NodeRank(node=number, nodes=len(devices), host="127.0.0.1", port=port)
         settings: dict[str, Any] = {"model": MODEL, "data": room.text, "quiet": True}
         for name, value in options.items():
             settings[name] = value(number) if callable(value) else value
         settings.setdefault("output", room.folder / "out")
         try:
-            ends[number] = launch(path, seat=seat, nodes=devices, **settings)
+            ends[number] = launch(path, node_rank=node_rank, nodes=devices, **settings)
         except MeshwrightError as error:
             ends[number] = error
 
@@ -156,11 +156,11 @@ import json, os, sys
 from planner.document import read
 from planner.model import ModelGraph
 from runtime.launch import launch
-from runtime.nodes import seat_of
+from runtime.nodes import node_rank_of
 folder = sys.argv[1]
 report = launch(folder + "/plan.yaml", model=read(ModelGraph, folder + "/model.yaml"),
     data=folder + "/text.txt", output=folder + "/out", steps=3, quiet=True,
-    seat=seat_of(os.environ), nodes=(2, 2))
+    node_rank=node_rank_of(os.environ), nodes=(2, 2))
 print(json.dumps(report.losses if report else None))
 """
 

@@ -1,18 +1,15 @@
-"""Nodes find their seats in what starts jobs, meet at one table, and leave together."""
+"""Nodes find their ranks in what starts jobs."""
 
 from __future__ import annotations
 
 import doctest
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from planner.errors import LaunchError
 from runtime import nodes
-from runtime.nodes import Meeting, Seat, seat_of
-from tests.runtime.ports import free_port
+from runtime.nodes import node_rank_of
 
 
 @pytest.mark.parametrize(
@@ -56,27 +53,30 @@ from tests.runtime.ports import free_port
         ),
     ],
 )
-def test_seats_are_read_from_what_starts_jobs(
+def test_node_ranks_are_read_from_what_starts_jobs(
     environment: dict[str, str], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runtime.nodes.shutil.which", lambda _: None)
 
-    seat = seat_of(environment)
+    found = node_rank_of(environment)
 
-    assert (seat.node, seat.nodes, seat.host, seat.port)[: len(expected)] == expected
+    assert (found.node, found.nodes, found.host, found.port)[: len(expected)] == expected
 
 
 def test_what_is_asked_for_comes_before_the_environment() -> None:
     kubeflow = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"}
 
-    assert seat_of(kubeflow, nodes=3, node=0, rendezvous="b:1").host == "b"
-    assert seat_of(kubeflow, nodes=1).nodes == 1
+    assert node_rank_of(kubeflow, nodes=3, node=0, rendezvous="b:1").host == "b"
+    assert node_rank_of(kubeflow, nodes=1).nodes == 1
 
 
 @pytest.mark.parametrize(
     ("environment", "asked", "said"),
     [
         ({}, {"nodes": 2}, "--rendezvous"),
+        ({}, {"nodes": 2, "node": 0, "rendezvous": "a:70000"}, "ports are 1 to 65535"),
+        ({}, {"nodes": 2, "node": 0, "rendezvous": "a b:1"}, "a name or an address"),
+        ({}, {"nodes": 2, "node": 0, "rendezvous": ":1"}, "a name or an address"),
         ({}, {"nodes": 2, "node": 2, "rendezvous": "a"}, "nodes count from 0"),
         ({"PET_NNODES": "2:4", "PET_MASTER_ADDR": "a"}, {}, "whole numbers"),
         (
@@ -96,86 +96,7 @@ def test_what_cannot_be_understood_says_what_to_write(
     environment: dict[str, str], asked: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(LaunchError, match=said):
-        seat_of(environment, **asked)
-
-
-def at_table(count: int, work: Callable[[Meeting], Any]) -> list[Any]:
-    """Let `count` threads be nodes; return what each returned or raised."""
-    port = free_port()
-    results: list[Any] = [None] * count
-
-    def sit(node: int) -> None:
-        seat = Seat(node=node, nodes=count, host="127.0.0.1", port=port)
-        try:
-            with Meeting(seat, meet_s=20) as meeting:
-                results[node] = work(meeting)
-        except LaunchError as error:
-            results[node] = error
-
-    threads = [threading.Thread(target=sit, args=(node,)) for node in reversed(range(count))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
-
-
-def test_all_hear_what_all_say_in_the_order_of_the_nodes() -> None:
-    def work(meeting: Meeting) -> Any:
-        first = meeting.everyones({"node": meeting.seat.node})
-        return first, meeting.everyones(len(first)), meeting.interface
-
-    assert at_table(3, work) == [([{"node": 0}, {"node": 1}, {"node": 2}], [3, 3, 3], "lo")] * 3
-
-
-@pytest.mark.parametrize("leaving", [0, 2])
-def test_a_node_that_fails_tells_all_others_why(leaving: int) -> None:
-    def work(meeting: Meeting) -> None:
-        meeting.everyones("here")
-        if meeting.seat.node == leaving:
-            raise LaunchError("the disk is full")
-        meeting.everyones("done")
-
-    results = at_table(3, work)
-
-    assert str(results.pop(leaving)) == "the disk is full"
-    assert [str(result) for result in results] == [f"node {leaving}: the disk is full"] * 2
-
-
-def test_while_ranks_work_a_node_looks_whether_others_left() -> None:
-    early = threading.Event()
-
-    def work(meeting: Meeting) -> str:
-        if meeting.seat.node == 1:
-            early.set()
-            return str(meeting.everyones("done early"))
-        early.wait(10)
-        while not meeting._early:
-            meeting.check()  # what comes too early is kept
-        return str(meeting.everyones("done"))
-
-    assert at_table(2, work) == ["['done', 'done early']"] * 2
-
-
-def test_two_that_say_they_are_one_node_are_refused() -> None:
-    port = free_port()
-    seats = [Seat(node=node, nodes=3, host="127.0.0.1", port=port) for node in (0, 1, 1)]
-    said: list[str] = []
-
-    def sit(seat: Seat) -> None:
-        try:
-            with Meeting(seat, meet_s=20) as meeting:
-                meeting.everyones("here")
-        except LaunchError as error:
-            said.append(str(error))
-
-    threads = [threading.Thread(target=sit, args=(seat,)) for seat in seats]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-
-    assert any("two processes say they are node 1" in text for text in said)
+        node_rank_of(environment, **asked)
 
 
 def test_examples_in_docstrings_hold() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -25,7 +26,9 @@ TRIES = 3
 
 def rehearsed(plan: Plan, model: ModelGraph, rank: int) -> Rehearsal:
     """Rehearse in a process of its own, which may be in no process group yet."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as apart:
+    fork = multiprocessing.get_context("fork")
+    # What was there before the fork need not be looked through for tensors again and again.
+    with ProcessPoolExecutor(1, mp_context=fork, initializer=gc.freeze) as apart:
         return apart.submit(rehearse, plan, model, rank=rank).result()
 
 

@@ -26,7 +26,7 @@ from planner.costs.seats import branching
 from planner.errors import DocumentError
 from planner.plan import Job, Layout, Plan, PlannedModel
 from planner.predict import placement_prediction, placements_of
-from planner.search.best_first import TIES_LIMIT_S, Answer
+from planner.search.answer import TIES_LIMIT_S, Answer
 from planner.search.candidates import Candidates
 from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
 from planner.search.formulation import instance_of, plan_of
@@ -198,8 +198,7 @@ class GraphSpace(AlikeSpace):
             self._candidates.pins.recompute,
         )
         # The plan is for the model as its source has it, whatever the order of its branches.
-        own = PlannedModel(name=plan.model.name, source=plan.model.source, digest=original.digest)
-        plan = Plan(**{**dict(plan), "model": own})
+        plan = Plan(**{**dict(plan), "model": PlannedModel.of(original)})
         cuts = found.split.split.cuts
         seats = branching(
             self._tables, found.layout, [names[a:b] for a, b in itertools.pairwise(cuts)]

@@ -17,10 +17,10 @@ from typing import Any, Protocol, TypeVar
 from planner.costs.layout_costs import LayoutCosts
 from planner.errors import NoPlanFits
 from planner.plan import Layout
-from planner.search.best_first import Answer
+from planner.search.answer import Answer
 from planner.search.certificate import CHOSEN, REFUSED, SLOWER, Account
 from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first, ranking
-from planner.search.ranked import Ranked
+from planner.search.ranked import Ranked, proven
 
 Progress = Callable[[int, int], None]
 Refusals = dict[str, int]
@@ -131,15 +131,16 @@ def search_spaces(
         account.lost(SLOWER, loser.layout, objective_s=loser.objective_s)
     ranked = tuple(space.ranked(one, cluster_name) for space, one in found[:top])
     winner = found[0][1]
+    certificate = account.certificate(
+        objective_s=winner.objective_s,
+        lower_bound_s=winner.lower_bound_s,
+        optimal=winner.split.optimal,
+        solver="exact",
+    ).model_copy(update={"layout": ranked[0].plan.layout.text()})
     return Answer(
         plan=ranked[0].plan,
         prediction=ranked[0].prediction,
-        certificate=account.certificate(
-            objective_s=winner.objective_s,
-            lower_bound_s=winner.lower_bound_s,
-            optimal=winner.split.optimal,
-            solver="exact",
-        ),
+        certificate=proven(certificate, ranked[0]),
         search_s=time.process_time() - started,
         top=ranked,
         solved=solved,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.backends import cells
-from planner.backends.rules import known_name
+from planner.catalog import stack_name
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_tasks_and_frameworks_have_several_names() -> None:
         "pretrain",
         None,
     ]
-    assert known_name("Megatron-LM") == "megatron"
-    assert known_name("FSDP2") == "fsdp"
+    assert stack_name("Megatron-LM") == "megatron"
+    assert stack_name("FSDP2") == "fsdp"
 
 
 def test_a_number_may_have_separators_and_an_empty_cell_many_looks() -> None:

@@ -8,9 +8,8 @@ import random
 import pytest
 
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.rules import KNOWN
 from planner.backends.runs import Run, run_of
-from planner.catalog import accelerators
+from planner.catalog import accelerators, stacks
 
 PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "bf16+quantised-weights", "")
 OFFLOADS = ("none", "", "optimizer", "params", "activations", "params+activations")
@@ -45,7 +44,7 @@ def row(seed: int) -> dict[str, str]:
         "sequence_parallel": rng.choice(["0", "1", ""]),
         "flash_attention": rng.choice(["0", "1", ""]),
         "task": rng.choice(["pretrain", "pretrain", "lora", "qlora", "full_finetune"]),
-        "framework": rng.choice([*sorted(KNOWN), "mystery", ""]),
+        "framework": rng.choice([*sorted(stacks()), "mystery", ""]),
     }
     if rng.random() < 0.3:
         more = {"n_experts": "64", "experts_per_token": "8", "expert_ffn_size": str(hidden // 2)}

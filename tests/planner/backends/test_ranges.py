@@ -7,10 +7,8 @@ import math
 import pytest
 
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.ranges import SEEN
-from planner.backends.rules import KNOWN
 from planner.backends.runs import Run, run_of
-from planner.catalog import accelerators
+from planner.catalog import accelerators, stacks
 from planner.costs.uncertainty import UNMEASURED_ABOVE, UNMEASURED_BELOW
 
 ROW = {
@@ -49,7 +47,7 @@ def test_a_run_among_the_measured_ones_has_its_frameworks_residuals() -> None:
     found = predicted()
 
     assert found.beyond == ()
-    assert widths(found) == pytest.approx((KNOWN["nanotron"].spread,) * 2)
+    assert widths(found) == pytest.approx((stacks()["nanotron"].accuracy.spread,) * 2)
 
 
 @pytest.mark.parametrize(
@@ -75,5 +73,6 @@ def test_what_was_never_measured_has_a_wider_range_and_says_so(
 
 
 def test_what_was_measured_names_frameworks_and_accelerators_that_exist() -> None:
-    assert SEEN.keys() <= KNOWN.keys()
-    assert set().union(*(seen.accelerators for seen in SEEN.values())) <= accelerators().keys()
+    seen = [stack.accuracy.seen for stack in stacks().values() if stack.accuracy.seen]
+
+    assert set().union(*(one.accelerators for one in seen)) <= accelerators().keys()

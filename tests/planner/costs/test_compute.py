@@ -2,6 +2,7 @@
 
 import pytest
 
+from planner.catalog import native
 from planner.cluster import Accelerator, DeviceCurve
 from planner.costs.compute import (
     Device,
@@ -16,6 +17,7 @@ from planner.costs.compute import (
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
 from planner.layers.operator_table import Operator
+from planner.stack import EightBit
 
 CURVE = DeviceCurve(
     launch_s=5e-6,
@@ -80,7 +82,7 @@ def accelerator(**peaks: float) -> Accelerator:
 
 def test_bf16_runs_at_the_rate_of_fp16_where_the_sheet_has_only_that() -> None:
     assert peak_flops(accelerator(fp32=1.0, fp16=8.0), "bf16") == 8.0
-    assert device(accelerator(fp32=1.0, fp16=8.0), "fp32").peak_flops == 1.0
+    assert device(accelerator(fp32=1.0, fp16=8.0), "fp32", EightBit()).peak_flops == 1.0
 
 
 def test_a_precision_without_a_peak_is_an_error_that_says_which_there_are() -> None:
@@ -94,13 +96,20 @@ def test_only_curves_of_single_kernels_are_lowered_to_what_a_step_sustains() -> 
         update={"curve": CURVE.model_copy(update={"provenance": "measured"})}
     )
 
-    assert sustained(quoted) == device(quoted, "fp32").sustained == 0.9
+    assert sustained(quoted) == device(quoted, "fp32", EightBit()).sustained == 0.9
     assert sustained(measured) == 1.0
     assert sustained(quoted.model_copy(update={"kind": "cpu"})) == 1.0
 
 
 def test_a_product_in_eight_bits_pays_for_rounding_its_operands() -> None:
-    narrow = Device(peak_flops=100e12, memory_bytes_per_s=1e12, curve=CURVE, eight_bit_flops=200e12)
+    narrow = Device(
+        peak_flops=100e12,
+        memory_bytes_per_s=1e12,
+        curve=CURVE,
+        eight_bit_flops=200e12,
+        cast_bytes=33,
+        cast_kernels=9,
+    )
     x, w, y = 2e9, 3e9, 4e9  # bytes in 16 bits
     product = Operator(
         name="up", kind="matmul", inputs=(), outputs={"y": y}, flops=1e12, moved_bytes=x + w + y
@@ -120,7 +129,9 @@ def test_a_product_in_eight_bits_pays_for_rounding_its_operands() -> None:
 def test_what_fp8_does_not_round_runs_as_in_bf16() -> None:
     accelerator = resolve_cluster("8xh100-sxm-80gb").groups[0].accelerator
 
-    narrow, wide = device(accelerator, "fp8"), device(accelerator, "bf16")
+    narrow, wide = (
+        device(accelerator, precision, native().eight_bit) for precision in ("fp8", "bf16")
+    )
 
     assert narrow.peak_flops == wide.peak_flops
     assert narrow.eight_bit_flops == accelerator.peak_flops["fp8"]

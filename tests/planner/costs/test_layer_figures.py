@@ -22,6 +22,7 @@ from planner.profile import Profile
 from planner.search.best_first import search
 from planner.search.pins import Pins
 from planner.search.space import layouts
+from planner.stack import EightBit
 
 MODELS = ["llama-3.1-8b", "deepseek-v3", "mixtral-8x7b", "gpt2", "gemma-2-2b", "bert-large"]
 
@@ -30,7 +31,8 @@ MODELS = ["llama-3.1-8b", "deepseek-v3", "mixtral-8x7b", "gpt2", "gemma-2-2b", "
 @pytest.mark.parametrize("divided", [1, 2])
 def test_a_table_of_many_settings_is_the_tables_of_each(name: str, divided: int) -> None:
     model = resolve_model(name)
-    device = compute.device(resolve_cluster("8xh100-sxm-80gb").groups[0].accelerator, "bf16")
+    accelerator = resolve_cluster("8xh100-sxm-80gb").groups[0].accelerator
+    device = compute.device(accelerator, "bf16", EightBit())
     each = [
         Setting(micro_batch=b, seq_len=512, tensor=divided * t, context=divided * c, expert=divided)
         for b in (divided, 2 * divided, 6 * divided)

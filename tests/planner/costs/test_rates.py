@@ -2,7 +2,8 @@
 
 import pytest
 
-from planner.costs.rates import OVERLAP, UNIT_HOST_S, Rates, assumptions, rates
+from planner.catalog import native
+from planner.costs.rates import Rates, assumptions, rates
 from planner.expressions import resolve_cluster
 from planner.plan import Job
 from planner.profile import Birth, Overheads, Profile
@@ -57,14 +58,14 @@ def test_of_a_collective_only_what_computation_does_not_hide_is_seen(
 
 
 def test_without_a_profile_an_accelerator_hides_most_and_a_cpu_nothing(quoted: Rates) -> None:
-    cpu = Rates(device=quoted.device, curves={}, overheads=None, on_cpu=True)
+    cpu = Rates(device=quoted.device, curves={}, overheads=None, on_cpu=True, stack=native())
 
-    assert quoted.exposed_s(1.0, 10.0) == pytest.approx(1 - OVERLAP)
+    assert quoted.exposed_s(1.0, 10.0) == pytest.approx(1 - native().sharding.overlap)
     assert cpu.exposed_s(1.0, 10.0) == 1.0
 
 
 def test_the_host_costs_nothing_where_the_device_is_behind(quoted: Rates) -> None:
-    assert quoted.unit_s(0.0) == UNIT_HOST_S
+    assert quoted.unit_s(0.0) == native().sharding.unit_s
     assert quoted.unit_s(1.0) == 0.0
     assert rates(NODE, JOB, profile(shard_unit_s=0.25)).unit_s(1.0) == 0.25
 

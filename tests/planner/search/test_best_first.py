@@ -19,7 +19,8 @@ from planner.native import Rules, limit, refusal
 from planner.plan import Job, Layout
 from planner.search import candidates as candidates_module
 from planner.search import space
-from planner.search.best_first import Answer, search
+from planner.search.answer import Answer
+from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.finalists import MARGIN
 from planner.search.pins import Pins, read_pins
@@ -394,7 +395,7 @@ def test_a_search_is_quick_and_solves_few_partition_problems(case: Case, limit_s
 
     assert answer.search_s < limit_s
     assert answer.certificate.gap == 0
-    assert answer.solved <= 10
+    assert answer.solved <= 16
 
 
 @pytest.mark.parametrize("collecting", [True, False])

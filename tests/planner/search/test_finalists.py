@@ -10,7 +10,8 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Job
 from planner.predict import predict
 from planner.prediction import Simulated
-from planner.search.best_first import Answer, search
+from planner.search.answer import Answer
+from planner.search.best_first import search
 from planner.search.finalists import MARGIN
 from planner.search.pins import Pins
 

@@ -14,7 +14,7 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.plan import INSIDE_OUT, Job, Layout
 from planner.search.axis_orders import distinct_orders
-from planner.search.pins import Pins, pinned_layout, read_pins
+from planner.search.pins import Pins, pinned_layout, read_layout, read_pins, without_effect
 from planner.search.space import canonical, every_degrees, families, layouts
 
 JOB = Job(seq_len=4096, global_batch=64)
@@ -127,3 +127,48 @@ def test_pins_allow_what_they_describe(mixtral: ModelGraph, four_nodes: ClusterS
         for layout in layouts(mixtral, four_nodes, JOB, Pins(context=1, expert=1))
         if layout.context == 1 and layout.expert == 1
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp=2,dp=2", r"leaves 28 of 32 devices idle; add idle=28, or name degrees whose product"),
+        ("tp=3,dp=2", "leaves 26 of 32 devices idle; add idle=26"),
+        ("tp=2,dp=2,idle=4", "leaves 28 of 32 devices idle; add idle=28"),
+        ("tp=2,idle=32", "idle=32 leaves none of 32 devices"),
+    ],
+)
+def test_a_layout_that_leaves_devices_idle_must_say_so(
+    text: str, message: str, four_nodes: ClusterSpec
+) -> None:
+    pins, idle = read_layout(text, ["stale"])
+
+    with pytest.raises(DocumentError, match=message):
+        pinned_layout(four_nodes, JOB, pins, idle=idle)
+
+
+def test_a_layout_may_name_idle_devices(four_nodes: ClusterSpec) -> None:
+    pins, idle = read_layout("tp=2,idle=16", ["stale"])
+
+    layout = pinned_layout(four_nodes, JOB, pins, idle=idle)
+
+    assert (layout.tensor, layout.data, layout.devices) == (2, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "expected"),
+    [
+        ("schedule=1f1b", Layout(data_shard=8, zero=1), ["schedule=1f1b has no effect: pp=1"]),
+        ("v=1", Layout(data_shard=8, zero=1), ["v=1 has no effect: pp=1"]),
+        ("order=pp-tp", Layout(pipeline=8), ["order=pp-tp-cp-dp has no effect: pp alone is"]),
+        ("zero=2", Layout(pipeline=2, data_shard=4, zero=2), ["zero=2 has the effect of zero=1"]),
+        ("schedule=1f1b,v=1,pp=2,order=pp-tp", Layout(pipeline=2, tensor=4), []),
+        ("zero=2", Layout(data_shard=4, zero=2, micro_batches=2), []),
+        ("tp=1,dp=8,recompute=full,micro_batch=1", Layout(data_shard=8, zero=1), []),
+    ],
+)
+def test_pins_without_effect_are_named(text: str, layout: Layout, expected: list[str]) -> None:
+    found = list(without_effect(read_pins([text]), layout))
+
+    assert len(found) == len(expected)
+    assert all(one.startswith(start) for one, start in zip(found, expected, strict=True))

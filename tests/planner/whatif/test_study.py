@@ -232,3 +232,15 @@ def test_a_cheaper_price_never_worsens_a_rank() -> None:
 
     places = [place(price) for price in (0.5, 1.0, 2.0, 4.0, 8.0)]
     assert places == sorted(places)
+
+
+def test_a_curve_of_what_a_cluster_has_not_is_left_out() -> None:
+    asked = study(
+        offers=[{"cluster": "4xa10g", "rent": PRICE}],
+        curves=[{"change": "network", "factors": [2.0]}, {"change": "memory", "factors": [2.0]}],
+    )
+
+    found = run(asked, processes=1)
+
+    assert [curve[0].change for curve in found.curves] == ["memory"]
+    assert answers(found) == []  # and nothing is raised

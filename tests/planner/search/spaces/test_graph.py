@@ -18,7 +18,8 @@ from planner.plan import Job, Layout, ScheduleName
 from planner.predict import layout_prediction, predict
 from planner.profile import Birth, LayerMeasurement, Profile
 from planner.schedule import orders
-from planner.search.best_first import Answer, search
+from planner.search.answer import Answer
+from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.pins import Pins
 from planner.search.savings import activations

@@ -21,7 +21,8 @@ from planner.model import ModelGraph
 from planner.plan import Job, Layout, Plan, ScheduleName
 from planner.predict import layout_prediction, predict
 from planner.profile import Birth, LayerMeasurement, Profile
-from planner.search.best_first import Answer, search
+from planner.search.answer import Answer
+from planner.search.best_first import search
 from planner.search.pins import Pins
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.search import layouts_of, runnable

@@ -1,0 +1,531 @@
+"""An attack on answers: plans that the search did not make, held against its proof and its plan.
+
+    python -m benchmarks.attack [REQUEST ...] [--plans N] [--seed S] [--json] [--markdown]
+
+Every request is planned.  Then random plans and neighbours of good ones (cuts, recomputation,
+schedules, micro-batches, degrees, ZeRO levels, orders of axes, experts, offload) are written as
+documents, read as documents and predicted.  A plan is a hit if it fits and
+
+    closed form   it lies in the space that the certificate speaks of, and its objective there is
+                  below the proven bound
+    simulation    its simulated step is more than TOLERANCE below that of the answer
+
+The second is a measure of quality, not of truth: the certificate proves nothing of simulated time
+but for 1F1B.  Exit code 1 says that there was a hit.
+
+What the certificate's space is, as it says itself (`certificate.model`, planner/search/space.py):
+
+    all devices are used, and what the native backend refuses is left out
+    a micro-batch has up to 64 samples, 64 ranks share a sequence at most
+    1 stage on each rank; under zbv and dualpipe-v 2, under interleaved schedules 2 to 8
+    ranks of several stages share the longest run of like layers evenly: what stands before it is
+    on the first stage, what stands behind it on the last, the stages of a rank have equally many
+    up to one, and the last stage may have fewer
+    expert parallelism keeps the usual order of axes
+    4 % of an accelerator's memory is kept free, nothing of a CPU's
+    activations are kept, states are on the device and gradients travel as they are, unless the
+    request allows otherwise; nothing is one step old
+    each pipeline stage is on devices of one kind, and of a kind all devices are used
+
+Other plans are tried too, and count in simulation alone.  The objective of a plan is worked out
+here from the seconds of its layers, by the words of `certificate.model`; for the search's own
+optimum the two agree to 1e-9, or the attack says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from benchmarks.attack_plans import (
+    LARGEST_CONTEXT,
+    LARGEST_MICRO_BATCH,
+    MOST_STAGES,
+    Choice,
+    Draft,
+    Drafts,
+    homes,
+    like_layers,
+)
+from benchmarks.attack_report import EQUAL, TOLERANCE, Outcome, lines, page
+from benchmarks.attack_requests import REQUESTS, Request
+from planner.costs.group_costs import GroupCosts
+from planner.costs.layout_costs import CostTables, has_room
+from planner.costs.seats import Seats, alike
+from planner.errors import DocumentError
+from planner.expressions import resolve_cluster, resolve_model
+from planner.pipeline_model import pace
+from planner.plan import INSIDE_OUT, Layout, Plan
+from planner.predict import (
+    Placement,
+    placement_prediction,
+    placements_of,
+    predict,
+    stage_seconds,
+)
+from planner.prediction import Prediction
+from planner.search.answer import Answer
+from planner.search.best_first import search
+from planner.search.pins import Pins, read_allowances
+
+MOST_ACTIONS = 20_000
+"""Forwards and backwards of all ranks in one simulated step."""
+MOST_LAYOUTS = 1_500
+"""Whose costs are kept at once."""
+CLIMBS = 12
+"""Layouts that are climbed from at once, of random ones and of the answer's."""
+BY = ("closed form", "simulated")
+"""What climbers look at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A plan of the attack, predicted."""
+
+    draft: Draft
+    plan: Plan
+    prediction: Prediction
+    objective_s: float
+    full: frozenset[int]
+    """Stages whose ranks have not room enough."""
+    outside: str | None
+    """Why it is not in the certificate's space."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether ranks and hosts have room."""
+        return self.prediction.fits
+
+    @property
+    def text(self) -> str:
+        """Return the layout, how many layers stages have, and what they recompute."""
+        recomputed = [
+            sum(item.recompute != "none" for item in stage.layers) for stage in self.plan.stages
+        ]
+        sizes = "/".join(map(str, self.draft.sizes))
+        groups = f" on {' '.join(self.draft.groups)}" if self.draft.groups else ""
+        often = f", recompute in {'/'.join(map(str, recomputed))}" if any(recomputed) else ""
+        return f"{self.plan.layout.text()}{groups}, layers {sizes}{often}"
+
+
+class Attack:
+    """One request: its answer, and plans against it."""
+
+    def __init__(self, request: Request, *, seed: int = 0) -> None:
+        self.request = request
+        self.model = resolve_model(request.model)
+        self.cluster = resolve_cluster(request.cluster)
+        self.job = request.job
+        allowed = read_allowances([request.allow]) if request.allow else frozenset()
+        self.answer: Answer = search(
+            self.model,
+            self.cluster,
+            self.job,
+            cluster_name=request.cluster,
+            pins=Pins(allowed=allowed),
+        )
+        self.rng = random.Random(f"{request.name} {seed}")
+        self.drafts = Drafts(
+            self.model, self.cluster, self.job, allowed=frozenset(allowed), rng=self.rng
+        )
+        self.drafts.layer_s = self._layer_s
+        self._layouts: set[Layout] = set()
+        self._forget()
+        certificate = self.answer.certificate
+        self.outcome = Outcome(
+            request=request.name,
+            asked=request.text,
+            answer=self.answer.plan.layout.text(),
+            simulated_s=self.answer.prediction.step_time_s,
+            objective_s=certificate.objective_s,
+            lower_bound_s=certificate.lower_bound_s,
+            own_objective_s=None,
+        )
+        self.starts = [
+            self.drafts.of(plan.model_dump(mode="json"))
+            for plan in self._own_plans()
+            if plan.shares is None
+        ]
+        optimum = (self.answer.closed_form or self.answer.top[0]).plan
+        if optimum.shares is None:
+            judged = self.judged(self.drafts.of(optimum.model_dump(mode="json")))
+            self.outcome.own_objective_s = judged.objective_s if judged else None
+
+    def _own_plans(self) -> list[Plan]:
+        found = [self.answer.plan, *(one.plan for one in self.answer.top)]
+        if self.answer.closed_form is not None:
+            found.append(self.answer.closed_form.plan)
+        return list(dict.fromkeys(found))
+
+    def _forget(self) -> None:
+        """Drop the costs of the layouts seen: they would fill the memory."""
+        activations = self.drafts.activations
+        self._priced: set[Layout] = set()
+        if self.cluster.mixed:
+            self._costs = GroupCosts(self.model, self.cluster, self.job, None, activations)
+            return
+        self._tables = CostTables(self.model, self.cluster, self.job, None, activations)
+
+    def _layer_s(self, layout: Layout, choices: Sequence[Choice]) -> list[float]:
+        """[layer] Seconds of a micro-batch, by which stages are balanced."""
+        tables = next(iter(self._costs.tables.values())) if self.cluster.mixed else self._tables
+        costs = tables.of(layout)
+        return [
+            next(
+                cost.forward_s + cost.backward_s
+                for cost in costs.kinds[kind]
+                if (cost.recompute, cost.activations) == choice
+            )
+            for kind, choice in zip(self.model.chain_kinds, choices, strict=True)
+        ]
+
+    def _seats(self, plan: Plan) -> tuple[CostTables, Seats]:
+        """Return what `planner.predict.seated` does, with costs that are kept."""
+        layout = plan.layout
+        self._layouts.add(layout)
+        self._priced.add(layout)
+        if len(self._priced) > MOST_LAYOUTS:
+            self._forget()
+        if plan.groups is None:
+            return self._tables, alike(self._tables, layout)
+        groups = [stage.group or "" for stage in plan.stages]
+        return self._costs.tables[groups[0]], self._costs.seats(layout, groups, None)
+
+    def judged(self, draft: Draft) -> Judged | None:
+        """Return a draft as a plan with its prediction; None if its document cannot be."""
+        if 2 * draft.layout.micro_batches * draft.layout.stages > MOST_ACTIONS:
+            return None
+        try:
+            plan = Plan.of(self.drafts.document(draft, name=self.request.cluster))
+            placements = placements_of(plan, self.model)
+        except DocumentError:
+            return None
+        tables, seats = self._seats(plan)
+        prediction = placement_prediction(tables, plan.layout, placements, seats)
+        full = (
+            stage
+            for stage, (one, seat) in enumerate(zip(prediction.stages, seats.stages, strict=True))
+            if not has_room(seat.accelerator, one.peak_memory_bytes)
+        )
+        return Judged(
+            draft=draft,
+            plan=plan,
+            prediction=prediction,
+            objective_s=objective_s(plan.layout, seats, placements, self._largest_stage(plan)),
+            full=frozenset(full),
+            outside=self.outside(draft),
+        )
+
+    def _largest_stage(self, plan: Plan) -> float:
+        """Return the share of an average rank that its largest stage has, if ranks are alike."""
+        run, layout = self.drafts.run, plan.layout
+        if layout.virtual_stages == 1 or run is None:
+            return 1.0
+        return min(1.0, -(-run.alike // layout.stages) * layout.pipeline / run.alike)
+
+    def outside(self, draft: Draft) -> str | None:
+        """Return why a draft is not in the space that the certificate speaks of, None if it is."""
+        layout = draft.layout
+        reasons = {
+            "devices are idle": layout.devices != self.cluster.devices,
+            "micro-batch": layout.micro_batch > LARGEST_MICRO_BATCH,
+            "ranks that share a sequence": layout.context > LARGEST_CONTEXT,
+            "stages on a rank": layout.virtual_stages > MOST_STAGES,
+            "experts in another order": layout.expert > 1 and layout.order != INSIDE_OUT,
+        }
+        if layout.virtual_stages > 1:
+            reasons["layers unevenly on a rank's stages"] = not self._even(draft)
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def _even(self, draft: Draft) -> bool:
+        """Whether ranks of several stages share the run of like layers as the space has it."""
+        layout, run, home = draft.layout, self.drafts.run, homes(draft.layout)
+        if run is None or draft.sizes[0] < run.before or draft.sizes[-1] < run.behind:
+            return False
+        like = list(like_layers(draft.sizes, run))
+        for rank in range(layout.pipeline):
+            own = [like[s] for s, r in enumerate(home) if r == rank]
+            if rank == home[-1] and home[0] != home[-1] and run.behind:
+                *own, last = own
+                if last > max(own) + 1:
+                    return False
+            if max(own) - min(own) > 1:
+                return False
+        return True
+
+    # Hunting.
+
+    def run(self, plans: int, told: Callable[[int, int], None] | None = None) -> Outcome:
+        """Judge so many plans: the answer's under other choices, random ones, what is near both."""
+        started = time.process_time()
+        outcome = self.outcome
+        own = [judged for draft in self.starts if (judged := self.judged(draft)) is not None]
+        swept = [
+            mended
+            for draft in self.starts
+            for one in self.drafts.sweep(draft)
+            if outcome.plans < plans // 2 and (mended := self.mended(one)) is not None
+        ]
+        pool = sorted(swept, key=lambda one: one.objective_s)[:CLIMBS]
+        pool += self._scan(outcome.plans + plans // 4, plans, told)
+        climbers = [Climber(self, one) for one in pool]
+        climbers += [Climber(self, one, by=by) for one in own for by in BY]
+        turn = idle = 0
+        while climbers and outcome.plans < plans and idle < 50 * len(climbers):
+            before = outcome.plans
+            climbers[turn % len(climbers)].step()
+            idle = 0 if outcome.plans > before else idle + 1
+            turn += 1
+            if told and turn % 50 == 0:
+                told(min(outcome.plans, plans), plans)
+        if told:
+            told(plans, plans)
+        outcome.layouts = len(self._layouts)
+        outcome.seconds = time.process_time() - started
+        return outcome
+
+    def _scan(self, end: int, plans: int, told: Callable[[int, int], None] | None) -> list[Judged]:
+        """Return the best of random plans up to number `end`; what does not fit is mended."""
+        count = end - self.outcome.plans
+        best: dict[Layout, Judged] = {}
+        promising: list[tuple[float, int, Draft]] = []
+        tries = 0
+        while self.outcome.plans < end and tries < 20 * count:
+            tries += 1
+            draft = self.drafts.some()
+            judged = self.tried(draft) if draft is not None else None
+            if judged is None:
+                continue
+            if judged.fits:
+                best[judged.plan.layout] = judged
+            else:
+                promising.append((judged.objective_s, tries, judged.draft))
+            if told and tries % 50 == 0:
+                told(min(self.outcome.plans, plans), plans)
+        for _, _, draft in sorted(promising, key=lambda one: one[:2])[: count // 40]:
+            mended = self.mended(draft)
+            if mended is not None:
+                best[mended.plan.layout] = mended
+        ranked = sorted(best.values(), key=lambda one: one.objective_s)
+        return ranked[:CLIMBS]
+
+    def tried(self, draft: Draft) -> Judged | None:
+        """Judge a draft, and keep account of it."""
+        judged = self.judged(draft)
+        if judged is None:
+            return None
+        outcome, answer = self.outcome, self.answer
+        outcome.plans += 1
+        if not judged.fits:
+            return judged
+        outcome.fit += 1
+        step_s = judged.prediction.step_time_s
+        if step_s < outcome.least_simulated_s:
+            outcome.least_simulated_s, outcome.fastest = step_s, judged.text
+        if judged.outside is None:
+            outcome.inside += 1
+            outcome.least_objective_s = min(outcome.least_objective_s, judged.objective_s)
+            if judged.objective_s < answer.certificate.lower_bound_s * (1 - EQUAL):
+                self._confirm(judged)
+                _enlist(outcome.closed_form_hits, judged, judged.objective_s)
+        if step_s < answer.prediction.step_time_s * (1 - TOLERANCE):
+            self._confirm(judged)
+            _enlist(outcome.simulation_hits, judged, step_s)
+        return judged
+
+    def _confirm(self, judged: Judged) -> None:
+        """Read the plan's text again, and predict it without anything that is kept."""
+        again = predict(Plan.parse(judged.plan.dump()), self.model, self.cluster)
+        assert abs(again.step_time_s - judged.prediction.step_time_s) <= EQUAL * again.step_time_s
+        assert again.fits
+
+    def mended(self, draft: Draft) -> Judged | None:
+        """Recompute in as few layers of each rank as make the draft fit; None if none do.
+
+        First selectively, on ranks where that is not enough fully; the earlier layers of a stage.
+        """
+        home = homes(draft.layout)
+        ranks = range(draft.layout.pipeline)
+        layers: dict[int, list[int]] = {rank: [] for rank in ranks}
+        at = 0
+        for stage, size in enumerate(draft.sizes):
+            layers[home[stage]] += range(at, at + size)
+            at += size
+        activations = draft.choices[0][1]
+        kinds: dict[int, str] = dict.fromkeys(ranks, "selective")
+        least = dict.fromkeys(ranks, 0)
+        most = {rank: len(layers[rank]) for rank in ranks}
+
+        def chosen(counts: dict[int, int]) -> Draft:
+            choices: list[Choice] = [("none", activations)] * len(draft.choices)
+            for rank, count in counts.items():
+                for place in layers[rank][:count]:
+                    choices[place] = (kinds[rank], activations)
+            return replace(draft, choices=tuple(choices))
+
+        judged = self.tried(chosen(least))
+        if judged is None or judged.fits:
+            return judged
+        for kind in ("selective", "full"):
+            judged = self.tried(chosen(most))
+            if judged is None:
+                return None
+            full = {home[stage] for stage in judged.full}
+            if not full:
+                break
+            if kind == "full":
+                return None
+            kinds |= dict.fromkeys(full, "full")
+        best = judged if judged.fits else None
+        while any(least[rank] < most[rank] for rank in ranks):
+            middle = {rank: (least[rank] + most[rank]) // 2 for rank in ranks}
+            found = self.tried(chosen(middle))
+            if found is None:
+                break
+            full = {home[stage] for stage in found.full}
+            for rank in ranks:
+                if rank in full:
+                    least[rank] = middle[rank] + 1
+                else:
+                    most[rank] = middle[rank]
+            if found.fits:
+                best = found
+        final = self.tried(chosen(most))
+        return final if final is not None and final.fits else best
+
+
+class Climber:
+    """A plan that takes its neighbours' places while they are better."""
+
+    def __init__(self, attack: Attack, start: Judged, by: str = "") -> None:
+        self.attack = attack
+        self.best = start
+        self.by = by or attack.rng.choice(BY)
+        self.start = start
+
+    def step(self) -> None:
+        """Try one neighbour, or one of a neighbour's."""
+        rng, draft = self.attack.rng, self.best.draft
+        if rng.random() < 0.1:
+            draft = self.start.draft
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            changed = self.attack.drafts.neighbour(draft)
+            draft = changed or draft
+        if draft == self.best.draft:
+            return
+        judged = self.attack.tried(draft)
+        if judged is None:
+            return
+        if not judged.fits and self._figure(judged) < self._figure(self.best):
+            mended = self.attack.mended(draft)
+            judged = mended or judged
+        if judged.fits and self._figure(judged) <= self._figure(self.best):
+            self.best = judged
+
+    def _figure(self, judged: Judged) -> float:
+        return judged.objective_s if self.by == "closed form" else judged.prediction.step_time_s
+
+
+def objective_s(
+    layout: Layout, seats: Seats, placements: Sequence[Placement], largest_stage: float
+) -> float:
+    """Seconds of a step in the certificate's closed form, from the seconds of a plan's stages.
+
+    T = steady max_r t_r + Σ_r (fill t_r - credit_r) + max_r Σ sync + step_s
+    """
+    home, ranks = homes(layout), range(layout.pipeline)
+    forward_s, backward_s, sync_s = ([0.0] * layout.pipeline for _ in range(3))
+    credits_s = 0.0
+    splits = layout.executed.splits_backward
+    for s, (seat, placement) in enumerate(zip(seats.stages, placements, strict=True)):
+        rank, stage = home[s], stage_seconds(seat.costs, placement)
+        forward_s[rank] += stage.whole_forward_s
+        backward_s[rank] += stage.whole_backward_s + splits * stage.action_s
+        sync_s[rank] += stage.sync_s + stage.optimizer_s + stage.stream_s
+        if splits:
+            for kind, _, _ in placement:
+                credits_s += min(part.figures.credit_s for part in seat.costs.parts[kind])
+        if s and home[s - 1] != rank:
+            for end in (home[s - 1], rank):
+                forward_s[end] += seats.transfer_s[s - 1] / 2
+                backward_s[end] += seats.transfer_s[s - 1] / 2
+    steady, fill = layout.micro_batches - 1.0, 1.0
+    if layout.pipeline > 1:
+        steady, fill = pace(
+            layout.schedule,
+            ranks=layout.pipeline,
+            micro_batches=layout.micro_batches,
+            largest_stage=largest_stage,
+        )
+    rank_s = [forward_s[rank] + backward_s[rank] for rank in ranks]
+    slowest_s = max(rank_s)
+    if layout.executed.forwards_first:
+        slowest_s = max(forward_s) + max(backward_s)
+    once_s = max(sync_s) + seats.stages[0].costs.step_s
+    return steady * slowest_s + fill * (sum(rank_s) - credits_s) + once_s
+
+
+def _enlist(hits: list[dict[str, object]], judged: Judged, seconds: float) -> None:
+    """Keep the best few hits, with the whole plan of each."""
+    if any(abs(hit["seconds"] - seconds) <= EQUAL * seconds for hit in hits):  # type: ignore[operator]
+        return
+    hits.append(
+        {
+            "seconds": seconds,
+            "objective_s": judged.objective_s,
+            "step_time_s": judged.prediction.step_time_s,
+            "outside": judged.outside,
+            "text": judged.text,
+            "plan": judged.plan.model_dump(mode="json", exclude_none=True),
+        }
+    )
+    hits.sort(key=lambda hit: hit["seconds"])  # type: ignore[arg-type,return-value]
+    del hits[5:]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("requests", nargs="*", metavar="REQUEST", help=", ".join(REQUESTS))
+    parser.add_argument("--plans", type=int, default=2000, help="of each request")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    arguments = parser.parse_args()
+    for name in arguments.requests:
+        if name not in REQUESTS:
+            parser.error(f"no request '{name}'; there are {', '.join(REQUESTS)}")
+    outcomes = []
+    for name in arguments.requests or REQUESTS:
+        attack = Attack(REQUESTS[name], seed=arguments.seed)
+        outcomes.append(attack.run(arguments.plans, _bar(name)))
+        if not arguments.json and not arguments.markdown:
+            print("\n".join(lines(outcomes[-1])), flush=True)
+    if arguments.json:
+        print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
+    if arguments.markdown:
+        asked = f"python -m benchmarks.attack --plans {arguments.plans} --seed {arguments.seed}"
+        print("\n".join(page(outcomes, " ".join([asked, *arguments.requests, "--markdown"]))))
+    return 0 if all(outcome.ok for outcome in outcomes) else 1
+
+
+def _bar(name: str) -> Callable[[int, int], None] | None:
+    """Return what shows progress on stderr, if a person is looking."""
+    if not sys.stderr.isatty():
+        return None
+
+    def told(done: int, total: int) -> None:
+        filled = 30 * done // max(1, total)
+        end = "\n" if done >= total else ""
+        bar = "#" * filled + "." * (30 - filled)
+        print(f"\r{name:14} [{bar}] {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
+
+    return told
+
+
+if __name__ == "__main__":
+    sys.exit(main())

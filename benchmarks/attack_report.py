@@ -1,0 +1,144 @@
+"""What an attack found, as text and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date
+
+EQUAL = 1e-9
+"""Seconds this close, relatively, are equal."""
+TOLERANCE = 0.03
+"""Of simulated seconds, relatively: so far from the closed form's optimum finalists may lie."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What an attack on one request found."""
+
+    request: str
+    asked: str
+    answer: str
+    simulated_s: float
+    objective_s: float
+    lower_bound_s: float
+    own_objective_s: float | None
+    """The same plan's, worked out by the attack; None if its stages are no draft's."""
+    plans: int = 0
+    fit: int = 0
+    inside: int = 0
+    layouts: int = 0
+    least_objective_s: float = float("inf")
+    least_simulated_s: float = float("inf")
+    fastest: str = ""
+    """The plan of the attack that takes the least simulated."""
+    closed_form_hits: list[dict[str, object]] = field(default_factory=list)
+    simulation_hits: list[dict[str, object]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the objective here is the search's."""
+        own_s = self.own_objective_s
+        return own_s is None or abs(own_s - self.objective_s) <= EQUAL * self.objective_s
+
+    @property
+    def ok(self) -> bool:
+        return self.agrees and not self.closed_form_hits and not self.simulation_hits
+
+
+def lines(outcome: Outcome) -> list[str]:
+    """Return an outcome as text."""
+    result = [
+        f"{outcome.request}: {outcome.asked}",
+        f"  answer {outcome.answer}: simulated {outcome.simulated_s:.6g} s; closed form at least "
+        f"{outcome.lower_bound_s:.6g} s, best {outcome.objective_s:.6g} s",
+        f"  {outcome.plans:,} plans of {outcome.layouts:,} layouts, {outcome.fit:,} fit, "
+        f"{outcome.inside:,} of these in the space; least closed form "
+        f"{outcome.least_objective_s:.6g} s, least simulated {outcome.least_simulated_s:.6g} s; "
+        f"{outcome.seconds:.1f} s of CPU",
+    ]
+    if outcome.least_simulated_s < outcome.simulated_s * (1 - EQUAL):
+        result.append(f"  faster simulated than the answer: {outcome.fastest}")
+    if not outcome.agrees:
+        result.append(f"  THE OBJECTIVE DIFFERS: {outcome.own_objective_s} s by the attack")
+    for what, hits in (
+        ("CLOSED FORM", outcome.closed_form_hits),
+        ("SIMULATION", outcome.simulation_hits),
+    ):
+        result += [
+            f"  BEATEN IN {what}: {hit['seconds']:.6g} s, {hit['text']}"
+            + (f" (outside: {hit['outside']})" if hit["outside"] else "")
+            for hit in hits
+        ]
+    return result
+
+
+def page(outcomes: Sequence[Outcome], command: str) -> list[str]:
+    """Return what was found as a page, with the command that found it."""
+    plans = sum(outcome.plans for outcome in outcomes)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    hits = sum(not outcome.ok for outcome in outcomes)
+    result = [
+        "# An attack on answers",
+        "",
+        f"Written on {date.today()} by `{command}`.",
+        "",
+        f"{plans:,} plans that the search did not make, against the answers to {len(outcomes)} "
+        "requests: random ones, and what lies near the answers (cuts, recomputation, schedules, "
+        "micro-batches, degrees, ZeRO levels, orders of axes, experts, offload), written and read "
+        "as documents and predicted.  In the space that a certificate speaks of "
+        "(`benchmarks/attack.py` says which plans are) none may take less in closed form than the "
+        "proven bound; simulated, none may be more than "
+        f"{100 * TOLERANCE:.0f} % faster than the answer, of which nothing is proven. "
+        f"Requests where one is: {hits}. CPU: {seconds / 60:.0f} minutes.",
+        "",
+        *_table(outcomes),
+        "",
+        "Faster simulated than the answer, in every case by less than is allowed:"
+        if not hits
+        else "Faster simulated than the answer:",
+        "",
+    ]
+    for outcome in outcomes:
+        if outcome.least_simulated_s < outcome.simulated_s * (1 - EQUAL):
+            gain = 100 * (1 - outcome.least_simulated_s / outcome.simulated_s)
+            result.append(f"- {outcome.request}, {gain:.2f} %: {outcome.fastest}")
+        for hit in outcome.closed_form_hits:
+            result.append(f"- {outcome.request}, BELOW THE BOUND: {hit['text']}")
+    return result
+
+
+def _table(outcomes: Sequence[Outcome]) -> list[str]:
+    head = (
+        "request",
+        "answer",
+        "plans",
+        "layouts",
+        "fit, in the space",
+        "closed form: bound",
+        "least of the attack",
+        "simulated: answer",
+        "least of the attack",
+        "CPU s",
+    )
+    rows = [
+        (
+            f"{outcome.request}: {outcome.asked}",
+            outcome.answer,
+            f"{outcome.plans:,}",
+            f"{outcome.layouts:,}",
+            f"{outcome.fit:,}, {outcome.inside:,}",
+            f"{outcome.lower_bound_s:.6g} s",
+            _against(outcome.least_objective_s, outcome.lower_bound_s),
+            f"{outcome.simulated_s:.6g} s",
+            _against(outcome.least_simulated_s, outcome.simulated_s),
+            f"{outcome.seconds:.0f}",
+        )
+        for outcome in outcomes
+    ]
+    return ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]
+
+
+def _against(seconds: float, reference_s: float) -> str:
+    return f"{seconds:.6g} s ({100 * (seconds / reference_s - 1):+.2f} %)"

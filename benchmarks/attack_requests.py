@@ -1,0 +1,141 @@
+"""What the attack asks: requests of different kinds, small enough for thousands of plans each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.plan import Job
+from planner.training import Lora
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a user asks, and what the plans of the attack have to do."""
+
+    name: str
+    model: str
+    cluster: str
+    seq_len: int
+    global_batch: int
+    precision: str = "bf16"
+    lora: int | None = None
+    allow: str = ""
+
+    @property
+    def job(self) -> Job:
+        lora = Lora(rank=self.lora) if self.lora else None
+        return Job(
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            precision=self.precision,  # type: ignore[arg-type]
+            lora=lora,
+        )
+
+    @property
+    def text(self) -> str:
+        more = [f"lora rank {self.lora}"] * bool(self.lora) + [f"allow {self.allow}"] * bool(
+            self.allow
+        )
+        figures = f"seq {self.seq_len}, batch {self.global_batch}, {self.precision}"
+        return ", ".join([f"{self.model} on {self.cluster}", figures, *more])
+
+
+REQUESTS = {
+    request.name: request
+    for request in (
+        Request(
+            name="8b-8",
+            model="llama-3.1-8b",
+            cluster="8xh100-sxm-80gb",
+            seq_len=4096,
+            global_batch=64,
+        ),
+        Request(
+            name="70b-64",
+            model="llama-3.1-70b",
+            cluster="8x8xh100-sxm-80gb",
+            seq_len=4096,
+            global_batch=256,
+        ),
+        Request(
+            name="mixtral-16",
+            model="mixtral-8x7b",
+            cluster="2x8xh100-sxm-80gb",
+            seq_len=4096,
+            global_batch=128,
+        ),
+        Request(
+            name="qwen3-moe-16",
+            model="qwen3-30b-a3b",
+            cluster="2x8xh100-sxm-80gb",
+            seq_len=4096,
+            global_batch=128,
+        ),
+        Request(
+            name="gpt2-xl-4090",
+            model="gpt2-xl",
+            cluster="4xrtx-4090",
+            seq_len=1024,
+            global_batch=64,
+        ),
+        Request(
+            name="13b-v100",
+            model="llama-2-13b",
+            cluster="4x8xv100-sxm-32gb",
+            seq_len=2048,
+            global_batch=128,
+            precision="fp16",
+        ),
+        Request(
+            name="gemma2-a100",
+            model="gemma-2-9b",
+            cluster="8xa100-sxm-40gb",
+            seq_len=4096,
+            global_batch=64,
+        ),
+        Request(
+            name="unequal",
+            model="llama-3.1-8b",
+            cluster="8xh100-sxm-80gb+8xa100-sxm-80gb",
+            seq_len=4096,
+            global_batch=64,
+        ),
+        Request(
+            name="pcie-l40s",
+            model="qwen2.5-7b",
+            cluster="8xl40s",
+            seq_len=4096,
+            global_batch=64,
+        ),
+        Request(
+            name="lora-72b",
+            model="qwen2.5-72b",
+            cluster="8xa100-sxm-40gb",
+            seq_len=2048,
+            global_batch=32,
+            lora=16,
+        ),
+        Request(
+            name="long-context",
+            model="llama-3.1-8b",
+            cluster="2x8xh100-sxm-80gb",
+            seq_len=131072,
+            global_batch=16,
+        ),
+        Request(
+            name="offload-13b",
+            model="llama-2-13b",
+            cluster="4xa100-sxm-40gb",
+            seq_len=4096,
+            global_batch=32,
+            allow="offload,compress",
+        ),
+        Request(
+            name="deep-3b",
+            model="llama-3.2-3b",
+            cluster="8xrtx-3090",
+            seq_len=2048,
+            global_batch=96,
+        ),
+    )
+}

@@ -1,0 +1,33 @@
+"""What a search found: the plan, what it should do, and why nothing else is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.plan import Plan
+from planner.prediction import Certificate, Prediction
+from planner.search.ranked import Ranked
+
+TIES_LIMIT_S = 60.0
+"""For the integer program on one layout, where hosts or requirements tie stages together; what it
+leaves unproven the certificate says."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The fastest plan that a search found, with its prediction and its certificate."""
+
+    plan: Plan
+    prediction: Prediction
+    certificate: Certificate
+    search_s: float
+    """CPU seconds of the search itself."""
+    top: tuple[Ranked, ...]
+    """The best plan of each kind, fastest first; the first is `plan`."""
+    closed_form: Ranked | None = None
+    """The optimum of the closed form, where finalists were simulated; it may be `plan`."""
+    solved: int
+    """How many partition problems were solved."""

@@ -1,0 +1,59 @@
+"""Text of others, made safe where it is shown: on a terminal, in a table's cell, in a picture.
+
+Names in documents, messages of schedulers and the ends of logs may hold anything.  Documents keep
+what they hold; only what is shown changes.
+"""
+
+from __future__ import annotations
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
+"""What a spreadsheet takes for the begin of a formula."""
+
+
+def one_line(text: str) -> str:
+    r"""Write out what would break a line or steer a terminal.
+
+    >>> print(one_line("a\x1b[31m\nb"))
+    a\x1b[31m\nb
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def lines(text: str) -> str:
+    r"""Write out what would steer a terminal; ends of lines and tabs stay.
+
+    >>> print(lines("a\x1b[2J\nb"))
+    a\x1b[2J
+    b
+    """
+    return "".join(c if c in "\n\t" else one_line(c) for c in text)
+
+
+def cell(value: object) -> object:
+    """Return a value for a CSV table: text that a spreadsheet would compute begins with `'`.
+
+    >>> [cell(v) for v in ("=1+1", "-x", "-1.5", -1.5, "gpt2", "")]
+    ["'=1+1", "'-x", '-1.5', -1.5, 'gpt2', '']
+    """
+    if not isinstance(value, str) or not value.startswith(FORMULA) or _is_number(value):
+        return value
+    return f"'{value}"
+
+
+def label(text: str) -> str:
+    """Return text for plotly, which takes some tags of HTML; only ends of lines stay tags.
+
+    >>> label("<b>a</b><br>b & c")
+    '&lt;b&gt;a&lt;/b&gt;<br>b &amp; c'
+    """
+    parts = [one_line(part) for part in text.split("<br>")]
+    escaped = [p.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") for p in parts]
+    return "<br>".join(escaped)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text.isprintable()

@@ -1,0 +1,410 @@
+"""Stack: how a training framework of a certain kind and version trains, as a document.
+
+A stack says which types states have, what is sharded, which kernels are fused, what selective
+recompute drops, which communication is hidden, and what the host and the allocator take.  Its
+figures are data in `planner/catalog/stacks/`, each with its provenance in `basis`; a formula reads
+fields and never a stack's name.  Devices, links and models are not in it.
+
+A field's default is neutral: nothing is sharded, nothing is hidden, a share is 1, a cost is 0; or,
+where there is no neutral value, that of mixed precision in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from planner.document import Document, Part
+from planner.errors import DocumentError
+from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
+
+Kernel = Literal["module", "fused"]
+"""One kernel (its author's, or a compiler's), or the tensor operations that a module writes out."""
+Attention = Literal["fa1", "fa2", "fa3"]
+SelectiveRecompute = Literal["attention", "operators", "blocks"]
+Provenance = Literal["derived", "measured", "fitted", "assumed"]
+
+
+class Types(Part):
+    """Bytes of each parameter's states, in 16-bit training."""
+
+    working: Count = 2
+    """A weight as layers use it."""
+    gradient: Count = 4
+    """The buffer in which gradients are summed."""
+    fresh_gradients: Count = 0
+    """Gradients in the working type that stay beside that buffer until the reduction."""
+    master: Count = 4
+    """The fp32 weight beside the working one; 0 where the working one is trained."""
+    moments: Count = 8
+    """Both moments of AdamW."""
+    wire: Count = 4
+    """A gradient while it is reduced between ranks."""
+    full_with_zero: Flag = False
+    """Under ZeRO states are those of full precision (fp32 sums, masters, moments), whatever a
+    single device trains in."""
+
+
+class Sharding(Part):
+    """What data-parallel ranks divide, and which of its communication is seen."""
+
+    zero: int = Field(default=0, ge=0, le=3, strict=True)
+    """ZeRO level of a run that does not say."""
+    reduces_whole: Flag = False
+    """ZeRO-1 sums all gradients on all ranks before each keeps its shard (no reduce-scatter)."""
+    collectives_per_layer: Rate = 1.0
+    """Reductions of one layer's gradients: its tensors where nothing packs them into buckets."""
+    overlap: Amount = Field(default=0.9, le=1)
+    """Share of ZeRO-3 collectives that can hide behind their neighbours' computation."""
+    reduce_overlap: Amount = Field(default=0.0, le=1)
+    """Share of the gradients' reduction that can hide behind the last micro-batch's backward."""
+    gather_overlap: Amount = Field(default=0.0, le=1)
+    """Share of the gather of updated parameters that can hide behind the next forward."""
+    node_rate: Fraction = 1.0
+    """Rate of ZeRO-3 collectives within a node over that of large contiguous ones."""
+    network_rate: Fraction = 1.0
+    """The same between nodes."""
+    accumulated_bytes: Amount = 10.0
+    """Memory traffic per parameter of adding a micro-batch's gradients to the buffer: fresh ones
+    read (2), the sum read and written (8).  0 where autograd adds in place."""
+    unit_s: Amount = 0.0
+    """Seconds of the host for each sharded unit and pass (FSDP2's Python hooks)."""
+    bridged: Flag = True
+    """Collectives use bridges between pairs of cards, where a machine has them."""
+
+
+class Kernels(Part):
+    """Which kernels run, and what they reach."""
+
+    norm: Kernel = "fused"
+    gate: Kernel = "fused"
+    """SwiGLU as one kernel, or an activation and a product with a tensor each."""
+    rotary: Kernel = "fused"
+    """Else rotated queries and keys are new tensors beside the projection's output."""
+    softmax: Kernel = "fused"
+    """Of written-out attention; else it keeps scores in 16 and in 32 bits."""
+    flash_attention: Flag = True
+    """Attention is one kernel whose scores never reach memory, where a run does not say."""
+    attention: Attention = "fa2"
+    """Generation of that kernel; cuDNN's counts as the third."""
+    dropout: Flag = False
+    """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
+    adapters: Literal["attention", "all"] = "all"
+    """Which products of a frozen block have adapters, and so keep their inputs."""
+    products: Rate = 1.0
+    """Rate of matrix products over what well-tuned frameworks reach on the same device."""
+    architecture_products: dict[Text, Rate] = Field(default_factory=dict)
+    """The same on architectures that a framework's libraries are older than, by their names."""
+
+
+class EightBit(Part):
+    """Training with products in 8 bits and fewer."""
+
+    narrow_states: Flag = True
+    """Gradients are summed in bf16 and activations kept as narrow as products (Transformer
+    Engine); else only products are narrow, their inputs kept in bf16 (torchao)."""
+    cast_bytes: Amount = 0.0
+    """Memory traffic of rounding an operand, per element; 0 where another kernel writes it so."""
+    cast_kernels: Count = 0
+    """Kernels started to round one operand."""
+
+
+class Loss(Part):
+    """The output projection's loss."""
+
+    peak_bytes: Rate = 10.0
+    """Bytes per logit at the loss's peak."""
+    divided: Flag = True
+    """With tensor parallelism the loss works on its shard of the vocabulary; else on all of it."""
+
+
+class RecomputeRule(Part):
+    """What recompute drops."""
+
+    selective: SelectiveRecompute = "attention"
+    """Selective recompute drops written-out attention's scores; all outputs but attention's and
+    every second product's; or all of every second block."""
+
+
+class TensorRule(Part):
+    """Tensor parallelism."""
+
+    sequence_parallel: Flag = False
+    """The residual stream is sharded along the sequence, where a run does not say."""
+    keeps_gathered: Flag = False
+    """Products keep their gathered inputs for backward, not their own shard of them."""
+    overlap: Amount = Field(default=0.0, le=1)
+    """Share of tensor-parallel collectives that hides behind the products around them."""
+
+
+class PipelineRule(Part):
+    """Pipeline parallelism."""
+
+    interleaved_overlap: Amount = Field(default=0.0, le=1)
+    """Share of transfers between interleaved stages that hides; plain 1F1B waits for each."""
+    divided_transfers: Flag = True
+    """Each tensor-parallel rank sends its share of an activation, the whole one otherwise."""
+    keeps_sent: Flag = False
+    """Activations sent to the next stage stay until their backward."""
+    stages: Literal["even", "by_products"] = "even"
+    """How blocks are divided: equal counts, or equal products with the head counted."""
+    stalled_transfer_s: Amount = 0.0
+    """Seconds that each transfer between stages waits in jobs of very many nodes."""
+
+
+class PerPass(Part):
+    """Seconds of one forward and of one backward."""
+
+    forward: Amount = 0.0
+    backward: Amount = 0.0
+
+
+class Pipelined(Part):
+    """Least seconds of a block where pipelines run over several nodes: fixed + each x degree."""
+
+    fixed: Amount = 0.0
+    each: Amount = 0.0
+    """Per tensor-parallel rank, a quarter more for each further node that their group spans."""
+
+
+class Host(Part):
+    """Seconds of the host's Python and launches."""
+
+    layer_s: PerPass = PerPass()
+    """Least time of a block's pass, however small its work."""
+    kernel_s: PerPass = PerPass()
+    """For each kernel of a forward, in both passes."""
+    experts_s: Amount = 0.0
+    """What routing, permutation and grouped products add to a block, both passes."""
+    tensor_s: Amount = 0.0
+    """What tensor parallelism adds to a block, both passes."""
+    rank_s: Amount = 0.0
+    """What each further tensor-parallel rank adds: collectives wait for the slowest host."""
+    pipelined_s: Pipelined = Pipelined()
+    action_s: Amount = 0.0
+    """Each forward and each backward of a micro-batch on a stage, beside its layers."""
+    step_s: Amount = 0.0
+    """Once per step: optimizer launches, norms, logging, data."""
+    ring_step_s: Amount = 0.0
+    """Latency of each step of a ring over the network beyond that of its tier."""
+
+
+class OptimizerRule(Part):
+    """The optimizer's step."""
+
+    moved_bytes: Rate = 38.0
+    """Memory traffic per parameter of fused AdamW: p, g, m, v read, p, m, v and the working weight
+    written, and what norm, clipping and zeroing of gradients read and write."""
+
+
+class OffloadRule(Part):
+    """Offload to the host."""
+
+    activations_share: Fraction = 1.0
+    """Of a block's activations, where they are offloaded."""
+
+
+class MemoryRule(Part):
+    """Memory outside of tensors."""
+
+    reserved: Rate = 1.05
+    """Reserved over allocated bytes of the caching allocator."""
+    tight: Rate = 1.02
+    """Reserved over allocated bytes where memory is short and the allocator compacts."""
+    context_bytes: Amount = 1.0e9
+    """CUDA context and library buffers of a process, communicators left out where they are given
+    apart."""
+    communicator_bytes: Amount = 0.0
+    """Buffers of the collective library, of a process with more than one rank."""
+
+
+class Space(Part):
+    """What the framework can execute, as its documentation says."""
+
+    zero: tuple[int, ...]
+    recompute: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+    tensor: Flag = True
+    pipeline: Flag = True
+    context: Flag = False
+    expert: Flag = False
+    most_virtual_stages: Positive = 1
+
+
+class Seen(Part):
+    """The runs that fitted figures come from."""
+
+    accelerators: tuple[Text, ...]
+    parameters: tuple[Amount, Amount]
+    devices: tuple[Positive, Positive]
+    seq_len: tuple[Positive, Positive]
+    pretraining: Flag = True
+    tuning: Flag = False
+
+
+class Accuracy(Part):
+    """How far steps lie from their prediction."""
+
+    spread: Amount = 0.15
+    """80 of 100 measured steps lie within a factor exp(spread), among runs like those seen."""
+    pipelined_spread: Amount = 0.0
+    """The same above the prediction where pipelines run over several nodes, if it is larger."""
+    seen: Seen | None = None
+
+
+class Versions(Part):
+    """Which software a stack speaks of."""
+
+    of: Text
+    since: Text | None = None
+    until: Text | None = None
+
+
+class Basis(Part):
+    """Where figures come from."""
+
+    fields: tuple[Text, ...]
+    """Paths such as `host.layer_s`."""
+    provenance: Provenance
+    source: Text
+    """Source file, paper, machine or table."""
+    runs: Positive | None = None
+    """How many runs figures were fitted to."""
+    why: Text | None = None
+    """The mechanism, in a sentence."""
+
+    @model_validator(mode="after")
+    def _told(self) -> Self:
+        if self.provenance == "fitted" and self.runs is None:
+            raise ValueError("is fitted and does not say to how many runs")
+        return self
+
+
+class Stack(Document):
+    """How one framework trains."""
+
+    kind_of_document: ClassVar[str] = "stack"
+    name: Text
+    aliases: tuple[Text, ...] = ()
+    extends: Text | None = None
+    """The stack whose figures hold where this one gives none."""
+    summary: Text
+    versions: Versions | None = None
+    types: Types = Types()
+    sharding: Sharding = Sharding()
+    kernels: Kernels = Kernels()
+    eight_bit: EightBit = EightBit()
+    loss: Loss = Loss()
+    recompute: RecomputeRule = RecomputeRule()
+    tensor: TensorRule = TensorRule()
+    pipeline: PipelineRule = PipelineRule()
+    host: Host = Host()
+    optimizer: OptimizerRule = OptimizerRule()
+    offload: OffloadRule = OffloadRule()
+    memory: MemoryRule = MemoryRule()
+    space: Space | None = None
+    """None where layouts are priced and not searched."""
+    accuracy: Accuracy = Accuracy()
+    basis: tuple[Basis, ...] = ()
+
+    @model_validator(mode="after")
+    def _figures_have_a_basis(self) -> Self:
+        counts: dict[str, int] = {}
+        known = set(dict(figures(self)))
+        for entry in self.basis:
+            for path in entry.fields:
+                if path not in known:
+                    raise ValueError(f"has a basis for '{path:.60}', which is no figure of a stack")
+                counts[path] = counts.get(path, 0) + 1
+        twice = sorted(path for path, count in counts.items() if count > 1)
+        if twice:
+            raise ValueError(f"has two bases for {', '.join(twice)}; keep one")
+        return self
+
+
+GROUPS = (
+    "types",
+    "sharding",
+    "kernels",
+    "eight_bit",
+    "loss",
+    "recompute",
+    "tensor",
+    "pipeline",
+    "host",
+    "optimizer",
+    "offload",
+    "memory",
+)
+"""Groups of figures, which `basis` gives a provenance each."""
+
+
+def figures(stack: Stack) -> Iterator[tuple[str, object]]:
+    """Yield every figure of a stack with its path: `host.layer_s`, PerPass(...)."""
+    for group in GROUPS:
+        part = getattr(stack, group)
+        for name in type(part).model_fields:
+            yield f"{group}.{name}", getattr(part, name)
+    yield "accuracy.spread", stack.accuracy.spread
+    yield "accuracy.pipelined_spread", stack.accuracy.pipelined_spread
+
+
+def with_figures(stack: Stack, values: Mapping[str, object]) -> Stack:
+    """Return a stack with other figures, given by their paths (`host.step_s`)."""
+    groups: dict[str, dict[str, object]] = {}
+    for path, value in values.items():
+        group, name = path.split(".")
+        groups.setdefault(group, {})[name] = value
+    parts = {group: getattr(stack, group).model_copy(update=new) for group, new in groups.items()}
+    return stack.model_copy(update=parts)
+
+
+def without_basis(stack: Stack) -> list[str]:
+    """Return the figures that differ from their defaults and say nothing of their provenance."""
+    said = {path for entry in stack.basis for path in entry.fields}
+    plain = Stack(name="plain", summary="the defaults")
+    defaults = dict(figures(plain))
+    return [path for path, value in figures(stack) if value != defaults[path] and path not in said]
+
+
+def merged(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """Return a stack's data with what a patch gives in its place, group by group.
+
+    The patch's bases come first; those of the base stay for figures that the patch leaves alone.
+    """
+    result = dict(base)
+    for key, value in patch.items():
+        if key in GROUPS or key == "accuracy":
+            result[key] = {**base.get(key, {}), **value}
+        elif key != "basis":
+            result[key] = value
+    said = {path for entry in patch.get("basis", ()) for path in entry["fields"]}
+    given = {f"{group}.{name}" for group in (*GROUPS, "accuracy") for name in patch.get(group, {})}
+    kept = []
+    for entry in base.get("basis", ()):
+        fields = [path for path in entry["fields"] if path not in said | given]
+        if fields:
+            kept.append({**entry, "fields": fields})
+    result["basis"] = [*patch.get("basis", ()), *kept]
+    return result
+
+
+def stack_of(data: dict[str, Any], known: dict[str, dict[str, Any]]) -> Stack:
+    """Return a stack from its data, with the figures of the one that it extends.
+
+    `known` has the data of stacks by name; one level of `extends` is followed.
+    """
+    base = data.get("extends")
+    if base is None:
+        return Stack.of(data)
+    if not isinstance(base, str) or base not in known:
+        raise DocumentError("extends", f"is {base!r:.60}; known: {', '.join(sorted(known))}")
+    if known[base].get("extends") is not None:
+        raise DocumentError("extends", f"is '{base}', which extends another; name that one")
+    whole = {key: value for key, value in known[base].items() if key not in NOT_INHERITED}
+    return Stack.of(merged(whole, data))
+
+
+NOT_INHERITED = ("name", "aliases", "summary", "versions", "space", "accuracy")
+"""Of what a stack extends: its names, what it executes, how far its runs lay from predictions."""

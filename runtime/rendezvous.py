@@ -1,0 +1,462 @@
+"""Rendezvous: the nodes of a job meet, talk while they work, and leave together.
+
+Node 0 listens at the address that names it, and nowhere else; the others keep a connection to it
+for as long as they work.  Every message is authenticated by the job's secret (runtime.channel).
+Who does not know it, says nothing, or says what no node says is dropped and named, and the nodes
+go on waiting for those that miss.  A node that leaves early says why, and all others leave with it.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import select
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from planner.errors import LaunchError
+from planner.shown import lines
+from runtime.addresses import REACHABLE, interfaces, is_local, listening, place_text
+from runtime.channel import (
+    CODE_BYTES,
+    GREETING_BYTES,
+    LENGTH,
+    MAGIC,
+    MAX_INTRODUCTION_BYTES,
+    SECRET,
+    SECRET_FILE,
+    Channel,
+    Unauthentic,
+    checked_length,
+    exactly,
+    job_secret,
+)
+from runtime.nodes import NodeRank
+
+MEET_S = 300.0
+"""How long the first node waits for the last."""
+GREET_S = 10.0
+"""How long a connection may take to show that it knows the secret."""
+OTHERS_S = 10.0
+"""How long a node that only lost a peer waits for the reason."""
+MAX_NEWCOMERS = 256
+"""Connections at once that have not shown it; the oldest gives way."""
+MAX_NAMED = 8
+"""Dropped peers that an error names."""
+KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+"""A machine that is gone is noticed after 90 seconds."""
+
+
+def to_stderr(text: str) -> None:
+    """Tell the user."""
+    print(f"meshwright: warning: {lines(text)}", file=sys.stderr)
+
+
+class Rendezvous:
+    """All nodes of a job, connected for the length of a `with` block."""
+
+    def __init__(
+        self,
+        node_rank: NodeRank,
+        *,
+        secret: bytes | None = None,
+        meet_s: float = MEET_S,
+        greet_s: float = GREET_S,
+        warn: Callable[[str], None] = to_stderr,
+    ) -> None:
+        self.node_rank = node_rank
+        self._others: dict[int, Channel] = {}
+        self._early: dict[int, list[Any]] = {}
+        self.address = "127.0.0.1"
+        """Where other nodes reach this one."""
+        self.interface: str | None = None
+        """The network interface that has this address; None for one node alone."""
+        if node_rank.nodes == 1:
+            return
+        secret = job_secret(os.environ) if secret is None else secret
+        deadline = time.monotonic() + meet_s
+        try:
+            if node_rank.node == 0:
+                _Reception(node_rank, secret, self._others, greet_s, warn).receive_all(deadline)
+            else:
+                self._others[0] = _connected(node_rank, secret, deadline, greet_s, warn)
+            first = next(iter(self._others.values()))
+            self.address = first.connection.getsockname()[0]
+            self.interface = interfaces().get(self.address)
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def __enter__(self) -> Rendezvous:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Tell the others why this node leaves, if something went wrong, and close."""
+        if error is not None:
+            said = str(error) or type(error).__name__
+            for channel in self._others.values():
+                with contextlib.suppress(OSError, LaunchError):
+                    channel.send({"left": said})
+        for channel in self._others.values():
+            channel.close()
+        self._others.clear()
+
+    def all_gather(self, own: Any) -> list[Any]:
+        """Tell all nodes something; return what each of them told, by node.  All call it."""
+        if self.node_rank.nodes == 1:
+            return [json.loads(json.dumps(own))]
+        if self.node_rank.node == 0:
+            said = [own, *(self._hear(other) for other in range(1, self.node_rank.nodes))]
+            for other in self._others:
+                self._send(other, said)
+            return said
+        self._send(0, own)
+        return list(self._hear(0))
+
+    def check(self) -> None:
+        """Raise the reason if another node has left."""
+        nodes = {channel.connection.fileno(): node for node, channel in self._others.items()}
+        polled = select.poll()
+        for descriptor in nodes:
+            polled.register(descriptor, select.POLLIN)
+        for descriptor, _ in polled.poll(0):
+            node = nodes[descriptor]
+            self._early.setdefault(node, []).append(self._read(node))
+
+    def await_reason(self, seconds: float = OTHERS_S) -> None:
+        """Raise the reason that another node gives within some seconds, if one does."""
+        deadline = time.monotonic() + seconds
+        while self.node_rank.nodes > 1 and time.monotonic() < deadline:
+            self.check()
+            time.sleep(0.05)
+
+    def environment(self, *, ranks: int, listening: int | None) -> dict[str, str]:
+        """Return what joins the ranks of all nodes, beside what is said of each; all call it.
+
+        `ranks` is their number.  The node with rank 0 gives the descriptor on which it listens for
+        them; the descriptor is rank 0's alone, and that it is set tells all how to join.
+        """
+        port = 0
+        if listening is not None:
+            with socket.socket(fileno=os.dup(listening)) as seen:
+                port = seen.getsockname()[1]
+        said = self.all_gather({"address": self.address, "port": port})
+        store = next(told for told in said if told["port"])
+        result = {
+            "MASTER_PORT": str(store["port"]),
+            "WORLD_SIZE": str(ranks),
+            "MESHWRIGHT_LAUNCHER": str(os.getpid()),
+            "MESHWRIGHT_STORE_FD": str(-1 if listening is None else listening),
+        }
+        if self.node_rank.nodes > 1:
+            result["MASTER_ADDR"] = str(store["address"])
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                # Empty lets both look for an interface, as they do where nothing is said.
+                result[name] = os.environ.get(name, self.interface or "")
+        return result
+
+    def _send(self, other: int, data: Any) -> None:
+        try:
+            self._others[other].send(data)
+        except OSError as error:
+            raise LaunchError(f"node {other} is gone: {error}") from None
+
+    def _hear(self, other: int) -> Any:
+        early = self._early.get(other)
+        return early.pop(0) if early else self._read(other)
+
+    def _read(self, other: int) -> Any:
+        try:
+            said = self._others[other].receive()
+        except Unauthentic as error:
+            raise LaunchError(
+                f"node {other}: {error}; somebody else writes into its connection"
+            ) from None
+        except OSError:
+            raise LaunchError(
+                f"node {other} is gone without a word; its own output may say why"
+            ) from None
+        if isinstance(said, dict) and "left" in said:
+            reason = str(said["left"])
+            named = reason if reason.startswith("node ") else f"node {other}: {reason}"
+            raise LaunchError(named)
+        return said
+
+
+class _Newcomer:
+    """A connection that has not yet shown that it knows the secret.
+
+    It is read as its bytes come, and never beyond its first message.
+    """
+
+    def __init__(self, connection: socket.socket, address: str, secret: bytes, until: float):
+        self.channel = Channel(connection, secret, serves=True)
+        self.address = address
+        self.until = until
+        self._received = bytearray()
+        self._length: int | None = None
+
+    def read(self) -> Any:
+        """Take what has come; return the introduction when it is whole, else None."""
+        wanted = self._wanted()
+        part = self.channel.connection.recv(wanted - len(self._received))
+        if not part:
+            raise Unauthentic("it closed the connection before it showed the job's secret")
+        self._received += part
+        if not self._received.startswith(MAGIC[: len(self._received)]):
+            raise Unauthentic("it does not speak as a node of a job does")
+        if len(self._received) < wanted:
+            return None
+        if wanted == GREETING_BYTES:
+            self.channel.meet(bytes(self._received))
+            return None
+        head = GREETING_BYTES + LENGTH.size
+        if self._length is None:
+            self._length = checked_length(self._received[GREETING_BYTES:], MAX_INTRODUCTION_BYTES)
+            return None
+        return self.channel.opened(self._received[head:])
+
+    def _wanted(self) -> int:
+        """Bytes until the next that must be looked at."""
+        if len(self._received) < GREETING_BYTES:
+            return GREETING_BYTES
+        head = GREETING_BYTES + LENGTH.size
+        return head if self._length is None else head + self._length + CODE_BYTES
+
+
+class _Reception:
+    """Node 0 while it waits for the others."""
+
+    def __init__(
+        self,
+        node_rank: NodeRank,
+        secret: bytes,
+        others: dict[int, Channel],
+        greet_s: float,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._node_rank, self._secret, self._others = node_rank, secret, others
+        self._greet_s, self._warn = greet_s, warn
+        self._newcomers: dict[socket.socket, _Newcomer] = {}
+        self._dropped: collections.Counter[str] = collections.Counter()
+        self._selector = selectors.DefaultSelector()
+
+    def receive_all(self, deadline: float) -> None:
+        """Wait until all nodes are connected."""
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._selector)
+            held.callback(self._close_newcomers)
+            servers = listening(self._node_rank, deadline, self._warn)
+            for server in servers:
+                held.enter_context(server)
+                server.setblocking(False)
+                self._selector.register(server, selectors.EVENT_READ)
+            while len(self._others) < self._node_rank.nodes - 1:
+                now = time.monotonic()
+                if now >= deadline:
+                    raise LaunchError(self._missing(servers))
+                first = min([deadline, *(n.until for n in self._newcomers.values())])
+                for key, _ in self._selector.select(max(0.0, first - now)):
+                    connection = key.fileobj
+                    assert isinstance(connection, socket.socket)
+                    if connection in self._newcomers:
+                        self._read(self._newcomers[connection])
+                    elif connection in servers:
+                        self._accept(connection)
+                for newcomer in list(self._newcomers.values()):
+                    if newcomer.until <= time.monotonic():
+                        self._drop(newcomer, f"it was silent for {self._greet_s:g} s")
+
+    def _accept(self, server: socket.socket) -> None:
+        try:
+            connection, address = server.accept()
+        except OSError:
+            return  # it left again
+        until = time.monotonic() + self._greet_s
+        newcomer = _Newcomer(connection, str(address[0]), self._secret, until)
+        connection.setblocking(False)
+        self._newcomers[connection] = newcomer
+        self._selector.register(connection, selectors.EVENT_READ)
+        try:
+            connection.send(newcomer.channel.greeting)  # a new connection has room for it
+        except OSError as error:
+            self._drop(newcomer, f"it is gone: {error.strerror}")
+        if len(self._newcomers) > MAX_NEWCOMERS:
+            self._drop(next(iter(self._newcomers.values())), "too many connections at once")
+
+    def _read(self, newcomer: _Newcomer) -> None:
+        try:
+            introduction = newcomer.read()
+            if introduction is not None:
+                self._admit(newcomer, introduction)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._drop(newcomer, f"it is gone: {error.strerror or error}")
+        except Unauthentic as error:
+            self._drop(newcomer, str(error))
+
+    def _admit(self, newcomer: _Newcomer, introduction: Any) -> None:
+        """Take a peer that knows the secret as the node that it says it is, or tell it why not."""
+        refusal = self._refusal(introduction)
+        channel = newcomer.channel
+        channel.connection.settimeout(self._greet_s)
+        if refusal is not None:
+            channel.send({"refused": refusal})
+            self._drop(newcomer, refusal)
+            return
+        node = introduction["node"]
+        channel.send({"welcome": node})
+        _for_long(channel.connection)
+        self._forget(newcomer)
+        if node in self._others:
+            self._others[node].close()
+        self._others[node] = channel
+
+    def _refusal(self, introduction: Any) -> str | None:
+        told = introduction if isinstance(introduction, dict) else {}
+        node, nodes = told.get("node"), told.get("nodes")
+        if type(node) is not int or type(nodes) is not int:
+            return "it does not say which node it is; install the same version on every node"
+        if nodes != self._node_rank.nodes:
+            return f"it says that there are {nodes} nodes, and node 0 {self._node_rank.nodes}"
+        if not 0 < node < nodes:
+            return f"it says that it is node {node} of {nodes}; they are 1 to {nodes - 1} beside 0"
+        if node in self._others and not _has_left(self._others[node]):
+            return f"two processes say that they are node {node}; number the nodes 0, 1, ..."
+        return None
+
+    def _drop(self, newcomer: _Newcomer, why: str) -> None:
+        self._forget(newcomer)
+        newcomer.channel.close()
+        said = f"{newcomer.address}: {why}"
+        if said not in self._dropped and len(self._dropped) >= 10 * MAX_NAMED:
+            return  # so many that naming more would fill memory and screen
+        self._dropped[said] += 1
+        if self._dropped[said] == 1:
+            self._warn(f"rendezvous: dropped {said}")
+
+    def _forget(self, newcomer: _Newcomer) -> None:
+        del self._newcomers[newcomer.channel.connection]
+        self._selector.unregister(newcomer.channel.connection)
+
+    def _close_newcomers(self) -> None:
+        for newcomer in self._newcomers.values():
+            newcomer.channel.close()
+
+    def _missing(self, servers: list[socket.socket]) -> str:
+        nodes = self._node_rank.nodes
+        missing = [node for node in range(1, nodes) if node not in self._others]
+        named = ", ".join(f"node {node}" for node in missing[:MAX_NAMED])
+        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+        places = [server.getsockname() for server in servers]
+        at = " and ".join(place_text(place[0], place[1]) for place in places)
+        said = f"nodes: {named}{more} of {nodes} did not come to {at}; start the same command there"
+        if all(map(is_local, servers)):
+            said += f". Only this machine reaches {at}; {REACHABLE}"
+        if self._dropped:
+            dropped = "; ".join(
+                f"{who} ({count} times)" if count > 1 else who
+                for who, count in self._dropped.most_common(MAX_NAMED)
+            )
+            said += f". Dropped: {dropped}"
+        return said
+
+
+def _connected(
+    node_rank: NodeRank,
+    secret: bytes,
+    deadline: float,
+    greet_s: float,
+    warn: Callable[[str], None],
+) -> Channel:
+    """Return a channel to node 0, which may not be there yet."""
+    place = place_text(node_rank.host, node_rank.port)
+    warned: set[str] = set()
+    while True:
+        connection, pause_s = None, 0.1
+        try:
+            connection = _dialled(node_rank.host, node_rank.port)
+            return _introduced(connection, node_rank, secret, greet_s)
+        except (OSError, Unauthentic) as error:
+            problem = str(error)
+            if connection is not None:
+                connection.close()
+                pause_s = 1.0
+                problem = f"what answers is not node 0 of this job with its secret: {error}"
+                if problem not in warned:
+                    warned.add(problem)
+                    warn(f"rendezvous: {place}: {problem}; {_SAME_SECRET}")
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"node 0 does not answer at {place} ({problem}), as {node_rank.source} names it; "
+                "start it, or give --rendezvous HOST:PORT"
+            )
+        time.sleep(pause_s)
+
+
+_SAME_SECRET = f"give all nodes the same {SECRET} or {SECRET_FILE}"
+
+
+def _dialled(host: str, port: int) -> socket.socket:
+    connection = socket.create_connection((host, port), timeout=5.0)
+    if connection.getsockname() == connection.getpeername():
+        connection.close()
+        raise ConnectionRefusedError("nobody listens")  # a port of our own that answered itself
+    return connection
+
+
+def _introduced(
+    connection: socket.socket, node_rank: NodeRank, secret: bytes, greet_s: float
+) -> Channel:
+    """Say which node this is, and hear that node 0 takes it as that."""
+    until = time.monotonic() + greet_s
+    channel = Channel(connection, secret, serves=False)
+    channel.meet(exactly(connection, GREETING_BYTES, until=until))
+    connection.sendall(channel.greeting)
+    channel.send({"node": node_rank.node, "nodes": node_rank.nodes})
+    answer = channel.receive(limit=MAX_INTRODUCTION_BYTES, until=until)
+    if not isinstance(answer, dict) or answer.get("welcome") != node_rank.node:
+        channel.close()
+        raise LaunchError(f"nodes: node 0 does not take this node: {_reason(answer)}")
+    _for_long(connection)
+    return channel
+
+
+def _reason(answer: Any) -> str:
+    said = answer.get("refused", answer.get("left")) if isinstance(answer, dict) else None
+    return str(said) if said else "it gives no reason; install the same version on every node"
+
+
+def _for_long(connection: socket.socket) -> None:
+    """Let a connection wait as long as its nodes work, and end when the other machine is gone."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _has_left(channel: Channel) -> bool:
+    """Say whether the other side has closed a connection, even if it said something before."""
+    hung_up = getattr(select, "POLLRDHUP", select.POLLHUP)
+    polled = select.poll()
+    polled.register(channel.connection, hung_up)
+    return bool(polled.poll(0))

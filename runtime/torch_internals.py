@@ -1,0 +1,116 @@
+"""Names of torch that are not public, for both versions that this project runs on.
+
+The only file that imports them.  Names that torch 2.11 and 2.13 share are passed on; where the two
+differ, one function here does the work with either.  Where a class of torch is extended
+(runtime/pipeline.py), the extension overrides only methods that both versions call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.pipelining.schedules import _Action as PipelineAction
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils.checkpoint import _VersionWrapper as VersionWrapper
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "CheckpointImpl",
+    "DTensorSpec",
+    "KeptByCall",
+    "PipelineAction",
+    "PipelineRuntime",
+    "ReduceScatter",
+    "ReplicateModule",
+    "TensorMeta",
+    "VersionWrapper",
+    "checkpoint_wrapper",
+    "fake_store",
+    "fsdp_parameters",
+    "reduce_scatter",
+    "replicate",
+    "shapes_found_in",
+]
+
+
+def fake_store() -> dist.Store:
+    """Return the store of a process group that sends nothing."""
+    # Part of torch's tests, which a training image may have left out.
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    store: dist.Store = FakeStore()
+    return store
+
+
+def reduce_scatter(output: Tensor, source: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Put this rank's part of the sum over a group into `output`."""
+    # 2.13 warns of the older name, which is the only one of 2.11.
+    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    named(output, source, group=group)
+
+
+def fsdp_parameters(module: FSDPModule, *, below: bool = False) -> Iterator[Any]:
+    """Yield FSDP's records of the parameters of a module, and of all modules below it if asked."""
+    wrapper = replicate if isinstance(module, ReplicateModule) else fully_shard
+    own = cast(Any, wrapper).state(module)  # set on the function by torch's `contract`
+    for state in own._state_ctx.all_states if below else (own,):
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # 2.11: one group, or none
+            one = state._fsdp_param_group
+            groups = () if one is None else (one,)
+        for group in groups:
+            yield from group.fsdp_params
+
+
+@contextlib.contextmanager
+def shapes_found_in(
+    context: Callable[[], contextlib.AbstractContextManager[object]],
+) -> Iterator[None]:
+    """Let DTensor work out the shapes of whole tensors inside a context of its own."""
+    before = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def inside(propagator: Any, op_schema: Any) -> Any:
+        with context():
+            return before(propagator, op_schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = inside  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = before  # type: ignore[method-assign]
+
+
+class KeptByCall(dict[int, Any]):
+    """Where selective recompute keeps the results of one operator, by call.
+
+    torch 2.13 sets and gets them by number.  2.11 has a list: it appends, and takes the first.
+    """
+
+    _appended = 0
+
+    def append(self, kept: Any) -> None:
+        """Set the result of the next call."""
+        self[self._appended] = kept
+        self._appended += 1
+
+    def pop(self, place: int) -> Any:  # type: ignore[override]
+        """Take the first result that is left."""
+        assert place == 0, place
+        first = min(self)
+        kept = self.get(first)
+        del self[first]
+        return kept

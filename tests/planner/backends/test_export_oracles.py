@@ -1,0 +1,293 @@
+"""Exported configurations train the plan's batch at the plan's rates, by each framework's rules."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from planner.backends.export import configuration, in_the_script
+from planner.backends.spaces import flags, layouts
+from planner.errors import DocumentError
+from planner.expressions import resolve_cluster, resolve_model
+from planner.plan import INSIDE_OUT, Job, Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.search.pins import read_pins
+from planner.training import Training
+from runtime.learning_rate import learning_rate
+from tests.planner.backends import frameworks
+
+MODEL = resolve_model("llama-3.2-1b")
+BLOCKS = 16
+SEEDS = range(400)
+
+
+def random_training(rng: random.Random) -> Training:
+    schedule = rng.choice(("constant", "cosine", "linear", "wsd"))
+    warmup = rng.choice((0, 1, 3, 10))
+    falls = schedule != "constant"
+    end = warmup + rng.randint(2, 30) if falls else 0
+    return Training(
+        learning_rate=rng.choice((3e-4, 1e-3, 0.02)),
+        warmup_steps=warmup,
+        beta1=rng.choice((0.9, 0.8)),
+        beta2=rng.choice((0.95, 0.99)),
+        epsilon=rng.choice((1e-8, 1e-6)),
+        weight_decay=rng.choice((0.0, 0.1, 0.3)),
+        clip_norm=rng.choice((0.0, 1.0, 0.5)),
+        rate_schedule=schedule,  # type: ignore[arg-type]
+        rate_steps=end,
+        decay_steps=rng.randint(1, end - warmup) if schedule == "wsd" else 0,
+        floor=rng.choice((0.0, 0.1)) if falls else 0.0,
+    )
+
+
+def random_plan(seed: int) -> Plan | None:
+    """Return any plan of a small model, or None where the draw is no plan."""
+    rng = random.Random(seed)
+    simple = rng.random() < 0.4
+    pipeline = 1 if simple else rng.choice((1, 2, 4))
+    schedule, virtual = rng.choice(
+        (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved-zb", 2), ("zbv", 2))
+        if pipeline > 1
+        else (("1f1b", 1),)
+    )
+    zero = rng.choice((0, 1, 2, 3))
+    shard = rng.choice((2, 4, 8)) if zero else 1
+    replicate = rng.choice((1, 1, 2, 4))
+    micro_batch, micro_batches = rng.choice((1, 2, 4)), pipeline * rng.choice((1, 2, 4))
+    names = [name for name, _ in MODEL.chain]
+    blocks = BLOCKS // (pipeline * virtual)
+    cuts = [0, *(1 + blocks * n for n in range(1, pipeline * virtual)), len(names)]
+    recompute = rng.choice(("none", "none", "full", "selective"))
+    mesh = Mesh(
+        tensor=1 if simple else rng.choice((1, 2)),
+        context=1 if simple else rng.choice((1, 1, 2)),
+        data_shard=shard,
+        data_replicate=replicate,
+        pipeline=pipeline,
+        order=INSIDE_OUT,
+    )
+    try:
+        return Plan(
+            model=PlannedModel(name=MODEL.name, source=MODEL.name, digest=MODEL.digest),
+            cluster="64x8xh100-sxm-80gb",
+            seq_len=4096,
+            global_batch=micro_batch * micro_batches * shard * replicate,
+            precision=rng.choice(("bf16", "fp32")),
+            mesh=mesh,
+            zero=zero,  # type: ignore[arg-type]
+            schedule=schedule,  # type: ignore[arg-type]
+            virtual_stages=virtual,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            stages=tuple(
+                Stage(
+                    layers=tuple(
+                        PlacedLayer(layer=name, recompute=recompute)  # type: ignore[arg-type]
+                        for name in names[first:last]
+                    )
+                )
+                for first, last in pairwise(cuts)
+            ),
+            training=random_training(rng),
+        )
+    except ValidationError:
+        return None
+
+
+def written(to: str) -> list[tuple[Plan, str]]:
+    """Return random plans with their configurations, as far as the framework runs them."""
+    found = []
+    for plan in map(random_plan, SEEDS):
+        if plan is None:
+            continue
+        try:
+            machine = resolve_cluster(plan.cluster)
+            found.append((plan, configuration(plan, MODEL, to, machine)))
+        except DocumentError:
+            continue
+    assert len(found) >= 20, f"only {len(found)} plans could be written for {to}"
+    return found
+
+
+def asked(plan: Plan) -> frameworks.Step:
+    layout = plan.layout
+    return frameworks.Step(plan.micro_batch, plan.micro_batches, layout.data, plan.seq_len)
+
+
+def check_step(step: frameworks.Step, plan: Plan) -> None:
+    assert step.tokens == plan.global_batch * plan.seq_len
+    assert step == asked(plan)
+
+
+def check_rates(rate: Callable[[int], float], plan: Plan, *, last: int, early: float = 0.0) -> None:
+    """Compare rates step by step; `early` is how far one may be off while they warm up."""
+    training = plan.training
+    for step in range(last):
+        off = early * training.learning_rate if step < training.warmup_steps else 0.0
+        wanted = learning_rate(training, step)
+        assert rate(step) == pytest.approx(wanted, rel=1e-9, abs=off + 1e-12), (step, training)
+
+
+def last_of(plan: Plan) -> int:
+    return max(plan.training.rate_steps, plan.training.warmup_steps) + 4
+
+
+def test_megatron_trains_the_plans_batch_at_the_plans_rates() -> None:
+    for plan, text in written("megatron"):
+        args = frameworks.megatron(text)
+        check_step(frameworks.megatron_step(args, plan.mesh.devices), plan)
+        warmup = max(1, plan.training.warmup_steps)
+        check_rates(
+            lambda step, a=args: frameworks.megatron_rate(a, step),
+            plan,
+            last=last_of(plan),
+            early=(1 - 1 / warmup) / warmup,
+        )
+        t = plan.training
+        assert (args.adam_beta1, args.adam_beta2, args.adam_eps) == (t.beta1, t.beta2, t.epsilon)
+        assert (args.weight_decay, args.clip_grad) == (t.weight_decay, t.clip_norm)
+        copies = plan.layout.data * plan.mesh.context > 1
+        assert args.overlap_grad_reduce is copies
+        assert args.overlap_param_gather is (copies and plan.zero > 0)
+
+
+def test_torchtitan_trains_the_plans_batch_at_the_plans_rates() -> None:
+    for plan, text in written("torchtitan"):
+        job = frameworks.torchtitan(text, layers=BLOCKS)
+        check_step(frameworks.titan_step(job), plan)
+        ends = plan.training.rate_schedule != "constant"
+        last = plan.training.rate_steps if ends else last_of(plan)
+        check_rates(lambda step, j=job: frameworks.titan_rate(j, step), plan, last=last)
+        if ends:
+            assert job["training"]["steps"] == plan.training.rate_steps
+        t, optimizer = plan.training, job["optimizer"]
+        assert (optimizer["name"], optimizer["weight_decay"]) == ("AdamW", t.weight_decay)
+        told = (optimizer["beta1"], optimizer["beta2"], optimizer["eps"])
+        assert told == (t.beta1, t.beta2, t.epsilon)
+        assert job["training"]["max_norm"] == (t.clip_norm or math.inf)
+        assert frameworks.titan_stages(job, BLOCKS) in (
+            [BLOCKS],
+            [sum(item.layer.startswith("block") for item in stage.layers) for stage in plan.stages],
+        )
+
+
+def test_deepspeed_trains_the_plans_batch() -> None:
+    for plan, text in written("deepspeed"):
+        told = frameworks.deepspeed(text)
+        check_step(frameworks.deepspeed_step(told, plan.mesh.devices, plan.seq_len), plan)
+        t, optimizer = plan.training, told["optimizer"]
+        assert told["gradient_clipping"] == t.clip_norm
+        assert optimizer == {
+            "type": "AdamW",
+            "params": {
+                "lr": t.learning_rate,
+                "betas": [t.beta1, t.beta2],
+                "eps": t.epsilon,
+                "weight_decay": t.weight_decay,
+            },
+        }
+        said = " ".join(in_the_script(plan, MODEL, "deepspeed"))
+        changes = t.rate_schedule != "constant" or t.warmup_steps > 0
+        assert ("learning rate" in said) is changes
+
+
+@functools.cache
+def launcher() -> Any:
+    from accelerate.commands.launch import launch_command_parser
+
+    return launch_command_parser()
+
+
+def launched(text: str, folder: Path) -> Any:
+    """Return the arguments that accelerate's own launcher makes of a configuration."""
+    from accelerate.commands.launch import _validate_launch_command
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    file = folder / "accelerate.yaml"
+    file.write_text(text)
+    place = ["--machine_rank", "0", "--main_process_ip", "10.0.0.1", "--main_process_port", "29777"]
+    args = launcher().parse_args(["--config_file", str(file), *place, "train.py"])
+    args, _, _ = _validate_launch_command(args)
+    args.environment = prepare_multi_gpu_env(args)
+    return args
+
+
+def test_accelerate_starts_the_plans_ranks_on_the_plans_nodes(tmp_path: Path) -> None:
+    nodes = set()
+    for plan, text in written("accelerate")[:24]:
+        args = launched(text, tmp_path)
+        devices = plan.mesh.devices
+        nodes.add(args.num_machines)
+        assert args.num_machines == max(1, devices // 8)
+        ranks = int(args.nproc_per_node) * args.num_machines
+        assert ranks == devices
+        assert args.num_machines == 1 or (args.nproc_per_node, args.nnodes) == (
+            "8",
+            str(devices // 8),
+        )
+        said = " ".join(in_the_script(plan, MODEL, "accelerate", resolve_cluster(plan.cluster)))
+        assert f"micro-batches of {plan.micro_batch}," in said
+        assert f"gradient_accumulation_steps={plan.micro_batches}" in said
+        assert f"betas=({plan.training.beta1:g}, {plan.training.beta2:g})" in said
+        sharding = args.environment
+        data = devices
+        if plan.zero:
+            data = math.prod(
+                int(sharding[f"PARALLELISM_CONFIG_DP_{kind}_SIZE"])
+                for kind in ("REPLICATE", "SHARD")
+            )
+        step = frameworks.Step(plan.micro_batch, plan.micro_batches, data, plan.seq_len)
+        check_step(step, plan)
+    assert len(nodes) > 2
+
+
+def test_accelerate_cannot_leave_devices_of_its_last_node_idle() -> None:
+    plan, _ = next(pair for pair in written("accelerate") if pair[0].mesh.devices == 16)
+    odd = resolve_cluster(f"{plan.mesh.devices}x5xh100-sxm-80gb")
+
+    with pytest.raises(DocumentError, match="16 ranks on nodes of 5; it starts"):
+        configuration(plan, MODEL, "accelerate", odd)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torchtitan"])
+@pytest.mark.parametrize(
+    ("model", "cluster"),
+    [("llama-3.1-8b", "8xh100-sxm-80gb"), ("mixtral-8x7b", "2x8xh100-sxm-80gb")],
+)
+def test_a_backends_plan_trains_the_batch_that_was_priced(
+    backend: str, model: str, cluster: str
+) -> None:
+    graph, machine = resolve_model(model), resolve_cluster(cluster)
+    assert graph.architecture is not None
+    blocks = graph.architecture.layers
+    job = Job(seq_len=8192, global_batch=64, precision="bf16")
+    runs = list(layouts(graph, machine, job, read_pins((), ()), backend=backend))
+    chosen = random.Random(0).sample(runs, min(len(runs), 300))
+
+    for run in chosen:
+        text = "\n".join(flags(run))
+        if backend == "megatron":
+            args = frameworks.megatron(text)
+            step = frameworks.megatron_step(args, machine.devices)
+            assert args.expert_tensor_parallel_size == (
+                run.expert_tensor if run.expert > 1 else run.tensor
+            )
+        else:
+            told = frameworks.torchtitan(text, layers=blocks)
+            step = frameworks.titan_step(told)
+            if run.pipeline > 1:
+                stages = frameworks.titan_stages(told, blocks)
+                assert len(stages) == run.pipeline * run.virtual
+                assert max(stages) - min(stages) <= 1
+        assert step.tokens == job.global_batch * job.seq_len
+        assert (step.forward_samples, step.forwards) == (run.micro_batch, run.micro_batches)
+    assert any(run.micro_batches > 1 and run.pipeline == 1 for run in chosen)
+    assert any(run.virtual > 1 for run in chosen)

@@ -1,0 +1,135 @@
+"""An answer's text: one plan, both measures of its step, and what is proven in each."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console, RenderableType
+
+from planner.expressions import resolve_cluster, resolve_model
+from planner.plan import Job, Layout, Stage
+from planner.prediction import Certificate
+from planner.report.text import answer_text, stages_text
+from planner.search.answer import Answer
+from planner.search.best_first import search
+from planner.search.certificate import of_plan
+from planner.search.pins import Pins
+
+OPTIMUM = Layout(pipeline=2, schedule="interleaved", virtual_stages=4)
+PLAN = replace(OPTIMUM, virtual_stages=3)
+
+
+def certificate() -> Certificate:
+    return Certificate(
+        statement="s",
+        model="m",
+        solver="exact",
+        optimal=True,
+        objective_s=7.53,
+        lower_bound_s=7.53,
+        gap=0.0,
+        configurations=1234,
+        counts={},
+        layout=OPTIMUM.text(),
+    )
+
+
+def printed(shown: RenderableType, width: int = 160) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(shown)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return [line.rstrip() for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    job = Job(seq_len=1024, global_batch=32)
+    return search(
+        resolve_model("gpt2"), resolve_cluster("8xv100-sxm-32gb"), job, pins=Pins(pipeline=4)
+    )
+
+
+def test_a_plan_slower_in_closed_form_than_the_optimum_has_its_own_gap() -> None:
+    found = of_plan(certificate(), layout=PLAN, closed_form_s=8.0, simulated_s=7.46)
+
+    assert found.plan is not None
+    assert found.plan.closed_form_gap == pytest.approx(1 - 7.53 / 8.0)
+    assert found.gap == 0.0 and found.optimal and found.objective_s == 7.53
+    assert found.statement == (
+        "Closed form: the plan takes 8 s a step, none of 1,234 configurations less than 7.53 s "
+        "(gap 5.9 %; the optimum is another plan). "
+        "Simulated: the plan takes 7.46 s a step; no lower bound is proven."
+    )
+
+
+def test_the_optimum_as_plan_has_no_gap() -> None:
+    found = of_plan(certificate(), layout=OPTIMUM, closed_form_s=7.53, simulated_s=7.6)
+
+    assert found.plan is not None
+    assert found.plan.closed_form_gap == 0.0
+    assert "(gap 0 %)" in found.statement and "another plan" not in found.statement
+
+
+def test_a_bound_of_another_layout_is_not_told_of_the_plan(answer: Answer) -> None:
+    finals = answer.certificate.simulated
+    assert finals is not None
+    other = certificate().model_copy(
+        update={"simulated": finals.model_copy(update={"lower_bound_s": 7.4})}
+    )
+
+    found = of_plan(other, layout=PLAN, closed_form_s=8.0, simulated_s=7.46)
+
+    assert found.plan is not None and found.plan.simulated_bound_s is None
+
+
+def test_an_answer_tells_one_plan_in_ten_lines(answer: Answer) -> None:
+    lines = printed(answer_text(answer.plan, answer.prediction, answer.certificate, explain=False))
+
+    proof = answer.certificate.plan
+    assert proof is not None
+    assert proof.layout == answer.plan.layout.text()
+    assert proof.simulated_s == answer.prediction.step_time_s
+    assert proof.closed_form_s == answer.top[0].objective_s
+    assert len(lines) <= 10
+    text = " ".join(line.strip() for line in lines)
+    assert proof.layout in lines[0]
+    assert proof.closed_form in text and proof.simulated in text
+    assert "assumed" not in text
+
+
+def test_an_explanation_has_stages_assumptions_counts_and_finalists(answer: Answer) -> None:
+    shown = answer_text(answer.plan, answer.prediction, answer.certificate, explain=True)
+
+    text = "\n".join(printed(shown, width=1000))
+    finals = answer.certificate.simulated
+    assert finals is not None
+    assert "peak memory" in text and "assumed (" in text
+    assert all(name in text for name in answer.certificate.counts)
+    assert all(f"{one.layout}: {one.step_time_s:.6g} s" in text for one in finals.finalists)
+
+
+@pytest.mark.parametrize("pipeline", [1, 4])
+def test_the_bound_of_a_simulated_step_is_below_it(pipeline: int) -> None:
+    job, pins = Job(seq_len=1024, global_batch=32), Pins(pipeline=pipeline, schedule="1f1b")
+    found = search(resolve_model("gpt2"), resolve_cluster("4xv100-sxm-32gb"), job, pins=pins)
+
+    proof = found.certificate.plan
+
+    assert proof is not None and proof.simulated_bound_s is not None
+    assert proof.simulated_bound_s <= proof.simulated_s * (1 + 1e-9)
+    assert "no split of its layout takes less than" in proof.simulated
+
+
+def test_many_stages_are_told_in_one_line(answer: Answer) -> None:
+    stage = answer.plan.stages[1]
+    one, two = stage.layers[:1], stage.layers[:2]
+    deep = answer.plan.model_copy(
+        update={"stages": tuple(Stage(layers=layers) for layers in (one, two) * 20)}
+    )
+
+    assert stages_text(deep) == "40 of 1 to 2 layers, recompute none"
+    assert stages_text(answer.plan).startswith(
+        "/".join(str(len(s.layers)) for s in answer.plan.stages)
+    )

@@ -1,0 +1,160 @@
+"""Stacks are data: complete, told where they come from, and one file each."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from planner import catalog
+from planner.backends import spaces
+from planner.backends import stacks as backend_stacks
+from planner.backends.search import backend_search
+from planner.catalog import stack_name, stacks
+from planner.errors import DocumentError
+from planner.expressions import resolve_cluster, resolve_model
+from planner.plan import Job
+from planner.stack import Stack, figures, merged, stack_of, with_figures, without_basis
+
+PLAIN = {"format": 1, "name": "plain", "summary": "the defaults"}
+
+
+@pytest.mark.parametrize("name", stacks())
+def test_every_figure_that_is_not_neutral_says_where_it_comes_from(name: str) -> None:
+    assert without_basis(stacks()[name]) == []
+
+
+def test_a_figure_without_provenance_is_found() -> None:
+    stack = Stack.of({**PLAIN, "host": {"step_s": 1.0}})
+
+    assert without_basis(stack) == ["host.step_s"]
+
+
+def test_every_figure_is_read_by_some_formula() -> None:
+    root = Path(__file__).parents[2] / "planner"
+    code = "\n".join(file.read_text() for file in root.rglob("*.py") if file.name != "stack.py")
+    by_name = {"norm", "gate", "rotary"}  # planner/backends/work.py
+
+    unread = [
+        path
+        for path, _ in figures(Stack.of(PLAIN))
+        if (name := path.split(".")[1]) not in by_name and not re.search(rf"\.{name}\b", code)
+    ]
+
+    assert unread == []
+
+
+def test_a_stack_takes_what_it_does_not_give_from_the_one_it_extends() -> None:
+    base = {
+        **PLAIN,
+        "host": {"step_s": 1.0, "action_s": 2.0},
+        "basis": [
+            {"fields": ["host.step_s", "host.action_s"], "provenance": "assumed", "source": "x"}
+        ],
+    }
+    patch = {
+        **PLAIN,
+        "name": "other",
+        "extends": "plain",
+        "host": {"step_s": 3.0},
+        "basis": [{"fields": ["host.step_s"], "provenance": "derived", "source": "y"}],
+    }
+
+    stack = stack_of(patch, {"plain": base})
+
+    assert (stack.host.step_s, stack.host.action_s) == (3.0, 2.0)
+    assert without_basis(stack) == []
+    assert [entry.source for entry in stack.basis] == ["y", "x"]
+
+
+def test_a_figure_that_is_changed_loses_the_basis_of_the_old_one() -> None:
+    base = {
+        **PLAIN,
+        "host": {"step_s": 1.0},
+        "basis": [{"fields": ["host.step_s"], "provenance": "assumed", "source": "x"}],
+    }
+
+    stack = Stack.of(merged(base, {"name": "other", "host": {"step_s": 3.0}}))
+
+    assert without_basis(stack) == ["host.step_s"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"host": {"step_s": -1.0}}, "host.step_s"),
+        ({"host": {"stepp_s": 1.0}}, "did you mean 'step_s'"),
+        ({"kernels": {"attention": "fa9"}}, "kernels.attention"),
+        (
+            {"basis": [{"fields": ["host.none"], "provenance": "assumed", "source": "x"}]},
+            "no figure of a stack",
+        ),
+        (
+            {"basis": [{"fields": ["host.step_s"], "provenance": "fitted", "source": "x"}]},
+            "does not say to how many runs",
+        ),
+        (
+            {"basis": 2 * [{"fields": ["host.step_s"], "provenance": "assumed", "source": "x"}]},
+            "has two bases for host.step_s",
+        ),
+    ],
+)
+def test_a_wrong_stack_is_one_message(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(DocumentError, match=said):
+        Stack.of({**PLAIN, **changes})
+
+
+@pytest.mark.parametrize(
+    ("base", "said"), [("nothing", "known: a"), ("b", "extends another"), (7, "is 7")]
+)
+def test_a_stack_extends_a_known_one_that_extends_none(base: object, said: str) -> None:
+    known = {"a": PLAIN, "b": {**PLAIN, "extends": "a"}}
+
+    with pytest.raises(DocumentError, match=said):
+        stack_of({**PLAIN, "extends": base}, known)
+
+
+def test_names_and_aliases_are_of_one_stack_each() -> None:
+    names = [name for stack in stacks().values() for name in (stack.name, *stack.aliases)]
+
+    assert len(names) == len(set(names))
+    assert all(stack_name(name) in stacks() for name in names)
+    assert [stack_name(text) for text in ("Megatron LM", "NeMo", "FSDP2")] == [
+        "megatron",
+        "megatron",
+        "fsdp",
+    ]
+
+
+def test_figures_are_changed_by_their_paths() -> None:
+    stack = with_figures(Stack.of(PLAIN), {"host.step_s": 2.0, "memory.reserved": 1.5})
+
+    assert (stack.host.step_s, stack.memory.reserved) == (2.0, 1.5)
+    assert stack.host.action_s == 0.0
+
+
+def test_a_stack_is_added_by_adding_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Path(catalog.__file__).parent / "stacks"
+    for file in known.iterdir():
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "mine.yaml").write_text(
+        "{format: 1, name: mine, extends: fsdp, summary: mine, host: {step_s: 5.0}, "
+        "space: {zero: [3], recompute: [none, full], pipeline: false, tensor: false}, "
+        "accuracy: {spread: 0.1}, basis: [{fields: [host.step_s, accuracy.spread], "
+        "provenance: assumed, source: made up}]}"
+    )
+    found = catalog.read_stacks(tmp_path)
+    monkeypatch.setattr(catalog, "stacks", lambda: found)
+    for module in (backend_stacks, spaces):
+        monkeypatch.setattr(module, "stacks", lambda: found)
+    model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
+    job = Job(seq_len=2048, global_batch=64)
+
+    mine = backend_search(model, cluster, job, backend="mine").best.prediction
+    fsdp = backend_search(model, cluster, job, backend="fsdp").best.prediction
+
+    assert mine.step_parts["fixed"] == 5.0
+    assert mine.step_time_s == pytest.approx(fsdp.step_time_s + 5.0 - fsdp.step_parts["fixed"])
