@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from planner.costs.layout_costs import KEPT_FREE
 from planner.plan import Layout
 from planner.prediction import Certificate, Loser, PlanProof
 from planner.schedules import SCHEDULES
@@ -44,6 +45,19 @@ OUTCOMES = (
 )
 
 
+EXACT = (
+    "a rank's bytes are those that its prediction counts; of like layers on a stage those that are "
+    "recomputed more come first; of the n like layers on a rank of V stages, those that store less "
+    "first, its c-th stage holds floor((n + c) / V), and on a rank with the last stage alone that "
+    "one holds what is left of stages as large as other ranks'"
+)
+FROM_ABOVE = (
+    "a rank's bytes are counted from above, as sums over its layers: plans that fit by no more "
+    "than the difference are not covered; ranks of several stages share the longest run of like "
+    "layers evenly"
+)
+
+
 @dataclass(slots=True)
 class Account:
     """Counts by outcome, and the layouts that came close."""
@@ -51,6 +65,8 @@ class Account:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     losers: list[Loser] = field(default_factory=list)
     unfinished_s: list[float] = field(default_factory=list)
+    bytes_of: str = EXACT
+    """How the bytes of ranks are counted, and of which splits."""
 
     def lost(
         self,
@@ -91,7 +107,7 @@ class Account:
         return Certificate(
             statement=f"Closed form: none of {total:,} configurations takes less than "
             f"{proven_s:.6g} s a step.",
-            model=closed_form_text(),
+            model=closed_form_text(self.bytes_of),
             solver=solver,
             optimal=optimal,
             objective_s=objective_s,
@@ -103,14 +119,13 @@ class Account:
         )
 
 
-def closed_form_text() -> str:
+def closed_form_text(bytes_of: str) -> str:
     """Return what is minimised, with the coefficients of every schedule."""
     coefficients = dict.fromkeys(one.coefficients.text for one in SCHEDULES.values())
     return (
         "T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s over pipeline "
-        f"ranks r on m micro-batches; steady = {', '.join(coefficients)}; memory of every rank "
-        "held, 4 % of an accelerator kept free; ranks of several stages share the longest run of "
-        "like layers evenly"
+        f"ranks r on m micro-batches; steady = {', '.join(coefficients)}; {bytes_of}; "
+        f"{100 * KEPT_FREE:.0f} % of an accelerator kept free"
     )
 
 

@@ -83,6 +83,10 @@ else:
     pulp = OnUse("pulp", "solving an integer program")
 
 
+_TIGHTENED = 16
+"""Programs with less room that are tried where bytes are more than sums."""
+
+
 @dataclass(frozen=True, slots=True)
 class Formulation:
     """The program and what its variables mean; `count[a][s][k]` is n[a,s,k]."""
@@ -149,6 +153,40 @@ def solve(
     A solution that met the time limit carries the bound proven until then and is not `optimal`.
     `at_least_s` is a bound known before; only objectives below `cutoff_s` are of interest.
     """
+    if instance.used_bytes is None:
+        return _solve(instance, time_limit_s, gap, at_least_s, cutoff_s)
+    # The program knows sums alone.  Stages that hold more than they have get less room, until a
+    # solution fits; the bound is that of the sums, and may stay below it.
+    tight, bound_s = replace(instance, used_bytes=None), -math.inf
+    for attempt in range(_TIGHTENED):
+        found = _solve(tight, time_limit_s, gap, max(at_least_s, bound_s), cutoff_s)
+        if not isinstance(found, Solution):
+            return found if attempt == 0 else Unfinished(bound_s)
+        bound_s = max(bound_s, found.lower_bound_s) if attempt == 0 else bound_s
+        exact = priced(instance, found.cuts, found.options)
+        if fits(instance, exact):
+            bound_s = min(bound_s, exact.objective_s)
+            return replace(exact, lower_bound_s=bound_s, tolerance=found.tolerance)
+        lacks = [
+            max(0.0, used - stage.capacity_bytes)
+            for used, stage in zip(exact.stage_bytes, instance.stages, strict=True)
+        ]
+        stages = [
+            replace(stage, fixed_bytes=stage.fixed_bytes + more)
+            for stage, more in zip(tight.stages, lacks, strict=True)
+        ]
+        tight = replace(tight, stages=tuple(stages))
+    return Unfinished(bound_s)
+
+
+def _solve(
+    instance: Instance,
+    time_limit_s: float | None,
+    gap: float,
+    at_least_s: float,
+    cutoff_s: float,
+) -> Solution | Infeasible | Fathomed | Unfinished:
+    """Solve an instance whose bytes are sums."""
     reason = why_infeasible(instance)
     if reason:
         return Infeasible(reason)

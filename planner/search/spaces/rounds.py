@@ -28,6 +28,8 @@ from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
     COMPUTATION,
+    EXACT,
+    FROM_ABOVE,
     NO_FASTER,
     OUT_OF_MEMORY,
     REFUSED,
@@ -252,7 +254,8 @@ def with_rounds(
 
     The faster of the two in simulation is the plan.
     """
-    space, account = RoundSpace(candidates), Account()
+    space = RoundSpace(candidates)
+    account = Account(bytes_of=f"{EXACT}; with two stages of unlike layers {FROM_ABOVE}")
     refused: Refusals = {}
     before = answer.certificate
     outcome = best_first(

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from planner.solver import ilp
 from planner.solver.inner import solve
 from planner.solver.instance import Infeasible, Instance, Solution, fits, priced, stage_bytes
 from tests.planner.small_instances import all_splits, random_instance
@@ -68,3 +69,23 @@ def test_the_best_split_that_fits_is_found(start: int, sync_by_option: bool) -> 
 
     assert compared > 20
     assert costs > 2
+
+
+@pytest.mark.parametrize("start", [0, 40])
+def test_the_integer_program_finds_a_split_that_fits_and_a_bound_below_the_best(start: int) -> None:
+    compared = 0
+    for seed in range(start, start + 40):
+        plain = random_instance(seed)
+        instance = with_more_bytes(replace(plain, cut_s=()), seed)
+        best = solve(instance)
+
+        found = ilp.solve(instance, time_limit_s=10.0)
+
+        if isinstance(found, Infeasible):
+            assert isinstance(best, Infeasible)
+        if isinstance(found, Solution) and isinstance(best, Solution):
+            assert fits(instance, found)
+            hair_s = 1e-6 * abs(best.objective_s)
+            assert found.lower_bound_s - hair_s <= best.objective_s <= found.objective_s + hair_s
+            compared += 1
+    assert compared > 10
