@@ -69,7 +69,6 @@ from planner.predict import (
     stage_seconds,
 )
 from planner.prediction import Prediction
-from planner.schedule import splits_backward
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.pins import Pins, read_allowances
@@ -442,7 +441,7 @@ def objective_s(
     home, ranks = homes(layout), range(layout.pipeline)
     forward_s, backward_s, sync_s = ([0.0] * layout.pipeline for _ in range(3))
     credits_s = 0.0
-    splits = layout.pipeline > 1 and splits_backward(layout.schedule)
+    splits = layout.executed.splits_backward
     for s, (seat, placement) in enumerate(zip(seats.stages, placements, strict=True)):
         rank, stage = home[s], stage_seconds(seat.costs, placement)
         forward_s[rank] += stage.whole_forward_s
@@ -465,7 +464,7 @@ def objective_s(
         )
     rank_s = [forward_s[rank] + backward_s[rank] for rank in ranks]
     slowest_s = max(rank_s)
-    if layout.schedule == "gpipe" and layout.pipeline > 1:
+    if layout.executed.forwards_first:
         slowest_s = max(forward_s) + max(backward_s)
     once_s = max(sync_s) + seats.stages[0].costs.step_s
     return steady * slowest_s + fill * (sum(rank_s) - credits_s) + once_s

@@ -24,17 +24,16 @@ from planner.plan import (
     Job,
     Layout,
     Offload,
-    ScheduleName,
 )
 from planner.predict import balanced_cuts
-from planner.schedule import FOLDED, LOOPED, obstacle, rank_of_stage
+from planner.schedule import obstacle, rank_of_stage
+from planner.schedules import PLAIN, SCHEDULES, Schedule
 
 LARGEST_MICRO_BATCH = 64
 LARGEST_CONTEXT = 64
 MOST_STAGES = 8
 """On a rank."""
-SINGLE: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zb-h1")
-SEVERAL: tuple[ScheduleName, ...] = ("interleaved", "interleaved-zb", "zbv", "dualpipe-v")
+DRAINED = tuple(schedule for schedule in SCHEDULES.values() if not schedule.stale)
 Choice = tuple[str, str]
 """What a layer recomputes, and what becomes of its activations."""
 
@@ -184,7 +183,7 @@ class Drafts:
             return None
         share = self.job.global_batch // data
         size = rng.choice([d for d in divisors(share) if d <= LARGEST_MICRO_BATCH])
-        schedule, virtual = self._timetable() if pipeline > 1 else ("1f1b", 1)
+        schedule, virtual = self._timetable() if pipeline > 1 else (PLAIN, 1)
         layout = Layout(
             tensor=tensor,
             context=context,
@@ -270,11 +269,9 @@ class Drafts:
             return INSIDE_OUT
         return tuple(self.rng.sample(INSIDE_OUT, len(INSIDE_OUT)))
 
-    def _timetable(self) -> tuple[ScheduleName, int]:
-        name = self.rng.choice((*SINGLE, *SEVERAL))
-        if name in FOLDED:
-            return name, 2
-        return name, self.rng.randint(2, MOST_STAGES) if name in LOOPED else 1
+    def _timetable(self) -> tuple[str, int]:
+        schedule = self.rng.choice(DRAINED)
+        return schedule.name, self.rng.choice(numbers_of_stages(schedule))
 
     # Ranks of several stages.
 
@@ -337,9 +334,9 @@ class Drafts:
         kind: Choice = ("none", draft.choices[0][1])
         data, size, count = layout.data, layout.micro_batch, layout.micro_batches
         changes: list[dict[str, Any]] = []
-        for name in (*SINGLE, *SEVERAL) if layout.pipeline > 1 else ():
-            each = (2,) if name in FOLDED else range(2, MOST_STAGES + 1) if name in LOOPED else (1,)
-            changes += [{"schedule": name, "virtual_stages": virtual} for virtual in each]
+        for schedule in DRAINED if layout.pipeline > 1 else ():
+            each = numbers_of_stages(schedule)
+            changes += [{"schedule": schedule.name, "virtual_stages": virtual} for virtual in each]
         changes += [
             {"zero": zero, "data_shard": shard, "data_replicate": data // shard}
             for zero in range(4)
@@ -453,7 +450,7 @@ class Drafts:
             zero = self.rng.randrange(4)
         timetable = {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
         if degrees["pipeline"] == 1:
-            timetable = {"schedule": "1f1b", "virtual_stages": 1}
+            timetable = {"schedule": PLAIN, "virtual_stages": 1}
         ranks = (data if zero else 1) * degrees["context"] * degrees["tensor"]
         return self.laid(
             replace(
@@ -501,6 +498,10 @@ class Drafts:
         one, other = self.rng.sample(range(len(names)), 2)
         names[one], names[other] = names[other], names[one]
         return replace(draft, groups=tuple(names))
+
+
+def numbers_of_stages(schedule: Schedule) -> list[int]:
+    return [virtual for virtual in range(1, MOST_STAGES + 1) if schedule.takes(virtual)]
 
 
 def homes(layout: Layout) -> tuple[int, ...]:

@@ -20,21 +20,18 @@ from planner.costs.layout_costs import CostTables
 from planner.document import write_text
 from planner.expressions import resolve_cluster, resolve_model
 from planner.pipeline_model import closed_form, held
-from planner.plan import Job, ScheduleName
-from planner.schedule import orders, rank_of_stage, splits_backward
+from planner.plan import Job
+from planner.schedule import orders, rank_of_stage
+from planner.schedules import SCHEDULES
 from planner.search.candidates import Candidates
-from planner.search.pins import SCHEDULES, Pins
+from planner.search.pins import Pins
 from planner.search.ranked import ranked
 from planner.simulate import peak_alive, timeline
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
 
-STAGES: dict[ScheduleName, tuple[int, ...]] = {
-    "interleaved": (2, 4),
-    "interleaved-zb": (2, 4),
-    "zbv": (2,),
-    "dualpipe-v": (2,),
-}
+STAGES = (1, 2, 4)
+"""On each rank, where a schedule takes so many."""
 SEEDS = 40
 SCATTER = 0.1
 TRANSFER = 0.05
@@ -43,7 +40,7 @@ MIX = (1.0, 1.2, 0.8)
 
 
 def ratio(
-    name: ScheduleName,
+    name: str,
     ranks: int,
     virtual: int,
     m: int,
@@ -73,7 +70,7 @@ def ratio(
         ).makespan_s
 
     # Without flush a step is what a further one takes.
-    step_s = simulated_s(3) - simulated_s(2) if name == "pipedream-2bw" else simulated_s(1)
+    step_s = simulated_s(3) - simulated_s(2) if SCHEDULES[name].stale else simulated_s(1)
     if form.forward_apart:
         forward = max(each[0])
         return (
@@ -91,7 +88,7 @@ def errors() -> Iterator[list[str]]:
     """Yield a row for every schedule: closed form over simulated step."""
     yield ["schedule", "stages per rank", "uniform", "uneven", "uniform with transfers"]
     for name in SCHEDULES:
-        for virtual in STAGES.get(name, (1,)):
+        for virtual in filter(SCHEDULES[name].takes, STAGES):
             rng = random.Random(0)
             uniform, uneven, moving = [], [], []
             for _ in range(SEEDS):
@@ -110,14 +107,16 @@ def counts(ranks: int, m: int) -> Iterator[list[str]]:
     """Yield a row for every schedule: micro-batches that the ranks hold at most."""
     yield ["schedule", "stages per rank", "F to B or I", "I to W", "by stage, in the order"]
     for name in SCHEDULES:
-        for virtual in STAGES.get(name, (1,)):
+        for virtual in filter(SCHEDULES[name].takes, STAGES):
             every = orders(name, stages=ranks * virtual, micro_batches=m, virtual_stages=virtual)
             own = [
                 held(name, rank, ranks=ranks, micro_batches=m, virtual_stages=virtual)
                 for rank in range(ranks)
             ]
             peaks = [sorted(peak_alive(order).items()) for order in every]
-            waiting = " ".join(str(h.waiting) for h in own) if splits_backward(name) else "-"
+            waiting = (
+                " ".join(str(h.waiting) for h in own) if SCHEDULES[name].splits_backward else "-"
+            )
             yield [
                 name,
                 str(virtual),

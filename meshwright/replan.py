@@ -15,6 +15,7 @@ from planner.errors import DocumentError, LaunchError, NoPlanFits
 from planner.model import ModelGraph
 from planner.plan import Job, Plan
 from planner.profile import Profiles
+from planner.schedules import schedule_of
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.pins import Allowance, Pins
@@ -38,9 +39,9 @@ def for_fewer(
     cluster that it is for are written into `folder`.  Of one node's devices some may be left out if
     that is faster; LaunchError if no plan fits.
     """
-    if wanted.schedule == "pipedream-2bw":
+    if schedule_of(wanted.schedule).stale:
         raise LaunchError(
-            "replan: the plan's schedule is pipedream-2bw, whose gradients are as old as its "
+            f"replan: the plan's schedule is {wanted.schedule}, whose gradients are as old as its "
             "pipeline makes them; plan again by hand"
         )
     job = Job(

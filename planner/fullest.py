@@ -4,7 +4,7 @@ A rank's order is walked action by action.  A micro-batch is alive on a stage fr
 or I, and waits from the end of I to W.  A moment is an action with what is alive and waits beside
 it; of an action's moments only those matter that no other one exceeds on every stage.
 
-From 2 P micro-batches on these are the same, however many there are: schedules repeat themselves.
+From 2 P micro-batches on these are the same, however many there are, if a schedule repeats itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from planner.schedule import Kind, orders, rank_of_stage
+from planner.schedules import schedule_of
 
 
 class Moment(NamedTuple):
@@ -40,7 +41,9 @@ def fullest(
     >>> sorted({moment.holding for moment in moments})
     [(3, 2), (4, 1)]
     """
-    return _fullest(name, ranks, min(micro_batches, 2 * ranks), virtual_stages)
+    if schedule_of(name).repeats:
+        micro_batches = min(micro_batches, 2 * ranks)
+    return _fullest(name, ranks, micro_batches, virtual_stages)
 
 
 @lru_cache(maxsize=1 << 10)

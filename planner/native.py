@@ -20,6 +20,7 @@ from planner.model import Architecture, ModelGraph
 from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Recompute
+from planner.schedules import PLAIN, SCHEDULES, schedule_of
 
 FAMILIES = (
     "reference",
@@ -41,8 +42,6 @@ CAVEAT_SOURCE = "planner/native.py"
 """Where an assumption comes from that says that a plan cannot be launched."""
 GROUPED_BYTES = 16
 """Rows of matrices in torch's grouped product are multiples of this (torch._grouped_mm)."""
-GROUP_SCHEDULES = tuple(name for name in schedule.SCHEDULES if name != "pipedream-2bw")
-"""Schedules for stages on devices that differ."""
 
 Rules = Callable[[ModelGraph, ClusterSpec, Job, Layout], str | None]
 """Return why no plan is made of a layout, or None if one can be: `refusal` or `limit`."""
@@ -160,11 +159,11 @@ def _group_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]
             )
     if layout.pipeline > 1 and layout.order[-1] != "pipeline":
         yield Obstacle("mesh.order", "where devices differ, pipeline must stand last")
-    if layout.schedule not in GROUP_SCHEDULES:
+    if schedule_of(layout.schedule).stale:
+        others = (name for name, schedule in SCHEDULES.items() if not schedule.stale)
         yield Obstacle(
             "schedule",
-            f"{layout.schedule} is not planned where devices differ; use "
-            f"{' or '.join(GROUP_SCHEDULES)}",
+            f"{layout.schedule} is not planned where devices differ; use {' or '.join(others)}",
         )
 
 
@@ -219,14 +218,16 @@ def _lora_obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obs
         yield Obstacle("offload", "adapters cannot be trained with parameters here; use optimizer")
     if layout.gradient_wire == "powersgd":
         yield Obstacle("gradient_wire", "adapters cannot be trained with powersgd here; use full")
-    if layout.schedule == "pipedream-2bw":
-        yield Obstacle("schedule", "adapters cannot be trained with pipedream-2bw here; use 1f1b")
+    if schedule_of(layout.schedule).stale:
+        yield Obstacle(
+            "schedule", f"adapters cannot be trained with {layout.schedule} here; use {PLAIN}"
+        )
     if model.edges:
         yield Obstacle("training.lora", "adapters need a chain of layers, and this is a graph")
 
 
 def _schedule_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iterator[Obstacle]:
-    if layout.schedule == "pipedream-2bw":
+    if schedule_of(layout.schedule).stale:
         yield from _stale_obstacles(job, layout)
     home = schedule.rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
@@ -244,7 +245,7 @@ def _stale_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
 
     FSDP, which divides parameters and computes in 16 bits, knows of one age.
     """
-    two = "pipedream-2bw holds two versions of the weights"
+    two = f"{layout.schedule} holds two versions of the weights"
     if job.precision in ("bf16", "fp16", "fp8"):
         yield Obstacle("precision", f"is {job.precision}, and {two} in fp32; use fp32 or tf32")
     for axis in ("tensor", "context", "data_shard"):
@@ -256,8 +257,8 @@ def _stale_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
     if layout.gradient_wire in ("bf16", "fp16"):
         yield Obstacle(
             "gradient_wire",
-            f"is {layout.gradient_wire}, and pipedream-2bw sums gradients in the optimizer's step; "
-            "use full or powersgd",
+            f"is {layout.gradient_wire}, and {layout.schedule} sums gradients in the optimizer's "
+            "step; use full or powersgd",
         )
 
 

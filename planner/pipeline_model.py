@@ -8,16 +8,18 @@ part of them that its W take, a step of m micro-batches on P ranks of V stages t
 and rank r holds the activations of in_flight_r micro-batches, all its stages together.
 
 How exact that is, against the simulator and with no transfer time (transfers are charged to t_r);
-the last column is for stages whose times scatter by 10 %:
+the last column is for stages whose times scatter by 10 % (`forward_apart`: see
+planner.solver.instance):
 
-schedule         uniform stages                  uneven stages, form / simulated 1f1b
-exact                           1.00-1.12; 1.00 if the slowest stage is the last gpipe
-exact                           1.00 with `forward_apart` (see planner.solver.instance) interleaved
-exact                           0.94-1.13 zb-h1            exact if f, b <= f + b - w
-0.99-1.08 interleaved-zb   exact if f, b <= f + b - w      0.94-1.05 zbv              exact if f =
-b = w              0.97-1.08 dualpipe-v       exact if f = b = w              0.97-1.08; what
-overlap gains is not counted pipedream-2bw    exact, per step                 1.00, as long as it
-never drains
+    schedule         uniform stages                uneven stages, form / simulated
+    1f1b             exact                         1.00-1.12; 1.00 if the slowest is the last
+    gpipe            exact                         1.00 with `forward_apart`
+    interleaved      exact                         0.94-1.13
+    zb-h1            exact if f, b <= f + b - w    0.99-1.08
+    interleaved-zb   exact if f, b <= f + b - w    0.94-1.05
+    zbv              exact if f = b = w            0.97-1.08
+    dualpipe-v       exact if f = b = w            0.97-1.08; overlap's gain is not counted
+    pipedream-2bw    exact, per step               1.00, as long as it never drains
 
 Here f, b, w are a stage's seconds of F, I and W.  On uniform stages zb-h1 and interleaved-zb take
 m t + (P - 1) max(f, b, f + b - w) / V, of which the form is the last branch: `uniform_step_s`.
@@ -31,7 +33,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.errors import DocumentError
-from planner.schedule import most_in_flight, obstacle, splits_backward
+from planner.schedule import obstacle
+from planner.schedules import Shape, schedule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,25 +82,19 @@ def closed_form(
     )
     if found:
         raise DocumentError(*found)
+    schedule = schedule_of(name)
     share = largest_stage if largest_stage is not None else 1.0 / virtual_stages
     steady, fill = pace(name, ranks=ranks, micro_batches=micro_batches, largest_stage=share)
+    shape = Shape(ranks, micro_batches, virtual_stages)
     return ClosedForm(
         steady=steady,
         fill=fill,
-        credit=2.0 * fill if splits_backward(name) else 0.0,
+        credit=2.0 * fill if schedule.splits_backward else 0.0,
         in_flight=tuple(
-            most_in_flight(
-                name,
-                rank,
-                stages=ranks * virtual_stages,
-                micro_batches=micro_batches,
-                virtual_stages=virtual_stages,
-            )
-            / virtual_stages
-            for rank in range(ranks)
+            schedule.counts(rank, shape).whole / virtual_stages for rank in range(ranks)
         ),
-        forward_apart=name == "gpipe",
-        weight_versions=2 if name == "pipedream-2bw" else 1,
+        forward_apart=schedule.forwards_first,
+        weight_versions=schedule.weight_versions,
     )
 
 
@@ -109,13 +106,7 @@ def pace(
     >>> pace("interleaved", ranks=4, micro_batches=8, largest_stage=0.5)
     (7.5, 0.5)
     """
-    if name == "interleaved":
-        return micro_batches - largest_stage, largest_stage
-    if name == "pipedream-2bw":
-        return float(micro_batches), 0.0
-    if splits_backward(name):
-        return float(micro_batches), largest_stage * (ranks - 1) / ranks
-    return micro_batches - 1.0, 1.0
+    return schedule_of(name).coefficients.of(ranks, micro_batches, largest_stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,32 +131,13 @@ def held(name: str, rank: int, *, ranks: int, micro_batches: int, virtual_stages
     >>> [held("zb-h1", rank, ranks=4, micro_batches=8).waiting for rank in range(4)]
     [1, 2, 3, 4]
     """
-    stages, most = ranks * virtual_stages, micro_batches * virtual_stages
-    alive, waiting = 0, 0
-    if name in ("zb-h1", "interleaved-zb"):
-        alive, waiting = stages - rank, rank + 1
-    elif name == "zbv":
-        alive, waiting = stages, max(2, 2 * rank + 1)
-    elif name == "dualpipe-v":
-        alive, waiting = stages + 1, max(2, rank + 1)
-    else:
-        alive = most_in_flight(
-            name,
-            rank,
-            stages=stages,
-            micro_batches=micro_batches,
-            virtual_stages=virtual_stages,
-        )
-    if name in ("zb-h1", "interleaved-zb"):
-        waiting = min(waiting, micro_batches)
-    return Held(min(alive, most), min(waiting, most))
+    counts = schedule_of(name).counts(rank, Shape(ranks, micro_batches, virtual_stages))
+    return Held(counts.alive, counts.deferred)
 
 
 def most_on_first_stage(name: str, *, ranks: int, micro_batches: int, virtual_stages: int) -> int:
     """Return how many micro-batches the model's first stage holds at most."""
-    if virtual_stages == 1:
-        return held(name, 0, ranks=ranks, micro_batches=micro_batches).alive
-    return min(micro_batches, 2 * ranks)
+    return schedule_of(name).on_first_stage(Shape(ranks, micro_batches, virtual_stages))
 
 
 def uniform_step_s(

@@ -7,16 +7,23 @@ with its stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from planner.cluster import Precision
-from planner.document import Document, Part
+from planner.document import Document, Part, nearest
 from planner.errors import DocumentError
 from planner.model import ModelGraph, is_factory
 from planner.profile import Recompute
 from planner.schedule import obstacle, rank_of_stage, too_long
+from planner.schedules import PLAIN, SCHEDULES, Schedule
 from planner.training import Lora, Training
 from planner.units import (
     MOST_DEVICES,
@@ -32,15 +39,18 @@ from planner.units import (
 )
 
 Backend = Literal["native"]
-ScheduleName = Literal[
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "interleaved-zb",
-    "zbv",
-    "dualpipe-v",
-    "pipedream-2bw",
+
+
+def _known_schedule(name: str) -> str:
+    if name not in SCHEDULES:
+        raise ValueError(f"is {name[:60]!a}; {nearest(name, list(SCHEDULES))}")
+    return name
+
+
+ScheduleName = Annotated[
+    str,
+    Field(strict=True, json_schema_extra=lambda schema: schema.update(enum=list(SCHEDULES))),
+    AfterValidator(_known_schedule),
 ]
 Activations = Literal["keep", "offload", "compress"]
 """What becomes of a layer's stored tensors between forward and backward: on the device, in pinned
@@ -89,7 +99,7 @@ class Layout:
     expert: int = 1
     tensor: int = 1
     zero: int = 0
-    schedule: ScheduleName = "1f1b"
+    schedule: str = PLAIN
     micro_batch: int = 1
     micro_batches: int = 1
     order: tuple[Axis, ...] = INSIDE_OUT
@@ -102,6 +112,11 @@ class Layout:
     def stages(self) -> int:
         """Pipeline stages of the whole job."""
         return self.pipeline * self.virtual_stages
+
+    @property
+    def executed(self) -> Schedule:
+        """The schedule that runs; without a pipeline forwards and backwards alternate."""
+        return SCHEDULES[self.schedule if self.pipeline > 1 else PLAIN]
 
     @property
     def data(self) -> int:

@@ -30,8 +30,9 @@ from planner.model import ModelGraph
 from planner.plan import Activations, Job, Layout, Plan
 from planner.prediction import Assumption, Prediction, StagePrediction
 from planner.profile import Profile, Profiles, Recompute
-from planner.schedule import orders, rank_of_stage, splits_backward
+from planner.schedule import orders, rank_of_stage
 from planner.simulate import Timeline, timeline
+from planner.tolerances import ROUNDING
 
 Placement = tuple[tuple[str, Recompute, Activations], ...]
 """Layer kinds of one stage in order, each with its choices."""
@@ -350,7 +351,7 @@ def _hosts_fit(
         if seat.host_room_bytes is not None
     ]
     if rooms:
-        return all(used <= room * (1 + 1e-12) for used, room in rooms)
+        return all(used <= room * (1 + ROUNDING) for used, room in rooms)
     return overfull(tables.cluster, layout, on_host) is None
 
 
@@ -423,7 +424,7 @@ def step_parts(
         "tensor communication": m * (stage.forward_tensor_s + stage.backward_tensor_s),
         "data communication": m * (stage.forward_shard_s + stage.backward_shard_s) + stage.sync_s,
         "optimizer": last.optimizer_s,
-        "fixed": costs.step_s + (3 if _split(layout) else 2) * m * stage.action_s,
+        "fixed": costs.step_s + (3 if layout.executed.splits_backward else 2) * m * stage.action_s,
     }
     more = {
         "offload": m * (stage.forward_host_s + stage.backward_host_s) + last.stream_s,
@@ -475,7 +476,7 @@ def _filled(seconds: Sequence[float], stages: int, limit: float) -> tuple[int, .
     at = len(seconds)
     for left in range(stages - 1, -1, -1):
         total = 0.0
-        while at > left and total + seconds[at - 1] <= limit * (1 + 1e-12):
+        while at > left and total + seconds[at - 1] <= limit * (1 + ROUNDING):
             at -= 1
             total += seconds[at]
         cuts.append(at)
@@ -483,15 +484,11 @@ def _filled(seconds: Sequence[float], stages: int, limit: float) -> tuple[int, .
 
 
 def _run(seats: Seats, layout: Layout, stages: Sequence[StageSeconds]) -> Timeline:
-    """Simulate the schedule of a layout on stages of these seconds.
-
-    Without a pipeline the runtime alternates forwards and backwards, whatever the schedule's name.
-    """
-    name = layout.schedule if layout.pipeline > 1 else "1f1b"
-    splits = _split(layout)
+    """Simulate the schedule of a layout on stages of these seconds."""
+    splits = layout.executed.splits_backward
     return timeline(
         orders(
-            name,
+            layout.executed.name,
             stages=layout.stages,
             micro_batches=layout.micro_batches,
             virtual_stages=layout.virtual_stages,
@@ -502,10 +499,6 @@ def _run(seats: Seats, layout: Layout, stages: Sequence[StageSeconds]) -> Timeli
         weight_s=[stage.weight_s + stage.action_s for stage in stages] if splits else None,
         transfer_s=seats.transfer_s,
     )
-
-
-def _split(layout: Layout) -> bool:
-    return layout.pipeline > 1 and splits_backward(layout.schedule)
 
 
 def _layers(costs: LayoutCosts, placement: Placement) -> list[StrategyParts]:

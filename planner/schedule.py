@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from planner.actions import Action, Kind, Order, csv_text, read_action
 from planner.errors import DocumentError
-from planner.schedules import folded, looped, single
+from planner.schedules import SCHEDULES, Schedule, Shape, schedule_of
 
 __all__ = [
     "SCHEDULES",
@@ -33,26 +33,13 @@ __all__ = [
     "weight_versions",
 ]
 
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "interleaved-zb",
-    "zbv",
-    "dualpipe-v",
-    "pipedream-2bw",
-)
 MOST_ACTIONS = 2_000_000
 """Forwards and backwards of all ranks in one step: some seconds and 0.4 GB to simulate."""
-FOLDED = ("zbv", "dualpipe-v")
-LOOPED = ("interleaved", "interleaved-zb")
-SPLIT = ("zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
 
 
 def splits_backward(name: str) -> bool:
     """Whether a schedule does gradients of inputs and of weights apart."""
-    return name in SPLIT
+    return schedule_of(name).splits_backward
 
 
 @lru_cache(maxsize=1 << 10)
@@ -64,10 +51,7 @@ def rank_of_stage(name: str, *, stages: int, virtual_stages: int = 1) -> tuple[i
     >>> rank_of_stage("zbv", stages=6, virtual_stages=2)
     (0, 1, 2, 2, 1, 0)
     """
-    ranks = stages // virtual_stages
-    if name in FOLDED:
-        return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
-    return tuple(stage % ranks for stage in range(stages))
+    return schedule_of(name).homes(Shape(stages // virtual_stages, 0, virtual_stages))
 
 
 def obstacle(
@@ -78,20 +62,26 @@ def obstacle(
     >>> obstacle("interleaved", stages=8, micro_batches=6, virtual_stages=2)
     ('micro_batches', 'is 6; interleaved needs a multiple of its 4 ranks: 4 or 8')
     """
-    if name not in SCHEDULES:
-        return "schedule", f"'{name}' is not known; known: {', '.join(SCHEDULES)}"
+    schedule = schedule_of(name)
     if virtual_stages < 1 or stages < 1 or stages % virtual_stages:
         return (
             "virtual_stages",
             f"is {virtual_stages}, which does not divide {stages} stages; every rank holds equally "
             "many",
         )
-    wanted = _stages_per_rank(name, virtual_stages)
-    if wanted:
+    if not schedule.takes(virtual_stages):
+        least, most = schedule.stages_per_rank
+        wanted = f"puts {least} stage{'s' * (least > 1)}"
+        if most != least:
+            wanted = f"needs at least {least} stages"
         return "virtual_stages", f"is {virtual_stages}; {name} {wanted} on every rank"
-    wanted = _enough(name, stages // virtual_stages, micro_batches)
-    if wanted:
-        return "micro_batches", f"is {micro_batches}; {wanted}"
+    if micro_batches < 1:
+        return "micro_batches", f"is {micro_batches}; a step needs at least one"
+    needed = schedule.micro_batches_needed(
+        Shape(stages // virtual_stages, micro_batches, virtual_stages)
+    )
+    if needed:
+        return "micro_batches", f"is {micro_batches}; {name} needs {needed}"
     return too_long(stages=stages, micro_batches=micro_batches)
 
 
@@ -113,39 +103,12 @@ micro_batch, or the data-parallel degree')
     )
 
 
-def _stages_per_rank(name: str, virtual_stages: int) -> str:
-    """Return how many stages a schedule wants on a rank if not these, or nothing."""
-    if name in FOLDED:
-        return "puts 2 stages" if virtual_stages != 2 else ""
-    if name in LOOPED:
-        return "needs at least 2 stages" if virtual_stages == 1 else ""
-    return "puts 1 stage" if virtual_stages != 1 else ""
-
-
-def _enough(name: str, ranks: int, micro_batches: int) -> str:
-    """Return how many micro-batches a schedule wants if not so many, or nothing."""
-    if micro_batches < 1:
-        return "a step needs at least one"
-    if name in LOOPED and micro_batches % ranks:
-        below = micro_batches // ranks * ranks
-        nearby = f"{below} or {below + ranks}" if below else f"{ranks}"
-        return f"{name} needs a multiple of its {ranks} ranks: {nearby}"
-    if name == "dualpipe-v" and micro_batches < 2 * ranks:
-        return f"dualpipe-v needs at least {2 * ranks}, 2 for each of its ranks"
-    if name == "pipedream-2bw" and micro_batches < ranks:
-        return (
-            "with two versions of the weights, pipedream-2bw needs at least one for each of its "
-            f"{ranks} ranks"
-        )
-    return ""
-
-
 def orders(
     name: str, *, stages: int, micro_batches: int, virtual_stages: int = 1, steps: int = 1
 ) -> tuple[Order, ...]:
     """Return each rank's order of actions; `stages` counts those of all ranks.
 
-    Only pipedream-2bw, which never drains, has an order for several `steps`: it goes on counting
+    Only a schedule that never drains has an order for several `steps`: it goes on counting
     micro-batches.  The first step fills the pipeline, each further one takes its steady time.
 
     >>> [" ".join(map(str, order)) for order in orders("1f1b", stages=2, micro_batches=3)]
@@ -156,29 +119,17 @@ def orders(
     )
     if found:
         raise DocumentError(*found)
-    if steps != 1 and name != "pipedream-2bw":
+    schedule = schedule_of(name)
+    if steps != 1 and not schedule.stale:
         raise DocumentError("steps", f"is {steps}; {name} ends each step with an empty pipeline")
-    return _orders(name, stages // virtual_stages, virtual_stages, micro_batches * steps)
+    shape = Shape(stages // virtual_stages, micro_batches * steps, virtual_stages)
+    return _orders(schedule, shape)
 
 
 @lru_cache(maxsize=16)
-def _orders(name: str, ranks: int, virtual_stages: int, micro_batches: int) -> tuple[Order, ...]:
+def _orders(schedule: Schedule, shape: Shape) -> tuple[Order, ...]:
     """Return the orders of all ranks; many layouts of a search share them."""
-    return tuple(_order(name, rank, ranks, virtual_stages, micro_batches) for rank in range(ranks))
-
-
-def _order(name: str, rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> Order:
-    if name == "gpipe":
-        return single.gpipe(rank, micro_batches)
-    if name == "interleaved":
-        return looped.interleaved(rank, ranks, virtual_stages, micro_batches)
-    if name in ("zb-h1", "interleaved-zb"):
-        return looped.zero_bubble(rank, ranks, virtual_stages, micro_batches)
-    if name == "zbv":
-        return folded.zbv(rank, ranks, micro_batches)
-    if name == "dualpipe-v":
-        return folded.dualpipe_v(rank, ranks, micro_batches)
-    return single.one_forward_one_backward(rank, ranks, micro_batches)
+    return tuple(schedule.order(rank, shape) for rank in range(shape.ranks))
 
 
 def in_flight(order: Sequence[Action]) -> int:
@@ -211,19 +162,8 @@ def most_in_flight(
     ...     for rank in range(4)]
     [11, 9, 7, 5]
     """
-    if name not in SCHEDULES:
-        raise DocumentError("schedule", f"'{name}' is not known; known: {', '.join(SCHEDULES)}")
-    if name == "gpipe":
-        return micro_batches
-    ranks = stages // virtual_stages
-    most = stages
-    if name in ("1f1b", "pipedream-2bw"):
-        most = ranks - rank
-    elif name == "interleaved":
-        most = 2 * (ranks - 1 - rank) + (virtual_stages - 1) * ranks + 1
-    elif name == "dualpipe-v":
-        most = stages + 1
-    return min(micro_batches * virtual_stages, most)
+    shape = Shape(stages // virtual_stages, micro_batches, virtual_stages)
+    return schedule_of(name).counts(rank, shape).whole
 
 
 def weight_versions(order: Sequence[Action], *, micro_batches: int) -> int:

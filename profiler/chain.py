@@ -25,6 +25,7 @@ from planner.cluster import Precision
 from planner.model import ModelGraph
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.profile import Recompute
+from planner.schedules import PLAIN
 from runtime import recompute as recomputing
 from runtime.adapter import Adapter
 from runtime.branches import TOKENS
@@ -250,7 +251,7 @@ def plan_of(
         precision="fp32",
         mesh=mesh,
         zero=zero,
-        schedule="1f1b",
+        schedule=PLAIN,
         micro_batch=1,
         micro_batches=micro_batches,
         stages=tuple(

@@ -35,6 +35,7 @@ from planner.layers.architecture import graph_of
 from planner.model import Architecture, ModelGraph
 from planner.plan import Mesh
 from planner.profile import CollectiveCurve, Overheads
+from planner.schedules import PLAIN
 from planner.simulate import timeline
 from planner.training import Training
 from profiler.chain import Case, Chain, plan_of
@@ -410,7 +411,7 @@ def action_s(
     >>> f"{found:.3f}"
     '0.200'
     """
-    order = schedule.orders("1f1b", stages=len(forward_s), micro_batches=MICRO_BATCHES)
+    order = schedule.orders(PLAIN, stages=len(forward_s), micro_batches=MICRO_BATCHES)
 
     def simulated_s(added_s: float) -> float:
         return timeline(

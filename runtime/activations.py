@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -322,8 +322,12 @@ def packing(
 
     `first` and `last` are those of a row of layers of a stage that all offload.
     """
-    if activations == "keep":
-        return None
-    if activations == "compress":
-        return Compressing(layer)
-    return Offloading(layer, traffic, first=first, last=last)
+    match activations:
+        case "keep":
+            return None
+        case "compress":
+            return Compressing(layer)
+        case "offload":
+            return Offloading(layer, traffic, first=first, last=last)
+        case _:
+            assert_never(activations)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import assert_never, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
+from planner.schedules import schedule_of
 from runtime import eight_bits, lora
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
@@ -52,7 +53,7 @@ class StepResult:
     loss: float
     """Mean over all tokens of the global batch, before the step."""
     grad_norm: float
-    """Of the whole model, before clipping.  With pipedream-2bw that of the step before, or 0."""
+    """Of the whole model, before clipping.  With stale weights that of the step before, or 0."""
     skipped: bool = False
     """Gradients overflowed in fp16: no weight moved, and the next step has a smaller loss scale."""
     expert_load: float | None = None
@@ -300,8 +301,14 @@ class Engine:
     def _mean_over_replicas(self) -> Mean | None:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):
             return None
-        kind = PowerSGD if self.plan.gradient_wire == "powersgd" else Mean
-        return kind(self._place.data.replicating.get_group())
+        group = self._place.data.replicating.get_group()
+        match self.plan.gradient_wire:
+            case "powersgd":
+                return PowerSGD(group)
+            case "full" | "bf16" | "fp16":
+                return Mean(group)
+            case _:
+                assert_never(self.plan.gradient_wire)
 
     def _new_replicas(self) -> Replicas | None:
         replicated = [one for part in self._parts for one in part.replicated]
@@ -346,9 +353,10 @@ class Engine:
             )
             for stage, part in zip(self.stages, self._parts, strict=True)
         ]
-        if plan.schedule == "pipedream-2bw":
+        if schedule_of(plan.schedule).stale:
             return StalePipeline(
                 parts[0],
+                name=plan.schedule,
                 stages=len(plan.stages),
                 micro_batches=plan.micro_batches,
                 groups=place.pipeline_groups(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.plan import Plan
-from planner.schedule import splits_backward
+from planner.schedules import schedule_of
 from runtime import activations, experts, host, lora, recompute, tensor
 from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, HEAD, Adapter, Chain, parameter_names
@@ -88,7 +89,7 @@ def parallel_stage(
     if plan.training.lora is not None:
         frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
         adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
-    store = WeightGradients() if splits_backward(plan.schedule) else None
+    store = WeightGradients() if schedule_of(plan.schedule).splits_backward else None
     for name, layer in layers.items():
         eight = plan.precision == "fp8" and name not in (EMBEDDING, HEAD)
         if store is not None or eight:
@@ -260,9 +261,13 @@ def _over_data(
     if plain and not ranks.sharded:
         replicate(module, mesh=ranks.mesh, mp_policy=policy, ignored_params=others)
         return
-    offload = OffloadPolicy()
-    if plan.offload == "parameters":
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    match plan.offload:
+        case "none" | "optimizer":
+            offload = OffloadPolicy()
+        case "parameters":
+            offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        case _:
+            assert_never(plan.offload)
     fully_shard(
         module,
         mesh=ranks.division if plan.gradient_wire == "full" else ranks.sharding,
@@ -303,7 +308,7 @@ def gathers_anew(plan: Plan, place: Place | DataRanks) -> bool:
 
 def reduces_in_step(plan: Plan) -> bool:
     """Tell whether the optimizer's step makes the mean of gradients over replicas, not backward."""
-    stale = plan.schedule == "pipedream-2bw" and plan.mesh.pipeline > 1
+    stale = schedule_of(plan.schedule).stale and plan.mesh.pipeline > 1
     return stale or plan.gradient_wire == "powersgd"
 
 

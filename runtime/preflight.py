@@ -21,6 +21,7 @@ from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside
 from planner.model import ModelGraph, is_factory
 from planner.plan import Plan, PlannedModel
+from planner.schedules import PLAIN, schedule_of
 from planner.training import check_lengths
 from planner.units import file_name
 from runtime import checkpoint, data, run
@@ -269,8 +270,8 @@ def _check_trains_on_text(model: ModelGraph) -> None:
 def _check_evaluation(plan: Plan, *, evaluate: bool, every: int | None) -> None:
     if every is not None and not evaluate:
         raise LaunchError("evaluate_every: name the held-out text too (evaluate)")
-    if evaluate and plan.schedule == "pipedream-2bw":
-        raise LaunchError("evaluate: a pipeline that never drains is not evaluated; use 1f1b")
+    if evaluate and schedule_of(plan.schedule).stale:
+        raise LaunchError(f"evaluate: a pipeline that never drains is not evaluated; use {PLAIN}")
 
 
 def _check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) -> list[str]:

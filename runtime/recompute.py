@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -52,18 +52,22 @@ def wrapped(layer: nn.Module, recompute: Recompute, packing: Packing | None = No
 
     What `selective` keeps never comes by autograd's hooks, so it is handed to `packing` here.
     """
-    if recompute == "none":
-        return layer
-    if recompute == "full":
-        return checkpoint_wrapper(
-            layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False
-        )
-    return checkpoint_wrapper(
-        layer,
-        checkpoint_impl=CheckpointImpl.NO_REENTRANT,
-        preserve_rng_state=False,
-        context_fn=functools.partial(_selective, packing),
-    )
+    match recompute:
+        case "none":
+            return layer
+        case "full":
+            return checkpoint_wrapper(
+                layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False
+            )
+        case "selective":
+            return checkpoint_wrapper(
+                layer,
+                checkpoint_impl=CheckpointImpl.NO_REENTRANT,
+                preserve_rng_state=False,
+                context_fn=functools.partial(_selective, packing),
+            )
+        case _:
+            assert_never(recompute)
 
 
 def _selective(packing: Packing | None) -> tuple[Any, Any]:

@@ -62,6 +62,7 @@ class StalePipeline(Pipeline):
         self,
         part: StagePart,
         *,
+        name: str,
         stages: int,
         micro_batches: int,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
@@ -75,13 +76,13 @@ class StalePipeline(Pipeline):
         shape = {"stages": stages, "micro_batches": micro_batches}
         super().__init__(
             [part],
-            schedule.orders("pipedream-2bw", stages=stages, micro_batches=micro_batches),
+            schedule.orders(name, stages=stages, micro_batches=micro_batches),
             micro_batches=micro_batches,
             group=groups[0],
             device=device,
             loss=loss,
         )
-        both = schedule.orders("pipedream-2bw", **shape, steps=2)[part.stage]
+        both = schedule.orders(name, **shape, steps=2)[part.stage]
         second = both.index(Action(part.stage, "F", micro_batches))
         behind = stages - 1 - part.stage  # micro-batches that are in flight when a step ends
         self._fill, self._go_on = both[:second], both[second : len(both) - behind]

@@ -28,7 +28,8 @@ from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, graph_instance
 from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.lattice import solve_graph
-from planner.solver.instance import ROUNDING, Option, Stage
+from planner.solver.instance import Option, Stage
+from planner.tolerances import ROUNDING
 
 Devices = list[list[int]]
 Floats = NDArray[np.float64]

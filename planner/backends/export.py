@@ -20,6 +20,7 @@ from planner.document import nearest
 from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.plan import INSIDE_OUT, Plan
+from planner.schedules import schedule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,7 @@ def _for_all(wanted: _Wanted) -> Iterator[str]:
         yield f"gradients travel as {plan.gradient_wire}"
     if treated - {"keep"}:
         yield f"activations are kept by {', '.join(sorted(treated - {'keep'}))}"
-    if plan.schedule == "pipedream-2bw":
+    if schedule_of(plan.schedule).stale:
         yield "its gradients are one step old"
     if plan.mesh.order != INSIDE_OUT:
         yield f"its axes lie in another order ({plan.layout.text()})"
@@ -148,6 +149,13 @@ def _degrees(wanted: _Wanted, **most: int) -> Iterator[str]:
         degree = getattr(mesh, name)
         if degree > limit:
             yield f"{name} degree {degree}"
+
+
+def _schedule(wanted: _Wanted, framework: str) -> Iterator[str]:
+    """Yield a schedule that a framework does not have."""
+    plan = wanted.plan
+    if plan.mesh.pipeline > 1 and framework not in schedule_of(plan.schedule).names:
+        yield f"schedule {plan.schedule}"
 
 
 def _mixed(wanted: _Wanted) -> Iterator[str]:
@@ -184,8 +192,7 @@ def _recompute(wanted: _Wanted) -> str:
 
 def _megatron_obstacles(wanted: _Wanted) -> Iterator[str]:
     plan, blocks = wanted.plan, wanted.blocks
-    if plan.schedule not in ("1f1b", "interleaved") and plan.mesh.pipeline > 1:
-        yield f"schedule {plan.schedule}"
+    yield from _schedule(wanted, "megatron")
     if plan.offload != "none":
         yield f"{plan.offload} on the host"
     if plan.zero in (2, 3) and plan.mesh.pipeline > 1:
@@ -308,20 +315,10 @@ def _outside_megatron(wanted: _Wanted) -> Iterator[str]:
 
 # --- torchtitan -----------------------------------------------------------------------------------
 
-_TITAN_SCHEDULES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved1F1B",
-    "interleaved-zb": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-    "dualpipe-v": "DualPipeV",
-}
-
 
 def _titan_obstacles(wanted: _Wanted) -> Iterator[str]:
     plan = wanted.plan
-    if plan.mesh.pipeline > 1 and plan.schedule not in _TITAN_SCHEDULES:
-        yield f"schedule {plan.schedule}"
+    yield from _schedule(wanted, "torchtitan")
     yield from _of_fsdp(wanted)
     others = plan.mesh.tensor * plan.mesh.pipeline
     if others > 1 and plan.mesh.data_shard * plan.mesh.context == 1:
@@ -363,12 +360,11 @@ def _titan(wanted: _Wanted) -> str:
     if shards > 1:
         lines.append(f'fsdp_reshard_after_forward = "{"always" if plan.zero == 3 else "never"}"')
     if mesh.pipeline > 1:
-        lines.append(f'pipeline_parallel_schedule = "{_TITAN_SCHEDULES[plan.schedule]}"')
+        schedule = schedule_of(plan.schedule)
+        lines.append(f'pipeline_parallel_schedule = "{schedule.names["torchtitan"]}"')
         lines.append(f"pipeline_parallel_microbatch_size = {plan.micro_batch}")
         lines.append(f"module_fqns_per_model_part = {json.dumps(_titan_parts(wanted))}")
-        if plan.schedule == "dualpipe-v":
-            # Its own overlap of experts' messages does not go with recomputation.
-            lines.append("pipeline_parallel_expert_parallel_overlap = false")
+        lines += schedule.settings.get("torchtitan", ())
     lines += ["", "[activation_checkpoint]", f'mode = "{_recompute(wanted)}"']
     return "\n".join(lines) + "\n"
 

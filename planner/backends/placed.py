@@ -10,6 +10,7 @@ from planner.backends.states import NOTHING, Parameters, by_kind
 from planner.backends.work import Shape, Work, block, embedding, head, rates
 from planner.layers.architecture import block_kinds
 from planner.stack import Stack
+from planner.tolerances import SLACK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ def _by_cost(run: Run, count: int) -> list[int]:
     for _ in range(count):
         sums += block_cost
         sizes[stage] += 1
-        if stage < run.pipeline - 1 and sums >= total * (stage + 1) / run.pipeline * (1 - 1e-9):
+        if stage < run.pipeline - 1 and sums >= total * (stage + 1) / run.pipeline * (1 - SLACK):
             stage += 1
     return sizes
 

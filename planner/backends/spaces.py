@@ -15,6 +15,7 @@ from planner.document import nearest
 from planner.errors import DocumentError
 from planner.model import Architecture, ModelGraph
 from planner.plan import Job
+from planner.schedules import looped, single
 from planner.search.pins import Pins
 from planner.stack import Space
 
@@ -235,8 +236,8 @@ def _torchtitan(run: Run) -> Iterator[str]:
     yield f"context_parallel_degree = {run.context}"
     yield f"pipeline_parallel_degree = {run.pipeline}"
     if run.pipeline > 1:
-        schedule = "Interleaved1F1B" if run.virtual > 1 else "1F1B"
-        yield f'pipeline_parallel_schedule = "{schedule}"'
+        schedule = looped.INTERLEAVED if run.virtual > 1 else single.ONE_FORWARD_ONE_BACKWARD
+        yield f'pipeline_parallel_schedule = "{schedule.names["torchtitan"]}"'
         yield f"pipeline_parallel_microbatch_size = {run.micro_batch}"
         # Stages of as many blocks: the ends do not count as one each, as they do by default.
         yield "pipeline_parallel_first_stage_less_layers = 0"
@@ -255,7 +256,7 @@ def _nanotron(run: Run) -> Iterator[str]:
     yield "parallelism:"
     yield f"  dp: {run.data}"
     yield f"  pp: {run.pipeline}"
-    yield "  pp_engine: 1f1b"
+    yield f"  pp_engine: {single.ONE_FORWARD_ONE_BACKWARD.names['nanotron']}"
     yield f"  tp: {run.tensor}"
     yield "  tp_mode: REDUCE_SCATTER"
     yield f"  recompute_layer: {str(run.recompute == 'full').lower()}"

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.calibrate.constants import Constant
+from planner.tolerances import NOTHING, ROUNDING
 
 Floats = NDArray[np.float64]
 Predict = Callable[[int, Mapping[str, float]], float]
@@ -35,7 +36,6 @@ KEEP = 0.02
 TENTH = 0.1
 WORTHWHILE = 0.1
 """Share of the remaining squares that one more constant must take away."""
-_NOTHING = 1e-9
 _PROBE = 1e-4
 _STEP = 0.05
 _TURNS = 8
@@ -127,7 +127,7 @@ def _telling(slopes: Floats, residuals: Floats) -> list[int]:
         others = [column for column in range(slopes.shape[1]) if column not in kept]
         lefts = [_left(slopes[:, [*kept, column]], residuals) for column in others]
         best = int(np.argmin(lefts))
-        if left <= _NOTHING or lefts[best] > (1 - WORTHWHILE) * left:
+        if left <= NOTHING or lefts[best] > (1 - WORTHWHILE) * left:
             break
         left = lefts[best]
         kept.append(others[best])
@@ -239,7 +239,7 @@ def _slopes(
 def _weights(residuals: Floats) -> Floats:
     """Huber's, of the squares."""
     sizes = np.abs(residuals)
-    weights: Floats = np.where(sizes <= HUBER, 1.0, HUBER / np.maximum(sizes, 1e-12))
+    weights: Floats = np.where(sizes <= HUBER, 1.0, HUBER / np.maximum(sizes, ROUNDING))
     return weights
 
 

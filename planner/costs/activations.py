@@ -23,6 +23,7 @@ multiplies and narrows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from planner.costs.calibration import Figures
 from planner.costs.rates import Rates
@@ -59,17 +60,26 @@ def treated(activations: Activations, figures: Figures, rates: Rates, *, passed:
     keeps of its last stage's results.
     """
     stored = figures.stored_bytes
-    if activations == "keep":
-        return Treated(stored_bytes=stored + passed)
-    if activations == "offload":
-        copy_s = rates.host_copy_s(stored)
-        return Treated(
-            stored_bytes=passed,
-            moving_bytes=stored,
-            host_bytes=stored,
-            forward_host_s=larger(0.0, copy_s - figures.whole_forward_s),
-            backward_host_s=larger(0.0, copy_s - figures.whole_backward_s),
-        )
+    match activations:
+        case "keep":
+            return Treated(stored_bytes=stored + passed)
+        case "offload":
+            copy_s = rates.host_copy_s(stored)
+            return Treated(
+                stored_bytes=passed,
+                moving_bytes=stored,
+                host_bytes=stored,
+                forward_host_s=larger(0.0, copy_s - figures.whole_forward_s),
+                backward_host_s=larger(0.0, copy_s - figures.whole_backward_s),
+            )
+        case "compress":
+            return _compressed(figures, rates, passed=passed)
+        case _:
+            assert_never(activations)
+
+
+def _compressed(figures: Figures, rates: Rates, *, passed: float) -> Treated:
+    stored = figures.stored_bytes
     packable = figures.packable_share * stored
     elements = figures.elements_per_stored_byte * stored
     width = share(packable, elements)

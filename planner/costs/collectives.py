@@ -23,6 +23,7 @@ from planner.cluster import Collective, LinkTier
 from planner.costs.link_fit import fitted_s
 from planner.plan import Axis, Layout
 from planner.profile import CollectiveCurve
+from planner.tolerances import NOTHING
 
 DEFAULT_FRACTION: dict[Collective, float] = {
     "all_reduce": 0.75,
@@ -225,7 +226,7 @@ def _level_s(
         curve = nearest_ranks(measured, n)
         scale = _ring_factor(operation, n) / _ring_factor(operation, curve.ranks)
         latency_s = curve.fit.pieces[0].latency_s if curve.fit else curve.points[0].seconds
-        return latency_s, interpolated_s(curve, share * max(scale, 1e-9))
+        return latency_s, interpolated_s(curve, share * max(scale, NOTHING))
     rate = _reached_bytes_per_s(operation, tier, n)
     rate *= reached_fraction(operation, tier, n) / tier.oversubscription
     return _model_s(operation, share, n, start_s=tier.start_s, latency_s=tier.latency_s, rate=rate)

@@ -153,4 +153,4 @@ def _of_experts(layout: Layout, sharing: Sharing) -> Sharing:
 
 def weight_versions(layout: Layout) -> int:
     """How often a rank holds its parameters."""
-    return 2 if layout.pipeline > 1 and layout.schedule == "pipedream-2bw" else 1
+    return layout.executed.weight_versions

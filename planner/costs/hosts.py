@@ -16,6 +16,7 @@ from planner.costs.collectives import group_steps
 from planner.plan import Layout
 from planner.prediction import Assumption
 from planner.solver.sides import Host
+from planner.tolerances import ROUNDING
 from planner.units import bytes_text
 
 USABLE = 0.5
@@ -75,7 +76,7 @@ def overfull(
         for host in hosts(cluster, layout)
     ]
     most = max(used, default=(0.0, 0.0))
-    return most if most[0] > most[1] * (1 + 1e-12) else None
+    return most if most[0] > most[1] * (1 + ROUNDING) else None
 
 
 def unknown(

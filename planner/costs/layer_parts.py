@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple, assert_never, cast
 
 import numpy as np
 
@@ -120,10 +120,15 @@ class LayerParts:
         last = layout.pipeline > 1 and layer.kind == self._holding.end_kinds[1]
         optimizer_s = self._rates.optimizer_s(held.optimized)
         stream_s = 0.0
-        if layout.offload == "optimizer":
-            stream_s = 2 * self._rates.host_copy_s(held.states.host_bytes)
-        elif layout.offload == "parameters":
-            optimizer_s = self._rates.host_optimizer_s(held.optimized)
+        match layout.offload:
+            case "none":
+                pass
+            case "optimizer":
+                stream_s = 2 * self._rates.host_copy_s(held.states.host_bytes)
+            case "parameters":
+                optimizer_s = self._rates.host_optimizer_s(held.optimized)
+            case _:
+                assert_never(layout.offload)
         once = self._sync_s(moving, figures[0], sharing) if moving else (0.0, 0.0)
         return tuple(
             self._strategy(

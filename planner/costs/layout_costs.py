@@ -46,8 +46,8 @@ from planner.native import caveat, refusal
 from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Profile, Recompute
-from planner.schedule import splits_backward
 from planner.stack import Stack
+from planner.tolerances import SETTLED
 
 __all__ = [
     "CostTables",
@@ -75,7 +75,7 @@ def room_bytes(device: Accelerator, memory_bytes: float | None = None) -> float:
 
 def has_room(device: Accelerator, peak_bytes: float) -> bool:
     """Whether a device holds a rank's peak, up to the rounding of its sum."""
-    return peak_bytes <= room_bytes(device) * (1 + 1e-11)
+    return peak_bytes <= room_bytes(device) * (1 + SETTLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,13 +384,13 @@ class _Shared:
 
 def counted_by_rank(layout: Layout) -> bool:
     """Whether planner.costs.rank_memory tells memory: several stages a rank, or split backwards."""
-    split = layout.pipeline > 1 and splits_backward(layout.schedule)
-    return layout.virtual_stages > 1 or split
+    return layout.virtual_stages > 1 or layout.executed.splits_backward
 
 
 def holding_of(layout: Layout) -> Holding:
+    schedule = layout.executed
     if counted_by_rank(layout):
-        return "whole, last stage too" if layout.schedule == "dualpipe-v" else "whole"
-    if layout.pipeline > 1 and layout.schedule == "gpipe":
+        return "whole, last stage too" if schedule.last_waits else "whole"
+    if schedule.forwards_first:
         return "all forwards first"
-    return "each backward soon"
+    return "each backward later" if schedule.last_waits else "each backward soon"

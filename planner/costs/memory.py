@@ -44,6 +44,7 @@ Rajbhandari et al., 2020 (ZeRO) for the stages.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 from planner.cluster import Precision
 from planner.plan import GradientWire, Offload
@@ -91,7 +92,13 @@ class Sharing:
     @property
     def wire_bytes(self) -> int:
         """Bytes of a gradient in its reduction, where it is not of low rank."""
-        return 2 if self.wire in ("bf16", "fp16") else MASTER
+        match self.wire:
+            case "bf16" | "fp16":
+                return 2
+            case "full" | "powersgd":
+                return MASTER
+            case _:
+                assert_never(self.wire)
 
     @property
     def sharded(self) -> bool:
@@ -186,8 +193,13 @@ def states(
     """
     n, e, d = parameters, sharing.working_bytes, sharing.shard if sharing.sharded else 1
     moments, on_host = MOMENTS * MASTER * n / d, 0.0
-    if sharing.offload == "optimizer":
-        moments, on_host = 0.0, moments
+    match sharing.offload:
+        case "optimizer":
+            moments, on_host = 0.0, moments
+        case "none" | "parameters":  # moments on the host go with the parameters, below
+            pass
+        case _:
+            assert_never(sharing.offload)
     bucket = max(BUCKET_BYTES, MOMENTS * MASTER * min(largest, n) / d) if on_host else 0.0
     if not sharing.wrapped:
         if sharing.wire == "powersgd":

@@ -20,7 +20,8 @@ from planner.costs.memory import BUCKETS
 from planner.costs.strategy import StrategyParts
 from planner.fullest import Moment, fullest
 from planner.plan import Layout
-from planner.schedule import Order, most_in_flight
+from planner.schedule import Order
+from planner.schedules import Shape
 
 Layers = Sequence[StrategyParts]
 
@@ -112,12 +113,8 @@ def _of_one(
 
 
 def in_flight_at_most(layout: Layout, stage: int) -> int:
-    """Return how many micro-batches a rank of one stage has in flight at most.
-
-    Without a pipeline the runtime alternates forwards and backwards, whatever the schedule's name.
-    """
-    name = layout.schedule if layout.pipeline > 1 else "1f1b"
-    return most_in_flight(name, stage, stages=layout.pipeline, micro_batches=layout.micro_batches)
+    """Return how many micro-batches a rank of one stage has in flight at most."""
+    return layout.executed.counts(stage, Shape(layout.pipeline, layout.micro_batches)).whole
 
 
 def _moments(

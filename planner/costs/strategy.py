@@ -19,7 +19,13 @@ from planner.plan import Activations
 from planner.profile import Recompute
 from planner.solver.requirements import option_name
 
-Holding = Literal["all forwards first", "each backward soon", "whole", "whole, last stage too"]
+Holding = Literal[
+    "all forwards first",
+    "each backward soon",
+    "each backward later",
+    "whole",
+    "whole, last stage too",
+]
 """What a rank holds when: see `strategy_cost`."""
 
 
@@ -201,14 +207,15 @@ def holds(
 ) -> tuple[float, float, float]:
     """Stored, resident and transient bytes of a layer, from what it stores and works with.
 
-    The layer that is `last` in the model goes backward right after its forward unless all forwards
-    come first, so it holds its activations only while it runs; dualpipe-v runs another stage
-    between the two.  What a backward gathers again, and where all forwards come first (or there is
-    but one, `once`) also gradients, appears as activations of that backward go: of the two only the
-    larger counts.  Where memory is counted by rank both are always there.
+    The layer that is `last` in the model holds its activations only while it runs, unless something
+    else runs between its forward and its backward: all forwards, or whatever a schedule with
+    `last_waits` puts there.  What a backward gathers again, and where all forwards come first (or
+    there is but one, `once`) also gradients, appears as activations of that backward go: of the two
+    only the larger counts.  Where memory is counted by rank both are always there.
     """
     first = holding == "all forwards first"
-    stored = 0.0 if last and not first else stored_bytes
+    waits = first or holding == "each backward later"
+    stored = 0.0 if last and not waits else stored_bytes
     passing = stored_bytes - stored
     if holding == "whole":
         return stored, states.resident_bytes, transient_bytes + passing

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, cast
+from typing import Literal, assert_never, cast
 
 import numpy as np
 
@@ -221,21 +221,28 @@ class Table:
 
         Recomputation stops when the last tensor that backward needs is there again.
         """
-        if recompute == "none":
-            return ()
-        again = self._inside[: self._needed_again]
-        if recompute == "full":
-            return again
-        return tuple(op for op in again if op.kind not in KEPT_BY_SELECTIVE)
+        match recompute:
+            case "none":
+                return ()
+            case "full":
+                return self._inside[: self._needed_again]
+            case "selective":
+                again = self._inside[: self._needed_again]
+                return tuple(op for op in again if op.kind not in KEPT_BY_SELECTIVE)
+            case _:
+                assert_never(recompute)
 
     def stored(self, recompute: Recompute) -> dict[str, float]:
         """Return name and bytes of the tensors kept from forward to backward."""
-        if recompute == "none":
-            names = _saved(self.operators)
-        else:
-            names = {"x"} | (_saved(self._outside) - _outputs(self._inside))
-            if recompute == "selective":
-                names |= _outputs(op for op in self._inside if op.kind in KEPT_BY_SELECTIVE)
+        match recompute:
+            case "none":
+                names = _saved(self.operators)
+            case "full" | "selective":
+                names = {"x"} | (_saved(self._outside) - _outputs(self._inside))
+                if recompute == "selective":
+                    names |= _outputs(op for op in self._inside if op.kind in KEPT_BY_SELECTIVE)
+            case _:
+                assert_never(recompute)
         # Sorted: sums in the order of a set differ in the last bits from run to run.
         return {name: self.sizes[name] for name in sorted(names)}
 

@@ -27,7 +27,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 from planner.schedule import orders, rank_of_stage
-from planner.solver.instance import ROUNDING, Option
+from planner.solver.instance import Option
+from planner.tolerances import EQUAL, ROUNDING
 
 Moment = tuple[int, int, int, int]
 
@@ -88,7 +89,7 @@ class RoundsSolution:
     @property
     def optimal(self) -> bool:
         """Whether no split takes less."""
-        return self.lower_bound_s >= self.objective_s * (1 - 1e-9)
+        return self.lower_bound_s >= self.objective_s * (1 - EQUAL)
 
 
 @lru_cache(maxsize=1 << 10)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from planner.rounds.problem import RoundsProblem
 from planner.solver.frontier import FrontierStore, Runs, fastest_choice, unbeaten
-from planner.solver.instance import ROUNDING
+from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
 Span = tuple[int, int]
@@ -100,7 +100,7 @@ class RankOptions:
         """Options of a stage's layers; of alike ones the first take the later options."""
         each = sorted(set(kinds))
         groups = [(self._runs(kind, level)[0], kinds.count(kind)) for kind in each]
-        found = fastest_choice(groups, budget_bytes * (1 + 1e-12))
+        found = fastest_choice(groups, budget_bytes * (1 + ROUNDING))
         assert found is not None, "a point of the frontier fits"
         left = {}
         for kind, (runs, count), point in zip(each, groups, found[1], strict=True):

@@ -24,9 +24,9 @@ from planner.rounds.problem import RoundsProblem, RoundsSolution, objective_s
 from planner.rounds.rank import RankChoice, RankOptions
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Fathomed, Infeasible
+from planner.tolerances import ROUNDING, SLACK
 
 Floats = NDArray[np.float64]
-_HAIR = 1e-12
 
 
 def solve_rounds(
@@ -41,7 +41,7 @@ def solve_rounds(
         return Infeasible(f"{stages} stages need as many layers; the chain has {layers}")
     search = _Search(problem, frontiers if frontiers is not None else FrontierStore())
     bound_s = search.bound_s()
-    if bound_s >= cutoff_s * (1 - _HAIR):
+    if bound_s >= cutoff_s * (1 - ROUNDING):
         return Fathomed(bound_s)
     best: RoundsSolution | None = None
     even = layers / stages
@@ -108,7 +108,7 @@ class _Search:
         steady_s = problem.micro_batches * (float(self._least_s[-1]) + exposed_s)
         stage_s = (float(self._stage_s[-1]) + exposed_s) / len(problem.home)
         mean_s = (steady_s + float(self._sync_s[-1])) / ranks
-        return (1 - _HAIR) * (mean_s + (ranks - 1) * stage_s)
+        return (1 - ROUNDING) * (mean_s + (ranks - 1) * stage_s)
 
     def middles(self, cutoff_s: float) -> Iterator[int]:
         """Where the second stages may begin, the most even place first; folded, behind the last."""
@@ -269,7 +269,7 @@ class _Search:
         """Least m t + sync of a rank's layers at their fastest if no rank reaches the limit."""
         problem = self._problem
         whole_s = problem.micro_batches * float(self._least_s[-1]) + float(self._sync_s[-1])
-        return (1 - 1e-9) * (whole_s - (problem.ranks - 1) * limit_s)
+        return (1 - SLACK) * (whole_s - (problem.ranks - 1) * limit_s)
 
     def _range_s(self, rank: int, front: _Side, behind: _Side) -> tuple[float, float]:
         """Lowest m t, and the highest m t + sync, of any two stages of two sizes on a rank."""

@@ -1,8 +1,45 @@
-"""The orders that papers publish, by how stages lie on ranks.
+"""All schedules: one record each, by how stages lie on ranks.
 
 single  stage s on rank s: GPipe, 1F1B, and 1F1B without flush (PipeDream-2BW)
 looped  stages go round the ranks: interleaved 1F1B, zero bubble (ZB-H1, interleaved)
 folded  stages go down the ranks and up again, in a V: ZBV, DualPipe-V
 
-Each function returns the order of one rank; `planner.schedule` checks what they require.
+A schedule is added by its record and a line of `SCHEDULES`; nothing else knows a schedule's name.
 """
+
+from __future__ import annotations
+
+from planner.errors import DocumentError
+from planner.schedules import folded, looped, single
+from planner.schedules.record import Coefficients, InFlight, Schedule, Shape
+
+__all__ = ["PLAIN", "SCHEDULES", "Coefficients", "InFlight", "Schedule", "Shape", "schedule_of"]
+
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        single.ONE_FORWARD_ONE_BACKWARD,
+        single.GPIPE,
+        looped.INTERLEAVED,
+        looped.ZB_H1,
+        looped.INTERLEAVED_ZB,
+        folded.ZBV,
+        folded.DUALPIPE_V,
+        single.PIPEDREAM_2BW,
+    )
+}
+"""From the simplest: among equally fast plans it wins."""
+PLAIN = single.ONE_FORWARD_ONE_BACKWARD.name
+"""What runs where nothing else is asked for, and without a pipeline whatever is asked for."""
+
+
+def schedule_of(name: str) -> Schedule:
+    """Return a schedule by its name.
+
+    >>> schedule_of("zbv").placement
+    'v'
+    """
+    found = SCHEDULES.get(name)
+    if found is None:
+        raise DocumentError("schedule", f"'{name}' is not known; known: {', '.join(SCHEDULES)}")
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from planner.actions import Action, Kind, Order
+from planner.schedules.record import SPLIT, InFlight, Schedule, Shape
 
 
 class _Writer:
@@ -35,12 +36,13 @@ class _Writer:
         self.order.append(self._owed.popleft())
 
 
-def zbv(rank: int, ranks: int, micro_batches: int) -> Order:
+def zbv(rank: int, shape: Shape) -> Order:
     """ZB-V (Qi et al., 2024, section 6): no bubble but the fill where F, I and W take equally long.
 
     The pattern needs 2 P - 1 micro-batches; with fewer, actions of those that are not there drop
     out.
     """
+    ranks, micro_batches, _ = shape
     down, up = rank, 2 * ranks - 1 - rank
     count = max(2 * ranks - 1, micro_batches)
     write = _Writer()
@@ -69,12 +71,13 @@ def zbv(rank: int, ranks: int, micro_batches: int) -> Order:
     return tuple(action for action in write.order if action.micro_batch < micro_batches)
 
 
-def dualpipe_v(rank: int, ranks: int, micro_batches: int) -> Order:
+def dualpipe_v(rank: int, shape: Shape) -> Order:
     """DualPipe-V (DeepSeek-AI, 2024-25), from 2 P micro-batches on.
 
     In its middle, a forward of one stage stands next to a backward of the other, so that a runtime
     can run the communication of one beside the computation of the other.
     """
+    ranks, micro_batches, _ = shape
     down, up = rank, 2 * ranks - 1 - rank
     behind = ranks - 1 - rank
     write = _Writer()
@@ -105,3 +108,37 @@ def dualpipe_v(rank: int, ranks: int, micro_batches: int) -> Order:
     for _ in range(rank + 1):
         write.add_owed()
     return tuple(write.order)
+
+
+def _two_for_each_rank(shape: Shape) -> str:
+    least = 2 * shape.ranks
+    return "" if shape.micro_batches >= least else f"at least {least}, 2 for each of its ranks"
+
+
+ZBV = Schedule(
+    name="zbv",
+    order=zbv,
+    coefficients=SPLIT,
+    stages_per_rank=(2, 2),
+    placement="v",
+    splits_backward=True,
+    last_waits=False,
+    repeats=True,
+    # Fewer than 2 P - 1 micro-batches may have one less in flight.
+    in_flight=lambda rank, shape: InFlight(shape.stages, shape.stages, max(2, 2 * rank + 1)),
+    names={"torchtitan": "ZBVZeroBubble"},
+)
+DUALPIPE_V = Schedule(
+    name="dualpipe-v",
+    order=dualpipe_v,
+    coefficients=SPLIT,
+    stages_per_rank=(2, 2),
+    placement="v",
+    micro_batches_needed=_two_for_each_rank,
+    splits_backward=True,
+    repeats=True,
+    in_flight=lambda rank, shape: InFlight(shape.stages + 1, shape.stages + 1, max(2, rank + 1)),
+    names={"torchtitan": "DualPipeV"},
+    # Its own overlap of experts' messages does not go with recomputation.
+    settings={"torchtitan": ("pipeline_parallel_expert_parallel_overlap = false",)},
+)

@@ -13,35 +13,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.actions import Action, Kind, Order
+from planner.schedules.record import SPLIT, Coefficients, InFlight, Schedule, Shape
 
 
-def interleaved(rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> Order:
+def interleaved(rank: int, shape: Shape) -> Order:
     """Interleaved 1F1B (Narayanan et al., 2021, as in Megatron-LM).
 
     Warms up with 2 (P - 1 - rank) + (V - 1) P forwards, so that each rank's first backward finds
     its gradient there, then alternates.
     """
-    warm_up = 2 * (ranks - 1 - rank) + (virtual_stages - 1) * ranks
-    forwards = _forwards(rank, ranks, virtual_stages, micro_batches)
+    warm_up = 2 * (shape.ranks - 1 - rank) + (shape.virtual_stages - 1) * shape.ranks
+    forwards = _forwards(rank, shape)
     result = forwards[:warm_up]
-    for at, backward in enumerate(_backwards("B", forwards, rank, ranks, virtual_stages)):
+    for at, backward in enumerate(_backwards("B", forwards, rank, shape)):
         result += forwards[warm_up + at : warm_up + at + 1]
         result.append(backward)
     return tuple(result)
 
 
-def zero_bubble(rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> Order:
+def zero_bubble(rank: int, shape: Shape) -> Order:
     """ZB-H1 (one stage per rank) and its interleaved form (Qi et al., 2024).
 
     Gradients travel back as soon as the I are done, so P - 1 - rank forwards fewer warm up.  Rank r
     does every W r backwards late: then all ranks hold equally many micro-batches, and the W that
     are left at the end fill time in which 1F1B waits.
     """
-    warm_up = (ranks - 1 - rank) + (virtual_stages - 1) * ranks
-    forwards = _forwards(rank, ranks, virtual_stages, micro_batches)
-    weights = _backwards("W", forwards, rank, ranks, virtual_stages)
+    warm_up = (shape.ranks - 1 - rank) + (shape.virtual_stages - 1) * shape.ranks
+    forwards = _forwards(rank, shape)
+    weights = _backwards("W", forwards, rank, shape)
     result = forwards[:warm_up]
-    for at, backward in enumerate(_backwards("I", forwards, rank, ranks, virtual_stages)):
+    for at, backward in enumerate(_backwards("I", forwards, rank, shape)):
         result += forwards[warm_up + at : warm_up + at + 1]
         result.append(backward)
         if at >= rank:
@@ -50,7 +51,8 @@ def zero_bubble(rank: int, ranks: int, virtual_stages: int, micro_batches: int) 
     return tuple(result)
 
 
-def _forwards(rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+def _forwards(rank: int, shape: Shape) -> list[Action]:
+    ranks, micro_batches, virtual_stages = shape
     return [
         Action(stage, "F", m)
         for group in range(0, micro_batches, ranks)
@@ -59,8 +61,64 @@ def _forwards(rank: int, ranks: int, virtual_stages: int, micro_batches: int) ->
     ]
 
 
-def _backwards(
-    kind: Kind, forwards: Sequence[Action], rank: int, ranks: int, virtual_stages: int
-) -> list[Action]:
-    last = (virtual_stages - 1) * ranks + 2 * rank
+def _backwards(kind: Kind, forwards: Sequence[Action], rank: int, shape: Shape) -> list[Action]:
+    last = (shape.virtual_stages - 1) * shape.ranks + 2 * rank
     return [Action(last - stage, kind, m) for stage, _, m in forwards]
+
+
+def _warm_up_and_one(rank: int, shape: Shape) -> InFlight:
+    whole = 2 * (shape.ranks - 1 - rank) + (shape.virtual_stages - 1) * shape.ranks + 1
+    return InFlight(whole, whole, 0)
+
+
+def _as_the_first_rank(rank: int, shape: Shape) -> InFlight:
+    return InFlight(shape.stages, shape.stages - rank, min(rank + 1, shape.micro_batches))
+
+
+def _whole_groups(shape: Shape) -> str:
+    ranks = shape.ranks
+    if shape.micro_batches % ranks == 0:
+        return ""
+    below = shape.micro_batches // ranks * ranks
+    nearby = f"{below} or {below + ranks}" if below else f"{ranks}"
+    return f"a multiple of its {ranks} ranks: {nearby}"
+
+
+INTERLEAVED = Schedule(
+    name="interleaved",
+    order=interleaved,
+    coefficients=Coefficients(
+        lambda ranks, micro_batches, largest: (micro_batches - largest, largest),
+        "m-p and p interleaved, p being the largest stage's part of a rank",
+    ),
+    stages_per_rank=(2, None),
+    micro_batches_needed=_whole_groups,
+    last_waits=False,
+    repeats=True,
+    in_flight=_warm_up_and_one,
+    names={
+        "torchtitan": "Interleaved1F1B",
+        "megatron": "forward_backward_pipelining_with_interleaving",
+    },
+)
+ZB_H1 = Schedule(
+    name="zb-h1",
+    order=zero_bubble,
+    coefficients=SPLIT,
+    splits_backward=True,
+    last_waits=False,
+    repeats=True,
+    in_flight=_as_the_first_rank,
+)
+INTERLEAVED_ZB = Schedule(
+    name="interleaved-zb",
+    order=zero_bubble,
+    coefficients=SPLIT,
+    stages_per_rank=(2, None),
+    micro_batches_needed=_whole_groups,
+    splits_backward=True,
+    last_waits=False,
+    repeats=True,
+    in_flight=_as_the_first_rank,
+    names={"torchtitan": "InterleavedZeroBubble"},
+)

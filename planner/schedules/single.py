@@ -3,21 +3,71 @@
 from __future__ import annotations
 
 from planner.actions import Action, Order
+from planner.schedules.record import DRAINED, Coefficients, InFlight, Schedule, Shape
 
 
-def gpipe(rank: int, micro_batches: int) -> Order:
+def gpipe(rank: int, shape: Shape) -> Order:
     """All forwards, then all backwards in the same order (Huang et al., 2019)."""
     return (
-        *(Action(rank, "F", m) for m in range(micro_batches)),
-        *(Action(rank, "B", m) for m in range(micro_batches)),
+        *(Action(rank, "F", m) for m in range(shape.micro_batches)),
+        *(Action(rank, "B", m) for m in range(shape.micro_batches)),
     )
 
 
-def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> Order:
+def one_forward_one_backward(rank: int, shape: Shape) -> Order:
     """Warm up with as many forwards as stages follow, then alternate (PipeDream-flush, 2021)."""
-    warm_up = min(micro_batches, ranks - rank - 1)
+    micro_batches = shape.micro_batches
+    warm_up = min(micro_batches, shape.ranks - rank - 1)
     result = [Action(rank, "F", m) for m in range(warm_up)]
     for m in range(micro_batches - warm_up):
         result += [Action(rank, "F", warm_up + m), Action(rank, "B", m)]
     result += [Action(rank, "B", m) for m in range(micro_batches - warm_up, micro_batches)]
     return tuple(result)
+
+
+def _stages_behind(rank: int, shape: Shape) -> InFlight:
+    return InFlight(shape.ranks - rank, shape.ranks - rank, 0)
+
+
+def _one_for_each_rank(shape: Shape) -> str:
+    if shape.micro_batches >= shape.ranks:
+        return ""
+    return f"at least one for each of its {shape.ranks} ranks, with two versions of the weights"
+
+
+GPIPE = Schedule(
+    name="gpipe",
+    order=gpipe,
+    coefficients=DRAINED,
+    forwards_first=True,
+    in_flight=lambda rank, shape: InFlight(shape.micro_batches, shape.micro_batches, 0),
+    no_slower="1f1b",
+    names={"torchtitan": "GPipe"},
+)
+ONE_FORWARD_ONE_BACKWARD = Schedule(
+    name="1f1b",
+    order=one_forward_one_backward,
+    coefficients=DRAINED,
+    last_waits=False,
+    repeats=True,
+    in_flight=_stages_behind,
+    phi_bound=True,
+    names={
+        "torchtitan": "1F1B",
+        "megatron": "forward_backward_pipelining_without_interleaving",
+        "nanotron": "1f1b",
+    },
+)
+PIPEDREAM_2BW = Schedule(
+    name="pipedream-2bw",
+    order=one_forward_one_backward,
+    coefficients=Coefficients(
+        lambda ranks, micro_batches, largest: (float(micro_batches), 0.0),
+        "m and 0 under pipedream-2bw",
+    ),
+    micro_batches_needed=_one_for_each_rank,
+    last_waits=False,
+    weight_versions=2,
+    repeats=True,
+    in_flight=_stages_behind,
+)

@@ -56,7 +56,7 @@ from planner.search.certificate import (
     Account,
 )
 from planner.search.finalists import MARGIN, finalists, simulated
-from planner.search.layout_queue import TOLERANCE, Found, may_beat, ranking, wins
+from planner.search.layout_queue import Found, may_beat, ranking, wins
 from planner.search.misses import closest_miss, nothing_keeps, nothing_runs
 from planner.search.pins import Pins
 from planner.search.ranked import proven, ranked
@@ -69,6 +69,7 @@ from planner.search.spaces.rounds import search_rounds, with_rounds
 from planner.solver import sided
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
+from planner.tolerances import EQUAL
 
 _AHEAD = 96
 """Families that are bounded at once."""
@@ -392,7 +393,7 @@ class _Hunt:
         cutoff_s = math.inf
         if rival is not None:
             simpler = complexity(layout) < complexity(rival.layout)
-            hair = TOLERANCE if simpler else -TOLERANCE
+            hair = EQUAL if simpler else -EQUAL
             cutoff_s = rival.objective_s * (1 + hair) - step_s
         self.solved += 1
         found = self.solve(self._candidates.instance(layout), cutoff_s)
@@ -445,7 +446,7 @@ class _Hunt:
         bests = self._ranking_all()
         if len(bests) < self._top:
             return False
-        return bound_s > bests[self._top - 1].objective_s * (1 + TOLERANCE)
+        return bound_s > bests[self._top - 1].objective_s * (1 + EQUAL)
 
     def _ranking_all(self) -> list[_Solved]:
         return sorted(self._bests.values(), key=lambda best: best.rank)

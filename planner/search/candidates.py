@@ -33,7 +33,8 @@ from planner.costs.rates import rates
 from planner.model import ModelGraph
 from planner.native import Rules, refusal
 from planner.plan import Job, Layout
-from planner.schedule import FOLDED, splits_backward, too_long
+from planner.schedule import too_long
+from planner.schedules import schedule_of
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import (
     boundaries_s,
@@ -58,7 +59,8 @@ from planner.search.space import (
     timetables,
 )
 from planner.solver import bounds
-from planner.solver.instance import ROUNDING, Instance
+from planner.solver.instance import Instance
+from planner.tolerances import ROUNDING, SLACK
 
 Levels = list[tuple[tuple[Sharing, ...], bounds.Floats]]
 """Sharings of one ZeRO level, with a bound for each timetable."""
@@ -91,7 +93,7 @@ class Candidates:
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
         self._known_shared: dict[int, _Shared] = {}
         """By the id of their part."""
-        self._known_moved: dict[tuple[int, bool], _Moved] = {}
+        self._known_moved: dict[tuple[int, int], _Moved] = {}
         """By the id of the sharings, which those of one family and level have in common."""
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self._rates = rates(cluster, job, tables.profile)
@@ -187,7 +189,7 @@ class Candidates:
 
     def _added_s(self, saving: Saving) -> float:
         added_s = least_s(saving, self._parameters, self.cluster.devices, self._rates)
-        return (1 - 1e-9) * added_s
+        return (1 - SLACK) * added_s
 
     def _timetables_s(self, families: Sequence[Family]) -> bounds.Floats:
         """[timetable of the families in turn] Least seconds by computation alone."""
@@ -229,7 +231,8 @@ class Candidates:
                         virtual_stages=virtual,
                     ),
                 )
-                splits = splits_backward(name)
+                schedule = schedule_of(name)
+                splits = schedule.splits_backward
                 actions = (3 if splits else 2) * virtual if pipeline > 1 else 0
                 rows.append(
                     (
@@ -237,7 +240,7 @@ class Candidates:
                         fill,
                         fill if splits else 0.0,
                         max(0, pipeline * actions - 2),
-                        max(0, actions - (2 if name in FOLDED else 1)),
+                        max(0, actions - (2 if schedule.placement == "v" else 1)),
                     )
                 )
             self._known_paces[key] = np.array(rows)
@@ -309,15 +312,15 @@ class Candidates:
             fill=fill,
             credits_s=credited * float(self._chain.credits_s[number]),
         )
-        least_s = np.asarray(balanced_s * (1 - 1e-12) + self.tables.step_s)
+        least_s = np.asarray(balanced_s * (1 - ROUNDING) + self.tables.step_s)
         return _Shared(part, least_s, moved)
 
     def _moved(self, part: Family) -> _Moved:
         """Return what sharing takes of one of the commonest layers: no matter of timetables.
 
-        But for one: pipedream-2bw holds parameters twice.
+        But for one: a pipeline that never drains holds parameters more than once.
         """
-        key = id(part.sharings), part.timetables[0].schedule == "pipedream-2bw"
+        key = id(part.sharings), schedule_of(part.timetables[0].schedule).weight_versions
         found = self._known_moved.get(key)
         if found is None:
             layouts = list(part.layouts())
@@ -375,7 +378,7 @@ class Candidates:
             rows.append((self._counts[kind], fastest_s, min(cost.sync_s for cost in choices)))
         steady, fill = layout_pace(self.model, layout)
         credits_s = 0.0
-        if layout.pipeline > 1 and splits_backward(layout.schedule):
+        if layout.executed.splits_backward:
             credits_s = fill * sum(
                 self._counts[kind] * min(part.figures.credit_s for part in parts)
                 for kind, parts in costs.parts.items()

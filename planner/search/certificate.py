@@ -10,15 +10,8 @@ from dataclasses import dataclass, field
 
 from planner.plan import Layout
 from planner.prediction import Certificate, Loser, PlanProof
+from planner.schedules import SCHEDULES
 
-CLOSED_FORM = (
-    "T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s over pipeline "
-    "ranks r on m micro-batches; steady = m-1 and fill = 1 under 1F1B and GPipe (there with "
-    "max_r f_r + max_r b_r for max_r t_r), m-p and p interleaved, p being the largest stage's part "
-    "of a rank, m and p(P-1)/P with split backwards, m and 0 under pipedream-2bw; memory of every "
-    "rank held, 4 % of an accelerator kept free; ranks of several stages share the longest run of "
-    "like layers evenly"
-)
 RUNNERS_UP = 5
 
 CHOSEN = "chosen"
@@ -98,7 +91,7 @@ class Account:
         return Certificate(
             statement=f"Closed form: none of {total:,} configurations takes less than "
             f"{proven_s:.6g} s a step.",
-            model=CLOSED_FORM,
+            model=closed_form_text(),
             solver=solver,
             optimal=optimal,
             objective_s=objective_s,
@@ -108,6 +101,17 @@ class Account:
             counts={name: count for name, count in self.counts.items() if count},
             runners_up=tuple(ranked[:RUNNERS_UP]),
         )
+
+
+def closed_form_text() -> str:
+    """Return what is minimised, with the coefficients of every schedule."""
+    coefficients = dict.fromkeys(one.coefficients.text for one in SCHEDULES.values())
+    return (
+        "T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s over pipeline "
+        f"ranks r on m micro-batches; steady = {', '.join(coefficients)}; memory of every rank "
+        "held, 4 % of an accelerator kept free; ranks of several stages share the longest run of "
+        "like layers evenly"
+    )
 
 
 def of_plan(

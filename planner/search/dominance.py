@@ -1,7 +1,8 @@
 """Layouts that need not be solved, because another can do all that they can.
 
-A layout's *twin* differs from it in one choice: 1F1B instead of GPipe, ZeRO-1 instead of the other
-levels, states divided among all data-parallel ranks, the usual order of axes.  Where the twin's
+A layout's *twin* differs from it in one choice: 1F1B instead of GPipe (`Schedule.no_slower`),
+ZeRO-1 instead of the other levels, states divided among all data-parallel ranks, the usual order of
+axes.  Where the twin's
 costs are no higher in any figure, every split of the layout is a split of the twin that takes no
 longer and needs no more memory, so the twin's optimum is at least as good.  Whether they are no
 higher is looked up in the costs each time; nothing is taken for granted.
@@ -11,17 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.plan import INSIDE_OUT, Layout
-from planner.schedule import most_in_flight
+from planner.schedules import Shape, schedule_of
 from planner.search.space import complexity
 
 
 def twins(layout: Layout) -> Iterator[Layout]:
     """Yield the layouts that may dominate this one."""
-    if layout.schedule == "gpipe" and layout.pipeline > 1:
-        yield replace(layout, schedule="1f1b")
+    if layout.executed.no_slower is not None:
+        yield replace(layout, schedule=layout.executed.no_slower)
     if layout.zero > 1:
         yield replace(layout, zero=1)
     if layout.data_replicate > 1:
@@ -48,7 +50,8 @@ def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts)
     if _beside_layers(by, costs):
         return False
     by_rank = counted_by_rank(layout)
-    in_flight = {(0, 0)} if by_rank else _in_flight(twin, layout)
+    shape = Shape(layout.pipeline, layout.micro_batches)
+    in_flight = {(0, 0)} if by_rank else _in_flight(twin.schedule, layout.schedule, shape)
     faster = True
     for kind, table in costs.kinds.items():
         for mine, other in zip(by.kinds[kind], table, strict=True):
@@ -83,13 +86,9 @@ def _beside_layers(by: LayoutCosts, costs: LayoutCosts) -> bool:
     return any(getattr(by, name) > getattr(costs, name) for name in names)
 
 
-def _in_flight(twin: Layout, layout: Layout) -> set[tuple[int, int]]:
-    """Return how many micro-batches stages hold, of the twin and of the layout."""
-    return {
-        (
-            most_in_flight(twin.schedule, s, stages=p, micro_batches=m),
-            most_in_flight(layout.schedule, s, stages=p, micro_batches=m),
-        )
-        for p, m in [(layout.pipeline, layout.micro_batches)]
-        for s in {0, p - 1, max(0, p - m)}
-    }
+@lru_cache(maxsize=1 << 12)
+def _in_flight(twin: str, schedule: str, shape: Shape) -> frozenset[tuple[int, int]]:
+    """Return how many micro-batches stages hold, under the twin's schedule and the layout's."""
+    both = schedule_of(twin), schedule_of(schedule)
+    counts = [[one.counts(s, shape).whole for s in range(shape.ranks)] for one in both]
+    return frozenset(zip(*counts, strict=True))

@@ -16,12 +16,14 @@ from dataclasses import replace
 
 from planner.plan import Layout
 from planner.prediction import Finalist, Simulated
+from planner.schedules import schedule_of
 from planner.search.candidates import Candidates
 from planner.search.ranked import Ranked, ranked
 from planner.search.space import canonical, complexity, timetables
 from planner.solver.inner import solve as solve_exactly
 from planner.solver.instance import Instance, Solution
 from planner.solver.phi import balanced_s
+from planner.tolerances import EQUAL
 
 MARGIN = 0.03
 """Beyond the optimum of the closed form, relatively."""
@@ -31,7 +33,6 @@ MOST_BOUNDED = 256
 """Layers of a chain whose simulated step is bounded: of 1,000 the bound takes a minute."""
 MOST_ACTIONS = 20_000
 """Forwards and backwards of all ranks in one simulated step; the optimum's may be more."""
-TIE = 1e-9
 
 Solve = Callable[[Instance, float], object]
 
@@ -67,7 +68,7 @@ def finalists(
         fitting,
         key=lambda one: (
             # What is within the tie of the fastest counts as equal to it.
-            max(one.prediction.step_time_s, least_s * (1 + TIE)),
+            max(one.prediction.step_time_s, least_s * (1 + EQUAL)),
             one is not best,
             complexity(one.plan.layout),
         ),
@@ -127,13 +128,14 @@ def simulated(candidates: Candidates, order: list[Ranked], closed_form: Ranked) 
 
 
 def simulated_bound_s(candidates: Candidates, layout: Layout) -> float | None:
-    """Seconds that no split of a 1F1B layout beats in the simulator; None where none is known.
+    """Seconds that no split of a layout beats in the simulator; None if Φ is not of its schedule.
 
     `planner.solver.phi.balanced_s` of the least Σ_s t_s that fits; transfers, which the closed form
     charges to stages, count as latency there.  The rank of the first stage ends last, and reduces
     and updates at least its first layer.
     """
-    if layout.schedule != "1f1b" or len(candidates.model.chain) > MOST_BOUNDED:
+    phi = schedule_of(layout.schedule).phi_bound
+    if not phi or len(candidates.model.chain) > MOST_BOUNDED:
         return None
     costs, instance = candidates.costs(layout), candidates.instance(layout)
     least = solve_exactly(

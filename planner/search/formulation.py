@@ -9,14 +9,9 @@ planner.solver.instance are those of a rank, all its stages together:
 
     T = steady · max_r t_r + Σ_r (fill · t_r - credit_r) + max_r Σ sync + step_s
 
-With ρ the largest stage's share of an average rank, and c_l = `Figures.credit_s`, the least over a
-layer's choices, which makes the bubble of like ranks max(f, b, f + b - w):
-
-    schedule             steady   fill             credit_r
-    1f1b, gpipe          m - 1    1                0
-    interleaved          m - ρ    ρ                0
-    split backwards      m        ρ (P - 1) / P    fill Σ c_l
-    pipedream-2bw        m        0                0
+`steady` and `fill` are those of the schedule (planner.schedules), with the largest stage's share of
+an average rank.  A split backward has credit_r = fill Σ c_l, c_l = `Figures.credit_s` being the
+least over a layer's choices, which makes the bubble of like ranks max(f, b, f + b - w).
 """
 
 from __future__ import annotations
@@ -122,7 +117,7 @@ def _free_instance(
         stages=_stages(model, layout, costs, capacity, exposed_s),
         steady=steady,
         fill=fill,
-        forward_apart=layout.schedule == "gpipe" and layout.pipeline > 1 and same_forward,
+        forward_apart=layout.executed.forwards_first and same_forward,
     )
 
 

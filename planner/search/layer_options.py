@@ -15,9 +15,9 @@ def allowed(
     """Return what a layer may choose among.
 
     To offload or to compress is left out where another choice is no worse in any figure: then no
-    optimum needs it.  Forward and backward count apart under GPipe alone.
+    optimum needs it.  Forward and backward count apart only if all forwards come first.
     """
-    apart = layout.schedule == "gpipe" and layout.pipeline > 1
+    apart = layout.executed.forwards_first
     asked = [
         cost
         for cost in table

@@ -18,10 +18,9 @@ from typing import Generic, NamedTuple, TypeVar
 from planner.plan import Layout
 from planner.search.certificate import OUT_OF_MEMORY, RUNNERS_UP, SLOWER, Account
 from planner.search.space import complexity, kind
+from planner.tolerances import EQUAL
 
 T = TypeVar("T")
-TOLERANCE = 1e-9
-"""Objectives this close, relatively, are equal: then the simpler layout wins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ class _Queue(Generic[T]):
         """Whether no layout that waits can be among the best."""
         bound_s, last = self.entries[0].bound_s, self._last()
         return bound_s >= self._below_s or (
-            last is not None and bound_s > last.objective_s * (1 + TOLERANCE)
+            last is not None and bound_s > last.objective_s * (1 + EQUAL)
         )
 
     def advance(self, entry: _Entry) -> None:
@@ -181,7 +180,7 @@ class _Queue(Generic[T]):
 
     def _try(self, entry: _Entry, rival: Found[T] | None) -> None:
         """Solve the problem of a layout whose bounds do not decide."""
-        cutoff_s = math.inf if rival is None else rival.objective_s * (1 + TOLERANCE)
+        cutoff_s = math.inf if rival is None else rival.objective_s * (1 + EQUAL)
         self.solved += 1
         answer = self._solve(entry.layout, min(cutoff_s, self._below_s))
         if isinstance(answer, Lost) and answer.outcome == OUT_OF_MEMORY:
@@ -189,7 +188,7 @@ class _Queue(Generic[T]):
         elif isinstance(answer, Lost):
             self._account.lost(answer.outcome, entry.layout, bound_s=answer.bound_s)
         else:
-            if answer.lower_bound_s < answer.objective_s * (1 - TOLERANCE):
+            if answer.lower_bound_s < answer.objective_s * (1 - EQUAL):
                 # What its layout may still hide bounds the whole search.
                 proven_s = max(answer.lower_bound_s, entry.bound_s)
                 self._account.unfinished_s.append(proven_s)
@@ -237,7 +236,7 @@ def ranking(best: Sequence[Found[T]]) -> list[int]:
     """Return places, fastest first; of equally fast ones the simplest leads."""
     order = sorted(range(len(best)), key=lambda at: best[at].rank)
     if order:
-        fastest_s = best[order[0]].objective_s * (1 + TOLERANCE)
+        fastest_s = best[order[0]].objective_s * (1 + EQUAL)
         ties = [at for at in order if best[at].objective_s <= fastest_s]
         first = min(ties, key=lambda at: complexity(best[at].layout))
         order.insert(0, order.pop(order.index(first)))
@@ -246,13 +245,13 @@ def ranking(best: Sequence[Found[T]]) -> list[int]:
 
 def may_beat(bound_s: float, simple: tuple[int, ...], rival: Found[T]) -> bool:
     """Whether a layout with this bound and complexity can beat its rival, or tie and be simpler."""
-    if bound_s < rival.objective_s * (1 - TOLERANCE):
+    if bound_s < rival.objective_s * (1 - EQUAL):
         return True
-    return bound_s <= rival.objective_s * (1 + TOLERANCE) and simple < complexity(rival.layout)
+    return bound_s <= rival.objective_s * (1 + EQUAL) and simple < complexity(rival.layout)
 
 
 def wins(new: Found[T], old: Found[T]) -> bool:
     """Faster wins; of equally fast ones the simpler, whatever the order they came in."""
-    if abs(new.objective_s - old.objective_s) <= TOLERANCE * old.objective_s:
+    if abs(new.objective_s - old.objective_s) <= EQUAL * old.objective_s:
         return complexity(new.layout) < complexity(old.layout)
     return new.objective_s < old.objective_s

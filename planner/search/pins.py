@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -17,24 +17,12 @@ from planner.plan import (
     Job,
     Layout,
     Offload,
-    ScheduleName,
 )
 from planner.profile import Recompute
-from planner.schedule import FOLDED, LOOPED
+from planner.schedules import PLAIN, SCHEDULES, schedule_of
 from planner.solver.requirements import Requirement
 from planner.units import MOST_SAMPLES, whole_number
 
-SCHEDULES: tuple[ScheduleName, ...] = (
-    "1f1b",
-    "gpipe",
-    "interleaved",
-    "zb-h1",
-    "interleaved-zb",
-    "zbv",
-    "dualpipe-v",
-    "pipedream-2bw",
-)
-"""From the simplest: among equally fast plans it wins."""
 Allowance = Literal["stale", "compress", "offload"]
 """What must be asked for.  Weights one step old, 8-bit activations and gradients change the
 arithmetic of training; to offload does not, but the search takes longer."""
@@ -57,7 +45,7 @@ SHORT_NAMES = {
 }
 LONGEST_NUMBER = 12
 """Digits of a number that counts devices."""
-WORDS: dict[str, tuple[str, ...]] = {
+WORDS: dict[str, Collection[str]] = {
     "schedule": SCHEDULES,
     "recompute": get_args(Recompute),
     "activations": get_args(Activations),
@@ -87,7 +75,7 @@ class Pins:
     """Ranks that ZeRO divides the states among; the data axis may be a multiple of it."""
     zero: int | None = None
     micro_batch: int | None = None
-    schedule: ScheduleName | None = None
+    schedule: str | None = None
     virtual_stages: int | None = None
     recompute: Recompute | None = None
     activations: Activations | None = None
@@ -186,8 +174,8 @@ def without_effect(pins: Pins, layout: Layout) -> Iterator[str]:
 
 def _needed(pins: Pins) -> Iterator[tuple[str, Allowance]]:
     """Yield pins that need an allowance, as they are written, and which."""
-    if pins.schedule == "pipedream-2bw":
-        yield "schedule=pipedream-2bw", "stale"
+    if pins.schedule is not None and schedule_of(pins.schedule).stale:
+        yield f"schedule={pins.schedule}", "stale"
     if pins.activations == "compress":
         yield "activations=compress", "compress"
     if pins.gradient_wire not in (None, "full"):
@@ -257,7 +245,7 @@ def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins, *, idle: int | Non
     if used < 1:
         raise DocumentError("layout", f"idle={idle} leaves none of {cluster.devices} devices")
     data = pins.data or max(1, used // (tensor * context * pipeline))
-    micro_batch = pins.micro_batch or 1
+    micro_batch, schedule = pins.micro_batch or 1, pins.schedule or PLAIN
     zero = (1 if data > 1 else 0) if pins.zero is None else pins.zero
     shard = (pins.data_shard or data) if zero else 1
     if job.global_batch % (data * micro_batch):
@@ -292,19 +280,14 @@ def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins, *, idle: int | Non
         data_replicate=data // shard,
         data_shard=shard,
         zero=zero,
-        schedule=pins.schedule or "1f1b",
-        virtual_stages=pins.virtual_stages or _usual_stages(pins.schedule),
+        schedule=schedule,
+        virtual_stages=pins.virtual_stages or schedule_of(schedule).stages_per_rank[0],
         offload=pins.offload or "none",
         gradient_wire=pins.gradient_wire or "full",
         order=pins.order or INSIDE_OUT,
         micro_batch=micro_batch,
         micro_batches=job.global_batch // (data * micro_batch),
     )
-
-
-def _usual_stages(schedule: ScheduleName | None) -> int:
-    """Return the fewest stages on a rank that a schedule takes."""
-    return 2 if schedule in (*FOLDED, *LOOPED) else 1
 
 
 assert {*SHORT_NAMES.values(), "allowed", "require"} == {field.name for field in fields(Pins)}

@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from planner.cluster import ClusterSpec
 from planner.costs.rates import Rates
@@ -75,8 +75,12 @@ def least_s(saving: Saving, parameters: float, devices: int, rates: Rates) -> fl
     Moments cross the link twice, 16 bytes per parameter; parameters on the host are updated there.
     """
     share = parameters / devices
-    if saving.offload == "optimizer":
-        return rates.host_copy_s(16 * share)
-    if saving.offload == "parameters":
-        return rates.host_optimizer_s(share)
-    return 0.0
+    match saving.offload:
+        case "none":
+            return 0.0
+        case "optimizer":
+            return rates.host_copy_s(16 * share)
+        case "parameters":
+            return rates.host_optimizer_s(share)
+        case _:
+            assert_never(saving.offload)

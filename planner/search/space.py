@@ -20,10 +20,11 @@ from typing import NamedTuple, get_args
 
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
-from planner.plan import INSIDE_OUT, Axis, GradientWire, Job, Layout, Offload, ScheduleName
-from planner.schedule import FOLDED, LOOPED, obstacle, too_long
+from planner.plan import INSIDE_OUT, Axis, GradientWire, Job, Layout, Offload
+from planner.schedule import obstacle, too_long
+from planner.schedules import PLAIN, SCHEDULES, Schedule
 from planner.search import axis_orders
-from planner.search.pins import SCHEDULES, Pins
+from planner.search.pins import Pins
 from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
 from planner.search.savings import Saving
 
@@ -35,7 +36,7 @@ MOST_VIRTUAL_STAGES = 8
 class Timetable(NamedTuple):
     """A schedule, and how many stages it runs on each rank."""
 
-    schedule: ScheduleName = "1f1b"
+    schedule: str = PLAIN
     virtual_stages: int = 1
 
 
@@ -227,12 +228,13 @@ def timetables(model: ModelGraph, pipeline: int, count: int, pins: Pins) -> tupl
 @lru_cache(maxsize=1 << 14)
 def _timetables(run: Run | None, pipeline: int, count: int, pins: Pins) -> tuple[Timetable, ...]:
     every: list[Timetable] = []
-    for name in SCHEDULES if pipeline > 1 else SCHEDULES[:1]:
+    for name in SCHEDULES if pipeline > 1 else (PLAIN,):
+        schedule = SCHEDULES[name]
         if pins.schedule not in (None, name):
             continue
-        if name == "pipedream-2bw" and "stale" not in pins.allowed:
+        if schedule.stale and "stale" not in pins.allowed:
             continue
-        for virtual in _stages_per_rank(name, run, pipeline, pins.virtual_stages):
+        for virtual in _stages_per_rank(schedule, run, pipeline, pins.virtual_stages):
             shape = {"stages": pipeline * virtual, "micro_batches": count}
             if pipeline == 1 or obstacle(name, virtual_stages=virtual, **shape) is None:
                 every.append(Timetable(name, virtual))
@@ -240,14 +242,14 @@ def _timetables(run: Run | None, pipeline: int, count: int, pins: Pins) -> tuple
 
 
 def _stages_per_rank(
-    name: ScheduleName, run: Run | None, pipeline: int, pinned: int | None
+    schedule: Schedule, run: Run | None, pipeline: int, pinned: int | None
 ) -> list[int]:
     """Return the numbers of stages per rank that a schedule takes."""
-    if name not in LOOPED and name not in FOLDED:
+    if not schedule.several_stages:
         return _allowed([1], pinned)
     if run is None:
         return []
-    if name in FOLDED:
+    if schedule.placement == "v":
         combined = run.before + run.behind <= MOST_COMBINED
         return _allowed([2] if combined and run.alike >= 2 * pipeline else [], pinned)
     if pinned is not None:
@@ -364,7 +366,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         layout.expert,
         layout.zero,
         layout.data_replicate if layout.zero else 0,
-        _PLACES[layout.schedule],
+        _place(layout.schedule),
         layout.virtual_stages,
         _PLACES[layout.offload],
         _PLACES[layout.gradient_wire],
@@ -378,9 +380,14 @@ def _axes(order: tuple[Axis, ...]) -> tuple[int, ...]:
     return tuple(INSIDE_OUT.index(axis) for axis in order)
 
 
+@lru_cache(maxsize=64)
+def _place(schedule: str) -> int:
+    return list(SCHEDULES).index(schedule)
+
+
 _PLACES = {
     name: place
-    for names in (SCHEDULES, get_args(Offload), get_args(GradientWire))
+    for names in (get_args(Offload), get_args(GradientWire))
     for place, name in enumerate(names)
 }
 """Where each choice stands among its like."""

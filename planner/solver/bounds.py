@@ -24,15 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.layers.operator_table import larger
-from planner.solver.instance import ROUNDING, Instance, Option, Stage
+from planner.solver.instance import Instance, Option, Stage
+from planner.tolerances import ROUNDING, SETTLED
 
 Floats = NDArray[np.float64]
 
 CEILINGS = 16
 """How many limits on the slowest stage are told apart; the last one stands for all above it."""
 
-# Sums in another order differ in the last bits, and a bound may not be above what it bounds.
-_BELOW = 1.0 - 1e-11
+# A bound may not be above what it bounds.
+_BELOW = 1.0 - SETTLED
 
 
 def balanced_s(
@@ -281,7 +282,7 @@ def _hosted_s(tables: Sequence[Sequence[Option]], rooms: _Rooms, chain: _Chain) 
                 most_held = np.where(y > 0, np.inf, z * left).min(axis=0)
                 needs_s = (each_s[:, :, None] * numbers - saved_s[:, :, None]).max(axis=0)
                 held_s = base_s[:, None] + scale[here, None] * needs_s
-                beyond = numbers * (1 - 1e-12) > most_held[:, None]
+                beyond = numbers * (1 - ROUNDING) > most_held[:, None]
                 held_s[beyond | (left < 0)[:, None]] = np.inf
                 result[here, 1:] = np.minimum(result[here, 1:], held_s[:, 1:])
     return result
@@ -334,7 +335,7 @@ def _prices(options: Sequence[Option], in_flight: Floats, waiting: Floats) -> tu
             z = (time_s[j] - time_s[k])[:, None] / determinant
             cost = y[:, None] * time_s[:, None] + z[:, None] * held
             good = np.isfinite(cost).all(axis=1) & (y > 0) & (z >= 0)
-            good &= cost.min(axis=1) >= 1 - 1e-12
+            good &= cost.min(axis=1) >= 1 - ROUNDING
             y_rows.extend(np.where(good, y, by_time))
             z_rows.extend(np.where(good, z, 0.0))
     return np.array(y_rows), np.array(z_rows)

@@ -20,10 +20,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from planner.tolerances import ROUNDING
 
-# Two sums of the same seconds in different orders; a bound this close to the incumbent meets it.
-_ROUNDING = 1e-12
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +79,7 @@ class Ways(Protocol[P_co]):
 
 def meets(bound_s: float, incumbent_s: float) -> bool:
     """Whether nothing above `bound_s` can improve on the incumbent."""
-    return bound_s >= incumbent_s - _ROUNDING * abs(incumbent_s)
+    return bound_s >= incumbent_s - ROUNDING * abs(incumbent_s)
 
 
 def cheapest(ways: Ways[P_co], costs: Costs, *, cutoff_s: float = np.inf) -> P_co | None:

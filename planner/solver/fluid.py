@@ -26,11 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.knapsack import Knapsacks
+from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
 
 _MULTIPLIERS = 12
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +80,7 @@ class Fluid:
         self._of_bytes = np.stack([of_bytes for _, of_bytes in limits], axis=1)
         self._finite = np.isfinite(self._per_s)
 
-        self.whole_s = (1 + _ROUNDING) * float(
+        self.whole_s = (1 + SLACK) * float(
             self._time_s.max(axis=1, where=options.present, initial=0.0)
             @ self._numbers
             * self._scale.max()
@@ -114,12 +114,12 @@ class Fluid:
     def allows(self, ceiling_s: float) -> bool:
         """Whether all stages together might hold all layers under the ceiling."""
         together = self.hosts(ceiling_s)[0].sum(axis=1)
-        return bool(np.all(together >= self._total * (1 - _ROUNDING)))
+        return bool(np.all(together >= self._total * (1 - SLACK)))
 
     def ranges(self, ceiling_s: float, cut_s: Floats) -> Ranges:
         """Return how much of each price can lie before each cut under the ceiling."""
         most, per_s = self.hosts(ceiling_s, cut_s)
-        slack = _ROUNDING * self._total[:, None]
+        slack = SLACK * self._total[:, None]
         before = np.cumsum(most[:, :-1], axis=1)
         after = np.cumsum(most[:, :0:-1], axis=1)[:, ::-1]
         return Ranges(

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.tolerances import ROUNDING, SAME_CHOICE, SLACK
+
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-# The same choice summed in two orders differs in the last bits; without this a set would keep both.
-_SAME = 1.0 - 1e-13
+_SAME = 1.0 - SAME_CHOICE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,8 +180,8 @@ def fastest_choice(
     bound_s, multiplier, incumbent_s = relaxed
     sets = [runs.frontier(n) for runs, n in groups]
     whole_s = sum(float(points.time_s[0]) for points in sets)
-    slack = max(min(incumbent_s, upper_s) - bound_s, 0.0) + 1e-9 * incumbent_s
-    slack += 1e-13 * whole_s  # the bound is a difference of sums as large as these
+    slack = max(min(incumbent_s, upper_s) - bound_s, 0.0) + SLACK * incumbent_s
+    slack += SAME_CHOICE * whole_s  # the bound is a difference of sums as large as these
     kept: list[tuple[Floats, Floats, Floats, Indices]] = []
     for points in sets:
         reduced = points.time_s + multiplier * points.load_bytes
@@ -242,7 +243,7 @@ def _relaxation(groups: Sequence[Group], budget_bytes: float) -> tuple[float, fl
         bytes_added.append(x)
         seconds_saved.append(t)
         copies.append(np.full(len(x), float(n)))
-    if room < -1e-12 * abs(budget_bytes):
+    if room < -ROUNDING * abs(budget_bytes):
         return None
     step_bytes, step_s = np.concatenate(bytes_added), np.concatenate(seconds_saved)
     times = np.concatenate(copies)

@@ -3,26 +3,47 @@
 A second opinion: it shares the problem and its pricing with `planner.solver.inner` and nothing
 else.
 
-Layers of one kind in a row are a run; n[a,s,k] of run a's layers sit on stage s with option k.
-Layers of a run are alike, so counting them is enough.  Over runs a, stages s, options k:
+Layers of one kind in a row are a run, and layers of a run are alike, so counting them is enough.
+Over runs a of N_a layers, stages s, options k and levels i of transient bytes:
 
-    minimise    steady · slowest + Σ_s (fill · t_s - credit_s) + longest_sync
+    n[a,s,k]       integer: layers of run a on stage s with option k
+    done[a,s]      binary: run a ends on stage s or before
+    level[s,i]     binary: the largest transient of stage s is θ_i
+    t_s, τ, γ      seconds of stage s, of the slowest stage, of the longest synchronisation
 
-    Σ_{s,k} n[a,s,k] = N_a                              every layer sits on one stage Σ_{a,k}
-    n[a,s,k] >= least_s                         every stage has layers enough done[a,s] = 1 only if
-    run a ends on stage s or before; done[a,s-1] <= done[a,s] Σ_k n[a+1,s,k] <= N_{a+1} · done[a,s]
-    runs keep their order: stages are contiguous Σ_i level[s,i] = 1
-    the largest transient of a stage is θ_i n[a,s,k] <= N_a · Σ_{θ_i >= transient(a,k)} level[s,i]
-    Σ n (resident + in_flight · stored + waiting · kept) + Σ_i θ_i level[s,i] <= free_s t_s =
-    scale_s · Σ n (forward + backward) + exposed_s <= slowest    (or each share apart) Σ n sync <=
-    longest_sync Σ_s ranks_s · Σ n (host_resident + in_flight · host) <= host_capacity        of
-    every host sides (planner.solver.sides): n = 0 where a layer may not be or an option is not
-    allowed; a binary per stage where layers lie together; Σ n <= most where a stage holds at most
-    so many
+    minimise    A τ + Σ_s z_s + γ,    z_s = ρ t_s - κ_s
 
-A run ends where a side begins or ends.  Costs of cuts depend on where a cut is.  With them every
-layer is a run of its own, done[a,s] holds exactly when it is, and the cut after stage s lies behind
-layer a if done[a,s] - done[a+1,s] is 1.
+    Σ_{s,k} n[a,s,k] = N_a                          run{a}_is_placed
+    Σ_{a,k} n[a,s,k] >= least_s                     stage{s}_has_layers_enough
+    Σ_{s'<=s,k} n[a,s',k] >= N_a done[a,s]          run{a}_is_done_by_stage{s}
+    done[a,s] >= done[a,s-1]                        run{a}_stays_done_on_stage{s}
+    Σ_k n[a,s,k] <= N_a done[a-1,s]                 run{a}_follows_the_one_before_on_stage{s}
+
+    Σ_i level[s,i] = 1                              stage{s}_has_one_transient_level
+    n[a,s,k] <= N_a Σ_{i: θ_i >= u_k} level[s,i]    n_{a}_{s}_{k}_is_below_the_level
+    Σ_{a,k} n[a,s,k] (w + q_s a + d_s e)
+        + Σ_i θ_i level[s,i] <= M_s                 stage{s}_fits_in_memory
+    Σ_s ranks_s Σ_{a,k} n[a,s,k] h <= H             host{number}_has_the_memory
+
+    t_s = σ_s Σ_{a,k} n[a,s,k] (f + b) + c_s        time_of_stage{s}
+    t_s <= τ                                        stage{s}_is_within_the_slowest
+    Σ_{a,k} n[a,s,k] g <= γ                         stage{s}_syncs_within_the_longest
+
+Of the instance, A is `steady`, ρ `fill`, κ_s the `credits_s` of the layers on stage s; of a stage,
+σ_s is `time_scale`, c_s `exposed_s` and the cuts at its ends, M_s `free_bytes`, q_s and d_s the
+micro-batches in flight and those whose weight gradients wait; of option k, f and b are its seconds,
+g `sync_s`, u `transient_bytes`, and w, a and e the bytes that it holds always, per micro-batch in
+flight and per one that waits; h is what a layer has on its host of H bytes.
+
+With `forward_apart`, τ is the sum of two: stage{s}_forward_is_within_the_slowest of them and
+stage{s}_backward_is_within_the_slowest.  A bound or a cutoff that is known beforehand is a row over
+the objective: no_faster_than_known, faster_than_the_cutoff.  Side constraints
+(planner.solver.sides) are more rows, side{number}_...: Σ n <= most on a stage that holds at most so
+many layers; n = 0 on stages where a layer may not be and for options that it may not have; one
+binary per stage where layers lie together.  A run ends where one of them begins or ends.
+
+Costs of cuts depend on where a cut is.  With them every layer is a run of its own, its row "done"
+is an equation, and the cut behind stage s lies behind layer a if done[a,s] - done[a+1,s] is 1.
 
 HiGHS works to tolerances, so quantities are scaled to be of the order of milliseconds and
 gigabytes.  PuLP calls a run that met its time limit "Optimal": `read` looks at `sol_status` and at
@@ -52,6 +73,7 @@ from planner.solver.instance import (
 )
 from planner.solver.memory_reach import why_infeasible
 from planner.solver.sides import AtMost, Chosen, Placed, Together
+from planner.tolerances import EQUAL, HIGHS_FEASIBILITY, HIGHS_GAP, HIGHS_MARGIN
 
 if TYPE_CHECKING:
     import highspy
@@ -59,9 +81,6 @@ if TYPE_CHECKING:
 else:
     highspy = OnUse("highspy", "solving an integer program")
     pulp = OnUse("pulp", "solving an integer program")
-
-# HiGHS accepts solutions this far outside of a limit, in scaled units; in gigabytes it is a byte.
-_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +119,7 @@ def solve(
     instance: Instance,
     *,
     time_limit_s: None = None,
-    gap: float = 1e-6,
+    gap: float = HIGHS_GAP,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
 ) -> Solution | Infeasible | Fathomed: ...
@@ -111,7 +130,7 @@ def solve(
     instance: Instance,
     *,
     time_limit_s: float,
-    gap: float = 1e-6,
+    gap: float = HIGHS_GAP,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
 ) -> Solution | Infeasible | Fathomed | Unfinished: ...
@@ -121,7 +140,7 @@ def solve(
     instance: Instance,
     *,
     time_limit_s: float | None = None,
-    gap: float = 1e-6,
+    gap: float = HIGHS_GAP,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
 ) -> Solution | Infeasible | Fathomed | Unfinished:
@@ -136,7 +155,7 @@ def solve(
     bound_s = -math.inf
     # A solution may exceed a capacity by the solver's tolerance.  Then it is asked again for one
     # that leaves a little free; the bound is that of the whole capacity.
-    for margin in (0.0, 1e-9, 1e-7):
+    for margin in (0.0, HIGHS_FEASIBILITY, HIGHS_MARGIN):
         formulation = formulate(instance, margin=margin, at_least_s=at_least_s, cutoff_s=cutoff_s)
         outcome = _run(formulation, time_limit_s, gap)
         if outcome.impossible and margin == 0.0:
@@ -191,7 +210,7 @@ def formulate(
     _state_hosts(stated, margin)
     _state_sides(stated)
     if at_least_s > -math.inf:  # a hair less, for the solver's tolerances
-        known_s = at_least_s - 1e-7 * abs(at_least_s)
+        known_s = at_least_s - HIGHS_MARGIN * abs(at_least_s)
         program += total >= known_s / stated.unit_s, "no_faster_than_known"
     if cutoff_s < math.inf:
         program += total <= cutoff_s / stated.unit_s, "faster_than_the_cutoff"
@@ -376,8 +395,8 @@ def _run(stated: Formulation, time_limit_s: float | None, gap: float) -> Outcome
         gapRel=gap,
         gapAbs=0.0,
         timeLimit=time_limit_s,
-        mip_feasibility_tolerance=_TOLERANCE,
-        primal_feasibility_tolerance=_TOLERANCE,
+        mip_feasibility_tolerance=HIGHS_FEASIBILITY,
+        primal_feasibility_tolerance=HIGHS_FEASIBILITY,
     )
     program = stated.program
     try:
@@ -411,7 +430,7 @@ def read(stated: Formulation, outcome: Outcome, gap: float) -> Solution | Unfini
         _order_alike(stated.instance, options, cuts[-2])
     solution = priced(stated.instance, cuts, options, lower_bound_s=outcome.bound_s)
     # Closed to the gap that was asked for counts as optimal only if the solver says so.
-    return replace(solution, tolerance=2 * gap if outcome.proven else 1e-9)
+    return replace(solution, tolerance=2 * gap if outcome.proven else EQUAL)
 
 
 def _order_alike(instance: Instance, options: list[int], first: int) -> None:

@@ -21,7 +21,6 @@ from planner.solver.cuts import Cuts, best_cuts, price
 from planner.solver.descent import meets
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import (
-    ROUNDING,
     Fathomed,
     Infeasible,
     Instance,
@@ -33,9 +32,8 @@ from planner.solver.instance import (
 from planner.solver.knapsack import Knapsacks
 from planner.solver.memory_reach import why_infeasible
 from planner.solver.stage_table import StageTable
+from planner.tolerances import ROUNDING, SETTLED
 
-# Above the rounding that `descent.meets` forgives, below anything that matters.
-_HAIR = 1e-11
 _COARSE = 2.0**10
 HOSTS_TOO_SMALL = "whatever fits the devices puts more on a host than it has room for"
 
@@ -167,7 +165,7 @@ def _settled_cuts(table: StageTable, cutoff_s: float) -> Cuts | None:
         # and ties are broken among exact entries alone.
         costs = table.costs()
         actual = price(costs, found.cuts)
-        hair_s = _HAIR * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
+        hair_s = SETTLED * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
         known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))
 
 

@@ -33,9 +33,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from planner.solver.sides import Host, Side
-
-# Sums of bytes taken in two orders differ in the last bits; no machine has room to this precision.
-ROUNDING = 1e-12
+from planner.tolerances import EQUAL, ROUNDING
 
 
 def _refuse(condition: bool, what: str) -> None:
@@ -199,7 +197,7 @@ class Solution:
     stage_sync_s: tuple[float, ...]
     objective_s: float
     lower_bound_s: float
-    tolerance: float = field(default=1e-9, repr=False)
+    tolerance: float = field(default=EQUAL, repr=False)
 
     @property
     def gap(self) -> float:

@@ -35,8 +35,9 @@ from planner.solver.frontier import (
     fastest_s,
     hull_steps,
 )
-from planner.solver.instance import ROUNDING, Instance, Option
+from planner.solver.instance import Instance, Option
 from planner.solver.synced import Choices, fastest_synced
+from planner.tolerances import ROUNDING, SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -375,7 +376,7 @@ class Knapsacks:
         least = counts @ relaxed.least[kinds, allowed]
         bounds_s: Floats = (least - relaxed.multipliers * room[:, None]).max(axis=1)
         lean = relaxed.lean[kinds, allowed] @ counts
-        bounds_s[lean > room + 1e-9 * np.abs(room)] = np.inf
+        bounds_s[lean > room + SLACK * np.abs(room)] = np.inf
         return bounds_s
 
     def _transient_levels(self, content: Content) -> list[float]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.instance import ROUNDING, Instance, Stage, leanest_bytes
+from planner.solver.instance import Instance, Stage, leanest_bytes
+from planner.tolerances import ROUNDING
 from planner.units import bytes_text
 
 

@@ -35,6 +35,7 @@ from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from planner.document import Document, Part, nearest
+from planner.schedule import most_in_flight
 from planner.solver import instance as solver_side
 from planner.solver.instance import Instance
 from planner.solver.requirements import Requirement
@@ -244,7 +245,8 @@ class Problem(Document):
             stages=tuple(
                 solver_side.Stage(
                     capacity_bytes=room.capacity_bytes,
-                    in_flight=room.in_flight or self._in_flight(s, len(rooms)),
+                    in_flight=room.in_flight
+                    or most_in_flight(self.schedule, s, stages=len(rooms), micro_batches=m),
                     time_scale=1.0 / room.speed,
                     exposed_s=room.exposed_s,
                     fixed_bytes=room.fixed_bytes,
@@ -264,12 +266,6 @@ class Problem(Document):
                 if (side := asked.side(layers=len(self._chain()), stages=len(rooms))) is not None
             ),
         )
-
-    def _in_flight(self, stage: int, stages: int) -> int:
-        """Micro-batches alive on a stage: all of them, or in 1F1B those that it warms up with."""
-        if self.schedule == "gpipe":
-            return self.micro_batches
-        return min(self.micro_batches, stages - stage)
 
 
 def _options(kind: LayerKind) -> tuple[solver_side.Option, ...]:

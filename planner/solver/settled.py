@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.descent import Costs, cheapest
-from planner.solver.instance import ROUNDING, Solution
+from planner.solver.instance import Solution
 from planner.solver.paths import Path, Paths, priced_path
+from planner.tolerances import ROUNDING, SETTLED
 
 Floats = NDArray[np.float64]
-
-# Above the rounding that `descent.meets` forgives, below anything that matters.
-_HAIR = 1e-11
 
 
 class Steps(Protocol):
@@ -96,5 +94,5 @@ def settled_path(steps: Steps, *, cutoff_s: float) -> Path | None:
         # What the path really takes bounds the search; a hair more, so that it is found again.
         costs = steps.costs()
         actual = priced_path(costs, found.steps)
-        hair_s = _HAIR * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
+        hair_s = SETTLED * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
         known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))

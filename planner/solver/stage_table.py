@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from planner.solver.cuts import Chain
 from planner.solver.descent import Costs
 from planner.solver.knapsack import Family, Knapsacks, Relaxed
+from planner.tolerances import ROUNDING, SLACK
 
 Floats = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
@@ -38,7 +39,7 @@ class StageTable:
         until_s = _prefix_sums(knapsacks.options.least_time_s[knapsacks.layers])
         pace, exposed_s = float(knapsacks.time_scale.min()), float(knapsacks.exposed_s.min())
         # A little more than the ceiling: one run too many is harmless, one too few is not.
-        longest_s = (ceiling_s - exposed_s) / pace + 1e-12 * float(until_s[-1])
+        longest_s = (ceiling_s - exposed_s) / pace + ROUNDING * float(until_s[-1])
         reach = np.searchsorted(until_s, until_s[:-1] + longest_s, "right") - 1
         width = int(np.max(reach - np.arange(layers)))
         self.width = max(1, min(width, layers - stages + 1))
@@ -244,7 +245,7 @@ class StageTable:
         charges = np.multiply.outer(-relaxed.multipliers, budget)
         charges += np.array(softened)[:, None]
         bound = np.maximum(charges.max(axis=0), 0.0)
-        fits = (leanest <= budget + 1e-9 * np.abs(budget)) & (unable == 0)
+        fits = (leanest <= budget + SLACK * np.abs(budget)) & (unable == 0)
         fits &= level <= highest
         return np.where(fits, bound, np.inf)
 

@@ -23,13 +23,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.tolerances import ROUNDING, SAME_CHOICE, SAME_TERMS, SLACK, TINY
+
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-# The same choice summed in two orders differs in the last bits.
-_SAME = 1e-14
-_ALLOWED = 1e-13
-_HAIR = 1e-12
 _CHUNK = 256
 # Beyond so many partial choices, to compare them takes longer than to carry them on.
 _COMPARED = 2048
@@ -72,7 +70,7 @@ def unbeaten_in_three(load_bytes: Floats, time_s: Floats, sync_s: Floats) -> Ind
     survivors = np.empty((0, 3))
     for start in range(0, len(points), _CHUNK):
         chunk = points[start : start + _CHUNK]
-        limit = chunk * (1 + _SAME)
+        limit = chunk * (1 + SAME_TERMS)
         free = ~np.any((survivors[None] <= limit[:, None]).all(axis=2), axis=1)
         # Inside the chunk only earlier points can beat later ones.
         beaten = (chunk[None] <= limit[:, None]).all(axis=2)
@@ -99,7 +97,7 @@ def fastest_synced(
     best: list[Indices] | None = None
     while upper_s > bound_s:
         slack_s = min(slack_s, longest_s, upper_s - bound_s)
-        hair_s = 1e-9 * (abs(bound_s) + slack_s)
+        hair_s = SLACK * (abs(bound_s) + slack_s)
         found = _fastest_within(kinds, np.append(rooms, slack_s + hair_s))
         if found is not None and found[0] < upper_s:
             upper_s, best = found
@@ -123,7 +121,7 @@ def _in_shares(
     """
     load_room = budget_bytes - sum(float(g.load_bytes.min()) * g.count for g in groups)
     sync_room = limit_s - sum(float(g.sync_s.min()) * g.count for g in groups)
-    load_hair, sync_hair = _ALLOWED * abs(budget_bytes), _ALLOWED * abs(limit_s)
+    load_hair, sync_hair = SAME_CHOICE * abs(budget_bytes), SAME_CHOICE * abs(limit_s)
     if load_room < -load_hair or sync_room < -sync_hair:
         return None
     load_room, sync_room = load_room + load_hair, sync_room + sync_hair
@@ -140,14 +138,14 @@ def _in_shares(
         kinds.append(_Kind(at, kept, group.time_s[kept], excess, group.count))
     kinds.sort(key=lambda kind: kind.count * (len(kind.options) - 1))
     weight, least = _tightest_mixture(kinds)
-    if least > 1 + _HAIR:
+    if least > 1 + ROUNDING:
         return None
     mixed = []
     for kind in kinds:
         mixture = weight @ kind.excess
         excess = np.vstack([kind.excess, mixture - mixture.min()])
         mixed.append(replace(kind, excess=excess))
-    return mixed, np.array([1.0, 1.0, 1.0 - least + _HAIR])
+    return mixed, np.array([1.0, 1.0, 1.0 - least + ROUNDING])
 
 
 def _shares(resource: Floats, room: float) -> Floats:
@@ -181,7 +179,7 @@ def _with_reduced(kinds: list[_Kind]) -> tuple[list[_Kind], float]:
 
     The best bound for a given μ is concave in μ: the largest on a grid has the optimum beside it.
     """
-    low, high = 0.0, 1e-3 * max(float(np.ptp(kind.time_s)) for kind in kinds) + 1e-30
+    low, high = 0.0, 1e-3 * max(float(np.ptp(kind.time_s)) for kind in kinds) + TINY
     while True:  # both limits can be kept in fractions, so the bound ends to rise
         per_sync = np.linspace(low, high, _POINTS)
         bounds_s, _ = _bounds_s(kinds, per_sync)

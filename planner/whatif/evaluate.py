@@ -19,6 +19,7 @@ from planner.prediction import Prediction
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.pins import read_pins
+from planner.tolerances import ROUNDING
 from planner.units import bytes_text
 from planner.whatif import economics
 from planner.whatif.candidates import (
@@ -413,7 +414,7 @@ def _misses(study: Study, outcome: Outcome) -> list[str]:
             continue
         if span is None:
             missed.append(f"{name}: not known")
-        elif span.value * unit > limit * (1 + 1e-12):
+        elif span.value * unit > limit * (1 + ROUNDING):
             missed.append(f"{name}: {span.value * unit:,.4g} of {limit:,.4g} {words}")
     return missed
 

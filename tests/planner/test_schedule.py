@@ -156,9 +156,9 @@ def test_what_is_no_action_is_refused(text: str) -> None:
 
 
 def test_an_unknown_schedule_names_the_known_ones() -> None:
-    with pytest.raises(DocumentError, match="known: gpipe, 1f1b"):
+    with pytest.raises(DocumentError, match="known: 1f1b, gpipe"):
         orders("zigzag", stages=2, micro_batches=2)
-    with pytest.raises(DocumentError, match="known: gpipe, 1f1b"):
+    with pytest.raises(DocumentError, match="known: 1f1b, gpipe"):
         most_in_flight("zigzag", 0, stages=2, micro_batches=2)
 
 

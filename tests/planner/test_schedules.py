@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from planner.errors import DocumentError
 from planner.schedule import (
-    FOLDED,
     SCHEDULES,
     Action,
     in_flight,
@@ -27,11 +26,11 @@ Shape = tuple[str, int, int, int]
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    name = draw(st.sampled_from(SCHEDULES))
+    name = draw(st.sampled_from(list(SCHEDULES)))
     ranks = draw(st.integers(1, 6))
     micro_batches = draw(st.integers(1, 16))
     virtual_stages = 1
-    if name in FOLDED:
+    if SCHEDULES[name].placement == "v":
         virtual_stages = 2
     elif "interleaved" in name:
         virtual_stages = draw(st.integers(2, 4))

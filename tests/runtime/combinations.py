@@ -232,7 +232,7 @@ def choices() -> dict[str, tuple[Any, ...]]:
     """Return the values of every field but degrees, the plainest first, as the types list them."""
     schedules = [
         (name, virtual)
-        for name in get_args(plan_types.ScheduleName)
+        for name in schedule.SCHEDULES
         for virtual in (1, 2)
         if not schedule.obstacle(name, stages=2 * virtual, micro_batches=8, virtual_stages=virtual)
     ]

@@ -26,8 +26,12 @@ from tests.runtime.library_runs import LibraryRun, Settings
 from tests.runtime.ranks import Crew
 
 STEPS = 10
-TIE = 2e-6
-"""Below this a difference of probabilities may be round-off."""
+TIE = 3e-5
+"""Below this a difference of probabilities may be round-off.
+
+AdamW's first steps are of full size however small a gradient is, so rounding grows.  The library's
+own run does the same with samples in reverse and other kernels: losses jump by 5e-6 in such steps.
+"""
 TIED = 1e-4
 """How far losses may lie apart once a token went to another expert by round-off."""
 ROUND_OFFS = 4

@@ -28,7 +28,6 @@ from tests.runtime.combinations import Bound
 from tests.runtime.library_rows import (
     NAMES,
     SETTINGS,
-    STEPS,
     STORED,
     Distance,
     OnCrew,
@@ -124,7 +123,8 @@ def test_a_launch_trains_like_the_library(
     found = list(distances(rows, tmp_path, monkeypatch))
 
     check(found)
-    assert {one.steps for one in found} == {STEPS}
+    # These few samples have no token that another order of sums sends to another expert.
+    assert all(one.tied <= BOUNDS[one.row.precision].loss for one in found)
 
 
 @pytest.mark.ranks

@@ -31,6 +31,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.tolerances import SLACK
+
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Booleans = NDArray[np.bool_]
@@ -42,7 +44,6 @@ _HALVINGS = 8
 _PRICES = 5
 _NEAR = 2.0
 """A ceiling is looked for below so many times the least one first."""
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,7 +108,7 @@ def hosted(options: Options, stages: Stages, layers: int, least_s: Floats) -> tu
     options, stages, low_s = options.of(at), stages.of(fitting), least_s[at]
     room = _Room(options, stages, layers)
     high_s = np.maximum.reduceat(stages.beside_s, stages.firsts)
-    high_s = np.maximum(low_s, (high_s + layers * options.time_s.max(axis=0)) * (1 + _ROUNDING))
+    high_s = np.maximum(low_s, (high_s + layers * options.time_s.max(axis=0)) * (1 + SLACK))
     holds = room.holds(high_s)
     slowest_s[at[holds]] = room.of(holds).ceiling_s(low_s[holds], high_s[holds])
     total_s[at[holds]] = room.total_s(options)[holds]
@@ -135,7 +136,7 @@ def _held(options: Options, stages: Stages, at: Indices) -> Floats:
 
 def _whole(numbers: Floats, layers: int) -> Floats:
     """Return how many whole layers fit, between none and all."""
-    whole: Floats = np.floor(np.clip(numbers, 0.0, layers) * (1 + _ROUNDING) + _ROUNDING)
+    whole: Floats = np.floor(np.clip(numbers, 0.0, layers) * (1 + SLACK) + SLACK)
     return whole
 
 
@@ -188,7 +189,7 @@ class _Room:
         own_s = np.repeat(ceiling_s, stages.counts) - stages.beside_s
         in_time = (self._per_s * np.maximum(own_s, 0.0) + self._of_bytes).min(axis=1)
         number = _whole(np.minimum(in_time, self._most).max(axis=0), self._layers)
-        possible = self._empty & (own_s >= -_ROUNDING * stages.beside_s)
+        possible = self._empty & (own_s >= -SLACK * stages.beside_s)
         number[~possible] = -np.inf
         together: Booleans = np.add.reduceat(number, stages.firsts) >= self._layers
         return together

@@ -31,6 +31,7 @@ from planner.schedule import rank_of_stage, splits_backward
 from planner.search.joint.hosting import Options, Stages, hosted
 from planner.search.ranks import longest_run, shares_of
 from planner.search.space import Family, Sharing, Timetable
+from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -192,7 +193,7 @@ class Rooms:
         free = self._capacity_bytes - buffers * boundary_bytes
         free -= options.transient_bytes.min(axis=0)
         layers = -(-self._chain.counts[self._chain.commonest] // degree)
-        may: NDArray[np.bool_] = layers * lean <= free * (1 + 1e-9)
+        may: NDArray[np.bool_] = layers * lean <= free * (1 + SLACK)
         return may
 
     def _stages(
@@ -364,8 +365,8 @@ def costs_together(
 _HOLDINGS: tuple[Holding, ...] = get_args(Holding)
 _FIGURES = ("time_s", "stored_bytes", "resident_bytes", "transient_bytes", "kept_bytes")
 
-_BELOW = 1.0 - 1e-9
-"""Sums in another order differ in the last bits, and a bound may not be above what it bounds."""
+_BELOW = 1.0 - SLACK
+"""A bound may not be above what it bounds."""
 
 
 def _stacked(states: Sequence[States]) -> States:

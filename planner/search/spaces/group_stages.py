@@ -18,7 +18,8 @@ from planner.costs.layout_costs import counted_by_rank
 from planner.costs.strategy import StrategyCost
 from planner.model import ModelGraph
 from planner.plan import Layout, PlacedLayer, Plan, Stage
-from planner.schedule import LOOPED, rank_of_stage, splits_backward
+from planner.schedule import rank_of_stage
+from planner.schedules import schedule_of
 from planner.search.formulation import plan_with
 from planner.search.layer_options import allowed
 from planner.search.layout_queue import Found
@@ -157,10 +158,11 @@ def _exposed_s(layout: Layout, action_s: float, widest_s: float) -> list[float]:
     if not counted_by_rank(layout):
         return [0.0] * ranks
     home = rank_of_stage(layout.schedule, stages=layout.stages, virtual_stages=virtual)
-    result = [virtual * (3 if splits_backward(layout.schedule) else 2) * action_s] * ranks
+    schedule = schedule_of(layout.schedule)
+    result = [virtual * (3 if schedule.splits_backward else 2) * action_s] * ranks
     result[home[0]] -= action_s
     result[home[-1]] -= action_s
-    if layout.schedule in LOOPED:
+    if schedule.placement == "loop":
         result[0] += (virtual - 1) * widest_s
         result[-1] += (virtual - 1) * widest_s
     return result

@@ -33,12 +33,11 @@ from planner.costs.layout_costs import LayoutCosts, refusal, room_bytes
 from planner.costs.seats import Seats
 from planner.errors import DocumentError
 from planner.model import ModelGraph
-from planner.native import GROUP_SCHEDULES
 from planner.pipeline_model import held
-from planner.plan import Job, Layout, Plan, ScheduleName
+from planner.plan import Job, Layout, Plan
 from planner.predict import placement_prediction, placements_of
 from planner.profile import Profiles
-from planner.schedule import splits_backward
+from planner.schedules import schedule_of
 from planner.search.answer import Answer
 from planner.search.certificate import (
     BOUNDS,
@@ -69,7 +68,7 @@ from planner.search.spaces.misses import Request, closest_miss
 from planner.search.spaces.search import Progress, Refusals, Space, search_spaces
 from planner.search.spaces.shares import ShareSpace
 from planner.solver.graphs.graph_instance import Undecided
-from planner.solver.instance import ROUNDING, Fathomed, Infeasible, Instance
+from planner.solver.instance import Fathomed, Infeasible, Instance
 from planner.solver.unequal.unequal import least_s, solve_unequal
 from planner.solver.unequal.unequal_graph import (
     UnequalGraph,
@@ -77,6 +76,7 @@ from planner.solver.unequal.unequal_graph import (
     solve_unequal_graph,
 )
 from planner.solver.unequal.unequal_instance import UnequalSolution
+from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
 
@@ -167,7 +167,7 @@ class MixedSpace(GroupSpace):
                 continue
             for size, count in micro_batches(self.job, degrees, self.pins):
                 for timetable in timetables(self.model, degrees.pipeline, count, self.pins):
-                    if timetable.schedule not in GROUP_SCHEDULES or not shared:
+                    if schedule_of(timetable.schedule).stale or not shared:
                         continue
                     every = partial(self._layouts, degrees, shared, size, count, timetable)
                     first = next(every())
@@ -266,7 +266,7 @@ class MixedSpace(GroupSpace):
         }
         problem = self.problem(first, chains)
         step_s = max(tables.step_s for tables in self.costs.tables.values())
-        return (1 - 1e-12) * self.least_split_s(problem) + step_s
+        return (1 - ROUNDING) * self.least_split_s(problem) + step_s
 
     def memory_s(self, layout: Layout) -> float:
         """Least seconds of a step with what stages can hold; inf if the layout does not fit."""
@@ -327,7 +327,7 @@ class MixedSpace(GroupSpace):
         counts = np.array(self._counts)
         stages = np.array(list(self.costs.stages_of(layout).values()))
         steady, fill = layout_pace(self.model, layout)
-        split = layout.pipeline > 1 and splits_backward(layout.schedule)
+        split = layout.executed.splits_backward
         whole_s = time_s @ counts
         step_s = max(tables.step_s for tables in self.costs.tables.values())
         if not whole_s.all():
@@ -338,7 +338,7 @@ class MixedSpace(GroupSpace):
             slowest_s = max(slowest_s, float(time_s.min(axis=0).max()))
         fill_s = float(counts @ (fill * (time_s - split * credits_s)).min(axis=0))
         # Sums taken in two orders differ in the last bits.
-        return (1 - 1e-12) * (steady * slowest_s + fill_s + fill * exposed_s) + step_s
+        return (1 - ROUNDING) * (steady * slowest_s + fill_s + fill * exposed_s) + step_s
 
     def _passes_s(self, layout: Layout) -> tuple[Floats, Floats]:
         """[group, kind] Least seconds of a micro-batch with nothing shared, and least credits."""
@@ -441,7 +441,7 @@ class MixedGraphSpace(MixedSpace):
 
 
 @lru_cache(maxsize=1 << 12)
-def _held(schedule: ScheduleName, ranks: int, count: int, virtual: int) -> tuple[Floats, Floats]:
+def _held(schedule: str, ranks: int, count: int, virtual: int) -> tuple[Floats, Floats]:
     """[rank] Micro-batches in flight of a stage, and activations that wait to be sent, at least."""
     if ranks == 1:
         return np.ones(1), np.zeros(1)
@@ -453,7 +453,7 @@ def _held(schedule: ScheduleName, ranks: int, count: int, virtual: int) -> tuple
         dtype=float,
     )
     sends = np.ones(ranks)
-    if virtual == 1 and not splits_backward(schedule):
+    if virtual == 1 and not schedule_of(schedule).splits_backward:
         sends[-1] = 0.0
     return alive / virtual, sends * alive + 2 * virtual
 

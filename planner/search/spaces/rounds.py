@@ -20,7 +20,8 @@ from planner.plan import Layout, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import placement_prediction, placements_of
 from planner.rounds.problem import RoundsProblem, RoundsSolution, moments
 from planner.rounds.solve import least_s, solve_rounds
-from planner.schedule import FOLDED, LOOPED, obstacle, rank_of_stage, splits_backward
+from planner.schedule import obstacle, rank_of_stage, splits_backward
+from planner.schedules import PLAIN, SCHEDULES, schedule_of
 from planner.search.answer import Answer
 from planner.search.candidates import Candidates
 from planner.search.certificate import (
@@ -37,7 +38,7 @@ from planner.search.formulation import plan_with
 from planner.search.layer_options import allowed, option_of
 from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first
 from planner.search.misses import nothing_runs
-from planner.search.pins import SCHEDULES, Pins
+from planner.search.pins import Pins
 from planner.search.rank_problem import input_stored
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
@@ -45,6 +46,7 @@ from planner.search.space import Timetable, every_degrees, families
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.search import Misses, Progress, Refusals, runnable, search_spaces
 from planner.solver.instance import Fathomed, Infeasible
+from planner.tolerances import ROUNDING
 
 MOST_LAYERS = 64
 """Longer chains are not offered two stages a rank: their splits take minutes to try."""
@@ -72,11 +74,11 @@ class RoundSpace(AlikeSpace):
     def bundles(self, _: Refusals) -> Iterator[Bundle]:
         """Yield every layout that keeps what the user fixed, those alike but for sharing in one."""
         c = self._candidates
-        asked = c.pins.virtual_stages == 2 or c.pins.schedule in (*LOOPED, *FOLDED)
+        asked = c.pins.virtual_stages == 2 or schedule_of(c.pins.schedule or PLAIN).several_stages
         most = MOST_LAYERS if asked else MOST_UNASKED
         if c.pins.virtual_stages not in (None, 2) or len(c.model.chain) > most:
             return
-        plain = replace(c.pins, schedule="1f1b", virtual_stages=None)
+        plain = replace(c.pins, schedule=PLAIN, virtual_stages=None)
         for degrees in every_degrees(c.model, c.cluster, c.job, plain):
             ranks = degrees.pipeline
             if ranks == 1 or 2 * ranks > len(c.model.chain):
@@ -89,7 +91,7 @@ class RoundSpace(AlikeSpace):
 
     @staticmethod
     def _timetables(ranks: int, count: int, pins: Pins) -> Iterator[Timetable]:
-        for name in (name for name in SCHEDULES if name in (*LOOPED, *FOLDED)):
+        for name in (name for name, schedule in SCHEDULES.items() if schedule.takes(2)):
             shape = {"stages": 2 * ranks, "micro_batches": count, "virtual_stages": 2}
             if pins.schedule in (None, name) and obstacle(name, **shape) is None:
                 yield Timetable(name, 2)
@@ -108,7 +110,7 @@ class RoundSpace(AlikeSpace):
         ranks = layout.pipeline
         mean_s = layout.micro_batches * whole_s / ranks
         stage_s = (whole_s - split * credit_s) / (2 * ranks)
-        return (1 - 1e-12) * (mean_s + (ranks - 1) * stage_s) + self._tables.step_s
+        return (1 - ROUNDING) * (mean_s + (ranks - 1) * stage_s) + self._tables.step_s
 
     def _choices(self, layout: Layout, kind: str) -> list[StrategyCost]:
         """Return what a layer may choose among."""
@@ -127,7 +129,7 @@ class RoundSpace(AlikeSpace):
         for kind in numbers:
             kept = max(part.figures.kept_bytes for part in costs.parts[kind]) if split else 0.0
             options = [option_of(cost) for cost in self._choices(layout, kind)]
-            # Under dualpipe-v the last layer's activations are there all the time: the most of any.
+            # With `last_waits` the last layer's activations are always there: the most of any.
             most = max(option.resident_bytes for option in options)
             kinds.append(
                 tuple(replace(one, kept_bytes=kept, resident_bytes=most) for one in options)

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from planner.solver.fluid import Fluid
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.knapsack import Knapsacks
+from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-_ROUNDING = 1e-12
 _TURNS = 4  # of narrowing the bands of one ceiling ...
 _WORTHWHILE = 0.9  # ... while at most this share of them is left
 
@@ -37,7 +37,7 @@ class Bands:
         totals = every.totals(np.stack([least_s, np.ones(len(least_s))], axis=1))
         self._until_s = totals[:, 0]
         self._sizes = totals[:, 1]
-        self._slack_s = _ROUNDING * float(self._until_s[-1])
+        self._slack_s = ROUNDING * float(self._until_s[-1])
 
     def under(self, ceiling_s: float) -> list[Indices]:
         """[cut] Ideals that can lie there, rising; the ends of the pipeline included.

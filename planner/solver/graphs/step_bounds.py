@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.knapsack import Family, Knapsacks, Relaxed
+from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -178,6 +179,6 @@ def _bound(one: _Range, free: float, scale: float, smaller: Indices, larger: Ind
         charge -= multiplier * room
         np.maximum(bound, charge, out=bound)
     lean = leanest + base
-    fits = lean[larger] - lean[smaller] <= room + 1e-9 * (np.abs(room) + lean[-1])
+    fits = lean[larger] - lean[smaller] <= room + SLACK * (np.abs(room) + lean[-1])
     fits &= none[larger] == none[smaller]
     return np.where(fits, bound, np.inf)

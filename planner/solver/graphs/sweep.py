@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.graphs.step_bounds import StepBounds
+from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Booleans = NDArray[np.bool_]
 
-_ROUNDING = 1e-12
 _CHUNK = 1 << 19  # pairs of ideals compared at a time
 
 
@@ -82,11 +82,11 @@ class Sweep:
         gain_s = self._fill * knapsacks.options.least_time_s - credits_s
         pace = self._scale.max(), self._scale.min()
         self._gain_s = bounds.total(np.minimum(gain_s * pace[0], gain_s * pace[1]))
-        self._slack_s = _ROUNDING * float(self._until_s[-1])
-        self._highest_s = aim.ceiling_s * (1 + _ROUNDING) + self._slack_s
+        self._slack_s = ROUNDING * float(self._until_s[-1])
+        self._highest_s = aim.ceiling_s * (1 + ROUNDING) + self._slack_s
         self._below_s = aim.cutoff_s - aim.sync_s
         if self._below_s < np.inf:
-            self._below_s -= _ROUNDING * abs(aim.cutoff_s)
+            self._below_s -= ROUNDING * abs(aim.cutoff_s)
 
     def hops(self, most_pairs: int) -> list[Hop] | None:
         """[stage] Steps worth trying; None if more pairs of ideals would have to be compared."""

@@ -21,12 +21,12 @@ from planner.solver.graphs.ideals import Ideals
 from planner.solver.graphs.step_bounds import StepBounds
 from planner.solver.knapsack import Knapsacks
 from planner.solver.unequal.reach import Counts, Runs, Spans, changed, least_ceiling_s
+from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Booleans = NDArray[np.bool_]
 
-_ROUNDING = 1e-9
 _CHUNK = 1 << 20  # pairs of downsets compared at a time
 
 
@@ -89,7 +89,7 @@ class IdealReach:
 
     def _holds(self, ceiling_s: float) -> list[list[Booleans]]:
         """[type][position][pair] Whether a stage can hold it under the ceiling."""
-        highest_s = ceiling_s * (1 + _ROUNDING)
+        highest_s = ceiling_s * (1 + SLACK)
         return [[seconds <= highest_s for seconds in own] for own in self._seconds]
 
     def _between(self, holds: list[list[Booleans]]) -> dict[Counts, Booleans] | None:

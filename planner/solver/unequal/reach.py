@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.knapsack import Knapsacks
+from planner.tolerances import SLACK
 
 Indices = NDArray[np.intp]
 Booleans = NDArray[np.bool_]
@@ -32,7 +33,6 @@ Counts = tuple[int, ...]
 # First and last position at which stages of these counts can end together.
 Ranges = dict[Counts, tuple[int, int]]
 
-_ROUNDING = 1e-9
 LEAST_SHARE = 0.01
 """How much more than the least ceiling `least_s` may be, as a share of it."""
 
@@ -93,7 +93,7 @@ class Reach:
         for until, exposed_s, holds in zip(
             self._seconds, self._exposed_s, self._holds, strict=True
         ):
-            room_s = ceiling_s - exposed_s + _ROUNDING * (ceiling_s + float(until[-1]))
+            room_s = ceiling_s - exposed_s + SLACK * (ceiling_s + float(until[-1]))
             in_time = np.searchsorted(until, until + max(room_s, 0.0), "right") - 1
             found.append(list(np.minimum(in_time, holds)))
         return found
@@ -204,7 +204,7 @@ def _by_bytes(knapsacks: Knapsacks) -> Indices:
     options, layers = knapsacks.options, knapsacks.layers
     held = np.array([knapsacks.in_flight, knapsacks.waiting, knapsacks.free_bytes]).T
     unlike, stage_of = np.unique(held, axis=0, return_inverse=True)
-    free = unlike[:, 2] + _ROUNDING * np.abs(unlike[:, 2])
+    free = unlike[:, 2] + SLACK * np.abs(unlike[:, 2])
     with np.errstate(invalid="ignore"):
         load = options.resident + unlike[:, 0, None, None] * options.stored
         load = np.where(options.present, load, np.inf)

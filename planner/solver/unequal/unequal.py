@@ -37,6 +37,7 @@ from planner.solver.settled import best_split
 from planner.solver.unequal.reach import LEAST_SHARE, Reach, Reaches
 from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
 from planner.solver.unequal.unequal_steps import CutSeconds, UnequalSteps
+from planner.tolerances import SLACK
 from planner.units import bytes_text
 
 # Ceiling to begin with over the least that could do, and its rise while nothing fits under it.
@@ -161,7 +162,7 @@ class Search:
             own_s = float(knapsacks.time_scale.max() * slowest_s[knapsacks.layers].sum())
             exposed_s = float(knapsacks.exposed_s.max())
             longest_s = max(longest_s, own_s + exposed_s + 2 * self._most_cut_s)
-        return longest_s * (1 + 1e-9)
+        return longest_s * (1 + SLACK)
 
     def _least_besides_s(self) -> float:
         """Least sum over stages and least sync: what a split takes besides its slowest stage."""

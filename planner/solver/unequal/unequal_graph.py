@@ -40,6 +40,7 @@ from planner.solver.unequal.reach import Reaches, Runs
 from planner.solver.unequal.unequal import Search, solve_unequal
 from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
 from planner.solver.unequal.unequal_steps import CutSeconds
+from planner.tolerances import ROUNDING
 
 MOST_STEPS = 2_000_000
 """Pairs of downsets, for every position and type, that are held against each other."""
@@ -218,5 +219,4 @@ def _any_order_s(problem: UnequalGraph, store: FrontierStore) -> float:
     once_s = max(float(least_sync_s.max()), float(least_sync_s.sum()) / len(chain.in_flight))
     rest_s = float(np.min(gains, axis=0).sum()) + once_s
     rest_s += chain.fill * float(np.min(exposed, axis=0).sum())
-    # Sums taken in two orders differ in the last bits.
-    return (1 - 1e-12) * (chain.steady * slowest_s + rest_s)
+    return (1 - ROUNDING) * (chain.steady * slowest_s + rest_s)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,13 @@ from hypothesis import strategies as st
 
 from planner.catalog import model_config, models
 from planner.errors import DocumentError
-from planner.expressions import resolve_model
+from planner.expressions import resolve_cluster, resolve_model
+from planner.layers import architecture, decoders
 from planner.layers.architecture import SUPPORTED, architecture_of
 from planner.layers.parameters import block_kinds, graph_of
 from planner.model import Architecture
+from planner.plan import Job
+from planner.search.best_first import search
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None,
@@ -377,3 +382,20 @@ def test_no_configuration_ends_in_a_traceback(kind: str, change: dict[str, Any])
     except DocumentError:
         return
     assert isinstance(architecture, Architecture)
+
+
+def test_a_family_is_added_by_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = {"newllama": lambda config: decoders.llama(config, "newllama")}
+    monkeypatch.setattr(architecture, "_READERS", {**architecture._READERS, **reader})
+    config = {**model_config("llama-3.2-1b"), "num_hidden_layers": 4}
+    cluster, job = resolve_cluster("8xh100"), Job(seq_len=2048, global_batch=64)
+    seconds = {}
+
+    for kind in ("llama", "newllama"):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+        model = resolve_model(str(tmp_path))
+        assert model.architecture is not None
+        assert model.architecture.family == kind
+        seconds[kind] = search(model, cluster, job).prediction.step_time_s
+
+    assert seconds["newllama"] == pytest.approx(seconds["llama"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -158,6 +160,16 @@ def test_no_time_at_all_leaves_a_bound_and_no_split() -> None:
 
     assert isinstance(answer, Unfinished)
     assert answer.lower_bound_s <= 1.0 or math.isinf(answer.lower_bound_s)
+
+
+def test_each_row_of_the_program_stands_in_its_statement() -> None:
+    rows = re.findall(r'program \+= .*, f?"(.*)"$', inspect.getsource(ilp), re.MULTILINE)
+    stated = ilp.__doc__ or ""
+
+    for row in rows:
+        name = row.replace("{n.name}", "n_{a}_{s}_{k}")
+        assert re.sub(r"^(side\{number\}_).*", r"\1...", name) in stated, row
+    assert len(rows) > 15
 
 
 def test_both_name_the_same_reason() -> None:

@@ -1,0 +1,53 @@
+"""A choice that one part of the project does not know is refused there, not taken for another.
+
+mypy says the same of a new value before anything runs: each `match` ends in `assert_never`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import nn
+
+from planner.costs.activations import treated
+from planner.costs.memory import Sharing, states
+from planner.layers.operator_table import Table
+from planner.search.savings import Saving, least_s
+from runtime import activations, engine, recompute
+
+NEW: Any = "new"
+UNUSED: Any = None
+FIGURES: Any = SimpleNamespace(stored_bytes=1.0)
+SHARING = Sharing(precision="bf16", zero=3, shard=8, data=8, pipelined=False, accumulated=True)
+TABLE = Table(kind="mlp", operators=(), input_bytes=1.0, output="x")
+
+
+def reduction(wire: Any) -> object:
+    """What an engine would sum gradients with over two replicas."""
+    replicating = SimpleNamespace(get_group=lambda: None)
+    place = SimpleNamespace(replicas=2, data=SimpleNamespace(replicating=replicating))
+    of_two: Any = SimpleNamespace(plan=SimpleNamespace(gradient_wire=wire), _place=place)
+    with patch.object(engine, "reduces_in_step", return_value=True):
+        return engine.Engine._mean_over_replicas(of_two)
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda: treated(NEW, FIGURES, UNUSED, passed=0.0),
+        lambda: activations.packing(nn.Identity(), NEW, UNUSED, first=True, last=True),
+        lambda: TABLE.recomputed(NEW),
+        lambda: TABLE.stored(NEW),
+        lambda: recompute.wrapped(nn.Identity(), NEW),
+        lambda: states(8.0, replace(SHARING, offload=NEW)),
+        lambda: least_s(Saving(NEW, "full"), 1.0, 1, UNUSED),
+        lambda: replace(SHARING, wire=NEW).wire_bytes,
+        lambda: reduction(NEW),
+    ],
+)
+def test_a_choice_that_nobody_knows_is_refused(decide: Callable[[], object]) -> None:
+    with pytest.raises(AssertionError, match="new"):
+        decide()
