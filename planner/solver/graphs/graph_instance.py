@@ -24,11 +24,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import networkx
-
+from planner.on_use import OnUse
 from planner.solver.instance import Instance, Option, Solution, Stage
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
+
+networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 
 Method = Literal["chain", "lattice", "orders"]
 
@@ -116,7 +120,7 @@ def cuts_along(
 
 
 def graph_instance(
-    graph: networkx.DiGraph,
+    graph: DiGraph,
     *,
     options: Mapping[str, Sequence[Option]],
     output_s: Mapping[str, float],

@@ -28,9 +28,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
-import networkx
 import numpy as np
 
+from planner.on_use import OnUse
 from planner.solver.assembly import assembled, fastest_options
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
@@ -47,6 +47,8 @@ from planner.solver.knapsack import Knapsacks
 from planner.solver.paths import Path
 from planner.solver.settled import best_split
 from planner.units import bytes_text
+
+networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 
 # Ideals of a graph from which on a first split from several orders is worth its time.
 _LARGE = 3000

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import networkx
-
+from planner.on_use import OnUse
 from planner.solver.graphs.graph_instance import GraphInstance
+
+networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 
 Order = tuple[int, ...]
 
