@@ -20,7 +20,7 @@ from planner.costs.crossings import in_order
 from planner.costs.group_costs import GroupCosts, only_profile
 from planner.costs.hosts import overfull, unknown
 from planner.costs.layout_costs import CostTables, LayoutCosts, counted_by_rank, has_room
-from planner.costs.rank_memory import host_bytes, rank_memory_parts
+from planner.costs.rank_memory import host_bytes, layer_bytes, rank_memory_parts
 from planner.costs.seats import Seat, Seats, alike, branching
 from planner.costs.strategy import StrategyParts
 from planner.costs.uncertainty import step_range
@@ -368,10 +368,10 @@ def _rank_memory(
     if not counted_by_rank(layout):
         (s,) = held
         seat = seats.stages[s]
-        layers = {s: _layers(seat.costs, placements[s])}
+        layers = {s: [layer_bytes(part) for part in _layers(seat.costs, placements[s])]}
         return rank_memory_parts(seat.costs, layout, layers, rank=rank, passing=seat.passing)
     costs = _roomiest([seats.stages[s] for s in held])
-    layers = {s: _layers(costs, placements[s]) for s in held}
+    layers = {s: [layer_bytes(part) for part in _layers(costs, placements[s])] for s in held}
     return rank_memory_parts(costs, layout, layers, rank=rank)
 
 

@@ -14,16 +14,60 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.memory import BUCKETS
 from planner.costs.strategy import StrategyParts
-from planner.fullest import Moment, fullest
+from planner.fullest import Moments, moments
 from planner.plan import Layout
 from planner.schedule import Order
 from planner.schedules import Shape
 
-Layers = Sequence[StrategyParts]
+
+class LayerBytes(NamedTuple):
+    """What one layer of a stage holds: what this module reads of its StrategyParts."""
+
+    stored: float
+    kept: float
+    forward: float
+    backward: float
+    """Working memory of both passes."""
+    moving: float
+    """On the way to the host or back while it runs."""
+    parameters: float
+    gathered: float
+    gradients: float
+    optimizer: float
+    host: float
+    bucket: float
+    offloaded: bool
+    stores_input: bool
+
+
+def layer_bytes(part: StrategyParts) -> LayerBytes:
+    """Return what a layer holds under one choice."""
+    states, offloaded = part.states, part.activations == "offload"
+    return LayerBytes(
+        stored=part.stored_bytes,
+        kept=part.figures.kept_bytes,
+        forward=part.forward_transient_bytes,
+        backward=part.backward_transient_bytes,
+        moving=part.treated.moving_bytes if offloaded else 0.0,
+        parameters=states.parameters_bytes,
+        gathered=states.gathered_bytes,
+        gradients=states.gradients_bytes,
+        optimizer=states.optimizer_bytes,
+        host=states.host_bytes,
+        bucket=states.bucket_bytes,
+        offloaded=offloaded,
+        stores_input=part.stores_input,
+    )
+
+
+Layers = Sequence[LayerBytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +144,12 @@ def _of_one(
         sent = 0 if last else 1
         buffers = ((received + sent) * alive + 2) * costs.boundary_bytes
     replacing = alive == layout.micro_batches
-    moments = _moments(layers, alive, replacing=replacing)
-    gathered, gradients, activations, transient = max(moments, key=sum)
+    peaks = _moments(layers, alive, replacing=replacing)
+    gathered, gradients, activations, transient = max(peaks, key=sum)
     return {
-        "parameters": sum(layer.states.parameters_bytes for layer in layers) + gathered,
+        "parameters": sum(layer.parameters for layer in layers) + gathered,
         "gradients": gradients,
-        "optimizer": sum(layer.states.optimizer_bytes for layer in layers),
+        "optimizer": sum(layer.optimizer for layer in layers),
         "activations": activations,
         "transient": transient,
         "pipeline buffers": buffers,
@@ -118,7 +162,7 @@ def in_flight_at_most(layout: Layout, stage: int) -> int:
 
 
 def _moments(
-    layers: Sequence[StrategyParts], alive: int, *, replacing: bool
+    layers: Layers, alive: int, *, replacing: bool
 ) -> Iterator[tuple[float, float, float, float]]:
     """Yield bytes of (gathered copies, gradients, activations, working memory) where a peak may be.
 
@@ -127,17 +171,17 @@ def _moments(
     behind.  So are gradients of a step's first backward if all forwards come first (`replacing`);
     with more micro-batches than are in flight, gradients are whole from then on.
     """
-    stored = sum(layer.stored_bytes for layer in layers)
-    copies = behind_copies = sum(layer.states.gathered_bytes for layer in layers)
-    gradients = behind = sum(layer.states.gradients_bytes for layer in layers)
+    stored = sum(layer.stored for layer in layers)
+    copies = behind_copies = sum(layer.gathered for layer in layers)
+    gradients = behind = sum(layer.gradients for layer in layers)
     before = (alive - 1) * stored
     for layer, beside in zip(layers, moving_beside(layers), strict=True):
-        before += layer.stored_bytes
+        before += layer.stored
         # Sums taken in two orders differ in the last bits.
-        behind = max(0.0, behind - layer.states.gradients_bytes)
-        behind_copies = max(0.0, behind_copies - layer.states.gathered_bytes)
-        forward = layer.forward_transient_bytes + beside
-        backward = layer.backward_transient_bytes + beside
+        behind = max(0.0, behind - layer.gradients)
+        behind_copies = max(0.0, behind_copies - layer.gathered)
+        forward = layer.forward + beside
+        backward = layer.backward + beside
         if not replacing:
             yield behind_copies, gradients, before, max(forward, backward)
             continue
@@ -171,82 +215,70 @@ def _of_several(
         for stage, layers in sorted(stages.items())
     ]
     every = [layer for layers in stages.values() for layer in layers]
-    moments = fullest(
+    found = moments(
         layout.schedule,
+        rank,
         ranks=layout.pipeline,
         micro_batches=layout.micro_batches,
         virtual_stages=layout.virtual_stages,
-    )[rank]
-    streaming = (0.0, streamed_bytes(every), 0.0)
+    )
     activations, transient, buffers = max(
-        (*(_at(moment, held) for moment in moments), streaming), key=sum
+        _at_most(found, held), (0.0, streamed_bytes(every), 0.0), key=sum
     )
     return {
-        "parameters": sum(
-            layer.states.parameters_bytes + layer.states.gathered_bytes for layer in every
-        ),
-        "gradients": sum(layer.states.gradients_bytes for layer in every),
-        "optimizer": sum(layer.states.optimizer_bytes for layer in every),
+        "parameters": sum(layer.parameters + layer.gathered for layer in every),
+        "gradients": sum(layer.gradients for layer in every),
+        "optimizer": sum(layer.optimizer for layer in every),
         "activations": activations,
         "transient": transient,
         "pipeline buffers": buffers + 2 * len(stages) * costs.boundary_bytes,
     }
 
 
-def _at(moment: Moment, held: Sequence[_Held]) -> tuple[float, float, float]:
-    """Return (activations, working memory, buffers of micro-batches in flight) at a moment."""
-    own = held[moment.place]
-    alive = sum(count * stage.stored for count, stage in zip(moment.alive, held, strict=True))
-    alive += sum(count * stage.kept for count, stage in zip(moment.waiting, held, strict=True))
-    stored, working = {
-        "F": own.forward,
-        "B": own.backward,
-        "I": own.input_backward,
-        "W": (0.0, 0.0),
-    }[moment.kind]
-    buffers = sum(count * stage.buffers for count, stage in zip(moment.holding, held, strict=True))
-    return alive + stored, working, buffers
+def _at_most(found: Moments, held: Sequence[_Held]) -> tuple[float, float, float]:
+    """Return (activations, working memory, buffers of micro-batches in flight) at the peak."""
+    acting = np.array(
+        [[one.forward, one.backward, one.input_backward, (0.0, 0.0)] for one in held]
+    )[found.place, found.kind]
+    activations = found.beside @ np.array([one.stored for one in held])
+    activations += found.waiting @ np.array([one.kept for one in held])
+    activations += acting[:, 0]
+    buffers = found.holding @ np.array([one.buffers for one in held])
+    most = int((activations + acting[:, 1] + buffers).argmax())
+    return float(activations[most]), float(acting[most, 1]), float(buffers[most])
 
 
-def _held(
-    layers: Sequence[StrategyParts], boundary_bytes: float, *, first: bool, last: bool
-) -> _Held:
-    stored = [layer.stored_bytes for layer in layers]
-    kept = [layer.figures.kept_bytes for layer in layers]
-    forward, backward, input_backward = [], [], []
-    for at, (layer, beside) in enumerate(zip(layers, moving_beside(layers), strict=True)):
-        so_far = sum(stored[: at + 1])
-        working = layer.backward_transient_bytes + beside
-        forward.append((so_far, layer.forward_transient_bytes + beside))
-        backward.append((so_far, working))
+def _held(layers: Layers, boundary_bytes: float, *, first: bool, last: bool) -> _Held:
+    so_far, behind = 0.0, sum(layer.kept for layer in layers)
+    kept = behind
+    forward = backward = input_backward = (0.0, 0.0)
+    for layer, beside in zip(layers, moving_beside(layers), strict=True):
+        so_far += layer.stored
+        working = layer.backward + beside
+        forward = max(forward, (so_far, layer.forward + beside), key=sum)
+        backward = max(backward, (so_far, working), key=sum)
         # At its end the layer itself has left its part for W too.
-        behind = sum(kept[at:])
-        input_backward.append((so_far + behind, working))
+        input_backward = max(input_backward, (so_far + behind, working), key=sum)
+        behind -= layer.kept
     received = 0 if first or layers[0].stores_input else 1
     sent = 0 if last else 1
     return _Held(
-        stored=sum(stored),
-        kept=sum(kept),
-        forward=max(forward, key=sum),
-        backward=max(backward, key=sum),
-        input_backward=max(input_backward, key=sum),
+        stored=so_far,
+        kept=kept,
+        forward=forward,
+        backward=backward,
+        input_backward=input_backward,
         buffers=(received + sent) * boundary_bytes,
     )
 
 
-def moving_beside(layers: Sequence[StrategyParts]) -> list[float]:
+def moving_beside(layers: Layers) -> list[float]:
     """Return for each layer of a stage the bytes that the layer before has on the way beside it.
 
     Only offloaded layers leave or fetch anything while another one runs.
     """
-    moving = [
-        layer.treated.moving_bytes if layer.activations == "offload" else 0.0 for layer in layers
-    ]
-    before = [0.0, *moving[:-1]]
-    return [
-        size if layer.activations == "offload" else 0.0
-        for layer, size in zip(layers, before, strict=True)
-    ]
+    before = [0.0, *(layer.moving for layer in layers[:-1])]
+    return [size if layer.offloaded else 0.0 for layer, size in zip(layers, before, strict=True)]
 
 
 def host_bytes(stages: Mapping[int, Sequence[StrategyParts]], order: Order) -> float:
@@ -265,7 +297,7 @@ def host_bytes(stages: Mapping[int, Sequence[StrategyParts]], order: Order) -> f
     return resident + most
 
 
-def streamed_bytes(layers: Sequence[StrategyParts]) -> float:
+def streamed_bytes(layers: Layers) -> float:
     """Return the most bytes of moments from the host that the optimizer's step has at a time."""
-    bucket = max(layer.states.bucket_bytes for layer in layers)
-    return min(BUCKETS * bucket, sum(layer.states.host_bytes for layer in layers))
+    bucket = max(layer.bucket for layer in layers)
+    return min(BUCKETS * bucket, sum(layer.host for layer in layers))

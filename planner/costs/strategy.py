@@ -228,6 +228,20 @@ def holds(
     return stored, resident, transient_bytes + passing
 
 
+def least_resident(states: States, *, whole: bool, forwards_first: bool, once: bool) -> float:
+    """Return what a layer's states hold at a rank's moment that bounds its bytes from below.
+
+    Where memory is counted by rank that is all, `whole`.  Else the last layer of the stage goes
+    backward: its copies are gone by then.  If all forwards come first so are the gradients, but
+    with several micro-batches whole ones are there in a later backward, and copies too.
+    """
+    if whole:
+        return states.resident_bytes
+    held = states.parameters_bytes + states.optimizer_bytes
+    late = states.gradients_bytes + (states.gathered_bytes if forwards_first else 0.0)
+    return held + either(once, 0.0, late)
+
+
 def neighbour_bytes(
     parts: dict[str, tuple[StrategyParts, ...]], chain: list[str], *, any_order: bool = False
 ) -> dict[str, tuple[float, ...]]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+
 from planner.actions import Action, Kind, Order
-from planner.schedules.record import SPLIT, InFlight, Schedule, Shape
+from planner.schedules.record import SPLIT, Fullest, InFlight, Schedule, Shape
 
 
 class _Writer:
@@ -115,6 +117,16 @@ def _two_for_each_rank(shape: Shape) -> str:
     return "" if shape.micro_batches >= least else f"at least {least}, 2 for each of its ranks"
 
 
+def _first_way_up(shape: Shape, most: int) -> Fullest:
+    """Return the first backwards of the stages on the way up, with rank + 1 forwards done there.
+
+    On the first rank the stage on the way down has done `most`, on each further one fewer.
+    """
+    at = np.arange(shape.ranks)
+    alive = np.minimum(np.stack([most - at, at + 1]), shape.micro_batches)
+    return Fullest(alive.astype(float), np.zeros(alive.shape), np.ones_like(at))
+
+
 ZBV = Schedule(
     name="zbv",
     order=zbv,
@@ -126,6 +138,7 @@ ZBV = Schedule(
     repeats=True,
     # Fewer than 2 P - 1 micro-batches may have one less in flight.
     in_flight=lambda rank, shape: InFlight(shape.stages, shape.stages, max(2, 2 * rank + 1)),
+    fullest=lambda shape: _first_way_up(shape, shape.stages - 1),
     names={"torchtitan": "ZBVZeroBubble"},
 )
 DUALPIPE_V = Schedule(
@@ -138,6 +151,7 @@ DUALPIPE_V = Schedule(
     splits_backward=True,
     repeats=True,
     in_flight=lambda rank, shape: InFlight(shape.stages + 1, shape.stages + 1, max(2, rank + 1)),
+    fullest=lambda shape: _first_way_up(shape, shape.stages),
     names={"torchtitan": "DualPipeV"},
     # Its own overlap of experts' messages does not go with recomputation.
     settings={"torchtitan": ("pipeline_parallel_expert_parallel_overlap = false",)},

@@ -12,8 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.actions import Action, Kind, Order
-from planner.schedules.record import SPLIT, Coefficients, InFlight, Schedule, Shape
+from planner.schedules.record import (
+    DEFERRED,
+    LATE,
+    SPLIT,
+    Coefficients,
+    Fullest,
+    InFlight,
+    Schedule,
+    Shape,
+)
+
+Counts = NDArray[np.intp]
 
 
 def interleaved(rank: int, shape: Shape) -> Order:
@@ -84,6 +98,48 @@ def _whole_groups(shape: Shape) -> str:
     return f"a multiple of its {ranks} ranks: {nearby}"
 
 
+def _fullest(shape: Shape, warm_up: Counts, late: Counts) -> Fullest:
+    """Return the fullest backwards of ranks that warm up with so many forwards.
+
+    Their W come `late` backwards after their I.
+    """
+    ranks, micro_batches, virtual = shape
+    whole = micro_batches * virtual
+    # From when on backwards repeat, or end.
+    number, chunks = np.arange(min(ranks * virtual, whole)), np.arange(virtual)
+    begun = _done(np.minimum(warm_up[:, None] + number + 1, whole), chunks, ranks)
+    ended = _done(number[None], chunks[::-1], ranks)
+    alive = begun - ended
+    waiting = ended - _done(np.maximum(number - late[:, None], 0), chunks[::-1], ranks)
+    weight = alive @ (1 + LATE * chunks) + DEFERRED * waiting.sum(axis=2)
+    best = weight.argmax(axis=1)
+    at = np.arange(ranks)
+    return Fullest(
+        alive[at, best].T.astype(float),
+        waiting[at, best].T.astype(float),
+        virtual - 1 - best // ranks % virtual,
+    )
+
+
+def _done(number: Counts, chunks: Counts, ranks: int) -> Counts:
+    """[rank, pass, stage] Of so many passes of a rank, those of each stage in its turn."""
+    cycles, rest = np.divmod(number[..., None], ranks * len(chunks))
+    done: Counts = cycles * ranks + np.clip(rest - chunks * ranks, 0, ranks)
+    return done
+
+
+def _fullest_whole(shape: Shape) -> Fullest:
+    behind = shape.ranks - 1 - np.arange(shape.ranks)
+    none = np.zeros(shape.ranks, dtype=np.intp)
+    return _fullest(shape, 2 * behind + (shape.virtual_stages - 1) * shape.ranks, none)
+
+
+def _fullest_split(shape: Shape) -> Fullest:
+    at = np.arange(shape.ranks)
+    warm_up = shape.ranks - 1 - at + (shape.virtual_stages - 1) * shape.ranks
+    return _fullest(shape, warm_up, at)
+
+
 INTERLEAVED = Schedule(
     name="interleaved",
     order=interleaved,
@@ -96,6 +152,7 @@ INTERLEAVED = Schedule(
     last_waits=False,
     repeats=True,
     in_flight=_warm_up_and_one,
+    fullest=_fullest_whole,
     names={
         "torchtitan": "Interleaved1F1B",
         "megatron": "forward_backward_pipelining_with_interleaving",
@@ -109,6 +166,7 @@ ZB_H1 = Schedule(
     last_waits=False,
     repeats=True,
     in_flight=_as_the_first_rank,
+    fullest=_fullest_split,
 )
 INTERLEAVED_ZB = Schedule(
     name="interleaved-zb",
@@ -120,5 +178,6 @@ INTERLEAVED_ZB = Schedule(
     last_waits=False,
     repeats=True,
     in_flight=_as_the_first_rank,
+    fullest=_fullest_split,
     names={"torchtitan": "InterleavedZeroBubble"},
 )

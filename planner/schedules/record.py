@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.actions import Order
 
 
@@ -38,6 +41,25 @@ class InFlight(NamedTuple):
     j / V of them are (planner.pipeline_model.Held)."""
     deferred: int
     """From the start of I to W."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fullest:
+    """One backward of every rank: with most alive, and of such with most on late stages."""
+
+    holding: NDArray[np.float64]
+    """[stage of the rank, rank] Micro-batches alive, the one that acts included."""
+    waiting: NDArray[np.float64]
+    """[stage of the rank, rank] From the end of I to W."""
+    place: NDArray[np.intp]
+    """[rank] Of the stage that acts."""
+
+
+LATE = 1e-3
+"""What a micro-batch counts more for each stage before its own on the rank: late stages store most
+(planner.search.ranks)."""
+DEFERRED = 0.3
+"""What one counts that waits for W, beside one that is alive."""
 
 
 class Coefficients(NamedTuple):
@@ -86,6 +108,8 @@ class Schedule:
     """From 2 P micro-batches on ranks hold the same, however many there are."""
     in_flight: Callable[[int, Shape], InFlight] | None = None
     """Closed form of the counts of a rank, or more, before m V limits them."""
+    fullest: Callable[[Shape], Fullest] | None = None
+    """Closed form of every rank's fullest backward; without one orders are gone through."""
     no_slower: str | None = None
     """A schedule that no split is slower under; it is preferred where it holds no more."""
     phi_bound: bool = False

@@ -400,10 +400,10 @@ class _Hunt:
         if isinstance(found, Infeasible):
             required = bool(self._candidates.pins.require)
             self.account.lost(UNKEPT if required else OUT_OF_MEMORY, layout)
-        elif isinstance(found, Fathomed):
+        elif isinstance(found, Fathomed) and found.lower_bound_s >= cutoff_s:
             bound_s = max(bound_s, found.lower_bound_s + step_s)
             self.account.lost(NO_FASTER, layout, bound_s=bound_s)
-        elif isinstance(found, Unfinished):
+        elif isinstance(found, (Fathomed, Unfinished)):
             bound_s = max(bound_s, found.lower_bound_s + step_s)
             self.account.lost(UNFINISHED, layout, bound_s=bound_s)
         else:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
+from planner.costs.rank_memory import layer_bytes
 from planner.plan import INSIDE_OUT, Layout
 from planner.schedules import Shape, schedule_of
 from planner.search.space import complexity
@@ -37,38 +38,28 @@ def twins(layout: Layout) -> Iterator[Layout]:
 def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts) -> bool:
     """Whether every split of `layout` is a split of `twin`, which wins or is the simpler in a tie.
 
-    With w, a, u the resident, stored and transient bytes and q the micro-batches in flight, a stage
-    of the twin needs, since max_l u'_l <= max_l u_l + Σ_l max(0, u'_l - u_l),
-
-        Σ_l (w'_l + q' a'_l) + max_l u'_l <= Σ_l (w_l + q a_l) + max_l u_l
-
-    if each option has w' + q' a' + max(0, u' - u) <= w + q a.  Seconds add up over layers, so it is
-    enough that no option takes longer.  The twin wins outright if it synchronises less on every
-    layer.  Where ranks have several stages or split backwards, each layer has a q of its own, alike
-    for both twins: then a' <= a, and the inequality at q = 0, are enough.
+    Seconds add up over layers, and bytes (planner.costs.rank_memory) grow with what any layer
+    holds, so it is enough that no option takes longer or holds more of anything.  Where all
+    forwards come first there are no gradients beside them, so under another schedule forwards may
+    need no more than backwards.  The twin wins outright if it synchronises less on every layer.
     """
-    if _beside_layers(by, costs):
+    other_schedule = twin.schedule != layout.schedule
+    if _beside_layers(by, costs) or (other_schedule and not _holds_less(twin, layout)):
         return False
-    by_rank = counted_by_rank(layout)
-    shape = Shape(layout.pipeline, layout.micro_batches)
-    in_flight = {(0, 0)} if by_rank else _in_flight(twin.schedule, layout.schedule, shape)
     faster = True
     for kind, table in costs.kinds.items():
         for mine, other in zip(by.kinds[kind], table, strict=True):
             if mine.forward_s + mine.backward_s > other.forward_s + other.backward_s:
                 return False
-            if mine.sync_s > other.sync_s or (by_rank and mine.stored_bytes > other.stored_bytes):
-                return False
-            if mine.host_bytes > other.host_bytes or mine.host_resident_bytes > (
-                other.host_resident_bytes
-            ):
+            if mine.sync_s > other.sync_s or mine.host_bytes > other.host_bytes:
                 return False
             faster = faster and mine.sync_s < other.sync_s
-            transient = max(0.0, mine.transient_bytes - other.transient_bytes)
-            for q_mine, q_other in in_flight:
-                held = mine.resident_bytes + q_mine * mine.stored_bytes + transient
-                if held > other.resident_bytes + q_other * other.stored_bytes:
-                    return False
+        for own, others in zip(by.parts[kind], costs.parts[kind], strict=True):
+            held, least = layer_bytes(own), layer_bytes(others)
+            if any(mine > other for mine, other in zip(held, least, strict=True)):
+                return False
+            if other_schedule and held.forward > held.backward:
+                return False
     return faster or complexity(twin) < complexity(layout)
 
 
@@ -84,6 +75,15 @@ def _beside_layers(by: LayoutCosts, costs: LayoutCosts) -> bool:
         "step_s",
     )
     return any(getattr(by, name) > getattr(costs, name) for name in names)
+
+
+def _holds_less(twin: Layout, layout: Layout) -> bool:
+    """Whether ranks of one stage have no more micro-batches in flight under the twin's schedule."""
+    if counted_by_rank(twin) or counted_by_rank(layout):
+        return False
+    shape = Shape(layout.pipeline, layout.micro_batches)
+    pairs = _in_flight(twin.schedule, layout.schedule, shape)
+    return all(mine <= other for mine, other in pairs)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -63,12 +63,15 @@ def instance_of(
     costs: LayoutCosts,
     recompute: Recompute | None = None,
     require: tuple[Requirement, ...] = (),
+    *,
+    roomy: bool = False,
 ) -> Instance:
     """Return the partition problem of one layout; `recompute` allows that choice alone.
 
+    Bytes are those of splits, with sums that are no more; `roomy` are sums alone, no less.
     Every one of `require` must be one that the layout can keep (see `unkept`).
     """
-    instance = _free_instance(model, cluster, layout, costs, recompute)
+    instance = _free_instance(model, cluster, layout, costs, recompute, roomy=roomy)
     layers, stages = len(instance.layers), len(instance.stages)
     sides = [asked.side(layers=layers, stages=stages) for asked in require]
     on_host = any(
@@ -100,24 +103,32 @@ def _free_instance(
     layout: Layout,
     costs: LayoutCosts,
     recompute: Recompute | None,
+    *,
+    roomy: bool,
 ) -> Instance:
     capacity = capacity_bytes(cluster, costs, cluster.groups[0].accelerator.memory_bytes)
     steady, fill = layout_pace(model, layout)
     exposed_s = boundaries_s(costs, layout)
-    if counted_by_rank(layout):
-        problem = RankProblem(model, layout, costs, recompute)
-        return problem.instance(capacity, steady=steady, fill=fill, exposed_s=exposed_s)
-    numbers = {name: number for number, name in enumerate(costs.kinds)}
     # Options may differ in forward: packing takes seconds there, a profile has measured others.
     tables = [allowed(table, layout, recompute) for table in costs.kinds.values()]
     same_forward = all(len({cost.forward_s for cost in table}) == 1 for table in tables)
+    apart = layout.executed.forwards_first and same_forward
+    if not roomy:
+        problem = RankProblem(model, layout, costs, recompute)
+        return problem.instance(
+            capacity, steady=steady, fill=fill, exposed_s=exposed_s, forward_apart=apart
+        )
+    if counted_by_rank(layout):
+        problem = RankProblem(model, layout, costs, recompute)
+        return problem.roomy_instance(capacity, steady=steady, fill=fill, exposed_s=exposed_s)
+    numbers = {name: number for number, name in enumerate(costs.kinds)}
     return Instance(
         layers=tuple(numbers[kind] for kind in model.chain_kinds),
         kinds=tuple(tuple(option_of(cost) for cost in table) for table in tables),
         stages=_stages(model, layout, costs, capacity, exposed_s),
         steady=steady,
         fill=fill,
-        forward_apart=layout.executed.forwards_first and same_forward,
+        forward_apart=apart,
     )
 
 

@@ -154,9 +154,7 @@ def _fits(instance: Instance) -> bool:
     """Whether a layout fits its devices, and what it puts on hosts fits them."""
     if why_infeasible(instance):
         return False
-    return not instance.hosts or isinstance(
-        sided.solve(instance, time_limit_s=TRIED_FOR_S), Solution
-    )
+    return isinstance(sided.solve(instance, time_limit_s=TRIED_FOR_S), Solution)
 
 
 def _leanest(candidates: Candidates, count: int = MISSES_LOOKED_AT) -> list[Layout]:
@@ -202,7 +200,8 @@ def _least_bytes(candidates: Candidates, layout: Layout) -> float:
 
 
 def _fits_in(candidates: Candidates, layout: Layout, memory_bytes: float) -> bool:
-    return not why_infeasible(_with_memory(candidates, layout, memory_bytes))
+    instance = _with_memory(candidates, layout, memory_bytes)
+    return not why_infeasible(instance) and isinstance(solve(instance), Solution)
 
 
 def _with_memory(candidates: Candidates, layout: Layout, memory_bytes: float) -> Instance:

@@ -1,18 +1,26 @@
-"""The partition problem of ranks that have several stages, or backwards that are split.
+"""The partition problem of the ranks of a pipeline, each with the layers of all its stages.
 
-Each rank is one stage of the problem, with the layers of all its stages (planner.search.ranks), the
-micro-batches that it holds (planner.pipeline_model.held) and its own buffers.  A solution never
-holds less than planner.costs.rank_memory finds in the plan that is made of it.
+`instance` counts bytes as a split holds them (planner.costs.rank_memory), with sums over layers
+that are no more (planner.search.least_bytes).  `roomy_instance`, of ranks that have several stages
+or backwards that are split, has sums alone, for solvers that know no others: the micro-batches that
+ranks hold (planner.pipeline_model.held), so that no split holds more than they say.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
-from planner.costs.layout_costs import LayoutCosts
+from planner.costs.layout_costs import LayoutCosts, counted_by_rank
+from planner.costs.rank_memory import (
+    LayerBytes,
+    dynamic_parts,
+    in_flight_at_most,
+    layer_bytes,
+)
 from planner.costs.strategy import StrategyCost, StrategyParts
 from planner.errors import DocumentError
 from planner.model import ModelGraph
@@ -21,6 +29,7 @@ from planner.plan import Layout
 from planner.profile import Recompute
 from planner.schedule import splits_backward
 from planner.search.layer_options import allowed, option_of
+from planner.search.least_bytes import LeastBytes
 from planner.search.ranks import Shares, shares_of
 from planner.solver.instance import Instance, Option, Solution, Stage
 
@@ -40,6 +49,9 @@ class RankProblem:
         self._chain = model.chain_kinds
         self._pairs: dict[str, list[Pair]] = {}
         self._shares: Shares | None = None
+        self._bytes: dict[str, list[LayerBytes]] = {}
+        self._used: dict[tuple[int, int, tuple[int, ...]], float] = {}
+        self._products: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
         if layout.virtual_stages > 1:
             self._shares = shares_of(
                 self._chain, layout.schedule, layout.pipeline, layout.virtual_stages
@@ -52,11 +64,80 @@ class RankProblem:
                 )
 
     def instance(
+        self,
+        capacity_bytes: float,
+        *,
+        steady: float,
+        fill: float,
+        exposed_s: list[float],
+        forward_apart: bool = False,
+    ) -> Instance:
+        """Return the problem with the bytes of splits, and sums that are no more."""
+        layers, groups = self._entries()
+        choices = {kind: [part for _, part in self._of(kind)] for kind in set(self._chain)}
+        least = LeastBytes(
+            self._chain, self._shares, self.costs, self.layout, choices, capacity_bytes
+        )
+        credits_s = [sum(self._credit_s(self._chain[at]) for at in group) for group in groups]
+        return Instance(
+            layers=tuple(layers),
+            kinds=tuple(self._table(group, least.option) for group in groups),
+            stages=tuple(
+                Stage(
+                    capacity_bytes=capacity_bytes,
+                    in_flight=own.in_flight,
+                    waiting=own.waiting,
+                    exposed_s=exposed_s[rank],
+                    fixed_bytes=own.fixed_bytes,
+                    least_layers=self._shares.least_entries[rank] if self._shares else 1,
+                    most_in_flight=self._on_host(rank),
+                )
+                for rank, own in enumerate(least.ranks)
+            ),
+            steady=steady,
+            fill=fill,
+            forward_apart=forward_apart,
+            credits_s=tuple(fill * credit for credit in credits_s) if self._splits else (),
+            used_bytes=self.used_bytes,
+        )
+
+    def used_bytes(self, rank: int, first: int, options: Sequence[int]) -> float:
+        """Return what a rank holds with these options of the entries from `first` on."""
+        key = rank, first, tuple(options)
+        found = self._used.get(key)
+        if found is None:
+            stages = self._stages_of(rank, first, options)
+            parts = dynamic_parts(self.costs, self.layout, stages, rank=rank)
+            found = self._used[key] = sum(parts.values())
+        return found
+
+    def _stages_of(
+        self, rank: int, first: int, options: Sequence[int]
+    ) -> dict[int, list[LayerBytes]]:
+        """Return what the layers of every stage of a rank hold, in order."""
+        if self._shares is None:
+            return {rank: [self._held_of(at)[option] for at, option in enumerate(options, first)]}
+        entries = range(first, first + len(options))
+        chosen = [self._choices_of(at)[option] for at, option in zip(entries, options, strict=True)]
+        placed = self._shares.of_rank(rank, entries, chosen, self._order)
+        return {
+            stage: [self._held_of(at)[choice] for at, choice in layers]
+            for stage, layers in placed.items()
+        }
+
+    def _held_of(self, at: int) -> list[LayerBytes]:
+        """[choice] What a layer of the chain holds."""
+        kind = self._chain[at]
+        if kind not in self._bytes:
+            self._bytes[kind] = [layer_bytes(part) for _, part in self._of(kind)]
+        return self._bytes[kind]
+
+    def roomy_instance(
         self, capacity_bytes: float, *, steady: float, fill: float, exposed_s: list[float]
     ) -> Instance:
-        """Return the problem."""
+        """Return the problem with sums that are no less than what a split holds."""
         layers, groups = self._entries()
-        tables = [self._table(group) for group in groups]
+        tables = [self._table(group, self._option) for group in groups]
         credits_s = [sum(self._credit_s(self._chain[at]) for at in group) for group in groups]
         return Instance(
             layers=tuple(layers),
@@ -73,15 +154,24 @@ class RankProblem:
     def placed(self, solution: Solution) -> list[list[tuple[int, int]]]:
         """Return the position and the choice of every stage's layers."""
         assert self._shares is not None, "with one stage a rank the cuts say it"
-        entries = self._shares.entries
-        choices = [
-            list(itertools.product(*(range(len(self._of(self._chain[at]))) for at in entry)))
-            for entry in entries
-        ]
+        chosen = [self._choices_of(at)[option] for at, option in enumerate(solution.options)]
+        return self._shares.placed(solution.cuts, chosen, self._order)
+
+    def _choices_of(self, entry: int) -> list[tuple[int, ...]]:
+        """[option] The choice of each layer that an entry stands for."""
+        assert self._shares is not None
+        kinds = tuple(self._chain[at] for at in self._shares.entries[entry])
+        if kinds not in self._products:
+            each = (range(len(self._of(kind))) for kind in kinds)
+            self._products[kinds] = list(itertools.product(*each))
+        return self._products[kinds]
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """Choices of like layers, the one that stores least first."""
+        assert self._shares is not None
         like = self._of(self._chain[self._shares.run.before])
-        order = sorted(range(len(like)), key=lambda choice: (like[choice][0].stored_bytes, -choice))
-        chosen = [options[at] for options, at in zip(choices, solution.options, strict=True)]
-        return self._shares.placed(solution.cuts, chosen, order)
+        return sorted(range(len(like)), key=lambda choice: (like[choice][1].stored_bytes, -choice))
 
     @property
     def shares(self) -> Shares | None:
@@ -112,8 +202,16 @@ class RankProblem:
             exposed_s=exposed_s,
             fixed_bytes=fixed,
             least_layers=self._shares.least_entries[rank] if self._shares is not None else 1,
-            most_in_flight=None if self._shares is None else self._most_on_first_stage,
+            most_in_flight=self._on_host(rank),
         )
+
+    def _on_host(self, rank: int) -> float:
+        """Return how many micro-batches any layer may have on the host."""
+        if self._shares is not None:
+            return float(self._most_on_first_stage)
+        if counted_by_rank(self.layout):
+            return float(self._held(rank).alive)
+        return float(in_flight_at_most(self.layout, rank))
 
     @cached_property
     def _most_on_first_stage(self) -> int:
@@ -187,22 +285,26 @@ class RankProblem:
             return "like"
         return "first stage" if at < self._shares.run.before else "last stage"
 
-    def _table(self, group: tuple[int, ...]) -> tuple[Option, ...]:
+    def _table(
+        self, group: tuple[int, ...], option: Callable[[int, Option, StrategyParts], Option]
+    ) -> tuple[Option, ...]:
         """Return the options of an entry: one of every layer's, together."""
-        each = [[self._option(at, *pair) for pair in self._of(self._chain[at])] for at in group]
+        each = [
+            [option(at, option_of(cost), part) for cost, part in self._of(self._chain[at])]
+            for at in group
+        ]
         return tuple(_together(chosen) for chosen in itertools.product(*each))
 
-    def _option(self, at: int, cost: StrategyCost, part: StrategyParts) -> Option:
+    def _option(self, at: int, option: Option, part: StrategyParts) -> Option:
         """Return one layer's option, with what its place makes of it.
 
         A rank's micro-batches in flight are those of its stages on average, and those of the first
         stage of the model are more.  The layers at the ends wait for W as often as their rank does.
         """
-        option = option_of(cost)
         kept = part.figures.kept_bytes if self._splits else 0.0
         if self._shares is None:
             return replace(option, kept_bytes=kept)
-        if cost.activations == "offload":
+        if part.activations == "offload":
             # Layers stand by what they store here, so any other may be on its way beside this one.
             beside = max(
                 p.treated.moving_bytes for parts in self.costs.parts.values() for p in parts

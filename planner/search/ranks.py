@@ -5,13 +5,13 @@ how many layers of the chain's longest run of like layers it holds.  The space o
 
     the layers before that run lie on the first stage, those behind it on the last;
     of the n like layers on a rank, its stage c, in the order of the model, holds ⌊(n + c) / V⌋;
-    where other ranks hold neither end, the rank with the last stage has as many as the largest of
-    them in each of its stages but the last, which holds the rest.
+    a rank with the last stage and not the first has ⌊(a + c) / V⌋ in each of its stages but the
+    last, which holds the rest; a is what each other rank has, ⌈(N - n) / (P - 1)⌉ of all N, or
+    ⌊(n + c) / (V - 1)⌋ where that is less; no stage is empty.
 
 So the stages of a rank are equal up to one layer, and of every rank the same stages are the longer
 ones; the rank that also has the head of the model is relieved where the head is.  On a rank the
-layers that store less come first, so that no stage holds less than the one before it in the model,
-as `planner.pipeline_model.held` wants it: early stages have the most micro-batches in flight.
+layers that store less come first, since early stages have the most micro-batches in flight.
 
 A split is thus a number for each rank, and those are found as the cuts of a chain in the order of
 ranks (`Shares.entries`): the run, with the layers that have their place at the end where it is.
@@ -151,47 +151,60 @@ class Shares:
             return max(1, like + (begins or ends))
         return max(1, like + self.run.before * first + self.run.behind * last)
 
+    def of_rank(
+        self, rank: int, entries: range, choices: Sequence[Sequence[int]], order: Sequence[int]
+    ) -> dict[int, list[tuple[int, int]]]:
+        """Return (position, choice) of every layer of a rank, by stage.
+
+        `choices` are one for each layer that each of its `entries` stands for, and `order` lists
+        the choices of like layers from the one that stores least.  Of like layers any position
+        stands for all.
+        """
+        run = self.run
+        like: list[int] = []
+        ends: list[tuple[int, int]] = []
+        for entry, chosen in zip(entries, choices, strict=True):
+            positions = self.entries[entry]
+            if run.before <= positions[0] < run.before + run.alike:
+                like.extend(chosen)
+            else:
+                ends.extend(zip(positions, chosen, strict=True))
+        like.sort(key=order.index)
+        own = [stage for stage, home in enumerate(self.home) if home == rank]
+        result: dict[int, list[tuple[int, int]]] = {}
+        for stage, size in zip(own, self.sizes(rank, len(like)), strict=True):
+            result[stage] = [(run.before, choice) for choice in like[:size]]
+            del like[:size]
+        for position, choice in ends:
+            first = position < run.before
+            layers = result[0 if first else len(self.home) - 1]
+            layers.insert(position if first else len(layers), (position, choice))
+        return result
+
     def placed(
         self, cuts: Sequence[int], choices: Sequence[Sequence[int]], order: Sequence[int]
     ) -> list[list[tuple[int, int]]]:
         """Return (position in the model's chain, choice) of every stage's layers.
 
-        `cuts` are those of the entries; `choices` [entry] are one choice for each layer that the
-        entry stands for, and `order` lists the choices of like layers from the one that stores
-        least.
+        `cuts` are those of the entries; `choices` and `order` are as in `of_rank`.
         """
-        run, entries = self.run, self.entries
-        ends: dict[int, int] = {}
-        like: list[list[int]] = []
-        for first, end in itertools.pairwise(cuts):
-            own: list[int] = []
-            for entry, chosen in zip(entries[first:end], choices[first:end], strict=True):
-                if run.before <= entry[0] < run.before + run.alike:
-                    own.extend(chosen)
-                else:
-                    ends.update(zip(entry, chosen, strict=True))
-            like.append(sorted(own, key=order.index))
-        stages: list[list[tuple[int, int]]] = []
-        at = run.before
-        sizes = [self._sizes(rank, [len(own) for own in like]) for rank in range(self.ranks)]
-        for rank in self.home:
-            size = sizes[rank].pop(0)
-            stages.append(list(zip(range(at, at + size), like[rank][:size], strict=True)))
-            del like[rank][:size]
-            at += size
-        stages[0][:0] = [(position, ends[position]) for position in range(run.before)]
-        behind = range(run.before + run.alike, run.before + run.alike + run.behind)
-        stages[-1].extend((position, ends[position]) for position in behind)
-        return stages
+        stages: dict[int, list[tuple[int, int]]] = {}
+        for rank, (first, end) in enumerate(itertools.pairwise(cuts)):
+            stages |= self.of_rank(rank, range(first, end), choices[first:end], order)
+        chosen = [[choice for _, choice in stages[stage]] for stage in range(len(self.home))]
+        ends = [0, *itertools.accumulate(len(own) for own in chosen)]
+        return [
+            list(zip(range(*span), own, strict=True))
+            for span, own in zip(itertools.pairwise(ends), chosen, strict=True)
+        ]
 
-    def _sizes(self, rank: int, numbers: Sequence[int]) -> list[int]:
-        """Return how many of its like layers each stage of a rank holds."""
-        virtual, own = self.virtual_stages, numbers[rank]
-        even = [(own + at) // virtual for at in range(virtual)]
+    def sizes(self, rank: int, number: int) -> list[int]:
+        """Return how many of so many like layers on a rank each of its stages holds."""
+        virtual = self.virtual_stages
         if not self.relieved(rank):
-            return even
-        largest = max(numbers)
-        sizes = [(largest + at) // virtual for at in range(virtual - 1)]
-        if sum(sizes) > own:
-            sizes = [(own + at) // (virtual - 1) for at in range(virtual - 1)]
-        return [*sizes, own - sum(sizes)]
+            return [(number + at) // virtual for at in range(virtual)]
+        others = -(-(self.run.alike - number) // (self.ranks - 1))
+        sizes = [max(1, (others + at) // virtual) for at in range(virtual - 1)]
+        if sum(sizes) > number:
+            sizes = [(number + at) // (virtual - 1) for at in range(virtual - 1)]
+        return [*sizes, number - sum(sizes)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from planner.solver.instance import Instance, Solution, fits, priced, stage_bytes
+from planner.solver.instance import Instance, Solution, fits, priced, stage_fits
 from planner.solver.knapsack import Knapsacks
 
 
@@ -37,7 +37,7 @@ def assembled(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -
     be a recomputation that takes no time.
     """
     options = list(options)
-    for stage, (first, end) in zip(instance.stages, pairwise(cuts), strict=True):
+    for s, (first, end) in enumerate(pairwise(cuts)):
         for layer in range(first, end):
             taken = options[layer]
             table = instance.options_of(layer)
@@ -49,7 +49,7 @@ def assembled(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -
                 if table[earlier].host_bytes > table[taken].host_bytes:
                     continue
                 options[layer] = earlier
-                if stage_bytes(instance, stage, range(first, end), options) <= stage.capacity_bytes:
+                if stage_fits(instance, s, range(first, end), options):
                     break
                 options[layer] = taken
     solution = priced(instance, cuts, options)

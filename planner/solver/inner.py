@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from planner.solver.checked import laid_out
 from planner.solver.cuts import Cuts, best_cuts, price
 from planner.solver.descent import meets
 from planner.solver.frontier import FrontierStore
@@ -27,7 +28,7 @@ from planner.solver.instance import (
     Solution,
     fits,
     priced,
-    stage_bytes,
+    stage_fits,
 )
 from planner.solver.knapsack import Knapsacks
 from planner.solver.memory_reach import why_infeasible
@@ -36,6 +37,7 @@ from planner.tolerances import ROUNDING, SETTLED
 
 _COARSE = 2.0**10
 HOSTS_TOO_SMALL = "whatever fits the devices puts more on a host than it has room for"
+NEARLY_FITS = "no split fits, though the sums of its layers' bytes would"
 
 
 def solve(
@@ -48,7 +50,9 @@ def solve(
 
     `frontiers` kept by the caller spares the Pareto sets that earlier instances had in common.
     Of hosts that several stages share, each stage alone is held to the whole.
-    With a finite cutoff an instance that does not fit may be reported as fathomed.
+    With a finite cutoff an instance that does not fit may be reported as fathomed.  Where bytes are
+    more than sums (`used_bytes`) and a stage has very many choices, the bound may stay below the
+    objective, or below the cutoff.
 
     Among equally fast splits the one with the earliest cuts is returned; inside a stage the layers
     that come first take the later options of their kind (recompute the first layers).
@@ -60,7 +64,8 @@ def solve(
     ceiling_s = min(floor.likely_ceiling_s, floor.ceiling_s(cutoff_s))
     whole_s = floor.most_s
     while True:
-        best = _best_under(knapsacks, StageTable(knapsacks, ceiling_s, whole_s), cutoff_s)
+        table = StageTable(knapsacks, ceiling_s, whole_s, limit_s=floor.slowest_s(cutoff_s))
+        best = _best_under(knapsacks, table, cutoff_s)
         known_s = cutoff_s if best is None else best.objective_s
         if best is not None and whole_s > _COARSE * sum(best.stage_s):
             # Options that nobody would take made the grid of the table coarse beside the answer.
@@ -75,11 +80,17 @@ def solve(
             ceiling_s *= 2
         else:
             ceiling_s = floor.ceiling_s(known_s)
+    bound_s = cutoff_s if best is None else best.objective_s
+    least = table.least_costs()
+    if least is not None:
+        lowest = best_cuts(least, cutoff_s=bound_s)
+        bound_s = bound_s if lowest is None else min(bound_s, lowest.value_s)
     if best is not None:
-        return best
-    if cutoff_s < math.inf:
-        return Fathomed(cutoff_s)
-    return Infeasible(why_infeasible(instance) or HOSTS_TOO_SMALL)
+        return replace(best, lower_bound_s=bound_s)
+    if bound_s < math.inf:
+        return Fathomed(bound_s)
+    beside = HOSTS_TOO_SMALL if instance.hosts else NEARLY_FITS
+    return Infeasible(why_infeasible(instance) or beside)
 
 
 class _Floor:
@@ -111,6 +122,12 @@ class _Floor:
     def beyond_s(self, ceiling_s: float) -> float:
         """Least objective of any split with a stage above `ceiling_s`."""
         return self._steady * ceiling_s + self._rest_s
+
+    def slowest_s(self, known_s: float) -> float:
+        """Seconds that no stage of a split below `known_s` takes, or more."""
+        if self._steady == 0 or known_s == math.inf:
+            return math.inf
+        return (known_s - self._rest_s) / self._steady * (1 + SETTLED)
 
     def ceiling_s(self, known_s: float) -> float:
         """Stage seconds above which no split is below `known_s`."""
@@ -165,6 +182,8 @@ def _settled_cuts(table: StageTable, cutoff_s: float) -> Cuts | None:
         # and ties are broken among exact entries alone.
         costs = table.costs()
         actual = price(costs, found.cuts)
+        if not math.isfinite(actual.value_s):
+            continue
         hair_s = SETTLED * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
         known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))
 
@@ -174,6 +193,11 @@ def _assembled(knapsacks: Knapsacks, table: StageTable, cuts: tuple[int, ...]) -
     instance = knapsacks.instance
     options: list[int] = []
     for stage, (first, end) in enumerate(pairwise(cuts)):
+        if instance.used_bytes is not None:
+            checked = table.checked(stage, first, end)
+            assert checked is not None, "only stages that fit are assembled"
+            options.extend(checked.options)
+            continue
         content = knapsacks.content(first, end - first)
         found = knapsacks.fastest_choice(
             content,
@@ -182,8 +206,7 @@ def _assembled(knapsacks: Knapsacks, table: StageTable, cuts: tuple[int, ...]) -
             sync_limit_s=table.sync_limit_s,
         )
         assert found is not None, "only stages that fit are assembled"
-        left = {kind: taken for (kind, _), taken in zip(content, found.options, strict=True)}
-        options.extend(left[kind].pop() for kind in instance.layers[first:end])
+        options.extend(laid_out(instance.layers[first:end], content, found.options))
     solution = priced(instance, cuts, _simplest(instance, cuts, options))
     assert fits(instance, solution), "the knapsacks and the formulas of the instance disagree"
     return replace(solution, lower_bound_s=solution.objective_s)
@@ -197,7 +220,7 @@ def _simplest(instance: Instance, cuts: tuple[int, ...], options: list[int]) -> 
     """
     options = list(options)
     tied = [len({o.time_s for o in table}) < len(table) for table in instance.kinds]
-    for stage, (first, end) in zip(instance.stages, pairwise(cuts), strict=True):
+    for s, (first, end) in enumerate(pairwise(cuts)):
         for layer in (layer for layer in range(first, end) if tied[instance.layers[layer]]):
             table = instance.options_of(layer)
             taken = table[options[layer]]
@@ -207,7 +230,7 @@ def _simplest(instance: Instance, cuts: tuple[int, ...], options: list[int]) -> 
                 if option.host_bytes > taken.host_bytes:
                     continue
                 before, options[layer] = options[layer], simpler
-                if stage_bytes(instance, stage, range(first, end), options) <= stage.capacity_bytes:
+                if stage_fits(instance, s, range(first, end), options):
                     break
                 options[layer] = before
     return options

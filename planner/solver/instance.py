@@ -6,7 +6,7 @@ t_s the seconds stage s spends on one micro-batch,
 
     t_s   = time_scale_s · Σ_{l in s} (forward + backward) + exposed_s + cut_s at both ends
     mem_s = fixed_s + Σ_{l in s} (resident + in_flight_s · stored + waiting_s · kept)
-          + max_{l in s} transient
+          + max_{l in s} transient, or what `used_bytes` says, which is no less
     T     = steady · max_s t_s + Σ_s (fill · t_s - credit_s) + max_s Σ_{l in s} sync
 
 T is minimised subject to mem_s <= capacity_s.  1F1B on m micro-batches has steady = m - 1,
@@ -28,7 +28,7 @@ Nothing here searches: `planner.solver.inner` and `planner.solver.ilp` return a 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -39,6 +39,10 @@ from planner.tolerances import EQUAL, ROUNDING
 def _refuse(condition: bool, what: str) -> None:
     if condition:
         raise ValueError(what)
+
+
+UsedBytes = Callable[[int, int, Sequence[int]], float]
+"""Of a stage that holds the layers from one on, with these options: its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,7 @@ class Stage:
     time_scale: float = 1.0
     exposed_s: float = 0.0
     fixed_bytes: float = 0.0
+    """Below 0 where sums over layers are but a bound (`Instance.used_bytes`)."""
     least_layers: int = 1
     most_in_flight: float | None = None
     """Micro-batches that any layer may have on the host, where they are more than `in_flight`."""
@@ -108,7 +113,6 @@ class Stage:
         _refuse(not self.in_flight > 0, f"in_flight is {self.in_flight}; it must exceed 0")
         _refuse(not self.time_scale > 0, f"time_scale is {self.time_scale}; it must exceed 0")
         _refuse(not self.exposed_s >= 0, f"exposed_s is {self.exposed_s}; it must not be < 0")
-        _refuse(not self.fixed_bytes >= 0, f"fixed_bytes is {self.fixed_bytes}; not < 0")
 
     @property
     def free_bytes(self) -> float:
@@ -146,6 +150,8 @@ class Instance:
     cut_s: tuple[float, ...] = ()
     hosts: tuple[Host, ...] = ()
     sides: tuple[Side, ...] = ()
+    used_bytes: UsedBytes | None = field(default=None, repr=False, compare=False)
+    """What a stage holds, where the sums above are no more than that."""
 
     def __post_init__(self) -> None:
         _refuse(not self.layers, "an instance needs at least one layer")
@@ -237,14 +243,25 @@ class Unfinished:
     lower_bound_s: float
 
 
-def stage_bytes(instance: Instance, stage: Stage, held: range, options: Sequence[int]) -> float:
-    """Bytes of `stage` holding the layers `held`; `options[layer]` for the whole chain."""
-    chosen = [instance.options_of(layer)[options[layer]] for layer in held]
+def stage_bytes(instance: Instance, s: int, held: range, options: Sequence[int]) -> float:
+    """Bytes of stage `s` holding the layers `held`; `options[layer]` for the whole chain."""
+    own = [options[layer] for layer in held]
+    if instance.used_bytes is not None:
+        return instance.used_bytes(s, held.start, own)
+    chosen = [instance.options_of(layer)[option] for layer, option in zip(held, own, strict=True)]
+    stage = instance.stages[s]
     return (
         stage.fixed_bytes
         + sum(stage.held_bytes(o) for o in chosen)
         + max((o.transient_bytes for o in chosen), default=0.0)
     )
+
+
+def stage_fits(instance: Instance, s: int, held: range, options: Sequence[int]) -> bool:
+    """Whether stage `s` has the bytes for the layers `held`."""
+    capacity_bytes = instance.stages[s].capacity_bytes
+    allowance = ROUNDING * abs(capacity_bytes)
+    return stage_bytes(instance, s, held, options) <= capacity_bytes + allowance
 
 
 def priced(
@@ -271,7 +288,7 @@ def priced(
         layers_s = stage.time_scale * sum(o.time_s for o in chosen)
         forward_s = stage.time_scale * sum(o.forward_s for o in chosen)
         forward.append(forward_s + (stage_s - layers_s) / 2)
-        used.append(stage_bytes(instance, stage, held, options))
+        used.append(stage_bytes(instance, s, held, options))
         sync.append(sum(o.sync_s for o in chosen))
         credit_s = stage.time_scale * sum(instance.credit_s(layer) for layer in held)
         fill_s += instance.fill * stage_s - credit_s

@@ -131,6 +131,27 @@ class Choice:
     options: list[list[int]]
 
 
+@dataclass(frozen=True, slots=True)
+class Fastest:
+    """Unscaled seconds, sync, and options of a stage's layers in their order.
+
+    No options that fit take less than `at_least_s`; without any that are known to, `time_s` is inf.
+    """
+
+    time_s: float
+    sync_s: float
+    options: tuple[int, ...]
+    at_least_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found of a stage's options that take no longer than a limit."""
+
+    limit_s: float
+    fastest: Fastest | None
+
+
 def _refuse_both(both: bool) -> None:
     if both:
         raise ValueError("options that differ in sync_s leave no limit on hosts; use the program")
@@ -160,6 +181,8 @@ class Knapsacks:
             for at, s in enumerate(family.stages)
         }
         self._runs: dict[tuple[int, int, int], Runs] = {}
+        self.checked: dict[tuple[int, tuple[int, ...], float], Checked] = {}
+        """By stage, kinds of its layers and limit on sync: its fastest options that fit."""
         self.host_limit = np.full(len(stages), np.inf)
         for host in instance.hosts:
             for s, ranks in enumerate(host.ranks):
@@ -268,14 +291,17 @@ class Knapsacks:
         *,
         enough_s: float = 0.0,
         sync_limit_s: float = np.inf,
+        spare_bytes: float = 0.0,
     ) -> Choice | None:
         """Return the options of the content that take the fewest seconds on `stage`.
 
-        None if the content does not fit.  `enough_s` are seconds known to be the fewest.
+        None if the content does not fit.  `enough_s` are seconds known to be the fewest,
+        `spare_bytes` stay free.
         """
         f, at = self._place[stage]
         levels = self._transient_levels(content)
-        budgets = [float(self._budgets(self.families[f], content, u)[at]) for u in levels]
+        spare = spare_bytes / float(self.families[f].scale[at])
+        budgets = [float(self._budgets(self.families[f], content, u)[at]) - spare for u in levels]
         bounds_s = self._level_bounds_s(f, content, levels, budgets)
         best: Choice | None = None
         most = self.instance.stages[stage].most_in_flight

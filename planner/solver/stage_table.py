@@ -8,14 +8,16 @@ wants to use them.  A chain of like layers has few signatures, and those are set
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.solver.checked import fastest_checked
 from planner.solver.cuts import Chain
 from planner.solver.descent import Costs
-from planner.solver.knapsack import Family, Knapsacks, Relaxed
+from planner.solver.knapsack import Checked, Family, Fastest, Knapsacks, Relaxed
 from planner.tolerances import ROUNDING, SLACK
 
 Floats = NDArray[np.float64]
@@ -31,9 +33,18 @@ class StageTable:
     All seconds are rounded to a grid that is fine beside `whole_s`, the sum over the stages.
     """
 
-    def __init__(self, knapsacks: Knapsacks, ceiling_s: float, whole_s: float) -> None:
+    def __init__(
+        self,
+        knapsacks: Knapsacks,
+        ceiling_s: float,
+        whole_s: float,
+        *,
+        limit_s: float = math.inf,
+    ) -> None:
+        """Of stages that take longer than `limit_s` nobody wants to know how long."""
         self._knapsacks = knapsacks
         self._whole_s = whole_s
+        self._limit_s = limit_s
         instance = knapsacks.instance
         layers, stages = len(instance.layers), len(instance.stages)
         until_s = _prefix_sums(knapsacks.options.least_time_s[knapsacks.layers])
@@ -61,6 +72,11 @@ class StageTable:
         for stage, least in enumerate(self._least_layers):
             self.seconds[stage, :, : least - 1] = np.inf
         self.settled: Booleans = ~np.isfinite(self.seconds)
+        # Whether an entry is that of options that fit; with exact sums it is if it is settled.
+        self._checks = instance.used_bytes is not None
+        self._checked = self.settled.copy() if self._checks else self.settled
+        self._loose: dict[tuple[int, int, int], float] = {}
+        """Of entries that are not known exactly, seconds that are no more than theirs."""
         self.sync_limit_s = np.inf
         # Sync of the choice that settled an entry; read only where options differ in it.
         self._sync_used_s = np.zeros(self.seconds.shape if knapsacks.sync_depends else 0)
@@ -102,7 +118,70 @@ class StageTable:
             if not self.settled[stage, first, end - first - 1]:
                 self._settle(stage, first, end - first)
                 changed = True
+            if self._checks and not self._checked[stage, first, end - first - 1]:
+                self._check(stage, first, end - first)
+                changed = True
         return changed
+
+    def _check(self, stage: int, first: int, n: int) -> None:
+        """Make an entry that of the fastest options that fit."""
+        found = self.checked(stage, first, first + n)
+        knapsacks, kinds = self._knapsacks, self._kinds_of(first, n)
+        same = self._signature == self._signature[first, n - 1]
+        for at in np.flatnonzero(same.any(axis=1)).tolist():
+            for width in (np.flatnonzero(same[at]) + 1).tolist():
+                if self._kinds_of(at, width) != kinds:
+                    continue
+                place = stage, at, width - 1
+                self._checked[place] = True
+                if found is None:
+                    self.seconds[place] = np.inf
+                    continue
+                if found.at_least_s < found.time_s:
+                    self._loose[place] = self._staged_s(place, found.at_least_s)
+                staged_s = self._staged_s(place, found.time_s)
+                self.seconds[place] = max(float(self.seconds[place]), staged_s)
+                if knapsacks.sync_depends:
+                    self._sync_used_s[place] = found.sync_s
+
+    def _staged_s(self, place: tuple[int, int, int], layers_s: float) -> float:
+        """Seconds of an entry from the unscaled ones of its layers."""
+        stage, first, n_less_1 = place
+        knapsacks = self._knapsacks
+        staged_s = layers_s * knapsacks.time_scale[stage] + knapsacks.exposed_s[stage]
+        extra_s = 0.0 if self._cut_s is None else float(self._cut_s[first, n_less_1])
+        if math.isinf(staged_s):
+            return math.inf
+        return float(_on_grid(np.array(staged_s + extra_s), self._whole_s))
+
+    def least_costs(self) -> Costs | None:
+        """Return costs that are no more than exact ones; None if those of `costs` are exact."""
+        if not self._loose:
+            return None
+        known = self.seconds.copy()
+        for place, seconds in self._loose.items():
+            self.seconds[place] = seconds
+        costs = self.costs()
+        self.seconds = known
+        return costs
+
+    def checked(self, stage: int, first: int, end: int) -> Fastest | None:
+        """Return the fastest options of a stage that fit, within the limits on seconds and sync."""
+        known = self._knapsacks.checked
+        key = stage, self._kinds_of(first, end - first), self.sync_limit_s
+        knapsacks = self._knapsacks
+        limit_s = (self._limit_s - float(knapsacks.exposed_s[stage])) / float(
+            knapsacks.time_scale[stage]
+        )
+        found = known.get(key)
+        if found is None or (found.fastest is None and found.limit_s < limit_s):
+            held = range(first, end)
+            fastest = fastest_checked(knapsacks, stage, held, self.sync_limit_s, limit_s)
+            found = known[key] = Checked(limit_s, fastest)
+        return found.fastest
+
+    def _kinds_of(self, first: int, n: int) -> tuple[int, ...]:
+        return self._knapsacks.instance.layers[first : first + n]
 
     def _settle(self, stage: int, first: int, n: int) -> None:
         """Make exact what `stage` takes for the content of `n` layers from `first` on."""
@@ -128,6 +207,8 @@ class StageTable:
                 continue
             self.seconds[s][same] = _on_grid(value + extra, self._whole_s)
             self.settled[s][same] = True
+            if self._checks:
+                self._checked[s][same] = False
 
     def limit_sync(self, limit_s: float) -> None:
         """Allow only options with which no stage synchronises longer than `limit_s`.
@@ -135,7 +216,10 @@ class StageTable:
         What an entry was settled at stays a lower bound, and exact if its choice keeps the limit.
         """
         self.sync_limit_s = limit_s
-        self.settled &= ~np.isfinite(self.seconds) | (self._sync_used_s <= limit_s)
+        keeps = ~np.isfinite(self.seconds) | (self._sync_used_s <= limit_s)
+        self.settled &= keeps
+        if self._checks:
+            self._checked &= keeps
 
     def least_largest_sync_s(self) -> float:
         """Least possible sync of the stage with the longest, by the leanest options."""

@@ -16,8 +16,6 @@ from planner.search.formulation import instance_of
 from planner.solver.instance import priced
 
 PLANS = 200
-TOO_MANY_BYTES = "the search counts more bytes on a rank than predict does"
-KNOWN = dict.fromkeys(("8b-8", "mixtral-16", "gemma2-a100", "pcie-l40s", "deep-3b"), TOO_MANY_BYTES)
 
 
 @cache
@@ -26,16 +24,7 @@ def attack_on(name: str) -> Attack:
     return Attack(REQUESTS[name])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(strict=True, reason=KNOWN[name]) if name in KNOWN else (),
-        )
-        for name in REQUESTS
-    ],
-)
+@pytest.mark.parametrize("name", REQUESTS)
 def test_no_plan_of_an_attack_beats_an_answer(name: str) -> None:
     outcome = attack_on(name).run(PLANS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterator
 
 from planner.solver.instance import Instance, Option, Stage
 
@@ -99,15 +100,15 @@ def objective_s(instance: Instance, cuts: tuple[int, ...], options: tuple[int, .
     return instance.steady * slowest_s + instance.fill * sum(stage_s) - credit_s + max(sync_s)
 
 
-def least_objective_s(instance: Instance) -> float:
-    """Seconds of the best split of all there are; inf if none fits."""
+def all_splits(instance: Instance) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the cuts and the options of every split."""
     count, stages = len(instance.layers), len(instance.stages)
     choices = [range(len(instance.kinds[kind])) for kind in instance.layers]
-    return min(
-        (
-            objective_s(instance, (0, *inner, count), options)
-            for inner in itertools.combinations(range(1, count), stages - 1)
-            for options in itertools.product(*choices)
-        ),
-        default=math.inf,
-    )
+    for inner in itertools.combinations(range(1, count), stages - 1):
+        for options in itertools.product(*choices):
+            yield (0, *inner, count), options
+
+
+def least_objective_s(instance: Instance) -> float:
+    """Seconds of the best split of all there are; inf if none fits."""
+    return min((objective_s(instance, *split) for split in all_splits(instance)), default=math.inf)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from planner.fullest import fullest
+from planner.fullest import KINDS, fullest, moments
 from planner.plan import ScheduleName
 from planner.schedule import obstacle, orders, rank_of_stage
 
@@ -22,7 +23,7 @@ SHAPES: list[tuple[ScheduleName, int]] = [
 
 @pytest.mark.parametrize(("name", "virtual"), SHAPES)
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 10), (3, 9), (4, 16), (4, 7)])
-def test_no_moment_of_an_order_is_fuller(
+def test_moments_peak_as_the_whole_order_does(
     name: ScheduleName, virtual: int, ranks: int, micro_batches: int
 ) -> None:
     stages = ranks * virtual
@@ -31,13 +32,13 @@ def test_no_moment_of_an_order_is_fuller(
         pytest.skip("the schedule does not run so")
     rng = random.Random(f"{name} {virtual} {ranks} {micro_batches}")
     home = rank_of_stage(name, stages=stages, virtual_stages=virtual)
-    moments = fullest(name, ranks=ranks, **shape)
     for rank, order in enumerate(orders(name, stages=stages, **shape)):
         own = [stage for stage in range(stages) if home[stage] == rank]
+        found = moments(name, rank, ranks=ranks, **shape)
         for _ in range(5):
             stored = {stage: rng.uniform(0, 3) for stage in own}
             kept = {stage: rng.uniform(0, 3) for stage in own}
-            acting = {(stage, kind): rng.uniform(0, 9) for stage in own for kind in "FBIW"}
+            acting = {(stage, kind): rng.uniform(0, 9) for stage in own for kind in KINDS}
             alive, most = dict.fromkeys(own, 0), 0.0
             waiting = dict.fromkeys(own, 0)
             for stage, kind, _ in order:
@@ -47,11 +48,31 @@ def test_no_moment_of_an_order_is_fuller(
                 alive[stage] += kind == "F"
                 waiting[stage] += (kind == "I") - (kind == "W")
 
-            found = max(
-                acting[own[moment.place], moment.kind]
-                + sum(n * stored[s] for n, s in zip(moment.alive, own, strict=True))
-                + sum(n * kept[s] for n, s in zip(moment.waiting, own, strict=True))
-                for moment in moments[rank]
-            )
+            beside = found.beside @ [stored[s] for s in own] + found.waiting @ [
+                kept[s] for s in own
+            ]
+            here = [
+                acting[own[place], KINDS[kind]] + size
+                for place, kind, size in zip(found.place, found.kind, beside, strict=True)
+            ]
 
-            assert found == pytest.approx(most, rel=1e-12)
+            assert max(here) == pytest.approx(most, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "virtual"), SHAPES[1:])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_the_moment_that_counts_is_a_backward_with_most_alive(
+    name: ScheduleName, virtual: int, ranks: int, turns: int
+) -> None:
+    shape = {"micro_batches": turns * ranks, "virtual_stages": virtual}
+    if obstacle(name, stages=ranks * virtual, **shape):
+        pytest.skip("the schedule does not run so")
+    most = fullest(name, ranks=ranks, **shape)
+    for rank in range(ranks):
+        found = moments(name, rank, ranks=ranks, **shape)
+        backward = np.isin(found.kind, (1, 2)) & (found.place == most.place[rank])
+        same = (found.holding == most.holding[:, rank]).all(axis=1)
+        same &= (found.waiting >= most.waiting[:, rank]).all(axis=1)
+        assert (backward & same).any()
+        assert most.holding[:, rank].sum() == found.holding.sum(axis=1).max()

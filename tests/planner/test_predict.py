@@ -205,7 +205,7 @@ def test_nothing_is_infinite_on_the_largest_cluster() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_solver_never_counts_fewer_bytes_than_the_prediction(
+def test_sums_that_are_no_less_are_near_to_the_prediction(
     llama: ModelGraph, node: ClusterSpec, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -228,7 +228,7 @@ def test_the_solver_never_counts_fewer_bytes_than_the_prediction(
     chain = [layer.kind for _, layer in llama.chain]
     inner = sorted(rng.sample(range(1, len(chain)), pipeline - 1))
     cuts = (0, *inner, len(chain))
-    seats = instance_of(llama, node, layout, costs).stages
+    seats = instance_of(llama, node, layout, costs, roomy=True).stages
     stages = [
         tuple((kind, rng.choice(["none", "selective", "full"]), "keep") for kind in chain[a:b])
         for a, b in itertools.pairwise(cuts)

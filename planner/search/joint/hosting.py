@@ -70,6 +70,8 @@ class Stages:
     """[pipeline] How many stages it has."""
     in_flight: Floats
     waiting: Floats
+    each_bytes: Floats
+    """Of every layer of the counted kind, beside what its option holds; may be below 0."""
     free_bytes: Floats
     beside_s: Floats
     beside_transient_bytes: Floats
@@ -130,7 +132,7 @@ def _held(options: Options, stages: Stages, at: Indices) -> Floats:
     """[option, stage] Bytes of a layer, its transient ones aside."""
     stored = stages.in_flight * options.stored_bytes[:, at]
     kept = stages.waiting * options.kept_bytes[:, at]
-    held: Floats = options.resident_bytes[:, at] + stored + kept
+    held: Floats = options.resident_bytes[:, at] + stored + kept + stages.each_bytes
     return held
 
 
@@ -155,9 +157,10 @@ class _Room:
         at = stages.pipeline
         time_s, transient = options.time_s[:, at], options.transient_bytes[:, at]
         held = _held(options, stages, at)
-        if len(transient) > _FEW:
+        told = len(transient) <= _FEW and bool((transient != transient[:1]).any())
+        if not told:
             transient = np.broadcast_to(transient.min(axis=0), transient.shape)
-        levels = transient if len(transient) <= _FEW else transient[:1]
+        levels = transient if told else transient[:1]
         allowed = transient <= levels[:, None]
         forbidden = np.where(allowed, 0.0, np.inf)
         left = stages.free_bytes - np.maximum(levels, stages.beside_transient_bytes)

@@ -4,7 +4,8 @@ Of a family and one of its sharings, *lean* because it divides states the most, 
 commonest kind are counted as planner.search.joint.hosting does, beside what surely lies on the
 ranks of the model's ends: its first and its last layer, each with the least of every figure.  The
 other layers take their fewest seconds anywhere, and no room.  Of a stage's own buffers those of
-what it sends and of what is on the way are counted.
+what it sends and of what is on the way are counted.  Bytes are bounds from below, as in
+planner.search.least_bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from planner.costs.hosts import host_room_bytes
 from planner.costs.layer_figures import KindFigures
 from planner.costs.layout_costs import CostTables, counted_by_rank, holding_of
 from planner.costs.memory import States
-from planner.costs.strategy import Holding, StrategyParts, holds
+from planner.costs.rank_memory import in_flight_at_most
+from planner.costs.strategy import Holding, StrategyParts, least_resident
+from planner.fullest import fullest
 from planner.layers.operator_table import RECOMPUTES, either
-from planner.pipeline_model import held
 from planner.plan import Layout
 from planner.profile import Recompute
-from planner.schedule import rank_of_stage, splits_backward
+from planner.schedule import rank_of_stage
+from planner.search.joint import spread
 from planner.search.joint.hosting import Options, Stages, hosted
+from planner.search.joint.spread import Spread
+from planner.search.least_bytes import sizes_of
 from planner.search.ranks import longest_run, shares_of
 from planner.search.space import Family, Sharing, Timetable
 from planner.tolerances import SLACK
@@ -73,11 +78,18 @@ class Chain:
 
 
 class _Ranks(NamedTuple):
-    """The ranks of a pipeline under one timetable."""
+    """The ranks of a pipeline under one timetable, at the moments that count.
 
+    `alive` and `waiting` are arrays of micro-batches [stage of its V, rank].
+    """
+
+    alive: Floats
+    waiting: Floats
     columns: Floats
-    """[column, rank] Micro-batches in flight and waiting; buffers; how often what one like layer
-    keeps may wait beyond its share; 1 where the rank has the model's first, last layer."""
+    """[column, rank] Buffers; then 1 where the rank has the model's first, last layer; 1 where the
+    last layer acts; 1 where none of the layers of the commonest kind may act."""
+    relieved: tuple[Floats, int] | None
+    """Sizes [n, stage] of the rank that does not share evenly, and which it is."""
     holding: int
     """Place in `_HOLDINGS`."""
     least: tuple[float, float]
@@ -101,7 +113,11 @@ class Rooms:
         self._capacity_bytes = capacity_bytes
         self._kinds = tables.model.chain_kinds
         run = longest_run(self._kinds)
-        self._like = run is not None and self._kinds[run.before] == chain.commonest
+        self._like = (
+            run is not None
+            and self._kinds[run.before] == chain.commonest
+            and run.alike == chain.counts[chain.commonest]
+        )
         self._recompute = recompute
         self._ranks: dict[tuple[object, ...], tuple[_Ranks, ...]] = {}
         self._host_bytes: float | None = None
@@ -131,6 +147,7 @@ class Rooms:
         options = Options(
             **dict(zip(_FIGURES, costs.of(self._chain.commonest, holdings, of_unit), strict=True))
         )
+        options = replace(options, transient_bytes=self._working(options, costs, of_unit))
         if seen_s is not None:
             options = replace(options, time_s=options.time_s + seen_s[of_unit].T)
         boundary_bytes = np.array([self._boundary_bytes(unit) for unit in units])[of_unit]
@@ -139,10 +156,9 @@ class Rooms:
         bound_s = np.full(len(every), np.inf)
         if len(kept):
             some = [every[at] for at in kept.tolist()]
-            columns = np.concatenate([ranks.columns for ranks in some], axis=1)
             options, degree, of_unit = options.of(kept), degree[kept], of_unit[kept]
             stages = self._stages(
-                columns, options, degree, boundary_bytes[kept], costs, holdings[kept], of_unit
+                some, options, degree, boundary_bytes[kept], costs, holdings[kept], of_unit
             )
             rest = settings[of_unit], Paces(*(c[kept] for c in paces)), added_s[of_unit]
             bound_s[kept] = self._bound_s(options, stages, *rest)
@@ -196,9 +212,17 @@ class Rooms:
         may: NDArray[np.bool_] = layers * lean <= free * (1 + SLACK)
         return may
 
+    def _working(self, options: Options, costs: _Costs, of_unit: Indices) -> Floats:
+        """[choice, timetable] Least working memory of a stage's last layer but the model's."""
+        least = options.transient_bytes.min(axis=0)
+        first = self._kinds.index(self._chain.commonest)
+        for kind in set(self._kinds[first:-1]) - {self._chain.commonest}:
+            least = np.minimum(least, costs.working(kind)[of_unit])
+        return np.broadcast_to(least, options.transient_bytes.shape)
+
     def _stages(
         self,
-        columns: Floats,
+        ranks: Sequence[_Ranks],
         options: Options,
         degree: Indices,
         boundary_bytes: Floats,
@@ -207,29 +231,85 @@ class Rooms:
         of_unit: Indices,
     ) -> Stages:
         """Return the ranks of all timetables, with what is left beside what surely lies there."""
-        in_flight, waiting, buffers, more, *ends = columns
+        columns = np.concatenate([one.columns for one in ranks], axis=1)
+        buffers, *ends, acting, bare = columns
+        depth = max(len(one.alive) for one in ranks)
+        alive = np.concatenate([_padded(one.alive, depth) for one in ranks], axis=1)
+        waiting = np.concatenate([_padded(one.waiting, depth) for one in ranks], axis=1)
         problem = np.repeat(np.arange(len(degree)), degree)
         free_bytes = self._capacity_bytes - buffers * boundary_bytes[problem]
-        if self._like:
-            free_bytes -= more * options.kept_bytes.min(axis=0)[problem]
         beside_s, beside_bytes = np.zeros(len(problem)), np.zeros(len(problem))
-        for kind, here in zip(self._tables.end_kinds, ends, strict=True):
+        last_place = [np.full(one.alive.shape[1], len(one.alive) - 1) for one in ranks]
+        places = np.zeros(len(problem), dtype=int), np.concatenate(last_place)
+        for last, (kind, here) in enumerate(zip(self._tables.end_kinds, ends, strict=True)):
             if kind is None or kind == self._chain.commonest:
                 continue
             at = np.flatnonzero(here)
             figures = costs.of(kind, holdings, of_unit).min(axis=1)[:, problem[at]]
             time_s, stored, resident, transient, kept = figures
             beside_s[at] += time_s
-            free_bytes[at] -= resident + in_flight[at] * stored + waiting[at] * kept
-            beside_bytes[at] = np.maximum(beside_bytes[at], transient)
+            place = places[last][at]
+            # The model's last layer has a micro-batch less while a layer before it acts.
+            number = alive[place, at] - (acting[at] if last else 0.0)
+            free_bytes[at] -= resident + number * stored + waiting[place, at] * kept
+            if last:
+                beside_bytes[at] = (transient + stored) * acting[at]
+        working = options.transient_bytes[0][problem]
+        spread_ = self._spread(ranks, options, problem, free_bytes - beside_bytes, degree)
         return Stages(
             counts=degree,
-            in_flight=in_flight,
-            waiting=waiting,
-            free_bytes=free_bytes,
+            in_flight=spread_.in_flight,
+            waiting=np.zeros(len(problem)),
+            each_bytes=spread_.each_bytes,
+            free_bytes=free_bytes - spread_.fixed_bytes + bare * working,
             beside_s=beside_s,
             beside_transient_bytes=beside_bytes,
         )
+
+    def _spread(
+        self,
+        ranks: Sequence[_Ranks],
+        options: Options,
+        problem: Indices,
+        free_bytes: Floats,
+        degree: Indices,
+    ) -> Spread:
+        """[rank] What a rank counts of its like layers."""
+        result = Spread(*(np.zeros(len(problem)) for _ in range(3)))
+        starts = np.cumsum([0, *(one.alive.shape[1] for one in ranks[:-1])])
+        number = self._chain.counts[self._chain.commonest]
+        depths = np.array([len(one.alive) for one in ranks])
+        for virtual in np.unique(depths).tolist():
+            some = np.flatnonzero(depths == virtual).tolist()
+            at = np.concatenate([starts[n] + np.arange(ranks[n].alive.shape[1]) for n in some])
+            own, waiting = problem[at], np.concatenate([ranks[n].waiting for n in some], axis=1)
+            stored = options.stored_bytes[:, own]
+            held = spread.Ranks(
+                alive=np.concatenate([ranks[n].alive for n in some], axis=1),
+                kept_bytes=options.kept_bytes.min(axis=0)[own] * waiting,
+                free_bytes=free_bytes[at] - options.transient_bytes[0][own],
+                number=number / degree[own],
+                least_stored=stored.min(axis=0),
+                most_stored=stored.max(axis=0),
+                resident=options.resident_bytes.min(axis=0)[own],
+            )
+            even = spread.evenly(held) if self._like and virtual > 1 else spread.alike(held)
+            for column, values in zip(result, even, strict=True):
+                column[at] = values
+            uneven: dict[int, list[int]] = {}
+            for n in some:
+                if ranks[n].relieved is not None and self._like:
+                    uneven.setdefault(id(ranks[n].relieved), []).append(n)
+            places = dict(zip(at.tolist(), range(len(at)), strict=True))
+            for members in uneven.values():
+                sizes, rank = ranks[members[0]].relieved or (np.zeros((1, 1)), 0)
+                there = np.array([starts[n] + rank for n in members])
+                mean = min(round(number / ranks[members[0]].alive.shape[1]), len(sizes) - 1)
+                local = np.array([places[one] for one in there.tolist()])
+                found = spread.by_sizes(held.of(local), sizes, mean)
+                for column, values in zip(result, found, strict=True):
+                    column[there] = values
+        return result
 
     def _bound_s(
         self, options: Options, stages: Stages, setting: Indices, paces: Paces, added_s: Floats
@@ -292,27 +372,37 @@ class _Costs:
         if kind not in self._parts:
             self._parts[kind] = list(self._of(kind))
         parts = self._parts[kind]
-        last = kind == self._tables.end_kinds[1]
         result = np.empty((len(_FIGURES), len(parts), len(layouts)))
         some = [(n, np.flatnonzero(holdings == n)) for n in np.unique(holdings).tolist()]
         for choice, part in enumerate(parts):
             passes_s = part.forward_s + part.backward_s
-            stored, transient = part.stored_bytes, part.transient_bytes
+            stored = part.stored_bytes
             for number, at in some:
-                held_bytes = holds(
-                    stored,
-                    transient,
+                whole = _HOLDINGS[number] in COUNTED_BY_RANK
+                resident = least_resident(
                     part.states,
-                    holding=_HOLDINGS[number],
-                    last=last,
+                    whole=whole,
+                    forwards_first=_HOLDINGS[number] == "all forwards first",
                     once=self._once,
                 )
+                working, kept = part.backward_transient_bytes, part.figures.kept_bytes
                 of = layouts[at]
-                for row, figure in enumerate((passes_s, *held_bytes, part.figures.kept_bytes)):
+                for row, figure in enumerate((passes_s, stored, resident, working, kept)):
                     result[row, choice, at] = (
                         figure[of] if isinstance(figure, np.ndarray) else figure
                     )
         return result
+
+    def working(self, kind: str) -> Floats:
+        """[layout] The least working memory of one kind in its backward."""
+        if kind not in self._parts:
+            self._parts[kind] = list(self._of(kind))
+        each = [
+            np.broadcast_to(part.backward_transient_bytes, (len(self._states),))
+            for part in self._parts[kind]
+        ]
+        found: Floats = np.min(each, axis=0)
+        return found
 
     def on_host(self, kind: str, layouts: Indices) -> Floats:
         """[stored or resident, choice, place] Bytes of one layer of a kind on the host."""
@@ -363,6 +453,7 @@ def costs_together(
 
 
 _HOLDINGS: tuple[Holding, ...] = get_args(Holding)
+COUNTED_BY_RANK: tuple[Holding, ...] = ("whole", "whole, last stage too")
 _FIGURES = ("time_s", "stored_bytes", "resident_bytes", "transient_bytes", "kept_bytes")
 
 _BELOW = 1.0 - SLACK
@@ -389,27 +480,45 @@ def _layout(unit: Unit) -> Layout:
 
 
 def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Timetable) -> _Ranks:
-    """Return how ranks are laden, as in planner.search.formulation and .rank_problem."""
+    """Return how ranks are laden, as in planner.search.least_bytes."""
     name, virtual = timetable
-    layout = Layout(pipeline=ranks, schedule=name, virtual_stages=virtual)
-    none, at = np.zeros(ranks), np.arange(ranks)
+    layout = Layout(
+        pipeline=ranks, schedule=name, virtual_stages=virtual, micro_batches=micro_batches
+    )
+    at = np.arange(ranks)
     home = rank_of_stage(name, stages=ranks * virtual, virtual_stages=virtual)
-    ends = (at == home[0]).astype(float), (at == home[-1]).astype(float)
-    each = [
-        held(name, rank, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual)
-        for rank in range(ranks)
-    ]
-    alive = np.array([float(one.alive) for one in each])
-    if ranks == 1:
-        columns = none + 1.0, none, none, none, *ends
-    elif not counted_by_rank(layout):
-        columns = alive, none, np.where(at < ranks - 1, alive, 0.0) + 2.0, none, *ends
+    first, last = (at == home[0]).astype(float), (at == home[-1]).astype(float)
+    acting, bare, relieved = last, np.zeros(ranks), None
+    if not counted_by_rank(layout):
+        alive = np.array([[float(in_flight_at_most(layout, rank)) for rank in range(ranks)]])
+        waiting = np.zeros((1, ranks))
+        buffers = np.where(at < ranks - 1, alive[0], 0.0) + 2.0 if ranks > 1 else bare
+        alive = alive - ((alive == micro_batches) & (alive > 1))
     else:
-        waiting = np.array([float(one.waiting) for one in each])
-        waiting *= splits_backward(name)
+        shape = {"ranks": ranks, "micro_batches": micro_batches, "virtual_stages": virtual}
+        most = fullest(name, **shape)
+        alive, waiting = most.holding, most.waiting
+        buffers = alive.sum(axis=0) - last * alive[-1] + 2.0 * virtual
+        acting = last * (most.place == virtual - 1)
         shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
-        full = np.array([shares.full_stages(rank) if shares else 1 for rank in range(ranks)])
-        more = waiting * (full - 1) / full
-        columns = alive / full, waiting / full, alive + 2.0 * virtual, more, *ends
-    least = float(columns[0].min()), float(columns[2].min())
-    return _Ranks(np.stack(columns), _HOLDINGS.index(holding_of(layout)), least)
+        if shares is not None:
+            bare = first * (most.place == 0)
+            if shares.relieved(home[-1]):
+                bare = np.maximum(bare, last)
+                relieved = sizes_of(shares, home[-1])
+    least = float(alive.min()), float(buffers.min())
+    return _Ranks(
+        alive,
+        waiting,
+        np.stack([buffers, first, last, acting, bare]),
+        relieved,
+        _HOLDINGS.index(holding_of(layout)),
+        least,
+    )
+
+
+def _padded(numbers: Floats, depth: int) -> Floats:
+    """[stage, rank] Numbers for as many stages as any rank has."""
+    padded = np.zeros((depth, numbers.shape[1]))
+    padded[: len(numbers)] = numbers
+    return padded

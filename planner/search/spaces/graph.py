@@ -113,7 +113,12 @@ class GraphSpace(AlikeSpace):
         """Return the partition problem of a layout."""
         costs, model = self._tables.of(layout), self._model
         chain = instance_of(
-            model, self._candidates.cluster, layout, costs, self._candidates.pins.recompute
+            model,
+            self._candidates.cluster,
+            layout,
+            costs,
+            self._candidates.pins.recompute,
+            roomy=True,
         )
         number = {name: at for at, (name, _) in enumerate(model.chain)}
         sent_s = {

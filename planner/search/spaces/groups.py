@@ -69,6 +69,7 @@ class GroupSpace:
                 layout,
                 self.costs.tables[group.name].of(layout),
                 self.pins.recompute,
+                roomy=True,
             )
             for group in self.cluster.groups
         }

@@ -260,7 +260,12 @@ class MixedSpace(GroupSpace):
             return math.inf
         chains = {
             group.name: instance_of(
-                self.ordered, self.cluster.part((group,)), first, costs, self.pins.recompute
+                self.ordered,
+                self.cluster.part((group,)),
+                first,
+                costs,
+                self.pins.recompute,
+                roomy=True,
             )
             for group, costs in zip(self.cluster.groups, lean, strict=True)
         }

@@ -21,7 +21,12 @@ def test_one_stage_with_whole_backwards_peaks_as_a_stage_does(recompute: str, st
     of = plan(graph, "fp32", recompute, Mesh(pipeline=2), 0, "1f1b")
     costs = CostTables(graph, cluster(), of.job).of(of.layout)
     placement = placements_of(of, graph)[stage]
-    layers = {stage: [costs.parts[kind][RECOMPUTES.index(choice)] for kind, choice, _ in placement]}
+    layers = {
+        stage: [
+            rank_memory.layer_bytes(costs.parts[kind][RECOMPUTES.index(choice)])
+            for kind, choice, _ in placement
+        ]
+    }
 
     as_a_stage = rank_memory.dynamic_parts(costs, of.layout, layers, rank=stage)
     at_its_fullest = rank_memory._of_several(costs, of.layout, layers, stage)

@@ -61,6 +61,7 @@ def bounds_s(instances: list[Instance]) -> list[float]:
             counts=np.array([len(one.stages) for one in instances]),
             in_flight=np.array([float(stage.in_flight) for stage in every]),
             waiting=np.array([float(stage.waiting) for stage in every]),
+            each_bytes=np.zeros(len(every)),
             free_bytes=np.array(free),
             beside_s=np.array(beside_s),
             beside_transient_bytes=np.array(beside),

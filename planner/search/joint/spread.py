@@ -1,0 +1,116 @@
+"""What ranks of several stages hold at least, of many pipelines at once.
+
+The formulas are those of planner.search.least_bytes.
+
+Arrays are [rank], or [stage of the rank, rank]; all ranks have V stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+_HALVINGS = 5
+
+
+class Spread(NamedTuple):
+    """[rank] Multiple of what a layer stores; bytes of a layer beside that, and of all of them."""
+
+    in_flight: Floats
+    each_bytes: Floats
+    fixed_bytes: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ranks:
+    """What a rank has alive and waiting, room for, and the least and most of a like layer."""
+
+    alive: Floats
+    kept_bytes: Floats
+    """Of what waits, for each like layer of a stage."""
+    free_bytes: Floats
+    number: Floats
+    """Like layers of a mean rank."""
+    least_stored: Floats
+    most_stored: Floats
+    resident: Floats
+
+    def of(self, places: NDArray[np.intp]) -> Ranks:
+        """Return some of them."""
+        return Ranks(
+            alive=self.alive[:, places],
+            kept_bytes=self.kept_bytes[:, places],
+            free_bytes=self.free_bytes[places],
+            number=self.number[places],
+            least_stored=self.least_stored[places],
+            most_stored=self.most_stored[places],
+            resident=self.resident[places],
+        )
+
+    def each(self, alpha: Floats) -> Floats:
+        """[stage, rank] Bytes of a like layer there beside α of its stored ones, at least."""
+        stored = np.where(self.alive < alpha, self.most_stored, self.least_stored)
+        each: Floats = (self.alive - alpha) * stored + self.kept_bytes
+        return each
+
+    def alpha(self) -> Floats:
+        """Return a_c of the stage up to which a mean rank has to store less to fit."""
+        virtual = len(self.alive)
+        left = self.free_bytes / self.number - self.resident
+        left -= (self.kept_bytes + self.alive * self.least_stored).sum(axis=0) / virtual
+        more = (self.most_stored - self.least_stored) / virtual
+        alpha: Floats = self.alive.max(axis=0)
+        for count in reversed(self.alive):
+            fits = left >= 0
+            left = left - count * more
+            alpha = np.where(fits & (left < 0), count, alpha)
+        lowest: Floats = self.alive.min(axis=0)
+        for _ in range(_HALVINGS):
+            # Where the leanest layers would hold less than nothing it is less.
+            low = self._leanest(alpha)
+            if not (low < 0).any():
+                return alpha
+            alpha = np.where(low < 0, (alpha + lowest) / 2, alpha)
+        return np.where(self._leanest(alpha) < 0, lowest, alpha)
+
+    def _leanest(self, alpha: Floats) -> Floats:
+        """Return what a like layer holds at least."""
+        mean: Floats = self.each(alpha).mean(axis=0)
+        return mean + alpha * self.least_stored + self.resident
+
+
+def evenly(ranks: Ranks) -> Spread:
+    """Return what ranks count whose stages are alike up to a layer, the later ones larger."""
+    virtual, alpha = len(ranks.alive), ranks.alpha()
+    each = ranks.each(alpha)
+    slope = each.sum(axis=0) / virtual
+    behind = np.cumsum(each[::-1], axis=0)[:-1]
+    beside = behind - np.arange(1, virtual)[:, None] * slope
+    return Spread(alpha, slope, np.minimum(0.0, beside.min(axis=0)))
+
+
+def by_sizes(ranks: Ranks, sizes: Floats, mean: int) -> Spread:
+    """Return what ranks count that have `sizes` [n, stage] of n like layers."""
+    alpha = ranks.alpha()
+    values = sizes @ ranks.each(alpha)
+    number = np.arange(len(values))[:, None]
+    here = values[mean]
+    slope = np.zeros(len(alpha))
+    if mean + 1 < len(values):
+        slope = ((values[mean + 1 :] - here) / (number[mean + 1 :] - mean)).min(axis=0)
+    if mean:
+        before = ((here - values[:mean]) / (mean - number[:mean])).max(axis=0)
+        slope = np.minimum(slope, before) if mean + 1 < len(values) else before
+    slope = np.maximum(slope, -alpha * ranks.least_stored - ranks.resident)
+    return Spread(alpha, slope, (values - slope * number).min(axis=0))
+
+
+def alike(ranks: Ranks) -> Spread:
+    """Return what ranks count that may have any layers on any stage."""
+    lowest = ranks.alive.min(axis=0)
+    return Spread(lowest, ranks.kept_bytes.min(axis=0), np.zeros(len(lowest)))

@@ -1,0 +1,204 @@
+"""The fastest options of a stage whose bytes are no sum over its layers.
+
+Sums bound them from below (planner.solver.instance, `used_bytes`), so the fastest options by the
+sums take no longer than the fastest that fit.  If those fit too they are the fastest.  If not, all
+that take longer are gone through, the fastest first.  That ends after so many: then a knapsack with
+fewer bytes finds some that fit, and what is not known the answer says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from planner.solver.instance import stage_bytes, stage_fits
+from planner.solver.knapsack import Choice, Content, Fastest, Knapsacks
+from planner.tolerances import ROUNDING
+
+_STEPS = 24
+"""Knapsacks with fewer bytes that are tried."""
+_TRIED = 3000
+"""Choices of one stage that are looked at."""
+
+
+def laid_out(kinds: Sequence[int], content: Content, taken: Sequence[Sequence[int]]) -> list[int]:
+    """Return the options of layers in order; of alike ones the first take the later options."""
+    left = {kind: list(options) for (kind, _), options in zip(content, taken, strict=True)}
+    return [left[kind].pop() for kind in kinds]
+
+
+def fastest_checked(
+    knapsacks: Knapsacks, stage: int, held: range, sync_limit_s: float, limit_s: float
+) -> Fastest | None:
+    """Return the fastest options with which `stage` holds some layers.
+
+    None if none fit that take no longer than `limit_s`, unscaled.
+    """
+    search = _Stage(knapsacks, stage, held, sync_limit_s)
+    lowest = search.by_sums(0.0)
+    if lowest is None:
+        return None
+    found = search.laid(lowest)
+    if search.fits(found):
+        return found
+    for tried, choice in enumerate(search.between(lowest.time_s, limit_s)):
+        found = search.laid(choice)
+        if search.fits(found):
+            return found
+        if tried == _TRIED:
+            known = search.some_that_fit(lowest) or replace(found, time_s=math.inf)
+            return replace(known, at_least_s=found.time_s * (1 - ROUNDING))
+    return None
+
+
+class _Stage:
+    """One stage with some layers."""
+
+    def __init__(self, knapsacks: Knapsacks, stage: int, held: range, sync_limit_s: float) -> None:
+        self._knapsacks, self._instance = knapsacks, knapsacks.instance
+        self._stage, self._held, self._sync_limit_s = stage, held, sync_limit_s
+        self._content = knapsacks.content(held.start, len(held))
+        self._kinds = self._instance.layers[held.start : held.stop]
+
+    def by_sums(self, spare_bytes: float) -> Choice | None:
+        """Return the fastest options by sums, with so many bytes to spare."""
+        return self._knapsacks.fastest_choice(
+            self._content, self._stage, sync_limit_s=self._sync_limit_s, spare_bytes=spare_bytes
+        )
+
+    def laid(self, choice: Choice) -> Fastest:
+        """Lay options out over the layers."""
+        options = laid_out(self._kinds, self._content, choice.options)
+        return Fastest(choice.time_s, choice.sync_s, tuple(options), choice.time_s)
+
+    def fits(self, found: Fastest) -> bool:
+        """Whether the stage has the bytes."""
+        return stage_fits(self._instance, self._stage, self._held, self._padded(found))
+
+    def some_that_fit(self, lowest: Choice) -> Fastest | None:
+        """Return options that fit, near to the fastest that do; None if none were met."""
+        capacity_bytes = self._instance.stages[self._stage].capacity_bytes
+        spare_bytes, choice = 0.0, lowest
+        for _ in range(_STEPS):
+            found = self.laid(choice)
+            padded = self._padded(found)
+            used = stage_bytes(self._instance, self._stage, self._held, padded)
+            if self.fits(found):
+                return found
+            spare_bytes += used - capacity_bytes
+            better = self.by_sums(spare_bytes)
+            if better is None:
+                return None
+            if better.options == choice.options:
+                spare_bytes *= 1.5
+            choice = better
+        return None
+
+    def between(self, least_s: float, most_s: float) -> Iterator[Choice]:
+        """Yield all choices that may fit and take no less than the one, no more than the other.
+
+        The fastest come first.  What is looked for is often near the least, so windows of seconds
+        grow from there.
+        """
+        slowest_s = sum(
+            count * max(option.time_s for option in self._instance.kinds[kind])
+            for kind, count in self._content
+        )
+        end_s = min(most_s, slowest_s) * (1 + ROUNDING)
+        low_s, width_s = least_s * (1 - ROUNDING), 1e-3 * slowest_s
+        while low_s < end_s:
+            high_s = min(low_s + width_s, end_s)
+            every = list(itertools.islice(self._choices(low_s, high_s), _TRIED + 1))
+            if len(every) > _TRIED and width_s > ROUNDING * slowest_s:
+                width_s /= 8
+                continue
+            found = [choice for choice in every if choice.sync_s <= self._sync_limit_s]
+            yield from sorted(found, key=lambda choice: (choice.time_s, choice.options))
+            low_s, width_s = high_s, 2 * width_s
+
+    def _choices(self, low_s: float, high_s: float) -> Iterator[Choice]:
+        """Yield the choices that may fit and take `low_s` or longer, below `high_s`."""
+        stage = self._instance.stages[self._stage]
+        tables = [self._instance.kinds[kind] for kind, _ in self._content]
+        floor = max(min(o.transient_bytes for o in table) for table in tables)
+        room_bytes = stage.free_bytes + ROUNDING * abs(stage.capacity_bytes) - floor
+        options = [
+            _Kind(count, [(o.time_s, stage.held_bytes(o)) for o in table])
+            for (_, count), table in zip(self._content, tables, strict=True)
+        ]
+        for taken in _all_taken(options, low_s, high_s, room_bytes):
+            yield Choice(
+                sum(t[k].time_s for t, own in zip(tables, taken, strict=True) for k in own),
+                sum(t[k].sync_s for t, own in zip(tables, taken, strict=True) for k in own),
+                taken,
+            )
+
+    def _padded(self, found: Fastest) -> list[int]:
+        """Return options for the whole chain, of which only those of the stage are read."""
+        return [0] * self._held.start + list(found.options)
+
+
+class _Kind:
+    """Layers of one kind, and the (seconds, bytes) of each option."""
+
+    def __init__(self, count: int, options: list[tuple[float, float]]) -> None:
+        self.count = count
+        self.options = options
+        # Of the options from the k-th on.
+        self.least_s = _backwards(min, [seconds for seconds, _ in options])
+        self.most_s = _backwards(max, [seconds for seconds, _ in options])
+        self.least_bytes = _backwards(min, [size for _, size in options])
+
+
+def _backwards(pick: Callable[[float, float], float], values: list[float]) -> list[float]:
+    return list(itertools.accumulate(reversed(values), pick))[::-1]
+
+
+def _all_taken(
+    kinds: list[_Kind], low_s: float, high_s: float, room_bytes: float
+) -> Iterator[list[list[int]]]:
+    """Yield the rising options of each kind's layers, in all ways within seconds and bytes."""
+    beyond = [(0.0, 0.0, 0.0)]
+    for kind in reversed(kinds):
+        least_s, most_s, least_bytes = beyond[-1]
+        count = kind.count
+        beyond.append(
+            (
+                least_s + count * kind.least_s[0],
+                most_s + count * kind.most_s[0],
+                least_bytes + count * kind.least_bytes[0],
+            )
+        )
+    beyond.reverse()
+
+    def walk(
+        at: int, option: int, left: int, seconds: float, used: float, taken: list[list[int]]
+    ) -> Iterator[list[list[int]]]:
+        if at == len(kinds):
+            if low_s <= seconds < high_s:
+                yield [list(own) for own in taken]
+            return
+        kind, (least_s, most_s, least_bytes) = kinds[at], beyond[at + 1]
+        last = option == len(kind.options) - 1
+        each_s, each_bytes = kind.options[option]
+        for number in range(left if last else 0, left + 1):
+            rest, after_s, after_bytes = left - number, seconds + number * each_s, used
+            after_bytes += number * each_bytes
+            low, high, lean = after_s + least_s, after_s + most_s, after_bytes + least_bytes
+            if rest:
+                low += rest * kind.least_s[option + 1]
+                high += rest * kind.most_s[option + 1]
+                lean += rest * kind.least_bytes[option + 1]
+            if low >= high_s or high < low_s or lean > room_bytes:
+                continue
+            own = [*taken[-1], *[option] * number]
+            if rest:
+                yield from walk(at, option + 1, rest, after_s, after_bytes, [*taken[:-1], own])
+            else:
+                start: list[list[int]] = [[]] if at + 1 < len(kinds) else []
+                count = kinds[at + 1].count if start else 0
+                yield from walk(at + 1, 0, count, after_s, after_bytes, [*taken[:-1], own, *start])
+
+    yield from walk(0, 0, kinds[0].count, 0.0, 0.0, [[]])
