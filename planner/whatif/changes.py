@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pydantic import ValidationError
+
 from planner.cluster import Accelerator, ClusterSpec, DeviceGroup, LinkTier
+from planner.document import first_error
 from planner.errors import DocumentError
 from planner.whatif.study import ChangeName
 
@@ -149,5 +152,5 @@ def _resized(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
             tiers=tuple(kept if devices > 1 else ()),
             price=cluster.price,
         )
-    except ValueError as error:
-        raise DocumentError("change", f"devices x {factor:g}: {error}") from error
+    except ValidationError as error:
+        raise DocumentError("change", f"devices x {factor:g}: {first_error(error)}") from error

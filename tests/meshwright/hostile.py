@@ -324,7 +324,9 @@ def _of(name: str, hint: Any) -> Option:
     kind = next(kind for kind in kinds if isinstance(kind, type) and kind is not type(None))
     if isinstance(told, ArgumentInfo):
         return Option(name=name, flag=None, kind=kind)
-    declared = [word for word in (told.param_decls or () if told else ()) if word.startswith("--")]
+    # typer takes the first name for a default until it builds its parser.
+    names = (told.default, *(told.param_decls or ())) if told else ()
+    declared = [name for name in names if isinstance(name, str) and name.startswith("--")]
     flag = declared[-1] if declared else "--" + name.replace("_", "-")
     return Option(name=name, flag=flag, kind=kind)
 

@@ -33,6 +33,7 @@ from planner.plan import INSIDE_OUT, Mesh, PlacedLayer, Plan, PlannedModel, Stag
 from planner.prediction import Certificate, Prediction
 from planner.profile import CollectiveCurve, LinkPoint, Profile
 from planner.training import Lora, RateSchedule, Training
+from planner.units import SMALLEST
 
 MANY = settings(
     max_examples=30,
@@ -76,15 +77,22 @@ def made(  # noqa: PLR0911, PLR0912 - one return for each kind of type
         if any(getattr(c, "pattern", None) for c in constraints):
             return DIGEST
         return NAME if any(isinstance(c, AfterValidator) for c in constraints) else TEXT
-    low = next((c.ge for c in constraints if isinstance(c, annotated_types.Ge)), None)
-    above = next((c.gt for c in constraints if isinstance(c, annotated_types.Gt)), None)
-    high = next((c.le for c in constraints if isinstance(c, annotated_types.Le)), None)
+    low = max((c.ge for c in constraints if isinstance(c, annotated_types.Ge)), default=None)
+    above = max((c.gt for c in constraints if isinstance(c, annotated_types.Gt)), default=None)
+    high = min((c.le for c in constraints if isinstance(c, annotated_types.Le)), default=None)
+    below = min((c.lt for c in constraints if isinstance(c, annotated_types.Lt)), default=None)
     if annotation is int:
-        return st.integers(low, high or 2**40)
+        return st.integers(low, min(high or 2**40, 2**40))
     if annotation is float:
-        least = low if low is not None else above
+        if above is not None and any(isinstance(c, AfterValidator) for c in constraints):
+            low, above = SMALLEST, None  # an invertible figure
         return st.floats(
-            least, high, exclude_min=above is not None, allow_nan=False, allow_infinity=False
+            low if above is None else above,
+            high if below is None else below,
+            exclude_min=above is not None,
+            exclude_max=below is not None,
+            allow_nan=False,
+            allow_infinity=False,
         )
     if isinstance(annotation, type) and issubclass(annotation, Part):
         return part(annotation)
