@@ -17,6 +17,7 @@ from planner.layers.architecture import architecture_of, graph_of
 from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph
 from planner.plan import Job
+from planner.request import Request
 from planner.search.best_first import search
 from planner.whatif.changes import changed
 from planner.whatif.fine_tuning import tuned
@@ -45,7 +46,7 @@ class Fact:
 def flops_per_device(model: ModelGraph, cluster: str, job: Job) -> tuple[float, str]:
     """Return model FLOP/s per device of the best plan, and the plan."""
     machine = resolve_cluster(cluster)
-    found = search(model, machine, job)
+    found = search(Request(model, machine, job))
     flops = step_flops(model, seq_len=job.seq_len, global_batch=job.global_batch)
     step_s = found.prediction.step_time_s
     return flops / step_s / machine.devices, found.plan.layout.text()
