@@ -171,7 +171,7 @@ def test_the_split_of_a_made_up_schedule_holds_at_least_what_its_prediction_says
     found = solve(instance_of(model, node, layout, costs))
     assert isinstance(found, Solution)
 
-    plan = plan_of(model, "8xh100-sxm-80gb", JOB, layout, costs, found)
+    plan = plan_of(tables.request, layout, costs, found)
     predicted = placement_prediction(tables, layout, placements_of(plan, model))
 
     assert predicted.fits

@@ -19,7 +19,6 @@ from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.pins import read_pins
 from planner.plan import INSIDE_OUT, Job, Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.request import Request
 from planner.training import Training
 from runtime.learning_rate import learning_rate
 from tests.planner.backends import frameworks
@@ -270,7 +269,7 @@ def test_a_backends_plan_trains_the_batch_that_was_priced(
     assert graph.architecture is not None
     blocks = graph.architecture.layers
     job = Job(seq_len=8192, global_batch=64, precision="bf16")
-    runs = list(layouts(Request(graph, machine, job, pins=read_pins((), ())), backend=backend))
+    runs = list(layouts(graph, machine, job, read_pins((), ()), backend=backend))
     chosen = random.Random(0).sample(runs, min(len(runs), 300))
 
     for run in chosen:

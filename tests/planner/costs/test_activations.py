@@ -175,7 +175,7 @@ def test_more_ways_are_never_slower_and_the_bytes_are_those_of_the_prediction(
         assert free.objective_s <= held.objective_s * (1 + 1e-9)
     if isinstance(free, Solution):
         costs = tables.of(layout)
-        plan = plan_of(llama, "small", JOB, layout, costs, free)
+        plan = plan_of(tables.request, layout, costs, free)
         found = placement_prediction(tables, layout, placements_of(plan, llama))
         for counted, stage in zip(free.stage_bytes, found.stages, strict=True):
             whole = costs.fixed_bytes + costs.slack * counted

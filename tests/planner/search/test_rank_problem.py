@@ -180,7 +180,7 @@ def test_a_rank_holds_what_its_prediction_says(
             for _ in range(6):
                 solution = random_solution(instance, rng)
 
-                plan = plan_of(model, node.name, job, layout, costs, solution)
+                plan = plan_of(tables.request, layout, costs, solution)
                 predicted = placement_prediction(tables, layout, placements_of(plan, model))
 
                 for stage, prediction in enumerate(predicted.stages):
@@ -215,7 +215,7 @@ def test_a_solution_holds_what_its_prediction_says(
     if not isinstance(found, Solution):
         pytest.skip("nothing fits")
 
-    plan = plan_of(model, "8xh100-sxm-80gb", job, layout, costs, found)
+    plan = plan_of(tables.request, layout, costs, found)
     predicted = placement_prediction(tables, layout, placements_of(plan, model))
 
     assert predicted.fits

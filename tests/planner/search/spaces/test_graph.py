@@ -30,6 +30,7 @@ from tests.planner.small_graphs import least_objective_s, splits
 
 JOB = Job(seq_len=64, global_batch=12, precision="fp32")
 TWO = "2xa100-sxm-40gb"
+FREE = Pins()
 
 
 def layer(name: str, *, kind: str | None = None, scale: float = 1.0, output: int = 50) -> Layer:
@@ -90,12 +91,11 @@ def towers(*lengths: int) -> ModelGraph:
     return graph([*layers, layer("join", scale=0.2)], edges)
 
 
-def candidates(model: ModelGraph, cluster: str, pins: Pins | None = None) -> Candidates:
-    machine, pins = resolve_cluster(cluster), pins or Pins()
-    return Candidates(Request(model, machine, JOB, pins=pins))
+def candidates(model: ModelGraph, cluster: str, pins: Pins = FREE) -> Candidates:
+    return Candidates(Request(model, resolve_cluster(cluster), JOB, pins=pins))
 
 
-def searched(model: ModelGraph, cluster: str, pins: Pins | None = None) -> Answer:
+def searched(model: ModelGraph, cluster: str, pins: Pins = FREE) -> Answer:
     return search(Request(model, resolve_cluster(cluster), JOB, pins=pins))
 
 

@@ -21,7 +21,7 @@ from planner.model import ModelGraph
 from planner.pins import Pins
 from planner.plan import Job, Layout, Plan, ScheduleName
 from planner.predict import layout_prediction, predict
-from planner.profile import Birth, LayerMeasurement, Profile
+from planner.profile import Birth, LayerMeasurement, Profile, Profiles
 from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
@@ -53,9 +53,9 @@ class Case:
     def job(self) -> Job:
         return Job(seq_len=2048, global_batch=self.global_batch, precision="fp32")
 
-    def search(self, **settings: Any) -> Answer:
+    def search(self, *, profile: Profiles = None, **settings: Any) -> Answer:
         cluster = resolve_cluster(self.cluster)
-        return search(Request(self.model, cluster, self.job, pins=self.pins), **settings)
+        return search(Request(self.model, cluster, self.job, self.pins, profile), **settings)
 
 
 CASES = [
@@ -106,7 +106,7 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
     for count in range(1, len(cluster.groups) + 1):
         for groups in itertools.combinations(cluster.groups, count):
             part = cluster.part(groups)
-            space = MixedSpace(case.model, part, case.job, case.pins)
+            space = MixedSpace(Request(case.model, part, case.job, case.pins))
             for bundle in runnable(space, {}):
                 assert bundle.better_s is not None
                 room_s = bundle.better_s()
@@ -116,7 +116,7 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
                     assert max(*bounds_s, space.memory_s(layout)) <= least_s * (1 + 1e-9)
                     best_s = min(best_s, least_s)
             if part.mixed:
-                shares = ShareSpace(case.model, part, case.job, case.pins)
+                shares = ShareSpace(Request(case.model, part, case.job, case.pins))
                 for layout in layouts_of(shares):
                     least_s = least_shared_s(case, part, layout)
                     assert shares.bound_s(layout) <= least_s * (1 + 1e-9)
@@ -339,7 +339,7 @@ def test_a_request_that_does_not_fit_is_explained() -> None:
 
 def test_a_group_that_a_stage_would_straddle_is_refused() -> None:
     cluster: ClusterSpec = resolve_cluster("2xa100-sxm-40gb+3xv100-sxm-32gb")
-    space = MixedSpace(llama(4), cluster, Case("", 4).job, Pins())
+    space = MixedSpace(Request(llama(4), cluster, Case("", 4).job))
 
     layouts: list[Layout] = layouts_of(space)
 

@@ -25,7 +25,7 @@ THREE = "1xa100-sxm-40gb+2xv100-sxm-32gb"
 
 def least_s(model: ModelGraph, cluster: str, pins: Pins) -> float:
     """Seconds of the best layout of all groups, each by listing; bounds must not exceed any."""
-    space = MixedGraphSpace(model, resolve_cluster(cluster), JOB, pins)
+    space = MixedGraphSpace(Request(model, resolve_cluster(cluster), JOB, pins))
     best = math.inf
     for bundle in runnable(space, {}):
         assert bundle.better_s is not None

@@ -71,7 +71,7 @@ def test_what_was_split_fits_and_takes_what_the_simulation_says(schedule: Schedu
     (layout, *_) = layouts_of(space)
 
     found = space.solve(layout, float("inf"))
-    ranked = space.ranked(found, "4xa100-sxm-40gb")  # type: ignore[arg-type]
+    ranked = space.ranked(found)  # type: ignore[arg-type]
 
     assert ranked.plan.schedule == schedule
     assert ranked.plan.virtual_stages == 2
