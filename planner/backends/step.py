@@ -17,8 +17,8 @@ from planner.backends.host import offload_s
 from planner.backends.placed import Parameters, Priced
 from planner.backends.runs import Run
 from planner.backends.work import Shape
-from planner.cluster import EIGHT_BITS, Collective
-from planner.costs.collectives import Levels, collective_s, group_levels, ranks_of
+from planner.cluster import EIGHT_BITS
+from planner.costs.collectives import Levels, collective_s, group_levels
 from planner.plan import Axis, Layout
 from planner.stack import Stack
 
@@ -360,9 +360,9 @@ def _update_s(
     if zero == 0 or stack.sharding.reduces_whole:
         reduce_s = calls * collective_s("all_reduce", wire / calls, ranks)
     else:
-        reduce_s = calls * _ring_s("reduce_scatter", wire / calls, ranks)
+        reduce_s = calls * collective_s("reduce_scatter", wire / calls, ranks)
     if zero:
-        gather_s = calls * _ring_s("all_gather", stack.types.working * trained / calls, ranks)
+        gather_s = calls * collective_s("all_gather", stack.types.working * trained / calls, ranks)
     seen = max(
         (1 - stack.sharding.reduce_overlap) * reduce_s,
         reduce_s - stack.sharding.reduce_overlap * backward_s,
@@ -372,16 +372,3 @@ def _update_s(
         gather_s - stack.sharding.gather_overlap * forward_s,
     )
     return seen, optimizer_s
-
-
-def _ring_s(operation: Collective, size_bytes: float, ranks: Levels) -> float:
-    """Seconds of a gather or scatter on one ring through all ranks, as NCCL runs them.
-
-    The seconds of `planner.costs.collectives` count the rounds of each level; a ring has ranks -
-    1, each as late as the network.
-    """
-    seconds = collective_s(operation, size_bytes, ranks)
-    if len(ranks) > 1:
-        counted = sum(level.members - 1 for level in ranks)
-        seconds += (ranks_of(ranks) - 1 - counted) * ranks[-1].tier.latency_s
-    return seconds
