@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
 
+from planner.catalog import stack
 from planner.cluster import ClusterSpec
 from planner.costs.compute import peak_flops
 from planner.costs.crossings import in_order
@@ -116,6 +117,7 @@ def _shared_prediction(
 
     Memory is that of the ranks whose devices it fills most.
     """
+    _check_backend(plan)
     costs = GroupCosts(model, cluster, plan.job, profile, activations_of(plan))
     _check_known(plan, costs)
     most: dict[str, int] = {}
@@ -163,17 +165,33 @@ def seated(
     plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
 ) -> tuple[CostTables, Seats]:
     """Return the costs under each stage of a plan; tables are those of the first stage."""
+    _check_backend(plan)
     if plan.groups is not None:
         costs = GroupCosts(model, cluster, plan.job, profile, activations_of(plan))
         _check_known(plan, costs)
         busiest = max(plan.shares or (), key=lambda share: share.micro_batches, default=None)
         groups = [stage.group or (busiest.group if busiest else "") for stage in plan.stages]
         return costs.tables[groups[0]], costs.seats(plan.layout, groups, _branches(plan, model))
-    tables = CostTables(model, cluster, plan.job, only_profile(profile), activations_of(plan))
+    tables = CostTables(
+        model,
+        cluster,
+        plan.job,
+        only_profile(profile),
+        activations_of(plan),
+        stack(plan.backend),
+    )
     held = _branches(plan, model)
     if held is not None:
         return tables, branching(tables, plan.layout, held)
     return tables, alike(tables, plan.layout)
+
+
+def _check_backend(plan: Plan) -> None:
+    """Refuse devices that differ under another stack than ours."""
+    if plan.groups is not None and plan.backend != "native":
+        raise DocumentError(
+            "backend", f"is {plan.backend}, and plans on devices that differ are native's alone"
+        )
 
 
 def _branches(plan: Plan, model: ModelGraph) -> list[list[str]] | None:
