@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 
 from planner.document import Document, Part
 from planner.errors import DocumentError
+from planner.space import Space
 from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
 
 Kernel = Literal["module", "fused"]
@@ -218,18 +219,6 @@ class MemoryRule(Part):
     apart."""
     communicator_bytes: Amount = 0.0
     """Buffers of the collective library, of a process with more than one rank."""
-
-
-class Space(Part):
-    """What the framework can execute, as its documentation says."""
-
-    zero: tuple[int, ...]
-    recompute: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-    tensor: Flag = True
-    pipeline: Flag = True
-    context: Flag = False
-    expert: Flag = False
-    most_virtual_stages: Positive = 1
 
 
 class Seen(Part):
