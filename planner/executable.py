@@ -13,8 +13,8 @@ from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.native import Rules, limit, refusal
 from planner.plan import Job, Layout
-from planner.space import Facts, Space, obstacles
 from planner.stack import Stack
+from planner.stack_space import Facts, Space, obstacles
 
 
 def space_of(stack: Stack) -> Space:
@@ -37,7 +37,12 @@ def rules_of(stack: Stack, *, of_degrees: bool = False) -> Rules:
 
 
 def _refusal(
-    stack: Stack, of_degrees: bool, model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout
+    stack: Stack,
+    of_degrees: bool,
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    job: Job,
+    layout: Layout,
 ) -> str | None:
     found = limit(model, cluster, job, layout)
     if found is None:

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from planner.document import Document, Part
 from planner.errors import DocumentError
-from planner.space import Space
+from planner.stack_space import Space, StageRule
 from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
 
 Kernel = Literal["module", "fused"]
@@ -149,8 +149,8 @@ class PipelineRule(Part):
     """Each tensor-parallel rank sends its share of an activation, the whole one otherwise."""
     keeps_sent: Flag = False
     """Activations sent to the next stage stay until their backward."""
-    stages: Literal["even", "by_products"] = "even"
-    """How blocks are divided: equal counts, or equal products with the head counted."""
+    stages: StageRule = "even"
+    """How blocks are divided among stages (planner.stage_rules)."""
     stalled_transfer_s: Amount = 0.0
     """Seconds that each transfer between stages waits in jobs of very many nodes."""
 
@@ -335,6 +335,7 @@ def figures(stack: Stack) -> Iterator[tuple[str, object]]:
         part = getattr(stack, group)
         for name in type(part).model_fields:
             yield f"{group}.{name}", getattr(part, name)
+    yield "space", stack.space
     yield "accuracy.spread", stack.accuracy.spread
     yield "accuracy.pipelined_spread", stack.accuracy.pipelined_spread
 
@@ -372,7 +373,7 @@ def merged(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
     given = {f"{group}.{name}" for group in (*GROUPS, "accuracy") for name in patch.get(group, {})}
     kept = []
     for entry in base.get("basis", ()):
-        fields = [path for path in entry["fields"] if path not in said | given]
+        fields = [path for path in entry["fields"] if path not in said | given | {"space"}]
         if fields:
             kept.append({**entry, "fields": fields})
     result["basis"] = [*patch.get("basis", ()), *kept]

@@ -15,11 +15,11 @@ from typing import assert_never
 
 from planner.layers.architecture import block_kinds
 from planner.model import Architecture, ModelGraph
-from planner.space import StageRule
+from planner.stack_space import StageRule
 from planner.tolerances import SLACK
 
 Rows = tuple[tuple[tuple[int, int], ...], ...]
-"""Each the fewest and the most layers [rank], of which a split keeps one; none: any split will do."""
+"""Each the fewest and the most layers [rank], of which a split keeps one; empty: any will do."""
 
 
 def rows(rule: StageRule, model: ModelGraph, *, ranks: int, virtual_stages: int) -> Rows | None:
@@ -34,7 +34,11 @@ def rows(rule: StageRule, model: ModelGraph, *, ranks: int, virtual_stages: int)
         each, left = divmod(blocks, ranks * virtual_stages)
         # Blocks that differ are told apart by their place, which ranks of several stages share.
         alike = len(set(model.chain_kinds[before : before + blocks])) == 1
-        return None if left or not alike else (_fixed([virtual_stages * each] * ranks, before, behind),)
+        return (
+            None
+            if left or not alike
+            else (_fixed([virtual_stages * each] * ranks, before, behind),)
+        )
     match rule:
         case "even":
             each, left = divmod(blocks, ranks)
@@ -42,14 +46,17 @@ def rows(rule: StageRule, model: ModelGraph, *, ranks: int, virtual_stages: int)
         case "even_but_ends":
             most = (blocks - 2) // (ranks - 2) if ranks > 2 else 1
             mean = blocks / ranks
-            return tuple(
-                (
-                    (before + 1, before + blocks),
-                    *[(each, each)] * (ranks - 2),
-                    (1 + behind, blocks + behind),
+            return (
+                tuple(
+                    (
+                        (before + 1, before + blocks),
+                        *[(each, each)] * (ranks - 2),
+                        (1 + behind, blocks + behind),
+                    )
+                    for each in sorted(range(1, most + 1), key=lambda n: abs(n - mean))
                 )
-                for each in sorted(range(1, most + 1), key=lambda n: abs(n - mean))
-            ) or None
+                or None
+            )
         case "by_products":
             assert model.architecture is not None, "stacks train language models"
             sizes = by_products(model.architecture, ranks)

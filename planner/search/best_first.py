@@ -27,12 +27,14 @@ from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
+from planner.catalog import native
 from planner.cluster import ClusterSpec
 from planner.costs.group_costs import only_profile
 from planner.costs.layout_costs import CostTables
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
+from planner.executable import space_of
 from planner.model import ModelGraph
-from planner.native import Rules, refusal
+from planner.native import Rules
 from planner.plan import Job, Layout
 from planner.profile import Profiles
 from planner.search.answer import TIES_LIMIT_S, Answer, Progress
@@ -46,7 +48,6 @@ from planner.search.certificate import (
     MEMORY,
     NO_FASTER,
     OUT_OF_MEMORY,
-    REFUSED,
     ROOM,
     RUNNERS_UP,
     SHARED,
@@ -54,11 +55,13 @@ from planner.search.certificate import (
     UNFINISHED,
     UNKEPT,
     Account,
+    space_text,
 )
 from planner.search.finalists import MARGIN, finalists, simulated
+from planner.search.layer_options import recomputes_of
 from planner.search.layout_queue import Found, may_beat, ranking, wins
 from planner.search.misses import closest_miss, nothing_keeps, nothing_runs
-from planner.search.pins import Pins
+from planner.search.pins import Pins, outside
 from planner.search.ranked import proven, ranked
 from planner.search.ranks import run_of
 from planner.search.savings import activations
@@ -69,6 +72,7 @@ from planner.search.spaces.rounds import search_rounds, with_rounds
 from planner.solver import sided
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
+from planner.stack import Stack
 from planner.tolerances import EQUAL
 
 _AHEAD = 96
@@ -108,18 +112,22 @@ def search(
     solver: str = "exact",
     top: int = 1,
     progress: Progress | None = None,
-    rules: Rules = refusal,
+    rules: Rules | None = None,
     below_s: float = math.inf,
+    stack: Stack | None = None,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
 
     Where none can take less than `below_s` in the closed form, NoneFaster ends the search early, on
     chains of like layers and devices.
     `top` plans are found if there are so many of different kinds (see planner.search.space.kind).
-    `rules` say which layouts are refused; those of the native backend if nothing else is asked for.
+    `stack` is what trains, by default `native`: it prices layers and says what layouts there are.
+    `rules` say which are refused, by default those of the stack.
     """
     started = time.process_time()
-    pins = pins or Pins()
+    pins, stack = pins or Pins(), stack or native()
+    space = space_of(stack)
+    _check_asked(model, cluster, pins, stack)
     if pins.require and (cluster.mixed or model.edges):
         raise DocumentError(
             "require", "speaks of layers in a chain and of stages on devices that are alike"
@@ -136,32 +144,43 @@ def search(
             top=top,
             progress=progress,
         )
-    treated = activations(cluster, pins)
-    tables = CostTables(model, cluster, job, only_profile(profile), treated)
-    candidates = Candidates(model, cluster, job, tables, pins, rules)
+    treated = activations(cluster, pins, space=space)
+    tables = CostTables(model, cluster, job, only_profile(profile), treated, stack)
+    candidates, *others_of = (
+        Candidates(model, cluster, job, tables, pins, rules, one)
+        for one in recomputes_of(model, space, pins.recompute)
+    )
     if model.edges:
         name = cluster_name or cluster.name
         return search_graph(
             candidates, cluster_name=name, solver=solver, top=top, progress=progress
         )
     unlike = run_of(model) is None and not pins.require and solver == "exact"
+    unlike = unlike and stack.name == "native"
     if not candidates.families and unlike:
         name = cluster_name or cluster.name
         return search_rounds(candidates, cluster_name=name, top=top, progress=progress)
     if not candidates.families:
-        raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused, pins))
+        raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused, pins, stack.name))
     hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress, below_s=below_s)
-    bests = hunt.run()
+    hunt.run()
+    hunts = [hunt]
+    for more in others_of:
+        hunts.append(hunts[-1].onward(more))
+        hunts[-1].run()
+    bests = hunts[-1].ranking()
     if below_s < math.inf and (not bests or bests[0].objective_s >= below_s):
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
     if not bests and pins.require:
         raise NoPlanFits(nothing_keeps(candidates))
     if not bests:
-        raise NoPlanFits(closest_miss(candidates))
+        raise NoPlanFits(closest_miss(hunts[-1].candidates))
 
     name = cluster_name or cluster.name
-    every = [ranked(candidates, best.layout, best.split, name) for best in bests]
+    every = [ranked(hunt.owner(best), best.layout, best.split, name) for best in bests]
     winner, closed_form = bests[0], every[0]
+    candidates = hunt.owner(winner)
+    hunt = next(one for one in hunts if one.candidates is candidates)
     order = finalists(candidates, closed_form, hunt.near(), hunt.solve, name)
     chosen = order[0]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
@@ -184,11 +203,27 @@ def search(
         search_s=time.process_time() - started,
         top=top_plans,
         closed_form=closed_form,
-        solved=hunt.solved,
+        solved=sum(one.solved for one in hunts),
     )
     if unlike:
         return with_rounds(answer, candidates, name, progress)
     return answer
+
+
+def _check_asked(model: ModelGraph, cluster: ClusterSpec, pins: Pins, stack: Stack) -> None:
+    """Refuse what is searched for our own runtime alone, and pins that the space does not have."""
+    if stack.name == "native":
+        return
+    a = model.architecture
+    if a is None or a.patches or a.classes or model.edges:
+        raise DocumentError(
+            "backend", f"{stack.name} trains language models; {model.name} is none: use native"
+        )
+    if cluster.mixed:
+        raise DocumentError("cluster", f"has devices that differ; {stack.name} takes one kind")
+    lacking = next(outside(pins, space_of(stack), cluster.groups[0].devices_per_node), None)
+    if lacking is not None:
+        raise DocumentError("fix", f"{lacking[0]}: {stack.name} {lacking[1]}")
 
 
 _Coming = tuple[float, int, Family]
@@ -222,15 +257,18 @@ class _Hunt:
         progress: Progress | None,
         below_s: float = math.inf,
     ) -> None:
-        self.account = Account()
-        self.account.counts[REFUSED] = sum(candidates.refused.values())
+        self.account = Account(backend=candidates.stack.name, space=space_text(candidates.stack))
         self.solved = 0
         self.solve = solve
-        self._candidates = candidates
+        self.candidates = self._candidates = candidates
         self._top = top
         self._below_s = below_s
         self._progress = progress
         self._bests: dict[tuple[int, ...], _Solved] = {}
+        self._owners: dict[int, Candidates] = {}
+        """By the id of a solution, whose it is."""
+        for reason, count in candidates.refused.items():
+            self.account.refused(reason, count)
         self._queue: list[_Entry] = []
         bounds_s = candidates.computation_s().tolist()
         self._waiting = sorted(((s, index) for index, s in enumerate(bounds_s)), reverse=True)
@@ -245,8 +283,27 @@ class _Hunt:
         self._left: list[_Entry] = []
         """What was in the queue when the search ended, with memory and sharing in its bounds."""
 
-    def run(self) -> list[_Solved]:
-        """Return the best configurations, one of each kind, fastest first."""
+    def onward(self, candidates: Candidates) -> _Hunt:
+        """Return the search over other candidates, which have to beat what was found."""
+        found = _Hunt(
+            candidates,
+            self.solve,
+            top=self._top,
+            progress=self._progress,
+            below_s=self._below_s,
+        )
+        counts = found.account.counts
+        for outcome, count in counts.items():
+            self.account.counts[outcome] = self.account.counts.get(outcome, 0) + count
+        found.account, found._bests, found._owners = self.account, self._bests, self._owners
+        return found
+
+    def owner(self, found: _Solved) -> Candidates:
+        """Return the candidates that a configuration is of."""
+        return self._owners[id(found)]
+
+    def run(self) -> None:
+        """Look at all candidates, as far as needed."""
         while (entry := self._next()) is not None:
             if self._settled(entry.bound_s) or entry.bound_s >= self._below_s:
                 heapq.heappush(self._queue, entry)
@@ -263,7 +320,6 @@ class _Hunt:
             self._outbounded(entry, listed=False)
         families = self._candidates.families
         self.account.counts[BOUNDS[COMPUTATION]] += sum(families[i].size for _, i in self._waiting)
-        return self._ranking()
 
     def near(self) -> Iterator[Layout]:
         """Yield the best of other kinds, then layouts that were left, the lowest bound first.
@@ -370,7 +426,7 @@ class _Hunt:
     def _enlist(self, bound_s: float, layout: Layout) -> None:
         """Let a layout of a family stand for itself."""
         if self._candidates.refusal(layout) is not None:
-            self.account.lost(REFUSED, layout)
+            self.account.refused(self._candidates.refusal(layout) or "")
         elif self._candidates.repeats(layout):
             self.account.lost(DOMINATED, layout)
         else:
@@ -414,6 +470,7 @@ class _Hunt:
 
     def _enter(self, new: _Solved) -> None:
         """Let a solved configuration stand for its kind if it is the best of it."""
+        self._owners[id(new)] = self._candidates
         old = self._bests.get(kind(new.layout))
         if old is None or wins(new, old):
             self._bests[kind(new.layout)] = new
@@ -451,7 +508,7 @@ class _Hunt:
     def _ranking_all(self) -> list[_Solved]:
         return sorted(self._bests.values(), key=lambda best: best.rank)
 
-    def _ranking(self) -> list[_Solved]:
+    def ranking(self) -> list[_Solved]:
         """Return the best of each kind, fastest first; losers go to the account."""
         bests = self._ranking_all()
         order = [bests[at] for at in ranking(bests)]

@@ -29,9 +29,10 @@ from numpy.typing import NDArray
 
 from planner.cluster import ClusterSpec
 from planner.costs.layout_costs import CostTables, LayoutCosts, fastest_s, least_credits_s
-from planner.costs.rates import rates
+from planner.costs.recomputes import Recomputes, choices_of
+from planner.executable import rules_of, space_of
 from planner.model import ModelGraph
-from planner.native import Rules, refusal
+from planner.native import Rules
 from planner.plan import Job, Layout
 from planner.schedule import too_long
 from planner.schedules import schedule_of
@@ -60,6 +61,7 @@ from planner.search.space import (
 )
 from planner.solver import bounds
 from planner.solver.instance import Instance
+from planner.stage_rules import Rows, rows
 from planner.tolerances import ROUNDING, SLACK
 
 Levels = list[tuple[tuple[Sharing, ...], bounds.Floats]]
@@ -78,8 +80,20 @@ class Candidates:
         job: Job,
         tables: CostTables,
         pins: Pins,
-        rules: Rules = refusal,
+        rules: Rules | None = None,
+        recompute: Recomputes = None,
     ) -> None:
+        """`rules` are those of the tables' stack if no others are asked for.
+
+        `recompute` is what layers may recompute, by default what is pinned or anything.
+        """
+        stack = tables.rates.stack
+        self.stack = stack
+        self.space = space_of(stack)
+        self.recompute = pins.recompute if recompute is None else recompute
+        self._of_degrees = rules or rules_of(stack, of_degrees=True)
+        self._executes = rules or rules_of(stack)
+        self._known_rows: dict[tuple[int, int], Rows | None] = {}
         self.model = model
         self.cluster = cluster
         self.job = job
@@ -96,28 +110,29 @@ class Candidates:
         self._known_moved: dict[tuple[int, int], _Moved] = {}
         """By the id of the sharings, which those of one family and level have in common."""
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
-        self._rates = rates(cluster, job, tables.profile)
+        self._rates = tables.rates
         self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
         self.families = list(self._families())
 
     def _families(self) -> Iterator[Family]:
         """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
-        for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
+        model, cluster, job, pins = self.model, self.cluster, self.job, self.pins
+        for degrees in every_degrees(model, cluster, job, pins, space=self.space):
             plainest = _plainest(self.job, degrees, self.pins)
-            reason = self.refusal(plainest)
+            reason = self._lacking(plainest) or self._of_degrees(model, cluster, job, plainest)
             if reason is None:
                 saved = self._savings(plainest)
-                yield from families(self.model, self.cluster, self.job, degrees, self.pins, saved)
+                yield from families(model, cluster, job, degrees, pins, saved, space=self.space)
                 continue
             sizes = micro_batches(self.job, degrees, self.pins)
             shape = {"stages": degrees.pipeline, "micro_batches": plainest.micro_batches}
             each = sum(
-                len(timetables(self.model, degrees.pipeline, number, self.pins))
+                len(timetables(model, degrees.pipeline, number, pins, space=self.space))
                 for _, number in sizes
             )
             if not sizes and too_long(**shape):
                 each = 1
-            count = len(sharings(degrees, self.pins)) * each
+            count = len(sharings(degrees, pins, space=self.space)) * each
             if count:
                 self.refused[reason] = self.refused.get(reason, 0) + count
 
@@ -126,18 +141,40 @@ class Candidates:
 
         def runs(saving: Saving) -> bool:
             changed = replace(plainest, offload=saving.offload, gradient_wire=saving.wire)
-            return self.refusal(changed) is None
+            return (
+                self._lacking(changed) is None
+                and self._of_degrees(self.model, self.cluster, self.job, changed) is None
+            )
 
-        return savings(self.model, self.cluster, self.pins, runs)
+        return savings(self.model, self.cluster, self.pins, runs, space=self.space)
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
+        lacking = self._lacking(layout)
+        if lacking is None and self.rows(layout) is None:
+            lacking = (
+                f"{self.stack.name}: its blocks cannot be divided among the stages as it does "
+                f"({self.stack.pipeline.stages})"
+            )
+        return lacking or self._executes(self.model, self.cluster, self.job, layout)
+
+    def rows(self, layout: Layout) -> Rows | None:
+        """Return how many layers ranks may hold by the rule of the stack; None if none can."""
+        key = layout.pipeline, layout.virtual_stages
+        if key not in self._known_rows:
+            self._known_rows[key] = rows(
+                self.stack.pipeline.stages, self.model, ranks=key[0], virtual_stages=key[1]
+            )
+        return self._known_rows[key]
+
+    def _lacking(self, layout: Layout) -> str | None:
+        """Return what a layout lacks of what is required."""
         lacking = unkept(self.model, layout, self.pins.require) if self.pins.require else None
         if lacking is not None:
             return f"it lacks stages that are asked for: {list(lacking.stages or ())}"
         if self.pins.require and layout.virtual_stages > 1:
             return "what is required of layers and stages needs one stage on each rank"
-        return self.rules(self.model, self.cluster, self.job, layout)
+        return None
 
     def layouts(self) -> Iterator[Layout]:
         """Yield every layout that the backend runs."""
@@ -162,7 +199,7 @@ class Candidates:
             counts=self._counts,
             commonest=self._commonest[0],
             figures=figures,
-            fastest_s=fastest_s(figures, self.pins.recompute),
+            fastest_s=fastest_s(figures, self.recompute),
             credits_s=counts @ least_credits_s(figures),
         )
         whole_bytes = self.cluster.groups[0].accelerator.memory_bytes
@@ -171,7 +208,7 @@ class Candidates:
             self.tables,
             self._chain,
             capacity_bytes=free_bytes * (1 + ROUNDING),
-            recompute=self.pins.recompute,
+            recompute=self.recompute,
         )
         every_s = self._timetables_s(self.families)
         firsts_at = np.cumsum([0, *(len(family.timetables) for family in self.families[:-1])])
@@ -324,10 +361,11 @@ class Candidates:
         found = self._known_moved.get(key)
         if found is None:
             layouts = list(part.layouts())
+            commonest = choices_of(self.recompute, self._commonest[0])
             parts = [
                 one
                 for one in self.tables.parts_together(self._commonest[0], layouts)
-                if self.pins.recompute in (None, one.recompute)
+                if one.recompute in commonest
             ]
             each_s = [_all(one.forward_s + one.backward_s, layouts) for one in parts]
             found = self._known_moved[key] = _Moved(
@@ -370,10 +408,10 @@ class Candidates:
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""
         costs = self.tables.of(layout)
-        allowed = self.pins.recompute
         rows = []
         for kind, table in costs.kinds.items():
-            choices = [cost for cost in table if allowed in (None, cost.recompute)]
+            among = choices_of(self.recompute, kind)
+            choices = [cost for cost in table if cost.recompute in among]
             fastest_s = min(cost.forward_s + cost.backward_s for cost in choices)
             rows.append((self._counts[kind], fastest_s, min(cost.sync_s for cost in choices)))
         steady, fill = layout_pace(self.model, layout)
@@ -407,7 +445,9 @@ class Candidates:
         """Return the partition problem of a layout."""
         costs = self.tables.of(layout)
         pins = self.pins
-        return instance_of(self.model, self.cluster, layout, costs, pins.recompute, pins.require)
+        found = instance_of(self.model, self.cluster, layout, costs, self.recompute, pins.require)
+        asked = self.rows(layout)
+        return replace(found, sizes=asked) if asked else found
 
     def repeats(self, layout: Layout) -> bool:
         """Whether a layout is ZeRO-2 where that does what ZeRO-1 does, which can be chosen too.

@@ -22,11 +22,11 @@ from dataclasses import replace
 from planner.cluster import ClusterSpec
 from planner.costs.hosts import hosts
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank, room_bytes
+from planner.costs.recomputes import Recomputes
 from planner.model import ModelGraph
 from planner.pipeline_model import pace
 from planner.plan import Job, Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel
 from planner.plan import Stage as PlanStage
-from planner.profile import Recompute
 from planner.schedule import most_in_flight, rank_of_stage, splits_backward
 from planner.search.layer_options import allowed, option_of
 from planner.search.rank_problem import RankProblem, input_stored
@@ -61,7 +61,7 @@ def instance_of(
     cluster: ClusterSpec,
     layout: Layout,
     costs: LayoutCosts,
-    recompute: Recompute | None = None,
+    recompute: Recomputes = None,
     require: tuple[Requirement, ...] = (),
     *,
     roomy: bool = False,
@@ -102,7 +102,7 @@ def _free_instance(
     cluster: ClusterSpec,
     layout: Layout,
     costs: LayoutCosts,
-    recompute: Recompute | None,
+    recompute: Recomputes,
     *,
     roomy: bool,
 ) -> Instance:
@@ -110,7 +110,7 @@ def _free_instance(
     steady, fill = layout_pace(model, layout)
     exposed_s = boundaries_s(costs, layout)
     # Options may differ in forward: packing takes seconds there, a profile has measured others.
-    tables = [allowed(table, layout, recompute) for table in costs.kinds.values()]
+    tables = [allowed(table, layout, recompute, kind) for kind, table in costs.kinds.items()]
     same_forward = all(len({cost.forward_s for cost in table}) == 1 for table in tables)
     apart = layout.executed.forwards_first and same_forward
     if not roomy:
@@ -208,11 +208,11 @@ def plan_of(
     layout: Layout,
     costs: LayoutCosts,
     solution: Solution,
-    recompute: Recompute | None = None,
+    recompute: Recomputes = None,
 ) -> Plan:
     """Return the plan that a solution of `instance_of` describes, with the same `recompute`."""
     names = [name for name, _ in model.chain]
-    choices = {kind: allowed(table, layout, recompute) for kind, table in costs.kinds.items()}
+    choices = {kind: allowed(table, layout, recompute, kind) for kind, table in costs.kinds.items()}
     if layout.virtual_stages > 1:
         placed = RankProblem(model, layout, costs, recompute).placed(solution)
     else:

@@ -15,6 +15,7 @@ from planner.predict import placement_prediction, placements_of
 from planner.prediction import Prediction
 from planner.search.candidates import Candidates
 from planner.search.formulation import capacity_bytes, plan_of
+from planner.search.layer_options import recomputes_of
 from planner.search.pins import Pins
 from planner.search.savings import activations
 from planner.search.space import Family
@@ -32,7 +33,12 @@ TRIED_FOR_S = 5.0
 
 
 def nothing_runs(
-    model: ModelGraph, cluster: ClusterSpec, job: Job, refused: dict[str, int], pins: Pins
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    job: Job,
+    refused: dict[str, int],
+    pins: Pins,
+    backend: str = "native",
 ) -> str:
     """Say why not even one layout is left to try."""
     in_the_way = "; ".join(dividing(model, cluster, job, pins))
@@ -48,8 +54,8 @@ def nothing_runs(
     if not refused:
         return f"no layout of {model.name} {divides}"
     return (
-        f"the native backend can run none of {sum(refused.values())} layouts: {_listed(refused)}. "
-        f"Nothing else {divides}"
+        f"the {backend} backend can run none of {sum(refused.values())} layouts: "
+        f"{_listed(refused)}. Nothing else {divides}"
     )
 
 
@@ -74,7 +80,12 @@ def closest_miss(candidates: Candidates) -> str:
     lean = _leanest(candidates)
     if not lean:
         return nothing_runs(
-            model, cluster, job, {**candidates.refused, **_refused(candidates)}, candidates.pins
+            model,
+            cluster,
+            job,
+            {**candidates.refused, **_refused(candidates)},
+            candidates.pins,
+            candidates.stack.name,
         )
     needs, layout = min(
         ((_least_bytes(candidates, layout), layout) for layout in lean),
@@ -129,8 +140,19 @@ def _asked(candidates: Candidates) -> Asked:
         *, cluster: ClusterSpec | None = None, job: Job | None = None, pins: Pins | None = None
     ) -> Layout | None:
         cluster, job, pins = cluster or candidates.cluster, job or candidates.job, pins or own
-        tables = CostTables(model, cluster, job, profile, activations(cluster, pins))
-        return _fitting(Candidates(model, cluster, job, tables, pins, rules))
+        tables = CostTables(
+            model,
+            cluster,
+            job,
+            profile,
+            activations(cluster, pins, space=candidates.space),
+            candidates.stack,
+        )
+        tried = (
+            _fitting(Candidates(model, cluster, job, tables, pins, rules, one))
+            for one in recomputes_of(model, candidates.space, pins.recompute)
+        )
+        return next((layout for layout in tried if layout is not None), None)
 
     own = candidates.pins
     return Asked(
@@ -223,6 +245,6 @@ def _within(candidates: Candidates, layout: Layout, memory_bytes: float) -> Pred
         layout,
         candidates.costs(layout),
         solution,
-        candidates.pins.recompute,
+        candidates.recompute,
     )
     return placement_prediction(candidates.tables, layout, placements_of(plan, candidates.model))

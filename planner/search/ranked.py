@@ -42,8 +42,10 @@ def ranked(candidates: Candidates, layout: Layout, solution: Solution, cluster_n
         layout,
         costs,
         solution,
-        candidates.pins.recompute,
+        candidates.recompute,
     )
+    if candidates.stack.name != plan.backend:
+        plan = plan.model_copy(update={"backend": candidates.stack.name})
     prediction = placement_prediction(
         candidates.tables, layout, placements_of(plan, candidates.model)
     )

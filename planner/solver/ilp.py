@@ -73,8 +73,8 @@ from planner.solver.instance import (
     priced,
 )
 from planner.solver.memory_reach import why_infeasible
-from planner.solver.sizes import NO_ROW, best_row
 from planner.solver.sides import AtMost, Chosen, Placed, Together
+from planner.solver.sizes import NO_ROW, best_row
 from planner.tolerances import EQUAL, HIGHS_FEASIBILITY, HIGHS_GAP, HIGHS_MARGIN
 
 if TYPE_CHECKING:

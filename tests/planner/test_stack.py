@@ -39,7 +39,7 @@ def test_every_figure_is_read_by_some_formula() -> None:
     unread = [
         path
         for path, _ in figures(Stack.of(PLAIN))
-        if (name := path.split(".")[1]) not in by_name and not re.search(rf"\.{name}\b", code)
+        if (name := path.rpartition(".")[2]) not in by_name and not re.search(rf"\.{name}\b", code)
     ]
 
     assert unread == []

@@ -12,7 +12,8 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
+from operator import attrgetter
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
@@ -24,7 +25,7 @@ from planner.plan import Activations, Axis, GradientWire, Job, Layout, Offload, 
 from planner.profile import Recompute
 from planner.units import Flag, Positive, Text
 
-StageRule = Literal["any", "even", "even_but_ends", "by_products", "by_parameters"]
+StageRule = Literal["any", "even", "even_but_ends", "by_products"]
 """Which splits of a model's blocks among stages can be asked for (planner.stage_rules)."""
 
 
@@ -38,50 +39,44 @@ class Facts(NamedTuple):
 
 
 Value = int | str
-FACTS: dict[str, Callable[[Facts], Value]] = {
-    **{
-        name: (lambda name: lambda facts: getattr(facts.layout, name))(name)
-        for name in (
-            "tensor",
-            "context",
-            "expert",
-            "pipeline",
-            "data",
-            "data_shard",
-            "data_replicate",
-            "zero",
-            "schedule",
-            "virtual_stages",
-            "stages",
-            "micro_batch",
-            "micro_batches",
-            "offload",
-            "gradient_wire",
-        )
-    },
-    **{
-        name: (lambda name: lambda facts: getattr(facts.job, name))(name)
-        for name in ("seq_len", "global_batch", "precision")
-    },
-    "adapters": lambda facts: "yes" if facts.job.lora is not None else "no",
-    "devices_per_node": lambda facts: facts.cluster.groups[0].devices_per_node,
-    **{
-        name: (lambda name: lambda facts: getattr(facts.model.architecture, name, 0))(name)
-        for name in ("layers", "heads", "kv_heads", "hidden_size", "ffn_size", "vocab_size")
-    },
-    "experts": lambda facts: facts.model.architecture.experts.count
-    if facts.model.architecture is not None and facts.model.architecture.experts is not None
-    else 0,
-    "attention": lambda facts: facts.model.architecture.attention
-    if facts.model.architecture is not None
-    else "none",
-}
-"""By name: of a layout, a job, a cluster, a model."""
-OF_LAYOUTS = frozenset(
-    ("data_shard", "data_replicate", "zero", "schedule", "virtual_stages", "stages")
-    + ("micro_batch", "micro_batches", "offload", "gradient_wire")
+_OF_LAYOUTS = (
+    "data_shard",
+    "data_replicate",
+    "zero",
+    "schedule",
+    "virtual_stages",
+    "stages",
+    "micro_batch",
+    "micro_batches",
+    "offload",
+    "gradient_wire",
 )
-"""Those that layouts of the same degrees do not share."""
+"""What layouts of the same degrees do not share."""
+_OF_DEGREES = ("tensor", "context", "expert", "pipeline", "data")
+_OF_JOBS = ("seq_len", "global_batch", "precision")
+_OF_MODELS = ("layers", "heads", "kv_heads", "hidden_size", "ffn_size", "vocab_size")
+
+
+def _experts(facts: Facts) -> Value:
+    a = facts.model.architecture
+    return a.experts.count if a is not None and a.experts is not None else 0
+
+
+def _attention(facts: Facts) -> Value:
+    a = facts.model.architecture
+    return "none" if a is None else a.attention
+
+
+FACTS: dict[str, Callable[[Facts], Value]] = {
+    **{name: attrgetter(f"layout.{name}") for name in (*_OF_LAYOUTS, *_OF_DEGREES)},
+    **{name: attrgetter(f"job.{name}") for name in _OF_JOBS},
+    **{name: attrgetter(f"model.architecture.{name}") for name in _OF_MODELS},
+    "adapters": lambda facts: "no" if facts.job.lora is None else "yes",
+    "attention": _attention,
+    "experts": _experts,
+    "devices_per_node": lambda facts: facts.cluster.groups[0].devices_per_node,
+}
+"""By name: of a layout, a job, a language model, a cluster."""
 _COMPARED: dict[str, Callable[[int, int], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -105,7 +100,7 @@ class Product(NamedTuple):
         return self.number * math.prod(int(FACTS[name](facts)) for name in self.names)
 
 
-@lru_cache(maxsize=None)
+@cache
 def product_of(text: str) -> Product:
     """Read `2 x context`; ValueError names what is unknown.
 
@@ -140,7 +135,7 @@ class Compared(NamedTuple):
         return _COMPARED[self.sign](int(found), int(self.values[0]))
 
 
-@lru_cache(maxsize=None)
+@cache
 def condition_of(text: str) -> Compared:
     """Read `zero <= 1`, `precision = bf16|fp8`; ValueError says what is wrong.
 
@@ -194,7 +189,6 @@ class Space(Part):
     """None: every schedule there is."""
     virtual_stages: Positive = 8
     """The most stages on a rank."""
-    stages: StageRule = "any"
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     recompute_by_layer: Flag = True
     """Each layer has its own choice; else all blocks have one, and embedding and head none."""
@@ -255,9 +249,9 @@ def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
             yield conflict.why
 
 
-@lru_cache(maxsize=None)
+@cache
 def _of_layouts(products: tuple[str, ...], conditions: tuple[str, ...]) -> bool:
     """Whether a rule speaks of anything that layouts of the same degrees do not share."""
     each = [product_of(text) for text in products]
     each += [condition_of(text).product for text in conditions]
-    return any(name in OF_LAYOUTS for product in each for name in product.names)
+    return any(name in _OF_LAYOUTS for product in each for name in product.names)
