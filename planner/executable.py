@@ -9,21 +9,11 @@ from __future__ import annotations
 from functools import partial
 
 from planner.cluster import ClusterSpec
-from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.native import Rules, limit, refusal
 from planner.plan import Job, Layout
 from planner.stack import Stack
-from planner.stack_space import Facts, Space, obstacles
-
-
-def space_of(stack: Stack) -> Space:
-    """Return the space of a stack; DocumentError if its layouts are priced and not searched."""
-    if stack.space is None:
-        raise DocumentError(
-            "backend", f"is {stack.name}, whose runs are priced and whose layouts are not searched"
-        )
-    return stack.space
+from planner.stack_space import EVERYTHING, Facts, obstacles
 
 
 def rules_of(stack: Stack, *, of_degrees: bool = False) -> Rules:
@@ -47,6 +37,6 @@ def _refusal(
     found = limit(model, cluster, job, layout)
     if found is None:
         facts = Facts(model, cluster, job, layout)
-        found = next(obstacles(space_of(stack), facts, of_degrees=of_degrees), None)
+        found = next(obstacles(stack.space or EVERYTHING, facts, of_degrees=of_degrees), None)
         found = f"{stack.name}: {found}" if found else None
     return found

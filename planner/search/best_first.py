@@ -27,16 +27,11 @@ from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
-from planner.catalog import native
-from planner.cluster import ClusterSpec
-from planner.costs.group_costs import only_profile
-from planner.costs.layout_costs import CostTables
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
-from planner.executable import space_of
-from planner.model import ModelGraph
 from planner.native import Rules
-from planner.plan import Job, Layout
-from planner.profile import Profiles
+from planner.pins import outside
+from planner.plan import Layout
+from planner.request import Request
 from planner.search.answer import TIES_LIMIT_S, Answer, Progress
 from planner.search.candidates import Bounded, Candidates, Levels
 from planner.search.certificate import (
@@ -61,10 +56,8 @@ from planner.search.finalists import MARGIN, finalists, simulated
 from planner.search.layer_options import recomputes_of
 from planner.search.layout_queue import Found, may_beat, ranking, wins
 from planner.search.misses import closest_miss, nothing_keeps, nothing_runs
-from planner.search.pins import Pins, outside
 from planner.search.ranked import proven, ranked
 from planner.search.ranks import run_of
-from planner.search.savings import activations
 from planner.search.space import Family, complexity, kind
 from planner.search.spaces.graph import search_graph
 from planner.search.spaces.mixed import search_mixed
@@ -72,7 +65,6 @@ from planner.search.spaces.rounds import search_rounds, with_rounds
 from planner.solver import sided
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
-from planner.stack import Stack
 from planner.tolerances import EQUAL
 
 _AHEAD = 96
@@ -102,70 +94,45 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def search(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    job: Job,
+    request: Request,
     *,
-    cluster_name: str | None = None,
-    profile: Profiles = None,
-    pins: Pins | None = None,
     solver: str = "exact",
     top: int = 1,
     progress: Progress | None = None,
     rules: Rules | None = None,
     below_s: float = math.inf,
-    stack: Stack | None = None,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
 
     Where none can take less than `below_s` in the closed form, NoneFaster ends the search early, on
     chains of like layers and devices.
     `top` plans are found if there are so many of different kinds (see planner.search.space.kind).
-    `stack` is what trains, by default `native`: it prices layers and says what layouts there are.
-    `rules` say which are refused, by default those of the stack.
+    `rules` say which layouts are refused, by default those of the request's stack.
     """
     started = time.process_time()
-    pins, stack = pins or Pins(), stack or native()
-    space = space_of(stack)
-    _check_asked(model, cluster, pins, stack)
+    model, cluster, pins = request.model, request.cluster, request.pins
+    _check_asked(request)
     if pins.require and (cluster.mixed or model.edges):
         raise DocumentError(
             "require", "speaks of layers in a chain and of stages on devices that are alike"
         )
     if cluster.mixed:
-        return search_mixed(
-            model,
-            cluster,
-            job,
-            cluster_name=cluster_name or cluster.name,
-            profile=profile,
-            pins=pins,
-            solver=solver,
-            top=top,
-            progress=progress,
-        )
-    treated = activations(cluster, pins, space=space)
-    tables = CostTables(model, cluster, job, only_profile(profile), treated, stack)
-    candidates, *others_of = (
-        Candidates(model, cluster, job, tables, pins, rules, one)
-        for one in recomputes_of(model, space, pins.recompute)
-    )
+        return search_mixed(request, solver=solver, top=top, progress=progress)
+    first, *others_of = recomputes_of(model, request.space, pins.recompute)
+    candidates = Candidates(request, rules, first)
     if model.edges:
-        name = cluster_name or cluster.name
-        return search_graph(
-            candidates, cluster_name=name, solver=solver, top=top, progress=progress
-        )
+        return search_graph(candidates, solver=solver, top=top, progress=progress)
     unlike = run_of(model) is None and not pins.require and solver == "exact"
-    unlike = unlike and stack.name == "native"
+    unlike = unlike and request.stack.name == "native"
     if not candidates.families and unlike:
-        name = cluster_name or cluster.name
-        return search_rounds(candidates, cluster_name=name, top=top, progress=progress)
+        return search_rounds(candidates, top=top, progress=progress)
     if not candidates.families:
-        raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused, pins, stack.name))
+        raise NoPlanFits(nothing_runs(request, candidates.refused))
     hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress, below_s=below_s)
     hunt.run()
     hunts = [hunt]
-    for more in others_of:
+    for recompute in others_of:
+        more = Candidates(request, rules, recompute, candidates.tables)
         hunts.append(hunts[-1].onward(more))
         hunts[-1].run()
     bests = hunts[-1].ranking()
@@ -176,12 +143,11 @@ def search(
     if not bests:
         raise NoPlanFits(closest_miss(hunts[-1].candidates))
 
-    name = cluster_name or cluster.name
-    every = [ranked(hunt.owner(best), best.layout, best.split, name) for best in bests]
+    every = [ranked(hunt.owner(best), best.layout, best.split) for best in bests]
     winner, closed_form = bests[0], every[0]
     candidates = hunt.owner(winner)
     hunt = next(one for one in hunts if one.candidates is candidates)
-    order = finalists(candidates, closed_form, hunt.near(), hunt.solve, name)
+    order = finalists(candidates, closed_form, hunt.near(), hunt.solve)
     chosen = order[0]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
     top_plans = (chosen, *others)[:top]
@@ -206,24 +172,25 @@ def search(
         solved=sum(one.solved for one in hunts),
     )
     if unlike:
-        return with_rounds(answer, candidates, name, progress)
+        return with_rounds(answer, candidates, progress)
     return answer
 
 
-def _check_asked(model: ModelGraph, cluster: ClusterSpec, pins: Pins, stack: Stack) -> None:
+def _check_asked(request: Request) -> None:
     """Refuse what is searched for our own runtime alone, and pins that the space does not have."""
-    if stack.name == "native":
+    model, cluster, name = request.model, request.cluster, request.stack.name
+    if name == "native":
         return
     a = model.architecture
     if a is None or a.patches or a.classes or model.edges:
         raise DocumentError(
-            "backend", f"{stack.name} trains language models; {model.name} is none: use native"
+            "backend", f"{name} trains language models; {model.name} is none: use native"
         )
     if cluster.mixed:
-        raise DocumentError("cluster", f"has devices that differ; {stack.name} takes one kind")
-    lacking = next(outside(pins, space_of(stack), cluster.groups[0].devices_per_node), None)
-    if lacking is not None:
-        raise DocumentError("fix", f"{lacking[0]}: {stack.name} {lacking[1]}")
+        raise DocumentError("cluster", f"has devices that differ; {name} takes one kind")
+    each = outside(request.pins, request.space, cluster.groups[0].devices_per_node)
+    for pin, there_is in each:
+        raise DocumentError("fix", f"{pin}: {name} {there_is}")
 
 
 _Coming = tuple[float, int, Family]

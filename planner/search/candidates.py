@@ -27,13 +27,13 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import ClusterSpec
 from planner.costs.layout_costs import CostTables, LayoutCosts, fastest_s, least_credits_s
 from planner.costs.recomputes import Recomputes, choices_of
-from planner.executable import rules_of, space_of
-from planner.model import ModelGraph
+from planner.executable import rules_of
 from planner.native import Rules
+from planner.pins import Pins
 from planner.plan import Job, Layout
+from planner.request import Request
 from planner.schedule import too_long
 from planner.schedules import schedule_of
 from planner.search.dominance import dominates, twins
@@ -45,8 +45,7 @@ from planner.search.formulation import (
     unkept,
 )
 from planner.search.joint.rooms import Chain, Paces, Rooms, Unit
-from planner.search.pins import Pins
-from planner.search.savings import Saving, least_s, savings
+from planner.search.savings import Saving, activations, least_s, savings
 from planner.search.space import (
     Degrees,
     Family,
@@ -75,30 +74,27 @@ class Candidates:
 
     def __init__(
         self,
-        model: ModelGraph,
-        cluster: ClusterSpec,
-        job: Job,
-        tables: CostTables,
-        pins: Pins,
+        request: Request,
         rules: Rules | None = None,
         recompute: Recomputes = None,
+        tables: CostTables | None = None,
     ) -> None:
-        """`rules` are those of the tables' stack if no others are asked for.
+        """`rules` are those of the stack if no others are asked for, `tables` those of the request.
 
         `recompute` is what layers may recompute, by default what is pinned or anything.
         """
-        stack = tables.rates.stack
-        self.stack = stack
-        self.space = space_of(stack)
-        self.recompute = pins.recompute if recompute is None else recompute
-        self._of_degrees = rules or rules_of(stack, of_degrees=True)
-        self._executes = rules or rules_of(stack)
+        self.request = request
+        self.model = model = request.model
+        self.cluster = request.cluster
+        self.job = request.job
+        self.pins = request.pins
+        self.stack = request.stack
+        self.recompute = request.pins.recompute if recompute is None else recompute
+        treated = activations(request.cluster, request.pins, space=request.space)
+        self.tables = tables or CostTables(request, treated)
+        self._of_degrees = rules or rules_of(self.stack, of_degrees=True)
+        self._executes = rules or rules_of(self.stack)
         self._known_rows: dict[tuple[int, int], Rows | None] = {}
-        self.model = model
-        self.cluster = cluster
-        self.job = job
-        self.tables = tables
-        self.pins = pins
         self.rules = rules
         self.refused: dict[str, int] = {}
         self._counts: dict[str, int] = {}
@@ -110,29 +106,30 @@ class Candidates:
         self._known_moved: dict[tuple[int, int], _Moved] = {}
         """By the id of the sharings, which those of one family and level have in common."""
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
-        self._rates = tables.rates
+        self._rates = self.tables.rates
         self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
         self.families = list(self._families())
 
     def _families(self) -> Iterator[Family]:
         """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
-        model, cluster, job, pins = self.model, self.cluster, self.job, self.pins
-        for degrees in every_degrees(model, cluster, job, pins, space=self.space):
+        cluster, job, pins, space = self.cluster, self.job, self.pins, self.request.space
+        model = self.model
+        for degrees in every_degrees(self.request):
             plainest = _plainest(self.job, degrees, self.pins)
             reason = self._lacking(plainest) or self._of_degrees(model, cluster, job, plainest)
             if reason is None:
                 saved = self._savings(plainest)
-                yield from families(model, cluster, job, degrees, pins, saved, space=self.space)
+                yield from families(self.request, degrees, saved)
                 continue
             sizes = micro_batches(self.job, degrees, self.pins)
             shape = {"stages": degrees.pipeline, "micro_batches": plainest.micro_batches}
             each = sum(
-                len(timetables(model, degrees.pipeline, number, pins, space=self.space))
+                len(timetables(model, degrees.pipeline, number, pins, space=space))
                 for _, number in sizes
             )
             if not sizes and too_long(**shape):
                 each = 1
-            count = len(sharings(degrees, pins, space=self.space)) * each
+            count = len(sharings(degrees, pins, space=space)) * each
             if count:
                 self.refused[reason] = self.refused.get(reason, 0) + count
 
@@ -146,7 +143,7 @@ class Candidates:
                 and self._of_degrees(self.model, self.cluster, self.job, changed) is None
             )
 
-        return savings(self.model, self.cluster, self.pins, runs, space=self.space)
+        return savings(self.model, self.cluster, self.pins, runs, space=self.request.space)
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""

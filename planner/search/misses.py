@@ -6,20 +6,16 @@ import heapq
 import itertools
 from dataclasses import replace
 
-from planner.cluster import ClusterSpec
 from planner.costs.hosts import USABLE
-from planner.costs.layout_costs import CostTables
-from planner.model import ModelGraph
-from planner.plan import Job, Layout
+from planner.plan import Layout
 from planner.predict import placement_prediction, placements_of
 from planner.prediction import Prediction
+from planner.request import Request
 from planner.search.candidates import Candidates
 from planner.search.formulation import capacity_bytes, plan_of
 from planner.search.layer_options import recomputes_of
-from planner.search.pins import Pins
-from planner.search.savings import activations
 from planner.search.space import Family
-from planner.search.ways_out import Asked, dividing, ways_out
+from planner.search.ways_out import dividing, ways_out
 from planner.solver import sided
 from planner.solver.inner import solve
 from planner.solver.instance import Instance, Solution
@@ -32,16 +28,10 @@ TRIED_FOR_S = 5.0
 """Seconds of the integer program, where hosts tie stages together."""
 
 
-def nothing_runs(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    job: Job,
-    refused: dict[str, int],
-    pins: Pins,
-    backend: str = "native",
-) -> str:
+def nothing_runs(request: Request, refused: dict[str, int]) -> str:
     """Say why not even one layout is left to try."""
-    in_the_way = "; ".join(dividing(model, cluster, job, pins))
+    model, cluster, job = request.model, request.cluster, request.job
+    in_the_way = "; ".join(dividing(request))
     if in_the_way and not refused:
         return (
             f"no layout of {model.name} uses all {cluster.devices} devices and divides a global "
@@ -54,7 +44,7 @@ def nothing_runs(
     if not refused:
         return f"no layout of {model.name} {divides}"
     return (
-        f"the {backend} backend can run none of {sum(refused.values())} layouts: "
+        f"the {request.stack.name} backend can run none of {sum(refused.values())} layouts: "
         f"{_listed(refused)}. Nothing else {divides}"
     )
 
@@ -79,14 +69,7 @@ def closest_miss(candidates: Candidates) -> str:
     device = cluster.groups[0].accelerator
     lean = _leanest(candidates)
     if not lean:
-        return nothing_runs(
-            model,
-            cluster,
-            job,
-            {**candidates.refused, **_refused(candidates)},
-            candidates.pins,
-            candidates.stack.name,
-        )
+        return nothing_runs(candidates.request, {**candidates.refused, **_refused(candidates)})
     needs, layout = min(
         ((_least_bytes(candidates, layout), layout) for layout in lean),
         key=lambda miss: miss[0],
@@ -102,7 +85,7 @@ def closest_miss(candidates: Candidates) -> str:
         f"{job.global_batch}. The closest, {layout.text()}, needs at least "
         f"{bytes_text(needs)} on each; stage {index} holds "
         + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts)
-        + f". {ways_out(_asked(candidates))}"
+        + f". {_ways_out(candidates)}"
     )
 
 
@@ -117,7 +100,7 @@ def _host_miss(candidates: Candidates, layout: Layout, leanest: Prediction) -> s
         f"hosts at sequence {job.seq_len} and global batch {job.global_batch}. The closest, "
         f"{layout.text()}, fits the devices with {bytes_text(needs)} in each node's host memory, "
         f"of which {bytes_text(USABLE * host)} of {bytes_text(host)} may be so filled. "
-        f"{ways_out(_asked(candidates))}"
+        f"{_ways_out(candidates)}"
     )
 
 
@@ -132,32 +115,15 @@ def _refused(candidates: Candidates) -> dict[str, int]:
     return counts
 
 
-def _asked(candidates: Candidates) -> Asked:
-    """Return what was asked for, and how to try it with one thing changed."""
-    model, profile, rules = candidates.model, candidates.tables.profile, candidates.rules
+def _ways_out(candidates: Candidates) -> str:
+    """Say what would fit with one thing changed."""
 
-    def fitting(
-        *, cluster: ClusterSpec | None = None, job: Job | None = None, pins: Pins | None = None
-    ) -> Layout | None:
-        cluster, job, pins = cluster or candidates.cluster, job or candidates.job, pins or own
-        tables = CostTables(
-            model,
-            cluster,
-            job,
-            profile,
-            activations(cluster, pins, space=candidates.space),
-            candidates.stack,
-        )
-        tried = (
-            _fitting(Candidates(model, cluster, job, tables, pins, rules, one))
-            for one in recomputes_of(model, candidates.space, pins.recompute)
-        )
+    def fitting(changed: Request) -> Layout | None:
+        each = recomputes_of(changed.model, changed.space, changed.pins.recompute)
+        tried = (_fitting(Candidates(changed, candidates.rules, one)) for one in each)
         return next((layout for layout in tried if layout is not None), None)
 
-    own = candidates.pins
-    return Asked(
-        model=model, cluster=candidates.cluster, job=candidates.job, pins=own, fitting=fitting
-    )
+    return ways_out(candidates.request, fitting)
 
 
 def _fitting(candidates: Candidates) -> Layout | None:
@@ -238,13 +204,6 @@ def _within(candidates: Candidates, layout: Layout, memory_bytes: float) -> Pred
     """Return the prediction of the best plan of a layout that fits in so much memory."""
     solution = solve(_with_memory(candidates, layout, memory_bytes))
     assert isinstance(solution, Solution), "it was seen to fit"
-    plan = plan_of(
-        candidates.model,
-        candidates.cluster.name,
-        candidates.job,
-        layout,
-        candidates.costs(layout),
-        solution,
-        candidates.recompute,
-    )
+    costs = candidates.costs(layout)
+    plan = plan_of(candidates.request, layout, costs, solution, candidates.recompute)
     return placement_prediction(candidates.tables, layout, placements_of(plan, candidates.model))

@@ -32,20 +32,10 @@ def proven(certificate: Certificate, chosen: Ranked) -> Certificate:
     )
 
 
-def ranked(candidates: Candidates, layout: Layout, solution: Solution, cluster_name: str) -> Ranked:
+def ranked(candidates: Candidates, layout: Layout, solution: Solution) -> Ranked:
     """Return the plan of a solved configuration, and what it should do."""
     costs = candidates.costs(layout)
-    plan = plan_of(
-        candidates.model,
-        cluster_name,
-        candidates.job,
-        layout,
-        costs,
-        solution,
-        candidates.recompute,
-    )
-    if candidates.stack.name != plan.backend:
-        plan = plan.model_copy(update={"backend": candidates.stack.name})
+    plan = plan_of(candidates.request, layout, costs, solution, candidates.recompute)
     prediction = placement_prediction(
         candidates.tables, layout, placements_of(plan, candidates.model)
     )

@@ -20,11 +20,12 @@ from typing import NamedTuple, get_args
 
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import INSIDE_OUT, Axis, GradientWire, Job, Layout, Offload
+from planner.request import Request
 from planner.schedule import obstacle, too_long
 from planner.schedules import PLAIN, SCHEDULES, Schedule
 from planner.search import axis_orders
-from planner.search.pins import Pins
 from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
 from planner.search.savings import Saving
 from planner.stack_space import EVERYTHING, Space
@@ -162,29 +163,20 @@ def divisors(number: int) -> list[int]:
     return sorted(found if left == 1 else [*found, *(d * left for d in found)])
 
 
-def layouts(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    job: Job,
-    pins: Pins | None = None,
-    *,
-    space: Space = EVERYTHING,
-) -> Iterator[Layout]:
-    """Yield every layout of a space that uses all devices and divides the batch.
+def layouts(request: Request) -> Iterator[Layout]:
+    """Yield every layout of the stack's space that uses all devices and divides the batch.
 
     What a backend cannot execute is not left out here: the search asks the backend and counts it.
     """
-    pins = pins or Pins()
-    for degrees in every_degrees(model, cluster, job, pins, space=space):
-        for family in families(model, cluster, job, degrees, pins, space=space):
+    for degrees in every_degrees(request):
+        for family in families(request, degrees):
             yield from family.layouts()
 
 
-def every_degrees(
-    model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins, *, space: Space = EVERYTHING
-) -> Iterator[Degrees]:
+def every_degrees(request: Request) -> Iterator[Degrees]:
     """Yield the degrees that use all devices and divide the batch, simplest first."""
-    devices, in_node = cluster.devices, cluster.groups[0].devices_per_node
+    model, job, pins, space = request.model, request.job, request.pins, request.space
+    devices, in_node = request.cluster.devices, request.cluster.groups[0].devices_per_node
 
     def within(axis: Axis, degrees: list[int]) -> list[int]:
         most = space.most(axis, in_node)
@@ -295,17 +287,11 @@ def sharings(degrees: Degrees, pins: Pins, *, space: Space = EVERYTHING) -> list
 
 
 def families(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    job: Job,
-    degrees: Degrees,
-    pins: Pins,
-    saved: tuple[Saving, ...] = (Saving(),),
-    *,
-    space: Space = EVERYTHING,
+    request: Request, degrees: Degrees, saved: tuple[Saving, ...] = (Saving(),)
 ) -> Iterator[Family]:
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
-    tiers = tiers_of(cluster)
+    model, job, pins, space = request.model, request.job, request.pins, request.space
+    tiers = tiers_of(request.cluster)
     by_place: dict[axis_orders.Spans, list[Sharing]] = {}
     if space.axis_order == "fixed":
         pins = replace(pins, order=pins.order or INSIDE_OUT)
