@@ -22,6 +22,7 @@ from planner.errors import DocumentError, NoPlanFits
 from planner.model import ModelGraph
 from planner.plan import Job
 from planner.prediction import Prediction
+from planner.request import Request
 from planner.search.space import divisors
 from planner.units import bytes_text
 
@@ -54,8 +55,9 @@ MEGATRON = Tuner(
 """NeMo's: sequence parallelism, adapters of attention alone, weights in 8 bits under fp8."""
 
 
-def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool) -> Prediction:
+def tuned(request: Request, *, quantised: bool) -> Prediction:
     """Return the fastest layout that fits; NoPlanFits says by how much the leanest misses."""
+    model, cluster, job = request.model, request.cluster, request.job
     if model.architecture is None or model.architecture.experts is not None:
         raise DocumentError("work.tuning", f"{model.name}: adapters of dense language models only")
     best: Prediction | None = None
