@@ -359,8 +359,8 @@ def _mlp(shape: Shape, tokens: float, width: float) -> tuple[float, float, float
     seconds += shape.product_s(tokens, width, a.hidden_size)
     stored = tokens * width * _mlp_kept_bytes(shape)
     moved = e * tokens * width * (gates + 1)
-    if not fused(shape, "gate"):
-        moved *= 2
+    if gates == 2 and not fused(shape, "gate"):
+        moved += 2 * e * tokens * width  # the activation in a kernel of its own
     return seconds, stored, moved, e * tokens * width * (gates + 1)
 
 
