@@ -211,7 +211,7 @@ def block(shape: Shape, *, moe: bool) -> Work:  # noqa: PLR0915 - a list of what
         moved += 2 * (EAGER_NORM_BYTES - 2 * e) * r * h
         moved_back += 2 * (EAGER_NORM_BACKWARD_BYTES - 3.6 * e) * r * h
     kept = shape.kept_bytes
-    stored = 2 * e * r * h  # inputs of both norms
+    stored = 2 * r * (e * h + (8 if a.norm == "layer" else 4))  # inputs of both norms, and their figures
     inputs = n if stack.tensor.keeps_gathered else r
     stored += kept * inputs * h * (1 if shape.adapters_only else 2)  # outputs, the products' inputs
     if eager_norm:
