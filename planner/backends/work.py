@@ -198,7 +198,7 @@ def block(shape: Shape, *, moe: bool) -> Work:  # noqa: PLR0915 - a list of what
         mlp_width = n / t * a.experts.per_token * a.experts.ffn_size
     # Norms, residual sums with dropout, rotary positions; in elements of e bytes.
     stream_moves = 2 * 2 + 2 * (3 + 0.5 * dropout)
-    moved = e * (r * h * stream_moves + n * (q + k) / t * 2 * (1 if fused(shape, "rotary") else 5))
+    moved = e * (r * h * stream_moves + n * (q + k) / t * 2 * (1 if fused(shape, "rotary") or a.positions != "rotary" else 5))
     moved += mlp_moved
     moved_back = 1.8 * moved
     if run.task in ("lora", "qlora"):
