@@ -27,6 +27,8 @@ from planner.units import (
 
 AcceleratorKind = Literal["cuda", "rocm", "gaudi", "xpu", "npu", "tpu", "trainium", "cpu"]
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+EIGHT_BITS = ("fp8", "mxfp8", "nvfp4")
+"""Precisions whose products are in 8 bits and fewer."""
 Collective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast"
 ]

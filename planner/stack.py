@@ -23,6 +23,9 @@ from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
 Kernel = Literal["module", "fused"]
 """One kernel (its author's, or a compiler's), or the tensor operations that a module writes out."""
 Attention = Literal["fa1", "fa2", "fa3"]
+Unit = Literal["layer", "buffer"]
+"""FSDP's units hold shards apart from the working copies that they gather; in buffers of whole
+parameters a shard is a part of them."""
 SelectiveRecompute = Literal["attention", "operators", "blocks"]
 Provenance = Literal["derived", "measured", "fitted", "assumed"]
 
@@ -34,6 +37,8 @@ class Types(Part):
     """A weight as layers use it."""
     gradient: Count = 4
     """The buffer in which gradients are summed."""
+    fp16_gradient: Count = 2
+    """The same in fp16 training, whose reduction is no wider."""
     fresh_gradients: Count = 0
     """Gradients in the working type that stay beside that buffer until the reduction."""
     master: Count = 4
@@ -52,6 +57,8 @@ class Sharding(Part):
 
     zero: int = Field(default=0, ge=0, le=3, strict=True)
     """ZeRO level of a run that does not say."""
+    unit: Unit = "buffer"
+    """What is divided between ranks, gathered and reduced together."""
     reduces_whole: Flag = False
     """ZeRO-1 sums all gradients on all ranks before each keeps its shard (no reduce-scatter)."""
     collectives_per_layer: Rate = 1.0
@@ -137,6 +144,14 @@ class TensorRule(Part):
     """Products keep their gathered inputs for backward, not their own shard of them."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of tensor-parallel collectives that hides behind the products around them."""
+
+
+class ExpertRule(Part):
+    """Expert parallelism."""
+
+    shared: Literal["whole", "divided"] = "whole"
+    """Beside routed experts on ranks of their own, those that all tokens share are whole on every
+    rank, or divided by tensor parallelism as a feed-forward is."""
 
 
 class PipelineRule(Part):
@@ -298,6 +313,7 @@ class Stack(Document):
     loss: Loss = Loss()
     recompute: RecomputeRule = RecomputeRule()
     tensor: TensorRule = TensorRule()
+    experts: ExpertRule = ExpertRule()
     pipeline: PipelineRule = PipelineRule()
     host: Host = Host()
     optimizer: OptimizerRule = OptimizerRule()
@@ -331,6 +347,7 @@ GROUPS = (
     "loss",
     "recompute",
     "tensor",
+    "experts",
     "pipeline",
     "host",
     "optimizer",

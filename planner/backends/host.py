@@ -13,14 +13,16 @@ Source: Ren et al., 2021 (ZeRO-Offload, arXiv:2101.06840) for what moves and whe
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from planner.backends.placed import Parameters, states_of
 from planner.backends.runs import Run
-from planner.backends.states import Parameters, states
+from planner.costs.memory import Sharing
 from planner.costs.rates import (
     HOST_LINK_SHARE,
     HOST_MEMORY_SHARE,
     USUAL_HOST_MEMORY_BYTES_PER_S,
 )
-from planner.stack import Stack
 
 USUAL_LINK_BYTES_PER_S = 3.2e10
 """PCIe 4, where the catalogue does not say."""
@@ -32,7 +34,7 @@ WIRE_BYTES = 2
 
 def offload_s(
     run: Run,
-    stack: Stack,
+    sharing: Sharing,
     parameters: Parameters,
     *,
     stored_bytes: float,
@@ -49,9 +51,9 @@ def offload_s(
     rate = _link_bytes_per_s(run)
     m, seconds = run.micro_batches, 0.0
     trained = 0.0 if run.task in ("lora", "qlora") else parameters.count
-    zero = stack.sharding.zero if run.zero is None else run.zero
+    zero = sharing.zero
     if "params" in run.offload:
-        weights = states(run, stack, parameters, on_device=True).weights_bytes
+        weights = states_of(run, replace(sharing, offload="none"), parameters).parameters_bytes
         if zero == 3 and trained:  # what is gathered is in 16 bits, and half of the fp32 shard
             weights /= 2
         each_s = weights / rate

@@ -6,11 +6,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.backends.runs import Run
-from planner.backends.states import NOTHING, Parameters, by_kind
 from planner.backends.work import Shape, Work, block, embedding, head, rates
-from planner.layers.architecture import block_kinds
+from planner.costs import memory
+from planner.costs.held import of_experts
+from planner.costs.memory import Sharing, States
+from planner.layers.architecture import block_kinds, graph_of
+from planner.layers.arithmetic import local_parameters
+from planner.model import Architecture
 from planner.stack import Stack
 from planner.tolerances import SLACK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Parameters of one layer on one rank."""
+
+    dense: float
+    routed: float
+
+    @property
+    def count(self) -> float:
+        """All of them."""
+        return self.dense + self.routed
+
+    def __add__(self, other: Parameters) -> Parameters:
+        """Both layers' together."""
+        return Parameters(dense=self.dense + other.dense, routed=self.routed + other.routed)
+
+
+NOTHING = Parameters(dense=0.0, routed=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +44,7 @@ class Priced:
     run: Run
     stack: Stack
     shape: Shape
+    sharing: Sharing
     works: dict[str, Work]
     local: dict[str, Parameters]
     stages: list[list[str]]
@@ -31,12 +56,13 @@ class Priced:
 def priced(run: Run, stack: Stack) -> Priced:
     """Return a run's layers by the stack of its framework."""
     shape = _shape(run, stack)
-    local = by_kind(run.architecture, run)
+    local = by_kind(run.architecture, run, stack)
     stages = _layers(run, stack)
     return Priced(
         run=run,
         stack=stack,
         shape=shape,
+        sharing=sharing_of(run, stack),
         works=_works(shape),
         local=local,
         stages=stages,
@@ -44,6 +70,49 @@ def priced(run: Run, stack: Stack) -> Priced:
             _stage_parameters(run, kinds, local, s, len(stages)) for s, kinds in enumerate(stages)
         ],
     )
+
+
+def sharing_of(run: Run, stack: Stack) -> Sharing:
+    """Return among how many ranks a run divides states."""
+    zero = stack.sharding.zero if run.zero is None else run.zero
+    offload = run.offload
+    return Sharing(
+        types=memory.state_types(stack, run.precision, zero=zero, quantised=run.quantised),
+        zero=zero,
+        shard=run.sharding_ranks if zero else 1,
+        data=run.data * run.context,
+        pipelined=run.pipeline > 1,
+        accumulated=run.micro_batches > 1,
+        offload="parameters"
+        if "params" in offload
+        else "optimizer"
+        if "optimizer" in offload
+        else "none",
+    )
+
+
+def by_kind(a: Architecture, run: Run, stack: Stack) -> dict[str, Parameters]:
+    """Return the parameters of every layer kind on a rank."""
+    graph = graph_of(a, name="model")
+    result = {}
+    for layer in graph.layers:
+        dense, routed = local_parameters(
+            graph,
+            layer,
+            tensor=run.tensor,
+            expert=run.expert,
+            expert_tensor=run.expert_tensor,
+            shared_whole=stack.experts.shared == "whole",
+        )
+        result[layer.kind] = Parameters(dense=dense, routed=routed)
+    return result
+
+
+def states_of(run: Run, sharing: Sharing, parameters: Parameters) -> States:
+    """Return what a stage's parameters take on a rank."""
+    of_one = memory.frozen_states if run.task in ("lora", "qlora") else memory.states
+    apart = of_experts(sharing, run.tensor, run.expert, run.expert_tensor)
+    return of_one(parameters.dense, sharing) + of_one(parameters.routed, apart)
 
 
 def _shape(run: Run, stack: Stack) -> Shape:

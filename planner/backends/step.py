@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 from planner.backends.footprint import kept_bytes
 from planner.backends.host import offload_s
-from planner.backends.placed import Priced
-from planner.backends.runs import EIGHT_BITS, Run
-from planner.backends.states import Parameters
+from planner.backends.placed import Parameters, Priced
+from planner.backends.runs import Run
 from planner.backends.work import Shape
-from planner.cluster import Collective
+from planner.cluster import EIGHT_BITS, Collective
 from planner.costs.collectives import Levels, collective_s, group_levels, ranks_of
 from planner.plan import Axis, Layout
 from planner.stack import Stack
@@ -280,7 +279,7 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
         later_s = parts["backward"] + parts["recompute"]
         parts["offload"] = offload_s(
             run,
-            stack,
+            priced.sharing,
             largest,
             stored_bytes=stack.offload.activations_share
             * sum(kept_bytes(stack, recompute, priced.works[kind])[0] for kind in kinds),

@@ -15,7 +15,6 @@ from typing import NamedTuple, assert_never, cast
 import numpy as np
 
 from planner.cluster import ClusterSpec
-from planner.costs import memory
 from planner.costs.activations import Treated, treated
 from planner.costs.calibration import Figures
 from planner.costs.collectives import Level, group_steps, levels, same_experts_steps
@@ -256,7 +255,8 @@ class LayerParts:
             return 0.0
         divided = layout.tensor * (layout.data_shard * layout.context if layout.zero else 1)
         ends = (Level(links.neighbours[-1].tier, 2),)
-        return self._rates.link_s("all_reduce", memory.MASTER * copy / divided, ends)
+        size = self._holding.sharing(layout).types.gradient * copy / divided
+        return self._rates.link_s("all_reduce", size, ends)
 
     def links(self, layout: Layout) -> Links:
         """Return the links of a layout that share states and join stages."""

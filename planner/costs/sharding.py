@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from planner.costs import compute
 from planner.costs.collectives import Levels
-from planner.costs.memory import MASTER, Sharing
+from planner.costs.memory import FP32, Sharing
 from planner.costs.rates import Rates
 
 POWERSGD_RANK = 4
@@ -92,7 +92,8 @@ def traffic(
     """
     if not (sharing.wrapped or sharing.data > 1):
         return Traffic()
-    wide, working = MASTER * parameters, sharing.working_bytes * parameters
+    types = sharing.types
+    wide, working = types.stored * parameters, types.working * parameters
     reduced = sharing.wire_bytes * parameters
     gather_s = reduce_s = factoring_s = 0.0
     if sharing.sharded:
@@ -101,7 +102,7 @@ def traffic(
         reduce_s += rates.link_s("all_reduce", reduced / sharing.shard, links.replicate)
     elif sharing.data > 1:
         if sharing.wire == "powersgd":
-            reduced = min(wide, MASTER * POWERSGD_RANK * sides)
+            reduced = min(wide, FP32 * POWERSGD_RANK * sides)
             factoring_s = compute.seconds(
                 rates.device,
                 kind="matmul",
@@ -118,7 +119,7 @@ def traffic(
     again, each = sharing.gathers_again, sharing.reduces_each_micro_batch
     if sharing.offload == "parameters":
         held = parameters / (sharing.shard if sharing.sharded else 1)
-        host_gather_s = host_reduce_s = rates.host_copy_s(MASTER * held)
+        host_gather_s = host_reduce_s = rates.host_copy_s(types.stored * held)
         if each:
             host_reduce_s += rates.host_memory_s(ADDING_TRAFFIC_BYTES * held)
     if again and not sharing.pipelined:

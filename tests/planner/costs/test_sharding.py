@@ -2,14 +2,16 @@
 
 import pytest
 
+from planner.catalog import native
 from planner.costs.collectives import Level
-from planner.costs.memory import Sharing
+from planner.costs.memory import Sharing, state_types
 from planner.costs.rates import Rates, rates
 from planner.costs.sharding import Links, Traffic, traffic
 from planner.expressions import resolve_cluster
 from planner.plan import Job
 
 N = 1e9
+BF16, FP32 = (state_types(native(), precision) for precision in ("bf16", "fp32"))
 NODE = resolve_cluster("8xh100-sxm-80gb")
 EIGHT = (Level(NODE.tiers[0], 8),)
 SHARDED = Links(shard=EIGHT, replicate=(), neighbours=())
@@ -23,7 +25,7 @@ def quoted() -> Rates:
 
 def sharing(zero: int, *, pipelined: bool = False, data: int = 8) -> Sharing:
     return Sharing(
-        precision="bf16",
+        types=BF16,
         zero=zero,
         shard=data if zero else 1,
         data=data,
@@ -72,7 +74,7 @@ def test_replication_reduces_once(quoted: Rates) -> None:
 
 def test_hybrid_sharding_reduces_the_shards_over_the_replicas(quoted: Rates) -> None:
     four, two = (Level(NODE.tiers[0], 4),), (Level(NODE.tiers[0], 2),)
-    hybrid = Sharing(precision="bf16", zero=1, shard=4, data=8, pipelined=False, accumulated=True)
+    hybrid = Sharing(types=BF16, zero=1, shard=4, data=8, pipelined=False, accumulated=True)
 
     moving = traffic(N, hybrid, Links(shard=four, replicate=two, neighbours=()), quoted)
 
@@ -82,7 +84,7 @@ def test_hybrid_sharding_reduces_the_shards_over_the_replicas(quoted: Rates) -> 
 
 
 def test_one_rank_in_fp32_moves_nothing(quoted: Rates) -> None:
-    alone = Sharing(precision="fp32", zero=0, shard=1, data=1, pipelined=False, accumulated=True)
+    alone = Sharing(types=FP32, zero=0, shard=1, data=1, pipelined=False, accumulated=True)
 
     assert traffic(N, alone, Links(shard=(), replicate=(), neighbours=()), quoted) == Traffic()
 
