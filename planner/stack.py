@@ -22,7 +22,7 @@ from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
 
 Kernel = Literal["module", "fused"]
 """One kernel (its author's, or a compiler's), or the tensor operations that a module writes out."""
-Attention = Literal["fa1", "fa2", "fa3"]
+Attention = Literal["module", "fa1", "fa2", "fa3"]
 Unit = Literal["layer", "buffer"]
 """FSDP's units hold shards apart from the working copies that they gather; in buffers of whole
 parameters a shard is a part of them."""
@@ -90,16 +90,32 @@ class Kernels(Part):
     """SwiGLU as one kernel, or an activation and a product with a tensor each."""
     rotary: Kernel = "fused"
     """Else rotated queries and keys are new tensors beside the projection's output."""
+    projections: Kernel = "fused"
+    """Queries, keys and values are one product, as are gate and up; what is cut from its result
+    keeps it whole."""
+    backward_traffic: Amount = 0.0
+    """Memory traffic of a memory-bound operator's backward over its forward's; 0: each operator's
+    own is counted."""
+    launches: Literal["every", "products"] = "products"
+    """Whose launches count on the device; those of memory-bound kernels hide behind the kernels
+    before them, or in `host.layer_s`."""
     softmax: Kernel = "fused"
     """Of written-out attention; else it keeps scores in 16 and in 32 bits."""
     flash_attention: Flag = True
     """Attention is one kernel whose scores never reach memory, where a run does not say."""
     attention: Attention = "fa2"
-    """Generation of that kernel; cuDNN's counts as the third."""
+    """Generation of that kernel; cuDNN's counts as the third.  `module`: torch's own, wherever a
+    family's modules call it, at the rate of the device's curve for any length."""
+    core_traffic: Flag = False
+    """That kernel's reads and writes count beside its FLOPs, at whose measured rate they are
+    hidden."""
     dropout: Flag = False
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
     adapters: Literal["attention", "all"] = "all"
     """Which products of a frozen block have adapters, and so keep their inputs."""
+    restored_bytes: Amount = 5.0
+    """Memory traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2
+    written, at half of the bandwidth of a plain copy."""
     products: Rate = 1.0
     """Rate of matrix products over what well-tuned frameworks reach on the same device."""
     architecture_products: dict[Text, Rate] = Field(default_factory=dict)
@@ -121,6 +137,8 @@ class EightBit(Part):
 class Loss(Part):
     """The output projection's loss."""
 
+    kind: Kernel = "fused"
+    """One operator with `peak_bytes`, or log-softmax and choice in fp32 as torch has them."""
     peak_bytes: Rate = 10.0
     """Bytes per logit at the loss's peak."""
     divided: Flag = True
@@ -152,6 +170,13 @@ class ExpertRule(Part):
     shared: Literal["whole", "divided"] = "whole"
     """Beside routed experts on ranks of their own, those that all tokens share are whole on every
     rank, or divided by tensor parallelism as a feed-forward is."""
+    moves: Amount = 0.0
+    """Memory traffic of sorting tokens by experts and back, in sizes of what is sent to experts; 0:
+    of modules that index rows."""
+    grouped_share: Fraction = 1.0
+    """Rate of products of many experts together over that of one product as large."""
+    skew: Rate = 1.0
+    """Busiest expert rank over the mean."""
 
 
 class PipelineRule(Part):

@@ -172,14 +172,20 @@ def _block(a: Architecture, kind: str, setting: Setting) -> Table:
         if a.post_norms:
             operators.append(norm(a, setting, tensor, f"{part}_post_norm", width=a.hidden_size))
             tensor = f"{part}_post_norm"
+        # Dropout is part of the sum's kernel, and keeps a byte for each element.
+        mask = {}
+        if setting.kernels.dropout and not a.gated_mlp:
+            mask = {f"{part}_mask": setting.stream_tokens * a.hidden_size}
+        moved = 3 * stream + sum(mask.values())
         operators.append(
             Operator(
                 name=f"{part}_residual",
                 kind="memory",
                 inputs=(residual, tensor),
-                outputs={f"{part}_sum": stream},
-                moved_bytes=3 * stream,
-                backward_moved_bytes=3 * stream,
+                outputs={f"{part}_sum": stream, **mask},
+                saved=tuple(mask),
+                moved_bytes=moved,
+                backward_moved_bytes=setting.kernels.back(moved, moved),
                 # GPT-2's block in `transformers` has a variable of its own for it.
                 holds=("attention_out",) if a.family == "gpt2" else (),
             )
@@ -207,7 +213,7 @@ def _side_by_side(a: Architecture, kind: str, setting: Setting, stream: float) -
             inputs=("x", "attention_out", "mlp_out"),
             outputs={"sum": stream},
             moved_bytes=6 * stream,
-            backward_moved_bytes=6 * stream,
+            backward_moved_bytes=setting.kernels.back(6 * stream, 6 * stream),
             kernels=2,
         )
     )

@@ -13,13 +13,14 @@ Which operators a transformer has is in `planner.layers.arithmetic`; seconds are
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, assert_never, cast
 
 import numpy as np
 
 from planner.cluster import Collective, Precision
+from planner.layers.kernels import MODULES, Kernels
 from planner.profile import Recompute
 
 OperatorKind = Literal[
@@ -46,14 +47,22 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How a layer is divided, and what one micro-batch is."""
+    """How a layer is divided, what one micro-batch is, and which kernels run.
 
-    micro_batch: int
+    Kernels are those of one stack wherever settings are compared, and not looked at there.
+    """
+
+    micro_batch: float
     seq_len: int
     precision: Precision = "bf16"
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 1
+    """Ranks that divide each expert, where experts are on several."""
+    sequence_parallel: bool = True
+    """Tensor parallelism divides the residual stream along the sequence."""
+    kernels: Kernels = field(default=MODULES, compare=False)
 
     @property
     def element_bytes(self) -> int:
@@ -68,7 +77,7 @@ class Setting:
     @property
     def stream_tokens(self) -> float:
         """Tokens of the residual stream on a rank: sequence parallelism divides them further."""
-        return self.tokens / self.tensor
+        return self.tokens / self.tensor if self.sequence_parallel else self.tokens
 
     @property
     def branches(self) -> tuple[bool, ...]:
@@ -110,7 +119,8 @@ class ManySettings(Setting):
     def of(cls, settings: Sequence[Setting]) -> ManySettings:
         """Return settings of one sequence, one precision and the same branches as one."""
         some = settings[0]
-        assert len({(s.seq_len, s.precision, s.branches) for s in settings}) == 1
+        alike = {(s.seq_len, s.precision, s.sequence_parallel, s.branches) for s in settings}
+        assert len(alike) == 1
 
         def column(name: str) -> int:
             return cast(int, np.array([getattr(s, name) for s in settings], dtype=float))
@@ -122,6 +132,9 @@ class ManySettings(Setting):
             tensor=column("tensor"),
             context=column("context"),
             expert=column("expert"),
+            expert_tensor=column("expert_tensor"),
+            sequence_parallel=some.sequence_parallel,
+            kernels=some.kernels,
             taken=some.branches,
         )
 
@@ -164,7 +177,7 @@ class Operator:
     flops: float = 0.0
     moved_bytes: float = 0.0
     backward_moved_bytes: float = 0.0
-    kernels: int = 1
+    kernels: float = 1
     workspace_bytes: float = 0.0
     """Live only inside the operator, beside its outputs."""
     holds: tuple[str, ...] = ()
@@ -174,6 +187,14 @@ class Operator:
     axis: GroupAxis = "tensor"
     fp32: tuple[str, ...] = ()
     """Outputs in fp32, whatever the precision."""
+    weights: float = 0.0
+    """Elements of the matrices that a product multiplies by."""
+    frozen: bool = False
+    """Whether a product's weights have no gradient, which leaves one product to its backward."""
+    share: float = 1.0
+    """Rate over that of one product as large."""
+    in_core: bool = False
+    """Of written-out attention between its projections: scores, softmax, dropout, values."""
 
     @property
     def communicates(self) -> bool:
