@@ -116,6 +116,9 @@ class Kernels(Part):
     restored_bytes: Amount = 5.0
     """Memory traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2
     written, at half of the bandwidth of a plain copy."""
+    tuned: Flag = True
+    """Products are tuned to their shapes, and reach the device's rate of those; else that of
+    torch's own choice, or of the device's measured curve."""
     products: Rate = 1.0
     """Rate of matrix products over what well-tuned frameworks reach on the same device."""
     architecture_products: dict[Text, Rate] = Field(default_factory=dict)
@@ -128,6 +131,13 @@ class EightBit(Part):
     narrow_states: Flag = True
     """Gradients are summed in bf16 and activations kept as narrow as products (Transformer
     Engine); else only products are narrow, their inputs kept in bf16 (torchao)."""
+    products: Literal["linears", "all"] = "all"
+    """Which products of a block are narrow: those of Linears, or of experts' matrices too."""
+    large_rate: Flag = True
+    """They reach the share of the curve that the device's large products do, else all of it."""
+    written_bytes: Amount = 2.0
+    """Memory traffic per element of an input that the operator before writes in 8 bits too, as is
+    and transposed."""
     cast_bytes: Amount = 0.0
     """Memory traffic of rounding an operand, per element; 0 where another kernel writes it so."""
     cast_kernels: Count = 0

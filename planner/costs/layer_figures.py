@@ -46,6 +46,7 @@ from planner.prediction import Assumption
 from planner.profile import LayerMeasurement, Profile, Recompute
 
 Floats = NDArray[np.float64]
+ENDS = ("embedding", "head")
 Groups = tuple[Levels, Levels, Levels]
 """Of tensor, context and expert parallelism."""
 LinkSeconds = Callable[[Collective, float, GroupAxis], float]
@@ -277,24 +278,19 @@ class LayerFigures:
 
     def _forward_s(self, layer: Layer, operator: Operator) -> float:
         on = self._rates.device
-        eight = self._in_eight_bits(layer, operator)
-        return (compute.eight_bit_forward_s if eight else compute.forward_s)(operator, on)
+        narrow = compute.is_narrow(operator, on, end=layer.kind in ENDS)
+        return (compute.narrow_forward_s if narrow else compute.forward_s)(operator, on)
 
     def _backward_s(self, layer: Layer, operator: Operator) -> float:
         on = self._rates.device
-        eight = self._in_eight_bits(layer, operator)
-        return (compute.eight_bit_backward_s if eight else compute.backward_s)(operator, on)
+        narrow = compute.is_narrow(operator, on, end=layer.kind in ENDS)
+        return (compute.narrow_backward_s if narrow else compute.backward_s)(operator, on)
 
-    def _kernels(self, layer: Layer, operator: Operator) -> int:
+    def _kernels(self, layer: Layer, operator: Operator) -> float:
         """How many kernels the host starts for an operator's forward."""
-        eight = self._in_eight_bits(layer, operator)
-        return operator.kernels + (2 * self._rates.device.cast_kernels if eight else 0)
-
-    def _in_eight_bits(self, layer: Layer, operator: Operator) -> bool:
-        """Whether the runtime makes a product in 8 bits: those of the Linears between the ends."""
-        if self._rates.device.eight_bit_flops is None or layer.kind in ("embedding", "head"):
-            return False
-        return operator.kind == "matmul" and not operator.name.startswith("expert")
+        on = self._rates.device
+        narrow = compute.is_narrow(operator, on, end=layer.kind in ENDS)
+        return operator.kernels + (2 * on.cast_kernels if narrow else 0)
 
     def _weight_waits(self, layer: Layer, operator: Operator) -> bool:
         """Whether a split backward makes the gradient of an operator's weight in W.

@@ -146,15 +146,25 @@ class Rates:
 
 
 def rates(
-    cluster: ClusterSpec, job: Job, profile: Profile | None, stack: Stack | None = None
+    cluster: ClusterSpec,
+    job: Job,
+    profile: Profile | None,
+    stack: Stack | None = None,
+    *,
+    head_dim: int = 128,
 ) -> Rates:
-    """Return the rates of a cluster's devices and links under a stack, by default `native`."""
+    """Return the rates of a cluster's devices and links under a stack, by default `native`.
+
+    Attention's rate depends on the size of a head where the stack has kernels of its own for it.
+    """
     group = cluster.groups[0]
     accelerator = group.accelerator
     link = group.host_link_bytes_per_s
     stack = stack or native()
     return Rates(
-        device=compute.device(accelerator, job.precision, stack.eight_bit),
+        device=compute.device(
+            accelerator, job.precision, stack, seq_len=job.seq_len, head_dim=head_dim
+        ),
         curves=curves_by_name(profile.collectives if profile else ()),
         overheads=profile.overheads if profile else None,
         calibration=profile.calibration if profile else None,

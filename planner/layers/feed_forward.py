@@ -55,37 +55,10 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         operators, whole = gathered(setting, source, "mlp_gather", full)
     scores = tokens * experts.count * FP32
     sent = experts.per_token * full
-    routed_by, router_bytes = whole, e
-    if a.family in ("deepseek_v2", "deepseek_v3") and e != FP32:
-        # Tokens and matrix are multiplied in fp32, and the product keeps both copies.
-        routed_by, router_bytes = "router_fp32", FP32
-        matrix = 1.0 * a.hidden_size * experts.count * FP32
-        wide = tokens * a.hidden_size * FP32
-        operators.append(
-            Operator(
-                name="router_upcast",
-                kind="memory",
-                inputs=(whole,),
-                outputs={"router_fp32": wide, "router_matrix_fp32": matrix},
-                fp32=("router_fp32", "router_matrix_fp32"),
-                saved=("router_matrix_fp32",),
-                moved_bytes=full + wide + 1.5 * matrix,
-                backward_moved_bytes=full + wide + 1.5 * matrix,
-                kernels=2,
-            )
-        )
-    router = matmul(
-        "router",
-        (routed_by,),
-        {"router": tokens * experts.count * router_bytes},
-        flops=2 * tokens * a.hidden_size * experts.count,
-        moved_bytes=full + a.hidden_size * experts.count * e,
-        weights=1.0 * a.hidden_size * experts.count,
-    )
     sorted_bytes = kernels.expert_moves / 2 * sent if kernels.expert_moves else 2 * sent
     combined_bytes = sorted_bytes if kernels.expert_moves else 2 * sent + full
     operators += [
-        *linear(setting, router, source=source if routed_by == whole else None, size=full),
+        *_router(a, setting, source, whole, tokens=tokens),
         Operator(
             name="routing",
             kind="memory",
@@ -148,48 +121,111 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
             kernels=3,
         )
     )
-    if shared and spread and kernels.shared_divided:
-        operators += mlp(a, setting, source, "shared", ffn_size=shared)
-    elif shared:
-        width = shared / divided
-        operators += _feed_forward(a, setting, source, whole, "shared", tokens=tokens, width=width)
-        out = matmul(
-            "shared_out",
-            ("shared_product",),
-            {"shared_out": full},
-            flops=2 * tokens * a.hidden_size * shared / divided,
-            moved_bytes=(tokens * (a.hidden_size + width) + a.hidden_size * shared / divided) * e,
-            weights=a.hidden_size * width,
-        )
-        operators += linear(setting, out, size=tokens * width * e, adapted=False)
     if shared:
-        added = "shared_out"
-        if experts.shared_gate:
-            added, weighed = "shared_weighed", ("shared_weight", "shared_out")
-            operators += [
-                matmul(
-                    "shared_weight",
-                    (whole,),
-                    {"shared_weight": tokens * e},
-                    flops=2 * tokens * a.hidden_size,
-                    moved_bytes=full + tokens * e,
-                ),
-                elementwise(kernels, added, weighed, full, saved=weighed),
-            ]
-        operators.append(
-            Operator(
-                name="shared_sum",
-                kind="memory",
-                inputs=("routed_out", added),
-                outputs={routed: full},
-                moved_bytes=3 * full,
-                backward_moved_bytes=kernels.back(3 * full, 3 * full),
-            )
+        operators += _shared(
+            a, setting, source, whole, routed, tokens=tokens, width=shared / divided
         )
     if partial:
         whole_sum = summed(setting, "mlp_out_partial", "mlp_out", full)
         operators.append(replace(whole_sum, copied_bytes=0.0, workspace_bytes=0.0))
     return operators
+
+
+def _router(
+    a: Architecture, setting: Setting, source: str, whole: str, *, tokens: float
+) -> list[Operator]:
+    """Scores of every expert for every token, in DeepSeek's models in fp32."""
+    experts, e = a.experts, setting.element_bytes
+    assert experts is not None
+    full = tokens * a.hidden_size * e
+    operators: list[Operator] = []
+    routed_by, router_bytes = whole, e
+    if a.family in ("deepseek_v2", "deepseek_v3") and e != FP32:
+        # Tokens and matrix are multiplied in fp32, and the product keeps both copies.
+        routed_by, router_bytes = "router_fp32", FP32
+        matrix = 1.0 * a.hidden_size * experts.count * FP32
+        wide = tokens * a.hidden_size * FP32
+        operators.append(
+            Operator(
+                name="router_upcast",
+                kind="memory",
+                inputs=(whole,),
+                outputs={"router_fp32": wide, "router_matrix_fp32": matrix},
+                fp32=("router_fp32", "router_matrix_fp32"),
+                saved=("router_matrix_fp32",),
+                moved_bytes=full + wide + 1.5 * matrix,
+                backward_moved_bytes=full + wide + 1.5 * matrix,
+                kernels=2,
+            )
+        )
+    router = matmul(
+        "router",
+        (routed_by,),
+        {"router": tokens * experts.count * router_bytes},
+        flops=2 * tokens * a.hidden_size * experts.count,
+        moved_bytes=full + a.hidden_size * experts.count * e,
+        weights=1.0 * a.hidden_size * experts.count,
+    )
+    before = source if routed_by == whole else None
+    return [*operators, *linear(setting, router, source=before, size=full)]
+
+
+def _shared(
+    a: Architecture,
+    setting: Setting,
+    source: str,
+    whole: str,
+    routed: str,
+    *,
+    tokens: float,
+    width: float,
+) -> list[Operator]:
+    """Experts that all tokens share, of `width` features on a rank, added to the routed ones.
+
+    Beside experts on ranks of their own they are whole on every rank, or divided like a dense MLP.
+    """
+    experts, e, kernels = a.experts, setting.element_bytes, setting.kernels
+    assert experts is not None
+    full = tokens * a.hidden_size * e
+    operators: list[Operator] = []
+    if setting.spreads_experts and kernels.shared_divided:
+        size = experts.shared_ffn_size or experts.shared * experts.ffn_size
+        operators += mlp(a, setting, source, "shared", ffn_size=size)
+    else:
+        operators += _feed_forward(a, setting, source, whole, "shared", tokens=tokens, width=width)
+        out = matmul(
+            "shared_out",
+            ("shared_product",),
+            {"shared_out": full},
+            flops=2 * tokens * a.hidden_size * width,
+            moved_bytes=(tokens * (a.hidden_size + width) + a.hidden_size * width) * e,
+            weights=a.hidden_size * width,
+        )
+        operators += linear(setting, out, size=tokens * width * e, adapted=False)
+    added = "shared_out"
+    if experts.shared_gate:
+        added, weighed = "shared_weighed", ("shared_weight", "shared_out")
+        operators += [
+            matmul(
+                "shared_weight",
+                (whole,),
+                {"shared_weight": tokens * e},
+                flops=2 * tokens * a.hidden_size,
+                moved_bytes=full + tokens * e,
+            ),
+            elementwise(kernels, added, weighed, full, saved=weighed),
+        ]
+    return [
+        *operators,
+        Operator(
+            name="shared_sum",
+            kind="memory",
+            inputs=("routed_out", added),
+            outputs={routed: full},
+            moved_bytes=3 * full,
+            backward_moved_bytes=kernels.back(3 * full, 3 * full),
+        ),
+    ]
 
 
 def _feed_forward(
