@@ -26,7 +26,7 @@ Attention = Literal["module", "fa1", "fa2", "fa3"]
 Unit = Literal["layer", "buffer"]
 """FSDP's units hold shards apart from the working copies that they gather; in buffers of whole
 parameters a shard is a part of them."""
-SelectiveRecompute = Literal["attention", "operators", "blocks"]
+SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks"]
 Provenance = Literal["derived", "measured", "fitted", "assumed"]
 
 
@@ -160,7 +160,10 @@ class RecomputeRule(Part):
 
     selective: SelectiveRecompute = "attention"
     """Selective recompute drops written-out attention's scores; all outputs but attention's and
-    every second product's; or all of every second block."""
+    every second product's; all outputs but products', attention's and those of collectives that
+    shrink; or all of every second block."""
+    early_stop: Flag = False
+    """Recomputation stops when the last tensor that backward needs is there again."""
 
 
 class TensorRule(Part):
@@ -187,6 +190,16 @@ class ExpertRule(Part):
     """Rate of products of many experts together over that of one product as large."""
     skew: Rate = 1.0
     """Busiest expert rank over the mean."""
+
+
+class ContextRule(Part):
+    """Context parallelism."""
+
+    kind: Literal["gather", "ring"] = "gather"
+    """Keys and values of all ranks are gathered before attention, or go round while it works, and
+    twice in backward, with gradients."""
+    overlap: Amount = Field(default=0.0, le=1)
+    """Share of these collectives that hides behind attention."""
 
 
 class PipelineRule(Part):
@@ -348,6 +361,7 @@ class Stack(Document):
     loss: Loss = Loss()
     recompute: RecomputeRule = RecomputeRule()
     tensor: TensorRule = TensorRule()
+    context: ContextRule = ContextRule()
     experts: ExpertRule = ExpertRule()
     pipeline: PipelineRule = PipelineRule()
     host: Host = Host()
@@ -382,6 +396,7 @@ GROUPS = (
     "loss",
     "recompute",
     "tensor",
+    "context",
     "experts",
     "pipeline",
     "host",

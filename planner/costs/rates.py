@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from planner.catalog import native
 from planner.cluster import ClusterSpec, Collective
 from planner.costs import compute
 from planner.costs.collectives import Amount, Curves, Levels, collective_s, curves_by_name
+from planner.costs.layer_seconds import shown_s
 from planner.errors import DocumentError
-from planner.layers.operator_table import larger
 from planner.plan import Job
 from planner.prediction import Assumption
 from planner.profile import Calibration, Overheads, Profile
 from planner.stack import Stack
 from planner.units import bytes_text
-
-Direction = Literal["forward", "backward"]
 
 HOST_LINK_SHARE = 0.8
 """Of a host link's quoted rate, what copies from and to pinned memory are taken to reach: headers
@@ -108,7 +105,7 @@ class Rates:
         overlap = 0.0 if self.on_cpu else self.stack.sharding.overlap
         if self.overheads:
             overlap = self.overheads.overlap
-        return larger((1 - overlap) * communication_s, communication_s - window_s)
+        return shown_s(communication_s, window_s, overlap)
 
     def unit_s(self, ahead_s: float) -> float:
         """Seconds that a sharded unit adds to a pass, beside its collectives.
@@ -133,16 +130,6 @@ class Rates:
         if self.overheads and self.overheads.reduce_copy_s_per_byte is not None:
             return self.overheads.reduce_copy_s_per_byte * reduced_bytes
         return self.memory_s(fresh_bytes + reduced_bytes)
-
-    def host_s(self, kernels: int, direction: Direction) -> float:
-        """Seconds that the host takes to start the kernels of a layer.
-
-        A CPU's own kernels run in the thread that starts them, and its curve contains it.
-        """
-        if self.on_cpu:
-            return 0.0
-        each = self.stack.host.kernel_s
-        return kernels * (each.forward if direction == "forward" else each.backward)
 
 
 def rates(

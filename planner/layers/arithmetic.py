@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner.layers.attention import attention, attention_width, window
 from planner.layers.ends import embedding, embedding_width, head
 from planner.layers.feed_forward import experts, mlp
+from planner.layers.kernels import MODULES
 from planner.layers.operator_table import FP32, Operator, Setting, Table
 from planner.layers.operators import norm
 from planner.layers.parameters import OPT_POSITION_OFFSET, norm_parameters, norms_of_block
@@ -33,7 +35,11 @@ def table(model: ModelGraph, layer: Layer, setting: Setting) -> Table:
         return embedding(architecture, setting)
     if layer.kind == "head":
         return head(architecture, setting)
-    return _block(architecture, layer.kind, setting)
+    kernels = setting.kernels
+    found = _block(architecture, layer.kind, setting)
+    if kernels is MODULES:
+        return found
+    return replace(found, selective=kernels.selective, early_stop=kernels.early_stop)
 
 
 def step_flops(

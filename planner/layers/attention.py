@@ -217,11 +217,13 @@ def _core(
     """
     q, k, v = inputs
     if setting.kernels.scores == "written":
-        return _written(a, setting, inputs, query=query, value=value, out=out, width=width)
+        return _written(a, setting, inputs, query=query, key=key, value=value, out=out, width=width)
     operators = []
     saved: tuple[str, ...] = ("core", "log_sum")
     attended, kernels, workspace, scores = _attended(a, setting.seq_len), 1, 0.0, 0.0
-    if setting.divides_sequence:
+    if setting.divides_sequence and setting.kernels.ring:
+        operators.append(_ring(setting, (k, v), key + value))
+    elif setting.divides_sequence:
         if a.family == "gpt2":
             saved = (*saved, k, v)  # as long as its queries, which lie in one tensor with them
         key, value = key * setting.context, value * setting.context
@@ -313,6 +315,7 @@ def _written(
     inputs: tuple[str, str, str],
     *,
     query: float,
+    key: float,
     value: float,
     out: float,
     width: float,
@@ -324,7 +327,9 @@ def _written(
     (20 bytes a score forward, 14 backward).
     """
     q, k, v = inputs
-    kernels = setting.kernels
+    kernels, operators = setting.kernels, []
+    if setting.divides_sequence:
+        operators.append(_ring(setting, (k, v), key + value))
     count = setting.tokens * setting.seq_len * a.heads / setting.tensor
     flops = 2 * count * width / (a.heads / setting.tensor)
     size = WRITTEN_SCORE * count
@@ -333,7 +338,7 @@ def _written(
     if not kernels.fused_softmax:
         chances["chances_fp32"] = FP32 * count
         moved, back, parts = moved + 20 * count, back + 14 * count, 5
-    operators = [
+    operators += [
         _core_product("scores", (q, k), {"scores": size}, flops=flops, moved=query + out + size),
         Operator(
             name="softmax",
@@ -365,6 +370,19 @@ def _written(
         )
     moved = query + out + size
     return [*operators, _core_product("core", (drawn, v), {"core": out}, flops=flops, moved=moved)]
+
+
+def _ring(setting: Setting, inputs: tuple[str, str], local_bytes: float) -> Operator:
+    """Keys and values of all context-parallel ranks, which pass by block by block."""
+    return Operator(
+        name="kv_ring",
+        kind="all_gather",
+        inputs=tuple(dict.fromkeys(inputs)),
+        outputs={},
+        moved_bytes=local_bytes * setting.context,
+        axis="context",
+        ring=True,
+    )
 
 
 def _core_product(

@@ -83,7 +83,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     arrived, skew = "dispatched", 1.0
     if spread:
         skew = kernels.expert_skew
-        operators.append(exchange("dispatched", "arrived", sent * skew))
+        operators.append(exchange(setting, "dispatched", "arrived", sent * skew))
         arrived = "arrived"
     count = tokens * experts.per_token * skew
     width = experts.ffn_size / divided
@@ -104,7 +104,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     operators += linear(setting, down, size=count * width * e, adapted=False)
     returned = "expert_down"
     if spread:
-        operators.append(exchange("expert_down", "returned", sent * skew))
+        operators.append(exchange(setting, "expert_down", "returned", sent * skew))
         returned = "returned"
     routed = "mlp_out_partial" if partial else "mlp_out"
     shared = experts.shared_ffn_size or experts.shared * experts.ffn_size

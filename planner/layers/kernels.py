@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.cluster import EIGHT_BITS
-from planner.stack import Stack
+from planner.stack import SelectiveRecompute, Stack
 
 Scores = Literal["module", "fused", "written"]
 """Attention as a family's modules have it, as one kernel, or with its scores in memory."""
@@ -45,6 +45,10 @@ class Kernels:
     """Traffic of a memory-bound operator's backward over its forward's; 0: each its own."""
     core_traffic: bool = True
     """Fused attention's reads and writes count beside its FLOPs."""
+    ring: bool = False
+    """Keys and values of other context-parallel ranks go round while attention works."""
+    selective: SelectiveRecompute = "outputs"
+    early_stop: bool = True
     expert_moves: float = 0.0
     """Traffic of sorting tokens by experts and back, in sizes of what is sent; 0: the modules'."""
     expert_share: float = 1.0
@@ -94,6 +98,9 @@ def kernels_of(
         divided_loss=stack.loss.divided,
         backward_traffic=rule.backward_traffic,
         core_traffic=rule.core_traffic,
+        ring=stack.context.kind == "ring",
+        selective=stack.recompute.selective,
+        early_stop=stack.recompute.early_stop,
         expert_moves=stack.experts.moves,
         expert_share=stack.experts.grouped_share,
         expert_skew=stack.experts.skew,

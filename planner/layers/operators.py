@@ -304,14 +304,14 @@ def summed(setting: Setting, partial: str, name: str, size: float) -> Operator:
     )
 
 
-def exchange(source: str, name: str, size: float) -> Operator:
-    """All-to-all between the ranks that hold different experts."""
+def exchange(setting: Setting, source: str, name: str, size: float) -> Operator:
+    """All-to-all between the ranks that hold different experts; each sends its own tokens."""
     return Operator(
         name=name,
         kind="all_to_all",
         inputs=(source,),
         outputs={name: size},
-        moved_bytes=size,
+        moved_bytes=size / setting.expert_tensor,
         axis="expert",
     )
 
