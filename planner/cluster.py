@@ -26,7 +26,7 @@ from planner.units import (
 )
 
 AcceleratorKind = Literal["cuda", "rocm", "gaudi", "xpu", "npu", "tpu", "trainium", "cpu"]
-Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 EIGHT_BITS = ("fp8", "mxfp8", "nvfp4")
 """Precisions whose products are in 8 bits and fewer."""
 Collective = Literal[
