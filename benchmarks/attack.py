@@ -53,12 +53,13 @@ from benchmarks.attack_plans import (
     like_layers,
 )
 from benchmarks.attack_report import EQUAL, TOLERANCE, Outcome, lines, page
-from benchmarks.attack_requests import REQUESTS, Request
+from benchmarks.attack_requests import REQUESTS, Target
 from planner.costs.group_costs import GroupCosts
 from planner.costs.layout_costs import CostTables, has_room
 from planner.costs.seats import Seats, alike
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import Pins, read_allowances
 from planner.pipeline_model import pace
 from planner.plan import INSIDE_OUT, Layout, Plan
 from planner.predict import (
@@ -69,9 +70,9 @@ from planner.predict import (
     stage_seconds,
 )
 from planner.prediction import Prediction
+from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
-from planner.search.pins import Pins, read_allowances
 
 MOST_ACTIONS = 20_000
 """Forwards and backwards of all ranks in one simulated step."""
@@ -116,19 +117,14 @@ class Judged:
 class Attack:
     """One request: its answer, and plans against it."""
 
-    def __init__(self, request: Request, *, seed: int = 0) -> None:
+    def __init__(self, request: Target, *, seed: int = 0) -> None:
         self.request = request
         self.model = resolve_model(request.model)
         self.cluster = resolve_cluster(request.cluster)
         self.job = request.job
         allowed = read_allowances([request.allow]) if request.allow else frozenset()
-        self.answer: Answer = search(
-            self.model,
-            self.cluster,
-            self.job,
-            cluster_name=request.cluster,
-            pins=Pins(allowed=allowed),
-        )
+        asked = Request(self.model, self.cluster, self.job, Pins(allowed=allowed))
+        self.answer: Answer = search(replace(asked, called=request.cluster))
         self.rng = random.Random(f"{request.name} {seed}")
         self.drafts = Drafts(
             self.model, self.cluster, self.job, allowed=frozenset(allowed), rng=self.rng
@@ -167,9 +163,9 @@ class Attack:
         activations = self.drafts.activations
         self._priced: set[Layout] = set()
         if self.cluster.mixed:
-            self._costs = GroupCosts(self.model, self.cluster, self.job, None, activations)
+            self._costs = GroupCosts(Request(self.model, self.cluster, self.job), activations)
             return
-        self._tables = CostTables(self.model, self.cluster, self.job, None, activations)
+        self._tables = CostTables(Request(self.model, self.cluster, self.job), activations)
 
     def _layer_s(self, layout: Layout, choices: Sequence[Choice]) -> list[float]:
         """[layer] Seconds of a micro-batch, by which stages are balanced."""

@@ -9,7 +9,7 @@ from planner.training import Lora
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Target:
     """What a user asks, and what the plans of the attack have to do."""
 
     name: str
@@ -43,42 +43,42 @@ class Request:
 REQUESTS = {
     request.name: request
     for request in (
-        Request(
+        Target(
             name="8b-8",
             model="llama-3.1-8b",
             cluster="8xh100-sxm-80gb",
             seq_len=4096,
             global_batch=64,
         ),
-        Request(
+        Target(
             name="70b-64",
             model="llama-3.1-70b",
             cluster="8x8xh100-sxm-80gb",
             seq_len=4096,
             global_batch=256,
         ),
-        Request(
+        Target(
             name="mixtral-16",
             model="mixtral-8x7b",
             cluster="2x8xh100-sxm-80gb",
             seq_len=4096,
             global_batch=128,
         ),
-        Request(
+        Target(
             name="qwen3-moe-16",
             model="qwen3-30b-a3b",
             cluster="2x8xh100-sxm-80gb",
             seq_len=4096,
             global_batch=128,
         ),
-        Request(
+        Target(
             name="gpt2-xl-4090",
             model="gpt2-xl",
             cluster="4xrtx-4090",
             seq_len=1024,
             global_batch=64,
         ),
-        Request(
+        Target(
             name="13b-v100",
             model="llama-2-13b",
             cluster="4x8xv100-sxm-32gb",
@@ -86,28 +86,28 @@ REQUESTS = {
             global_batch=128,
             precision="fp16",
         ),
-        Request(
+        Target(
             name="gemma2-a100",
             model="gemma-2-9b",
             cluster="8xa100-sxm-40gb",
             seq_len=4096,
             global_batch=64,
         ),
-        Request(
+        Target(
             name="unequal",
             model="llama-3.1-8b",
             cluster="8xh100-sxm-80gb+8xa100-sxm-80gb",
             seq_len=4096,
             global_batch=64,
         ),
-        Request(
+        Target(
             name="pcie-l40s",
             model="qwen2.5-7b",
             cluster="8xl40s",
             seq_len=4096,
             global_batch=64,
         ),
-        Request(
+        Target(
             name="lora-72b",
             model="qwen2.5-72b",
             cluster="8xa100-sxm-40gb",
@@ -115,14 +115,14 @@ REQUESTS = {
             global_batch=32,
             lora=16,
         ),
-        Request(
+        Target(
             name="long-context",
             model="llama-3.1-8b",
             cluster="2x8xh100-sxm-80gb",
             seq_len=131072,
             global_batch=16,
         ),
-        Request(
+        Target(
             name="offload-13b",
             model="llama-2-13b",
             cluster="4xa100-sxm-40gb",
@@ -130,7 +130,7 @@ REQUESTS = {
             global_batch=32,
             allow="offload,compress",
         ),
-        Request(
+        Target(
             name="deep-3b",
             model="llama-3.2-3b",
             cluster="8xrtx-3090",

@@ -40,10 +40,11 @@ from planner.costs.layout_costs import refusal
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_model
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Job, Plan
 from planner.profile import Profile
+from planner.request import Request
 from planner.search.best_first import search
-from planner.search.pins import Pins
 from planner.search.space import layouts
 
 MODEL = "local-25m"
@@ -184,12 +185,12 @@ def prepared(folder: Path) -> dict[str, Plan]:
                 order=layout.order,
             )
             try:
-                found = search(model, cluster, JOB, profile=measured, pins=own)
+                found = search(Request(model, cluster, JOB, pins=own, profile=measured))
             except NoPlanFits:
                 continue
             if found.plan.layout == layout:
                 rows.append((found.prediction.step_time_s, found.plan))
-        chosen = search(model, cluster, JOB, profile=measured, pins=pins)
+        chosen = search(Request(model, cluster, JOB, pins=pins, profile=measured))
         rows.append((chosen.prediction.step_time_s, chosen.plan))
         by_title = {title(plan): (seconds, plan) for seconds, plan in rows}
         text = [

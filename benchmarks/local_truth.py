@@ -38,6 +38,7 @@ from planner.model import ModelGraph
 from planner.plan import Job, Layout, Plan
 from planner.prediction import Prediction
 from planner.profile import Profile, Recompute
+from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.space import Pins, layouts
@@ -66,7 +67,7 @@ def main() -> None:
         )
     profile = document.read(Profile, args.profile)
     candidates = every_layout(model, cluster, job, profile)
-    chosen = search(model, cluster, job, profile=profile)
+    chosen = search(Request(model, cluster, job, profile=profile))
     if title(chosen.plan) not in {title(plan) for plan, _ in candidates}:
         candidates.append((chosen.plan, chosen.prediction))
     print(f"{len(candidates)} layouts; the planner chooses {title(chosen.plan)}", file=sys.stderr)
@@ -136,7 +137,7 @@ def pinned(
         schedule=layout.schedule if layout.pipeline > 1 else None,
         recompute=recompute,
     )
-    return search(model, cluster, job, profile=profile, pins=pins)
+    return search(Request(model, cluster, job, pins=pins, profile=profile))
 
 
 def title(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from planner.layers.architecture import architecture_of, graph_of
 from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph
 from planner.plan import Job
+from planner.request import Request
 from planner.search.best_first import search
 from planner.whatif.changes import changed
 from planner.whatif.fine_tuning import tuned
@@ -45,7 +46,7 @@ class Fact:
 def flops_per_device(model: ModelGraph, cluster: str, job: Job) -> tuple[float, str]:
     """Return model FLOP/s per device of the best plan, and the plan."""
     machine = resolve_cluster(cluster)
-    found = search(model, machine, job)
+    found = search(Request(model, machine, job))
     flops = step_flops(model, seq_len=job.seq_len, global_batch=job.global_batch)
     step_s = found.prediction.step_time_s
     return flops / step_s / machine.devices, found.plan.layout.text()
@@ -70,7 +71,7 @@ def faster_memory() -> Fact:
     """H100 and H200 on LoRA of a 70B model, 8 devices."""
     model, job = resolve_model("llama-2-70b"), Job(seq_len=8192, global_batch=8, precision="fp8")
     steps = [
-        tuned(model, resolve_cluster(name), job, quantised=False)
+        tuned(Request(model, resolve_cluster(name), job), quantised=False)
         for name in ("8xh100-sxm-80gb", "8xh200-sxm")
     ]
     ratio = steps[0].step_time_s / steps[1].step_time_s
@@ -106,7 +107,8 @@ def wide_domain() -> Fact:
     joined = changed(nodes, "domain", 9.0)
     assert joined is not None
     apart, together = (
-        tuned(model, cluster, job, quantised=False).step_time_s for cluster in (nodes, joined)
+        tuned(Request(model, cluster, job), quantised=False).step_time_s
+        for cluster in (nodes, joined)
     )
     return Fact(
         what="LoRA of a 70B model on 72 devices, nodes of 8 or one domain",

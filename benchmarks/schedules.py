@@ -16,15 +16,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from planner.costs.layout_costs import CostTables
 from planner.document import write_text
 from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import Pins
 from planner.pipeline_model import closed_form, held
 from planner.plan import Job
+from planner.request import Request
 from planner.schedule import orders, rank_of_stage
 from planner.schedules import SCHEDULES
 from planner.search.candidates import Candidates
-from planner.search.pins import Pins
 from planner.search.ranked import ranked
 from planner.simulate import peak_alive, timeline
 from planner.solver.inner import solve
@@ -130,7 +130,7 @@ def plans(model_name: str, cluster_name: str, pins: Pins, job: Job) -> Iterator[
     """Yield a row for every timetable: the closed form's optimum, and that plan simulated."""
     yield ["schedule", "stages per rank", "closed form", "simulated", "ratio", "fullest rank"]
     model, cluster = resolve_model(model_name), resolve_cluster(cluster_name)
-    candidates = Candidates(model, cluster, job, CostTables(model, cluster, job), pins)
+    candidates = Candidates(Request(model, cluster, job, pins, called=cluster_name))
     seen = set()
     for family in candidates.families:
         for layout in family.layouts():
@@ -142,7 +142,7 @@ def plans(model_name: str, cluster_name: str, pins: Pins, job: Job) -> Iterator[
             if not isinstance(solution, Solution):
                 yield [layout.schedule, str(layout.virtual_stages), *["does not fit"] * 4]
                 continue
-            found = ranked(candidates, layout, solution, cluster_name)
+            found = ranked(candidates, layout, solution)
             step_s = found.prediction.step_time_s
             fullest = max(stage.peak_memory_bytes for stage in found.prediction.stages)
             yield [

@@ -19,6 +19,7 @@ from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.native import Rules, limit, refusal
 from planner.plan import Job
+from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.certificate import (
@@ -143,7 +144,7 @@ def measured(case: Case, rules: Rules = refusal) -> tuple[Answer | None, float]:
     job = Job(seq_len=case.seq_len, global_batch=case.global_batch)
     started = time.process_time()
     try:
-        answer = search(model, cluster, job, rules=rules)
+        answer = search(Request(model, cluster, job), rules=rules)
     except NoPlanFits:
         answer = None
     return answer, time.process_time() - started

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Literal
 
 from meshwright.answers import comparison_cells
 from meshwright.inputs import (
-    FACTORY_SEQ_LEN,
     check_code,
     check_devices,
     is_plan,
-    job_of,
     machine_of,
     model_of,
     need_torch,
@@ -30,19 +28,19 @@ from meshwright.inputs import (
 from planner import catalog as shelves
 from planner import document
 from planner.cluster import ClusterSpec, Precision
-from planner.costs.group_costs import only_profile
 from planner.costs.layout_costs import refusal
 from planner.errors import DocumentError
 from planner.expressions import resolve_model
 from planner.model import is_factory
+from planner.pins import read_layout, read_pins, without_effect
 from planner.plan import Job, Plan
 from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
+from planner.request import FACTORY_SEQ_LEN, Request, pinned_layout
 from planner.search.answer import Answer, Progress
 from planner.search.best_first import search
-from planner.search.pins import pinned_layout, read_layout, read_pins, without_effect
 from planner.solver.instance import Fathomed, Infeasible, Solution
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
@@ -91,38 +89,29 @@ def plan(
     graph = model_of(model, seq_len=seq_len)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
-    job = job_of(
+    names = [name for name, _ in graph.chain]
+    request = Request.of(
         graph,
         machine,
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision,
         lora=lora,
+        pins=replace(read_pins(fix, allow), require=read_requirements(require, names)),
+        profile=measured,
+        stack=backend,
+        called=cluster,
     )
-    names = [name for name, _ in graph.chain]
-    pins = replace(read_pins(fix, allow), require=read_requirements(require, names))
     if backend != "native":
         from planner.backends.search import backend_search  # noqa: PLC0415 - rules of all
 
-        found = backend_search(
-            graph, machine, job, backend=backend, pins=pins, top=max(top, 8), told=progress
-        )
+        found = backend_search(request, top=max(top, 8), told=progress)
         if output is not None:
             document.write_text("\n".join(found.best.flags) + "\n", output)
         return found
-    answer = search(
-        graph,
-        machine,
-        job,
-        cluster_name=cluster,
-        profile=measured,
-        pins=pins,
-        solver=solver,
-        top=top,
-        progress=progress,
-    )
+    answer = search(request, solver=solver, top=top, progress=progress)
     said = answer.prediction.on(machine.devices, used=answer.plan.mesh.devices)
-    said = said.noted(*without_effect(pins, answer.plan.layout))
+    said = said.noted(*without_effect(request.pins, answer.plan.layout))
     if output is not None:
         document.write(answer.plan, output)
     return replace(answer, prediction=said)
@@ -159,36 +148,30 @@ def predict(
     graph = model_of(model_or_plan, seq_len=seq_len)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
-    job = job_of(graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision)
     pins, idle = read_layout(layout or "", ["stale,compress"])
-    wanted_layout = pinned_layout(machine, job, pins, idle=idle)
+    request = Request.of(
+        graph,
+        machine,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        pins=pins,
+        profile=measured,
+        stack=backend,
+    )
+    wanted_layout = pinned_layout(request, idle=idle)
     notes = tuple(without_effect(pins, wanted_layout))
     if backend != "native":
         from planner.backends.prediction import (  # noqa: PLC0415 - rules of every framework
             backend_prediction,
         )
 
-        priced = backend_prediction(
-            graph,
-            machine,
-            job,
-            wanted_layout,
-            backend=backend,
-            recompute=pins.recompute or "none",
-        )
+        priced = backend_prediction(request, wanted_layout)
         return priced.on(machine.devices, used=wanted_layout.devices).noted(*notes)
-    reason = refusal(graph, machine, job, wanted_layout)
+    reason = refusal(graph, machine, request.job, wanted_layout)
     if reason is not None:
         raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
-    return layout_prediction(
-        graph,
-        machine,
-        job,
-        wanted_layout,
-        recompute=pins.recompute or "none",
-        activations=pins.activations or "keep",
-        profile=only_profile(measured),
-    ).noted(*notes)
+    return layout_prediction(request, wanted_layout).noted(*notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,9 +275,9 @@ def profile(
     node_rank = node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
 
     def job(machine: ClusterSpec) -> Job:
-        return job_of(
+        return Request.of(
             graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision
-        )
+        ).job
 
     found = measure(
         graph,
@@ -333,9 +316,9 @@ def profile_agenda(
     graph = model_of(model, seq_len=seq_len)
 
     def job(machine: ClusterSpec) -> Job:
-        return job_of(
+        return Request.of(
             graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision
-        )
+        ).job
 
     found: Intended = intended(
         graph,

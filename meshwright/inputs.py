@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 
 from planner import document
 from planner.calibrate.constants import calibrated
-from planner.cluster import ClusterSpec, Precision
+from planner.cluster import ClusterSpec
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside, resolve_cluster, resolve_model
 from planner.model import ModelGraph, is_factory
-from planner.plan import Job, Plan, check_size
+from planner.plan import Plan, check_size
 from planner.profile import Profile, Profiles
-from planner.training import Training
-from planner.units import MOST_SAMPLES, MOST_TOKENS
-
-TOKENS_PER_STEP = 2**20
-"""Tokens of a default global batch on accelerators; on CPUs it is 8 samples a rank."""
-FACTORY_SEQ_LEN = 256
-"""Default tokens per sample of a model that does not say how many it takes."""
+from planner.request import FACTORY_SEQ_LEN
+from planner.units import MOST_TOKENS
 
 
 def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:
@@ -35,37 +29,6 @@ def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:
         graph: ModelGraph = graph_of_factory(text, seq_len=seq_len or FACTORY_SEQ_LEN)
         return graph
     return resolve_model(text)
-
-
-def job_of(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    *,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    precision: Precision | None = None,
-    lora: Sequence[str] = (),
-) -> Job:
-    """Return the work of one step, with defaults that suit the model and the devices."""
-    for name, value, most in (
-        ("seq-len", seq_len, MOST_TOKENS),
-        ("global-batch", global_batch, MOST_SAMPLES),
-    ):
-        if value is not None:
-            check_size(name, value, most)
-    on_cpu = cluster.groups[0].accelerator.kind == "cpu"
-    limit = model.architecture.max_positions if model.architecture else FACTORY_SEQ_LEN
-    if seq_len is None:
-        seq_len = min(limit, 256 if on_cpu else 4096)
-    if global_batch is None:
-        samples = 8 * cluster.devices if on_cpu else max(1, TOKENS_PER_STEP // seq_len)
-        global_batch = -(-samples // cluster.devices) * cluster.devices
-    return Job(
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=cluster.precision_for(precision),
-        lora=Training().changed([f"lora.{setting}" for setting in lora]).lora,
-    )
 
 
 def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:

@@ -6,19 +6,20 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from planner import document
 from planner.cluster import ClusterSpec
-from planner.costs.group_costs import only_profile
 from planner.errors import DocumentError, LaunchError, NoPlanFits
 from planner.model import ModelGraph
-from planner.plan import Job, Plan
+from planner.pins import Allowance, Pins
+from planner.plan import Plan
 from planner.profile import Profiles
+from planner.request import Request
 from planner.schedules import schedule_of
 from planner.search.answer import Answer
 from planner.search.best_first import search
-from planner.search.pins import Allowance, Pins
 from planner.whatif.changes import changed
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -44,22 +45,18 @@ def for_fewer(
             f"replan: the plan's schedule is {wanted.schedule}, whose gradients are as old as its "
             "pipeline makes them; plan again by hand"
         )
-    job = Job(
-        seq_len=wanted.seq_len,
-        global_batch=wanted.global_batch,
-        precision=wanted.precision,
-        lora=wanted.training.lora,
+    asked = replace(
+        Request.of_plan(wanted, graph, machine, measured), pins=Pins(allowed=_allowed(wanted))
     )
     best: Answer | None = None
     for cluster in _smaller(machine, left):
         with contextlib.suppress(NoPlanFits):
             best = search(
-                graph,
-                cluster,
-                job,
-                cluster_name=str(folder / f"cluster-of-{cluster.devices}.yaml"),
-                profile=only_profile(measured),
-                pins=Pins(allowed=_allowed(wanted)),
+                replace(
+                    asked,
+                    cluster=cluster,
+                    called=str(folder / f"cluster-of-{cluster.devices}.yaml"),
+                ),
                 below_s=math.inf if best is None else best.certificate.objective_s,
             )
             chosen = cluster

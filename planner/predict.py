@@ -17,7 +17,7 @@ from operator import add
 from planner.cluster import ClusterSpec
 from planner.costs.compute import peak_flops
 from planner.costs.crossings import in_order
-from planner.costs.group_costs import GroupCosts, only_profile
+from planner.costs.group_costs import GroupCosts
 from planner.costs.hosts import overfull, unknown
 from planner.costs.layout_costs import CostTables, LayoutCosts, counted_by_rank, has_room
 from planner.costs.rank_memory import host_bytes, layer_bytes, rank_memory_parts
@@ -27,9 +27,10 @@ from planner.costs.uncertainty import step_range
 from planner.errors import DocumentError
 from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph
-from planner.plan import Activations, Job, Layout, Plan
+from planner.plan import Activations, Layout, Plan
 from planner.prediction import Assumption, Prediction, StagePrediction
-from planner.profile import Profile, Profiles, Recompute
+from planner.profile import Profiles, Recompute
+from planner.request import Request
 from planner.schedule import orders, rank_of_stage
 from planner.simulate import Timeline, timeline
 from planner.tolerances import ROUNDING
@@ -96,27 +97,23 @@ def predict(
 ) -> Prediction:
     """Return what a plan should do."""
     placements = placements_of(plan, model)
+    request = Request.of_plan(plan, model, cluster, profile)
     if plan.shares is not None:
-        prediction = _shared_prediction(plan, model, cluster, placements, profile)
+        prediction = _shared_prediction(plan, request, placements)
     else:
-        tables, seats = seated(plan, model, cluster, profile)
+        tables, seats = seated(plan, request)
         prediction = placement_prediction(tables, plan.layout, placements, seats)
     prediction = prediction.on(cluster.devices, used=plan.mesh.devices)
     return prediction.model_copy(update={"plan_digest": plan.digest})
 
 
-def _shared_prediction(
-    plan: Plan,
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    placements: Sequence[Placement],
-    profile: Profiles,
-) -> Prediction:
+def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placement]) -> Prediction:
     """Return what unequal data-parallel ranks should do: the slowest ends the step.
 
     Memory is that of the ranks whose devices it fills most.
     """
-    costs = GroupCosts(model, cluster, plan.job, profile, activations_of(plan))
+    model, cluster = request.model, request.cluster
+    costs = GroupCosts(request, activations_of(plan))
     _check_known(plan, costs)
     most: dict[str, int] = {}
     ranks: list[str] = []
@@ -155,22 +152,20 @@ def plan_timeline(
 ) -> Timeline:
     """Return when each stage of a plan does which action."""
     placements = placements_of(plan, model)
-    _, seats = seated(plan, model, cluster, profile)
+    _, seats = seated(plan, Request.of_plan(plan, model, cluster, profile))
     return _run(seats, plan.layout, _seconds(seats, placements))
 
 
-def seated(
-    plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
-) -> tuple[CostTables, Seats]:
+def seated(plan: Plan, request: Request) -> tuple[CostTables, Seats]:
     """Return the costs under each stage of a plan; tables are those of the first stage."""
+    held = _branches(plan, request.model)
     if plan.groups is not None:
-        costs = GroupCosts(model, cluster, plan.job, profile, activations_of(plan))
+        costs = GroupCosts(request, activations_of(plan))
         _check_known(plan, costs)
         busiest = max(plan.shares or (), key=lambda share: share.micro_batches, default=None)
         groups = [stage.group or (busiest.group if busiest else "") for stage in plan.stages]
-        return costs.tables[groups[0]], costs.seats(plan.layout, groups, _branches(plan, model))
-    tables = CostTables(model, cluster, plan.job, only_profile(profile), activations_of(plan))
-    held = _branches(plan, model)
+        return costs.tables[groups[0]], costs.seats(plan.layout, groups, held)
+    tables = CostTables(request, activations_of(plan))
     if held is not None:
         return tables, branching(tables, plan.layout, held)
     return tables, alike(tables, plan.layout)
@@ -211,17 +206,15 @@ def placements_of(plan: Plan, model: ModelGraph) -> list[Placement]:
 
 
 def layout_prediction(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    job: Job,
-    layout: Layout,
-    *,
-    recompute: Recompute = "none",
-    activations: Activations = "keep",
-    profile: Profile | None = None,
-    tables: CostTables | None = None,
+    request: Request, layout: Layout, *, tables: CostTables | None = None
 ) -> Prediction:
-    """Return what a layout should do with all layers alike and stages of equal time."""
+    """Return what a layout should do with all layers alike and stages of equal time.
+
+    What is recomputed, and what becomes of activations, is as the request pins it.
+    """
+    model, cluster = request.model, request.cluster
+    recompute = request.pins.recompute or "none"
+    activations = request.pins.activations or "keep"
     if cluster.mixed:
         raise DocumentError(
             "cluster",
@@ -229,7 +222,7 @@ def layout_prediction(
             "--fix, then predict the plan",
         )
     model = in_order(model) if model.edges else model
-    tables = tables or CostTables(model, cluster, job, profile, (activations,))
+    tables = tables or CostTables(replace(request, model=model), (activations,))
     costs = tables.of(layout)
     chain = [layer.kind for _, layer in model.chain]
     chosen = {

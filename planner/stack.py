@@ -26,6 +26,8 @@ Attention = Literal["module", "fa1", "fa2", "fa3"]
 Unit = Literal["layer", "buffer"]
 """FSDP's units hold shards apart from the working copies that they gather; in buffers of whole
 parameters a shard is a part of them."""
+Copies = Literal["none", "around_collectives"]
+Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
 SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks"]
 Provenance = Literal["derived", "measured", "fitted", "assumed"]
 
@@ -73,9 +75,12 @@ class Sharding(Part):
     """Rate of ZeRO-3 collectives within a node over that of large contiguous ones."""
     network_rate: Fraction = 1.0
     """The same between nodes."""
-    accumulated_bytes: Amount = 10.0
-    """Memory traffic per parameter of adding a micro-batch's gradients to the buffer: fresh ones
-    read (2), the sum read and written (8).  0 where autograd adds in place."""
+    copies: Copies = "none"
+    """Whether parameters and gradients are copied between their own tensors and the buffers of
+    collectives (FSDP2), or are parts of those buffers."""
+    accumulation: Accumulation = "into_sum"
+    """How a micro-batch's gradients are added to those before: see
+    `planner.costs.sharding.accumulated_bytes`."""
     unit_s: Amount = 0.0
     """Seconds of the host for each sharded unit and pass (FSDP2's Python hooks)."""
     bridged: Flag = True
@@ -214,7 +219,10 @@ class PipelineRule(Part):
     stages: Literal["even", "by_products"] = "even"
     """How blocks are divided: equal counts, or equal products with the head counted."""
     stalled_transfer_s: Amount = 0.0
-    """Seconds that each transfer between stages waits in jobs of very many nodes."""
+    """Seconds that each transfer between stages waits in jobs of very many nodes, without stages
+    each collective of all replicas."""
+    stalling_nodes: Positive = 32
+    """Those jobs have more nodes than this."""
 
 
 class PerPass(Part):
@@ -265,6 +273,9 @@ class OptimizerRule(Part):
 class OffloadRule(Part):
     """Offload to the host."""
 
+    updates: Literal["streamed", "on_host"] = "on_host"
+    """Where an optimizer on the host steps: its state goes through the device, or the host's
+    processors update what it has of the parameters, whose working copies go back."""
     activations_share: Fraction = 1.0
     """Of a block's activations, where they are offloaded."""
 

@@ -11,13 +11,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from meshwright.inputs import job_of
 from planner import document
 from planner.cluster import ClusterSpec
 from planner.document import Document
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.profile import Profile
+from planner.request import Request
 from planner.search.best_first import search
 
 FOLDER = Path(__file__).parent
@@ -49,8 +49,15 @@ def computed(name: str) -> dict[str, Document]:
     measured = folder / "profile.yaml"
     profile = document.read(Profile, measured) if measured.exists() else None
     _, cluster_name, seq_len, global_batch = options(name)
-    job = job_of(model, cluster, seq_len=seq_len, global_batch=global_batch)
-    answer = search(model, cluster, job, cluster_name=cluster_name, profile=profile)
+    request = Request.of(
+        model,
+        cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        profile=profile,
+        called=cluster_name,
+    )
+    answer = search(request)
     return {
         "plan.yaml": answer.plan,
         "prediction.yaml": answer.prediction,

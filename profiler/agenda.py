@@ -18,6 +18,7 @@ from planner.errors import MeshwrightError
 from planner.model import ModelGraph
 from planner.plan import Job, Plan
 from planner.profile import Recompute
+from planner.request import Request
 from planner.search.best_first import search
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -64,7 +65,7 @@ class StageWish:
 def best_plans(model: ModelGraph, machine: ClusterSpec, job: Job) -> list[tuple[float, Plan]]:
     """Return the planner's best plans by arithmetic alone, each with its value, the best first."""
     try:
-        answer = search(model, machine, job, top=CANDIDATES)
+        answer = search(Request(model, machine, job), top=CANDIDATES)
     except MeshwrightError:  # nothing fits, or nothing is known: all settings are alike
         return []
     best_s = min(ranked.objective_s for ranked in answer.top)

@@ -5,32 +5,20 @@ from __future__ import annotations
 from planner.backends.estimate import estimate
 from planner.backends.placed import priced
 from planner.backends.runs import Run
-from planner.backends.stacks import known_stack, stack_of_run
+from planner.backends.stacks import stack_of_run
 from planner.backends.step import stage_seconds
-from planner.catalog import stacks
-from planner.cluster import ClusterSpec
 from planner.costs.compute import peak_flops
-from planner.document import nearest
 from planner.errors import DocumentError
 from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph
-from planner.plan import Job, Layout
+from planner.plan import Layout
 from planner.prediction import Assumption, Prediction, StagePrediction
-from planner.profile import Recompute
+from planner.request import Request
 
 
-def backend_prediction(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    job: Job,
-    layout: Layout,
-    *,
-    backend: str,
-    recompute: Recompute = "none",
-) -> Prediction:
+def backend_prediction(request: Request, layout: Layout) -> Prediction:
     """Return what a layout should do under a framework's stack, all blocks recomputed alike."""
-    run = _run(model, cluster, job, layout, backend=backend, recompute=recompute)
-    return run_prediction(run, model, layout.text())
+    return run_prediction(_run(request, layout), request.model, layout.text())
 
 
 def run_prediction(run: Run, model: ModelGraph, layout: str) -> Prediction:
@@ -81,17 +69,8 @@ def run_prediction(run: Run, model: ModelGraph, layout: str) -> Prediction:
     )
 
 
-def _run(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    job: Job,
-    layout: Layout,
-    *,
-    backend: str,
-    recompute: Recompute,
-) -> Run:
-    if known_stack(backend) is None:
-        raise DocumentError("backend", f"is '{backend:.40}'; {nearest(backend, list(stacks()))}")
+def _run(request: Request, layout: Layout) -> Run:
+    model, cluster, job, backend = request.model, request.cluster, request.job, request.stack.name
     if model.architecture is None or model.architecture.patches or model.architecture.classes:
         raise DocumentError(
             "backend", f"{backend} trains language models; {model.name} is none: use native"
@@ -120,6 +99,6 @@ def _run(
         expert=layout.expert,
         data=layout.data,
         zero=layout.zero,
-        recompute=recompute,
+        recompute=request.pins.recompute or "none",
         precision=job.precision,
     )

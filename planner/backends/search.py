@@ -16,12 +16,10 @@ from planner.backends.estimate import Estimate, estimate
 from planner.backends.prediction import run_prediction
 from planner.backends.runs import Run
 from planner.backends.spaces import NOT_LOOKED_AT, flags, layouts, refuse_pins, space_of
-from planner.cluster import ClusterSpec
 from planner.errors import DocumentError, NoPlanFits
 from planner.model import ModelGraph
-from planner.plan import Job
 from planner.prediction import Prediction
-from planner.search.pins import Pins
+from planner.request import Request
 from planner.units import bytes_text
 
 Told = Callable[[int, int], None]
@@ -69,17 +67,12 @@ class BackendAnswer:
 
 
 def backend_search(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    job: Job,
-    *,
-    backend: str,
-    pins: Pins | None = None,
-    top: int = CLOSE,
-    told: Told | None = None,
+    request: Request, *, top: int = CLOSE, told: Told | None = None
 ) -> BackendAnswer:
     """Return the fastest layout of a framework; NoPlanFits names the one that misses least."""
     started = time.process_time()
+    model, cluster, job, pins = request.model, request.cluster, request.job, request.pins
+    backend = request.stack.name
     space_of(backend)
     a = model.architecture
     if a is None or a.patches or a.classes:
@@ -90,7 +83,6 @@ def backend_search(
         raise DocumentError("cluster", f"has devices that differ; {backend} takes one kind")
     if job.lora is not None:
         raise DocumentError("lora", f"is planned for the native backend, not for {backend}")
-    pins = pins or Pins()
     refuse_pins(pins, backend)
     runs = list(layouts(model, cluster, job, pins, backend=backend))
     if not runs:

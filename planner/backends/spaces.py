@@ -14,9 +14,9 @@ from planner.cluster import ClusterSpec
 from planner.document import nearest
 from planner.errors import DocumentError
 from planner.model import Architecture, ModelGraph
+from planner.pins import Pins
 from planner.plan import Job
 from planner.schedules import looped, single
-from planner.search.pins import Pins
 from planner.stack import Space
 
 NOT_LOOKED_AT = "tensor parallelism across nodes, more than 64 samples in a micro-batch"

@@ -11,73 +11,25 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.cluster import ClusterSpec
 from planner.costs.collectives import Level, group_levels
 from planner.costs.crossings import crossings
 from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import CostTables, LayoutCosts
 from planner.costs.rank_memory import Passing
-from planner.costs.rates import Rates, rates
 from planner.costs.seats import Seat, Seats, passed_on
-from planner.document import nearest
-from planner.errors import DocumentError
-from planner.model import ModelGraph
-from planner.plan import Activations, Job, Layout
-from planner.profile import Profile, Profiles
-
-
-def profiles_of(cluster: ClusterSpec, profile: Profiles) -> dict[str, Profile]:
-    """Return the profile of each group that has one."""
-    if profile is None:
-        return {}
-    names = [group.name for group in cluster.groups]
-    if isinstance(profile, Profile):
-        if len(names) > 1:
-            raise DocumentError(
-                "profile",
-                "was measured on one kind of device, and the cluster has several; say of which, as "
-                f"in --profile {names[0]}=profile.yaml",
-            )
-        return {names[0]: profile}
-    for name in profile:
-        if name not in names:
-            raise DocumentError("profile", f"'{name}' is no group of it; {nearest(name, names)}")
-    return dict(profile)
-
-
-def only_profile(profile: Profiles) -> Profile | None:
-    """Return the profile for devices that are all alike."""
-    if profile is None or isinstance(profile, Profile):
-        return profile
-    if len(profile) > 1:
-        raise DocumentError(
-            "profile", f"is of {' and '.join(profile)}, and the devices are all alike; give one"
-        )
-    return next(iter(profile.values()), None)
+from planner.plan import Activations, Layout
+from planner.request import Request
 
 
 class GroupCosts:
     """Costs of a model on every group of a cluster, for any layout."""
 
-    def __init__(
-        self,
-        model: ModelGraph,
-        cluster: ClusterSpec,
-        job: Job,
-        profile: Profiles = None,
-        activations: tuple[Activations, ...] = ("keep",),
-    ) -> None:
-        profiles = profiles_of(cluster, profile)
-        self.model = model
-        self.cluster = cluster
-        self.job = job
-        self._alone = {group.name: cluster.part((group,)) for group in cluster.groups}
+    def __init__(self, request: Request, activations: tuple[Activations, ...] = ("keep",)) -> None:
+        self.model = request.model
+        self.cluster = request.cluster
         self.tables = {
-            name: CostTables(model, alone, job, profiles.get(name), activations)
-            for name, alone in self._alone.items()
-        }
-        self._rates: dict[str, Rates] = {
-            name: rates(alone, job, profiles.get(name)) for name, alone in self._alone.items()
+            group.name: CostTables(request.on((group,)), activations)
+            for group in request.cluster.groups
         }
 
     def stage_devices(self, layout: Layout) -> int:
@@ -104,10 +56,10 @@ class GroupCosts:
             size_bytes = self.tables[before].of(layout).boundary_bytes
         if before != after:
             joined = Level(self.cluster.tiers[-1], 2)
-            return self._rates[before].link_s("send_recv", size_bytes, (joined,))
+            return self.tables[before].rates.link_s("send_recv", size_bytes, (joined,))
         inside = replace(layout, pipeline=max(1, self.stages_of(layout)[before]))
-        levels = group_levels(self._alone[before].tiers, inside, ("pipeline",))
-        return self._rates[before].link_s("send_recv", size_bytes, levels)
+        levels = group_levels(self.tables[before].cluster.tiers, inside, ("pipeline",))
+        return self.tables[before].rates.link_s("send_recv", size_bytes, levels)
 
     def seats(
         self, layout: Layout, groups: Sequence[str], stages: Sequence[Sequence[str]] | None = None

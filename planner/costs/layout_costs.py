@@ -1,6 +1,6 @@
 """What the layers of a model cost under a layout: the numbers that the solver chooses among.
 
-`CostTables` belongs to one model, cluster, job and profile.  Whatever depends only on how a layer
+`CostTables` belongs to one request.  Whatever depends only on how a layer
 is divided (tensor, context, expert, micro-batch) is worked out once and shared by the thousands of
 layouts of a search; `of` then adds what data parallelism and the pipeline make of it.
 
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import Accelerator, ClusterSpec
+from planner.cluster import Accelerator
 from planner.costs.boundaries import Boundaries
 from planner.costs.held import HeldStates
 from planner.costs.layer_figures import KindFigures, LayerFigures
@@ -42,12 +42,11 @@ from planner.costs.strategy import (
 )
 from planner.layers.kernels import kernels_of
 from planner.layers.operator_table import RECOMPUTES, Setting
-from planner.model import ModelGraph
 from planner.native import caveat, refusal
-from planner.plan import Activations, Job, Layout
+from planner.plan import Activations, Layout
 from planner.prediction import Assumption
-from planner.profile import Profile, Recompute
-from planner.stack import Stack
+from planner.profile import Recompute
+from planner.request import Request
 from planner.tolerances import SETTLED
 
 __all__ = [
@@ -55,7 +54,6 @@ __all__ = [
     "LayoutCosts",
     "StrategyCost",
     "StrategyParts",
-    "layout_costs",
     "refusal",
 ]
 
@@ -105,40 +103,22 @@ class LayoutCosts:
     assumptions: tuple[Assumption, ...]
 
 
-def layout_costs(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    job: Job,
-    layout: Layout,
-    profile: Profile | None = None,
-) -> LayoutCosts:
-    """Return the costs of one layout; for many, keep a CostTables."""
-    return CostTables(model, cluster, job, profile).of(layout)
-
-
 class CostTables:
-    """Costs of a model on a cluster, for any layout."""
+    """Costs of a model on a cluster of devices that are alike, for any layout."""
 
-    def __init__(
-        self,
-        model: ModelGraph,
-        cluster: ClusterSpec,
-        job: Job,
-        profile: Profile | None = None,
-        activations: tuple[Activations, ...] = ("keep",),
-        stack: Stack | None = None,
-    ) -> None:
+    def __init__(self, request: Request, activations: tuple[Activations, ...] = ("keep",)) -> None:
         """`activations` are the ways to treat them that layers may choose among.
 
-        `stack` is how layers are trained, by default `native`.
+        What the request pins is left to the search.
         """
-        self.model = model
-        self.cluster = cluster
-        self.job = job
-        self.profile = profile
+        self.request = request
+        self.model = model = request.model
+        self.cluster = cluster = request.cluster
+        self.job = job = request.job
+        self.profile = profile = request.only_profile
         self.activations = activations
         a = model.architecture
-        self._rates = rates(cluster, job, profile, stack, head_dim=a.head_dim if a else 128)
+        self._rates = rates(cluster, job, profile, request.stack, head_dim=a.head_dim if a else 128)
         self._kernels = kernels_of(self._rates.stack, job.precision)
         warning = caveat(model, cluster)
         self._assumptions = (

@@ -188,12 +188,18 @@ class Sharing:
         return self.sharded and self.zero == 3
 
     @property
+    def pipelined_units(self) -> bool:
+        """Whether gradients wait for a pipeline's last backward, and what a backward gathered
+        stays until the next forward, table's note (3): torch's pipelining of FSDP's units."""
+        return self.pipelined and self.types.unit == "layer"
+
+    @property
     def reduces_each_micro_batch(self) -> bool:
         """Whether a step reduces gradients several times, in every micro-batch's backward.
 
         With a single one ZeRO-2 is ZeRO-1, to the last bit.
         """
-        return self.sharded and self.zero >= 2 and self.accumulated and not self.pipelined
+        return self.sharded and self.zero >= 2 and self.accumulated and not self.pipelined_units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,14 +27,10 @@ from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
-from planner.cluster import ClusterSpec
-from planner.costs.group_costs import only_profile
-from planner.costs.layout_costs import CostTables
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
-from planner.model import ModelGraph
 from planner.native import Rules, refusal
-from planner.plan import Job, Layout
-from planner.profile import Profiles
+from planner.plan import Layout
+from planner.request import Request
 from planner.search.answer import TIES_LIMIT_S, Answer, Progress
 from planner.search.candidates import Bounded, Candidates, Levels
 from planner.search.certificate import (
@@ -58,10 +54,8 @@ from planner.search.certificate import (
 from planner.search.finalists import MARGIN, finalists, simulated
 from planner.search.layout_queue import Found, may_beat, ranking, wins
 from planner.search.misses import closest_miss, nothing_keeps, nothing_runs
-from planner.search.pins import Pins
 from planner.search.ranked import proven, ranked
 from planner.search.ranks import run_of
-from planner.search.savings import activations
 from planner.search.space import Family, complexity, kind
 from planner.search.spaces.graph import search_graph
 from planner.search.spaces.mixed import search_mixed
@@ -98,13 +92,8 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def search(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    job: Job,
+    request: Request,
     *,
-    cluster_name: str | None = None,
-    profile: Profiles = None,
-    pins: Pins | None = None,
     solver: str = "exact",
     top: int = 1,
     progress: Progress | None = None,
@@ -119,37 +108,21 @@ def search(
     `rules` say which layouts are refused; those of the native backend if nothing else is asked for.
     """
     started = time.process_time()
-    pins = pins or Pins()
+    model, cluster, pins = request.model, request.cluster, request.pins
     if pins.require and (cluster.mixed or model.edges):
         raise DocumentError(
             "require", "speaks of layers in a chain and of stages on devices that are alike"
         )
     if cluster.mixed:
-        return search_mixed(
-            model,
-            cluster,
-            job,
-            cluster_name=cluster_name or cluster.name,
-            profile=profile,
-            pins=pins,
-            solver=solver,
-            top=top,
-            progress=progress,
-        )
-    treated = activations(cluster, pins)
-    tables = CostTables(model, cluster, job, only_profile(profile), treated)
-    candidates = Candidates(model, cluster, job, tables, pins, rules)
+        return search_mixed(request, solver=solver, top=top, progress=progress)
+    candidates = Candidates(request, rules)
     if model.edges:
-        name = cluster_name or cluster.name
-        return search_graph(
-            candidates, cluster_name=name, solver=solver, top=top, progress=progress
-        )
+        return search_graph(candidates, solver=solver, top=top, progress=progress)
     unlike = run_of(model) is None and not pins.require and solver == "exact"
     if not candidates.families and unlike:
-        name = cluster_name or cluster.name
-        return search_rounds(candidates, cluster_name=name, top=top, progress=progress)
+        return search_rounds(candidates, top=top, progress=progress)
     if not candidates.families:
-        raise NoPlanFits(nothing_runs(model, cluster, job, candidates.refused, pins))
+        raise NoPlanFits(nothing_runs(request, candidates.refused))
     hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress, below_s=below_s)
     bests = hunt.run()
     if below_s < math.inf and (not bests or bests[0].objective_s >= below_s):
@@ -159,10 +132,9 @@ def search(
     if not bests:
         raise NoPlanFits(closest_miss(candidates))
 
-    name = cluster_name or cluster.name
-    every = [ranked(candidates, best.layout, best.split, name) for best in bests]
+    every = [ranked(candidates, best.layout, best.split) for best in bests]
     winner, closed_form = bests[0], every[0]
-    order = finalists(candidates, closed_form, hunt.near(), hunt.solve, name)
+    order = finalists(candidates, closed_form, hunt.near(), hunt.solve)
     chosen = order[0]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
     top_plans = (chosen, *others)[:top]
@@ -187,7 +159,7 @@ def search(
         solved=hunt.solved,
     )
     if unlike:
-        return with_rounds(answer, candidates, name, progress)
+        return with_rounds(answer, candidates, progress)
     return answer
 
 

@@ -27,12 +27,11 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import ClusterSpec
 from planner.costs.layout_costs import CostTables, LayoutCosts, fastest_s, least_credits_s
-from planner.costs.rates import rates
-from planner.model import ModelGraph
 from planner.native import Rules, refusal
+from planner.pins import Pins
 from planner.plan import Job, Layout
+from planner.request import Request
 from planner.schedule import too_long
 from planner.schedules import schedule_of
 from planner.search.dominance import dominates, twins
@@ -44,8 +43,7 @@ from planner.search.formulation import (
     unkept,
 )
 from planner.search.joint.rooms import Chain, Paces, Rooms, Unit
-from planner.search.pins import Pins
-from planner.search.savings import Saving, least_s, savings
+from planner.search.savings import Saving, activations, least_s, savings
 from planner.search.space import (
     Degrees,
     Family,
@@ -71,20 +69,13 @@ Bounded = list[tuple[Layout, float]]
 class Candidates:
     """All families of a space that the backend runs, and the refusals by reason."""
 
-    def __init__(
-        self,
-        model: ModelGraph,
-        cluster: ClusterSpec,
-        job: Job,
-        tables: CostTables,
-        pins: Pins,
-        rules: Rules = refusal,
-    ) -> None:
-        self.model = model
-        self.cluster = cluster
-        self.job = job
-        self.tables = tables
-        self.pins = pins
+    def __init__(self, request: Request, rules: Rules = refusal) -> None:
+        self.request = request
+        self.model = model = request.model
+        self.cluster = request.cluster
+        self.job = request.job
+        self.pins = request.pins
+        self.tables = CostTables(request, activations(request.cluster, request.pins))
         self.rules = rules
         self.refused: dict[str, int] = {}
         self._counts: dict[str, int] = {}
@@ -96,18 +87,18 @@ class Candidates:
         self._known_moved: dict[tuple[int, int], _Moved] = {}
         """By the id of the sharings, which those of one family and level have in common."""
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
-        self._rates = rates(cluster, job, tables.profile)
+        self._rates = self.tables.rates
         self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
         self.families = list(self._families())
 
     def _families(self) -> Iterator[Family]:
         """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
-        for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
+        for degrees in every_degrees(self.request):
             plainest = _plainest(self.job, degrees, self.pins)
             reason = self.refusal(plainest)
             if reason is None:
                 saved = self._savings(plainest)
-                yield from families(self.model, self.cluster, self.job, degrees, self.pins, saved)
+                yield from families(self.request, degrees, saved)
                 continue
             sizes = micro_batches(self.job, degrees, self.pins)
             shape = {"stages": degrees.pipeline, "micro_batches": plainest.micro_batches}

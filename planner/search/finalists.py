@@ -42,7 +42,6 @@ def finalists(
     best: Ranked,
     near: Iterable[Layout],
     solve: Solve,
-    cluster_name: str,
 ) -> list[Ranked]:
     """Return `best` and the plans near it, the fastest simulated first.
 
@@ -61,7 +60,7 @@ def finalists(
         step_s = candidates.costs(layout).step_s
         solution = solve(candidates.instance(layout), limit_s - step_s)
         if isinstance(solution, Solution):
-            found.append(ranked(candidates, layout, solution, cluster_name))
+            found.append(ranked(candidates, layout, solution))
     fitting = [one for one in found if one is best or one.prediction.fits]
     least_s = min(one.prediction.step_time_s for one in fitting)
     return sorted(

@@ -24,9 +24,10 @@ from planner.costs.hosts import hosts
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank, room_bytes
 from planner.model import ModelGraph
 from planner.pipeline_model import pace
-from planner.plan import Job, Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel
+from planner.plan import Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel
 from planner.plan import Stage as PlanStage
 from planner.profile import Recompute
+from planner.request import Request
 from planner.schedule import most_in_flight, rank_of_stage, splits_backward
 from planner.search.layer_options import allowed, option_of
 from planner.search.rank_problem import RankProblem, input_stored
@@ -201,16 +202,9 @@ def boundaries_s(costs: LayoutCosts, layout: Layout) -> list[float]:
     return result
 
 
-def plan_of(
-    model: ModelGraph,
-    cluster_name: str,
-    job: Job,
-    layout: Layout,
-    costs: LayoutCosts,
-    solution: Solution,
-    recompute: Recompute | None = None,
-) -> Plan:
-    """Return the plan that a solution of `instance_of` describes, with the same `recompute`."""
+def plan_of(request: Request, layout: Layout, costs: LayoutCosts, solution: Solution) -> Plan:
+    """Return the plan that a solution of `instance_of` describes, of the same request."""
+    model, recompute = request.model, request.pins.recompute
     names = [name for name, _ in model.chain]
     choices = {kind: allowed(table, layout, recompute) for kind, table in costs.kinds.items()}
     if layout.virtual_stages > 1:
@@ -233,15 +227,11 @@ def plan_of(
         )
         for stage in chosen
     )
-    return plan_with(
-        model, cluster_name, job, layout, stages, step_s=solution.objective_s + costs.step_s
-    )
+    return plan_with(request, layout, stages, step_s=solution.objective_s + costs.step_s)
 
 
 def plan_with(
-    model: ModelGraph,
-    cluster_name: str,
-    job: Job,
+    request: Request,
     layout: Layout,
     stages: tuple[PlanStage, ...],
     *,
@@ -249,9 +239,10 @@ def plan_with(
     groups: tuple[PlannedGroup, ...] | None = None,
 ) -> Plan:
     """Return the plan of a layout with these stages; ranks wait ten times `step_s` for others."""
+    job = request.job
     return Plan(
-        model=PlannedModel.of(model),
-        cluster=cluster_name,
+        model=PlannedModel.of(request.model),
+        cluster=request.cluster_name,
         seq_len=job.seq_len,
         global_batch=job.global_batch,
         precision=job.precision,
@@ -262,6 +253,8 @@ def plan_with(
             data_replicate=layout.data_replicate,
             pipeline=layout.pipeline,
             expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
+            sequence_parallel=layout.sequence_parallel,
             order=layout.order,
         ),
         zero=layout.zero,

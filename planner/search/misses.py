@@ -6,19 +6,15 @@ import heapq
 import itertools
 from dataclasses import replace
 
-from planner.cluster import ClusterSpec
 from planner.costs.hosts import USABLE
-from planner.costs.layout_costs import CostTables
-from planner.model import ModelGraph
-from planner.plan import Job, Layout
+from planner.plan import Layout
 from planner.predict import placement_prediction, placements_of
 from planner.prediction import Prediction
+from planner.request import Request
 from planner.search.candidates import Candidates
 from planner.search.formulation import capacity_bytes, plan_of
-from planner.search.pins import Pins
-from planner.search.savings import activations
 from planner.search.space import Family
-from planner.search.ways_out import Asked, dividing, ways_out
+from planner.search.ways_out import dividing, ways_out
 from planner.solver import sided
 from planner.solver.inner import solve
 from planner.solver.instance import Instance, Solution
@@ -31,11 +27,10 @@ TRIED_FOR_S = 5.0
 """Seconds of the integer program, where hosts tie stages together."""
 
 
-def nothing_runs(
-    model: ModelGraph, cluster: ClusterSpec, job: Job, refused: dict[str, int], pins: Pins
-) -> str:
+def nothing_runs(request: Request, refused: dict[str, int]) -> str:
     """Say why not even one layout is left to try."""
-    in_the_way = "; ".join(dividing(model, cluster, job, pins))
+    model, cluster, job = request.model, request.cluster, request.job
+    in_the_way = "; ".join(dividing(request))
     if in_the_way and not refused:
         return (
             f"no layout of {model.name} uses all {cluster.devices} devices and divides a global "
@@ -73,9 +68,7 @@ def closest_miss(candidates: Candidates) -> str:
     device = cluster.groups[0].accelerator
     lean = _leanest(candidates)
     if not lean:
-        return nothing_runs(
-            model, cluster, job, {**candidates.refused, **_refused(candidates)}, candidates.pins
-        )
+        return nothing_runs(candidates.request, {**candidates.refused, **_refused(candidates)})
     needs, layout = min(
         ((_least_bytes(candidates, layout), layout) for layout in lean),
         key=lambda miss: miss[0],
@@ -91,7 +84,7 @@ def closest_miss(candidates: Candidates) -> str:
         f"{job.global_batch}. The closest, {layout.text()}, needs at least "
         f"{bytes_text(needs)} on each; stage {index} holds "
         + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts)
-        + f". {ways_out(_asked(candidates))}"
+        + f". {_ways_out(candidates)}"
     )
 
 
@@ -106,7 +99,7 @@ def _host_miss(candidates: Candidates, layout: Layout, leanest: Prediction) -> s
         f"hosts at sequence {job.seq_len} and global batch {job.global_batch}. The closest, "
         f"{layout.text()}, fits the devices with {bytes_text(needs)} in each node's host memory, "
         f"of which {bytes_text(USABLE * host)} of {bytes_text(host)} may be so filled. "
-        f"{ways_out(_asked(candidates))}"
+        f"{_ways_out(candidates)}"
     )
 
 
@@ -121,20 +114,10 @@ def _refused(candidates: Candidates) -> dict[str, int]:
     return counts
 
 
-def _asked(candidates: Candidates) -> Asked:
-    """Return what was asked for, and how to try it with one thing changed."""
-    model, profile, rules = candidates.model, candidates.tables.profile, candidates.rules
-
-    def fitting(
-        *, cluster: ClusterSpec | None = None, job: Job | None = None, pins: Pins | None = None
-    ) -> Layout | None:
-        cluster, job, pins = cluster or candidates.cluster, job or candidates.job, pins or own
-        tables = CostTables(model, cluster, job, profile, activations(cluster, pins))
-        return _fitting(Candidates(model, cluster, job, tables, pins, rules))
-
-    own = candidates.pins
-    return Asked(
-        model=model, cluster=candidates.cluster, job=candidates.job, pins=own, fitting=fitting
+def _ways_out(candidates: Candidates) -> str:
+    """Say what would fit with one thing changed."""
+    return ways_out(
+        candidates.request, lambda changed: _fitting(Candidates(changed, candidates.rules))
     )
 
 
@@ -216,13 +199,5 @@ def _within(candidates: Candidates, layout: Layout, memory_bytes: float) -> Pred
     """Return the prediction of the best plan of a layout that fits in so much memory."""
     solution = solve(_with_memory(candidates, layout, memory_bytes))
     assert isinstance(solution, Solution), "it was seen to fit"
-    plan = plan_of(
-        candidates.model,
-        candidates.cluster.name,
-        candidates.job,
-        layout,
-        candidates.costs(layout),
-        solution,
-        candidates.pins.recompute,
-    )
+    plan = plan_of(candidates.request, layout, candidates.costs(layout), solution)
     return placement_prediction(candidates.tables, layout, placements_of(plan, candidates.model))

@@ -32,18 +32,10 @@ def proven(certificate: Certificate, chosen: Ranked) -> Certificate:
     )
 
 
-def ranked(candidates: Candidates, layout: Layout, solution: Solution, cluster_name: str) -> Ranked:
+def ranked(candidates: Candidates, layout: Layout, solution: Solution) -> Ranked:
     """Return the plan of a solved configuration, and what it should do."""
     costs = candidates.costs(layout)
-    plan = plan_of(
-        candidates.model,
-        cluster_name,
-        candidates.job,
-        layout,
-        costs,
-        solution,
-        candidates.pins.recompute,
-    )
+    plan = plan_of(candidates.request, layout, costs, solution)
     prediction = placement_prediction(
         candidates.tables, layout, placements_of(plan, candidates.model)
     )

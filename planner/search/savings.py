@@ -13,8 +13,8 @@ from typing import NamedTuple, assert_never
 from planner.cluster import ClusterSpec
 from planner.costs.rates import Rates
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Activations, GradientWire, Offload
-from planner.search.pins import Pins
 
 
 class Saving(NamedTuple):

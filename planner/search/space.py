@@ -20,11 +20,12 @@ from typing import NamedTuple, get_args
 
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import INSIDE_OUT, Axis, GradientWire, Job, Layout, Offload
+from planner.request import Request
 from planner.schedule import obstacle, too_long
 from planner.schedules import PLAIN, SCHEDULES, Schedule
 from planner.search import axis_orders
-from planner.search.pins import Pins
 from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
 from planner.search.savings import Saving
 
@@ -162,24 +163,20 @@ def divisors(number: int) -> list[int]:
     return sorted(found if left == 1 else [*found, *(d * left for d in found)])
 
 
-def layouts(
-    model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins | None = None
-) -> Iterator[Layout]:
+def layouts(request: Request) -> Iterator[Layout]:
     """Yield every layout that uses all devices and divides the batch.
 
     What a backend cannot execute is not left out here: the search asks the backend and counts it.
     """
-    pins = pins or Pins()
-    for degrees in every_degrees(model, cluster, job, pins):
-        for family in families(model, cluster, job, degrees, pins):
+    for degrees in every_degrees(request):
+        for family in families(request, degrees):
             yield from family.layouts()
 
 
-def every_degrees(
-    model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins
-) -> Iterator[Degrees]:
+def every_degrees(request: Request) -> Iterator[Degrees]:
     """Yield the degrees that use all devices and divide the batch, simplest first."""
-    devices = cluster.devices
+    model, job, pins = request.model, request.job, request.pins
+    devices = request.cluster.devices
     for tensor in _allowed(divisors(devices), pins.tensor):
         if tensor > _most_tensor_parallel(model):
             continue
@@ -276,15 +273,11 @@ def sharings(degrees: Degrees, pins: Pins) -> list[tuple[int, int]]:
 
 
 def families(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    job: Job,
-    degrees: Degrees,
-    pins: Pins,
-    saved: tuple[Saving, ...] = (Saving(),),
+    request: Request, degrees: Degrees, saved: tuple[Saving, ...] = (Saving(),)
 ) -> Iterator[Family]:
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
-    tiers = tiers_of(cluster)
+    model, job, pins = request.model, request.job, request.pins
+    tiers = tiers_of(request.cluster)
     by_place: dict[axis_orders.Spans, list[Sharing]] = {}
     for zero, shard in sharings(degrees, pins):
         replicate = degrees.data // shard

@@ -6,15 +6,14 @@ it is to try one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol, get_args
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import get_args
 
-from planner.cluster import ClusterSpec
-from planner.model import ModelGraph
-from planner.plan import Job, Layout
+from planner.pins import SHORT_NAMES, Allowance, Pins
+from planner.plan import Layout
 from planner.profile import Recompute
-from planner.search.pins import SHORT_NAMES, Allowance, Pins
+from planner.request import Request
 from planner.search.space import Degrees, every_degrees, micro_batches
 
 FACTORS = (2, 4, 8, 16)
@@ -23,37 +22,17 @@ MORE: tuple[Allowance, ...] = ("offload", "compress")
 """What may be allowed, so that layers hold less."""
 
 
-class Fitting(Protocol):
-    """The same request with one thing changed."""
-
-    def __call__(
-        self,
-        *,
-        cluster: ClusterSpec | None = None,
-        job: Job | None = None,
-        pins: Pins | None = None,
-    ) -> Layout | None:
-        """Return a layout that fits, of those that hold least; None if there is none."""
+Fitting = Callable[[Request], Layout | None]
+"""Return a layout of a request that fits, of those that hold least; None if there is none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What no plan fits, and how to try something else."""
-
-    model: ModelGraph
-    cluster: ClusterSpec
-    job: Job
-    pins: Pins
-    fitting: Fitting
-
-
-def ways_out(asked: Asked) -> str:
-    """Say which single changes would let a plan fit."""
+def ways_out(request: Request, fitting: Fitting) -> str:
+    """Say which single changes of a request that no plan fits would let one fit."""
     found = [
-        *_pins_let_go(asked),
-        *_allowances(asked),
-        *_more_devices(asked),
-        *_shorter_sequence(asked),
+        *_pins_let_go(request, fitting),
+        *_allowances(request, fitting),
+        *_more_devices(request, fitting),
+        *_shorter_sequence(request, fitting),
     ]
     if not found:
         return (
@@ -62,15 +41,16 @@ def ways_out(asked: Asked) -> str:
     return f"It would fit {', or '.join(found)}."
 
 
-def dividing(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> Iterator[str]:
+def dividing(request: Request) -> Iterator[str]:
     """Yield what pinned numbers may be, where one alone keeps degrees from dividing devices."""
+    job, pins = request.job, request.pins
     for name, field in SHORT_NAMES.items():
         pinned = getattr(pins, field)
         if pinned is None or field not in (*Degrees.__dataclass_fields__, "micro_batch"):
             continue
         open_ = replace(pins, **{field: None})  # type: ignore[arg-type]
         values: set[int] = set()
-        for degrees in every_degrees(model, cluster, job, open_):
+        for degrees in every_degrees(replace(request, pins=open_)):
             sizes = [size for size, _ in micro_batches(job, degrees, open_)]
             values |= set(sizes) if field == "micro_batch" else {getattr(degrees, field)}
         if values and pinned not in values:
@@ -78,28 +58,30 @@ def dividing(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> I
             yield f"{name}={pinned} stands in the way: it can be {listed}"
 
 
-def _pins_let_go(asked: Asked) -> Iterator[str]:
+def _pins_let_go(request: Request, fitting: Fitting) -> Iterator[str]:
     """Yield each pin that stands in the way alone, with what would fit; all, if it takes several.
 
     A pinned `recompute` is the layers' own; of other pins the layout that fits says how.
     """
-    pins, alone = asked.pins, False
+    pins, alone = request.pins, False
     for name, field in SHORT_NAMES.items():
         if getattr(pins, field) is None or field == "activations":
             continue
         if field == "recompute":
             for value in reversed(get_args(Recompute)):
-                if asked.fitting(pins=replace(pins, recompute=value)):
+                changed = replace(pins, recompute=value)
+                if fitting(replace(request, pins=changed)):
                     alone = True
                     yield f"with recompute={value}"
                     break
             continue
-        layout = asked.fitting(pins=replace(pins, **{field: None}))  # type: ignore[arg-type]
+        without = replace(pins, **{field: None})  # type: ignore[arg-type]
+        layout = fitting(replace(request, pins=without))
         if layout is not None:
             alone = True
             yield f"with {name}={_written(layout, field)}"
     free = Pins(allowed=pins.allowed)
-    if not alone and pins != free and asked.fitting(pins=free):
+    if not alone and pins != free and fitting(replace(request, pins=free)):
         yield "with nothing fixed"
 
 
@@ -112,19 +94,18 @@ def _written(layout: Layout, field: str) -> str:
     return "-".join(names.get(axis, "replicate") for axis in value)
 
 
-def _allowances(asked: Asked) -> Iterator[str]:
+def _allowances(request: Request, fitting: Fitting) -> Iterator[str]:
     """Yield what may be allowed, if that helps."""
-    pins = asked.pins
+    pins = request.pins
     for word in MORE if pins.activations is None else ():
-        if word not in pins.allowed and asked.fitting(
-            pins=replace(pins, allowed=pins.allowed | {word})
-        ):
+        more = replace(pins, allowed=pins.allowed | {word})
+        if word not in pins.allowed and fitting(replace(request, pins=more)):
             yield f"with --allow {word}"
 
 
-def _more_devices(asked: Asked) -> Iterator[str]:
+def _more_devices(request: Request, fitting: Fitting) -> Iterator[str]:
     """Yield how many of each kind there must be, doubled as often as needed, if that helps."""
-    cluster = asked.cluster
+    cluster = request.cluster
     for factor in FACTORS if cluster.tiers else ():
         widest = cluster.tiers[-1]
         reach = max(widest.devices, factor * cluster.devices)
@@ -137,7 +118,7 @@ def _more_devices(asked: Asked) -> Iterator[str]:
                 "tiers": (*cluster.tiers[:-1], widest.model_copy(update={"devices": reach})),
             }
         )
-        if asked.fitting(cluster=larger):
+        if fitting(replace(request, cluster=larger)):
             each = [f"{group.devices} x {group.name}" for group in larger.groups]
             yield (
                 f"on {' and '.join(each)}" if cluster.mixed else f"on {larger.devices} such devices"
@@ -145,13 +126,13 @@ def _more_devices(asked: Asked) -> Iterator[str]:
             return
 
 
-def _shorter_sequence(asked: Asked) -> Iterator[str]:
+def _shorter_sequence(request: Request, fitting: Fitting) -> Iterator[str]:
     """Yield the sequence that fits; what was traced has the length that it was traced at."""
-    job = asked.job
-    for factor in FACTORS if asked.model.architecture is not None else ():
+    job = request.job
+    for factor in FACTORS if request.model.architecture is not None else ():
         if job.seq_len % factor:
             return
         shorter = replace(job, seq_len=job.seq_len // factor)
-        if asked.fitting(job=shorter):
+        if fitting(replace(request, job=shorter)):
             yield f"at sequence {shorter.seq_len}"
             return

@@ -14,11 +14,12 @@ from planner.costs.uncertainty import link_seconds
 from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_model
 from planner.model import ModelGraph
+from planner.pins import read_pins
 from planner.plan import Job, Plan
 from planner.prediction import Prediction
+from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
-from planner.search.pins import read_pins
 from planner.tolerances import ROUNDING
 from planner.units import bytes_text
 from planner.whatif import economics
@@ -33,8 +34,6 @@ from planner.whatif.fine_tuning import tuned
 from planner.whatif.span import Span, exact, product, span_of
 from planner.whatif.study import Assumptions, Study
 
-TOKENS_PER_STEP = 4_194_304
-LONGEST_DEFAULT = 8192
 SECONDS_PER_DAY = 86_400.0
 FULL = 0.92
 """Share of device memory above which a plan is called bound by it."""
@@ -120,14 +119,16 @@ class Outcome:
         return {**result, "headroom_bytes": self.headroom_bytes}
 
 
-def job_for(study: Study, model: ModelGraph, cluster: ClusterSpec) -> Job:
-    """Return the work of a step, what the study leaves open filled in."""
-    limit = model.architecture.max_positions if model.architecture else LONGEST_DEFAULT
-    seq_len = study.work.seq_len or min(limit, LONGEST_DEFAULT)
-    return Job(
-        seq_len=seq_len,
-        global_batch=study.work.global_batch or max(1, TOKENS_PER_STEP // seq_len),
-        precision=cluster.precision_for(study.work.precision),
+def asked(study: Study, model: ModelGraph, candidate: Candidate) -> Request:
+    """Return what a study asks of one candidate."""
+    return Request.of(
+        model,
+        candidate.cluster,
+        seq_len=study.work.seq_len,
+        global_batch=study.work.global_batch,
+        precision=study.work.precision,
+        pins=read_pins(candidate.fix, candidate.allow),
+        called=candidate.name,
     )
 
 
@@ -149,12 +150,12 @@ def planned(study: Study, model_name: str, candidate: Candidate) -> Planned:
     """Return the best plan of one model on one candidate; this is what takes long."""
     model = resolve_model(model_name)
     try:
-        job = job_for(study, model, candidate.cluster)
-        plan, prediction, optimal = _best(study, model, candidate, job)
+        request = asked(study, model, candidate)
+        plan, prediction, optimal = _best(request, candidate)
     except (NoPlanFits, DocumentError) as error:
         return Planned(reason=str(error))
     return Planned(
-        job=job,
+        job=request.job,
         prediction=prediction,
         plan=plan,
         optimal=optimal,
@@ -243,24 +244,20 @@ def binding_of(prediction: Prediction) -> str:
     return "; ".join(said)
 
 
-def _best(
-    study: Study, model: ModelGraph, candidate: Candidate, job: Job
-) -> tuple[Plan | None, Prediction, bool]:
+def _best(request: Request, candidate: Candidate) -> tuple[Plan | None, Prediction, bool]:
     if candidate.tuning in ("lora", "qlora"):
-        prediction = tuned(model, candidate.cluster, job, quantised=candidate.tuning == "qlora")
+        prediction = tuned(request, quantised=candidate.tuning == "qlora")
         return None, prediction, False
-    pins = read_pins(candidate.fix, candidate.allow)
-    name = candidate.name
     found: Answer | None = None
     reason: NoPlanFits | None = None
     try:
-        found = search(model, candidate.cluster, job, cluster_name=name, pins=pins)
+        found = search(request)
     except NoPlanFits as error:
         reason = error
-    for fewer in _worth_trying(candidate.cluster, job, found.prediction if found else None):
+    for fewer in _worth_trying(request, found.prediction if found else None):
         with contextlib.suppress(NoPlanFits):
             best_s = math.inf if found is None else found.certificate.objective_s
-            other = search(model, fewer, job, cluster_name=name, pins=pins, below_s=best_s)
+            other = search(fewer, below_s=best_s)
             if found is None or other.prediction.step_time_s < found.prediction.step_time_s:
                 found = other
     if found is None:
@@ -269,16 +266,15 @@ def _best(
     return found.plan, found.prediction, found.certificate.optimal
 
 
-def _worth_trying(
-    cluster: ClusterSpec, job: Job, prediction: Prediction | None
-) -> Iterator[ClusterSpec]:
-    """Yield the cluster with nodes left idle, where a plan on fewer may be faster.
+def _worth_trying(request: Request, prediction: Prediction | None) -> Iterator[Request]:
+    """Yield the request with nodes left idle, where a plan on fewer may be faster.
 
     That is where links are too slow for so many: half of them may do; or where devices divide the
     global batch badly.  Then every smaller number is tried, or of many nodes those that divide
     better: more replicas take whole shares of the batch, or what is left for other axes has smaller
     factors.  Fewer devices compute longer by their number, within SHAPES, which ends it soon.
     """
+    cluster, job = request.cluster, request.job
     if len(cluster.groups) > 1:
         return
     [group] = cluster.groups
@@ -289,7 +285,7 @@ def _worth_trying(
                 return
         fewer = changed(cluster, "devices", nodes / group.nodes)
         if fewer is not None:
-            yield fewer
+            yield replace(request, cluster=fewer)
 
 
 def _fewer_nodes(nodes: int, per_node: int, global_batch: int) -> Iterator[int]:

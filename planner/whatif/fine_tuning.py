@@ -5,7 +5,7 @@ it, by the rules of each fine-tuner in turn: replicas or ZeRO over all devices, 
 parallelism inside a node, the micro-batch, recomputation (none, half of the blocks, all), frozen
 weights on the device or in host memory.
 
-Weights in host memory cross the host's link as `planner.backends.host` says.
+Weights in host memory cross the host's link as `planner.costs.sharding` says.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from planner.errors import DocumentError, NoPlanFits
 from planner.model import ModelGraph
 from planner.plan import Job
 from planner.prediction import Prediction
+from planner.request import Request
 from planner.search.space import divisors
 from planner.units import bytes_text
 
@@ -54,8 +55,9 @@ MEGATRON = Tuner(
 """NeMo's: sequence parallelism, adapters of attention alone, weights in 8 bits under fp8."""
 
 
-def tuned(model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool) -> Prediction:
+def tuned(request: Request, *, quantised: bool) -> Prediction:
     """Return the fastest layout that fits; NoPlanFits says by how much the leanest misses."""
+    model, cluster, job = request.model, request.cluster, request.job
     if model.architecture is None or model.architecture.experts is not None:
         raise DocumentError("work.tuning", f"{model.name}: adapters of dense language models only")
     best: Prediction | None = None

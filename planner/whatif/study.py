@@ -63,9 +63,9 @@ class Work(Part):
     """One training step."""
 
     seq_len: SampleTokens | None = None
-    """The model's own, 8,192 at most, where it is not given."""
+    """As `plan` has it where it is not given: the model's own, 4,096 at most."""
     global_batch: Samples | None = None
-    """Sequences; about 4 million tokens where it is not given."""
+    """Sequences; as `plan` has it where it is not given: about 4 million tokens."""
     precision: Precision | None = None
     """What each cluster has units for, bf16 or fp16, where it is not given."""
     tuning: Tuning = "pretrain"

@@ -12,6 +12,7 @@ from benchmarks.attack_plans import Draft
 from benchmarks.attack_requests import REQUESTS
 from planner.costs.layout_costs import CostTables
 from planner.plan import Layout, ScheduleName
+from planner.request import Request
 from planner.search.formulation import instance_of
 from planner.solver.instance import priced
 
@@ -61,7 +62,7 @@ def test_an_attack_sees_an_answer_that_is_too_slow() -> None:
 def test_any_cuts_have_the_objective_that_the_search_gives_them(schedule: ScheduleName) -> None:
     attack = attack_on("gpt2-xl-4090")
     layout = Layout(pipeline=4, schedule=schedule, micro_batch=2, micro_batches=32)
-    tables = CostTables(attack.model, attack.cluster, attack.job)
+    tables = CostTables(Request(attack.model, attack.cluster, attack.job))
     costs = tables.of(layout)
     instance = instance_of(attack.model, attack.cluster, layout, costs)
     rng = random.Random(schedule)

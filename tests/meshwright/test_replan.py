@@ -20,6 +20,7 @@ from planner.document import read, write
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Job, Plan, PlannedModel
+from planner.request import Request
 from planner.search.best_first import search
 from runtime.run import metrics_file, read_records
 from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
@@ -83,7 +84,7 @@ def test_a_killed_rank_is_done_without_and_losses_stay_the_same(room: Room) -> N
 def test_a_plan_for_fewer_devices_does_the_same_step(tmp_path: Path) -> None:
     graph, machine = resolve_model("gpt2"), resolve_cluster("8xa10g")
     job = Job(seq_len=1024, global_batch=64)
-    wanted = search(graph, machine, job, cluster_name="8xa10g").plan
+    wanted = search(Request(graph, machine, job, called="8xa10g")).plan
     training = wanted.training.changed(["learning_rate=1e-5"])
 
     path = for_fewer(
@@ -102,9 +103,10 @@ def test_a_plan_for_fewer_devices_does_the_same_step(tmp_path: Path) -> None:
     fewer = resolve_cluster(plan.cluster)
     assert plan.mesh.devices == fewer.devices <= 7
     fastest = min(
-        search(graph, resolve_cluster(f"{n}xa10g"), job).prediction.step_time_s for n in (4, 7)
+        search(Request(graph, resolve_cluster(f"{n}xa10g"), job)).prediction.step_time_s
+        for n in (4, 7)
     )
-    again = search(graph, fewer, job).prediction.step_time_s
+    again = search(Request(graph, fewer, job)).prediction.step_time_s
     assert again <= fastest * (1 + 1e-9)
 
 

@@ -10,8 +10,9 @@ from planner.backends.spaces import flags, layouts, space_of
 from planner.catalog import stacks
 from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import Pins
 from planner.plan import Job
-from planner.search.pins import Pins
+from planner.request import Request
 
 JOB = Job(seq_len=4096, global_batch=64, precision="bf16")
 
@@ -23,7 +24,7 @@ SEARCHED = [name for name, stack in stacks().items() if stack.space]
 def test_no_layout_of_the_space_that_fits_is_faster(backend: str) -> None:
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
 
-    answer = backend_search(model, cluster, JOB, backend=backend)
+    answer = backend_search(Request(model, cluster, JOB, stack=stacks()[backend]))
 
     every = [estimate(run) for run in layouts(model, cluster, JOB, Pins(), backend=backend)]
     fastest = min(found.step_time_s for found in every if found.fits)
@@ -49,18 +50,24 @@ def test_what_is_fixed_holds() -> None:
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("2x8xh100-sxm-80gb")
     pins = Pins(tensor=4, pipeline=2, recompute="full")
 
-    best = backend_search(model, cluster, JOB, backend="megatron", pins=pins).best.run
+    best = backend_search(
+        Request(model, cluster, JOB, pins=pins, stack=stacks()["megatron"])
+    ).best.run
 
     assert (best.tensor, best.pipeline, best.data, best.recompute) == (4, 2, 2, "full")
     with pytest.raises(DocumentError, match="schedule=zbv"):
-        backend_search(model, cluster, JOB, backend="megatron", pins=Pins(schedule="zbv"))
+        backend_search(
+            Request(model, cluster, JOB, pins=Pins(schedule="zbv"), stack=stacks()["megatron"])
+        )
 
 
 def test_what_fits_nowhere_is_told_with_the_closest() -> None:
     model, cluster = resolve_model("llama-3.1-405b"), resolve_cluster("1x8xh100-sxm-80gb")
 
     with pytest.raises(NoPlanFits, match=r"The closest, tp=\d.* needs .* and has"):
-        backend_search(model, cluster, JOB, backend="megatron", pins=Pins(micro_batch=1))
+        backend_search(
+            Request(model, cluster, JOB, pins=Pins(micro_batch=1), stack=stacks()["megatron"])
+        )
 
 
 def test_torchtitan_reads_its_flags() -> None:
@@ -98,7 +105,7 @@ def test_megatron_is_told_everything_that_the_layout_has() -> None:
 def test_others_within_the_bar_are_ties() -> None:
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("2x8xh100-sxm-80gb")
 
-    answer = backend_search(model, cluster, JOB, backend="megatron")
+    answer = backend_search(Request(model, cluster, JOB, stack=stacks()["megatron"]))
 
     high_s = answer.best.prediction.step_time_high_s
     told = backend_answer_json(answer)["runners_up"]

@@ -23,6 +23,7 @@ from planner.catalog import (
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Job
+from planner.request import Request
 from planner.search.best_first import search
 
 NAMED_BY_THE_DESIGN = (
@@ -227,7 +228,8 @@ def test_an_accelerator_is_added_by_adding_one_entry(monkeypatch: pytest.MonkeyP
     model, job = resolve_model("llama-3.1-8b"), Job(seq_len=2048, global_batch=64)
 
     new, old = (
-        search(model, resolve_cluster(name), job).prediction for name in ("8xx1000", "8xh100")
+        search(Request(model, resolve_cluster(name), job)).prediction
+        for name in ("8xx1000", "8xh100")
     )
 
     assert new.step_time_s < old.step_time_s

@@ -17,6 +17,7 @@ from planner.layers.arithmetic import matrix_sides
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
 from planner.predict import layout_prediction
+from planner.request import Request
 
 JOB = Job(seq_len=4096, global_batch=16)
 N = 1e9
@@ -161,8 +162,8 @@ LAYOUTS = [
 def test_what_the_device_loses_the_host_has_and_the_link_takes_time(
     llama: ModelGraph, node: ClusterSpec, layout: Layout, offload: str
 ) -> None:
-    plain = layout_prediction(llama, node, JOB, layout)
-    found = layout_prediction(llama, node, JOB, replace(layout, offload=offload))
+    plain = layout_prediction(Request(llama, node, JOB), layout)
+    found = layout_prediction(Request(llama, node, JOB), replace(layout, offload=offload))
 
     assert found.step_parts["offload"] > 0
     assert sum(found.step_parts.values()) == pytest.approx(found.step_time_s)
@@ -179,7 +180,7 @@ def test_what_the_device_loses_the_host_has_and_the_link_takes_time(
 def test_streamed_moments_cross_the_link_twice(llama: ModelGraph, node: ClusterSpec) -> None:
     layout = Layout(data_shard=8, zero=1, micro_batches=2, offload="optimizer")
 
-    found = layout_prediction(llama, node, JOB, layout)
+    found = layout_prediction(Request(llama, node, JOB), layout)
 
     link = HOST_LINK_SHARE * node.groups[0].host_link_bytes_per_s
     assert found.step_parts["offload"] == pytest.approx(2 * 8 * llama.parameters / 8 / link)
@@ -190,7 +191,7 @@ def test_an_optimizer_on_the_host_moves_40_bytes_per_parameter_in_its_memory(
 ) -> None:
     layout = Layout(data_shard=8, zero=3, micro_batches=2, offload="parameters")
 
-    found = layout_prediction(llama, node, JOB, layout)
+    found = layout_prediction(Request(llama, node, JOB), layout)
 
     on_node = 40 * llama.parameters / (HOST_MEMORY_SHARE * 4e11)
     assert found.step_parts["optimizer"] == pytest.approx(on_node)
@@ -202,10 +203,10 @@ def test_the_solver_counts_no_fewer_bytes_and_the_same_seconds(
     llama: ModelGraph, node: ClusterSpec, layout: Layout, offload: str
 ) -> None:
     layout = replace(layout, offload=offload)
-    tables = CostTables(llama, node, JOB)
+    tables = CostTables(Request(llama, node, JOB))
     costs = tables.of(layout)
 
-    found = layout_prediction(llama, node, JOB, layout, tables=tables)
+    found = layout_prediction(Request(llama, node, JOB), layout, tables=tables)
 
     if layout.pipeline == 1:
         chain = [costs.kinds[layer.kind][0] for _, layer in llama.chain]
@@ -227,8 +228,8 @@ def test_the_solver_counts_no_fewer_bytes_and_the_same_seconds(
 def test_the_assumptions_name_the_host(llama: ModelGraph, node: ClusterSpec) -> None:
     layout = Layout(data_shard=8, zero=3, micro_batches=2)
 
-    plain = CostTables(llama, node, JOB).of(layout).assumptions
-    found = CostTables(llama, node, JOB, activations=("offload",)).of(layout).assumptions
+    plain = CostTables(Request(llama, node, JOB)).of(layout).assumptions
+    found = CostTables(Request(llama, node, JOB), activations=("offload",)).of(layout).assumptions
 
     assert not any("host link" in assumption.what for assumption in plain)
     (link,) = [assumption for assumption in found if "host link" in assumption.what]

@@ -11,12 +11,13 @@ from planner.costs.layout_costs import CostTables
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Job, Layout, Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import balanced_cuts, layout_prediction, placement_prediction, predict
+from planner.request import Request
 from planner.schedule import in_flight, orders
 from planner.search.best_first import search
 from planner.search.formulation import instance_of
-from planner.search.pins import Pins
 from planner.simulate import closed_form_s
 
 JOB = Job(seq_len=4096, global_batch=64)
@@ -44,7 +45,7 @@ def node() -> ClusterSpec:
 def test_parts_add_up_to_the_whole(
     llama: ModelGraph, node: ClusterSpec, layout: Layout, recompute: str
 ) -> None:
-    found = layout_prediction(llama, node, JOB, layout, recompute=recompute)
+    found = layout_prediction(Request(llama, node, JOB, pins=Pins(recompute=recompute)), layout)
 
     assert sum(found.step_parts.values()) == pytest.approx(found.step_time_s)
     assert found.step_time_low_s <= found.step_time_s <= found.step_time_high_s
@@ -59,7 +60,7 @@ def test_parts_add_up_to_the_whole(
 def test_the_closed_form_agrees_with_the_simulation(
     llama: ModelGraph, node: ClusterSpec, layout: Layout
 ) -> None:
-    tables = CostTables(llama, node, JOB)
+    tables = CostTables(Request(llama, node, JOB))
     costs = tables.of(layout)
     seconds = [sum((c.forward_s, c.backward_s)) for c in (costs.kinds[k][0] for k in costs.kinds)]
     by_kind = dict(zip(costs.kinds, seconds, strict=True))
@@ -75,7 +76,7 @@ def test_the_closed_form_agrees_with_the_simulation(
     sync_s = max(sum(sync[kind] for kind in stage) for stage in stages)
 
     closed_s = closed_form_s(stage_s, layout.micro_batches) + sync_s + costs.step_s
-    found = layout_prediction(llama, node, JOB, layout, tables=tables)
+    found = layout_prediction(Request(llama, node, JOB), layout, tables=tables)
 
     assert closed_s == pytest.approx(found.step_time_s, rel=0.05)
     if layout.pipeline == 1:
@@ -101,7 +102,7 @@ def test_a_plan_is_predicted_like_its_layout(llama: ModelGraph, node: ClusterSpe
     )
 
     found = predict(plan, llama, node)
-    expected = layout_prediction(llama, node, JOB, layout, recompute="full")
+    expected = layout_prediction(Request(llama, node, JOB, pins=Pins(recompute="full")), layout)
 
     assert found.plan_digest == plan.digest
     assert found.step_time_s == expected.step_time_s
@@ -111,9 +112,7 @@ def test_a_plan_is_predicted_like_its_layout(llama: ModelGraph, node: ClusterSpe
 def test_an_8b_model_in_bf16_does_not_fit_one_80_gb_device(llama: ModelGraph) -> None:
     # 18 bytes per parameter are 134.6 GiB before the first activation.
     found = layout_prediction(
-        llama,
-        resolve_cluster("1xh100-sxm-80gb"),
-        Job(seq_len=2048, global_batch=2),
+        Request(llama, resolve_cluster("1xh100-sxm-80gb"), Job(seq_len=2048, global_batch=2)),
         Layout(micro_batches=2),
     )
 
@@ -129,21 +128,21 @@ def test_a_plan_fits_where_the_search_would_take_it(
 ) -> None:
     layout = Layout(data_shard=8, zero=3, micro_batches=8)
     job = Job(seq_len=2048, global_batch=64)
-    (stage,) = layout_prediction(llama, node, job, layout).stages
+    (stage,) = layout_prediction(Request(llama, node, job), layout).stages
     group = node.groups[0]
     size = {"memory_bytes": round(share * stage.peak_memory_bytes)}
     device = group.accelerator.model_copy(update=size)
     small = node.model_copy(update={"groups": (group.model_copy(update={"accelerator": device}),)})
 
-    found = layout_prediction(llama, small, job, layout)
+    found = layout_prediction(Request(llama, small, job), layout)
     pins = Pins(tensor=1, pipeline=1, zero=3, data_shard=8, micro_batch=1, recompute="none")
 
     assert found.fits == fits
     if fits:
-        assert search(llama, small, job, pins=pins).plan.layout == layout
+        assert search(Request(llama, small, job, pins=pins)).plan.layout == layout
     else:
         with pytest.raises(NoPlanFits):
-            search(llama, small, job, pins=pins)
+            search(Request(llama, small, job, pins=pins))
 
 
 def test_the_first_stage_keeps_as_many_micro_batches_as_there_are_stages(
@@ -151,9 +150,9 @@ def test_the_first_stage_keeps_as_many_micro_batches_as_there_are_stages(
 ) -> None:
     layout = Layout(pipeline=4, data_replicate=2, micro_batches=32)
 
-    stages = layout_prediction(llama, node, JOB, layout).stages
+    stages = layout_prediction(Request(llama, node, JOB), layout).stages
 
-    per_block = CostTables(llama, node, JOB).of(layout).kinds["block"][0].stored_bytes
+    per_block = CostTables(Request(llama, node, JOB)).of(layout).kinds["block"][0].stored_bytes
     blocks = round(stages[0].memory_parts["activations"] / per_block / 4)
     assert stages[0].memory_parts["activations"] == pytest.approx(4 * blocks * per_block, rel=0.01)
 
@@ -163,7 +162,7 @@ def test_more_micro_batches_shrink_the_bubble(llama: ModelGraph, node: ClusterSp
     for micro_batches in (8, 32, 128):
         job = Job(seq_len=4096, global_batch=micro_batches)
         layout = Layout(pipeline=8, micro_batches=micro_batches)
-        found = layout_prediction(llama, node, job, layout)
+        found = layout_prediction(Request(llama, node, job), layout)
         shares.append(found.step_parts["pipeline"] / found.step_time_s)
 
     assert shares == sorted(shares, reverse=True)
@@ -194,9 +193,9 @@ def test_nothing_is_infinite_on_the_largest_cluster() -> None:
     layout = Layout(tensor=8, pipeline=16, data_shard=128, zero=1, micro_batches=16)
 
     found = layout_prediction(
-        llama,
-        resolve_cluster("2048x8xh100-sxm-80gb"),
-        Job(seq_len=8192, global_batch=2048),
+        Request(
+            llama, resolve_cluster("2048x8xh100-sxm-80gb"), Job(seq_len=8192, global_batch=2048)
+        ),
         layout,
     )
 
@@ -223,7 +222,7 @@ def test_sums_that_are_no_less_are_near_to_the_prediction(
         micro_batch=micro_batch,
         micro_batches=rng.choice([1, 2, pipeline, 4 * pipeline]),
     )
-    tables = CostTables(llama, node, JOB)
+    tables = CostTables(Request(llama, node, JOB))
     costs = tables.of(layout)
     chain = [layer.kind for _, layer in llama.chain]
     inner = sorted(rng.sample(range(1, len(chain)), pipeline - 1))

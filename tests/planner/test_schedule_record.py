@@ -15,15 +15,16 @@ from planner.costs.layout_costs import CostTables
 from planner.document import schema
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import Pins, read_pins
 from planner.pipeline_model import closed_form, held, most_on_first_stage
 from planner.plan import Job, Layout, Plan
 from planner.predict import placement_prediction, placements_of
+from planner.request import Request
 from planner.schedule import in_flight, obstacle, orders
 from planner.schedules import SCHEDULES, Schedule, Shape
 from planner.schedules.record import DRAINED, SPLIT
 from planner.search.best_first import Answer, search
 from planner.search.formulation import instance_of, plan_of
-from planner.search.pins import Pins, read_pins
 from planner.simulate import peak_alive, timeline
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
@@ -95,7 +96,7 @@ def node() -> ClusterSpec:
 
 def answer(node: ClusterSpec, name: str, **pins: int) -> Answer:
     wanted = Pins(pipeline=4, tensor=1, schedule=name, **pins)  # type: ignore[arg-type]
-    return search(resolve_model("llama-3.1-8b"), node, JOB, pins=wanted)
+    return search(Request(resolve_model("llama-3.1-8b"), node, JOB, pins=wanted))
 
 
 @pytest.mark.parametrize("name", ["gpipe-reversed", "1f1b-eager", "late-weights"])
@@ -107,7 +108,9 @@ def test_a_made_up_schedule_is_planned_and_proven(node: ClusterSpec, name: str) 
     assert name in found.prediction.layout
     assert Plan.parse(found.plan.dump()) == found.plan
     # The fastest of all is not slower than the fastest under this schedule.
-    every = search(resolve_model("llama-3.1-8b"), node, JOB, pins=Pins(pipeline=4, tensor=1))
+    every = search(
+        Request(resolve_model("llama-3.1-8b"), node, JOB, pins=Pins(pipeline=4, tensor=1))
+    )
     assert every.certificate.objective_s <= found.certificate.objective_s * (1 + 1e-9)
 
 
@@ -163,12 +166,12 @@ def test_the_split_of_a_made_up_schedule_holds_at_least_what_its_prediction_says
         virtual_stages=made_up.stages_per_rank[0],
         micro_batches=16,
     )
-    tables = CostTables(model, node, JOB)
+    tables = CostTables(Request(model, node, JOB))
     costs = tables.of(layout)
     found = solve(instance_of(model, node, layout, costs))
     assert isinstance(found, Solution)
 
-    plan = plan_of(model, "8xh100-sxm-80gb", JOB, layout, costs, found)
+    plan = plan_of(tables.request, layout, costs, found)
     predicted = placement_prediction(tables, layout, placements_of(plan, model))
 
     assert predicted.fits

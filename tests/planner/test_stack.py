@@ -15,6 +15,7 @@ from planner.catalog import stack_name, stacks
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Job
+from planner.request import Request
 from planner.stack import Stack, figures, merged, stack_of, with_figures, without_basis
 
 PLAIN = {"format": 1, "name": "plain", "summary": "the defaults"}
@@ -153,8 +154,8 @@ def test_a_stack_is_added_by_adding_one_file(
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
     job = Job(seq_len=2048, global_batch=64)
 
-    mine = backend_search(model, cluster, job, backend="mine").best.prediction
-    fsdp = backend_search(model, cluster, job, backend="fsdp").best.prediction
+    mine = backend_search(Request(model, cluster, job, stack=found["mine"])).best.prediction
+    fsdp = backend_search(Request(model, cluster, job, stack=found["fsdp"])).best.prediction
 
     assert mine.step_parts["fixed"] == 5.0
     assert mine.step_time_s == pytest.approx(fsdp.step_time_s + 5.0 - fsdp.step_parts["fixed"])

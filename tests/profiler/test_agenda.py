@@ -9,6 +9,7 @@ import pytest
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
 from planner.plan import Job
+from planner.request import Request
 from planner.search.best_first import search
 from planner.units import duration_s
 from profiler import agenda
@@ -24,7 +25,7 @@ def test_the_settings_of_the_best_plan_come_first_with_value_one() -> None:
     plans = agenda.best_plans(model, machine, JOB)
     wishes = agenda.wishes(plans, divisions=[(1, 1, 1), (2, 1, 1)], micro_batches=SIZES)
 
-    best = search(model, machine, JOB).plan
+    best = search(Request(model, machine, JOB)).plan
     recomputes = {item.recompute for stage in best.stages for item in stage.layers}
     first = [w for w in wishes if w.value == 1.0]
     assert (best.mesh.tensor, best.micro_batch) in {(w.tensor, w.micro_batch) for w in first}

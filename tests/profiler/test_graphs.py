@@ -11,10 +11,11 @@ from torch import Tensor
 
 from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Plan
 from planner.profile import Birth, Profile
+from planner.request import Request
 from planner.search.best_first import search
-from planner.search.pins import Pins
 from profiler import layer_bytes, layers
 from profiler.chain import Case, Chain
 from runtime.factory import graph_of_factory
@@ -60,7 +61,9 @@ def test_a_network_is_measured_cut_planned_and_trains_like_one_process(name: str
 
     profile = measured(name)
     answer = search(
-        model, resolve_cluster("local:2"), plain.job, profile=profile, pins=Pins(pipeline=2)
+        Request(
+            model, resolve_cluster("local:2"), plain.job, pins=Pins(pipeline=2), profile=profile
+        )
     )
     plan = Plan(**{**dict(answer.plan), "training": plain.training})
 

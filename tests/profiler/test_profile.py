@@ -15,6 +15,7 @@ from planner.model import Edge, Layer, ModelGraph
 from planner.plan import Job, Layout
 from planner.predict import layout_prediction
 from planner.profile import Overheads, Profile
+from planner.request import Request
 from profiler import profile as profiles
 from profiler import ranks
 from profiler.machine import joined
@@ -61,7 +62,7 @@ def test_a_profile_of_this_machine_serves_the_planner_and_is_kept(
 
     machine = resolve_cluster("local:2")
     layout = Layout(data_replicate=2, micro_batches=2)
-    step_s = layout_prediction(model, machine, JOB, layout, profile=found).step_time_s
+    step_s = layout_prediction(Request(model, machine, JOB, profile=found), layout).step_time_s
     micro_batch_s = sum(
         (m.forward_s + m.backward_s) * (3 if m.kind == "block" else 1)
         for m in found.layers
@@ -157,7 +158,7 @@ def test_measured_overheads_of_sharding_are_in_the_prediction(field: str, counte
                 "overheads": figures,
             }
         )
-        return layout_prediction(model, machine, job, layout, profile=measured).step_time_s
+        return layout_prediction(Request(model, machine, job, profile=measured), layout).step_time_s
 
     units, size = len(model.chain), 4 * model.parameters
     assert step_s(1e-3) - step_s(0.0) == pytest.approx(1e-3 * counted(units, size), rel=1e-6)

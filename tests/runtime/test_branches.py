@@ -17,9 +17,10 @@ from planner.costs.crossings import crossings_of
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Job, PlacedLayer, Plan, ScheduleName, Stage
+from planner.request import Request
 from planner.search.best_first import search
-from planner.search.pins import Pins
 from runtime.branches import Branches
 from runtime.engine import Engine
 from runtime.factory import graph_of_factory
@@ -89,7 +90,7 @@ def test_other_layouts_train_like_one_process(name: str, layout: dict[str, Any])
 def test_branches_on_two_kinds_of_devices_train_like_one_process(name: str) -> None:
     plain = cases.plan(graph(name))
     pins = Pins(pipeline=3, data=1, tensor=1, micro_batch=1, schedule="1f1b")
-    found = search(graph(name), test_groups.cluster(1, 2), plain.job, pins=pins).plan
+    found = search(Request(graph(name), test_groups.cluster(1, 2), plain.job, pins=pins)).plan
     assert {stage.group for stage in found.stages} == {"fast", "slow"}
 
     equals_one_process(Plan(**{**dict(found), "training": plain.training}), name)
@@ -212,7 +213,9 @@ def test_what_is_no_graph_is_refused(name: str, message: str) -> None:
 def test_what_the_search_plans_trains_like_one_process(name: str, schedule: ScheduleName) -> None:
     plain = cases.plan(graph(name))
     machine = resolve_cluster("local:2")
-    found = search(graph(name), machine, plain.job, pins=Pins(pipeline=2, schedule=schedule))
+    found = search(
+        Request(graph(name), machine, plain.job, pins=Pins(pipeline=2, schedule=schedule))
+    )
     plan = Plan(**{**dict(found.plan), "training": plain.training})
 
     assert plan.schedule == schedule
@@ -231,7 +234,7 @@ def test_the_network_of_the_readme_can_be_planned(tmp_path: Path) -> None:
         sys.path[:] = before
 
     job = Job(seq_len=128, global_batch=16, precision="fp32")
-    answer = search(model, resolve_cluster("local:2"), job, pins=Pins(pipeline=2))
+    answer = search(Request(model, resolve_cluster("local:2"), job, pins=Pins(pipeline=2)))
 
     assert answer.certificate.optimal
     crossing = set(crossings_of(answer.plan, model)[0])

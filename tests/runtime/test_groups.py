@@ -13,9 +13,10 @@ import torch
 from planner import document
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Mesh, Plan, PlannedGroup, Share
+from planner.request import Request
 from planner.search.best_first import search
-from planner.search.pins import Pins
 from runtime.engine import Engine
 from runtime.launch import launch
 from tests.planner.test_cluster import DEVICE
@@ -52,7 +53,7 @@ def cluster(fast: int, slow: int) -> ClusterSpec:
 
 def planned(fast: int, slow: int, pins: Pins, model: ModelGraph = MODEL) -> Plan:
     plain = cases.plan(model)
-    found = search(model, cluster(fast, slow), plain.job, pins=pins).plan
+    found = search(Request(model, cluster(fast, slow), plain.job, pins=pins)).plan
     return Plan(**{**dict(found), "training": plain.training})
 
 

@@ -18,24 +18,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from planner.cluster import ClusterSpec
 from planner.costs.crossings import MOST_IDEALS, in_order
 from planner.costs.hosts import hosts
-from planner.costs.layout_costs import CostTables, counted_by_rank
+from planner.costs.layout_costs import counted_by_rank
 from planner.costs.seats import branching
 from planner.errors import DocumentError
-from planner.plan import Job, Layout, Plan, PlannedModel
+from planner.plan import Layout, Plan, PlannedModel
 from planner.predict import placement_prediction, placements_of
+from planner.request import Request
 from planner.search.answer import TIES_LIMIT_S, Answer
 from planner.search.candidates import Candidates
 from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
 from planner.search.formulation import instance_of, plan_of
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
-from planner.search.pins import Pins
 from planner.search.ranked import Ranked
-from planner.search.savings import activations
 from planner.search.spaces.alike import AlikeSpace
-from planner.search.spaces.misses import Request, closest_miss
+from planner.search.spaces.misses import closest_miss
 from planner.search.spaces.rounds import RoundSpace, unlike
 from planner.search.spaces.search import Progress, Refusals, Space, search_spaces
 from planner.solver import sided
@@ -50,7 +48,6 @@ MOST_PAIRS = 10_000_000
 def search_graph(
     candidates: Candidates,
     *,
-    cluster_name: str,
     solver: str,
     top: int = 1,
     progress: Progress | None = None,
@@ -59,26 +56,13 @@ def search_graph(
     if solver != "exact":
         raise DocumentError("solver", f"is '{solver}'; graphs of layers need 'exact'")
 
-    def build(cluster: ClusterSpec, job: Job, pins: Pins) -> list[Space[Any]]:
-        tables = CostTables(
-            candidates.model, cluster, job, candidates.tables.profile, activations(cluster, pins)
-        )
-        changed = Candidates(candidates.model, cluster, job, tables, pins, candidates.rules)
-        return spaces_of(changed)
-
-    request = Request(
-        model=candidates.model,
-        cluster=candidates.cluster,
-        job=candidates.job,
-        pins=candidates.pins,
-        build=build,
-    )
+    def build(request: Request) -> list[Space[Any]]:
+        return spaces_of(Candidates(request, candidates.rules))
 
     return search_spaces(
         spaces_of(candidates),
-        cluster_name=cluster_name,
         refused=candidates.refused,
-        why_nothing=partial(closest_miss, request),
+        why_nothing=partial(closest_miss, candidates.request, build),
         top=top,
         progress=progress,
     )
@@ -183,19 +167,16 @@ class GraphSpace(AlikeSpace):
         split = replace(kept, lower_bound_s=min(found.lower_bound_s, kept.objective_s))
         return replace(found, split=split)
 
-    def ranked(self, found: Found[GraphSolution], cluster_name: str) -> Ranked:
+    def ranked(self, found: Found[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
-        original, job = self._candidates.model, self._candidates.job
+        original = self._candidates.model
         names = [found.split.names[layer] for layer in found.split.order]
         ordered = in_order(self._model, names)
         plan = plan_of(
-            ordered,
-            cluster_name,
-            job,
+            replace(self._candidates.request, model=ordered),
             found.layout,
             self._tables.of(found.layout),
             found.split.split,
-            self._candidates.pins.recompute,
         )
         # The plan is for the model as its source has it, whatever the order of its branches.
         plan = Plan(**{**dict(plan), "model": PlannedModel.of(original)})

@@ -168,19 +168,16 @@ def _exposed_s(layout: Layout, action_s: float, widest_s: float) -> list[float]:
     return result
 
 
-def planned(space: GroupSpace, found: Found[UnequalSolution], cluster_name: str) -> Plan:
+def planned(space: GroupSpace, found: Found[UnequalSolution]) -> Plan:
     """Return the plan that a solution describes."""
     layout, group_of_rank = found.layout, found.split.stage_types
-    model = space.model
     home = rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
     )
     names = [name for name, _ in space.ordered.chain]
     placed = (_shared if layout.virtual_stages > 1 else _consecutive)(space, found)
     return plan_with(
-        model,
-        cluster_name,
-        space.job,
+        space.request,
         layout,
         tuple(
             Stage(

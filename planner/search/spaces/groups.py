@@ -9,11 +9,9 @@ from planner.cluster import ClusterSpec
 from planner.costs.crossings import in_order
 from planner.costs.group_costs import GroupCosts
 from planner.costs.layout_costs import LayoutCosts
-from planner.model import ModelGraph
-from planner.plan import Job, Layout, PlannedGroup
-from planner.profile import Profiles
+from planner.plan import Layout, PlannedGroup
+from planner.request import Request
 from planner.search.formulation import instance_of
-from planner.search.pins import Pins
 from planner.search.savings import activations
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Instance
@@ -22,26 +20,18 @@ from planner.solver.instance import Instance
 class GroupSpace:
     """Some groups of a cluster, each to be used whole, and what a model costs on them."""
 
-    def __init__(
-        self,
-        model: ModelGraph,
-        cluster: ClusterSpec,
-        job: Job,
-        pins: Pins,
-        profile: Profiles = None,
-        whole: ClusterSpec | None = None,
-    ) -> None:
+    def __init__(self, request: Request, whole: ClusterSpec | None = None) -> None:
         """`whole` is the cluster whose groups these are, if it has others too."""
-        self.model = model
-        self.cluster = cluster
-        self.job = job
-        self.pins = pins
-        self.profile = profile
+        self.request = request
+        self.model = model = request.model
+        self.cluster = cluster = request.cluster
+        self.job = request.job
+        self.pins = request.pins
         self.whole = whole or cluster
         self.ordered = in_order(model) if model.edges else model
         """The layers one by one in an order in which they can run."""
-        self.activations = activations(cluster, pins)
-        self.costs = GroupCosts(model, cluster, job, profile, self.activations)
+        self.activations = activations(cluster, request.pins)
+        self.costs = GroupCosts(request, self.activations)
         self.frontiers = FrontierStore()
 
     @property

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from planner.cluster import ClusterSpec
-from planner.model import ModelGraph
-from planner.plan import Job, Layout
+from planner.plan import Layout
+from planner.request import Request
 from planner.search.layout_queue import Bundle, Found
 from planner.search.misses import nothing_runs
-from planner.search.pins import Pins
 from planner.search.ranked import Ranked
 from planner.search.spaces.search import Misses, Refusals, Space, runnable
-from planner.search.ways_out import Asked, ways_out
+from planner.search.ways_out import ways_out
 from planner.units import bytes_text
 
 LOOKED_AT = 6
@@ -30,62 +29,62 @@ HAIR = 0.01
 """The least memory is found to this share of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What was asked for; `build` makes the spaces of a request that is changed in one thing."""
-
-    model: ModelGraph
-    cluster: ClusterSpec
-    job: Job
-    pins: Pins
-    build: Callable[[ClusterSpec, Job, Pins], Sequence[Space[Any]]]
-
-    def leanest(self) -> list[tuple[Space[Any], Layout]]:
-        """Return the layouts that hold least on a stage if layers could be divided evenly."""
-        every: list[tuple[float, int, Space[Any], Layout]] = []
-        for space in self.build(self.cluster, self.job, self.pins):
-            for layout in _lean_layouts(space):
-                every.append((self._least_bytes(space, layout), len(every), space, layout))
-        return [(space, layout) for _, _, space, layout in heapq.nsmallest(LOOKED_AT, every)]
-
-    def _least_bytes(self, space: Space[Any], layout: Layout) -> float:
-        """Mean bytes of a stage in the leanest options."""
-        kinds = space.costs_of(layout)[0].kinds
-        held = sum(
-            layer.repeat * min(c.resident_bytes + c.stored_bytes for c in kinds[layer.kind])
-            for layer in self.model.layers
-        )
-        peak = max(min(c.transient_bytes for c in table) for table in kinds.values())
-        return held / layout.pipeline + peak
-
-    def fitting(self) -> Layout | None:
-        """Return a layout that fits, of those that hold least."""
-        for space, layout in self.leanest():
-            if isinstance(space.solve(layout, float("inf")), Found):
-                return layout
-        return None
-
-    def with_memory(self, factor: float, like: Space[Any], layout: Layout) -> Ranked | None:
-        """Return the best plan of a layout on devices with so many times the memory."""
-        groups = []
-        for group in self.cluster.groups:
-            size = int(factor * group.accelerator.memory_bytes)
-            roomy = group.accelerator.model_copy(update={"memory_bytes": size})
-            groups.append(group.model_copy(update={"accelerator": roomy}))
-        cluster = self.cluster.model_copy(update={"groups": tuple(groups)})
-        for space in self.build(cluster, self.job, self.pins):
-            if type(space) is type(like) and list(space.groups) == list(like.groups):
-                found = space.solve(layout, float("inf"))
-                if isinstance(found, Found):
-                    return space.ranked(found, cluster.name)
-        return None
+Build = Callable[[Request], Sequence[Space[Any]]]
+"""The spaces of a request."""
 
 
-def closest_miss(request: Request, refused: Refusals, misses: Misses) -> str:
+def _leanest(request: Request, build: Build) -> list[tuple[Space[Any], Layout]]:
+    """Return the layouts that hold least on a stage if layers could be divided evenly."""
+    every: list[tuple[float, int, Space[Any], Layout]] = []
+    for space in build(request):
+        for layout in _lean_layouts(space):
+            every.append((_least_bytes(request, space, layout), len(every), space, layout))
+    return [(space, layout) for _, _, space, layout in heapq.nsmallest(LOOKED_AT, every)]
+
+
+def _least_bytes(request: Request, space: Space[Any], layout: Layout) -> float:
+    """Mean bytes of a stage in the leanest options."""
+    kinds = space.costs_of(layout)[0].kinds
+    held = sum(
+        layer.repeat * min(c.resident_bytes + c.stored_bytes for c in kinds[layer.kind])
+        for layer in request.model.layers
+    )
+    peak = max(min(c.transient_bytes for c in table) for table in kinds.values())
+    return held / layout.pipeline + peak
+
+
+def _fitting(build: Build, request: Request) -> Layout | None:
+    """Return a layout that fits, of those that hold least."""
+    for space, layout in _leanest(request, build):
+        if isinstance(space.solve(layout, float("inf")), Found):
+            return layout
+    return None
+
+
+def _with_memory(
+    request: Request, build: Build, factor: float, like: Space[Any], layout: Layout
+) -> Ranked | None:
+    """Return the best plan of a layout on devices with so many times the memory."""
+    groups = []
+    for group in request.cluster.groups:
+        size = int(factor * group.accelerator.memory_bytes)
+        roomy = group.accelerator.model_copy(update={"memory_bytes": size})
+        groups.append(group.model_copy(update={"accelerator": roomy}))
+    cluster = request.cluster.model_copy(update={"groups": tuple(groups)})
+    for space in build(replace(request, cluster=cluster)):
+        if type(space) is type(like) and list(space.groups) == list(like.groups):
+            found = space.solve(layout, float("inf"))
+            if isinstance(found, Found):
+                return space.ranked(found)
+    return None
+
+
+def closest_miss(request: Request, build: Build, refused: Refusals, misses: Misses) -> str:
     """Name the layout that misses by least, its fullest stage, where the bytes are, a way out."""
-    lean = request.leanest()
+    lean = _leanest(request, build)
     if not lean:
-        return nothing_runs(request.model, request.cluster, request.job, refused, request.pins)
+        return nothing_runs(request, refused)
+    would_fit = ways_out(request, partial(_fitting, build))
     devices = " and ".join(f"{group.devices} x {group.name}" for group in request.cluster.groups)
     start = (
         f"no plan of {request.model.name} fits {devices} at sequence {request.job.seq_len} and "
@@ -97,13 +96,13 @@ def closest_miss(request: Request, refused: Refusals, misses: Misses) -> str:
             break
     best: tuple[float, Ranked] | None = None
     for space, layout in lean:
-        found = _least_memory(request, space, layout, MOST_MEMORY if best is None else best[0])
+        found = _least_memory(
+            request, build, space, layout, MOST_MEMORY if best is None else best[0]
+        )
         if found is not None and (best is None or found[0] < best[0]):
             best = found
     if best is None:
-        return (
-            f"{start} Not with {MOST_MEMORY:g} times the memory either. {ways_out(_asked(request))}"
-        )
+        return f"{start} Not with {MOST_MEMORY:g} times the memory either. {would_fit}"
     factor, ranked = best
     stages = ranked.prediction.stages
     index = max(
@@ -118,7 +117,7 @@ def closest_miss(request: Request, refused: Refusals, misses: Misses) -> str:
         f"{start} The closest, {ranked.prediction.layout}, needs {factor:.2f} times their memory: "
         f"{where} holds {bytes_text(stage.peak_memory_bytes)} where "
         f"{bytes_text(stage.memory_capacity_bytes / factor)} are, most of it {listed}. "
-        f"{ways_out(_asked(request))}"
+        f"{would_fit}"
     )
 
 
@@ -141,44 +140,21 @@ def _lean_layouts(space: Space[Any]) -> Iterator[Layout]:
 
 
 def _least_memory(
-    request: Request, space: Space[Any], layout: Layout, most: float
+    request: Request, build: Build, space: Space[Any], layout: Layout, most: float
 ) -> tuple[float, Ranked] | None:
     """Return how many times the memory a layout needs, and its plan there; None if over `most`."""
     low, high = 1.0, 2.0
-    found = request.with_memory(high, space, layout)
+    found = _with_memory(request, build, high, space, layout)
     while found is None:
         if high >= most:
             return None
         low, high = high, 2 * high
-        found = request.with_memory(high, space, layout)
+        found = _with_memory(request, build, high, space, layout)
     while high - low > HAIR * low:
         middle = (low + high) / 2
-        better = request.with_memory(middle, space, layout)
+        better = _with_memory(request, build, middle, space, layout)
         if better is None:
             low = middle
         else:
             high, found = middle, better
     return high, found
-
-
-def _asked(request: Request) -> Asked:
-    """Return what was asked for, and how to try it with one thing changed."""
-
-    def fitting(
-        *, cluster: ClusterSpec | None = None, job: Job | None = None, pins: Pins | None = None
-    ) -> Layout | None:
-        changed = replace(
-            request,
-            cluster=cluster or request.cluster,
-            job=job or request.job,
-            pins=pins or request.pins,
-        )
-        return changed.fitting()
-
-    return Asked(
-        model=request.model,
-        cluster=request.cluster,
-        job=request.job,
-        pins=request.pins,
-        fitting=fitting,
-    )

@@ -26,17 +26,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import ClusterSpec
 from planner.costs.crossings import narrowest_bytes
-from planner.costs.group_costs import profiles_of
 from planner.costs.layout_costs import LayoutCosts, refusal, room_bytes
 from planner.costs.seats import Seats
 from planner.errors import DocumentError
-from planner.model import ModelGraph
 from planner.pipeline_model import held
-from planner.plan import Job, Layout, Plan
+from planner.plan import Layout, Plan
 from planner.predict import placement_prediction, placements_of
-from planner.profile import Profiles
+from planner.request import Request
 from planner.schedules import schedule_of
 from planner.search.answer import Answer
 from planner.search.certificate import (
@@ -52,7 +49,6 @@ from planner.search.certificate import (
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import instance_of, layout_pace
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
-from planner.search.pins import Pins
 from planner.search.ranked import Ranked
 from planner.search.space import (
     Degrees,
@@ -64,7 +60,7 @@ from planner.search.space import (
 )
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace, leanest
-from planner.search.spaces.misses import Request, closest_miss
+from planner.search.spaces.misses import closest_miss
 from planner.search.spaces.search import Progress, Refusals, Space, search_spaces
 from planner.search.spaces.shares import ShareSpace
 from planner.solver.graphs.graph_instance import Undecided
@@ -82,31 +78,15 @@ Floats = NDArray[np.float64]
 
 
 def search_mixed(
-    model: ModelGraph,
-    cluster: ClusterSpec,
-    job: Job,
-    *,
-    cluster_name: str,
-    profile: Profiles,
-    pins: Pins,
-    solver: str,
-    top: int = 1,
-    progress: Progress | None = None,
+    request: Request, *, solver: str, top: int = 1, progress: Progress | None = None
 ) -> Answer:
-    """Return the fastest plan that fits, with its proof; `profile` has those of groups by name."""
+    """Return the fastest plan that fits, with its proof."""
     if solver != "exact":
         raise DocumentError("solver", f"is '{solver}'; devices that differ need 'exact'")
-    profiles_of(cluster, profile)
-
-    def build(cluster: ClusterSpec, job: Job, pins: Pins) -> list[Space[Any]]:
-        return list(_spaces(model, cluster, job, profile, pins))
-
-    request = Request(model=model, cluster=cluster, job=job, pins=pins, build=build)
     return search_spaces(
-        _spaces(model, cluster, job, profile, pins),
-        cluster_name=cluster_name,
+        _spaces(request),
         refused={},
-        why_nothing=partial(closest_miss, request),
+        why_nothing=partial(closest_miss, request, lambda asked: list(_spaces(asked))),
         top=top,
         progress=progress,
     )
@@ -155,7 +135,7 @@ class MixedSpace(GroupSpace):
 
     def bundles(self, refused: Refusals) -> Iterator[Bundle]:
         """Yield every layout that keeps what the user fixed, those alike but for sharing in one."""
-        for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
+        for degrees in every_degrees(self.request):
             shared = sharings(degrees, self.pins)
             why = self._refusal_of(degrees)
             if why is not None:
@@ -354,7 +334,7 @@ class MixedSpace(GroupSpace):
     def _all_passes_s(self) -> dict[tuple[int, ...], tuple[Floats, Floats]]:
         """All that layouts of this space want of `_passes_s`, worked out together."""
         some: dict[tuple[int, ...], Layout] = {}
-        for degrees in every_degrees(self.model, self.cluster, self.job, self.pins):
+        for degrees in every_degrees(self.request):
             if self._refusal_of(degrees) is not None:
                 continue
             for size, count in micro_batches(self.job, degrees, self.pins):
@@ -395,9 +375,9 @@ class MixedSpace(GroupSpace):
             for twin in twins(layout)
         )
 
-    def ranked(self, found: Found[UnequalSolution], cluster_name: str) -> Ranked:
+    def ranked(self, found: Found[UnequalSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
-        plan = planned(self, found, cluster_name)
+        plan = planned(self, found)
         prediction = placement_prediction(
             self.costs.tables[plan.stages[0].group or ""],
             found.layout,
@@ -468,19 +448,16 @@ def _divided(layout: Layout) -> tuple[int, ...]:
     return layout.tensor, layout.context, layout.expert, layout.micro_batch
 
 
-def _spaces(
-    model: ModelGraph, cluster: ClusterSpec, job: Job, profile: Profiles, pins: Pins
-) -> Iterator[Space[Any]]:
+def _spaces(request: Request) -> Iterator[Space[Any]]:
     """Yield the layouts of every set of groups, the largest first.
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.
     """
-    profiles = profiles_of(cluster, profile)
+    cluster = request.cluster
     for count in range(len(cluster.groups), 0, -1):
         for groups in itertools.combinations(cluster.groups, count):
-            part = cluster.part(groups)
-            own = {group.name: profiles[group.name] for group in groups if group.name in profiles}
-            if part.mixed:
-                yield ShareSpace(model, part, job, pins, own, cluster)
-            along = MixedGraphSpace if model.edges else MixedSpace
-            yield along(model, part, job, pins, own, cluster)
+            part = request.on(groups)
+            if part.cluster.mixed:
+                yield ShareSpace(part, cluster)
+            along = MixedGraphSpace if request.model.edges else MixedSpace
+            yield along(part, cluster)

@@ -16,6 +16,7 @@ from planner.costs.layout_costs import room_bytes
 from planner.costs.seats import alike, branching
 from planner.costs.strategy import StrategyCost
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Layout, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import placement_prediction, placements_of
 from planner.rounds.problem import RoundsProblem, RoundsSolution, moments
@@ -40,7 +41,6 @@ from planner.search.formulation import plan_with
 from planner.search.layer_options import allowed, option_of
 from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first
 from planner.search.misses import nothing_runs
-from planner.search.pins import Pins
 from planner.search.rank_problem import input_stored
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
@@ -80,12 +80,13 @@ class RoundSpace(AlikeSpace):
         most = MOST_LAYERS if asked else MOST_UNASKED
         if c.pins.virtual_stages not in (None, 2) or len(c.model.chain) > most:
             return
-        plain = replace(c.pins, schedule=PLAIN, virtual_stages=None)
-        for degrees in every_degrees(c.model, c.cluster, c.job, plain):
+        pins = replace(c.pins, schedule=PLAIN, virtual_stages=None)
+        plain = replace(c.request, pins=pins)
+        for degrees in every_degrees(plain):
             ranks = degrees.pipeline
             if ranks == 1 or 2 * ranks > len(c.model.chain):
                 continue
-            for family in families(c.model, c.cluster, c.job, degrees, plain):
+            for family in families(plain, degrees):
                 for timetable in self._timetables(ranks, family.micro_batches, c.pins):
                     part = replace(family, timetables=(timetable,))
                     least = self._computation_s(part.first)
@@ -194,7 +195,7 @@ class RoundSpace(AlikeSpace):
             return Lost(NO_FASTER, bound_s=answer.lower_bound_s + step_s)
         return Found(answer.objective_s + step_s, answer.lower_bound_s + step_s, layout, answer)
 
-    def ranked(self, found: Found[RoundsSolution], cluster_name: str) -> Ranked:
+    def ranked(self, found: Found[RoundsSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
         c, layout, split = self._candidates, found.layout, found.split
         chain = self._model.chain
@@ -209,7 +210,9 @@ class RoundSpace(AlikeSpace):
             )
             for first, end in pairwise(split.cuts)
         )
-        plan = plan_with(self._model, cluster_name, c.job, layout, stages, step_s=found.objective_s)
+        plan = plan_with(
+            replace(c.request, model=self._model), layout, stages, step_s=found.objective_s
+        )
         plan = Plan(**{**dict(plan), "model": PlannedModel.of(c.model)})
         names = [[item.layer for item in stage.layers] for stage in stages]
         edges = bool(c.model.edges)
@@ -222,16 +225,14 @@ class RoundSpace(AlikeSpace):
         )
 
 
-def search_rounds(
-    candidates: Candidates, *, cluster_name: str, top: int, progress: Progress | None
-) -> Answer:
+def search_rounds(candidates: Candidates, *, top: int, progress: Progress | None) -> Answer:
     """Return the best plan of two stages a rank, where nothing else is asked for."""
     model, cluster, job = candidates.model, candidates.cluster, candidates.job
 
     def why_nothing(refused: Refusals, misses: Misses) -> str:
         reasons = [reason for _, reason in misses if reason]
         if not reasons:
-            return nothing_runs(model, cluster, job, refused, candidates.pins)
+            return nothing_runs(candidates.request, refused)
         return (
             f"no plan of {model.name} fits {cluster.name} at sequence {job.seq_len} and global "
             f"batch {job.global_batch}: {reasons[0]}; other schedules hold less"
@@ -239,7 +240,6 @@ def search_rounds(
 
     return search_spaces(
         [RoundSpace(candidates)],
-        cluster_name=cluster_name,
         refused=candidates.refused,
         why_nothing=why_nothing,
         top=top,
@@ -247,9 +247,7 @@ def search_rounds(
     )
 
 
-def with_rounds(
-    answer: Answer, candidates: Candidates, cluster_name: str, progress: Progress | None
-) -> Answer:
+def with_rounds(answer: Answer, candidates: Candidates, progress: Progress | None) -> Answer:
     """Return the answer for a chain of unlike layers with two stages a rank looked at too.
 
     The faster of the two in simulation is the plan.
@@ -287,7 +285,7 @@ def with_rounds(
         kept = {"layout": before.layout, "simulated": before.simulated}
         proof = proven(proof.model_copy(update=kept), answer.top[0])
         return replace(answer, certificate=proof, solved=solved)
-    other = space.ranked(best, cluster_name)
+    other = space.ranked(best)
     proof = proof.model_copy(update={"layout": best.layout.text()})
     if other.prediction.step_time_s >= answer.prediction.step_time_s:
         return replace(answer, certificate=proven(proof, answer.top[0]), solved=solved)

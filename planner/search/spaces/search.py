@@ -66,7 +66,7 @@ class Space(Protocol[S]):
     def solve(self, layout: Layout, cutoff_s: float, /) -> Found[S] | Lost:
         """Return the best split of a layout; only seconds below the cutoff are of interest."""
 
-    def ranked(self, found: Found[S], cluster_name: str, /) -> Ranked:
+    def ranked(self, found: Found[S], /) -> Ranked:
         """Return the plan of a split and its prediction."""
 
 
@@ -93,7 +93,6 @@ def layouts_of(space: Space[Any]) -> list[Layout]:
 def search_spaces(
     spaces: Iterable[Space[Any]],
     *,
-    cluster_name: str,
     refused: Refusals,
     why_nothing: Callable[[Refusals, Misses], str],
     top: int = 1,
@@ -129,7 +128,7 @@ def search_spaces(
     account.counts[CHOSEN] += 1
     for _, loser in found[1:]:
         account.lost(SLOWER, loser.layout, objective_s=loser.objective_s)
-    ranked = tuple(space.ranked(one, cluster_name) for space, one in found[:top])
+    ranked = tuple(space.ranked(one) for space, one in found[:top])
     winner = found[0][1]
     certificate = account.certificate(
         objective_s=winner.objective_s,

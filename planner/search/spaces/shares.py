@@ -208,7 +208,7 @@ class ShareSpace(GroupSpace):
         """Return what a layer may choose among on any group."""
         return [cost for cost in table if self.pins.recompute in (None, cost.recompute)]
 
-    def ranked(self, found: Found[Shared], cluster_name: str) -> Ranked:
+    def ranked(self, found: Found[Shared]) -> Ranked:
         """Return the plan of some shares and its prediction."""
         shared, layout = found.split, found.layout
         mean = -(-self.job.global_batch // (layout.micro_batch * layout.data))
@@ -219,9 +219,10 @@ class ShareSpace(GroupSpace):
             for cost in [self._choices(tables[layer.kind])[option]]
         )
         plain = plan_with(
-            self.model,
-            cluster_name,
-            replace(self.job, global_batch=layout.micro_batch * layout.data * mean),
+            replace(
+                self.request,
+                job=replace(self.job, global_batch=layout.micro_batch * layout.data * mean),
+            ),
             replace(layout, micro_batches=mean),
             (Stage(layers=placed),),
             step_s=found.objective_s,
@@ -242,7 +243,7 @@ class ShareSpace(GroupSpace):
         return Ranked(
             plan=plan,
             objective_s=found.objective_s,
-            prediction=predict(plan, self.model, self.whole, self.profile),
+            prediction=predict(plan, self.model, self.whole, self.request.profile),
         )
 
 

@@ -15,9 +15,10 @@ from planner.document import read
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
+from planner.pins import read_pins
 from planner.plan import Job, Plan
+from planner.request import Request
 from planner.search.best_first import search
-from planner.search.pins import read_pins
 
 EXAMPLES = Path(__file__).parents[3] / "plans"
 MODEL = resolve_model("llama-3.2-1b")
@@ -26,7 +27,7 @@ CLUSTER = resolve_cluster("8xa100-sxm-80gb")
 
 def planned(*fix: str, allow: tuple[str, ...] = (), precision: str | None = None) -> Plan:
     job = Job(seq_len=4096, global_batch=64, precision=CLUSTER.precision_for(precision))  # type: ignore[arg-type]
-    return search(MODEL, CLUSTER, job, pins=read_pins(fix, allow)).plan
+    return search(Request(MODEL, CLUSTER, job, pins=read_pins(fix, allow))).plan
 
 
 def flags(text: str) -> dict[str, str]:

@@ -17,8 +17,8 @@ from planner.backends.export import configuration, in_the_script
 from planner.backends.spaces import flags, layouts
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import read_pins
 from planner.plan import INSIDE_OUT, Job, Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.search.pins import read_pins
 from planner.training import Training
 from runtime.learning_rate import learning_rate
 from tests.planner.backends import frameworks

@@ -8,12 +8,14 @@ import pytest
 from planner.cluster import ClusterSpec
 from planner.costs.activations import Treated, treated
 from planner.costs.calibration import Figures
-from planner.costs.layout_costs import CostTables, layout_costs
+from planner.costs.layout_costs import CostTables
 from planner.costs.rates import Rates, rates
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Activations, Job, Layout
 from planner.predict import layout_prediction, placement_prediction, placements_of
+from planner.request import Request
 from planner.search.formulation import allowed, instance_of, plan_of
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
@@ -104,8 +106,8 @@ def test_devices_behind_one_link_share_it(node: ClusterSpec) -> None:
 def test_parts_add_up_and_fewer_bytes_stay(
     llama: ModelGraph, node: ClusterSpec, layout: Layout, activations: Activations
 ) -> None:
-    kept = layout_prediction(llama, node, JOB, layout)
-    found = layout_prediction(llama, node, JOB, layout, activations=activations)
+    kept = layout_prediction(Request(llama, node, JOB), layout)
+    found = layout_prediction(Request(llama, node, JOB, pins=Pins(activations=activations)), layout)
 
     cause = {"offload": "offload", "compress": "compression"}[activations]
     assert cause not in kept.step_parts
@@ -119,7 +121,7 @@ def test_parts_add_up_and_fewer_bytes_stay(
 
 def test_the_host_holds_what_the_device_would(llama: ModelGraph, node: ClusterSpec) -> None:
     layout = Layout(pipeline=4, data_replicate=2, micro_batches=8)
-    costs = layout_costs(llama, node, JOB, layout)
+    costs = CostTables(Request(llama, node, JOB)).of(layout)
     blocks = 8
     placements = [
         (("embedding", "none", "keep"), *[("block", "none", "offload")] * blocks),
@@ -128,7 +130,7 @@ def test_the_host_holds_what_the_device_would(llama: ModelGraph, node: ClusterSp
     ]
 
     found = placement_prediction(
-        CostTables(llama, node, JOB, activations=EVERY), layout, placements
+        CostTables(Request(llama, node, JOB), activations=EVERY), layout, placements
     )
 
     stored = costs.kinds["block"][0].stored_bytes
@@ -139,7 +141,7 @@ def test_the_host_holds_what_the_device_would(llama: ModelGraph, node: ClusterSp
 def solved(
     llama: ModelGraph, node: ClusterSpec, layout: Layout, activations: tuple[Activations, ...]
 ) -> tuple[CostTables, Solution]:
-    tables = CostTables(llama, node, JOB, activations=activations)
+    tables = CostTables(Request(llama, node, JOB), activations=activations)
     found = solve(instance_of(llama, node, layout, tables.of(layout)))
     assert isinstance(found, Solution)
     return tables, found
@@ -162,9 +164,9 @@ def test_more_ways_are_never_slower_and_the_bytes_are_those_of_the_prediction(
     accelerator = node.groups[0].accelerator.model_copy(update={"memory_bytes": int(memory)})
     group = node.groups[0].model_copy(update={"accelerator": accelerator})
     small = node.model_copy(update={"groups": (group,)})
-    tables = CostTables(llama, small, JOB, activations=EVERY)
+    tables = CostTables(Request(llama, small, JOB), activations=EVERY)
     instance = instance_of(llama, small, layout, tables.of(layout))
-    kept = instance_of(llama, small, layout, CostTables(llama, small, JOB).of(layout))
+    kept = instance_of(llama, small, layout, CostTables(Request(llama, small, JOB)).of(layout))
 
     free, held = solve(instance), solve(kept)
 
@@ -173,7 +175,7 @@ def test_more_ways_are_never_slower_and_the_bytes_are_those_of_the_prediction(
         assert free.objective_s <= held.objective_s * (1 + 1e-9)
     if isinstance(free, Solution):
         costs = tables.of(layout)
-        plan = plan_of(llama, "small", JOB, layout, costs, free)
+        plan = plan_of(tables.request, layout, costs, free)
         found = placement_prediction(tables, layout, placements_of(plan, llama))
         for counted, stage in zip(free.stage_bytes, found.stages, strict=True):
             whole = costs.fixed_bytes + costs.slack * counted
@@ -186,8 +188,8 @@ def test_of_two_layers_that_are_offloaded_the_bytes_are_there_at_a_time(
     llama: ModelGraph, node: ClusterSpec, stages: int
 ) -> None:
     layout = Layout(pipeline=stages, data_replicate=8 // stages, micro_batches=2 * stages)
-    kept = layout_costs(llama, node, JOB, layout)
-    costs = CostTables(llama, node, JOB, activations=("offload",))
+    kept = CostTables(Request(llama, node, JOB)).of(layout)
+    costs = CostTables(Request(llama, node, JOB), activations=("offload",))
     chain = [layer.kind for _, layer in llama.chain]
     size = len(chain) // stages
     placements = [
@@ -213,7 +215,7 @@ def test_what_can_never_win_is_no_choice(llama: ModelGraph, node: ClusterSpec) -
     slow = node.model_copy(update={"groups": (group,)})
     layout = Layout(pipeline=4, data_replicate=2, micro_batches=8)
 
-    costs = CostTables(llama, slow, JOB, activations=EVERY).of(layout)
+    costs = CostTables(Request(llama, slow, JOB), activations=EVERY).of(layout)
 
     for kind, table in costs.kinds.items():
         names = [cost.name for cost in allowed(table, layout, None)]
@@ -226,8 +228,8 @@ def test_what_can_never_win_is_no_choice(llama: ModelGraph, node: ClusterSpec) -
 
 def test_the_choices_of_old_are_untouched(llama: ModelGraph, node: ClusterSpec) -> None:
     layout = Layout(pipeline=4, data_replicate=2, micro_batches=8)
-    plain = CostTables(llama, node, JOB).of(layout).kinds
-    every = CostTables(llama, node, JOB, activations=EVERY).of(layout).kinds
+    plain = CostTables(Request(llama, node, JOB)).of(layout).kinds
+    every = CostTables(Request(llama, node, JOB), activations=EVERY).of(layout).kinds
 
     for kind, table in plain.items():
         kept = tuple(cost for cost in every[kind] if cost.activations == "keep")

@@ -20,6 +20,7 @@ from planner.profile import (
     Profile,
     StageMeasurement,
 )
+from planner.request import Request
 
 JOB = Job(seq_len=512, global_batch=64)
 
@@ -84,7 +85,7 @@ def figures(tables: CostTables, layout: Layout, recompute: int = 0):  # type: ig
 def test_an_exact_measurement_replaces_seconds_and_bytes(
     gpt2: ModelGraph, node: ClusterSpec
 ) -> None:
-    tables = CostTables(gpt2, node, JOB, profile(measurement()))
+    tables = CostTables(Request(gpt2, node, JOB, profile=profile(measurement())))
 
     found = figures(tables, Layout(micro_batch=2, micro_batches=32))
 
@@ -99,7 +100,7 @@ def test_between_two_measured_micro_batches_figures_are_straight(
     gpt2: ModelGraph, node: ClusterSpec
 ) -> None:
     twice = measurement(micro_batch=6, forward_s=0.030, stored_bytes=3000)
-    tables = CostTables(gpt2, node, JOB, profile(measurement(), twice))
+    tables = CostTables(Request(gpt2, node, JOB, profile=profile(measurement(), twice)))
 
     found = figures(tables, Layout(micro_batch=4, micro_batches=16))
 
@@ -111,8 +112,8 @@ def test_between_two_measured_micro_batches_figures_are_straight(
 def test_elsewhere_arithmetic_is_scaled_by_the_nearest_measurement(
     gpt2: ModelGraph, node: ClusterSpec
 ) -> None:
-    plain = CostTables(gpt2, node, JOB)
-    tables = CostTables(gpt2, node, JOB, profile(measurement()))
+    plain = CostTables(Request(gpt2, node, JOB))
+    tables = CostTables(Request(gpt2, node, JOB, profile=profile(measurement())))
     ratio = 0.010 / figures(plain, Layout(micro_batch=2, micro_batches=32)).whole_forward_s
 
     found = figures(tables, Layout(micro_batch=8, micro_batches=8))
@@ -125,8 +126,8 @@ def test_elsewhere_arithmetic_is_scaled_by_the_nearest_measurement(
 def test_what_was_measured_on_one_rank_scales_no_communication(
     gpt2: ModelGraph, node: ClusterSpec
 ) -> None:
-    plain = CostTables(gpt2, node, JOB)
-    slow = CostTables(gpt2, node, JOB, profile(measurement()))
+    plain = CostTables(Request(gpt2, node, JOB))
+    slow = CostTables(Request(gpt2, node, JOB, profile=profile(measurement())))
     ratio = 0.010 / figures(plain, Layout(micro_batch=2, micro_batches=32)).whole_forward_s
     layout = Layout(tensor=2, micro_batch=2, micro_batches=32)
 
@@ -141,8 +142,8 @@ def test_what_was_measured_on_one_rank_scales_no_communication(
 def test_over_context_ranks_arithmetic_is_scaled_and_communication_is_not(
     gpt2: ModelGraph, node: ClusterSpec, context: int
 ) -> None:
-    plain = CostTables(gpt2, node, JOB)
-    tables = CostTables(gpt2, node, JOB, profile(measurement()))
+    plain = CostTables(Request(gpt2, node, JOB))
+    tables = CostTables(Request(gpt2, node, JOB, profile=profile(measurement())))
     ratio = 0.010 / figures(plain, Layout(micro_batch=2, micro_batches=32)).whole_forward_s
     layout = Layout(context=context, micro_batch=8, micro_batches=8)
 
@@ -157,7 +158,10 @@ def test_a_measurement_of_the_same_recompute_choice_is_nearer_than_any_other(
     gpt2: ModelGraph, node: ClusterSpec
 ) -> None:
     layers = (measurement(), measurement(recompute="full", micro_batch=16, stored_bytes=7))
-    plain, tables = CostTables(gpt2, node, JOB), CostTables(gpt2, node, JOB, profile(*layers))
+    plain, tables = (
+        CostTables(Request(gpt2, node, JOB)),
+        CostTables(Request(gpt2, node, JOB, profile=profile(*layers))),
+    )
     layout = Layout(micro_batch=2, micro_batches=32)
 
     found = figures(tables, layout, 2)
@@ -173,8 +177,8 @@ def test_a_measurement_of_the_same_recompute_choice_is_nearer_than_any_other(
 def test_measurements_of_something_else_change_nothing(
     gpt2: ModelGraph, node: ClusterSpec, other: dict[str, str]
 ) -> None:
-    plain = CostTables(gpt2, node, JOB)
-    tables = CostTables(gpt2, node, JOB, profile(measurement(**other)))
+    plain = CostTables(Request(gpt2, node, JOB))
+    tables = CostTables(Request(gpt2, node, JOB, profile=profile(measurement(**other))))
     layout = Layout(micro_batch=2, micro_batches=32)
 
     assert figures(tables, layout) == figures(plain, layout)
@@ -184,7 +188,7 @@ def test_measured_seconds_of_several_ranks_include_their_communication(
     gpt2: ModelGraph, node: ClusterSpec
 ) -> None:
     shared = measurement(tensor=2, sequence_parallel=True)
-    tables = CostTables(gpt2, node, JOB, profile(shared))
+    tables = CostTables(Request(gpt2, node, JOB, profile=profile(shared)))
 
     found = figures(tables, Layout(tensor=2, micro_batch=2, micro_batches=32))
 
@@ -217,7 +221,7 @@ def overheads(**changes: float) -> Overheads:
 
 def test_measured_overheads_stand_where_they_belong(gpt2: ModelGraph, node: ClusterSpec) -> None:
     with_them = overheads(step_s=0.5, optimizer_s_per_parameter=1e-6, pipeline_action_s=0.25)
-    tables = CostTables(gpt2, node, JOB, profile(overheads=with_them))
+    tables = CostTables(Request(gpt2, node, JOB, profile=profile(overheads=with_them)))
     layout = Layout(pipeline=4, micro_batches=64)
 
     costs = tables.of(layout)
@@ -246,7 +250,7 @@ def test_what_cannot_overlap_is_waited_for(gpt2: ModelGraph, node: ClusterSpec) 
 
     def block(overlap: float):  # type: ignore[no-untyped-def]
         measured = profile(collectives=curves, overheads=overheads(overlap=overlap))
-        return CostTables(gpt2, node, JOB, measured).of(layout).parts["block"][0]
+        return CostTables(Request(gpt2, node, JOB, profile=measured)).of(layout).parts["block"][0]
 
     hidden, waiting = block(1.0), block(0.0)
 
@@ -372,8 +376,8 @@ def test_layers_of_a_measured_stage_take_what_the_stage_takes(
     whole = alone.model_copy(update={"stages": (stage(),)})
     layout = Layout(pipeline=1, data_replicate=8, micro_batch=2, micro_batches=4)
 
-    before = figures(CostTables(gpt2, node, JOB, alone), layout)
-    after = figures(CostTables(gpt2, node, JOB, whole), layout)
+    before = figures(CostTables(Request(gpt2, node, JOB, profile=alone)), layout)
+    after = figures(CostTables(Request(gpt2, node, JOB, profile=whole)), layout)
 
     assert after.forward_s == pytest.approx(1.1 * before.forward_s)
     assert after.backward_s == pytest.approx(0.9 * before.backward_s)

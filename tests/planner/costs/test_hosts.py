@@ -10,6 +10,7 @@ from planner.costs.hosts import USABLE, hosts, overfull, ranks_on_nodes, unknown
 from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import INSIDE_OUT, Axis, Job, Layout
 from planner.predict import layout_prediction
+from planner.request import Request
 
 OUTSIDE: tuple[Axis, ...] = ("pipeline", "context", "tensor", "data_replicate", "data_shard")
 LAYOUTS = [
@@ -85,7 +86,7 @@ def test_a_prediction_that_overfills_its_host_does_not_fit(four_nodes: ClusterSp
     layout = Layout(data_shard=32, zero=3)
 
     roomy, full = (
-        layout_prediction(llama, cluster, job, replace(layout, offload="optimizer"))
+        layout_prediction(Request(llama, cluster, job), replace(layout, offload="optimizer"))
         for cluster in (four_nodes, small)
     )
 
@@ -93,4 +94,4 @@ def test_a_prediction_that_overfills_its_host_does_not_fit(four_nodes: ClusterSp
     assert roomy.fits
     assert not full.fits
     assert 8 * full.stages[0].host_bytes == pytest.approx(8 * llama.parameters / 4)
-    assert layout_prediction(llama, small, job, layout).fits
+    assert layout_prediction(Request(llama, small, job), layout).fits

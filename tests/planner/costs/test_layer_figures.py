@@ -18,10 +18,11 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.layers import arithmetic
 from planner.layers.operator_table import ManySettings, Setting
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Job, Layout
 from planner.profile import Profile
+from planner.request import Request
 from planner.search.best_first import search
-from planner.search.pins import Pins
 from planner.search.space import layouts
 
 MODELS = ["llama-3.1-8b", "deepseek-v3", "mixtral-8x7b", "gpt2", "gemma-2-2b", "bert-large"]
@@ -74,8 +75,8 @@ def test_the_fewest_seconds_of_many_layouts_are_those_of_each(
     name: str, cluster: str, job: Job
 ) -> None:
     model, machine = resolve_model(name), resolve_cluster(cluster)
-    tables = CostTables(model, machine, job)
-    some = list(layouts(model, machine, job, Pins(zero=1)))[::23]
+    tables = CostTables(Request(model, machine, job))
+    some = list(layouts(Request(model, machine, job, pins=Pins(zero=1))))[::23]
 
     fastest_s = tables.fastest_s(some)
 
@@ -88,7 +89,7 @@ def test_the_fewest_seconds_of_many_layouts_are_those_of_each(
 
 def test_a_choice_of_recompute_is_kept() -> None:
     model, machine = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
-    tables = CostTables(model, machine, Job(seq_len=2048, global_batch=8))
+    tables = CostTables(Request(model, machine, Job(seq_len=2048, global_batch=8)))
 
     free, full = (tables.fastest_s([Layout()], choice) for choice in (None, "full"))
 
@@ -103,7 +104,7 @@ def test_what_a_profile_measured_stands_for_the_arithmetic() -> None:
         read(Profile, folder / "profile.yaml"),
     )
     model, job = read(ModelGraph, folder / "model.yaml"), Job(seq_len=128, global_batch=16)
-    tables = CostTables(model, machine, replace(job, precision="fp32"), profile)
+    tables = CostTables(Request(model, machine, replace(job, precision="fp32"), profile=profile))
     some = [Layout(micro_batch=b, tensor=t, context=c) for b in (1, 3) for t, c in ((1, 1), (1, 2))]
 
     fastest_s = tables.fastest_s(some)
@@ -125,7 +126,7 @@ def test_fp8_is_planned_where_devices_have_it_with_what_its_rounding_costs() -> 
         setting = Setting(micro_batch=1, seq_len=4096, precision=precision)
         return known.of(setting, Layout(data_replicate=8))[kind][0].passes_s
 
-    answer = search(model, cluster, Job(seq_len=4096, global_batch=64, precision="fp8"))
+    answer = search(Request(model, cluster, Job(seq_len=4096, global_batch=64, precision="fp8")))
 
     assert passes_s("fp8", "head") == pytest.approx(passes_s("bf16", "head"))
     assert passes_s("fp8", "block") != pytest.approx(passes_s("bf16", "block"), rel=0.01)

@@ -6,10 +6,11 @@ import pytest
 
 from planner.catalog import native
 from planner.cluster import ClusterSpec, LinkTier
-from planner.costs.layout_costs import CostTables, LayoutCosts, StrategyCost, layout_costs
+from planner.costs.layout_costs import CostTables, LayoutCosts, StrategyCost
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
+from planner.request import Request
 
 JOB = Job(seq_len=4096, global_batch=64)
 
@@ -26,7 +27,7 @@ def node() -> ClusterSpec:
 
 @pytest.fixture(scope="module")
 def tables(llama: ModelGraph, node: ClusterSpec) -> CostTables:
-    return CostTables(llama, node, JOB)
+    return CostTables(Request(llama, node, JOB))
 
 
 def block(costs: LayoutCosts, recompute: str = "none") -> StrategyCost:
@@ -74,7 +75,7 @@ def test_tensor_parallelism_divides_matrices_and_keeps_norms(
 
 def test_a_pipeline_of_a_tied_model_holds_the_embedding_at_both_ends(node: ClusterSpec) -> None:
     gpt2 = resolve_model("gpt2")
-    tables = CostTables(gpt2, node, Job(seq_len=1024, global_batch=64))
+    tables = CostTables(Request(gpt2, node, Job(seq_len=1024, global_batch=64)))
 
     alone = tables.of(Layout(data_replicate=8, micro_batches=8))
     piped = tables.of(Layout(data_replicate=4, pipeline=2, micro_batches=16))
@@ -162,8 +163,8 @@ def test_faster_links_are_never_slower(
         }
     )
 
-    slow = layout_costs(llama, node, JOB, layout)
-    fast = layout_costs(llama, faster, JOB, layout)
+    slow = CostTables(Request(llama, node, JOB)).of(layout)
+    fast = CostTables(Request(llama, faster, JOB)).of(layout)
 
     assert fast.boundary_s <= slow.boundary_s
     for kind, choices in slow.kinds.items():
@@ -175,7 +176,7 @@ def test_faster_links_are_never_slower(
 
 
 def test_tensor_parallelism_across_nodes_is_slower_than_inside_one(llama: ModelGraph) -> None:
-    tables = CostTables(llama, resolve_cluster("2x8xh100-sxm-80gb"), JOB)
+    tables = CostTables(Request(llama, resolve_cluster("2x8xh100-sxm-80gb"), JOB))
     outside = ("pipeline", "data_shard", "data_replicate", "context", "tensor")
 
     near = block(tables.of(Layout(tensor=2, data_shard=8, zero=1)))
@@ -206,7 +207,7 @@ def test_experts_are_gathered_and_reduced_by_the_ranks_that_hold_the_same_ones()
     """8 experts on 4 of a replica's 8 ranks: dense parts divide over 8, experts over 2."""
     mixtral, nodes = resolve_model("mixtral-8x7b"), resolve_cluster("2x8xh100-sxm-80gb")
     nodes = nodes.model_copy(update={"tiers": tuple(_ideal(tier) for tier in nodes.tiers)})
-    tables = CostTables(mixtral, nodes, JOB)
+    tables = CostTables(Request(mixtral, nodes, JOB))
     layout = Layout(pipeline=2, data_shard=8, expert=4, zero=1, micro_batches=8)
     block = tables.of(layout).parts["moe_block"][0]
 

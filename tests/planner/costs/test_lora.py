@@ -10,8 +10,10 @@ from planner.costs.lora import adapter_parameters
 from planner.costs.memory import Sharing
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import Pins
 from planner.plan import Job, Layout
 from planner.predict import layout_prediction
+from planner.request import Request
 from planner.training import Lora
 
 
@@ -61,8 +63,10 @@ def test_adapters_fit_where_the_whole_model_does_not() -> None:
     whole = Job(seq_len=2048, global_batch=8)
     adapters = Job(seq_len=2048, global_batch=8, lora=Lora(rank=16))
 
-    full = layout_prediction(model, machine, whole, layout, recompute="full")
-    tuned = layout_prediction(model, machine, adapters, layout, recompute="full")
+    full = layout_prediction(Request(model, machine, whole, pins=Pins(recompute="full")), layout)
+    tuned = layout_prediction(
+        Request(model, machine, adapters, pins=Pins(recompute="full")), layout
+    )
 
     assert not full.fits
     assert tuned.fits

@@ -9,6 +9,7 @@ from planner.costs.layout_costs import CostTables
 from planner.layers.operator_table import RECOMPUTES
 from planner.plan import Mesh
 from planner.predict import placements_of, predict, stage_seconds
+from planner.request import Request
 from planner.schedule import orders
 from planner.simulate import timeline
 from tests.planner.test_predict_peaks import cluster, model, plan
@@ -19,7 +20,7 @@ from tests.planner.test_predict_peaks import cluster, model, plan
 def test_one_stage_with_whole_backwards_peaks_as_a_stage_does(recompute: str, stage: int) -> None:
     graph = model()
     of = plan(graph, "fp32", recompute, Mesh(pipeline=2), 0, "1f1b")
-    costs = CostTables(graph, cluster(), of.job).of(of.layout)
+    costs = CostTables(Request(graph, cluster(), of.job)).of(of.layout)
     placement = placements_of(of, graph)[stage]
     layers = {
         stage: [
@@ -37,7 +38,7 @@ def test_one_stage_with_whole_backwards_peaks_as_a_stage_does(recompute: str, st
 def test_a_split_backward_takes_the_seconds_of_a_whole_one() -> None:
     graph = model()
     of = plan(graph, "fp32", "none", Mesh(pipeline=2), 0, "zb-h1")
-    costs = CostTables(graph, cluster(), of.job).of(of.layout)
+    costs = CostTables(Request(graph, cluster(), of.job)).of(of.layout)
     stages = [stage_seconds(costs, placement) for placement in placements_of(of, graph)]
 
     for stage in stages:

@@ -20,6 +20,7 @@ from planner.layers.architecture import SUPPORTED, architecture_of
 from planner.layers.parameters import block_kinds, graph_of
 from planner.model import Architecture
 from planner.plan import Job
+from planner.request import Request
 from planner.search.best_first import search
 
 needs_transformers = pytest.mark.skipif(
@@ -396,6 +397,6 @@ def test_a_family_is_added_by_a_reader(tmp_path: Path, monkeypatch: pytest.Monke
         model = resolve_model(str(tmp_path))
         assert model.architecture is not None
         assert model.architecture.family == kind
-        seconds[kind] = search(model, cluster, job).prediction.step_time_s
+        seconds[kind] = search(Request(model, cluster, job)).prediction.step_time_s
 
     assert seconds["newllama"] == pytest.approx(seconds["llama"])

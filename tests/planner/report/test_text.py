@@ -9,13 +9,14 @@ import pytest
 from rich.console import Console, RenderableType
 
 from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import Pins
 from planner.plan import Job, Layout, Stage
 from planner.prediction import Certificate
 from planner.report.text import answer_text, stages_text
+from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.certificate import of_plan
-from planner.search.pins import Pins
 
 OPTIMUM = Layout(pipeline=2, schedule="interleaved", virtual_stages=4)
 PLAN = replace(OPTIMUM, virtual_stages=3)
@@ -47,7 +48,9 @@ def printed(shown: RenderableType, width: int = 160) -> list[str]:
 def answer() -> Answer:
     job = Job(seq_len=1024, global_batch=32)
     return search(
-        resolve_model("gpt2"), resolve_cluster("8xv100-sxm-32gb"), job, pins=Pins(pipeline=4)
+        Request(
+            resolve_model("gpt2"), resolve_cluster("8xv100-sxm-32gb"), job, pins=Pins(pipeline=4)
+        )
     )
 
 
@@ -113,7 +116,9 @@ def test_an_explanation_has_stages_assumptions_counts_and_finalists(answer: Answ
 @pytest.mark.parametrize("pipeline", [1, 4])
 def test_the_bound_of_a_simulated_step_is_below_it(pipeline: int) -> None:
     job, pins = Job(seq_len=1024, global_batch=32), Pins(pipeline=pipeline, schedule="1f1b")
-    found = search(resolve_model("gpt2"), resolve_cluster("4xv100-sxm-32gb"), job, pins=pins)
+    found = search(
+        Request(resolve_model("gpt2"), resolve_cluster("4xv100-sxm-32gb"), job, pins=pins)
+    )
 
     proof = found.certificate.plan
 

@@ -12,18 +12,18 @@ from functools import cache
 import pytest
 
 from planner.cluster import ClusterSpec
-from planner.costs.layout_costs import CostTables
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.native import Rules, limit, refusal
+from planner.pins import Pins, read_pins
 from planner.plan import Job, Layout
+from planner.request import Request
 from planner.search import candidates as candidates_module
 from planner.search import space
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.finalists import MARGIN
-from planner.search.pins import Pins, read_pins
 from planner.search.space import Family, complexity, kind
 from planner.solver.frontier import FrontierStore
 from planner.solver.inner import solve
@@ -45,17 +45,18 @@ class Case:
 
     def candidates(self) -> Candidates:
         model, cluster = resolve_model(self.model), resolve_cluster(self.cluster)
-        tables = CostTables(model, cluster, self.job)
-        return Candidates(model, cluster, self.job, tables, self.pins, self.rules)
+        return Candidates(Request(model, cluster, self.job, pins=self.pins), self.rules)
 
     def search(self, cluster: ClusterSpec | None = None, **settings: object) -> Answer:
         return search(
-            resolve_model(self.model),
-            cluster or resolve_cluster(self.cluster),
-            self.job,
-            pins=self.pins,
+            Request(
+                resolve_model(self.model),
+                cluster or resolve_cluster(self.cluster),
+                self.job,
+                pins=self.pins,
+            ),
             rules=self.rules,
-            **settings,  # type: ignore[arg-type]
+            **settings,
         )
 
 
@@ -280,10 +281,12 @@ def test_hosts_that_are_too_small_for_what_would_fit_devices_are_named() -> None
 
     with pytest.raises(NoPlanFits) as caught:
         search(
-            resolve_model("gpt2-xl"),
-            small,
-            Job(seq_len=1024, global_batch=4, precision="fp16"),
-            pins=read_pins([], ["offload"]),
+            Request(
+                resolve_model("gpt2-xl"),
+                small,
+                Job(seq_len=1024, global_batch=4, precision="fp16"),
+                pins=read_pins([], ["offload"]),
+            )
         )
 
     assert "in each node's host memory, of which 4.0 GiB of 8.0 GiB" in str(caught.value)
@@ -404,9 +407,11 @@ def test_a_search_leaves_the_cycle_collector_as_it_was(collecting: bool) -> None
     try:
         with pytest.raises(NoPlanFits):
             search(
-                resolve_model("llama-3.1-70b"),
-                resolve_cluster("1xh100-sxm-80gb"),
-                Job(seq_len=128, global_batch=1),
+                Request(
+                    resolve_model("llama-3.1-70b"),
+                    resolve_cluster("1xh100-sxm-80gb"),
+                    Job(seq_len=128, global_batch=1),
+                )
             )
         assert gc.isenabled() == collecting
     finally:

@@ -9,6 +9,7 @@ import pytest
 from planner.costs.layout_costs import CostTables, LayoutCosts, StrategyCost, StrategyParts
 from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import INSIDE_OUT, Job, Layout
+from planner.request import Request
 from planner.search.dominance import dominates, twins
 
 LAYOUT = Layout(pipeline=4, data_shard=2, zero=2, micro_batches=16)
@@ -18,7 +19,7 @@ TWIN = replace(LAYOUT, zero=1)
 @pytest.fixture
 def costs() -> LayoutCosts:
     model, cluster = resolve_model("gpt2"), resolve_cluster("8xa100-sxm-80gb")
-    return CostTables(model, cluster, Job(seq_len=1024, global_batch=32)).of(TWIN)
+    return CostTables(Request(model, cluster, Job(seq_len=1024, global_batch=32))).of(TWIN)
 
 
 def changed(costs: LayoutCosts, **figures: float) -> LayoutCosts:

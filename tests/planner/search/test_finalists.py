@@ -7,13 +7,14 @@ from functools import cache
 import pytest
 
 from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import Pins
 from planner.plan import Job
 from planner.predict import predict
 from planner.prediction import Simulated
+from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.finalists import MARGIN
-from planner.search.pins import Pins
 
 CASES = {
     "pipelines": ("llama-3.2-3b", "8xa100-sxm-40gb", 4096, 32, Pins(pipeline=4, micro_batch=1)),
@@ -27,7 +28,7 @@ CASES = {
 def answer(name: str) -> Answer:
     model, cluster, seq_len, global_batch, pins = CASES[name]
     job = Job(seq_len=seq_len, global_batch=global_batch)
-    return search(resolve_model(model), resolve_cluster(cluster), job, pins=pins)
+    return search(Request(resolve_model(model), resolve_cluster(cluster), job, pins=pins))
 
 
 def simulated(name: str) -> Simulated:
@@ -84,7 +85,9 @@ def test_the_bound_in_the_simulator_is_told_only_where_it_holds(name: str) -> No
 def test_a_single_stage_is_bounded_by_what_it_takes() -> None:
     job = Job(seq_len=1024, global_batch=32)
     found = search(
-        resolve_model("gpt2"), resolve_cluster("4xv100-sxm-32gb"), job, pins=Pins(pipeline=1)
+        Request(
+            resolve_model("gpt2"), resolve_cluster("4xv100-sxm-32gb"), job, pins=Pins(pipeline=1)
+        )
     )
 
     finals = found.certificate.simulated

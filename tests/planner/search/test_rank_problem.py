@@ -14,6 +14,7 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.pipeline_model import held, most_on_first_stage
 from planner.plan import Job, Layout, ScheduleName
 from planner.predict import placement_prediction, placements_of
+from planner.request import Request
 from planner.schedule import obstacle, orders, rank_of_stage
 from planner.search.best_first import search
 from planner.search.formulation import instance_of, plan_of
@@ -171,7 +172,7 @@ def test_a_rank_holds_what_its_prediction_says(
             schedule=name if pipeline > 1 else "1f1b",
             virtual_stages=virtual if pipeline > 1 else 1,
         )
-        tables = CostTables(model, node, job, activations=activations)
+        tables = CostTables(Request(model, node, job), activations=activations)
         costs = tables.of(layout)
         for memory_gb in (1000, 30):
             instance = instance_of(model, with_memory(node, memory_gb), layout, costs)
@@ -179,7 +180,7 @@ def test_a_rank_holds_what_its_prediction_says(
             for _ in range(6):
                 solution = random_solution(instance, rng)
 
-                plan = plan_of(model, node.name, job, layout, costs, solution)
+                plan = plan_of(tables.request, layout, costs, solution)
                 predicted = placement_prediction(tables, layout, placements_of(plan, model))
 
                 for stage, prediction in enumerate(predicted.stages):
@@ -208,13 +209,13 @@ def test_a_solution_holds_what_its_prediction_says(
         virtual_stages=virtual,
         micro_batches=16,
     )
-    tables = CostTables(model, small, job, activations=("keep", "offload"))
+    tables = CostTables(Request(model, small, job), activations=("keep", "offload"))
     costs = tables.of(layout)
     found = solve(instance_of(model, small, layout, costs))
     if not isinstance(found, Solution):
         pytest.skip("nothing fits")
 
-    plan = plan_of(model, "8xh100-sxm-80gb", job, layout, costs, found)
+    plan = plan_of(tables.request, layout, costs, found)
     predicted = placement_prediction(tables, layout, placements_of(plan, model))
 
     assert predicted.fits
@@ -229,7 +230,7 @@ def test_zero_bubble_plans_that_fit_are_found(node: ClusterSpec) -> None:
     """Stages of 9, 8, 9 and 8 layers, nothing recomputed, fill 67 of 80 GiB."""
     model, job = resolve_model("llama-3.1-8b"), Job(seq_len=4096, global_batch=64)
 
-    certificate = search(model, node, job).certificate
+    certificate = search(Request(model, node, job)).certificate
 
     assert certificate.objective_s <= 3.979736
     assert certificate.optimal

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from planner.cluster import ClusterSpec
-from planner.costs.layout_costs import CostTables
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Job
+from planner.request import Request
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
-from planner.search.pins import Pins
 from planner.search.savings import Saving, activations, reaches_host, savings
 from planner.solver import sided
 from planner.solver.instance import Solution
@@ -39,8 +39,7 @@ def small(memory: float, host: float | None = None, devices: int = 4) -> Cluster
 
 def least_s(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> float:
     """Seconds of the best layout, each solved by itself."""
-    tables = CostTables(model, cluster, job, activations=activations(cluster, pins))
-    candidates = Candidates(model, cluster, job, tables, pins)
+    candidates = Candidates(Request(model, cluster, job, pins=pins))
     answers = (
         (sided.solve(candidates.instance(layout)), candidates.costs(layout).step_s)
         for layout in candidates.layouts()
@@ -62,9 +61,9 @@ def test_no_layout_beats_the_plan(gpt2: ModelGraph, memory: float, host: float |
 
     if best_s == math.inf:
         with pytest.raises(NoPlanFits):
-            search(gpt2, cluster, job, pins=pins)
+            search(Request(gpt2, cluster, job, pins=pins))
         return
-    answer = search(gpt2, cluster, job, pins=pins)
+    answer = search(Request(gpt2, cluster, job, pins=pins))
 
     assert answer.certificate.optimal
     assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-6)
@@ -77,10 +76,9 @@ def test_bounds_that_pool_device_and_host_are_below_every_plan(gpt2: ModelGraph)
     memory, sharper = 2.6e9, 0
     for host in (4e9, 8e9):
         cluster = small(memory, host, devices=2)
-        tables = CostTables(gpt2, cluster, job, activations=activations(cluster, pins))
-        candidates = Candidates(gpt2, cluster, job, tables, pins)
+        candidates = Candidates(Request(gpt2, cluster, job, pins=pins))
         candidates.computation_s()
-        roomy = Candidates(gpt2, small(memory, None, devices=2), job, tables, pins)
+        roomy = Candidates(Request(gpt2, small(memory, None, devices=2), job, pins=pins))
         for family in candidates.families:
             for part in family.by_saving():
                 (levels,) = candidates.rooms_s([part])
@@ -101,8 +99,8 @@ def test_the_host_is_used_where_the_device_is_too_small(gpt2: ModelGraph) -> Non
     cluster = small(2.2e9, devices=1)
 
     with pytest.raises(NoPlanFits):
-        search(gpt2, cluster, job)
-    answer = search(gpt2, cluster, job, pins=Pins(allowed=HOST))
+        search(Request(gpt2, cluster, job))
+    answer = search(Request(gpt2, cluster, job, pins=Pins(allowed=HOST)))
 
     assert answer.plan.offload != "none" or any(
         item.activations == "offload" for stage in answer.plan.stages for item in stage.layers
@@ -116,8 +114,8 @@ def test_ninety_like_layers_go_to_the_host_and_the_search_ends() -> None:
     job = Job(seq_len=2048, global_batch=1536)
     model, cluster = resolve_model("gpt3-175b"), resolve_cluster("16x8xa100-sxm-80gb")
 
-    kept = search(model, cluster, job, pins=Pins(pipeline=1))
-    answer = search(model, cluster, job, pins=Pins(pipeline=1, allowed=HOST))
+    kept = search(Request(model, cluster, job, pins=Pins(pipeline=1)))
+    answer = search(Request(model, cluster, job, pins=Pins(pipeline=1, allowed=HOST)))
 
     assert answer.certificate.optimal
     assert answer.certificate.objective_s < kept.certificate.objective_s
@@ -126,7 +124,7 @@ def test_ninety_like_layers_go_to_the_host_and_the_search_ends() -> None:
 
 def test_where_all_fits_nothing_leaves_the_device(gpt2: ModelGraph) -> None:
     job = Job(seq_len=1024, global_batch=8)
-    answer = search(gpt2, small(40e9), job, pins=Pins(allowed=HOST))
+    answer = search(Request(gpt2, small(40e9), job, pins=Pins(allowed=HOST)))
 
     assert answer.plan.offload == "none"
     assert answer.prediction.stages[0].host_bytes == 0
@@ -168,8 +166,10 @@ def test_a_plan_keeps_what_is_required_and_is_no_faster(gpt2: ModelGraph) -> Non
     pins = Pins(pipeline=2, tensor=1, context=1, schedule="1f1b")
     asked = ["at most 4 layers on stage 1", "layers 0-1 recompute full", "layers 2-5 together"]
 
-    free = search(gpt2, cluster, job, pins=pins)
-    kept = search(gpt2, cluster, job, pins=replace(pins, require=read_requirements(asked, names)))
+    free = search(Request(gpt2, cluster, job, pins=pins))
+    kept = search(
+        Request(gpt2, cluster, job, pins=replace(pins, require=read_requirements(asked, names)))
+    )
 
     assert len(free.plan.stages[1].layers) > 4
     assert len(kept.plan.stages[1].layers) <= 4
@@ -185,4 +185,4 @@ def test_what_cannot_be_kept_is_said(gpt2: ModelGraph) -> None:
     pins = Pins(pipeline=2, tensor=1, require=(Requirement(at_most=3),))
 
     with pytest.raises(NoPlanFits, match="at most 3 layers on each stage"):
-        search(gpt2, small(16e9), Job(seq_len=1024, global_batch=8), pins=pins)
+        search(Request(gpt2, small(16e9), Job(seq_len=1024, global_batch=8), pins=pins))

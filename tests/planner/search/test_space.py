@@ -12,9 +12,10 @@ from planner.costs.layout_costs import CostTables
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
+from planner.pins import Pins, read_layout, read_pins, without_effect
 from planner.plan import INSIDE_OUT, Job, Layout
+from planner.request import Request, pinned_layout
 from planner.search.axis_orders import distinct_orders
-from planner.search.pins import Pins, pinned_layout, read_layout, read_pins, without_effect
 from planner.search.space import canonical, every_degrees, families, layouts
 
 JOB = Job(seq_len=4096, global_batch=64)
@@ -33,7 +34,7 @@ def four_nodes() -> ClusterSpec:
 def test_every_layout_is_there_once_and_uses_all_devices(
     mixtral: ModelGraph, four_nodes: ClusterSpec
 ) -> None:
-    every = list(layouts(mixtral, four_nodes, JOB, Pins(context=1)))
+    every = list(layouts(Request(mixtral, four_nodes, JOB, pins=Pins(context=1))))
 
     assert len(set(every)) == len(every) > 1000
     for layout in every:
@@ -46,10 +47,12 @@ def test_every_layout_is_there_once_and_uses_all_devices(
 def test_layouts_of_a_family_have_equal_computation_and_the_first_is_the_simplest(
     mixtral: ModelGraph, four_nodes: ClusterSpec
 ) -> None:
-    tables = CostTables(mixtral, four_nodes, JOB)
+    tables = CostTables(Request(mixtral, four_nodes, JOB))
     pins = Pins(tensor=2, micro_batch=1)
-    for degrees in itertools.islice(every_degrees(mixtral, four_nodes, JOB, pins), 0, 40, 3):
-        for family in families(mixtral, four_nodes, JOB, degrees, pins):
+    for degrees in itertools.islice(
+        every_degrees(Request(mixtral, four_nodes, JOB, pins=pins)), 0, 40, 3
+    ):
+        for family in families(Request(mixtral, four_nodes, JOB, pins=pins), degrees):
             every = list(family.layouts())
 
             seconds = tables.fastest_s(every)
@@ -72,7 +75,7 @@ def test_layouts_of_a_family_have_equal_computation_and_the_first_is_the_simples
 def test_an_order_that_is_left_out_costs_what_its_representative_costs(
     layout: Layout, mixtral: ModelGraph, four_nodes: ClusterSpec
 ) -> None:
-    tables = CostTables(mixtral, four_nodes, JOB)
+    tables = CostTables(Request(mixtral, four_nodes, JOB))
     found = set()
     for order in itertools.permutations(INSIDE_OUT):
         ordered = replace(layout, order=order)
@@ -91,8 +94,12 @@ def test_on_one_node_all_orders_are_the_same() -> None:
     assert list(distinct_orders((), (1, 1, 1, 1, 1)).values()) == [INSIDE_OUT]
 
 
-def test_a_pinned_layout_takes_hybrid_shards_and_context(four_nodes: ClusterSpec) -> None:
-    layout = pinned_layout(four_nodes, JOB, read_pins(["cp=2,pp=2,shard=4,zero=2"]))
+def test_a_pinned_layout_takes_hybrid_shards_and_context(
+    mixtral: ModelGraph, four_nodes: ClusterSpec
+) -> None:
+    layout = pinned_layout(
+        Request(mixtral, four_nodes, JOB, pins=read_pins(["cp=2,pp=2,shard=4,zero=2"]))
+    )
 
     assert (layout.context, layout.data_shard, layout.data_replicate) == (2, 4, 2)
     assert layout.text() == "tp=1 pp=2 dp=8 cp=2 zero=2 shard=4 1f1b micro_batch=1x8"
@@ -109,22 +116,22 @@ def test_a_pinned_layout_takes_hybrid_shards_and_context(four_nodes: ClusterSpec
     ],
 )
 def test_pins_that_contradict_each_other_are_refused(
-    pins: str, message: str, four_nodes: ClusterSpec
+    pins: str, message: str, mixtral: ModelGraph, four_nodes: ClusterSpec
 ) -> None:
     with pytest.raises(DocumentError, match=message):
-        pinned_layout(four_nodes, JOB, read_pins([pins]))
+        pinned_layout(Request(mixtral, four_nodes, JOB, pins=read_pins([pins])))
 
 
 def test_pins_allow_what_they_describe(mixtral: ModelGraph, four_nodes: ClusterSpec) -> None:
     pins = read_pins(["tp=2,shard=4", "schedule=gpipe", "micro_batch=1"])
 
-    every = list(layouts(mixtral, four_nodes, JOB, pins))
+    every = list(layouts(Request(mixtral, four_nodes, JOB, pins=pins)))
 
     assert every
     assert all(pins.allow(layout) for layout in every)
     assert all(
         pins.allow(layout) == (layout in every)
-        for layout in layouts(mixtral, four_nodes, JOB, Pins(context=1, expert=1))
+        for layout in layouts(Request(mixtral, four_nodes, JOB, pins=Pins(context=1, expert=1)))
         if layout.context == 1 and layout.expert == 1
     )
 
@@ -139,18 +146,18 @@ def test_pins_allow_what_they_describe(mixtral: ModelGraph, four_nodes: ClusterS
     ],
 )
 def test_a_layout_that_leaves_devices_idle_must_say_so(
-    text: str, message: str, four_nodes: ClusterSpec
+    text: str, message: str, mixtral: ModelGraph, four_nodes: ClusterSpec
 ) -> None:
     pins, idle = read_layout(text, ["stale"])
 
     with pytest.raises(DocumentError, match=message):
-        pinned_layout(four_nodes, JOB, pins, idle=idle)
+        pinned_layout(Request(mixtral, four_nodes, JOB, pins=pins), idle=idle)
 
 
-def test_a_layout_may_name_idle_devices(four_nodes: ClusterSpec) -> None:
+def test_a_layout_may_name_idle_devices(mixtral: ModelGraph, four_nodes: ClusterSpec) -> None:
     pins, idle = read_layout("tp=2,idle=16", ["stale"])
 
-    layout = pinned_layout(four_nodes, JOB, pins, idle=idle)
+    layout = pinned_layout(Request(mixtral, four_nodes, JOB, pins=pins), idle=idle)
 
     assert (layout.tensor, layout.data, layout.devices) == (2, 8, 16)
 

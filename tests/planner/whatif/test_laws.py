@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Job
+from planner.request import Request
 from planner.search.best_first import search
 from planner.whatif.candidates import candidates_of
 from planner.whatif.changes import changed
@@ -41,8 +42,8 @@ def test_a_better_machine_is_never_slower(
     if better is None:
         return
     graph = resolve_model(model)
-    before = search(graph, cluster, job).certificate.objective_s
-    after = search(graph, better, job).certificate.objective_s
+    before = search(Request(graph, cluster, job)).certificate.objective_s
+    after = search(Request(graph, better, job)).certificate.objective_s
     assert after <= before * (1 + 1e-9)
 
 

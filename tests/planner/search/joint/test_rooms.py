@@ -6,11 +6,12 @@ import pytest
 
 from planner.costs.layout_costs import CostTables
 from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import Pins
 from planner.plan import Job
 from planner.profile import Recompute
+from planner.request import Request
 from planner.search.candidates import Candidates
 from planner.search.joint.rooms import costs_together
-from planner.search.pins import Pins
 
 CASES = [
     ("llama-3.2-1b", "2x8xa100-sxm-40gb", Job(seq_len=2048, global_batch=16), ("keep",)),
@@ -30,8 +31,8 @@ def test_what_layers_hold_together_is_what_each_layout_says(
     name: str, cluster: str, job: Job, activations: tuple, recompute: Recompute | None
 ) -> None:
     model, machine = resolve_model(name), resolve_cluster(cluster)
-    tables = CostTables(model, machine, job, None, activations)
-    layouts = list(Candidates(model, machine, job, tables, Pins()).layouts())
+    tables = CostTables(Request(model, machine, job), activations)
+    layouts = list(Candidates(Request(model, machine, job)).layouts())
     some = layouts[:: max(1, len(layouts) // 150)]
     figures = tables.figures_together(some)
 
@@ -60,8 +61,8 @@ def test_what_layers_hold_together_is_what_each_layout_says(
 def test_the_sharing_of_many_layouts_is_that_of_each() -> None:
     model, machine = resolve_model("llama-3.2-1b"), resolve_cluster("2x8xa100-sxm-40gb")
     job = Job(seq_len=2048, global_batch=16)
-    tables = CostTables(model, machine, job)
-    candidates = Candidates(model, machine, job, tables, Pins(micro_batch=1))
+    tables = CostTables(Request(model, machine, job))
+    candidates = Candidates(Request(model, machine, job, pins=Pins(micro_batch=1)))
     candidates.computation_s()
     compared = 0
     for family in candidates.families[::3]:

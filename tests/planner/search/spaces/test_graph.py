@@ -14,15 +14,15 @@ from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_cluster
 from planner.layers.operator_table import RECOMPUTES
 from planner.model import Edge, Layer, LayerTrace, ModelGraph
+from planner.pins import Pins
 from planner.plan import Job, Layout, ScheduleName
 from planner.predict import layout_prediction, predict
 from planner.profile import Birth, LayerMeasurement, Profile
+from planner.request import Request
 from planner.schedule import orders
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
-from planner.search.pins import Pins
-from planner.search.savings import activations
 from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.search import layouts_of
 from planner.simulate import timeline
@@ -30,6 +30,7 @@ from tests.planner.small_graphs import least_objective_s, splits
 
 JOB = Job(seq_len=64, global_batch=12, precision="fp32")
 TWO = "2xa100-sxm-40gb"
+FREE = Pins()
 
 
 def layer(name: str, *, kind: str | None = None, scale: float = 1.0, output: int = 50) -> Layer:
@@ -90,14 +91,12 @@ def towers(*lengths: int) -> ModelGraph:
     return graph([*layers, layer("join", scale=0.2)], edges)
 
 
-def candidates(model: ModelGraph, cluster: str, pins: Pins | None = None) -> Candidates:
-    machine, pins = resolve_cluster(cluster), pins or Pins()
-    tables = CostTables(model, machine, JOB, activations=activations(machine, pins))
-    return Candidates(model, machine, JOB, tables, pins)
+def candidates(model: ModelGraph, cluster: str, pins: Pins = FREE) -> Candidates:
+    return Candidates(Request(model, resolve_cluster(cluster), JOB, pins=pins))
 
 
-def searched(model: ModelGraph, cluster: str, pins: Pins | None = None) -> Answer:
-    return search(model, resolve_cluster(cluster), JOB, pins=pins)
+def searched(model: ModelGraph, cluster: str, pins: Pins = FREE) -> Answer:
+    return search(Request(model, resolve_cluster(cluster), JOB, pins=pins))
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -150,7 +149,7 @@ def test_no_treatment_of_activations_beats_the_plan(seed: int) -> None:
 def test_a_profile_of_a_graph_is_planned_with() -> None:
     model, machine = unet(), resolve_cluster(TWO)
     pins = Pins(pipeline=2, micro_batch=1, schedule="1f1b")
-    figures = CostTables(model, machine, JOB).of(Layout(micro_batches=12)).parts["down0"]
+    figures = CostTables(Request(model, machine, JOB)).of(Layout(micro_batches=12)).parts["down0"]
     slow = Profile(
         model=model.name,
         model_digest=model.digest,
@@ -185,7 +184,7 @@ def test_a_profile_of_a_graph_is_planned_with() -> None:
     )
 
     plain = searched(model, TWO, pins)
-    answer = search(model, machine, JOB, pins=pins, profile=slow)
+    answer = search(Request(model, machine, JOB, pins=pins, profile=slow))
 
     assert len(answer.plan.stages[0].layers) < len(plain.plan.stages[0].layers)
     assert predict(answer.plan, model, machine, slow) == answer.prediction
@@ -198,7 +197,7 @@ def test_a_profile_of_a_graph_is_planned_with() -> None:
 def test_a_boundary_costs_all_tensors_that_cross_it(model: ModelGraph) -> None:
     answer = searched(model, "4xa100-sxm-40gb", Pins(pipeline=2, schedule="1f1b"))
     plan = answer.plan
-    tables = CostTables(model, resolve_cluster("4xa100-sxm-40gb"), JOB)
+    tables = CostTables(Request(model, resolve_cluster("4xa100-sxm-40gb"), JOB))
     costs = tables.of(plan.layout)
     kinds = {name: one.kind for name, one in model.chain}
     outputs = {name: tables.output_bytes(plan.layout)[kind] for name, kind in kinds.items()}
@@ -305,7 +304,7 @@ def test_a_layout_of_a_graph_is_predicted_along_one_order() -> None:
     every = candidates(unet(), TWO, Pins(pipeline=2, micro_batch=1))
     layout = next(iter(every.layouts()))
 
-    whole = layout_prediction(unet(), resolve_cluster(TWO), JOB, layout)
+    whole = layout_prediction(Request(unet(), resolve_cluster(TWO), JOB), layout)
 
     plan = searched(unet(), TWO, Pins(pipeline=2, micro_batch=1))
     assert whole.step_time_s >= plan.prediction.step_time_s * (1 - 1e-9)
@@ -338,6 +337,8 @@ def test_what_does_not_fit_and_what_is_not_offered_is_told() -> None:
     with pytest.raises(NoPlanFits, match=r"no plan of graph fits .* layer 'a' alone fits on no"):
         searched(huge, "3xv100-sxm-16gb", Pins(pipeline=3))
     with pytest.raises(DocumentError, match="graphs of layers need 'exact'"):
-        search(unet(), resolve_cluster(TWO), JOB, solver="ilp")
+        search(Request(unet(), resolve_cluster(TWO), JOB), solver="ilp")
     with pytest.raises(DocumentError, match="devices that differ need 'exact'"):
-        search(unet(), resolve_cluster("1xa100-sxm-40gb+1xv100-sxm-16gb"), JOB, solver="ilp")
+        search(
+            Request(unet(), resolve_cluster("1xa100-sxm-40gb+1xv100-sxm-16gb"), JOB), solver="ilp"
+        )

@@ -18,12 +18,13 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.operator_table import RECOMPUTES
 from planner.layers.parameters import graph_of
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Job, Layout, Plan, ScheduleName
 from planner.predict import layout_prediction, predict
-from planner.profile import Birth, LayerMeasurement, Profile
+from planner.profile import Birth, LayerMeasurement, Profile, Profiles
+from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
-from planner.search.pins import Pins
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.search import layouts_of, runnable
 from planner.search.spaces.shares import ShareSpace
@@ -52,9 +53,9 @@ class Case:
     def job(self) -> Job:
         return Job(seq_len=2048, global_batch=self.global_batch, precision="fp32")
 
-    def search(self, **settings: Any) -> Answer:
+    def search(self, *, profile: Profiles = None, **settings: Any) -> Answer:
         cluster = resolve_cluster(self.cluster)
-        return search(self.model, cluster, self.job, pins=self.pins, **settings)
+        return search(Request(self.model, cluster, self.job, self.pins, profile), **settings)
 
 
 CASES = [
@@ -70,7 +71,7 @@ def least_shared_s(case: Case, cluster: ClusterSpec, layout: Layout) -> float:
     """Seconds of the best shares of every choice of recomputation; inf if none fits."""
     micro_batches = case.global_batch // layout.micro_batch
     costs = {
-        group.name: CostTables(case.model, cluster.part((group,)), case.job).of(layout)
+        group.name: CostTables(Request(case.model, cluster.part((group,)), case.job)).of(layout)
         for group in cluster.groups
     }
     kinds = [layer.kind for _, layer in case.model.chain]
@@ -105,7 +106,7 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
     for count in range(1, len(cluster.groups) + 1):
         for groups in itertools.combinations(cluster.groups, count):
             part = cluster.part(groups)
-            space = MixedSpace(case.model, part, case.job, case.pins)
+            space = MixedSpace(Request(case.model, part, case.job, case.pins))
             for bundle in runnable(space, {}):
                 assert bundle.better_s is not None
                 room_s = bundle.better_s()
@@ -115,7 +116,7 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
                     assert max(*bounds_s, space.memory_s(layout)) <= least_s * (1 + 1e-9)
                     best_s = min(best_s, least_s)
             if part.mixed:
-                shares = ShareSpace(case.model, part, case.job, case.pins)
+                shares = ShareSpace(Request(case.model, part, case.job, case.pins))
                 for layout in layouts_of(shares):
                     least_s = least_shared_s(case, part, layout)
                     assert shares.bound_s(layout) <= least_s * (1 + 1e-9)
@@ -189,7 +190,7 @@ def measured(case: Case, group: str, *, factor: float) -> Profile:
     cluster = resolve_cluster(case.cluster)
     part = cluster.part([one for one in cluster.groups if one.name == group])
     layout = Layout(micro_batches=case.global_batch)
-    figures = CostTables(case.model, part, case.job).of(layout).parts["block"]
+    figures = CostTables(Request(case.model, part, case.job)).of(layout).parts["block"]
     return Profile(
         model=case.model.name,
         model_digest=case.model.digest,
@@ -233,12 +234,12 @@ def test_a_stage_costs_what_its_own_group_takes(case: Case) -> None:
     stage_s, sync_s = [], []
     for stage in plan.stages:
         group = next(g for g in cluster.groups if g.name == stage.group)
-        costs = CostTables(case.model, cluster.part((group,)), case.job).of(plan.layout)
+        costs = CostTables(Request(case.model, cluster.part((group,)), case.job)).of(plan.layout)
         kinds = {name: layer.kind for name, layer in case.model.chain}
         held = [costs.kinds[kinds[p.layer]][RECOMPUTES.index(p.recompute)] for p in stage.layers]
         stage_s.append(sum(cost.forward_s + cost.backward_s for cost in held))
         sync_s.append(sum(cost.sync_s for cost in held))
-    crossing = GroupCosts(case.model, cluster, case.job)
+    crossing = GroupCosts(Request(case.model, cluster, case.job))
     for s, (before, after) in enumerate(itertools.pairwise(plan.stages)):
         moved_s = crossing.crossing_s(plan.layout, before.group or "", after.group or "")
         moved_s += crossing.costs(plan.layout)[before.group or ""].action_s
@@ -265,7 +266,7 @@ def test_two_groups_of_one_device_change_nothing() -> None:
     case = Case("4xa100-sxm-40gb", 6, pins)
 
     alike = case.search()
-    mixed = search(case.model, halves, case.job, pins=pins)
+    mixed = search(Request(case.model, halves, case.job, pins=pins))
 
     assert mixed.certificate.objective_s == pytest.approx(alike.certificate.objective_s)
     assert alike.plan.groups is None
@@ -330,15 +331,15 @@ def test_a_request_that_does_not_fit_is_explained() -> None:
             groups.append(group.model_copy(update={"accelerator": roomy}))
         machine = cluster.model_copy(update={"groups": tuple(groups)})
         if fits:
-            assert search(case.model, machine, case.job, pins=pins).prediction.fits
+            assert search(Request(case.model, machine, case.job, pins=pins)).prediction.fits
         else:
             with pytest.raises(NoPlanFits):
-                search(case.model, machine, case.job, pins=pins)
+                search(Request(case.model, machine, case.job, pins=pins))
 
 
 def test_a_group_that_a_stage_would_straddle_is_refused() -> None:
     cluster: ClusterSpec = resolve_cluster("2xa100-sxm-40gb+3xv100-sxm-32gb")
-    space = MixedSpace(llama(4), cluster, Case("", 4).job, Pins())
+    space = MixedSpace(Request(llama(4), cluster, Case("", 4).job))
 
     layouts: list[Layout] = layouts_of(space)
 
@@ -360,7 +361,7 @@ def test_faster_devices_take_more_micro_batches_and_end_with_the_others() -> Non
     assert predict(plan, case.model, resolve_cluster(case.cluster)) == answer.prediction
     # With alike shares all would wait for the slow devices.
     alike = Pins(pipeline=1, tensor=1, micro_batch=plan.micro_batch)
-    slow = search(case.model, resolve_cluster("6xv100-sxm-32gb"), case.job, pins=alike)
+    slow = search(Request(case.model, resolve_cluster("6xv100-sxm-32gb"), case.job, pins=alike))
     assert answer.prediction.step_time_s < slow.prediction.step_time_s
 
 
@@ -377,4 +378,4 @@ def test_a_layout_alone_does_not_say_what_runs_where() -> None:
     layout = Layout(pipeline=3, micro_batches=12)
 
     with pytest.raises(DocumentError, match="plan with --fix, then predict the plan"):
-        layout_prediction(case.model, resolve_cluster(case.cluster), case.job, layout)
+        layout_prediction(Request(case.model, resolve_cluster(case.cluster), case.job), layout)

@@ -9,10 +9,11 @@ import pytest
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Job
 from planner.predict import predict
+from planner.request import Request
 from planner.search.best_first import search
-from planner.search.pins import Pins
 from planner.search.spaces.mixed import MixedGraphSpace
 from planner.search.spaces.search import runnable
 from tests.planner.search.spaces.test_graph import graph, layer, random_model
@@ -24,7 +25,7 @@ THREE = "1xa100-sxm-40gb+2xv100-sxm-32gb"
 
 def least_s(model: ModelGraph, cluster: str, pins: Pins) -> float:
     """Seconds of the best layout of all groups, each by listing; bounds must not exceed any."""
-    space = MixedGraphSpace(model, resolve_cluster(cluster), JOB, pins)
+    space = MixedGraphSpace(Request(model, resolve_cluster(cluster), JOB, pins))
     best = math.inf
     for bundle in runnable(space, {}):
         assert bundle.better_s is not None
@@ -44,7 +45,7 @@ def test_no_order_of_kinds_and_branches_beats_the_plan(seed: int) -> None:
     schedule = ("1f1b", "gpipe", "zb-h1")[seed % 3]
     pins = Pins(tensor=1, pipeline=3, data=1, micro_batch=(1, 2, 3)[seed % 3], schedule=schedule)
 
-    answer = search(model, cluster, JOB, pins=pins)
+    answer = search(Request(model, cluster, JOB, pins=pins))
 
     assert answer.certificate.optimal
     assert answer.certificate.objective_s == pytest.approx(least_s(model, THREE, pins), rel=1e-9)
@@ -60,7 +61,7 @@ def test_without_a_pipeline_ranks_of_a_graph_have_shares() -> None:
     model = random_model(3)
     cluster = resolve_cluster(THREE)
 
-    answer = search(model, cluster, JOB, pins=Pins(pipeline=1, tensor=1))
+    answer = search(Request(model, cluster, JOB, pins=Pins(pipeline=1, tensor=1)))
 
     assert answer.plan.shares is not None
     assert answer.plan.model.digest == model.digest
@@ -71,8 +72,8 @@ def test_a_slower_device_does_not_help() -> None:
     model, pins = random_model(5), Pins(pipeline=2, data=1, tensor=1, schedule="1f1b")
     mixed = resolve_cluster("1xa100-sxm-40gb+1xv100-sxm-32gb")
 
-    both = search(model, mixed, JOB, pins=pins)
-    fast = search(model, resolve_cluster("2xa100-sxm-40gb"), JOB, pins=pins)
+    both = search(Request(model, mixed, JOB, pins=pins))
+    fast = search(Request(model, resolve_cluster("2xa100-sxm-40gb"), JOB, pins=pins))
 
     # A slower device cannot help, whatever the link between them.
     assert fast.certificate.objective_s <= both.certificate.objective_s
@@ -83,7 +84,7 @@ def test_a_graph_that_fits_nowhere_is_told_what_would_help() -> None:
     model = graph(huge, [("l0", "l1"), ("l0", "l2"), ("l1", "l3"), ("l2", "l3")])
 
     with pytest.raises(NoPlanFits) as error:
-        search(model, resolve_cluster(THREE), JOB, pins=Pins(pipeline=3, micro_batch=1))
+        search(Request(model, resolve_cluster(THREE), JOB, pins=Pins(pipeline=3, micro_batch=1)))
 
     words = str(error.value)
     assert "The closest, " in words

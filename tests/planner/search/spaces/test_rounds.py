@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from planner.costs.layout_costs import CostTables
 from planner.expressions import resolve_cluster
 from planner.model import Layer, ModelGraph
+from planner.pins import Pins
 from planner.plan import Job, ScheduleName
 from planner.predict import predict
+from planner.request import Request
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
-from planner.search.pins import Pins
 from planner.search.ranks import run_of
 from planner.search.spaces.rounds import RoundSpace, unlike
 from planner.search.spaces.search import layouts_of, runnable
@@ -38,7 +38,7 @@ def unlike_chain(count: int, seed: int = 0) -> ModelGraph:
 
 def space_of(model: ModelGraph, cluster: str, pins: Pins) -> RoundSpace:
     machine = resolve_cluster(cluster)
-    return RoundSpace(Candidates(model, machine, JOB, CostTables(model, machine, JOB), pins))
+    return RoundSpace(Candidates(Request(model, machine, JOB, pins)))
 
 
 @pytest.mark.parametrize("model", [unlike_chain(7), unet(3)], ids=lambda model: model.name)
@@ -54,7 +54,7 @@ def test_no_layout_and_split_beats_the_best(model: ModelGraph) -> None:
             assert max(bundle.bound_s, space.bound_s(layout)) <= least_s * (1 + 1e-9)
             best_s = min(best_s, least_s)
 
-    answer = search(model, resolve_cluster("2xa100-sxm-40gb"), JOB, pins=pins)
+    answer = search(Request(model, resolve_cluster("2xa100-sxm-40gb"), JOB, pins=pins))
 
     assert answer.certificate.optimal
     assert answer.certificate.objective_s <= best_s * (1 + 1e-9)
@@ -71,14 +71,14 @@ def test_what_was_split_fits_and_takes_what_the_simulation_says(schedule: Schedu
     (layout, *_) = layouts_of(space)
 
     found = space.solve(layout, float("inf"))
-    ranked = space.ranked(found, "4xa100-sxm-40gb")  # type: ignore[arg-type]
+    ranked = space.ranked(found)  # type: ignore[arg-type]
 
     assert ranked.plan.schedule == schedule
     assert ranked.plan.virtual_stages == 2
     assert ranked.prediction.fits
     ranked.plan.check_model(model)
     assert ranked.prediction.step_time_s == pytest.approx(ranked.objective_s, rel=0.12)
-    answer = search(model, resolve_cluster("4xa100-sxm-40gb"), JOB, pins=pins)
+    answer = search(Request(model, resolve_cluster("4xa100-sxm-40gb"), JOB, pins=pins))
     assert answer.plan.stages == ranked.plan.stages
     again = predict(ranked.plan, model, resolve_cluster("4xa100-sxm-40gb"))
     assert again == ranked.prediction

@@ -1,4 +1,4 @@
-"""Choices that the user has made, and the one layout that they describe."""
+"""Choices that the user has made: what is pinned, what is allowed, what stages must keep."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from planner.cluster import ClusterSpec
 from planner.document import nearest
 from planner.errors import DocumentError
 from planner.plan import (
@@ -14,12 +13,11 @@ from planner.plan import (
     Activations,
     Axis,
     GradientWire,
-    Job,
     Layout,
     Offload,
 )
 from planner.profile import Recompute
-from planner.schedules import PLAIN, SCHEDULES, schedule_of
+from planner.schedules import SCHEDULES, schedule_of
 from planner.solver.requirements import Requirement
 from planner.units import MOST_SAMPLES, whole_number
 
@@ -231,63 +229,6 @@ def _order(value: str, item: str) -> tuple[Axis, ...]:
     if len(set(axes)) < len(axes):
         raise DocumentError("fix", f"'{item}': order names an axis twice")
     return (*axes, *(axis for axis in INSIDE_OUT if axis not in axes))
-
-
-def pinned_layout(cluster: ClusterSpec, job: Job, pins: Pins, *, idle: int | None = None) -> Layout:
-    """Return the one layout that pins describe; what they leave open takes the plainest value.
-
-    Data parallelism takes the devices that are left, sharded by ZeRO-1; a micro-batch is 1 sample.
-    Devices are left `idle` only if so many are named.
-    """
-    tensor, pipeline = pins.tensor or 1, pins.pipeline or 1
-    context, expert = pins.context or 1, pins.expert or 1
-    used = cluster.devices - (idle or 0)
-    if used < 1:
-        raise DocumentError("layout", f"idle={idle} leaves none of {cluster.devices} devices")
-    data = pins.data or max(1, used // (tensor * context * pipeline))
-    micro_batch, schedule = pins.micro_batch or 1, pins.schedule or PLAIN
-    zero = (1 if data > 1 else 0) if pins.zero is None else pins.zero
-    shard = (pins.data_shard or data) if zero else 1
-    if job.global_batch % (data * micro_batch):
-        raise DocumentError(
-            "layout",
-            f"dp={data} x micro_batch={micro_batch} does not divide the global batch of "
-            f"{job.global_batch}",
-        )
-    if zero and data == 1:
-        raise DocumentError("layout", f"zero={zero} needs dp > 1 to shard over")
-    if data % shard or (zero and shard == 1):
-        raise DocumentError("layout", f"shard={shard} must divide dp={data} and exceed 1")
-    if pins.data_shard and not zero and pins.data_shard > 1:
-        raise DocumentError("layout", f"shard={pins.data_shard} needs zero=1, 2 or 3")
-    if (shard * context * tensor) % expert:
-        raise DocumentError(
-            "layout", f"ep={expert} does not divide shard x cp x tp = {shard * context * tensor}"
-        )
-    left = cluster.devices - tensor * context * pipeline * data
-    if left > 0 and left != idle:
-        raise DocumentError(
-            "layout",
-            f"tp={tensor} x cp={context} x pp={pipeline} x dp={data} leaves {left} of "
-            f"{cluster.devices} devices idle; add idle={left}, or name degrees whose product is "
-            f"{cluster.devices}",
-        )
-    return Layout(
-        tensor=tensor,
-        context=context,
-        expert=expert,
-        pipeline=pipeline,
-        data_replicate=data // shard,
-        data_shard=shard,
-        zero=zero,
-        schedule=schedule,
-        virtual_stages=pins.virtual_stages or schedule_of(schedule).stages_per_rank[0],
-        offload=pins.offload or "none",
-        gradient_wire=pins.gradient_wire or "full",
-        order=pins.order or INSIDE_OUT,
-        micro_batch=micro_batch,
-        micro_batches=job.global_batch // (data * micro_batch),
-    )
 
 
 assert {*SHORT_NAMES.values(), "allowed", "require"} == {field.name for field in fields(Pins)}
