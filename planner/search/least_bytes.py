@@ -149,7 +149,10 @@ class LeastBytes:
         ]
         alive, _ = self.counts(rank)
         held = float(alive @ np.array(passed, dtype=float))
-        return (held + 2 * layout.virtual_stages) * self._costs.boundary_bytes
+        each_bytes = self._costs.boundary_bytes
+        if self._narrowest_bytes is not None:
+            each_bytes = self._narrowest_bytes
+        return (held + 2 * layout.virtual_stages) * each_bytes
 
     @cached_property
     def like(self) -> Like:

@@ -57,7 +57,7 @@ class RankProblem:
         self._bytes: dict[str, list[LayerBytes]] = {}
         self._used: dict[tuple[int, int, tuple[int, ...]], float] = {}
         self._products: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-        self._crossing = _Crossing(model, costs.output_bytes) if model.edges else None
+        self._crossing = Crossing(model, costs.output_bytes) if model.edges else None
         if layout.virtual_stages > 1:
             self._shares = shares_of(
                 self._chain, layout.schedule, layout.pipeline, layout.virtual_stages
@@ -265,7 +265,7 @@ class RankProblem:
         return tuple(_together(chosen) for chosen in itertools.product(*each))
 
 
-class _Crossing:
+class Crossing:
     """What crosses the ends of a stage that holds some layers of a graph."""
 
     def __init__(self, model: ModelGraph, output_bytes: Mapping[str, float]) -> None:
@@ -292,22 +292,6 @@ class _Crossing:
         return sum(
             self._size_bytes[at] for at in layers if not inside.issuperset(self._readers[at])
         )
-
-
-def input_stored(model: ModelGraph, costs: LayoutCosts) -> bool:
-    """Whether what any stage but the first receives is among what its first layer stores.
-
-    In a graph of layers a stage receives more than its first layer takes.
-    """
-    if model.edges:
-        return False
-    first, *others = model.chain_kinds
-    return all(
-        part.stores_input
-        for kind, parts in costs.parts.items()
-        for part in parts
-        if kind != first or kind in others
-    )
 
 
 def _together(options: tuple[Option, ...]) -> Option:

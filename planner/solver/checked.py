@@ -33,11 +33,13 @@ def fastest_checked(
     used: Used,
     *,
     sync_limit_s: float = math.inf,
+    least_s: float = 0.0,
     limit_s: float = math.inf,
 ) -> Fastest | None:
     """Return the fastest options with which `stage` holds layers of these kinds, in their order.
 
-    None if none fit that take no longer than `limit_s`, unscaled.
+    None if none fit that take no longer than `limit_s`, unscaled.  None that fit are known to take
+    less than `least_s`.
     """
     search = _Stage(knapsacks, stage, kinds, used, sync_limit_s)
     lowest = search.by_sums(0.0)
@@ -46,7 +48,8 @@ def fastest_checked(
     found = search.laid(lowest)
     if search.fits(found):
         return found
-    for tried, choice in enumerate(search.between(lowest.time_s, limit_s)):
+    least_s = max(least_s, lowest.time_s)
+    for tried, choice in enumerate(search.between(least_s, limit_s)):
         found = search.laid(choice)
         if search.fits(found):
             return found

@@ -459,8 +459,9 @@ def _alive(layout: Layout) -> Floats:
         )
         least: Floats = found.holding.min(axis=0)
         return least
-    alive = np.array([in_flight_at_most(layout, rank) for rank in range(ranks)], dtype=float)
-    return alive - ((alive == layout.micro_batches) & (alive > 1))
+    most = np.array([in_flight_at_most(layout, rank) for rank in range(ranks)], dtype=float)
+    alive: Floats = most - ((most == layout.micro_batches) & (most > 1))
+    return alive
 
 
 def _divided(layout: Layout) -> tuple[int, ...]:
