@@ -10,12 +10,17 @@ from planner.solver.instance import Option
 
 
 def allowed(
-    table: tuple[StrategyCost, ...], layout: Layout, recompute: Recompute | None
+    table: tuple[StrategyCost, ...],
+    layout: Layout,
+    recompute: Recompute | None,
+    *,
+    every: bool = False,
 ) -> tuple[StrategyCost, ...]:
     """Return what a layer may choose among.
 
-    To offload or to compress is left out where another choice is no worse in any figure: then no
-    optimum needs it.  Forward and backward count apart only if all forwards come first.
+    To offload or to compress is left out where another choice is no worse in any figure, unless
+    `every` choice is wanted: then no optimum needs it.  Forward and backward count apart only if
+    all forwards come first.
     """
     apart = layout.executed.forwards_first
     asked = [
@@ -27,7 +32,8 @@ def allowed(
     return tuple(
         cost
         for at, cost in enumerate(asked)
-        if cost.activations == "keep"
+        if every
+        or cost.activations == "keep"
         or not any(_no_worse(other, cost, apart, first=i < at) for i, other in enumerate(asked))
     )
 
