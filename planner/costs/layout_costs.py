@@ -33,6 +33,7 @@ from planner.costs.layer_figures import KindFigures, LayerFigures
 from planner.costs.layer_parts import LayerParts, parts_key
 from planner.costs.memory import States
 from planner.costs.rates import Rates, assumptions, host_assumptions, rates
+from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.strategy import (
     Holding,
     StrategyCost,
@@ -44,7 +45,6 @@ from planner.layers.operator_table import RECOMPUTES, Setting
 from planner.native import caveat, refusal
 from planner.plan import Activations, Layout
 from planner.prediction import Assumption
-from planner.profile import Recompute
 from planner.request import Request
 from planner.tolerances import SETTLED
 
@@ -200,7 +200,7 @@ class CostTables:
         return self._figures.together([(self._setting(layout), layout) for layout in layouts])
 
     def fastest_s(
-        self, layouts: Sequence[Layout], recompute: Recompute | None = None
+        self, layouts: Sequence[Layout], recompute: Recomputes = None
     ) -> NDArray[np.float64]:
         """[kind, layout] Least forward and backward seconds of each kind on one micro-batch.
 
@@ -210,7 +210,7 @@ class CostTables:
         return self.passes_s(layouts, recompute)[0]
 
     def passes_s(
-        self, layouts: Sequence[Layout], recompute: Recompute | None = None
+        self, layouts: Sequence[Layout], recompute: Recomputes = None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[kind, layout] `fastest_s`, and the least `Figures.credit_s` of any choice."""
         figures = self.figures_together(layouts)
@@ -335,19 +335,19 @@ class CostTables:
         return memory.context_bytes + (memory.communicator_bytes if layout.devices > 1 else 0.0)
 
 
-def fastest_s(figures: KindFigures, recompute: Recompute | None = None) -> NDArray[np.float64]:
-    """[kind, place] Fewest seconds of both passes, of one choice of recompute or the best."""
+def fastest_s(figures: KindFigures, recompute: Recomputes = None) -> NDArray[np.float64]:
+    """[kind, place] Fewest seconds of both passes, of what layers may recompute."""
     return np.array(
         [
             np.min(
                 [
                     one.passes_s
                     for choice, one in zip(RECOMPUTES, of_kind, strict=True)
-                    if recompute in (None, choice)
+                    if choice in choices_of(recompute, kind)
                 ],
                 axis=0,
             )
-            for of_kind in figures.values()
+            for kind, of_kind in figures.items()
         ]
     )
 
