@@ -61,6 +61,9 @@ class Sharding(Part):
     """ZeRO level of a run that does not say."""
     unit: Unit = "buffer"
     """What is divided between ranks, gathered and reduced together."""
+    ends: Literal["units", "root"] = "units"
+    """Embedding and head are units of their own, or parts of the root unit, which is gathered from
+    the first forward until the last backward."""
     reduces_whole: Flag = False
     """ZeRO-1 sums all gradients on all ranks before each keeps its shard (no reduce-scatter)."""
     collectives_per_layer: Rate = 1.0
@@ -105,6 +108,8 @@ class Kernels(Part):
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
     adapters: Literal["attention", "all"] = "all"
     """Which products of a frozen block have adapters, and so keep their inputs."""
+    adapter_rank: Positive = 16
+    """Of those adapters, where a run does not say."""
     products: Rate = 1.0
     """Rate of matrix products over what well-tuned frameworks reach on the same device."""
     architecture_products: dict[Text, Rate] = Field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from planner.backends.footprint import StageEstimate, fits, stages_of
+from planner.backends.held_bytes import StageEstimate, fits, stages_of
 from planner.backends.placed import priced
 from planner.backends.ranges import bounds_s, outside, spreads
 from planner.backends.runs import Run
@@ -58,7 +58,7 @@ def estimate(run: Run, *, stack: Stack | None = None) -> Estimate:
     layers = priced(run, stack)
     if recompute is None:
         recompute = "none"
-        if not fits(run, stages_of(layers, "none"), stack):
+        if not fits(layers, stages_of(layers, "none")):
             recompute = "full"
         assumptions.append(f"recompute {recompute}")
     stages = stages_of(layers, recompute)
@@ -75,7 +75,7 @@ def estimate(run: Run, *, stack: Stack | None = None) -> Estimate:
         high_s=high_s,
         step_parts=parts,
         stages=stages,
-        fits=fits(run, stages, stack),
+        fits=fits(layers, stages),
         known_framework=known,
         beyond=beyond,
         assumptions=tuple(assumptions),

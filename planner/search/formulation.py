@@ -21,7 +21,8 @@ from dataclasses import replace
 
 from planner.cluster import ClusterSpec
 from planner.costs.hosts import hosts
-from planner.costs.layout_costs import LayoutCosts, counted_by_rank, room_bytes
+from planner.costs.layout_costs import LayoutCosts, counted_by_rank
+from planner.costs.rank_memory import room_bytes
 from planner.model import ModelGraph
 from planner.pipeline_model import pace
 from planner.plan import Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel
@@ -53,8 +54,7 @@ SHORTEST_TIMEOUT_S = 120.0
 
 def capacity_bytes(cluster: ClusterSpec, costs: LayoutCosts, memory_bytes: float) -> float:
     """Return what a rank has for its stage, its layers' share of so much device memory."""
-    device = cluster.groups[0].accelerator
-    return (room_bytes(device, memory_bytes) - costs.fixed_bytes) / costs.slack
+    return room_bytes(memory_bytes, costs)
 
 
 def instance_of(
@@ -152,7 +152,7 @@ def _stages(
         in_flight = most_in_flight(
             layout.schedule, s, stages=layout.pipeline, micro_batches=layout.micro_batches
         )
-        held = (received * (s > 0) + (s < last)) * in_flight + 2 if last else 0
+        held = (received * (s > 0) + costs.keeps_sent * (s < last)) * in_flight + 2 if last else 0
         result.append(
             Stage(
                 capacity_bytes=capacity_bytes,

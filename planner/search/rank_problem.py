@@ -225,7 +225,7 @@ class RankProblem:
     @cached_property
     def _buffers(self) -> int:
         """Activations that a micro-batch in flight keeps at the ends of a stage."""
-        return 1 if input_stored(self.model, self.costs) else 2
+        return (not input_stored(self.model, self.costs)) + self.costs.keeps_sent
 
     def _full_stages(self, rank: int) -> int:
         return 1 if self._shares is None else self._shares.full_stages(rank)

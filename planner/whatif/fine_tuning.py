@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from planner.backends.prediction import run_prediction
 from planner.backends.runs import Recomputed, Run
 from planner.cluster import ClusterSpec
-from planner.costs.layout_costs import room_bytes
 from planner.errors import DocumentError, NoPlanFits
 from planner.model import ModelGraph
 from planner.plan import Job
@@ -63,7 +62,6 @@ def tuned(request: Request, *, quantised: bool) -> Prediction:
     best: Prediction | None = None
     leanest: Prediction | None = None
     lacks: list[tuple[float, str]] = []
-    room = room_bytes(cluster.groups[0].accelerator)
     for run, text in _runs(model, cluster, job, quantised=quantised):
         found = run_prediction(run, model, text)
         if "params" in run.offload:
@@ -72,8 +70,7 @@ def tuned(request: Request, *, quantised: bool) -> Prediction:
                 lacks.append(short)
                 continue
             found = _with_host(found, _host_share_bytes(run, model, quantised=quantised))
-        fits = found.fits and _peak(found) <= room
-        if fits and (best is None or found.step_time_s < best.step_time_s):
+        if found.fits and (best is None or found.step_time_s < best.step_time_s):
             best = found
         if leanest is None or _peak(found) < _peak(leanest):
             leanest = found
@@ -84,8 +81,8 @@ def tuned(request: Request, *, quantised: bool) -> Prediction:
             f"no layout divides a global batch of {job.global_batch} over {cluster.devices} devices"
         )
     raise NoPlanFits(
-        f"the leanest layout, {leanest.layout}, needs {bytes_text(_peak(leanest))} of "
-        f"{bytes_text(room)} to be filled on each device"
+        f"the leanest layout, {leanest.layout}, needs {bytes_text(_peak(leanest))} and "
+        f"each device has {bytes_text(cluster.groups[0].accelerator.memory_bytes)}"
         + (f"; with weights on the host, {min(lacks)[1]}" if lacks else "")
     )
 

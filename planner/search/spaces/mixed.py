@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.crossings import narrowest_bytes
-from planner.costs.layout_costs import LayoutCosts, refusal, room_bytes
+from planner.costs.layout_costs import LayoutCosts, refusal
+from planner.costs.rank_memory import room_bytes
 from planner.costs.seats import Seats
 from planner.errors import DocumentError
 from planner.pipeline_model import held
@@ -271,7 +272,7 @@ class MixedSpace(GroupSpace):
         most = np.zeros(len(alive))
         for group, costs in zip(self.cluster.groups, each, strict=True):
             device = group.accelerator
-            room = (room_bytes(device) - costs.fixed_bytes) / costs.slack
+            room = room_bytes(device.memory_bytes, costs)
             table = list(costs.kinds.values())[place]
             least = min(cost.transient_bytes for cost in table)
             free = room * (1 + ROUNDING) - least - buffers * costs.boundary_bytes

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from planner.costs.crossings import in_order
-from planner.costs.layout_costs import room_bytes
+from planner.costs.rank_memory import room_bytes
 from planner.costs.seats import alike, branching
 from planner.costs.strategy import StrategyCost
 from planner.model import ModelGraph
@@ -143,13 +143,13 @@ class RoundSpace(AlikeSpace):
         for end in home[-1:] if model.edges else (home[0], home[-1]):
             exposed_s[end] -= costs.action_s
         held = moments(layout.schedule, ranks, layout.micro_batches)
-        buffers = 1 if input_stored(model, costs) else 2
+        buffers = (not input_stored(model, costs)) + costs.keeps_sent
         return RoundsProblem(
             layers=tuple(numbers[kind] for kind in chain),
             kinds=tuple(kinds),
             home=home,
             moments=held,
-            capacity_bytes=(room_bytes(device) - costs.fixed_bytes) / costs.slack,
+            capacity_bytes=room_bytes(device.memory_bytes, costs),
             fixed_bytes=tuple(
                 (buffers * max(a_0 + a_1 for a_0, a_1, _, _ in own) + 4) * costs.boundary_bytes
                 for own in held
