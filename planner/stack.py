@@ -18,17 +18,18 @@ from pydantic import Field, model_validator
 
 from planner.document import Document, Part
 from planner.errors import DocumentError
+from planner.stack_space import Space, StageRule
 from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
 
 Kernel = Literal["module", "fused"]
 """One kernel (its author's, or a compiler's), or the tensor operations that a module writes out."""
-Attention = Literal["fa1", "fa2", "fa3"]
+Attention = Literal["module", "fa1", "fa2", "fa3"]
 Unit = Literal["layer", "buffer"]
 """FSDP's units hold shards apart from the working copies that they gather; in buffers of whole
 parameters a shard is a part of them."""
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
-SelectiveRecompute = Literal["attention", "operators", "blocks"]
+SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks"]
 Provenance = Literal["derived", "measured", "fitted", "assumed"]
 
 
@@ -98,18 +99,37 @@ class Kernels(Part):
     """SwiGLU as one kernel, or an activation and a product with a tensor each."""
     rotary: Kernel = "fused"
     """Else rotated queries and keys are new tensors beside the projection's output."""
+    projections: Kernel = "fused"
+    """Queries, keys and values are one product, as are gate and up; what is cut from its result
+    keeps it whole."""
+    backward_traffic: Amount = 0.0
+    """Memory traffic of a memory-bound operator's backward over its forward's; 0: each operator's
+    own is counted."""
+    launches: Literal["every", "products"] = "products"
+    """Whose launches count on the device; those of memory-bound kernels hide behind the kernels
+    before them, or in `host.layer_s`."""
     softmax: Kernel = "fused"
     """Of written-out attention; else it keeps scores in 16 and in 32 bits."""
     flash_attention: Flag = True
     """Attention is one kernel whose scores never reach memory, where a run does not say."""
     attention: Attention = "fa2"
-    """Generation of that kernel; cuDNN's counts as the third."""
+    """Generation of that kernel; cuDNN's counts as the third.  `module`: torch's own, wherever a
+    family's modules call it, at the rate of the device's curve for any length."""
+    core_traffic: Flag = False
+    """That kernel's reads and writes count beside its FLOPs, at whose measured rate they are
+    hidden."""
     dropout: Flag = False
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
     adapters: Literal["attention", "all"] = "all"
     """Which products of a frozen block have adapters, and so keep their inputs."""
     adapter_rank: Positive = 16
     """Of those adapters, where a run does not say."""
+    restored_bytes: Amount = 5.0
+    """Memory traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2
+    written, at half of the bandwidth of a plain copy."""
+    tuned: Flag = True
+    """Products are tuned to their shapes, and reach the device's rate of those; else that of
+    torch's own choice, or of the device's measured curve."""
     products: Rate = 1.0
     """Rate of matrix products over what well-tuned frameworks reach on the same device."""
     architecture_products: dict[Text, Rate] = Field(default_factory=dict)
@@ -122,6 +142,13 @@ class EightBit(Part):
     narrow_states: Flag = True
     """Gradients are summed in bf16 and activations kept as narrow as products (Transformer
     Engine); else only products are narrow, their inputs kept in bf16 (torchao)."""
+    products: Literal["linears", "all"] = "all"
+    """Which products of a block are narrow: those of Linears, or of experts' matrices too."""
+    large_rate: Flag = True
+    """They reach the share of the curve that the device's large products do, else all of it."""
+    written_bytes: Amount = 2.0
+    """Memory traffic per element of an input that the operator before writes in 8 bits too, as is
+    and transposed."""
     cast_bytes: Amount = 0.0
     """Memory traffic of rounding an operand, per element; 0 where another kernel writes it so."""
     cast_kernels: Count = 0
@@ -131,6 +158,8 @@ class EightBit(Part):
 class Loss(Part):
     """The output projection's loss."""
 
+    kind: Kernel = "fused"
+    """One operator with `peak_bytes`, or log-softmax and choice in fp32 as torch has them."""
     peak_bytes: Rate = 10.0
     """Bytes per logit at the loss's peak."""
     divided: Flag = True
@@ -142,7 +171,10 @@ class RecomputeRule(Part):
 
     selective: SelectiveRecompute = "attention"
     """Selective recompute drops written-out attention's scores; all outputs but attention's and
-    every second product's; or all of every second block."""
+    every second product's; all outputs but products', attention's and those of collectives that
+    shrink; or all of every second block."""
+    early_stop: Flag = False
+    """Recomputation stops when the last tensor that backward needs is there again."""
 
 
 class TensorRule(Part):
@@ -162,6 +194,23 @@ class ExpertRule(Part):
     shared: Literal["whole", "divided"] = "whole"
     """Beside routed experts on ranks of their own, those that all tokens share are whole on every
     rank, or divided by tensor parallelism as a feed-forward is."""
+    moves: Amount = 0.0
+    """Memory traffic of sorting tokens by experts and back, in sizes of what is sent to experts; 0:
+    of modules that index rows."""
+    grouped_share: Fraction = 1.0
+    """Rate of products of many experts together over that of one product as large."""
+    skew: Rate = 1.0
+    """Busiest expert rank over the mean."""
+
+
+class ContextRule(Part):
+    """Context parallelism."""
+
+    kind: Literal["gather", "ring"] = "gather"
+    """Keys and values of all ranks are gathered before attention, or go round while it works, and
+    twice in backward, with gradients."""
+    overlap: Amount = Field(default=0.0, le=1)
+    """Share of these collectives that hides behind attention."""
 
 
 class PipelineRule(Part):
@@ -173,8 +222,8 @@ class PipelineRule(Part):
     """Each tensor-parallel rank sends its share of an activation, the whole one otherwise."""
     keeps_sent: Flag = False
     """Activations sent to the next stage stay until their backward."""
-    stages: Literal["even", "by_products"] = "even"
-    """How blocks are divided: equal counts, or equal products with the head counted."""
+    stages: StageRule = "even"
+    """How blocks are divided among stages (planner.stage_rules)."""
     stalled_transfer_s: Amount = 0.0
     """Seconds that each transfer between stages waits in jobs of very many nodes, without stages
     each collective of all replicas."""
@@ -251,18 +300,6 @@ class MemoryRule(Part):
     """Buffers of the collective library, of a process with more than one rank."""
 
 
-class Space(Part):
-    """What the framework can execute, as its documentation says."""
-
-    zero: tuple[int, ...]
-    recompute: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-    tensor: Flag = True
-    pipeline: Flag = True
-    context: Flag = False
-    expert: Flag = False
-    most_virtual_stages: Positive = 1
-
-
 class Seen(Part):
     """The runs that fitted figures come from."""
 
@@ -329,6 +366,7 @@ class Stack(Document):
     loss: Loss = Loss()
     recompute: RecomputeRule = RecomputeRule()
     tensor: TensorRule = TensorRule()
+    context: ContextRule = ContextRule()
     experts: ExpertRule = ExpertRule()
     pipeline: PipelineRule = PipelineRule()
     host: Host = Host()
@@ -363,6 +401,7 @@ GROUPS = (
     "loss",
     "recompute",
     "tensor",
+    "context",
     "experts",
     "pipeline",
     "host",
@@ -379,6 +418,7 @@ def figures(stack: Stack) -> Iterator[tuple[str, object]]:
         part = getattr(stack, group)
         for name in type(part).model_fields:
             yield f"{group}.{name}", getattr(part, name)
+    yield "space", stack.space
     yield "accuracy.spread", stack.accuracy.spread
     yield "accuracy.pipelined_spread", stack.accuracy.pipelined_spread
 
@@ -416,7 +456,7 @@ def merged(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
     given = {f"{group}.{name}" for group in (*GROUPS, "accuracy") for name in patch.get(group, {})}
     kept = []
     for entry in base.get("basis", ()):
-        fields = [path for path in entry["fields"] if path not in said | given]
+        fields = [path for path in entry["fields"] if path not in said | given | {"space"}]
         if fields:
             kept.append({**entry, "fields": fields})
     result["basis"] = [*patch.get("basis", ()), *kept]

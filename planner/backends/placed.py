@@ -20,7 +20,7 @@ from planner.layers.arithmetic import largest_matrix, local_parameters
 from planner.model import Architecture
 from planner.plan import Axis, Job, Layout
 from planner.stack import Stack
-from planner.tolerances import SLACK
+from planner.stage_rules import by_products
 
 USUAL_LINK_BYTES_PER_S = 3.2e10
 """PCIe 4, of a host link that the catalogue does not know."""
@@ -256,11 +256,11 @@ def _layers(run: Run, stack: Stack) -> list[list[str]]:
     """Return the layer kinds of each rank, all chunks together."""
     kinds = list(block_kinds(run.architecture))
     p, count = run.pipeline, len(kinds)
-    if stack.pipeline.stages == "even":
+    if stack.pipeline.stages != "by_products":
         base, more = divmod(count, p)
         sizes = [base + (1 if s < more else 0) for s in range(p)]
     else:
-        sizes = _by_cost(run, count)
+        sizes = by_products(run.architecture, p)
     result, at = [], 0
     for size in sizes:
         result.append(kinds[at : at + size])
@@ -268,26 +268,6 @@ def _layers(run: Run, stack: Stack) -> list[list[str]]:
     result[0].insert(0, "embedding")
     result[-1].append("head")
     return result
-
-
-def _by_cost(run: Run, count: int) -> list[int]:
-    """Return blocks per stage as nanotron divides them.
-
-    Blocks and the output projection count by their products, the embedding nothing; a stage is full
-    once the running sum passes its share.  Source: nanotron, get_block_compute_costs and
-    init_on_device_and_dtype (parallel/pipeline_parallel).
-    """
-    a = run.architecture
-    gates = 3 if a.gated_mlp else 2
-    block_cost = 4 * a.heads * a.head_dim * a.hidden_size + gates * a.ffn_size * a.hidden_size
-    total = count * block_cost + a.vocab_size * a.hidden_size
-    sizes, stage, sums = [0] * run.pipeline, 0, 0.0
-    for _ in range(count):
-        sums += block_cost
-        sizes[stage] += 1
-        if stage < run.pipeline - 1 and sums >= total * (stage + 1) / run.pipeline * (1 - SLACK):
-            stage += 1
-    return sizes
 
 
 def _works(shape: Shape) -> dict[str, Work]:

@@ -177,7 +177,8 @@ def _scaled_to_nearest(
     computed: Computed,
 ) -> Figures:
     nearest = min(measurements, key=lambda m: _distance(m, setting, recompute))
-    there = Setting(
+    there = replace(
+        setting,
         micro_batch=nearest.micro_batch,
         seq_len=nearest.seq_len,
         precision=nearest.precision,

@@ -32,6 +32,7 @@ from planner.costs.layer_figures import KindFigures, LayerFigures
 from planner.costs.layer_parts import LayerParts, parts_key
 from planner.costs.memory import States
 from planner.costs.rates import Rates, assumptions, host_assumptions, rates
+from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.strategy import (
     Holding,
     StrategyCost,
@@ -39,11 +40,11 @@ from planner.costs.strategy import (
     neighbour_bytes,
     strategy_cost,
 )
+from planner.layers.kernels import kernels_of
 from planner.layers.operator_table import RECOMPUTES, Setting
 from planner.native import caveat, refusal
 from planner.plan import Activations, Layout
 from planner.prediction import Assumption
-from planner.profile import Recompute
 from planner.request import Request
 
 __all__ = [
@@ -99,7 +100,9 @@ class CostTables:
         self.job = job = request.job
         self.profile = profile = request.only_profile
         self.activations = activations
-        self._rates = rates(cluster, job, profile, request.stack)
+        a = model.architecture
+        self._rates = rates(cluster, job, profile, request.stack, head_dim=a.head_dim if a else 128)
+        self._kernels = kernels_of(self._rates.stack, job.precision)
         warning = caveat(model, cluster)
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
@@ -181,7 +184,7 @@ class CostTables:
         return self._figures.together([(self._setting(layout), layout) for layout in layouts])
 
     def fastest_s(
-        self, layouts: Sequence[Layout], recompute: Recompute | None = None
+        self, layouts: Sequence[Layout], recompute: Recomputes = None
     ) -> NDArray[np.float64]:
         """[kind, layout] Least forward and backward seconds of each kind on one micro-batch.
 
@@ -191,7 +194,7 @@ class CostTables:
         return self.passes_s(layouts, recompute)[0]
 
     def passes_s(
-        self, layouts: Sequence[Layout], recompute: Recompute | None = None
+        self, layouts: Sequence[Layout], recompute: Recomputes = None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[kind, layout] `fastest_s`, and the least `Figures.credit_s` of any choice."""
         figures = self.figures_together(layouts)
@@ -243,6 +246,8 @@ class CostTables:
             tensor=layout.tensor,
             context=layout.context,
             expert=layout.expert,
+            sequence_parallel=self._rates.stack.tensor.sequence_parallel,
+            kernels=self._kernels,
         )
 
     def _build(self, layout: Layout, *, linked: bool) -> _Shared:
@@ -319,19 +324,19 @@ class CostTables:
         return memory.context_bytes + (memory.communicator_bytes if layout.devices > 1 else 0.0)
 
 
-def fastest_s(figures: KindFigures, recompute: Recompute | None = None) -> NDArray[np.float64]:
-    """[kind, place] Fewest seconds of both passes, of one choice of recompute or the best."""
+def fastest_s(figures: KindFigures, recompute: Recomputes = None) -> NDArray[np.float64]:
+    """[kind, place] Fewest seconds of both passes, of what layers may recompute."""
     return np.array(
         [
             np.min(
                 [
                     one.passes_s
                     for choice, one in zip(RECOMPUTES, of_kind, strict=True)
-                    if recompute in (None, choice)
+                    if choice in choices_of(recompute, kind)
                 ],
                 axis=0,
             )
-            for of_kind in figures.values()
+            for kind, of_kind in figures.items()
         ]
     )
 

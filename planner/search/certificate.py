@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from planner.plan import Layout
 from planner.prediction import Certificate, Loser, PlanProof
 from planner.schedules import SCHEDULES
+from planner.stack import Stack
 
 RUNNERS_UP = 5
 
@@ -64,8 +65,17 @@ class Account:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     losers: list[Loser] = field(default_factory=list)
     unfinished_s: list[float] = field(default_factory=list)
+    backend: str = "native"
+    space: str = ""
+    """What plans of the backend have in common, where that is not everything."""
     bytes_of: str = EXACT
     """How the bytes of ranks are counted, and of which splits."""
+
+    def refused(self, reason: str, count: int = 1) -> None:
+        """Count what the backend does not run; what the data of its space say, by reason."""
+        stack, told, why = reason.partition(": ")
+        outcome = f"{REFUSED}: {why}" if told and stack == self.backend else REFUSED
+        self.counts[outcome] = self.counts.get(outcome, 0) + count
 
     def lost(
         self,
@@ -81,7 +91,7 @@ class Account:
 
         It is a possible runner-up if it has a figure.
         """
-        self.counts[outcome] += count
+        self.counts[outcome] = self.counts.get(outcome, 0) + count
         if outcome == UNFINISHED:
             self.unfinished_s.append(bound_s or 0.0)
         if objective_s is not None or bound_s is not None:
@@ -106,7 +116,7 @@ class Account:
         return Certificate(
             statement=f"Closed form: none of {total:,} configurations takes less than "
             f"{proven_s:.6g} s a step.",
-            model=closed_form_text(self.bytes_of),
+            model=closed_form_text(self.bytes_of) + self.space,
             solver=solver,
             optimal=optimal,
             objective_s=objective_s,
@@ -116,6 +126,21 @@ class Account:
             counts={name: count for name, count in self.counts.items() if count},
             runners_up=tuple(ranked[:RUNNERS_UP]),
         )
+
+
+def space_text(stack: Stack) -> str:
+    """Return what splits and recompute choices a stack's plans have; nothing where they have any.
+
+    >>> from planner.catalog import stacks
+    >>> space_text(stacks()["megatron"])
+    '; of megatron, whose stages have blocks even_but_ends and whose blocks all recompute alike'
+    """
+    said = []
+    if stack.pipeline.stages != "any":
+        said.append(f"whose stages have blocks {stack.pipeline.stages}")
+    if stack.space is not None and not stack.space.recompute_by_layer:
+        said.append("whose blocks all recompute alike")
+    return f"; of {stack.name}, {' and '.join(said)}" if said else ""
 
 
 def closed_form_text(bytes_of: str) -> str:

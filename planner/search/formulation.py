@@ -23,11 +23,11 @@ from planner.cluster import ClusterSpec
 from planner.costs.hosts import hosts
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.rank_memory import room_bytes
+from planner.costs.recomputes import Recomputes
 from planner.model import ModelGraph
 from planner.pipeline_model import pace
 from planner.plan import Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel
 from planner.plan import Stage as PlanStage
-from planner.profile import Recompute
 from planner.request import Request
 from planner.schedule import most_in_flight, rank_of_stage, splits_backward
 from planner.search.layer_options import allowed, option_of
@@ -62,7 +62,7 @@ def instance_of(
     cluster: ClusterSpec,
     layout: Layout,
     costs: LayoutCosts,
-    recompute: Recompute | None = None,
+    recompute: Recomputes = None,
     require: tuple[Requirement, ...] = (),
     *,
     roomy: bool = False,
@@ -103,7 +103,7 @@ def _free_instance(
     cluster: ClusterSpec,
     layout: Layout,
     costs: LayoutCosts,
-    recompute: Recompute | None,
+    recompute: Recomputes,
     *,
     roomy: bool,
 ) -> Instance:
@@ -111,7 +111,7 @@ def _free_instance(
     steady, fill = layout_pace(model, layout)
     exposed_s = boundaries_s(costs, layout)
     # Options may differ in forward: packing takes seconds there, a profile has measured others.
-    tables = [allowed(table, layout, recompute) for table in costs.kinds.values()]
+    tables = [allowed(table, layout, recompute, kind) for kind, table in costs.kinds.items()]
     same_forward = all(len({cost.forward_s for cost in table}) == 1 for table in tables)
     apart = layout.executed.forwards_first and same_forward
     if not roomy:
@@ -202,11 +202,20 @@ def boundaries_s(costs: LayoutCosts, layout: Layout) -> list[float]:
     return result
 
 
-def plan_of(request: Request, layout: Layout, costs: LayoutCosts, solution: Solution) -> Plan:
-    """Return the plan that a solution of `instance_of` describes, of the same request."""
-    model, recompute = request.model, request.pins.recompute
+def plan_of(
+    request: Request,
+    layout: Layout,
+    costs: LayoutCosts,
+    solution: Solution,
+    recompute: Recomputes = None,
+) -> Plan:
+    """Return the plan that a solution of `instance_of` describes, of the same request.
+
+    `recompute` is what layers may recompute, by default what is pinned or anything.
+    """
+    model, recompute = request.model, recompute or request.pins.recompute
     names = [name for name, _ in model.chain]
-    choices = {kind: allowed(table, layout, recompute) for kind, table in costs.kinds.items()}
+    choices = {kind: allowed(table, layout, recompute, kind) for kind, table in costs.kinds.items()}
     if layout.virtual_stages > 1:
         placed = RankProblem(model, layout, costs, recompute).placed(solution)
     else:
@@ -243,6 +252,7 @@ def plan_with(
     return Plan(
         model=PlannedModel.of(request.model),
         cluster=request.cluster_name,
+        backend=request.stack.name,
         seq_len=job.seq_len,
         global_batch=job.global_batch,
         precision=job.precision,

@@ -21,12 +21,12 @@ from planner.costs.rank_memory import (
     in_flight_at_most,
     layer_bytes,
 )
+from planner.costs.recomputes import Recomputes
 from planner.costs.strategy import StrategyCost, StrategyParts
 from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.pipeline_model import Held, held, most_on_first_stage
 from planner.plan import Layout
-from planner.profile import Recompute
 from planner.schedule import splits_backward
 from planner.search.layer_options import allowed, option_of
 from planner.search.least_bytes import LeastBytes
@@ -40,7 +40,7 @@ class RankProblem:
     """One layout's problem, and how to read its solution."""
 
     def __init__(
-        self, model: ModelGraph, layout: Layout, costs: LayoutCosts, recompute: Recompute | None
+        self, model: ModelGraph, layout: Layout, costs: LayoutCosts, recompute: Recomputes
     ) -> None:
         self.model = model
         self.layout = layout
@@ -245,7 +245,7 @@ class RankProblem:
         if kind not in self._pairs:
             table, parts = self.costs.kinds[kind], self.costs.parts[kind]
             part_of = {id(cost): part for cost, part in zip(table, parts, strict=True)}
-            choices = allowed(table, self.layout, self._recompute)
+            choices = allowed(table, self.layout, self._recompute, kind)
             self._pairs[kind] = [(cost, part_of[id(cost)]) for cost in choices]
         return self._pairs[kind]
 

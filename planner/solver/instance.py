@@ -104,6 +104,7 @@ class Stage:
     fixed_bytes: float = 0.0
     """Below 0 where sums over layers are but a bound (`Instance.used_bytes`)."""
     least_layers: int = 1
+    most_layers: int | None = None
     most_in_flight: float | None = None
     """Micro-batches that any layer may have on the host, where they are more than `in_flight`."""
 
@@ -118,6 +119,11 @@ class Stage:
     def free_bytes(self) -> float:
         """Bytes left for layers."""
         return self.capacity_bytes - self.fixed_bytes
+
+    def may_hold(self, layers: int) -> bool:
+        """Whether the stage may have so many layers."""
+        most = layers if self.most_layers is None else self.most_layers
+        return self.least_layers <= layers <= most
 
     def held_bytes(self, option: Option) -> float:
         """Bytes of a layer that add up: all but its transient ones."""
@@ -150,6 +156,8 @@ class Instance:
     cut_s: tuple[float, ...] = ()
     hosts: tuple[Host, ...] = ()
     sides: tuple[Side, ...] = ()
+    sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Rows of the fewest and the most layers [stage], of which a split keeps one; empty: any."""
     used_bytes: UsedBytes | None = field(default=None, repr=False, compare=False)
     """What a stage holds, where the sums above are no more than that."""
 
@@ -168,6 +176,10 @@ class Instance:
         _refuse(
             len(self.cut_s) not in (0, len(self.layers) + 1),
             f"{len(self.layers)} layers have {len(self.layers) + 1} cut positions",
+        )
+        _refuse(
+            any(len(row) != len(self.stages) for row in self.sizes),
+            "sizes say for every stage how many layers it has",
         )
         _refuse(any(cut < 0 for cut in self.cut_s), "cut_s must not be negative")
         _refuse(
@@ -310,7 +322,7 @@ def priced(
 def fits(instance: Instance, solution: Solution) -> bool:
     """Whether each stage has layers enough and stays within its capacity."""
     sizes = zip(solution.sizes(), instance.stages, strict=True)
-    return all(size >= stage.least_layers for size, stage in sizes) and all(
+    return all(stage.may_hold(size) for size, stage in sizes) and all(
         used <= stage.capacity_bytes + ROUNDING * abs(stage.capacity_bytes)
         for used, stage in zip(solution.stage_bytes, instance.stages, strict=True)
     )

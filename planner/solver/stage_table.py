@@ -68,9 +68,11 @@ class StageTable:
         self.seconds = _on_grid(
             seconds if self._cut_s is None else seconds + self._cut_s, self._whole_s
         )
-        self._least_layers = [stage.least_layers for stage in instance.stages]
-        for stage, least in enumerate(self._least_layers):
-            self.seconds[stage, :, : least - 1] = np.inf
+        self._stages = instance.stages
+        for s, stage in enumerate(self._stages):
+            self.seconds[s, :, : stage.least_layers - 1] = np.inf
+            if stage.most_layers is not None:
+                self.seconds[s, :, stage.most_layers :] = np.inf
         self.settled: Booleans = ~np.isfinite(self.seconds)
         # Whether an entry is that of options that fit; with exact sums it is if it is settled.
         self._checks = instance.used_bytes is not None
@@ -203,7 +205,7 @@ class StageTable:
         staged = seconds * knapsacks.time_scale[stages] + knapsacks.exposed_s[stages]
         extra = 0.0 if self._cut_s is None else self._cut_s[same]
         for s, value in zip(stages, staged, strict=True):
-            if n < self._least_layers[s]:
+            if not self._stages[s].may_hold(n):
                 continue
             self.seconds[s][same] = _on_grid(value + extra, self._whole_s)
             self.settled[s][same] = True

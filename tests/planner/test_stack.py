@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from planner.backends.search import backend_search
 
 from planner import catalog
 from planner.backends import spaces
 from planner.backends import stacks as backend_stacks
-from planner.backends.search import backend_search
 from planner.catalog import stack_name, stacks
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
@@ -40,7 +40,7 @@ def test_every_figure_is_read_by_some_formula() -> None:
     unread = [
         path
         for path, _ in figures(Stack.of(PLAIN))
-        if (name := path.split(".")[1]) not in by_name and not re.search(rf"\.{name}\b", code)
+        if (name := path.rpartition(".")[2]) not in by_name and not re.search(rf"\.{name}\b", code)
     ]
 
     assert unread == []

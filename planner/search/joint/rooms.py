@@ -24,11 +24,11 @@ from planner.costs.layer_figures import KindFigures
 from planner.costs.layout_costs import CostTables, counted_by_rank, holding_of
 from planner.costs.memory import States
 from planner.costs.rank_memory import in_flight_at_most
+from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.strategy import Holding, StrategyParts, least_resident
 from planner.fullest import fullest
 from planner.layers.operator_table import RECOMPUTES, either
 from planner.plan import Layout
-from planner.profile import Recompute
 from planner.schedule import rank_of_stage
 from planner.search.joint import spread
 from planner.search.joint.hosting import Options, Stages, hosted
@@ -105,7 +105,7 @@ class Rooms:
         chain: Chain,
         *,
         capacity_bytes: float,
-        recompute: Recompute | None,
+        recompute: Recomputes,
     ) -> None:
         """`capacity_bytes` are for layers and the pipeline's buffers, on every rank."""
         self._tables = tables
@@ -360,7 +360,7 @@ class _Costs:
         figures: KindFigures,
         units: Sequence[Unit] | Sequence[Layout],
         settings: Indices,
-        recompute: Recompute | None,
+        recompute: Recomputes,
     ) -> None:
         layouts = [_layout(unit) if isinstance(unit, Unit) else unit for unit in units]
         self._tables = tables
@@ -424,7 +424,7 @@ class _Costs:
         states = _stacked([states[at] for states in self._states])
         last = kind == self._tables.end_kinds[1]
         for recompute, many in zip(RECOMPUTES, self._figures[kind], strict=True):
-            if self._recompute not in (None, recompute):
+            if recompute not in choices_of(self._recompute, kind):
                 continue
             figures = taken(many, self._settings)
             passed = either(self._pipelined, figures.returned_bytes, 0.0) if last else 0.0
@@ -447,7 +447,7 @@ def costs_together(
     figures: KindFigures,
     layouts: Sequence[Layout],
     kind: str,
-    recompute: Recompute | None = None,
+    recompute: Recomputes = None,
 ) -> Floats:
     """[figure, choice, layout] Seconds, stored, resident, transient and kept bytes of one kind.
 
