@@ -26,7 +26,9 @@ from planner.units import (
 )
 
 AcceleratorKind = Literal["cuda", "rocm", "gaudi", "xpu", "npu", "tpu", "trainium", "cpu"]
-Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
+EIGHT_BITS = ("fp8", "mxfp8", "nvfp4")
+"""Precisions whose products are in 8 bits and fewer."""
 Collective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast"
 ]
@@ -132,6 +134,8 @@ class LinkTier(Part):
     """Fractions among fewer members, fewest first."""
     start_s: Amount = 0.0
     """Of every collective, before its first round."""
+    least_round_s: Amount = 0.0
+    """Of a round on a faster tier, where the ring goes over this one."""
     oversubscription: Annotated[float, Field(ge=1.0, le=1000.0)] = 1.0
     """Rate of all devices' own links together over that of what joins them: 4 leaves each a quarter
     where all send at once."""

@@ -43,6 +43,9 @@ from planner.layers.parameters import graph_of
 from planner.model import ModelGraph, is_factory
 from planner.units import MOST_DEVICES, name_of
 
+ROUND_S = 3e-6
+"""Of a ring's round inside nodes while it goes over a network: what NCCL counts for a send of its
+simple protocol (2.20, src/graph/tuning.cc, netOverhead)."""
 NETWORK_LATENCY_S = 4.0e-6
 NETWORK_FRACTION = 0.79
 NODE_NETWORK_BYTES_PER_S = 12.5e9
@@ -302,7 +305,7 @@ def _cluster(
             f"{devices_per_node}; describe it in a cluster.yaml",
         )
     if nodes > 1 and (not tiers or tiers[-1].devices < devices):
-        tiers = (*tiers, network.model_copy(update={"devices": devices}))
+        tiers = (*tiers, network.model_copy(update={"devices": devices, "least_round_s": ROUND_S}))
     return ClusterSpec(
         name=name,
         groups=(

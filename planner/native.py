@@ -286,6 +286,7 @@ def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iter
 
 def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what no backend can do as the planner describes it."""
+    yield from _foreign_choices(job, layout)
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
     shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}
@@ -310,6 +311,29 @@ def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
         yield from _expert_limits(model.architecture, layout.expert)
     if layout.tensor > 1:
         yield from _tensor_limits(model.architecture, job, layout)
+
+
+def _foreign_choices(job: Job, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what other frameworks train with and nothing here is priced or run by."""
+    if job.precision in ("mxfp8", "nvfp4"):
+        yield Obstacle(
+            "precision",
+            f"is {job.precision}, and products of blocks of 4 or 8 bits with scales of their own "
+            "are not made here; use fp8 or bf16",
+        )
+    if job.lora is not None and job.lora.quantised:
+        yield Obstacle(
+            "training.lora.quantised", "is true, and frozen weights are kept in 16 bits here"
+        )
+    if layout.expert_tensor > 1:
+        yield Obstacle(
+            "mesh.expert_tensor", f"is {layout.expert_tensor}, and ranks hold whole experts; use 1"
+        )
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        yield Obstacle(
+            "mesh.sequence_parallel",
+            "is false, and tensor parallelism divides the residual stream here; use true",
+        )
 
 
 def _wire_limits(job: Job, layout: Layout) -> Iterator[Obstacle]:

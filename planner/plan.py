@@ -7,7 +7,7 @@ with its stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -30,6 +30,7 @@ from planner.units import (
     MOST_SAMPLES,
     MOST_TOKENS,
     Devices,
+    Flag,
     Line,
     Name,
     Positive,
@@ -106,6 +107,11 @@ class Layout:
     """Pipeline stages on each rank."""
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
+    expert_tensor: int = 1
+    """Ranks that divide each expert; they and the expert degree are among tensor x context x data.
+    """
+    sequence_parallel: bool = True
+    """With tensor parallelism the residual stream is divided along the sequence."""
 
     @property
     def stages(self) -> int:
@@ -127,11 +133,6 @@ class Layout:
         """Ranks of the whole job."""
         return self.pipeline * self.data * self.context * self.tensor
 
-    @property
-    def sequence_parallel(self) -> bool:
-        """Tensor parallelism here always divides the sequence between its blocks too."""
-        return self.tensor > 1
-
     def text(self) -> str:
         """Return the layout as people write it.
 
@@ -146,6 +147,10 @@ class Layout:
             parts.append(f"cp={self.context}")
         if self.expert > 1:
             parts.append(f"ep={self.expert}")
+        if self.expert_tensor > 1:
+            parts.append(f"etp={self.expert_tensor}")
+        if self.tensor > 1 and not self.sequence_parallel:
+            parts.append("sequence_parallel=off")
         parts.append(f"zero={self.zero}")
         if self.zero and self.data_replicate > 1:
             parts.append(f"shard={self.data_shard}")
@@ -184,7 +189,19 @@ class Mesh(Part):
     pipeline: Devices = 1
     expert: Devices = 1
     """Divides data_shard x context x tensor; it takes no ranks of its own."""
+    expert_tensor: Devices = 1
+    """Ranks that divide each expert, among the same; written only where they do."""
+    sequence_parallel: Flag = True
+    """Tensor parallelism divides the residual stream too; written only where it does not."""
     order: tuple[Axis, ...] = INSIDE_OUT
+
+    @model_serializer(mode="wrap")
+    def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = written(self)
+        for name in ("expert_tensor", "sequence_parallel"):
+            if fields.get(name) == type(self).model_fields[name].default:
+                del fields[name]
+        return fields
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -434,6 +451,8 @@ class Plan(Document):
             virtual_stages=self.virtual_stages,
             offload=self.offload,
             gradient_wire=self.gradient_wire,
+            expert_tensor=mesh.expert_tensor,
+            sequence_parallel=mesh.sequence_parallel,
         )
 
     def rank_of_stage(self, stage: int) -> int:

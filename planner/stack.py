@@ -24,6 +24,11 @@ from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
 Kernel = Literal["module", "fused"]
 """One kernel (its author's, or a compiler's), or the tensor operations that a module writes out."""
 Attention = Literal["fa1", "fa2", "fa3"]
+Unit = Literal["layer", "buffer"]
+"""FSDP's units hold shards apart from the working copies that they gather; in buffers of whole
+parameters a shard is a part of them."""
+Copies = Literal["none", "around_collectives"]
+Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
 SelectiveRecompute = Literal["attention", "operators", "blocks"]
 Provenance = Literal["derived", "measured", "fitted", "assumed"]
 
@@ -35,6 +40,8 @@ class Types(Part):
     """A weight as layers use it."""
     gradient: Count = 4
     """The buffer in which gradients are summed."""
+    fp16_gradient: Count = 2
+    """The same in fp16 training, whose reduction is no wider."""
     fresh_gradients: Count = 0
     """Gradients in the working type that stay beside that buffer until the reduction."""
     master: Count = 4
@@ -53,6 +60,8 @@ class Sharding(Part):
 
     zero: int = Field(default=0, ge=0, le=3, strict=True)
     """ZeRO level of a run that does not say."""
+    unit: Unit = "buffer"
+    """What is divided between ranks, gathered and reduced together."""
     reduces_whole: Flag = False
     """ZeRO-1 sums all gradients on all ranks before each keeps its shard (no reduce-scatter)."""
     collectives_per_layer: Rate = 1.0
@@ -67,9 +76,12 @@ class Sharding(Part):
     """Rate of ZeRO-3 collectives within a node over that of large contiguous ones."""
     network_rate: Fraction = 1.0
     """The same between nodes."""
-    accumulated_bytes: Amount = 10.0
-    """Memory traffic per parameter of adding a micro-batch's gradients to the buffer: fresh ones
-    read (2), the sum read and written (8).  0 where autograd adds in place."""
+    copies: Copies = "none"
+    """Whether parameters and gradients are copied between their own tensors and the buffers of
+    collectives (FSDP2), or are parts of those buffers."""
+    accumulation: Accumulation = "into_sum"
+    """How a micro-batch's gradients are added to those before: see
+    `planner.costs.sharding.accumulated_bytes`."""
     unit_s: Amount = 0.0
     """Seconds of the host for each sharded unit and pass (FSDP2's Python hooks)."""
     bridged: Flag = True
@@ -140,6 +152,14 @@ class TensorRule(Part):
     """Share of tensor-parallel collectives that hides behind the products around them."""
 
 
+class ExpertRule(Part):
+    """Expert parallelism."""
+
+    shared: Literal["whole", "divided"] = "whole"
+    """Beside routed experts on ranks of their own, those that all tokens share are whole on every
+    rank, or divided by tensor parallelism as a feed-forward is."""
+
+
 class PipelineRule(Part):
     """Pipeline parallelism."""
 
@@ -152,7 +172,10 @@ class PipelineRule(Part):
     stages: StageRule = "even"
     """How blocks are divided among stages (planner.stage_rules)."""
     stalled_transfer_s: Amount = 0.0
-    """Seconds that each transfer between stages waits in jobs of very many nodes."""
+    """Seconds that each transfer between stages waits in jobs of very many nodes, without stages
+    each collective of all replicas."""
+    stalling_nodes: Positive = 32
+    """Those jobs have more nodes than this."""
 
 
 class PerPass(Part):
@@ -203,6 +226,9 @@ class OptimizerRule(Part):
 class OffloadRule(Part):
     """Offload to the host."""
 
+    updates: Literal["streamed", "on_host"] = "on_host"
+    """Where an optimizer on the host steps: its state goes through the device, or the host's
+    processors update what it has of the parameters, whose working copies go back."""
     activations_share: Fraction = 1.0
     """Of a block's activations, where they are offloaded."""
 
@@ -287,6 +313,7 @@ class Stack(Document):
     loss: Loss = Loss()
     recompute: RecomputeRule = RecomputeRule()
     tensor: TensorRule = TensorRule()
+    experts: ExpertRule = ExpertRule()
     pipeline: PipelineRule = PipelineRule()
     host: Host = Host()
     optimizer: OptimizerRule = OptimizerRule()
@@ -320,6 +347,7 @@ GROUPS = (
     "loss",
     "recompute",
     "tensor",
+    "experts",
     "pipeline",
     "host",
     "optimizer",

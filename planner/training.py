@@ -20,6 +20,7 @@ from planner.units import (
     LONGEST_S,
     Amount,
     Count,
+    Flag,
     Fraction,
     Positive,
     Proportion,
@@ -53,12 +54,21 @@ class Lora(Part):
     """What the adapters add is scaled by alpha / rank."""
     targets: tuple[Text, ...] = ("all-linear",)
     """Ends of the names of the modules that get an adapter, or every linear layer of the blocks."""
+    quantised: Flag = False
+    """Frozen weights are kept in 4 bits; written only where they are."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.targets:
             raise ValueError("targets: is empty; name a module, or all-linear")
         return self
+
+    @model_serializer(mode="wrap")
+    def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = written(self)
+        if not self.quantised:
+            fields.pop("quantised", None)
+        return fields
 
 
 class Training(Part):

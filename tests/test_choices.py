@@ -12,8 +12,9 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
+from planner.catalog import native
 from planner.costs.activations import treated
-from planner.costs.memory import Sharing, states
+from planner.costs.memory import Sharing, state_types, states
 from planner.layers.operator_table import Table
 from planner.search.savings import Saving, least_s
 from runtime import activations, engine, recompute
@@ -21,7 +22,8 @@ from runtime import activations, engine, recompute
 NEW: Any = "new"
 UNUSED: Any = None
 FIGURES: Any = SimpleNamespace(stored_bytes=1.0)
-SHARING = Sharing(precision="bf16", zero=3, shard=8, data=8, pipelined=False, accumulated=True)
+BF16 = state_types(native(), "bf16")
+SHARING = Sharing(types=BF16, zero=3, shard=8, data=8, pipelined=False, accumulated=True)
 TABLE = Table(kind="mlp", operators=(), input_bytes=1.0, output="x")
 
 

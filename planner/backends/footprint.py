@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.backends.placed import Priced
+from planner.backends.placed import Priced, states_of
 from planner.backends.runs import Run
-from planner.backends.states import states
 from planner.backends.work import Work
 from planner.stack import Stack
 
@@ -54,7 +53,7 @@ def stages_of(priced: Priced, recompute: str) -> tuple[StageEstimate, ...]:
 def _memory_parts(priced: Priced, recompute: str, stage: int) -> dict[str, float]:
     """Return allocated bytes by cause at the peak of a stage."""
     run, stack, shape, kinds = priced.run, priced.stack, priced.shape, priced.stages[stage]
-    kept = states(run, stack, priced.parameters[stage])
+    kept = states_of(run, priced.sharing, priced.parameters[stage])
     stored = working = coming = 0.0
     for kind in kinds:
         work = priced.works[kind]
@@ -67,19 +66,16 @@ def _memory_parts(priced: Priced, recompute: str, stage: int) -> dict[str, float
             own -= gone
         stored += own
         working = max(working, again + work.working_bytes)
-    zero = stack.sharding.zero if run.zero is None else run.zero
     gathered = 0.0
-    if zero == 3:
+    if priced.sharing.zero == 3:
         local = max((priced.local[kind].count for kind in kinds), default=0.0)
         gathered = 2 * 2 * local + stack.types.wire * local
     sent = 0.0
     if stack.pipeline.keeps_sent and stage < run.pipeline - 1:
         sent = shape.element_bytes * shape.stream * run.architecture.hidden_size
-    frozen = run.task in ("lora", "qlora")
-    fresh = 0.0 if frozen else stack.types.fresh_gradients * priced.parameters[stage].count
     return {
-        "weights": kept.weights_bytes,
-        "gradients": kept.gradients_bytes + fresh,
+        "weights": kept.parameters_bytes,
+        "gradients": kept.gradients_bytes,
         "optimizer": kept.optimizer_bytes,
         "activations": _in_flight(run, stage) * (stored + sent) + coming,
         "transient": working,

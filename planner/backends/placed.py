@@ -3,14 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from planner.backends import work
 from planner.backends.runs import Run
-from planner.backends.states import NOTHING, Parameters, by_kind
-from planner.backends.work import Shape, Work, block, embedding, head, rates
-from planner.layers.architecture import block_kinds
+from planner.backends.work import Shape, Work, block, embedding, head
+from planner.cluster import EIGHT_BITS
+from planner.costs import memory
+from planner.costs.collectives import Levels, group_levels, levels
+from planner.costs.held import of_experts
+from planner.costs.memory import Sharing, States
+from planner.costs.rates import HOST_LINK_SHARE, Rates, rates
+from planner.costs.sharding import Links, Traffic, traffic
+from planner.layers.architecture import block_kinds, graph_of
+from planner.layers.arithmetic import local_parameters
+from planner.model import Architecture
+from planner.plan import Axis, Job, Layout
 from planner.stack import Stack
 from planner.stage_rules import by_products
+
+USUAL_LINK_BYTES_PER_S = 3.2e10
+"""PCIe 4, of a host link that the catalogue does not know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Parameters of one layer on one rank."""
+
+    dense: float
+    routed: float
+
+    @property
+    def count(self) -> float:
+        """All of them."""
+        return self.dense + self.routed
+
+    def __add__(self, other: Parameters) -> Parameters:
+        """Both layers' together."""
+        return Parameters(dense=self.dense + other.dense, routed=self.routed + other.routed)
+
+
+NOTHING = Parameters(dense=0.0, routed=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +53,10 @@ class Priced:
     run: Run
     stack: Stack
     shape: Shape
+    used: Rates
+    sharing: Sharing
+    moving: dict[str, Traffic]
+    """By layer kind, of sharding its states."""
     works: dict[str, Work]
     local: dict[str, Parameters]
     stages: list[list[str]]
@@ -31,12 +68,16 @@ class Priced:
 def priced(run: Run, stack: Stack) -> Priced:
     """Return a run's layers by the stack of its framework."""
     shape = _shape(run, stack)
-    local = by_kind(run.architecture, run)
+    local = by_kind(run.architecture, run, stack)
     stages = _layers(run, stack)
+    used, sharing = rates_of(run, stack), sharing_of(run, stack)
     return Priced(
         run=run,
         stack=stack,
         shape=shape,
+        used=used,
+        sharing=sharing,
+        moving={kind: _moving(run, sharing, own, used) for kind, own in local.items()},
         works=_works(shape),
         local=local,
         stages=stages,
@@ -46,11 +87,110 @@ def priced(run: Run, stack: Stack) -> Priced:
     )
 
 
+def sharing_of(run: Run, stack: Stack) -> Sharing:
+    """Return among how many ranks a run divides states."""
+    zero = stack.sharding.zero if run.zero is None else run.zero
+    offload = run.offload
+    return Sharing(
+        types=memory.state_types(stack, run.precision, zero=zero, quantised=run.quantised),
+        zero=zero,
+        shard=run.sharding_ranks if zero else 1,
+        data=run.data * run.context,
+        pipelined=run.pipeline > 1,
+        accumulated=run.micro_batches > 1,
+        offload="parameters"
+        if "params" in offload
+        else "optimizer"
+        if "optimizer" in offload
+        else "none",
+    )
+
+
+def by_kind(a: Architecture, run: Run, stack: Stack) -> dict[str, Parameters]:
+    """Return the parameters of every layer kind on a rank."""
+    graph = graph_of(a, name="model")
+    result = {}
+    for layer in graph.layers:
+        dense, routed = local_parameters(
+            graph,
+            layer,
+            tensor=run.tensor,
+            expert=run.expert,
+            expert_tensor=run.expert_tensor,
+            shared_whole=stack.experts.shared == "whole",
+        )
+        result[layer.kind] = Parameters(dense=dense, routed=routed)
+    return result
+
+
+def rates_of(run: Run, stack: Stack) -> Rates:
+    """Return how fast a run's cluster does what is not a layer's computation."""
+    narrow = run.precision in EIGHT_BITS
+    job = Job(
+        seq_len=run.seq_len,
+        global_batch=run.global_batch,
+        precision="fp8" if narrow else run.precision,  # type: ignore[arg-type]
+    )
+    found = rates(run.cluster, job, None, stack)
+    if found.host_link_bytes_per_s is None:
+        found = replace(found, host_link_bytes_per_s=HOST_LINK_SHARE * USUAL_LINK_BYTES_PER_S)
+    return found
+
+
+def group(run: Run, axes: tuple[Axis, ...]) -> Levels:
+    """Return the levels of a run's group along some axes."""
+    replicas = run.data * run.context // run.sharding_ranks
+    layout = Layout(
+        tensor=run.tensor,
+        context=run.context,
+        data_shard=max(1, run.data // replicas),
+        data_replicate=min(replicas, run.data),
+        pipeline=run.pipeline,
+    )
+    return group_levels(run.cluster.tiers, layout, axes)
+
+
+def _moving(run: Run, sharing: Sharing, parameters: Parameters, used: Rates) -> Traffic:
+    """Return the traffic of a layer's states."""
+    frozen = run.task in ("lora", "qlora")
+    links = Links(
+        shard=group(run, ("data_shard", "context")),
+        replicate=group(run, ("data_replicate",)),
+        neighbours=(),
+    )
+    apart = of_experts(sharing, run.tensor, run.expert, run.expert_tensor)
+    if apart is sharing or not parameters.routed:
+        count = parameters.count
+        return traffic(count, sharing, links, used, frozen=count * frozen)
+    steps = [(apart.data, run.expert * run.expert_tensor)]
+    among = levels(run.cluster.tiers, steps if apart.data > 1 else [], devices=run.devices)
+    same = Links(shard=among, replicate=(), neighbours=())
+    dense, routed = parameters.dense, parameters.routed
+    moving = traffic(dense, sharing, links, used, frozen=dense * frozen)
+    return moving + traffic(routed, apart, same, used, frozen=routed * frozen)
+
+
+def optimized(run: Run, sharing: Sharing, parameters: Parameters) -> float:
+    """Return the parameters of a stage that a rank's optimizer updates."""
+    if run.task in ("lora", "qlora"):
+        return 0.0
+    apart = of_experts(sharing, run.tensor, run.expert, run.expert_tensor)
+    held = parameters.dense / (sharing.shard if sharing.sharded else 1)
+    return held + parameters.routed / (apart.shard if apart.sharded else 1)
+
+
+def states_of(run: Run, sharing: Sharing, parameters: Parameters) -> States:
+    """Return what a stage's parameters take on a rank."""
+    of_one = memory.frozen_states if run.task in ("lora", "qlora") else memory.states
+    apart = of_experts(sharing, run.tensor, run.expert, run.expert_tensor)
+    return of_one(parameters.dense, sharing) + of_one(parameters.routed, apart)
+
+
 def _shape(run: Run, stack: Stack) -> Shape:
     return Shape(
         run=run,
         stack=stack,
-        rates=rates(run, stack),
+        rates=work.rates(run, stack),
         micro_batch=min(run.micro_batch, run.global_batch / run.data),
     )
 

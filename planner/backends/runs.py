@@ -25,9 +25,6 @@ from planner.model import Architecture
 Task = Literal["pretrain", "lora", "qlora", "full_finetune"]
 Recomputed = Literal["none", "selective", "full", "partial"]
 
-EIGHT_BITS = ("fp8", "mxfp8", "nvfp4")
-"""Precisions of 8 bits and fewer: frozen weights are kept so."""
-
 NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
 
 

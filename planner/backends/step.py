@@ -13,24 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.backends.footprint import kept_bytes
-from planner.backends.host import offload_s
-from planner.backends.placed import Priced
-from planner.backends.runs import EIGHT_BITS, Run
-from planner.backends.states import Parameters
+from planner.backends.placed import Priced, group, optimized
+from planner.backends.runs import Run
 from planner.backends.work import Shape
-from planner.cluster import Collective
-from planner.costs.collectives import Levels, collective_s, group_levels, ranks_of
-from planner.plan import Axis, Layout
+from planner.costs.activations import uncovered_s
+from planner.costs.collectives import Levels, collective_s, group_levels
+from planner.costs.sharding import accumulated_bytes, seen_in_passes, seen_once
+from planner.plan import Layout
 from planner.stack import Stack
-
-STALLING_NODES = 32
-"""Nodes above which nearly every run (93 %, against 7 % on one node) waits at each transfer."""
 
 STEP_COLLECTIVES = 4
 """Over all replicas once a step: gradients, their norm, parameters and the loss."""
 
-SUMMED_BYTES = 10.0
-"""Traffic per parameter of adding fresh gradients to an fp32 sum: 2 read, 4 read, 4 written."""
 RESTORED_BYTES = 5.0
 """Traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2 written, at
 half of the bandwidth of a plain copy."""
@@ -48,6 +42,7 @@ class _Pass:
     expert_s: float = 0.0
     shard_s: float = 0.0
     host_s: float = 0.0
+    offload_s: float = 0.0
 
     @property
     def whole_s(self) -> float:
@@ -61,20 +56,8 @@ class _Pass:
             + self.expert_s
             + self.shard_s
             + self.host_s
+            + self.offload_s
         )
-
-
-def group(run: Run, axes: tuple[Axis, ...]) -> Levels:
-    """Return the levels of a run's group along some axes."""
-    replicas = run.data * run.context // run.sharding_ranks
-    layout = Layout(
-        tensor=run.tensor,
-        context=run.context,
-        data_shard=max(1, run.data // replicas),
-        data_replicate=min(replicas, run.data),
-        pipeline=run.pipeline,
-    )
-    return group_levels(run.cluster.tiers, layout, axes)
 
 
 def _expert_group(run: Run) -> Levels:
@@ -112,13 +95,22 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
     context_s = _context_s(run, shape) * (1 + share / 2) if is_block else 0.0
     expert_s = _expert_s(run, shape) * (1 + share / 2) if kind == "moe_block" else 0.0
     if not frozen:
-        half = _sums_in_16_bits(run, stack)
-        accumulated = stack.sharding.accumulated_bytes
-        if half:  # summed in 16 bits, by autograd itself
-            accumulated = 0.6 * min(accumulated, SUMMED_BYTES)
-        backward_s += shape.moved_s(accumulated * parameters.count)
+        added = accumulated_bytes(priced.sharing.types, stack.sharding.accumulation)
+        backward_s += shape.moved_s(added * parameters.count)
     busy_s = forward_s + backward_s + again_s
-    shard_s = _shard_s(run, stack, parameters, forward_s, backward_s + again_s)
+    seen = seen_in_passes(
+        priced.moving[kind],
+        priced.sharing,
+        priced.used,
+        forward_s=forward_s,
+        backward_s=backward_s + again_s,
+    )
+    shard_s = sum(one.shard_s for one in seen)
+    offload_s = sum(one.host_s for one in seen)
+    if "activations" in run.offload and is_block:
+        kept = kept_bytes(stack, recompute, work)[0]
+        copy_s = priced.used.host_copy_s(stack.offload.activations_share * kept)
+        offload_s += uncovered_s(copy_s, forward_s) + uncovered_s(copy_s, backward_s + again_s)
     host_s = 0.0
     if is_block:
         host_s = _host_s(run, stack, share)
@@ -131,13 +123,8 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
         context_s=context_s,
         expert_s=expert_s,
         shard_s=shard_s,
+        offload_s=offload_s,
         host_s=max(0.0, host_s - busy_s - tensor_s - context_s - expert_s - shard_s),
-    )
-
-
-def _sums_in_16_bits(run: Run, stack: Stack) -> bool:
-    return run.precision == "fp16" or (
-        run.precision in EIGHT_BITS and stack.eight_bit.narrow_states
     )
 
 
@@ -211,31 +198,6 @@ def _expert_s(run: Run, shape: Shape) -> float:
     return 4 * collective_s("all_to_all", size, _expert_group(run))
 
 
-def _shard_s(
-    run: Run, stack: Stack, parameters: Parameters, forward_s: float, backward_s: float
-) -> float:
-    """Seconds of ZeRO-3's gathers and reductions of a layer that computation does not hide."""
-    zero = stack.sharding.zero if run.zero is None else run.zero
-    if zero < 3 or run.data * run.context == 1:
-        return 0.0
-    ranks = group(run, ("data_shard", "context"))
-    weight = 0.53 if run.quantised else 2.0
-    gather_s = collective_s("all_gather", weight * parameters.count, ranks)
-    reduce_s = 0.0
-    if run.task not in ("lora", "qlora"):
-        wire = 2 if _sums_in_16_bits(run, stack) else stack.types.wire
-        reduce_s = collective_s("reduce_scatter", wire * parameters.count, ranks)
-        copies = group(run, ("data_replicate",))
-        share = wire * parameters.count / run.sharding_ranks
-        reduce_s += collective_s("all_reduce", share, copies)
-    rate = stack.sharding.network_rate if len(ranks) > 1 else stack.sharding.node_rate
-    gather_s, reduce_s = gather_s / rate, reduce_s / rate
-    overlap = stack.sharding.overlap
-    seen = max((1 - overlap) * gather_s, gather_s - forward_s)
-    both = gather_s + reduce_s
-    return seen + max((1 - overlap) * both, both - backward_s)
-
-
 def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
     """Return seconds by cause; they add up to the step."""
     run, stack, shape, stages = priced.run, priced.stack, priced.shape, priced.stages
@@ -253,16 +215,26 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
     def total(cause: str) -> float:
         return m * float(sum(getattr(passes[kind], cause) for kind in kinds))
 
-    largest = max(priced.parameters, key=lambda p: p.count)
-    reduce_s, optimizer_s = _update_s(
-        run,
-        stack,
-        shape,
-        largest,
-        layers=len(kinds),
-        backward_s=total("backward_s") / m,
-        forward_s=total("forward_s") / m,
-    )
+    def once_s(kind: str) -> float:
+        one = passes[kind]
+        return seen_once(
+            priced.moving[kind],
+            priced.sharing,
+            priced.used,
+            forward_s=one.forward_s,
+            backward_s=one.backward_s,
+        ).shard_s
+
+    def exchange_s(kind: str) -> float:
+        held = optimized(run, priced.sharing, priced.local[kind])
+        if "optimizer" not in run.offload:
+            return 0.0
+        size = priced.sharing.types.working * held
+        return priced.used.host_exchange_s(size, passes[kind].backward_s)
+
+    on_host = "optimizer" in run.offload
+    update_s = priced.used.host_optimizer_s if on_host else priced.used.optimizer_s
+
     parts = {
         "forward": total("forward_s"),
         "backward": total("backward_s"),
@@ -270,25 +242,16 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
         "tensor communication": total("tensor_s"),
         "context communication": total("context_s"),
         "expert communication": total("expert_s"),
-        "data communication": total("shard_s") + reduce_s,
+        "data communication": total("shard_s") + max(sum(map(once_s, kinds)) for kinds in stages),
         "pipeline": bubble_s + m * transfer_s + _stalls_s(run, stack),
         "host": total("host_s") + m * 2 * stack.host.action_s,
-        "optimizer": optimizer_s,
+        "optimizer": max(
+            update_s(optimized(run, priced.sharing, one)) for one in priced.parameters
+        ),
         "fixed": stack.host.step_s,
     }
     if run.offload:
-        later_s = parts["backward"] + parts["recompute"]
-        parts["offload"] = offload_s(
-            run,
-            stack,
-            largest,
-            stored_bytes=stack.offload.activations_share
-            * sum(kept_bytes(stack, recompute, priced.works[kind])[0] for kind in kinds),
-            forward_s=parts["forward"] / m,
-            backward_s=later_s / m,
-        )
-        if "optimizer" in run.offload:
-            parts["optimizer"] = 0.0
+        parts["offload"] = total("offload_s") + max(sum(map(exchange_s, kinds)) for kinds in stages)
     return parts
 
 
@@ -327,62 +290,9 @@ def _stalls_s(run: Run, stack: Stack) -> float:
     the first micro-batch passes p - 1 of them forward, and the last one p - 1 backward.  Without
     stages it is the collectives of a step that wait.
     """
-    if run.cluster.groups[0].nodes <= STALLING_NODES:
+    if run.cluster.groups[0].nodes <= stack.pipeline.stalling_nodes:
         return 0.0
     if run.pipeline == 1:
         return stack.pipeline.stalled_transfer_s * STEP_COLLECTIVES
     each = 2 if run.pipeline == 2 else 4
     return each * stack.pipeline.stalled_transfer_s * (run.micro_batches + (run.pipeline - 1) / 2)
-
-
-def _update_s(
-    run: Run,
-    stack: Stack,
-    shape: Shape,
-    parameters: Parameters,
-    layers: int,
-    backward_s: float,
-    forward_s: float,
-) -> tuple[float, float]:
-    """Return exposed seconds of the gradients' reduction, and seconds of the optimizer."""
-    zero = stack.sharding.zero if run.zero is None else run.zero
-    frozen = run.task in ("lora", "qlora")
-    trained = 0.0 if frozen else parameters.count
-    replicas = run.data * run.context
-    held = trained / (replicas if zero else 1)
-    optimizer_s = shape.moved_s(stack.optimizer.moved_bytes * held)
-    if replicas == 1 or zero == 3 or not trained:
-        return 0.0, optimizer_s
-    ranks = group(run, ("data_shard", "context"))
-    half = _sums_in_16_bits(run, stack)
-    wire = (2 if half else stack.types.wire) * trained
-    calls = max(1.0, stack.sharding.collectives_per_layer * layers)
-    gather_s = 0.0
-    if zero == 0 or stack.sharding.reduces_whole:
-        reduce_s = calls * collective_s("all_reduce", wire / calls, ranks)
-    else:
-        reduce_s = calls * _ring_s("reduce_scatter", wire / calls, ranks)
-    if zero:
-        gather_s = calls * _ring_s("all_gather", stack.types.working * trained / calls, ranks)
-    seen = max(
-        (1 - stack.sharding.reduce_overlap) * reduce_s,
-        reduce_s - stack.sharding.reduce_overlap * backward_s,
-    )
-    seen += max(
-        (1 - stack.sharding.gather_overlap) * gather_s,
-        gather_s - stack.sharding.gather_overlap * forward_s,
-    )
-    return seen, optimizer_s
-
-
-def _ring_s(operation: Collective, size_bytes: float, ranks: Levels) -> float:
-    """Seconds of a gather or scatter on one ring through all ranks, as NCCL runs them.
-
-    The seconds of `planner.costs.collectives` count the rounds of each level; a ring has ranks -
-    1, each as late as the network.
-    """
-    seconds = collective_s(operation, size_bytes, ranks)
-    if len(ranks) > 1:
-        counted = sum(level.members - 1 for level in ranks)
-        seconds += (ranks_of(ranks) - 1 - counted) * ranks[-1].tier.latency_s
-    return seconds

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.backends.runs import EIGHT_BITS, Run
-from planner.cluster import Accelerator
+from planner.backends.runs import Run
+from planner.cluster import EIGHT_BITS, Accelerator
 from planner.costs.compute import peak_flops
 from planner.model import Architecture, Experts
 from planner.stack import Stack

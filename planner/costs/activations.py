@@ -69,13 +69,18 @@ def treated(activations: Activations, figures: Figures, rates: Rates, *, passed:
                 stored_bytes=passed,
                 moving_bytes=stored,
                 host_bytes=stored,
-                forward_host_s=larger(0.0, copy_s - figures.whole_forward_s),
-                backward_host_s=larger(0.0, copy_s - figures.whole_backward_s),
+                forward_host_s=uncovered_s(copy_s, figures.whole_forward_s),
+                backward_host_s=uncovered_s(copy_s, figures.whole_backward_s),
             )
         case "compress":
             return _compressed(figures, rates, passed=passed)
         case _:
             assert_never(activations)
+
+
+def uncovered_s(copy_s: float, pass_s: float) -> float:
+    """Return the seconds of a copy to or from the host that a pass beside it leaves."""
+    return larger(0.0, copy_s - pass_s)
 
 
 def _compressed(figures: Figures, rates: Rates, *, passed: float) -> Treated:

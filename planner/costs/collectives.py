@@ -157,6 +157,9 @@ def collective_s(
 
     Between subgroups only one part in (ranks inside) of the buffer moves through each device, and
     chunks flow through all levels at once: every level's latency, and the slowest one's bandwidth.
+    Gathers and scatters go round one ring of all ranks, whose rounds pass every link: n - 1 of
+    them, of each level those that cross its subgroups and no wider ones.  Source: NCCL 2.20,
+    src/graph/tuning.cc (nsteps, nInterSteps and netOverhead).
 
     >>> nvlink = LinkTier(name="nvlink", devices=8, latency_s=0.0, bytes_per_s=450e9,
     ...     fractions={"all_reduce": 1.0})
@@ -172,7 +175,13 @@ def collective_s(
     moving, latencies, inner = [], 0.0, 1
     for level in group:
         latency_s, whole_s = _level_s(
-            operation, size_bytes, level, inner=inner, total=total, curves=curves or {}
+            operation,
+            size_bytes,
+            level,
+            inner=inner,
+            total=total,
+            widest=group[-1].tier,
+            curves=curves or {},
         )
         moving.append(whole_s - latency_s)
         latencies += latency_s
@@ -211,9 +220,13 @@ def _level_s(
     *,
     inner: int,
     total: int,
+    widest: LinkTier,
     curves: Curves,
 ) -> tuple[float, Amount]:
-    """Return latency alone and whole seconds of one level; `inner` ranks are joined already."""
+    """Return latency alone and whole seconds of one level; `inner` ranks are joined already.
+
+    `widest` is the tier of the last level.
+    """
     tier, n = level.tier, level.members
     share = size_bytes / inner
     if operation == "all_to_all":
@@ -229,7 +242,10 @@ def _level_s(
         return latency_s, interpolated_s(curve, share * max(scale, NOTHING))
     rate = _reached_bytes_per_s(operation, tier, n)
     rate *= reached_fraction(operation, tier, n) / tier.oversubscription
-    return _model_s(operation, share, n, start_s=tier.start_s, latency_s=tier.latency_s, rate=rate)
+    subgroups, latency_s = total // (inner * n), tier.latency_s
+    if subgroups > 1 and operation in ("all_gather", "reduce_scatter"):
+        latency_s = subgroups * max(latency_s, widest.least_round_s)
+    return _model_s(operation, share, n, start_s=tier.start_s, latency_s=latency_s, rate=rate)
 
 
 def reached_fraction(operation: Collective, tier: LinkTier, members: int) -> float:

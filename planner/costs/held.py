@@ -17,6 +17,7 @@ from planner.costs.sharding import POWERSGD_RANK
 from planner.layers import arithmetic
 from planner.model import Layer, ModelGraph
 from planner.plan import Job, Layout
+from planner.stack import Stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +43,17 @@ class Apart:
 class HeldStates:
     """What ranks hold of a model's layers, for any layout."""
 
-    def __init__(self, model: ModelGraph, job: Job) -> None:
+    def __init__(self, model: ModelGraph, job: Job, stack: Stack) -> None:
         self._model = model
         self._job = job
+        self._stack = stack
+        self._types = [memory.state_types(stack, job.precision, zero=zero) for zero in range(4)]
         self._known: dict[tuple[object, ...], Held] = {}
 
     def sharing(self, layout: Layout) -> Sharing:
         """Return among how many ranks a layout divides states."""
         return Sharing(
-            precision=self._job.precision,
+            types=self._types[layout.zero],
             zero=layout.zero,
             shard=layout.data_shard * layout.context,
             data=layout.data * layout.context,
@@ -71,7 +74,11 @@ class HeldStates:
 
     def _count_held(self, layer: Layer, layout: Layout, sharing: Sharing) -> Held:
         dense, routed = arithmetic.local_parameters(
-            self._model, layer, tensor=layout.tensor, expert=layout.expert
+            self._model,
+            layer,
+            tensor=layout.tensor,
+            expert=layout.expert,
+            shared_whole=self._stack.experts.shared == "whole",
         )
         if sharing.pipelined:
             dense += self.tied_copy(layer) / layout.tensor
@@ -80,7 +87,9 @@ class HeldStates:
                 self._model, layer.kind, self._job.lora, tensor=layout.tensor
             )
             states = memory.frozen_states(dense, sharing)
-            states += memory.frozen_states(routed, _of_experts(layout, sharing))
+            states += memory.frozen_states(
+                routed, of_experts(sharing, layout.tensor, layout.expert)
+            )
             return Held(
                 parameters=dense + routed + trained,
                 optimized=trained / (sharing.shard if sharing.sharded else 1),
@@ -106,7 +115,7 @@ class HeldStates:
         apart: Apart | None = None
         if routed:
             if layout.expert > 1:
-                sharing = _of_experts(layout, sharing)
+                sharing = of_experts(sharing, layout.tensor, layout.expert)
                 apart = Apart(parameters=routed, sharing=sharing)
             assert a is not None and a.experts is not None
             # Ranks that experts do not fill divide every expert's hidden dim.
@@ -142,12 +151,12 @@ class HeldStates:
         )
 
 
-def _of_experts(layout: Layout, sharing: Sharing) -> Sharing:
+def of_experts(sharing: Sharing, tensor: int, expert: int, expert_tensor: int = 1) -> Sharing:
     """Return how routed experts are shared, which may have ranks of their own."""
-    if layout.expert == 1:
+    if expert == 1:
         return sharing
-    spread = max(1, sharing.shard * layout.tensor // layout.expert)
-    same = max(1, sharing.data * layout.tensor // layout.expert)
+    spread = max(1, sharing.shard * tensor // (expert * expert_tensor))
+    same = max(1, sharing.data * tensor // (expert * expert_tensor))
     return replace(sharing, shard=spread if sharing.sharded else 1, data=same)
 
 

@@ -1,9 +1,6 @@
 """One layer's seconds and bytes under a layout, cause by cause: passes, states, what sharing moves.
 
-Exposed communication.  Tensor-parallel collectives wait.  A sharding collective hides behind its
-own layer's computation: of its c seconds beside w of compute, max((1 - o) c, c - w) are seen, o
-being the share that can hide.  Gradients of a pipeline are reduced after the last backward, seen
-in full.
+Tensor-parallel collectives wait; what is seen of sharding, `planner.costs.sharding` says.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from typing import NamedTuple, assert_never, cast
 import numpy as np
 
 from planner.cluster import ClusterSpec
-from planner.costs import memory
 from planner.costs.activations import Treated, treated
 from planner.costs.calibration import Figures
 from planner.costs.collectives import Level, group_steps, levels, same_experts_steps
@@ -23,7 +19,7 @@ from planner.costs.held import Held, HeldStates, weight_versions
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.memory import Sharing, States
 from planner.costs.rates import Rates
-from planner.costs.sharding import Links, Traffic, traffic
+from planner.costs.sharding import Links, Seen, Traffic, seen_in_passes, seen_once, traffic
 from planner.costs.strategy import StrategyParts
 from planner.layers.operator_table import RECOMPUTES, Setting
 from planner.model import Layer, ModelGraph
@@ -124,12 +120,27 @@ class LayerParts:
             case "none":
                 pass
             case "optimizer":
-                stream_s = 2 * self._rates.host_copy_s(held.states.host_bytes)
+                match self._rates.stack.offload.updates:
+                    case "streamed":
+                        stream_s = 2 * self._rates.host_copy_s(held.states.host_bytes)
+                    case "on_host":
+                        optimizer_s = self._rates.host_optimizer_s(held.optimized)
+                        size = sharing.types.working * held.optimized
+                        stream_s = self._rates.host_exchange_s(size, figures[0].backward_s)
             case "parameters":
                 optimizer_s = self._rates.host_optimizer_s(held.optimized)
             case _:
                 assert_never(layout.offload)
-        once = self._sync_s(moving, figures[0], sharing) if moving else (0.0, 0.0)
+        once = Seen(0.0, 0.0)
+        if moving:
+            plain = figures[0]
+            once = seen_once(
+                moving,
+                sharing,
+                self._rates,
+                forward_s=plain.forward_s,
+                backward_s=plain.backward_s,
+            )
         return tuple(
             self._strategy(
                 recompute,
@@ -141,8 +152,8 @@ class LayerParts:
                 treated=treated(
                     activations, choice, self._rates, passed=choice.returned_bytes if last else 0.0
                 ),
-                sync_s=sync_s + once[0],
-                stream_s=stream_s + once[1],
+                sync_s=sync_s + once.shard_s,
+                stream_s=stream_s + once.host_s,
                 optimizer_s=optimizer_s,
             )
             for recompute, choice in zip(RECOMPUTES, figures, strict=True)
@@ -197,19 +208,13 @@ class LayerParts:
                 sync_s=sync_s,
                 optimizer_s=optimizer_s,
             )
-        again, each = sharing.gathers_again, sharing.reduces_each_micro_batch
-        fetched_s = moving.host_gather_s if again and not sharing.pipelined else 0.0
-        gather_s, forward_fetch_s = self._seen(
-            moving.forward_gather_s, fetched_s, figures.forward_s
+        (gather_s, forward_fetch_s), (backward_s, backward_fetch_s) = seen_in_passes(
+            moving,
+            sharing,
+            self._rates,
+            forward_s=figures.forward_s,
+            backward_s=figures.backward_s + figures.recompute_s,
         )
-        gather_s += moving.forward_copies_s
-        returned_s = (moving.host_gather_s if again else 0.0) + (
-            moving.host_reduce_s if each or (again and not sharing.pipelined) else 0.0
-        )
-        backward_s, backward_fetch_s = self._seen(
-            moving.backward_s, returned_s, figures.backward_s + figures.recompute_s
-        )
-        backward_s += moving.backward_copies_s
         if sharing.wrapped:
             gather_s += self._rates.unit_s(figures.forward_ahead_s)
             backward_s += self._rates.unit_s(figures.backward_ahead_s)
@@ -228,27 +233,6 @@ class LayerParts:
             stream_s=stream_s,
         )
 
-    def _seen(self, links_s: float, host_s: float, window_s: float) -> tuple[float, float]:
-        """Return what a window leaves of a collective, and what a copy of the host adds to it."""
-        seen_s = self._rates.exposed_s(links_s, window_s)
-        if isinstance(host_s, float) and not host_s:
-            return seen_s, 0.0
-        return seen_s, self._rates.exposed_s(links_s + host_s, window_s) - seen_s
-
-    def _sync_s(self, moving: Traffic, plain: Figures, sharing: Sharing) -> tuple[float, float]:
-        """Exposed seconds once per step: of sharding, and of copies of the host.
-
-        They hide behind the passes without recomputation, so that every choice has the same.
-        """
-        again = sharing.gathers_again and not sharing.pipelined
-        fetched_s = 0.0 if again else moving.host_gather_s
-        gather_s, fetch_s = self._seen(moving.gather_per_step_s, fetched_s, plain.forward_s)
-        late = not (again or sharing.reduces_each_micro_batch)
-        returned_s = moving.host_reduce_s if late else 0.0
-        window_s = 0.0 if sharing.pipelined else plain.backward_s
-        reduce_s, return_s = self._seen(moving.reduce_per_step_s, returned_s, window_s)
-        return moving.copies_per_step_s + gather_s + reduce_s, fetch_s + return_s
-
     def _tied_s(self, layer: Layer, layout: Layout, links: Links) -> float:
         """Seconds of summing a tied weight's gradients between the ends of a pipeline."""
         copy = self._holding.tied_copy(layer) if layout.pipeline > 1 else 0.0
@@ -256,7 +240,8 @@ class LayerParts:
             return 0.0
         divided = layout.tensor * (layout.data_shard * layout.context if layout.zero else 1)
         ends = (Level(links.neighbours[-1].tier, 2),)
-        return self._rates.link_s("all_reduce", memory.MASTER * copy / divided, ends)
+        size = self._holding.sharing(layout).types.gradient * copy / divided
+        return self._rates.link_s("all_reduce", size, ends)
 
     def links(self, layout: Layout) -> Links:
         """Return the links of a layout that share states and join stages."""

@@ -125,7 +125,7 @@ class CostTables:
         self._layers = {layer.kind: layer for layer in model.layers}
         self._figures = LayerFigures(model, cluster, profile, self._rates)
         self._chain = list(model.chain_kinds)
-        self._holding = HeldStates(model, job)
+        self._holding = HeldStates(model, job, self._rates.stack)
         self._boundaries = Boundaries(model)
         self._parts = LayerParts(
             model,

@@ -1,36 +1,47 @@
-"""Bytes that a layer's parameters, gradients and optimizer state take on one rank.
+"""Bytes that a layer's parameters, gradients and optimizer state take on one rank, under any stack.
 
-The rules are those of the native runtime: FSDP2 units of one layer each, AdamW in fp32, and with
-bf16 a MixedPrecisionPolicy that computes in bf16 and reduces gradients in fp32.  Activations stand
-in `planner.layers.arithmetic`, what a rank holds beside layers in `planner.costs.layout_costs`.
+Activations stand in `planner.layers.arithmetic`, what a rank holds beside layers in
+`planner.costs.layout_costs`.
 
-Symbols: N parameters of the layer on the rank after tensor parallelism, d shard degree, e bytes of
-a parameter in computation (2 for bf16, 4 for fp32).  Master parameters take 4 bytes each, AdamW's
-two moments 8, gradients 4; FSDP2 adds a working copy of e N wherever it wraps a layer.  It wraps
-all but whole copies in fp32, whose gradients are summed without it (runtime/replicas.py).
+Symbols: N parameters of the layer on the rank after tensor parallelism, d shard degree; of each
+parameter e bytes in computation, m of its fp32 master (0 where what is computed with is trained),
+g of the sum of its gradients, f of fresh gradients that wait beside that sum, o of both moments,
+w of its gradient in a reduction.  In bf16 e, m, g, f, o, w are usually 2, 4, 4, 0, 8, 4.
+
+Buffers.  Working parameters lie in whole buffers, the optimizer has its own shards:
+
+                       parameters           gradients       optimizer
+    ZeRO-0             e N                  (g + f) N       (m + o) N
+    ZeRO-1             e N                  (g + f) N       (m + o) N/d
+    ZeRO-2             e N                  (g/d + f) N     (m + o) N/d
+    ZeRO-3             (m or e) N/d         (g/d + f) N     o N/d
+
+Layers.  FSDP2 holds every layer as a unit, whose shard is the master, s = m or e bytes each, and
+which adds a working copy wherever it wraps a layer.  It wraps all but whole copies that are
+computed with as they are, whose gradients are summed without it (runtime/replicas.py):
 
                        parameters      gradients       optimizer
-    ZeRO-0, fp32       4 N             4 N             8 N
-    ZeRO-0, 16 bits    4 N + e N       4 N             8 N
-    ZeRO-1             4 N/d + e N     4 N  (1)        8 N/d
-    ZeRO-2             4 N/d + e N     4 N/d  (2)      8 N/d
-    ZeRO-3             4 N/d  (3)      4 N/d  (2)      8 N/d
+    ZeRO-0, s = e      e N             g N             o N
+    ZeRO-0, else       s N + e N       g N             o N
+    ZeRO-1             s N/d + e N     g N  (1)        o N/d
+    ZeRO-2             s N/d + e N     g N/d  (2)      o N/d
+    ZeRO-3             s N/d  (3)      g N/d  (2)      o N/d
 
-(1) Gradients are reduced once, after the last micro-batch; with a single one they are 4 N/d.
-(2) Under a pipeline torch reduces once per step too, so 4 N.
+(1) Gradients are reduced once, after the last micro-batch; with a single one they are g N/d.
+(2) Under a pipeline torch reduces once per step too, so g N.
 (3) Under a pipeline what a backward gathered stays until the next forward of its layer: + e N when
     a backward is done, that is, when a micro-batch's activations are gone.
 
-Offload.  `optimizer`: the moments, 8 N/d, are on the host, and the step brings them to the device
+Offload.  `optimizer`: the moments, o N/d, are on the host, and the step brings them to the device
 through three buckets, each as large as the largest parameter's moments and at least BUCKET_BYTES.
-`parameters`: the 16 N/d of parameters, gradients and moments are on the host; the device has the
-working copy, e N (ZeRO-3: while the unit works), gradients that wait whole for their reduction, and
-while a shard is copied its 4 N/d and, narrowed, e N/d.
+`parameters`: the (s + g + o) N/d of parameters, gradients and moments are on the host; the device
+has the working copy, e N (ZeRO-3: while the unit works), gradients that wait whole for their
+reduction, and while a shard is copied its s N/d and, narrowed, e N/d.
 Gradients on the wire.  In 16 bits the reduction's input is 2 N; PowerSGD keeps what it left out of
 the last step, 4 N, and its factors.
 
 While a unit works it needs in forward, ZeRO-3 only, 3 e N (its copy, the gathered buffer it came
-from, the next unit's buffer), and in backward its fresh gradients e N, the reduction's input 4 N
+from, the next unit's buffer), and in backward its fresh gradients e N, the reduction's input w N
 (not in a pipeline, which reduces when no activations are left), and for ZeRO-3 again copy and next
 buffer.  The optimizer is fused and needs no temporaries.
 
@@ -38,30 +49,99 @@ A loss holds its logits several times over, and lets go of them before its weigh
 made: fresh gradients and the reduction's input come after it, and under a pipeline the copies too.
 
 Sources: torch 2.13, distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py);
-Rajbhandari et al., 2020 (ZeRO) for the stages.
+Rajbhandari et al., 2020 (ZeRO) for the stages; Megatron-LM, distributed optimizer: 6 + 12 / d.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import assert_never
 
-from planner.cluster import Precision
+from planner.cluster import EIGHT_BITS
 from planner.plan import GradientWire, Offload
+from planner.stack import Stack, Types, Unit
 
-MASTER = 4
-"""Bytes of a master parameter, of a gradient, and of each moment: fp32."""
-MOMENTS = 2
+FOUR_BITS = 0.5 + 0.5 * 4 / 64
+"""Bytes of a parameter in 4 bits: for each 64 a scale of 2 bytes.  Source: Dettmers et al., 2023
+(QLoRA), without its double quantisation."""
+FP32 = 4
+"""Bytes of an element in full precision."""
 BUCKETS = 3
 BUCKET_BYTES = 64 * 2**20
 """Of moments that come to the device together, those in use, and those that go back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateTypes:
+    """Bytes of each parameter's states in one precision, and what they are divided by.
+
+    `state_types` makes one of each kind, so that they are equal only if they are the same.
+    """
+
+    working: float
+    frozen: float
+    """Of a parameter that is not trained."""
+    master: float
+    """Beside the working one; 0 where that is trained."""
+    gradient: float
+    fresh: float
+    """Of a gradient that waits beside the sum until the reduction."""
+    moments: float
+    wire: float
+    unit: Unit
+
+    @property
+    def stored(self) -> float:
+        """Of the parameter that the optimizer updates."""
+        return self.master or self.working
+
+
+def state_types(
+    stack: Stack, precision: str, *, zero: int = 0, quantised: bool = False
+) -> StateTypes:
+    """Return the types of a stack in one precision; frozen parameters may be in 4 bits.
+
+    >>> from planner.catalog import stacks
+    >>> found = state_types(stacks()["megatron"], "bf16")
+    >>> found.working + found.gradient, found.master + found.moments
+    (6.0, 12.0)
+    """
+    types = Types() if stack.types.full_with_zero and zero else stack.types
+    narrow = precision in EIGHT_BITS and stack.eight_bit.narrow_states
+    return _state_types(types, stack.sharding.unit, precision, narrow=narrow, quantised=quantised)
+
+
+@cache
+def _state_types(
+    types: Types, unit: Unit, precision: str, *, narrow: bool, quantised: bool
+) -> StateTypes:
+    if precision in ("fp32", "tf32"):
+        working, master, gradient, moments, wire = float(FP32), 0.0, 4.0, 8.0, 4.0
+    else:
+        working, master = float(types.working), float(types.master)
+        gradient, moments, wire = float(types.gradient), float(types.moments), float(types.wire)
+        if narrow or precision == "fp16":
+            gradient = 2.0 if narrow else float(types.fp16_gradient)
+            wire = min(wire, gradient)
+    frozen = FOUR_BITS if quantised else working
+    return StateTypes(
+        working=working,
+        frozen=1.0 if narrow else frozen,
+        master=master,
+        gradient=gradient,
+        fresh=float(types.fresh_gradients),
+        moments=moments,
+        wire=wire,
+        unit=unit,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
     """How the states of a layer are divided, and when its gradients are reduced."""
 
-    precision: Precision
+    types: StateTypes
     zero: int
     shard: int
     """Ranks that divide the states."""
@@ -76,27 +156,24 @@ class Sharing:
     """How often the parameters are held: twice where a pipeline never drains."""
 
     @property
-    def working_bytes(self) -> int:
-        """Bytes of a parameter in computation."""
-        return 2 if self.precision in ("bf16", "fp16", "fp8") else 4
-
-    @property
     def wrapped(self) -> bool:
         """Whether FSDP2 holds the layer.
 
         It does for divided states, mixed precision, parameters on the host, sums in 16 bits.
         """
-        needed = self.working_bytes != MASTER or self.offload == "parameters"
+        if self.types.unit == "buffer":
+            return False
+        needed = self.types.working != self.types.stored or self.offload == "parameters"
         return needed or (self.data > 1 and (self.sharded or self.wire in ("bf16", "fp16")))
 
     @property
-    def wire_bytes(self) -> int:
+    def wire_bytes(self) -> float:
         """Bytes of a gradient in its reduction, where it is not of low rank."""
         match self.wire:
             case "bf16" | "fp16":
-                return 2
+                return 2.0
             case "full" | "powersgd":
-                return MASTER
+                return self.types.wire
             case _:
                 assert_never(self.wire)
 
@@ -111,12 +188,18 @@ class Sharing:
         return self.sharded and self.zero == 3
 
     @property
+    def pipelined_units(self) -> bool:
+        """Whether gradients wait for a pipeline's last backward, and what a backward gathered
+        stays until the next forward, table's note (3): torch's pipelining of FSDP's units."""
+        return self.pipelined and self.types.unit == "layer"
+
+    @property
     def reduces_each_micro_batch(self) -> bool:
         """Whether a step reduces gradients several times, in every micro-batch's backward.
 
         With a single one ZeRO-2 is ZeRO-1, to the last bit.
         """
-        return self.sharded and self.zero >= 2 and self.accumulated and not self.pipelined
+        return self.sharded and self.zero >= 2 and self.accumulated and not self.pipelined_units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,15 +267,19 @@ def states(
     `largest` is its largest single parameter, whose fresh gradient waits to be added where FSDP2
     does not hold it; `factors` are the elements of its gradients' low-rank factors.  Its
     parameters are divided into `pieces` at most, 0 being as many as one likes.  A layer with the
-    `loss` makes its weight's gradient when the loss is done.
+    `loss` makes its weight's gradient when the loss is done.  In buffers none of these counts.
 
-    >>> eight = Sharing(precision="bf16", zero=3, shard=8, data=8, pipelined=False,
-    ...     accumulated=True)
+    >>> from planner.catalog import native
+    >>> eight = Sharing(types=state_types(native(), "bf16"), zero=3, shard=8, data=8,
+    ...     pipelined=False, accumulated=True)
     >>> states(8e9, eight).resident_bytes / 8e9 * 8
     16.0
     """
-    n, e, d = parameters, sharing.working_bytes, sharing.shard if sharing.sharded else 1
-    moments, on_host = MOMENTS * MASTER * n / d, 0.0
+    types, d = sharing.types, sharing.shard if sharing.sharded else 1
+    if types.unit == "buffer":
+        return _buffers(parameters, sharing)
+    n, e = parameters, types.working
+    moments, on_host = types.moments * n / d, 0.0
     match sharing.offload:
         case "optimizer":
             moments, on_host = 0.0, moments
@@ -200,15 +287,15 @@ def states(
             pass
         case _:
             assert_never(sharing.offload)
-    bucket = max(BUCKET_BYTES, MOMENTS * MASTER * min(largest, n) / d) if on_host else 0.0
+    bucket = max(BUCKET_BYTES, types.moments * min(largest, n) / d) if on_host else 0.0
     if not sharing.wrapped:
         if sharing.wire == "powersgd":
-            moments += MASTER * (n + factors)
+            moments += FP32 * (n + factors)
         added = sharing.accumulated or sharing.data > 1
         return States(
-            parameters_bytes=sharing.versions * MASTER * n,
+            parameters_bytes=sharing.versions * types.stored * n,
             gathered_bytes=0.0,
-            gradients_bytes=MASTER * n,
+            gradients_bytes=types.gradient * n,
             optimizer_bytes=moments,
             forward_transient_bytes=0.0,
             backward_transient_bytes=e * largest if added else 0.0,
@@ -223,14 +310,16 @@ def states(
     )
     gathered = e * whole if sharing.gathers_again else 0.0
     reduced = 0.0 if sharing.pipelined else sharing.wire_bytes * whole
-    masters, gradients = MASTER * whole / d, MASTER * (n if whole_gradients else whole / d)
+    masters = types.stored * whole / d
+    gradients = types.gradient * (n if whole_gradients else whole / d)
     arriving = 0.0
     if sharing.offload == "parameters":
-        on_host, moments, masters = (2 + MOMENTS) * MASTER * whole / d, 0.0, 0.0
-        arriving = (MASTER + (e if e != MASTER else 0)) * whole / d
+        on_host = (types.stored + types.gradient + types.moments) * whole / d
+        moments = masters = 0.0
+        arriving = (types.stored + (e if e != types.stored else 0)) * whole / d
         gradients = gradients if whole_gradients and once else 0.0
     if sharing.wire == "powersgd":
-        moments += MASTER * (n + factors)
+        moments += FP32 * (n + factors)
     return States(
         parameters_bytes=sharing.versions * (masters + (0.0 if gathered else e * whole)),
         gathered_bytes=gathered if sharing.pipelined else 0.0,
@@ -244,6 +333,42 @@ def states(
     )
 
 
+def _buffers(n: float, sharing: Sharing) -> States:
+    """Return what a layer holds in buffers; with the optimizer on the host masters are there too.
+
+    From ZeRO-2 on so are gradients, as they are reduced (Ren et al., 2021, ZeRO-Offload).
+    """
+    types, zero = sharing.types, sharing.zero
+    d = sharing.shard if sharing.sharded else 1
+    parameters = types.stored * n / d if zero == 3 else types.working * n
+    gradients = types.gradient * n / (d if zero >= 2 else 1) + types.fresh * n
+    optimizer = ((0.0 if zero == 3 else types.master) + types.moments) * n / d
+    on_host = 0.0
+    match sharing.offload:
+        case "none":
+            pass
+        case "optimizer":
+            on_host, optimizer = optimizer, 0.0
+            if zero >= 2:
+                on_host, gradients = on_host + gradients, 0.0
+        case "parameters":
+            on_host, parameters = parameters + optimizer, types.working * n * (zero < 3)
+            optimizer = 0.0
+            if zero >= 2:
+                on_host, gradients = on_host + gradients, 0.0
+        case _:
+            assert_never(sharing.offload)
+    return States(
+        parameters_bytes=sharing.versions * parameters,
+        gathered_bytes=0.0,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        forward_transient_bytes=0.0,
+        backward_transient_bytes=0.0,
+        host_bytes=on_host,
+    )
+
+
 def in_root(held: States, shared: float, sharing: Sharing) -> States:
     """Return what a layer holds under ZeRO-3 whose matrix of `shared` parameters another one uses.
 
@@ -252,7 +377,7 @@ def in_root(held: States, shared: float, sharing: Sharing) -> States:
     has come.  So a copy and a gradient, e N each, are there beside all other layers, and no more
     come while the layer itself runs.
     """
-    copy = sharing.working_bytes * shared
+    copy = sharing.types.working * shared
     return replace(
         held,
         parameters_bytes=held.parameters_bytes + copy,
@@ -265,28 +390,33 @@ def in_root(held: States, shared: float, sharing: Sharing) -> States:
 def frozen_states(parameters: float, sharing: Sharing) -> States:
     """Return what a layer's frozen parameters hold: no gradients and no optimizer state.
 
-    They are kept in the type of the computation, e bytes each (runtime/lora.py):
+    They are kept in the type of the computation, or narrower, e bytes each (runtime/lora.py):
 
-        ZeRO-0, fp32           4 N
+        not wrapped            e N, under ZeRO-3 e N/d
         ZeRO-0 to 2            e N/d + e N
         ZeRO-3                 e N/d, and while a unit works what trained parameters need too
 
-    >>> eight = Sharing(precision="bf16", zero=3, shard=8, data=8, pipelined=False,
-    ...     accumulated=True)
+    With parameters on the host the shard is there, and comes as it is.
+
+    >>> from planner.catalog import native
+    >>> eight = Sharing(types=state_types(native(), "bf16"), zero=3, shard=8, data=8,
+    ...     pipelined=False, accumulated=True)
     >>> frozen_states(8e9, eight).resident_bytes / 8e9 * 8
     2.0
     """
-    n, e, d = parameters, sharing.working_bytes, sharing.shard if sharing.sharded else 1
+    n, e, d = parameters, sharing.types.frozen, sharing.shard if sharing.sharded else 1
     if not sharing.wrapped:
-        gathered, held = 0.0, MASTER * n
+        gathered, held = 0.0, e * n / (d if sharing.zero == 3 else 1)
     else:
         gathered = e * n if sharing.gathers_again else 0.0
         held = e * n / d + (0.0 if gathered else e * n)
+    on_host = e * n / d if sharing.offload == "parameters" else 0.0
     return States(
-        parameters_bytes=held,
+        parameters_bytes=held - on_host,
         gathered_bytes=gathered if sharing.pipelined else 0.0,
         gradients_bytes=0.0,
         optimizer_bytes=0.0,
-        forward_transient_bytes=3 * gathered,
-        backward_transient_bytes=2 * gathered,
+        forward_transient_bytes=3 * gathered + on_host,
+        backward_transient_bytes=2 * gathered + on_host,
+        host_bytes=on_host,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from planner.catalog import native
 from planner.cluster import ClusterSpec, Collective
@@ -23,6 +23,8 @@ from planner.stack import Stack
 from planner.units import bytes_text
 
 Direction = Literal["forward", "backward"]
+Hidden = Literal["units", "gather", "reduce"]
+"""What is hidden: collectives of units in each pass, or once per step."""
 
 HOST_LINK_SHARE = 0.8
 """Of a host link's quoted rate, what copies from and to pinned memory are taken to reach: headers
@@ -93,6 +95,15 @@ class Rates:
             return self.memory_s(moved_bytes)
         return moved_bytes / self.host_memory_bytes_per_s
 
+    def host_exchange_s(self, working_bytes: float, backward_s: float) -> float:
+        """Seconds of an update on the host beside the update itself.
+
+        Gradients in the working type go down behind the backward, working copies come up.
+        Source: Ren et al., 2021 (ZeRO-Offload, arXiv:2101.06840).
+        """
+        copy_s = self.host_copy_s(working_bytes)
+        return larger(0.0, copy_s - backward_s) + copy_s
+
     def host_optimizer_s(self, parameters: float) -> float:
         """Seconds of clipping and AdamW by the host, for parameters held by a rank."""
         return self.host_memory_s(self.stack.optimizer.moved_bytes * parameters)
@@ -103,9 +114,20 @@ class Rates:
             return self.overheads.optimizer_s_per_parameter * parameters
         return self.memory_s(self.stack.optimizer.moved_bytes * parameters)
 
-    def exposed_s(self, communication_s: float, window_s: float) -> float:
+    def exposed_s(self, communication_s: float, window_s: float, hidden: Hidden = "units") -> float:
         """Seconds of a sharding collective that computation of `window_s` does not hide."""
-        overlap = 0.0 if self.on_cpu else self.stack.sharding.overlap
+        rule = self.stack.sharding
+        match hidden:
+            case "units":
+                overlap = rule.overlap
+            case "gather":
+                overlap = rule.gather_overlap
+            case "reduce":
+                overlap = rule.reduce_overlap
+            case _:
+                assert_never(hidden)
+        if self.on_cpu:
+            overlap = 0.0
         if self.overheads:
             overlap = self.overheads.overlap
         return larger((1 - overlap) * communication_s, communication_s - window_s)

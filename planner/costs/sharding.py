@@ -1,6 +1,7 @@
-"""Seconds of the collectives that divide a layer's states: gathers, reductions, their copies.
+"""Seconds of the collectives that divide a layer's states, and what computation hides of them.
 
-A unit is one layer.  Counts per step with M micro-batches, as measured on FSDP2:
+A unit is one layer.  Counts per step with M micro-batches, as measured on FSDP2; what a pipeline
+changes is torch's, and stacks that divide buffers do as without one:
 
               no pipeline                   pipeline
     ZeRO-0    1 all-reduce                  1 all-reduce
@@ -14,18 +15,23 @@ instead, r (rows + columns) numbers, and takes three products, 6 N r FLOPs, and 
 bytes for each of the N gradients.  Experts with ranks of their own are another unit, gathered
 and reduced over the ranks that hold the same ones.  Parameters on the host: every gather first
 brings their shard, 4 N/d bytes, over the host link, every reduction takes 4 N/d bytes of gradients
-back, and where the host adds them up it moves 12 N/d bytes in its own memory.  Nothing is hidden
-here; `planner.costs.rates` says what computation hides.
+back, and where the host adds them up it moves 12 N/d bytes in its own memory.
+
+Exposure.  A collective hides behind its own layer's computation: of its c seconds beside w of
+compute, max((1 - o) c, c - w) are seen, o being the share that can hide.  Gradients of FSDP's units
+in a pipeline are reduced after the last backward, seen in full.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, assert_never
 
 from planner.costs import compute
 from planner.costs.collectives import Levels
-from planner.costs.memory import MASTER, Sharing
-from planner.costs.rates import Rates
+from planner.costs.memory import FP32, Sharing, StateTypes
+from planner.costs.rates import Hidden, Rates
+from planner.stack import Accumulation
 
 POWERSGD_RANK = 4
 """Columns of PowerSGD's factors."""
@@ -84,44 +90,52 @@ class Traffic:
 
 
 def traffic(
-    parameters: float, sharing: Sharing, links: Links, rates: Rates, *, sides: float = 0.0
+    parameters: float,
+    sharing: Sharing,
+    links: Links,
+    rates: Rates,
+    *,
+    sides: float = 0.0,
+    frozen: float = 0.0,
 ) -> Traffic:
     """Return the sharding seconds of a unit with this many parameters on the rank.
 
-    `sides` are rows and columns of all its matrices, added up.
+    `sides` are rows and columns of all its matrices, added up; so many of its parameters are
+    `frozen`, and have no gradients.
     """
     if not (sharing.wrapped or sharing.data > 1):
         return Traffic()
-    wide, working = MASTER * parameters, sharing.working_bytes * parameters
-    reduced = sharing.wire_bytes * parameters
-    gather_s = reduce_s = factoring_s = 0.0
-    if sharing.sharded:
-        gather_s = rates.link_s("all_gather", working, links.shard)
-        reduce_s = rates.link_s("reduce_scatter", reduced, links.shard)
-        reduce_s += rates.link_s("all_reduce", reduced / sharing.shard, links.replicate)
-    elif sharing.data > 1:
-        if sharing.wire == "powersgd":
-            reduced = min(wide, MASTER * POWERSGD_RANK * sides)
-            factoring_s = compute.seconds(
-                rates.device,
-                kind="matmul",
-                flops=6 * POWERSGD_RANK * parameters,
-                moved_bytes=FACTORING_TRAFFIC_BYTES * parameters,
-                kernels=0,
-            )
-        reduce_s = rates.link_s("all_reduce", reduced, links.shard + links.replicate)
-    # The whole parameters of a replica in fp32 are those that its optimizer holds.
-    copied = sharing.sharded or working != wide
-    unpack_s = rates.gather_copy_s(working) if copied else 0.0
-    pack_s = rates.reduce_copy_s(working, sharing.wire_bytes * parameters) + factoring_s
+    types, rule = sharing.types, rates.stack.sharding
+    trained = parameters - frozen
+    working = types.working * trained
+    if types.unit == "layer" or sharing.zero == 3:  # else whole copies stay as they are
+        working += types.frozen * frozen
+    gather_s, reduce_s, factoring_s = _collectives_s(
+        trained, working, sharing, links, rates, sides=sides
+    )
+    unpack_s, pack_s = 0.0, factoring_s
+    match rule.copies:
+        case "none":
+            pass
+        case "around_collectives":
+            # The whole parameters of a replica in fp32 are those that its optimizer holds.
+            copied = sharing.sharded or types.working != types.stored
+            unpack_s = rates.gather_copy_s(working) if copied else 0.0
+            fresh = types.working * trained
+            pack_s += rates.reduce_copy_s(fresh, sharing.wire_bytes * trained)
+        case _:
+            assert_never(rule.copies)
     host_gather_s = host_reduce_s = 0.0
     again, each = sharing.gathers_again, sharing.reduces_each_micro_batch
     if sharing.offload == "parameters":
-        held = parameters / (sharing.shard if sharing.sharded else 1)
-        host_gather_s = host_reduce_s = rates.host_copy_s(MASTER * held)
+        d = sharing.shard if sharing.sharded else 1
+        host_reduce_s = rates.host_copy_s(types.stored * trained / d)
+        host_gather_s = host_reduce_s
+        if frozen:
+            host_gather_s += rates.host_copy_s(types.frozen * frozen / d)
         if each:
-            host_reduce_s += rates.host_memory_s(ADDING_TRAFFIC_BYTES * held)
-    if again and not sharing.pipelined:
+            host_reduce_s += rates.host_memory_s(ADDING_TRAFFIC_BYTES * trained / d)
+    if again and not sharing.pipelined_units:
         return Traffic(
             forward_gather_s=gather_s,
             forward_copies_s=unpack_s,
@@ -139,3 +153,132 @@ def traffic(
         host_gather_s=host_gather_s,
         host_reduce_s=host_reduce_s,
     )
+
+
+def _collectives_s(
+    trained: float,
+    working_bytes: float,
+    sharing: Sharing,
+    links: Links,
+    rates: Rates,
+    *,
+    sides: float,
+) -> tuple[float, float, float]:
+    """Return the seconds of one gather, of one reduction, and of factoring gradients for it."""
+    rule, both = rates.stack.sharding, links.shard + links.replicate
+    reduced, calls = sharing.wire_bytes * trained, rule.collectives_per_layer
+    if sharing.sharded:
+        gather_s = calls * rates.link_s("all_gather", working_bytes / calls, links.shard)
+        if rule.reduces_whole and sharing.zero == 1:
+            return gather_s, calls * rates.link_s("all_reduce", reduced / calls, both), 0.0
+        each = reduced / calls
+        reduce_s = rates.link_s("reduce_scatter", each, links.shard)
+        reduce_s += rates.link_s("all_reduce", each / sharing.shard, links.replicate)
+        reduce_s = calls * reduce_s
+        if sharing.gathers_again:
+            rate = rule.network_rate if len(links.shard) > 1 else rule.node_rate
+            gather_s, reduce_s = gather_s / rate, reduce_s / rate
+        return gather_s, reduce_s, 0.0
+    if sharing.data == 1:
+        return 0.0, 0.0, 0.0
+    if sharing.wire == "powersgd":
+        reduced = min(sharing.types.stored * trained, FP32 * POWERSGD_RANK * sides)
+        factoring_s = compute.seconds(
+            rates.device,
+            kind="matmul",
+            flops=6 * POWERSGD_RANK * trained,
+            moved_bytes=FACTORING_TRAFFIC_BYTES * trained,
+            kernels=0,
+        )
+        return 0.0, rates.link_s("all_reduce", reduced, both), factoring_s
+    return 0.0, calls * rates.link_s("all_reduce", reduced / calls, both), 0.0
+
+
+class Seen(NamedTuple):
+    """Exposed seconds of sharding in one pass, or once per step."""
+
+    shard_s: float
+    """Of collectives and copies beside them."""
+    host_s: float
+    """What copies over the host link add."""
+
+
+def seen_in_passes(
+    moving: Traffic, sharing: Sharing, rates: Rates, *, forward_s: float, backward_s: float
+) -> tuple[Seen, Seen]:
+    """Return what is seen in each forward, and in each backward with what it recomputes."""
+    again, each = sharing.gathers_again, sharing.reduces_each_micro_batch
+    anew = again and not sharing.pipelined_units
+    gather = _seen(
+        moving.forward_gather_s, moving.host_gather_s if anew else 0.0, forward_s, rates, "units"
+    )
+    returned_s = (moving.host_gather_s if again else 0.0) + (
+        moving.host_reduce_s if each or anew else 0.0
+    )
+    reduce = _seen(moving.backward_s, returned_s, backward_s, rates, "units")
+    return (
+        Seen(gather.shard_s + moving.forward_copies_s, gather.host_s),
+        Seen(reduce.shard_s + moving.backward_copies_s, reduce.host_s),
+    )
+
+
+def seen_once(
+    moving: Traffic, sharing: Sharing, rates: Rates, *, forward_s: float, backward_s: float
+) -> Seen:
+    """Return what is seen once per step.
+
+    It hides behind the passes without recomputation, so that every choice has the same.
+    """
+    anew = sharing.gathers_again and not sharing.pipelined_units
+    fetched_s = 0.0 if anew else moving.host_gather_s
+    gather = _seen(moving.gather_per_step_s, fetched_s, forward_s, rates, "gather")
+    late = not (anew or sharing.reduces_each_micro_batch)
+    returned_s = moving.host_reduce_s if late else 0.0
+    window_s = 0.0 if sharing.pipelined_units else backward_s
+    reduce = _seen(moving.reduce_per_step_s, returned_s, window_s, rates, "reduce")
+    copies_s = moving.copies_per_step_s
+    return Seen(copies_s + gather.shard_s + reduce.shard_s, gather.host_s + reduce.host_s)
+
+
+def _seen(links_s: float, host_s: float, window_s: float, rates: Rates, hidden: Hidden) -> Seen:
+    """Return what a window leaves of a collective, and what a copy of the host adds to it."""
+    seen_s = rates.exposed_s(links_s, window_s, hidden)
+    if isinstance(host_s, float) and not host_s:
+        return Seen(seen_s, 0.0)
+    return Seen(seen_s, rates.exposed_s(links_s + host_s, window_s, hidden) - seen_s)
+
+
+def accumulated_bytes(types: StateTypes, accumulation: Accumulation) -> float:
+    """Return the memory traffic per parameter of adding a micro-batch's gradients to a sum.
+
+    With e bytes of a fresh gradient and g of the sum:
+
+        none            0           nothing is added, or where it is made
+        same_type       3 g         both read, the sum written
+        into_sum        e + 2 g     fresh ones read, the sum read and written
+        cast_then_add   e + 4 g     fresh ones read, a copy in the sum's type written and read,
+                                    the sum read and written; of one type 3 g
+        in_product      g           the product that makes them reads and writes the sum, half of
+                                    it beside its own work
+
+    Sources: DeepSpeed, BF16_Optimizer.update_hp_grads; Megatron-LM, fused weight gradients.
+
+    >>> from planner.catalog import stacks
+    >>> from planner.costs.memory import state_types
+    >>> accumulated_bytes(state_types(stacks()["megatron-deepspeed"], "bf16"), "cast_then_add")
+    18.0
+    """
+    e, g = types.working, types.gradient
+    match accumulation:
+        case "none":
+            return 0.0
+        case "same_type":
+            return 3 * g
+        case "into_sum":
+            return e + 2 * g
+        case "cast_then_add":
+            return 3 * g if e == g else e + 4 * g
+        case "in_product":
+            return g
+        case _:
+            assert_never(accumulation)

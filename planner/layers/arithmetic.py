@@ -73,23 +73,30 @@ def step_flops(
 
 
 def local_parameters(
-    model: ModelGraph, layer: Layer, *, tensor: int = 1, expert: int = 1
+    model: ModelGraph,
+    layer: Layer,
+    *,
+    tensor: int = 1,
+    expert: int = 1,
+    expert_tensor: int = 1,
+    shared_whole: bool = True,
 ) -> tuple[float, float]:
     """Return a layer's parameters on a rank: those of every rank's kind, and routed experts'.
 
     Matrices divide by the tensor degree; norms, routers and biases of row-wise matrices stay whole.
-    Routed experts divide by the expert degree, or by the tensor degree where that is 1.  Beside
-    experts that are on ranks of their own, those that all tokens share are whole on every rank.
+    Routed experts divide by the expert degree, and each by a tensor degree of its own, or by that
+    of the others where the expert degree is 1.  Beside experts that are on ranks of their own,
+    those that all tokens share are whole on every rank, if `shared_whole`.
     """
     architecture = model.architecture
     if architecture is None or layer.trace is not None:
         return float(layer.parameters), 0.0
     routed = _routed_parameters(architecture) if layer.kind == "moe_block" else 0
     whole = _undivided_parameters(architecture, layer.kind)
-    if expert > 1 and layer.kind == "moe_block":
+    if shared_whole and expert > 1 and layer.kind == "moe_block":
         whole += _shared_parameters(architecture)
     dense = (layer.parameters - routed - whole) / tensor + whole
-    return dense, routed / (expert if expert > 1 else tensor)
+    return dense, routed / (expert * expert_tensor if expert > 1 else tensor)
 
 
 def largest_matrix(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float:

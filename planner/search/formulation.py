@@ -263,6 +263,8 @@ def plan_with(
             data_replicate=layout.data_replicate,
             pipeline=layout.pipeline,
             expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
+            sequence_parallel=layout.sequence_parallel,
             order=layout.order,
         ),
         zero=layout.zero,

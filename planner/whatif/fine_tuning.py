@@ -5,7 +5,7 @@ it, by the rules of each fine-tuner in turn: replicas or ZeRO over all devices, 
 parallelism inside a node, the micro-batch, recomputation (none, half of the blocks, all), frozen
 weights on the device or in host memory.
 
-Weights in host memory cross the host's link as `planner.backends.host` says.
+Weights in host memory cross the host's link as `planner.costs.sharding` says.
 """
 
 from __future__ import annotations

@@ -9,11 +9,10 @@ import pytest
 from planner.backends.estimate import Estimate, estimate
 from planner.backends.runs import Run
 from planner.backends.stacks import stack_of_run
-from planner.backends.states import by_kind, states
 from planner.backends.work import Shape, block, head, rates
 from planner.catalog import stacks
 from planner.expressions import cluster_of
-from planner.model import Architecture, Experts
+from planner.model import Architecture
 
 GPT = Architecture(
     family="gpt",
@@ -94,35 +93,6 @@ def test_without_sequence_parallelism_the_stream_is_kept_whole() -> None:
     assert block(shape(of), moe=False).stored_bytes == pytest.approx(whole + scores)
 
 
-def test_the_distributed_optimizer_takes_6_and_12_over_d_bytes() -> None:
-    of = run(zero=1)
-    stack, _ = stack_of_run(of)
-    local = by_kind(of.architecture, of)["block"]
-
-    kept = states(of, stack, local)
-
-    assert kept.total_bytes == pytest.approx(local.count * (6 + 12 / 8))
-
-
-def test_fully_sharded_states_take_16_over_d_bytes() -> None:
-    of = run(framework="torchtitan", zero=3)
-    stack, _ = stack_of_run(of)
-    local = by_kind(of.architecture, of)["block"]
-
-    assert states(of, stack, local).total_bytes == pytest.approx(16 * local.count / 8)
-
-
-def test_a_frozen_model_takes_its_weights_alone() -> None:
-    of = run(framework="fsdp_qlora", task="qlora", quantised=True, zero=0)
-    stack, _ = stack_of_run(of)
-    local = by_kind(of.architecture, of)["block"]
-
-    kept = states(of, stack, local)
-
-    assert kept.gradients_bytes == kept.optimizer_bytes == 0
-    assert 0.5 * local.count < kept.weights_bytes < 0.55 * local.count
-
-
 def test_parts_add_up_to_the_step() -> None:
     for of in (run(), run(GPT, tensor=2, pipeline=2), run(framework="torchtitan", zero=3)):
         result = estimate(of)
@@ -189,17 +159,6 @@ def test_small_models_wait_for_the_host() -> None:
     floor = tiny.layers * (host.layer_s.forward + host.layer_s.backward)
     assert result.step_time_s >= floor
     assert result.step_parts["host"] > result.step_parts["forward"]
-
-
-def test_experts_are_divided_by_the_expert_degree() -> None:
-    model = LLAMA.model_copy(
-        update={"experts": Experts(count=8, per_token=2, ffn_size=14336), "layers": 4}
-    )
-    alone = by_kind(model, run(model))["moe_block"]
-    spread = by_kind(model, run(model, expert=8))["moe_block"]
-
-    assert spread.routed == pytest.approx(alone.routed / 8)
-    assert spread.dense == alone.dense
 
 
 def test_a_loss_on_divided_logits_is_divided() -> None:

@@ -1,5 +1,7 @@
 """What the native backend refuses, and the reason that it gives."""
 
+from dataclasses import replace
+
 import pytest
 
 from planner.cluster import ClusterSpec
@@ -7,6 +9,7 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.native import caveat, limit, obstacle, refusal
 from planner.plan import Job, Layout
+from planner.training import Lora
 
 JOB = Job(seq_len=4096, global_batch=64)
 
@@ -29,6 +32,8 @@ def node() -> ClusterSpec:
         (Layout(tensor=3), "does not divide"),
         (Layout(tensor=16), "it needs 16 devices"),
         (Layout(data_replicate=2, zero=2), "data_shard"),
+        (Layout(tensor=2, expert_tensor=2), "mesh.expert_tensor: is 2"),
+        (Layout(tensor=2, sequence_parallel=False), "mesh.sequence_parallel: is false"),
     ],
 )
 def test_what_the_runtime_cannot_run_is_refused_with_the_reason(
@@ -41,6 +46,21 @@ def test_what_the_runtime_can_run_is_not_refused(llama: ModelGraph, node: Cluste
     layout = Layout(tensor=2, pipeline=2, data_shard=2, zero=1, micro_batches=16)
 
     assert refusal(llama, node, JOB, layout) is None
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        (replace(JOB, precision="mxfp8"), "precision: is mxfp8"),
+        (replace(JOB, precision="nvfp4"), "precision: is nvfp4"),
+        (replace(JOB, lora=Lora(rank=16, quantised=True)), "training.lora.quantised: is true"),
+    ],
+)
+def test_what_other_frameworks_train_in_is_refused_by_name(
+    llama: ModelGraph, node: ClusterSpec, job: Job, reason: str
+) -> None:
+    assert reason in (refusal(llama, node, job, Layout(data_replicate=8)) or "")
+    assert reason in str(obstacle(llama, job, Layout(data_replicate=8)))
 
 
 def test_eight_bits_are_refused_where_devices_lack_them(

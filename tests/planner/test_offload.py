@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from planner.catalog import native
 from planner.cluster import ClusterSpec
 from planner.costs.collectives import Level
 from planner.costs.layout_costs import CostTables
-from planner.costs.memory import BUCKET_BYTES, Sharing, states
+from planner.costs.memory import BUCKET_BYTES, Sharing, state_types, states
 from planner.costs.rates import HOST_LINK_SHARE, HOST_MEMORY_SHARE, Rates, rates
 from planner.costs.sharding import Links, traffic
 from planner.expressions import resolve_cluster, resolve_model
@@ -20,6 +21,7 @@ from planner.request import Request
 
 JOB = Job(seq_len=4096, global_batch=16)
 N = 1e9
+BF16, FP32 = (state_types(native(), precision) for precision in ("bf16", "fp32"))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def h100(node: ClusterSpec) -> Rates:
 
 def sharing(**other: object) -> Sharing:
     usual = {
-        "precision": "bf16",
+        "types": BF16,
         "zero": 1,
         "shard": 8,
         "data": 8,
@@ -75,7 +77,7 @@ def test_parameters_on_the_host_leave_a_working_copy(zero: int) -> None:
 
 
 def test_one_device_alone_is_wrapped_for_its_parameters_on_the_host() -> None:
-    alone = sharing(precision="fp32", zero=0, shard=1, data=1, offload="parameters")
+    alone = sharing(types=FP32, zero=0, shard=1, data=1, offload="parameters")
 
     there = states(N, alone)
 

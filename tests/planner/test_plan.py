@@ -200,6 +200,17 @@ def test_degrees_multiply_to_devices_and_experts_take_none_of_their_own() -> Non
     assert mesh.devices == 2 * 3 * 5 * 7 * 11
 
 
+def test_what_other_frameworks_divide_is_written_only_where_it_is() -> None:
+    divided = {"tensor": 4, "expert_tensor": 2, "sequence_parallel": False}
+    usual, foreign = plan(), plan(mesh={"pipeline": 2, "data_shard": 2, **divided})
+
+    assert "expert_tensor" not in usual.dump()
+    assert "sequence_parallel" not in usual.dump()
+    assert Plan.parse(foreign.dump()) == foreign
+    assert (foreign.layout.expert_tensor, foreign.layout.sequence_parallel) == (2, False)
+    assert "etp=2 sequence_parallel=off" in foreign.layout.text()
+
+
 def test_a_layout_reads_as_people_write_it() -> None:
     assert Layout().text() == "tp=1 pp=1 dp=1 zero=0 micro_batch=1x1"
     assert (

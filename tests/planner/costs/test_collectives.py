@@ -54,7 +54,23 @@ def test_a_gather_over_nodes_is_bound_by_the_network_with_one_eighth_of_the_buff
     network_s = 3 * 10e-6 + 3 / 4 * (8e9 / 8) / (0.8 * 50e9)
     inside_s = 7 / 8 * 8e9 / (0.5 * 400e9)
     assert inside_s > network_s
-    assert seconds == pytest.approx(inside_s + 7 * 2e-6 + 3 * 10e-6)
+    assert seconds == pytest.approx(inside_s + 28 * 2e-6 + 3 * 10e-6)
+
+
+def test_a_ring_of_many_nodes_passes_every_link_once_for_each_of_its_other_ranks() -> None:
+    """NCCL 2.20, src/graph/tuning.cc: n - 1 rounds, nodes - 1 of them between nodes."""
+    fabric = FABRIC.model_copy(update={"least_round_s": 3e-6})
+    pod, spine = (LinkTier(name=n, devices=1, latency_s=1e-5, bytes_per_s=1e15) for n in "ps")
+    two = (Level(NVLINK, 8), Level(FABRIC, 4))
+    over_net = (Level(NVLINK, 8), Level(fabric, 4))
+    three = (Level(NVLINK, 8), Level(pod, 16), Level(spine, 4))
+
+    for operation in ("all_gather", "reduce_scatter"):
+        rounds = [collective_s(operation, 1e-9, group) for group in (two, over_net, three)]
+
+        assert rounds[0] == pytest.approx((32 - 4) * 2e-6 + 3 * 10e-6)
+        assert rounds[1] == pytest.approx((32 - 4) * 3e-6 + 3 * 10e-6)
+        assert rounds[2] == pytest.approx((512 - 64) * 2e-6 + 63 * 1e-5)
 
 
 def test_an_exchange_sends_each_byte_over_the_narrowest_tier_it_must_cross() -> None:

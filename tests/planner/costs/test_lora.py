@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from planner.catalog import native
 from planner.costs import memory
 from planner.costs.lora import adapter_parameters
 from planner.costs.memory import Sharing
@@ -47,7 +48,8 @@ def test_tensor_ranks_share_one_side_of_each_adapter() -> None:
 
 
 def test_frozen_weights_take_their_own_bytes_and_no_others() -> None:
-    alone = Sharing(precision="fp32", zero=0, shard=1, data=1, pipelined=False, accumulated=True)
+    full = memory.state_types(native(), "fp32")
+    alone = Sharing(types=full, zero=0, shard=1, data=1, pipelined=False, accumulated=True)
 
     held = memory.frozen_states(10.0, alone)
 

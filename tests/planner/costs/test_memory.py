@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner.costs.memory import Sharing, padded, states
+from planner.catalog import native, stacks
+from planner.costs.memory import Sharing, frozen_states, padded, state_types, states
 
 N = 1000.0
-ALONE = Sharing(precision="fp32", zero=0, shard=1, data=1, pipelined=False, accumulated=False)
-MIXED = replace(ALONE, precision="bf16")
+FULL, HALF = state_types(native(), "fp32"), state_types(native(), "bf16")
+ALONE = Sharing(types=FULL, zero=0, shard=1, data=1, pipelined=False, accumulated=False)
+MIXED = replace(ALONE, types=HALF)
 EIGHT = replace(MIXED, shard=8, data=8, accumulated=True)
 
 
@@ -73,9 +75,7 @@ def test_pieces_that_the_ranks_divide_need_no_padding(pieces: int, shard: int) -
 
 def test_ranks_beyond_the_experts_divide_nothing_more() -> None:
     """Of 8 experts over 16 ranks each of the first 8 holds one: an eighth, not a sixteenth."""
-    sixteen = Sharing(
-        precision="bf16", zero=3, shard=16, data=16, pipelined=False, accumulated=True
-    )
+    sixteen = Sharing(types=HALF, zero=3, shard=16, data=16, pipelined=False, accumulated=True)
     eight = replace(sixteen, shard=8)
 
     over = states(8e9, sixteen, pieces=8)
@@ -85,10 +85,62 @@ def test_ranks_beyond_the_experts_divide_nothing_more() -> None:
 
 
 def test_a_loss_is_done_before_its_weights_gradient_is_reduced() -> None:
-    shared = Sharing(precision="bf16", zero=1, shard=8, data=8, pipelined=False, accumulated=True)
+    shared = Sharing(types=HALF, zero=1, shard=8, data=8, pipelined=False, accumulated=True)
 
     head = states(1e9, shared, loss=True)
 
     assert head.after_loss_bytes == (2 + 4) * 1e9  # fresh in bf16, the reduction's input in fp32
     assert states(1e9, shared).after_loss_bytes == 0
     assert replace(head, after_loss_bytes=0.0) == states(1e9, shared)
+
+
+def of(stack: str, precision: str = "bf16", *, zero: int, shard: int = 8) -> Sharing:
+    types = state_types(stacks()[stack], precision, zero=zero)
+    return replace(EIGHT, types=types, zero=zero, shard=shard, data=shard)
+
+
+def test_buffers_divide_one_more_state_at_each_level() -> None:
+    """Rajbhandari et al., 2020, figure 1, with fp32 gradients: 18 bytes, 12 of the optimizer."""
+    found = [per_parameter(of("megatron", zero=zero)) for zero in range(4)]
+
+    assert found == [(2, 4, 12), (2, 4, 12 / 8), (2, 4 / 8, 12 / 8), (4 / 8, 4 / 8, 8 / 8)]
+
+
+def test_the_distributed_optimizer_takes_6_and_12_over_d_bytes() -> None:
+    """Megatron-LM, docs/source/api-guide/dist_optimizer.md; with fp16 gradients 4 and 16 over d."""
+    for shard in (2, 8, 64):
+        held = states(N, of("megatron", zero=1, shard=shard)).resident_bytes
+        half = states(N, of("megatron", "fp16", zero=1, shard=shard)).resident_bytes
+
+        assert held == pytest.approx((6 + 12 / shard) * N)
+        assert half == pytest.approx((4 + 12 / shard) * N)
+
+
+def test_a_model_trained_in_16_bits_has_no_fp32_copy_but_under_deepspeed() -> None:
+    assert states(N, of("transformers", zero=0)).resident_bytes == (2 + 2 + 4) * N
+    assert per_parameter(of("ms-swift", zero=0)) == (2, 2, 4)
+    assert per_parameter(of("ms-swift", zero=1)) == (2, 4, 12 / 8)
+
+
+def test_fresh_gradients_wait_beside_their_sum() -> None:
+    assert per_parameter(of("nanotron", zero=1)) == (2, 4 + 2, 12 / 8)
+
+
+def test_frozen_parameters_are_as_narrow_as_their_products_or_in_4_bits() -> None:
+    four = state_types(stacks()["fsdp_qlora"], "bf16", quantised=True)
+    eight = state_types(stacks()["megatron"], "fp8")
+    alone = replace(ALONE, types=four)
+
+    assert frozen_states(64.0, alone).resident_bytes == 64 / 2 + 2
+    assert frozen_states(N, replace(alone, types=eight)).resident_bytes == N
+    sharded = replace(EIGHT, types=four, zero=3)
+    assert frozen_states(64.0, sharded).resident_bytes == 34 / 8
+    assert frozen_states(64.0, replace(sharded, offload="parameters")).resident_bytes == 0
+
+
+def test_the_optimizer_of_buffers_goes_to_the_host_with_its_masters() -> None:
+    first = states(N, replace(of("megatron", zero=1), offload="optimizer"))
+    second = states(N, replace(of("megatron", zero=2), offload="optimizer"))
+
+    assert (first.resident_bytes, first.host_bytes) == (6 * N, 12 * N / 8)
+    assert (second.resident_bytes, second.host_bytes) == (2 * N, 16 * N / 8)

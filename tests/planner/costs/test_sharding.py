@@ -1,15 +1,26 @@
 """Sharding traffic of a unit against the counts that were measured on FSDP2."""
 
+from dataclasses import replace
+
 import pytest
 
+from planner.catalog import native, stacks
 from planner.costs.collectives import Level
-from planner.costs.memory import Sharing
+from planner.costs.memory import Sharing, state_types
 from planner.costs.rates import Rates, rates
-from planner.costs.sharding import Links, Traffic, traffic
+from planner.costs.sharding import (
+    Links,
+    Traffic,
+    accumulated_bytes,
+    seen_in_passes,
+    seen_once,
+    traffic,
+)
 from planner.expressions import resolve_cluster
 from planner.plan import Job
 
 N = 1e9
+BF16, FP32 = (state_types(native(), precision) for precision in ("bf16", "fp32"))
 NODE = resolve_cluster("8xh100-sxm-80gb")
 EIGHT = (Level(NODE.tiers[0], 8),)
 SHARDED = Links(shard=EIGHT, replicate=(), neighbours=())
@@ -23,7 +34,7 @@ def quoted() -> Rates:
 
 def sharing(zero: int, *, pipelined: bool = False, data: int = 8) -> Sharing:
     return Sharing(
-        precision="bf16",
+        types=BF16,
         zero=zero,
         shard=data if zero else 1,
         data=data,
@@ -72,7 +83,7 @@ def test_replication_reduces_once(quoted: Rates) -> None:
 
 def test_hybrid_sharding_reduces_the_shards_over_the_replicas(quoted: Rates) -> None:
     four, two = (Level(NODE.tiers[0], 4),), (Level(NODE.tiers[0], 2),)
-    hybrid = Sharing(precision="bf16", zero=1, shard=4, data=8, pipelined=False, accumulated=True)
+    hybrid = Sharing(types=BF16, zero=1, shard=4, data=8, pipelined=False, accumulated=True)
 
     moving = traffic(N, hybrid, Links(shard=four, replicate=two, neighbours=()), quoted)
 
@@ -82,7 +93,7 @@ def test_hybrid_sharding_reduces_the_shards_over_the_replicas(quoted: Rates) -> 
 
 
 def test_one_rank_in_fp32_moves_nothing(quoted: Rates) -> None:
-    alone = Sharing(precision="fp32", zero=0, shard=1, data=1, pipelined=False, accumulated=True)
+    alone = Sharing(types=FP32, zero=0, shard=1, data=1, pipelined=False, accumulated=True)
 
     assert traffic(N, alone, Links(shard=(), replicate=(), neighbours=()), quoted) == Traffic()
 
@@ -94,3 +105,95 @@ def test_one_rank_in_bf16_copies_parameters_and_gradients_once(quoted: Rates) ->
 
     assert step_s(moving, 4) == 0
     assert moving.copies_per_step_s == pytest.approx(quoted.memory_s((4 + 6) * N))
+
+
+def of_stack(name: str, zero: int) -> tuple[Sharing, Rates]:
+    stack = stacks()[name]
+    used = rates(NODE, Job(seq_len=1, global_batch=8), None, stack)
+    types = state_types(stack, "bf16", zero=zero)
+    return replace(sharing(zero), types=types), used
+
+
+def test_buffers_are_gathered_and_reduced_in_a_pipeline_as_without_one() -> None:
+    for zero in range(4):
+        alone, used = of_stack("megatron", zero)
+        links = SHARDED if zero else REPLICATED
+
+        moving = traffic(N, alone, links, used)
+
+        assert traffic(N, replace(alone, pipelined=True), links, used) == moving
+        assert moving.copies_per_step_s == moving.backward_copies_s == 0
+
+
+def test_one_that_reduces_whole_gradients_sends_them_twice() -> None:
+    once, used = of_stack("megatron", 1)
+    twice, slower = of_stack("megatron-deepspeed", 1)
+
+    scattered = traffic(N, once, SHARDED, used).reduce_per_step_s
+    summed = traffic(N, twice, SHARDED, slower).reduce_per_step_s
+
+    assert scattered == pytest.approx(used.link_s("reduce_scatter", 4 * N, EIGHT))
+    assert summed == pytest.approx(used.link_s("all_reduce", 4 * N, EIGHT))
+
+
+def test_each_tensor_of_its_own_costs_one_more_latency() -> None:
+    alone, used = of_stack("nanotron", 1)
+
+    found = traffic(N, alone, SHARDED, used)
+
+    latency_s = used.link_s("all_gather", 1e-9, EIGHT)
+    whole_s = used.link_s("all_gather", 2 * N, EIGHT)
+    assert found.gather_per_step_s == pytest.approx(whole_s + 5 * latency_s)
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
+    sharded, used = of_stack("fsdp", 3)
+    whole, others = of_stack("megatron", 1)
+
+    all_frozen = traffic(N, sharded, SHARDED, used, frozen=N)
+    copies = traffic(N, whole, SHARDED, others, frozen=N)
+
+    gather_s = used.link_s("all_gather", 2 * N, EIGHT)
+    assert all_frozen.forward_gather_s == all_frozen.backward_s == pytest.approx(gather_s)
+    assert step_s(copies, 4) == 0
+
+
+def test_what_is_seen_is_what_computation_leaves_and_at_least_what_cannot_hide() -> None:
+    alone, used = of_stack("megatron", 1)
+    moving = Traffic(gather_per_step_s=1.0, reduce_per_step_s=2.0)
+
+    behind_long, behind_short, pipelined_units = (
+        seen_once(moving, shared, used, forward_s=w, backward_s=2 * w).shard_s
+        for shared, w in (
+            (alone, 10.0),
+            (alone, 0.25),
+            (replace(sharing(1), pipelined=True), 10.0),
+        )
+    )
+
+    assert behind_long == pytest.approx(0.1 * 3)
+    assert behind_short == pytest.approx(0.75 + 1.5)
+    assert pipelined_units == pytest.approx(0.1 + 2.0)  # reduced when no backward is left
+    each = Traffic(forward_gather_s=1.0, backward_s=2.0, forward_copies_s=0.5)
+    forward, backward = seen_in_passes(each, sharing(3), used, forward_s=0.4, backward_s=9.0)
+    assert (forward.shard_s, backward.shard_s) == pytest.approx((0.6 + 0.5, 0.2))
+
+
+@pytest.mark.parametrize(
+    ("stack", "precision", "bytes_moved"),
+    [
+        ("native", "bf16", 0),
+        ("megatron", "bf16", 4),  # 8 in the weight-gradient product, half hidden
+        ("megatron-deepspeed", "bf16", 2 + 4 + 4 + 4 + 4),
+        ("megatron-deepspeed", "fp16", 2 + 2 + 2),
+        ("nanotron", "bf16", 2 + 4 + 4),
+        ("internevo", "bf16", 2 + 2 + 2),
+        ("aleph-alpha-scaling", "bf16", 2 + 2 + 2),
+    ],
+)
+def test_adding_gradients_up_reads_and_writes_what_the_kind_says(
+    stack: str, precision: str, bytes_moved: float
+) -> None:
+    types = state_types(stacks()[stack], precision)
+
+    assert accumulated_bytes(types, stacks()[stack].sharding.accumulation) == bytes_moved

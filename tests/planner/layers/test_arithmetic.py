@@ -280,3 +280,7 @@ def test_shared_experts_are_whole_where_routed_ones_are_on_ranks_of_their_own() 
 
     assert beside - inside == a.experts.shared * one / 2
     assert (routed, spread) == (a.experts.count * one / 2, a.experts.count * one / 8)
+    divided, narrow = local_parameters(
+        model, block, tensor=2, expert=8, expert_tensor=2, shared_whole=False
+    )
+    assert (divided, narrow) == (inside, a.experts.count * one / 16)
