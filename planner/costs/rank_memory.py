@@ -90,6 +90,11 @@ class Passing:
         return max(self.received_bytes, self.sent_bytes)
 
 
+def widest(passings: Sequence[Passing]) -> Passing | None:
+    """Return what crosses the stage of a rank where most does; None where there is but one kind."""
+    return max(passings, key=lambda one: one.widest_bytes, default=None)
+
+
 def rank_memory_parts(
     costs: LayoutCosts,
     layout: Layout,
@@ -101,7 +106,7 @@ def rank_memory_parts(
     """Return peak bytes of a rank by cause; `stages` are its stages' layers in order.
 
     `passing` says what crosses the ends of its one stage where that is not one activation of the
-    stream.
+    stream; of several stages, what crosses those where most does.
     """
     dynamic = dynamic_parts(costs, layout, stages, rank=rank, passing=passing)
     return {
@@ -121,7 +126,8 @@ def dynamic_parts(
 ) -> dict[str, float]:
     """Return the same without what the process and its allocator take."""
     if counted_by_rank(layout):
-        return _of_several(costs, layout, stages, rank)
+        boundary_bytes = costs.boundary_bytes if passing is None else passing.widest_bytes
+        return _of_several(layout, stages, rank, boundary_bytes)
     ((stage, layers),) = stages.items()
     return _of_one(costs, layout, layers, stage, passing)
 
@@ -206,12 +212,12 @@ class _Held:
 
 
 def _of_several(
-    costs: LayoutCosts, layout: Layout, stages: Mapping[int, Layers], rank: int
+    layout: Layout, stages: Mapping[int, Layers], rank: int, boundary_bytes: float
 ) -> dict[str, float]:
     """Return the peak of a rank of several stages, or of split backwards."""
     last_stage = layout.stages - 1
     held = [
-        _held(layers, costs.boundary_bytes, first=stage == 0, last=stage == last_stage)
+        _held(layers, boundary_bytes, first=stage == 0, last=stage == last_stage)
         for stage, layers in sorted(stages.items())
     ]
     every = [layer for layers in stages.values() for layer in layers]
@@ -231,7 +237,7 @@ def _of_several(
         "optimizer": sum(layer.optimizer for layer in every),
         "activations": activations,
         "transient": transient,
-        "pipeline buffers": buffers + 2 * len(stages) * costs.boundary_bytes,
+        "pipeline buffers": buffers + 2 * len(stages) * boundary_bytes,
     }
 
 
