@@ -110,6 +110,7 @@ class HeldStates:
             loss=a is not None and layer.kind == self.end_kinds[1],
         )
         tied = a is not None and a.tied_embeddings and layer.kind == self.end_kinds[0]
+        tied = tied and sharing.types.unit == "layer"
         if tied and sharing.gathers_again and not sharing.pipelined:
             states = memory.in_root(states, largest, sharing)
         optimized = dense / (sharing.shard if sharing.sharded else 1)

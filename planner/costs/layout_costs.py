@@ -81,6 +81,10 @@ class LayoutCosts:
     """Seconds that the runtime takes per pipeline action, the rest of boundary_s."""
     boundary_bytes: float
     """Activation that crosses a stage boundary."""
+    narrowest_bytes: float
+    """Least that crosses any boundary of a graph; boundary_bytes are the most."""
+    output_bytes: dict[str, float]
+    """What one micro-batch's output has on a rank, by kind of layer; empty of a chain."""
     context_bytes: float
     """Part of fixed_bytes: all but the pipeline's buffers."""
     assumptions: tuple[Assumption, ...]
@@ -165,6 +169,8 @@ class CostTables:
             transfer_s=shared.transfer_s,
             action_s=shared.action_s,
             boundary_bytes=shared.boundary_bytes,
+            narrowest_bytes=shared.narrowest_bytes,
+            output_bytes=shared.output_bytes,
             context_bytes=shared.context_bytes,
             assumptions=shared.assumptions,
         )
@@ -254,7 +260,7 @@ class CostTables:
         """Work out what layouts that differ only in schedule and step length have in common."""
         setting = self._setting(layout)
         links = self._parts.links(layout) if linked else None
-        transfer_s = action_s = boundary_bytes = 0.0
+        transfer_s = action_s = boundary_bytes = least_bytes = 0.0
         if layout.pipeline > 1:
             boundary_bytes, least_bytes = self._boundaries.crossing_bytes(setting)
             if links is not None:
@@ -269,6 +275,8 @@ class CostTables:
             transfer_s=transfer_s,
             action_s=action_s,
             boundary_bytes=boundary_bytes,
+            narrowest_bytes=least_bytes,
+            output_bytes=self._boundaries.output_bytes(setting) if self.model.edges else {},
             context_bytes=self._context_bytes(layout),
             assumptions=(
                 *self._figures.assumptions(setting, layout),
@@ -355,6 +363,8 @@ class _Shared:
     transfer_s: float
     action_s: float
     boundary_bytes: float
+    narrowest_bytes: float
+    output_bytes: dict[str, float]
     context_bytes: float
     assumptions: tuple[Assumption, ...]
 

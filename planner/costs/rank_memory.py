@@ -141,6 +141,11 @@ def has_room(memory_bytes: float, peak_bytes: float, costs: RankCosts) -> bool:
     return tensors <= room_bytes(memory_bytes, costs) * (1 + SETTLED)
 
 
+def widest(passings: Sequence[Passing]) -> Passing | None:
+    """Return what crosses the stage of a rank where most does; None where there is but one kind."""
+    return max(passings, key=lambda one: one.widest_bytes, default=None)
+
+
 def rank_memory_parts(
     costs: RankCosts,
     layout: Layout,
@@ -152,7 +157,7 @@ def rank_memory_parts(
     """Return peak bytes of a rank by cause; `stages` are its stages' layers in order.
 
     `passing` says what crosses the ends of its one stage where that is not one activation of the
-    stream.
+    stream; of several stages, what crosses those where most does.
     """
     dynamic = dynamic_parts(costs, layout, stages, rank=rank, passing=passing)
     return {
@@ -172,7 +177,10 @@ def dynamic_parts(
 ) -> dict[str, float]:
     """Return the same without what the process and its allocator take."""
     if counted_by_rank(layout):
-        return _of_several(costs, layout, stages, rank)
+        boundary_bytes = costs.boundary_bytes if passing is None else passing.widest_bytes
+        return _of_several(
+            layout, stages, rank, boundary_bytes=boundary_bytes, keeps_sent=costs.keeps_sent
+        )
     ((stage, layers),) = stages.items()
     return _of_one(costs, layout, layers, stage, passing)
 
@@ -258,12 +266,23 @@ class _Held:
 
 
 def _of_several(
-    costs: RankCosts, layout: Layout, stages: Mapping[int, Layers], rank: int
+    layout: Layout,
+    stages: Mapping[int, Layers],
+    rank: int,
+    *,
+    boundary_bytes: float,
+    keeps_sent: bool,
 ) -> dict[str, float]:
     """Return the peak of a rank of several stages, or of split backwards."""
     last_stage = layout.stages - 1
     held = [
-        _held(layers, costs, first=stage == 0, last=stage == last_stage)
+        _held(
+            layers,
+            boundary_bytes,
+            first=stage == 0,
+            last=stage == last_stage,
+            keeps_sent=keeps_sent,
+        )
         for stage, layers in sorted(stages.items())
     ]
     every = [layer for layers in stages.values() for layer in layers]
@@ -283,7 +302,7 @@ def _of_several(
         "optimizer": sum(layer.optimizer for layer in every),
         "activations": activations,
         "transient": transient,
-        "pipeline buffers": buffers + 2 * len(stages) * costs.boundary_bytes,
+        "pipeline buffers": buffers + 2 * len(stages) * boundary_bytes,
     }
 
 
@@ -300,7 +319,9 @@ def _at_most(found: Moments, held: Sequence[_Held]) -> tuple[float, float, float
     return float(activations[most]), float(acting[most, 1]), float(buffers[most])
 
 
-def _held(layers: Layers, costs: RankCosts, *, first: bool, last: bool) -> _Held:
+def _held(
+    layers: Layers, boundary_bytes: float, *, first: bool, last: bool, keeps_sent: bool
+) -> _Held:
     so_far, behind = 0.0, sum(layer.kept for layer in layers)
     kept = behind
     forward = backward = input_backward = (0.0, 0.0)
@@ -313,14 +334,14 @@ def _held(layers: Layers, costs: RankCosts, *, first: bool, last: bool) -> _Held
         input_backward = max(input_backward, (so_far + behind, working), key=sum)
         behind -= layer.kept
     received = 0 if first or not layers or layers[0].stores_input else 1
-    sent = 0 if last else int(costs.keeps_sent)
+    sent = 0 if last else int(keeps_sent)
     return _Held(
         stored=so_far,
         kept=kept,
         forward=forward,
         backward=backward,
         input_backward=input_backward,
-        buffers=(received + sent) * costs.boundary_bytes,
+        buffers=(received + sent) * boundary_bytes,
     )
 
 

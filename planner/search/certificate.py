@@ -51,11 +51,6 @@ EXACT = (
     "first, its c-th stage holds floor((n + c) / V), and on a rank with the last stage alone that "
     "one holds what is left of stages as large as other ranks'"
 )
-FROM_ABOVE = (
-    "a rank's bytes are counted from above, as sums over its layers: plans that fit by no more "
-    "than the difference are not covered; ranks of several stages share the longest run of like "
-    "layers evenly"
-)
 
 
 @dataclass(slots=True)

@@ -29,11 +29,11 @@ from planner.pipeline_model import pace
 from planner.plan import Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel
 from planner.plan import Stage as PlanStage
 from planner.request import Request
-from planner.schedule import most_in_flight, rank_of_stage, splits_backward
-from planner.search.layer_options import allowed, option_of
-from planner.search.rank_problem import RankProblem, input_stored
+from planner.schedule import rank_of_stage, splits_backward
+from planner.search.layer_options import allowed
+from planner.search.rank_problem import RankProblem
 from planner.search.ranks import largest_stage, run_of
-from planner.solver.instance import Instance, Solution, Stage
+from planner.solver.instance import Instance, Solution
 from planner.solver.requirements import Requirement
 from planner.training import Training
 from planner.units import LONGEST_S
@@ -64,15 +64,12 @@ def instance_of(
     costs: LayoutCosts,
     recompute: Recomputes = None,
     require: tuple[Requirement, ...] = (),
-    *,
-    roomy: bool = False,
 ) -> Instance:
     """Return the partition problem of one layout; `recompute` allows that choice alone.
 
-    Bytes are those of splits, with sums that are no more; `roomy` are sums alone, no less.
     Every one of `require` must be one that the layout can keep (see `unkept`).
     """
-    instance = _free_instance(model, cluster, layout, costs, recompute, roomy=roomy)
+    instance = _free_instance(model, cluster, layout, costs, recompute)
     layers, stages = len(instance.layers), len(instance.stages)
     sides = [asked.side(layers=layers, stages=stages) for asked in require]
     on_host = any(
@@ -104,8 +101,6 @@ def _free_instance(
     layout: Layout,
     costs: LayoutCosts,
     recompute: Recomputes,
-    *,
-    roomy: bool,
 ) -> Instance:
     capacity = capacity_bytes(cluster, costs, cluster.groups[0].accelerator.memory_bytes)
     steady, fill = layout_pace(model, layout)
@@ -114,54 +109,9 @@ def _free_instance(
     tables = [allowed(table, layout, recompute, kind) for kind, table in costs.kinds.items()]
     same_forward = all(len({cost.forward_s for cost in table}) == 1 for table in tables)
     apart = layout.executed.forwards_first and same_forward
-    if not roomy:
-        problem = RankProblem(model, layout, costs, recompute)
-        return problem.instance(
-            capacity, steady=steady, fill=fill, exposed_s=exposed_s, forward_apart=apart
-        )
-    if counted_by_rank(layout):
-        problem = RankProblem(model, layout, costs, recompute)
-        return problem.roomy_instance(capacity, steady=steady, fill=fill, exposed_s=exposed_s)
-    numbers = {name: number for number, name in enumerate(costs.kinds)}
-    return Instance(
-        layers=tuple(numbers[kind] for kind in model.chain_kinds),
-        kinds=tuple(tuple(option_of(cost) for cost in table) for table in tables),
-        stages=_stages(model, layout, costs, capacity, exposed_s),
-        steady=steady,
-        fill=fill,
-        forward_apart=apart,
+    return RankProblem(model, layout, costs, recompute).instance(
+        capacity, steady=steady, fill=fill, exposed_s=exposed_s, forward_apart=apart
     )
-
-
-def _stages(
-    model: ModelGraph,
-    layout: Layout,
-    costs: LayoutCosts,
-    capacity_bytes: float,
-    exposed_s: list[float],
-) -> tuple[Stage, ...]:
-    """Return the stages of ranks that have one each.
-
-    Beside its layers a stage holds what the pipeline received, unless its first layer stores that,
-    and sent, for each micro-batch in flight, and one of each on the way (planner.predict).
-    """
-    last = layout.pipeline - 1
-    received = 0 if input_stored(model, costs) else 1
-    result = []
-    for s in range(layout.pipeline):
-        in_flight = most_in_flight(
-            layout.schedule, s, stages=layout.pipeline, micro_batches=layout.micro_batches
-        )
-        held = (received * (s > 0) + costs.keeps_sent * (s < last)) * in_flight + 2 if last else 0
-        result.append(
-            Stage(
-                capacity_bytes=capacity_bytes,
-                in_flight=in_flight,
-                exposed_s=exposed_s[s],
-                fixed_bytes=held * costs.boundary_bytes,
-            )
-        )
-    return tuple(result)
 
 
 def layout_pace(model: ModelGraph, layout: Layout) -> tuple[float, float]:

@@ -30,13 +30,18 @@ def recomputes_of(model: ModelGraph, space: Space, pinned: Recompute | None) -> 
 
 
 def allowed(
-    table: tuple[StrategyCost, ...], layout: Layout, recompute: Recomputes, kind: str = ""
+    table: tuple[StrategyCost, ...],
+    layout: Layout,
+    recompute: Recomputes,
+    kind: str = "",
+    *,
+    every: bool = False,
 ) -> tuple[StrategyCost, ...]:
     """Return what a layer may choose among.
 
-    To offload or to compress is left out where another choice is no worse in any figure: then no
-    optimum needs it.  Forward and backward count apart only if all forwards come first.  `kind` is
-    the layer's, where choices are given by kind.
+    To offload or to compress is left out where another choice is no worse in any figure, unless
+    `every` choice is wanted: then no optimum needs it.  Forward and backward count apart only if
+    all forwards come first.  `kind` is the layer's, where choices are given by kind.
     """
     apart, choices = layout.executed.forwards_first, choices_of(recompute, kind)
     asked = [
@@ -48,7 +53,8 @@ def allowed(
     return tuple(
         cost
         for at, cost in enumerate(asked)
-        if cost.activations == "keep"
+        if every
+        or cost.activations == "keep"
         or not any(_no_worse(other, cost, apart, first=i < at) for i, other in enumerate(asked))
     )
 

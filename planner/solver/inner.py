@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.solver.checked import laid_out
+from planner.solver.assembly import laid_out
 from planner.solver.cuts import Cuts, best_cuts, price
 from planner.solver.descent import meets
 from planner.solver.frontier import FrontierStore

@@ -41,8 +41,26 @@ def _refuse(condition: bool, what: str) -> None:
         raise ValueError(what)
 
 
-UsedBytes = Callable[[int, int, Sequence[int]], float]
-"""Of a stage that holds the layers from one on, with these options: its bytes."""
+@dataclass(frozen=True, slots=True)
+class UsedBytes:
+    """What stages hold where that is no sum over their layers.
+
+    `of` is asked with a stage's number, the layers before it, its own in order, and their options.
+    """
+
+    of: Callable[[int, Sequence[int], Sequence[int], Sequence[int]], float]
+    by_place: bool = False
+    """Layers of the same kinds hold other bytes elsewhere (what crosses a graph's cuts)."""
+
+    def along(self, order: Sequence[int]) -> UsedBytes:
+        """Return the same for layers that are told by their places in an order."""
+
+        def of(
+            stage: int, before: Sequence[int], held: Sequence[int], options: Sequence[int]
+        ) -> float:
+            return self.of(stage, [order[at] for at in before], [order[at] for at in held], options)
+
+        return UsedBytes(of, self.by_place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +277,7 @@ def stage_bytes(instance: Instance, s: int, held: range, options: Sequence[int])
     """Bytes of stage `s` holding the layers `held`; `options[layer]` for the whole chain."""
     own = [options[layer] for layer in held]
     if instance.used_bytes is not None:
-        return instance.used_bytes(s, held.start, own)
+        return instance.used_bytes.of(s, range(held.start), held, own)
     chosen = [instance.options_of(layer)[option] for layer, option in zip(held, own, strict=True)]
     stage = instance.stages[s]
     return (

@@ -32,7 +32,13 @@ def test_one_stage_with_whole_backwards_peaks_as_a_stage_does(recompute: str, st
     }
 
     as_a_stage = rank_memory.dynamic_parts(costs, of.layout, layers, rank=stage)
-    at_its_fullest = rank_memory._of_several(costs, of.layout, layers, stage)
+    at_its_fullest = rank_memory._of_several(
+        of.layout,
+        layers,
+        stage,
+        boundary_bytes=costs.boundary_bytes,
+        keeps_sent=costs.keeps_sent,
+    )
 
     assert at_its_fullest == pytest.approx(as_a_stage)
 
