@@ -57,12 +57,12 @@ def rates(run: Run, stack: Stack) -> Rates:
     """Return what a run's accelerator reaches in its precision and with its attention kernels."""
     accelerator = run.cluster.groups[0].accelerator
     precision, curve, kernels = run.precision, accelerator.curve, accelerator.kernels
-    base = peak_flops(accelerator, "bf16" if precision in EIGHT_BITS else precision)  # type: ignore[arg-type]
+    base = peak_flops(accelerator, "bf16" if precision in EIGHT_BITS else precision)
     products = curve.matmul * base * kernels.sustained_tuned * stack.kernels.products
     products *= stack.kernels.architecture_products.get(accelerator.architecture or "", 1.0)
     half = kernels.attention_half_tokens
     length = (1 + half / LONG_SEQUENCE) * run.seq_len / (run.seq_len + half)
-    older = kernels.attention[stack.kernels.attention]
+    older = kernels.attention[stack.kernels.attention]  # type: ignore[index]
     attention = base * length * older * (SMALL_HEAD if run.architecture.head_dim < 96 else 1.0)
     return Rates(
         matmul_flops=products * _gain(precision, accelerator, base),
