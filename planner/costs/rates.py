@@ -281,7 +281,7 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
     yield Assumption(
         what=f"{overlap} of sharding communication can hide behind computation; the optimizer "
         f"moves {used.stack.optimizer.moved_bytes:g} bytes per parameter; a pipeline action takes "
-        f"{1e3 * used.action_s:g} ms of the host, a step {1e3 * used.step_s:g} ms beside its layers",
+        f"{1e3 * used.action_s:g} ms of the host, a step {1e3 * used.step_s:g} ms beside layers",
         provenance="assumed",
         source=f"stack {used.stack.name}",
     )

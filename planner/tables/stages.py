@@ -1,4 +1,4 @@
-"""Stages of a set-up run: which blocks lie where by the rule of its stack, and what each recomputes.
+"""Stages of a set-up run: which blocks lie where by its stack's rule, and what each recomputes.
 
 Frameworks recompute blocks, not embeddings and heads.  Where a stack's selective recompute is of
 blocks, and where half of a model is recomputed (`partial`), every second block is recomputed whole.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from planner.plan import Layout
 from planner.predict import Placement
@@ -44,7 +45,7 @@ def placements(setup: Setup, layout: Layout) -> list[Placement]:
             for at, (kind, recompute) in enumerate(chosen)
             if first <= at < end
         )
-        for first, end in zip(ends, ends[1:], strict=False)
+        for first, end in pairwise(ends)
     ]
 
 
