@@ -30,6 +30,8 @@ class Held:
     sides: float
     """Rows and columns of its matrices, added up; counted where gradients are factored."""
     experts: Apart | None = None
+    frozen: float = 0.0
+    """Of its parameters, those that are not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,11 @@ class HeldStates:
         self._model = model
         self._job = job
         self._stack = stack
-        self._types = [memory.state_types(stack, job.precision, zero=zero) for zero in range(4)]
+        quantised = job.lora is not None and job.lora.quantised
+        self._types = [
+            memory.state_types(stack, job.precision, zero=zero, quantised=quantised)
+            for zero in range(4)
+        ]
         self._known: dict[tuple[object, ...], Held] = {}
 
     def sharing(self, layout: Layout) -> Sharing:
@@ -93,6 +99,7 @@ class HeldStates:
             )
             return Held(
                 parameters=dense + routed + trained,
+                frozen=dense + routed,
                 optimized=trained / (sharing.shard if sharing.sharded else 1),
                 states=states + memory.states(trained, sharing, largest=trained),
                 sides=0.0,

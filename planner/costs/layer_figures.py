@@ -26,7 +26,7 @@ from planner.costs.calibration import (
     one_of,
     stage_factors,
 )
-from planner.costs.collectives import Levels, group_steps
+from planner.costs.collectives import Levels, group_steps, ranks_of
 from planner.costs.layer_seconds import (
     ENDS,
     HostPasses,
@@ -230,9 +230,9 @@ class LayerFigures:
         stored_bytes = table.stored_bytes(recompute)
         packable_bytes, elements = table.packable(recompute, setting.element_bytes)
         return Figures(
-            forward_s=larger(forward_s, host.forward_s),
+            forward_s=larger(forward_s, host.forward_s - forward_tensor_s),
             forward_tensor_s=forward_tensor_s,
-            backward_s=larger(backward_s, host.backward_s),
+            backward_s=larger(backward_s, host.backward_s - backward_tensor_s),
             recompute_s=larger(recompute_s, host.recompute_s),
             backward_tensor_s=backward_tensor_s,
             forward_ahead_s=larger(0.0, forward_s - host.forward_s),
@@ -258,7 +258,11 @@ class LayerFigures:
         by_axis = dict(zip(get_args(GroupAxis), groups, strict=True))
 
         def link_s(operation: Collective, size_bytes: float, axis: GroupAxis) -> float:
-            return self._rates.link_s(operation, size_bytes, by_axis[axis])
+            group = by_axis[axis]
+            seconds = self._rates.link_s(operation, size_bytes, group)
+            if axis == "tensor" and len(group) > 1:
+                seconds += (ranks_of(group) - 1) * self._rates.stack.host.ring_step_s
+            return seconds
 
         return link_s
 

@@ -108,7 +108,12 @@ class CostTables:
         self.activations = activations
         a = model.architecture
         self._rates = rates(cluster, job, profile, request.stack, head_dim=a.head_dim if a else 128)
-        self._kernels = kernels_of(self._rates.stack, job.precision)
+        self._kernels = kernels_of(
+            self._rates.stack,
+            job.precision,
+            frozen=job.lora is not None,
+            quantised=job.lora is not None and job.lora.quantised,
+        )
         warning = caveat(model, cluster)
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
@@ -255,6 +260,7 @@ class CostTables:
             tensor=layout.tensor,
             context=layout.context,
             expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
             sequence_parallel=self._rates.stack.tensor.sequence_parallel,
             kernels=self._kernels,
         )
@@ -268,7 +274,7 @@ class CostTables:
             boundary_bytes, least_bytes = self._boundaries.crossing_bytes(setting)
             if links is not None:
                 divided = self._rates.stack.pipeline.divided_transfers
-                if divided and not layout.sequence_parallel:
+                if divided and not setting.sequence_parallel:
                     least_bytes /= layout.tensor
                 transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
         if layout.pipeline > 1 or self._rates.stack.host.actions == "always":
