@@ -182,6 +182,8 @@ class TensorRule(Part):
 
     sequence_parallel: Flag = False
     """The residual stream is sharded along the sequence, where a run does not say."""
+    batch_first: Flag = False
+    """Activations lie sample by sample: a gathered sequence of several is copied into order."""
     keeps_gathered: Flag = False
     """Products keep their gathered inputs for backward, not their own shard of them."""
     overlap: Amount = Field(default=0.0, le=1)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.backends.held_bytes import StageEstimate, fits, stages_of
 from planner.backends.placed import priced
 from planner.backends.ranges import bounds_s, outside, spreads
 from planner.backends.runs import run_of
 from planner.backends.step import step_parts
-from planner.catalog import accelerators
-from planner.cluster import ClusterSpec
 from planner.errors import DocumentError
 from planner.setup import Setup
+from planner.tables.stages import reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +45,7 @@ def _memory(stage: StageEstimate, kind: str) -> float:
 
 def estimate(setup: Setup) -> Estimate:
     """Return step time and memory of a run by the stack that trains it."""
-    stack = setup.request.stack
-    if not stack.sharding.bridged:
-        cluster = _without_bridge(setup.request.cluster)
-        setup = replace(setup, request=replace(setup.request, cluster=cluster))
+    setup, stack = reached(setup), setup.request.stack
     run = run_of(setup)
     assumptions = list(setup.assumed)
     recompute = run.recompute
@@ -77,15 +73,3 @@ def estimate(setup: Setup) -> Estimate:
         beyond=beyond,
         assumptions=tuple(assumptions),
     )
-
-
-def _without_bridge(cluster: ClusterSpec) -> ClusterSpec:
-    """Return a cluster whose cards reach each other over PCIe alone."""
-    group, tiers = cluster.groups[0], cluster.tiers
-    entry = accelerators().get(group.accelerator.name)
-    if entry is None or entry.bridge is None or not tiers or tiers[0].name != entry.bridge.name:
-        return cluster
-    [pcie] = [tier for tier in entry.tiers if tier.name == "pcie"]
-    others = tuple(tier for tier in tiers[1:] if tier.name != "pcie")
-    in_node = pcie.model_copy(update={"devices": group.devices_per_node})
-    return cluster.model_copy(update={"tiers": (in_node, *others)})

@@ -33,6 +33,8 @@ class Kernels:
     """Of written scores: scale, mask and softmax in 16 bits are one kernel."""
     dropout: bool = False
     """Ungated models drop activations at random, which keeps masks."""
+    batch_first: bool = True
+    """Gathered sequences of several samples are copied into order."""
     keeps_gathered: bool = True
     """Products keep the gathered sequence, and not their own shard to gather it again."""
     narrow: bool = False
@@ -92,6 +94,7 @@ def kernels_of(
         scores=scores if flash else "written",
         fused_softmax=rule.softmax == "fused",
         dropout=rule.dropout and not flash,
+        batch_first=stack.tensor.batch_first,
         keeps_gathered=stack.tensor.keeps_gathered,
         narrow=precision in EIGHT_BITS and stack.eight_bit.narrow_states,
         peak_logit_bytes=0.0 if stack.loss.kind == "module" else stack.loss.peak_bytes,
