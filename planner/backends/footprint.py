@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from planner.backends.placed import Priced, states_of
 from planner.backends.runs import Run
-from planner.backends.work import Work
+from planner.costs.layer_seconds import ENDS
+from planner.profile import Recompute
 from planner.stack import Stack
 
 
@@ -34,9 +35,10 @@ def fits(run: Run, stages: Sequence[StageEstimate], stack: Stack) -> bool:
 def stages_of(priced: Priced, recompute: str) -> tuple[StageEstimate, ...]:
     """Return what each stage needs with all its blocks recomputed alike."""
     stack = priced.stack
+    by_kind = {kind: _stored_and_peak(priced, recompute, kind) for kind in priced.tables}
     result = []
     for s in range(len(priced.stages)):
-        parts = _memory_parts(priced, recompute, s)
+        parts = _memory_parts(priced, by_kind, s)
         allocated = sum(parts.values())
         reserved = allocated * stack.memory.reserved
         result.append(
@@ -50,29 +52,38 @@ def stages_of(priced: Priced, recompute: str) -> tuple[StageEstimate, ...]:
     return tuple(result)
 
 
-def _memory_parts(priced: Priced, recompute: str, stage: int) -> dict[str, float]:
+def _stored_and_peak(priced: Priced, recompute: str, kind: str) -> tuple[float, float]:
+    """Return what a layer keeps of a micro-batch, and what it needs beside that while it runs."""
+    table, stored, peak = priced.tables[kind], 0.0, 0.0
+    for share, choice in shares(priced.stack, recompute, kind):
+        stored += share * table.stored_bytes(choice)
+        forward, backward = table.forward_transient_bytes, table.backward_transient_bytes
+        peak = max(peak, forward(choice), backward(choice))
+    return stored, peak
+
+
+def _memory_parts(
+    priced: Priced, by_kind: dict[str, tuple[float, float]], stage: int
+) -> dict[str, float]:
     """Return allocated bytes by cause at the peak of a stage."""
-    run, stack, shape, kinds = priced.run, priced.stack, priced.shape, priced.stages[stage]
+    run, stack, kinds = priced.run, priced.stack, priced.stages[stage]
     kept = states_of(run, priced.sharing, priced.parameters[stage])
     stored = working = coming = 0.0
     for kind in kinds:
-        work = priced.works[kind]
-        own, again = work.stored_bytes, 0.0
-        if kind not in ("embedding", "head"):
-            own, again = kept_bytes(stack, recompute, work)
+        own, peak = by_kind[kind]
         if "activations" in run.offload and kind not in ("embedding", "head"):
             gone = own * stack.offload.activations_share
             coming = max(coming, 2 * gone)  # one block on its way, one at work
             own -= gone
         stored += own
-        working = max(working, again + work.working_bytes)
+        working = max(working, peak)
     gathered = 0.0
     if priced.sharing.zero == 3:
         local = max((priced.local[kind].count for kind in kinds), default=0.0)
         gathered = 2 * 2 * local + stack.types.wire * local
     sent = 0.0
     if stack.pipeline.keeps_sent and stage < run.pipeline - 1:
-        sent = shape.element_bytes * shape.stream * run.architecture.hidden_size
+        sent = priced.tables["head"].input_bytes
     return {
         "weights": kept.parameters_bytes,
         "gradients": kept.gradients_bytes,
@@ -83,20 +94,18 @@ def _memory_parts(priced: Priced, recompute: str, stage: int) -> dict[str, float
     }
 
 
-def kept_bytes(stack: Stack, recompute: str, work: Work) -> tuple[float, float]:
-    """Return what a block keeps of a micro-batch, and what its recomputation brings back."""
-    if recompute == "full":
-        return work.input_bytes, work.stored_bytes
-    if recompute == "selective" and stack.recompute.selective == "operators":
-        return work.operators_bytes, work.stored_bytes
-    half = recompute == "partial" or (
+def shares(stack: Stack, recompute: str, kind: str) -> tuple[tuple[float, Recompute], ...]:
+    """Return what a layer kind recomputes, and of which share of its layers.
+
+    Embedding and head recompute nothing.
+    """
+    if kind in ENDS or recompute == "none":
+        return ((1.0, "none"),)
+    if recompute == "partial" or (
         recompute == "selective" and stack.recompute.selective == "blocks"
-    )
-    if half:
-        return (work.input_bytes + work.stored_bytes) / 2, work.stored_bytes
-    if recompute == "selective":
-        return work.stored_bytes - work.attention_bytes, work.attention_bytes
-    return work.stored_bytes, 0.0
+    ):
+        return (0.5, "none"), (0.5, "full")
+    return ((1.0, "full" if recompute == "full" else "selective"),)
 
 
 def _in_flight(run: Run, stage: int) -> float:
