@@ -119,13 +119,17 @@ def collectives(
         seen = _seen(axis, rule, end=end)
         back_s = link_s(BACKWARD_OF[operator.kind], size, axis)
         there_s = link_s(cast(Collective, operator.kind), size, axis)
-        if operator.ring:
+        if operator.only == "forward":
+            back_s = 0.0 * back_s
+        elif operator.only == "backward":
+            there_s, back_s = 0.0 * there_s, there_s
+        elif operator.ring:
             back_s = back_s + there_s
         elif rule.second_gather and operator.kind == "all_gather" and not end:
             back_s = back_s + rule.second_gather * there_s
         yield axis, seen * there_s, seen * back_s
     for operator in again:
-        if operator.communicates:
+        if operator.communicates and operator.only != "backward":
             kind, axis = cast(Collective, operator.kind), operator.axis
             back_s = link_s(kind, operator.moved_bytes, axis)
             yield axis, 0.0, _seen(axis, rule, end=end) * back_s
