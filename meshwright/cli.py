@@ -613,6 +613,9 @@ def whatif(
     tuning: Annotated[
         WhatIfTuning | None, typer.Option("--tuning", help="What of the model is trained")
     ] = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="Who trains, instead of a study: megatron")
+    ] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len")] = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch")] = None,
     prices: Annotated[
@@ -640,6 +643,7 @@ def whatif(
             power_cap=power_cap,
             by=by.value if by else None,
             tuning=tuning.value if tuning else None,
+            backend=backend,
             seq_len=seq_len,
             global_batch=global_batch,
             prices=prices,

@@ -21,7 +21,16 @@ from pydantic import AfterValidator, Field
 from planner.cluster import ClusterSpec, Precision
 from planner.document import Part, nearest
 from planner.model import ModelGraph
-from planner.plan import Activations, Axis, GradientWire, Job, Layout, Offload, ScheduleName
+from planner.plan import (
+    INSIDE_OUT,
+    Activations,
+    Axis,
+    GradientWire,
+    Job,
+    Layout,
+    Offload,
+    ScheduleName,
+)
 from planner.profile import Recompute
 from planner.units import Flag, Positive, Text
 
@@ -231,6 +240,7 @@ def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
     With `of_degrees` only what holds of all layouts with the same degrees.
     """
     job = facts.job
+    yield from _outside(space, facts, of_degrees=of_degrees)
     if space.precisions is not None and job.precision not in space.precisions:
         yield f"precision {job.precision}: it trains in {' or '.join(space.precisions)}"
     for rule in space.divisible:
@@ -247,6 +257,33 @@ def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
             conflict.needs and all(condition_of(text).holds(facts) for text in conflict.needs)
         ):
             yield conflict.why
+
+
+def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
+    """Yield what of a layout is not in the lists and limits of a space."""
+    layout, in_node = facts.layout, facts.cluster.groups[0].devices_per_node
+    for axis in ("tensor", "context", "pipeline"):
+        most, degree = space.most(axis, in_node), getattr(layout, axis)
+        if most is not None and degree > most:
+            yield f"{axis} degree {degree}"
+    if space.expert is not None and layout.expert > space.expert:
+        yield f"expert degree {layout.expert}"
+    if of_degrees:
+        return
+    if layout.data > 1 and layout.zero not in space.zero:
+        yield f"ZeRO-{layout.zero}"
+    if layout.zero and layout.data_replicate > 1 and not space.hybrid:
+        yield "sharding within groups of replicas"
+    if layout.pipeline > 1 and layout.schedule not in (space.schedules or (layout.schedule,)):
+        yield f"schedule {layout.schedule}"
+    if layout.virtual_stages > space.virtual_stages:
+        yield f"{layout.virtual_stages} stages on a rank"
+    if space.axis_order == "fixed" and layout.order != INSIDE_OUT:
+        yield "another order of axes"
+    if layout.offload not in space.offload:
+        yield f"{layout.offload} on the host"
+    if layout.gradient_wire not in space.wires:
+        yield f"gradients that travel as {layout.gradient_wire}"
 
 
 @cache

@@ -71,8 +71,8 @@ def _megatron_mesh(wanted: Wanted) -> Iterator[str]:
         yield f"--expert-model-parallel-size {mesh.expert}"
         if mesh.tensor > 1:
             # By default tensor ranks divide each expert; a plan's expert ranks hold whole ones.
-            yield "--expert-tensor-parallel-size 1"
-    if mesh.tensor > 1:
+            yield f"--expert-tensor-parallel-size {mesh.expert_tensor}"
+    if mesh.tensor > 1 and mesh.sequence_parallel:
         yield "--sequence-parallel"
 
 

@@ -49,7 +49,7 @@ def text(wanted: Wanted) -> str:
             "pp": plan.mesh.pipeline,
             "tp": plan.mesh.tensor,
             "pp_engine": "1f1b",
-            "tp_mode": "REDUCE_SCATTER",
+            "tp_mode": "REDUCE_SCATTER" if plan.mesh.sequence_parallel else "ALL_REDUCE",
             "tp_linear_async_communication": False,
             "recompute_layer": recompute_of(wanted) == "full",
             "expert_parallel_size": 1,

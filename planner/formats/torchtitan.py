@@ -6,13 +6,23 @@ import json
 import math
 from collections.abc import Iterator
 
-from planner.formats.wanted import Wanted, mixed_recompute, of_fsdp, other_schedule, recompute_of
+from planner.formats.wanted import (
+    Wanted,
+    mixed_recompute,
+    of_fsdp,
+    other_schedule,
+    recompute_of,
+    whole_experts,
+)
 from planner.schedules import schedule_of
 
 
 def obstacles(wanted: Wanted) -> Iterator[str]:
     """Yield what of a plan it has no words for."""
     plan = wanted.plan
+    yield from whole_experts(wanted)
+    if plan.mesh.tensor > 1 and not plan.mesh.sequence_parallel:
+        yield "tensor parallelism that does not divide the sequence"
     yield from other_schedule(wanted, "torchtitan")
     yield from of_fsdp(wanted)
     others = plan.mesh.tensor * plan.mesh.pipeline

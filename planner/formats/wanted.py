@@ -122,6 +122,12 @@ def other_schedule(wanted: Wanted, framework: str) -> Iterator[str]:
         yield f"schedule {plan.schedule}"
 
 
+def whole_experts(wanted: Wanted) -> Iterator[str]:
+    """Yield experts that ranks divide."""
+    if wanted.plan.mesh.expert_tensor > 1:
+        yield f"experts divided among {wanted.plan.mesh.expert_tensor} ranks"
+
+
 def mixed_recompute(wanted: Wanted) -> Iterator[str]:
     """Yield if blocks are recomputed differently."""
     choices = wanted.recomputes

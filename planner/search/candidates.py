@@ -116,6 +116,10 @@ class Candidates:
         model = self.model
         for degrees in every_degrees(self.request):
             plainest = _plainest(self.job, degrees, self.pins)
+            plainest = replace(
+                plainest,
+                sequence_parallel=self.stack.tensor.sequence_parallel or degrees.tensor == 1,
+            )
             reason = self._lacking(plainest) or self._of_degrees(model, cluster, job, plainest)
             if reason is None:
                 saved = self._savings(plainest)

@@ -77,6 +77,7 @@ class Family:
     savings: tuple[Saving, ...] = (Saving(),)
     place: axis_orders.Spans = ()
     """How far tensor and context groups reach within each tier."""
+    sequence_parallel: bool = True
 
     @property
     def divided(self) -> tuple[object, ...]:
@@ -119,6 +120,7 @@ class Family:
             order=sharing.order,
             offload=saving.offload,
             gradient_wire=saving.wire,
+            sequence_parallel=self.sequence_parallel,
         )
 
     def layouts(self) -> Iterator[Layout]:
@@ -292,6 +294,7 @@ def families(
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
     model, job, pins, space = request.model, request.job, request.pins, request.space
     tiers = tiers_of(request.cluster)
+    divided = request.stack.tensor.sequence_parallel or degrees.tensor == 1
     by_place: dict[axis_orders.Spans, list[Sharing]] = {}
     if space.axis_order == "fixed":
         pins = replace(pins, order=pins.order or INSIDE_OUT)
@@ -311,6 +314,7 @@ def families(
                 timetables=every,
                 savings=saved,
                 place=place,
+                sequence_parallel=divided,
             )
 
 
