@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from planner.backends.runs import Run
 from planner.costs.uncertainty import UNMEASURED_ABOVE, UNMEASURED_BELOW
 from planner.scores.statistics import ErrorScore, RankScore, error_score, quantile, rank_score
 from planner.scores.validate import (
@@ -28,6 +27,7 @@ from planner.scores.validate import (
     validate,
     validation_json,
 )
+from planner.setup import Setup
 from planner.units import seconds_text
 
 ONE_SOURCE = (
@@ -148,7 +148,7 @@ def main(path: str) -> None:
         print(f"- {text}")
     print()
     print("## By accelerator and precision\n")
-    _by(result, lambda row: f"{row.measured.accelerator} {row.run.precision if row.run else ''}")
+    _by(result, lambda row: f"{row.measured.accelerator} {_precision(row)}")
     print("## By framework\n")
     _by(result, lambda row: row.measured.framework)
     print("## The rows missed most, and why\n")
@@ -228,13 +228,13 @@ CLOSE = 0.05
 DIFFERENCES = (
     "tensor",
     "pipeline",
-    "virtual",
+    "virtual_stages",
     "context",
     "micro_batch",
     "zero",
-    "recompute",
     "sequence_parallel",
 )
+"""Of layouts; what is recomputed is looked at too."""
 
 
 def _ranking(result: Validation) -> None:
@@ -263,8 +263,8 @@ def _ranking(result: Validation) -> None:
         counts = Counter(
             field
             for (_, _, a), (_, _, b) in wrong
-            for field in DIFFERENCES
-            if getattr(a, field) != getattr(b, field)
+            for field in (*DIFFERENCES, "recompute")
+            if _choice(a, field) != _choice(b, field)
         )
         told = ", ".join(
             f"{field} {count / len(wrong):.0%}" for field, count in counts.most_common(4)
@@ -284,7 +284,15 @@ def _ranking(result: Validation) -> None:
     print()
 
 
-Timed = tuple[float, float, Run]
+def _precision(row: ScoredRow) -> str:
+    return row.setup.request.job.precision if row.setup else ""
+
+
+def _choice(setup: Setup, field: str) -> object:
+    return setup.recompute if field == "recompute" else getattr(setup.layout, field)
+
+
+Timed = tuple[float, float, Setup]
 """Measured and predicted seconds of a run."""
 
 
@@ -292,8 +300,8 @@ def _sweeps(rows: Sequence[ScoredRow]) -> dict[str, list[Timed]]:
     found: dict[str, list[Timed]] = defaultdict(list)
     for row in rows:
         seen = row.measured
-        if seen.complete and seen.sweep and seen.judge_rank and row.times and row.run:
-            found[seen.sweep].append((row.times[1], row.times[0], row.run))
+        if seen.complete and seen.sweep and seen.judge_rank and row.times and row.setup:
+            found[seen.sweep].append((row.times[1], row.times[0], row.setup))
     return found
 
 
@@ -307,8 +315,8 @@ def _noise(rows: Sequence[ScoredRow]) -> list[float]:
     """Return how far the logarithms of repeated runs lie from their mean, for so few repeats."""
     alike: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        if row.run is not None and row.measured.step_time_s and row.measured.judge_time:
-            alike[repr(row.run)].append(math.log(row.measured.step_time_s))
+        if row.setup is not None and row.measured.step_time_s and row.measured.judge_time:
+            alike[repr(row.setup)].append(math.log(row.measured.step_time_s))
     result: list[float] = []
     for logs in alike.values():
         if len(logs) > 1:
@@ -371,15 +379,15 @@ def _errors(score: ErrorScore) -> list[str]:
 
 def _worst(row: ScoredRow) -> str:
     assert row.estimate is not None
-    assert row.run is not None
+    assert row.setup is not None
     parts = ", ".join(
         f"{name} {seconds_text(size)}"
         for name, size in row.estimate.step_parts.items()
         if size > 0.05 * row.estimate.step_time_s
     )
     return (
-        f"- `{row.measured.id}`, {row.measured.model} on {row.run.cluster.name}, "
-        f"{row.run.layout_text}: predicted {seconds_text(row.estimate.step_time_s)} ({parts}), "
+        f"- `{row.measured.id}`, {row.measured.model} on {row.setup.request.cluster.name}, "
+        f"{row.setup.text}: predicted {seconds_text(row.estimate.step_time_s)} ({parts}), "
         f"measured {seconds_text(row.measured.step_time_s or 0.0)}"
     )
 

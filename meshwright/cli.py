@@ -36,7 +36,6 @@ from planner.native import CAVEAT_SOURCE
 from planner.report.solution_text import solution_json, solution_text
 from planner.report.terminal import Terminal
 from planner.report.text import answer_text, assumption_lines, prediction_lines
-from planner.search.answer import Answer
 from planner.shown import lines
 from planner.solver.instance import Infeasible, Solution
 from planner.units import bytes_text, count_text
@@ -145,7 +144,7 @@ def plan(
         str,
         typer.Option(
             "--backend",
-            help="Plan for another framework by its rules: megatron, torchtitan, nanotron, fsdp",
+            help="Who trains: native, megatron, torchtitan, deepspeed, nanotron, fsdp, accelerate",
         ),
     ] = "native",
     output: Annotated[
@@ -173,16 +172,6 @@ def plan(
             output=output,
             progress=progress,
         )
-    if not isinstance(answer, Answer):
-        from planner.backends.search import backend_answer_json  # noqa: PLC0415 - rules of all
-        from planner.report.backend_text import backend_answer_text  # noqa: PLC0415
-
-        if json:
-            print(as_json(backend_answer_json(answer)))
-            return
-        out.print(backend_answer_text(answer))
-        out.print(f"searched in {answer.search_s:.2f} s of CPU")
-        return
     if json:
         print(as_json(answer_json(answer)))
         return
@@ -195,6 +184,8 @@ def plan(
         then = (
             "to be studied, not launched" if studied else f"run it with: meshwright launch {output}"
         )
+        if answer.plan.backend != "native":
+            then = f"its configuration: meshwright export {output}"
         out.print(f"plan written to {output}; {then}")
 
 
@@ -393,13 +384,13 @@ def export(
         str, typer.Argument(help="A checkpoint, a folder of them (the newest), or a plan.yaml")
     ],
     to: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--to",
             help="huggingface, or peft for LoRA adapters; of a plan megatron, torchtitan, "
-            "deepspeed, accelerate",
+            "deepspeed, nanotron, fsdp, accelerate (default: its backend)",
         ),
-    ],
+    ] = None,
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="A new folder; of a plan a file")
     ] = None,
@@ -415,7 +406,7 @@ def export(
         if written.file is None:
             print(written.text, end="")
         else:
-            out.print(f"written to {written.file}; {to} reads it")
+            out.print(f"written to {written.file}; {written.framework} reads it")
         for said in written.in_the_script:
             _say(f"outside this file: {said}")
         return
@@ -622,6 +613,9 @@ def whatif(
     tuning: Annotated[
         WhatIfTuning | None, typer.Option("--tuning", help="What of the model is trained")
     ] = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="Who trains, instead of a study: megatron")
+    ] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len")] = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch")] = None,
     prices: Annotated[
@@ -649,6 +643,7 @@ def whatif(
             power_cap=power_cap,
             by=by.value if by else None,
             tuning=tuning.value if tuning else None,
+            backend=backend,
             seq_len=seq_len,
             global_batch=global_batch,
             prices=prices,

@@ -48,7 +48,6 @@ from planner.solver.sided import solve as solve_exactly
 from planner.units import bytes_text, count_text, duration_s
 
 if TYPE_CHECKING:
-    from planner.backends.search import BackendAnswer
     from planner.scores.validate import Validation
     from profiler.profile import Intended
     from runtime.export import Exported
@@ -72,7 +71,7 @@ def plan(
     backend: str = "native",
     output: str | None = None,
     progress: Progress | None = None,
-) -> Answer | BackendAnswer:
+) -> Answer:
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
     `lora` are settings of adapters that alone are trained (`rank=16`).  `allow` names what the
@@ -80,9 +79,9 @@ def plan(
     `stale` weights and `compress`.
     `require` says in words what its stages must keep (see planner.solver.requirements).
 
-    With another `backend` than ours the fastest layout of that framework's space is found by its
-    rules, and its flags are written.  A profile then gives constants of the cluster; layers
-    measured in our runtime are not that framework's, and are left out.
+    `backend` is the stack that trains: its own space is searched, priced as it trains.  Of a
+    profile another stack than ours takes constants of the cluster; layers measured in our runtime
+    are not that framework's, and are left out.
     """
     if top < 1:
         raise DocumentError("top", f"is {top}; it is a whole number from 1")
@@ -102,13 +101,6 @@ def plan(
         stack=backend,
         called=cluster,
     )
-    if backend != "native":
-        from planner.backends.search import backend_search  # noqa: PLC0415 - rules of all
-
-        found = backend_search(request, top=max(top, 8), told=progress)
-        if output is not None:
-            document.write_text("\n".join(found.best.flags) + "\n", output)
-        return found
     answer = search(request, solver=solver, top=top, progress=progress)
     said = answer.prediction.on(machine.devices, used=answer.plan.mesh.devices)
     said = said.noted(*without_effect(request.pins, answer.plan.layout))
@@ -187,16 +179,19 @@ class Configured:
 def export(
     source: str,
     *,
-    to: str,
+    to: str | None = None,
     output: str | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
 ) -> Exported | Configured:
-    """Write a checkpoint in the form that another program reads, or a plan as its configuration."""
+    """Write a checkpoint in the form that another program reads, or a plan as its configuration.
+
+    A plan is written for its own backend unless `to` names another framework.
+    """
     if is_plan(source):
         return _configured(source, to, output)
     if to not in ("huggingface", "peft"):
         raise DocumentError(
-            "to", f"is '{to}'; a checkpoint is exported to huggingface, its adapters to peft"
+            "to", f"is '{to or ''}'; a checkpoint is exported to huggingface, its adapters to peft"
         )
     if output is None:
         raise DocumentError("output", "is missing; name a new folder with -o")
@@ -210,8 +205,8 @@ def export(
     return written
 
 
-def _configured(source: str, to: str, output: str | None) -> Configured:
-    from planner.backends.export import (  # noqa: PLC0415 - one of many
+def _configured(source: str, to: str | None, output: str | None) -> Configured:
+    from planner.formats.configuration import (  # noqa: PLC0415 - one of many
         NEED_NODES,
         configuration,
         in_the_script,
@@ -219,6 +214,9 @@ def _configured(source: str, to: str, output: str | None) -> Configured:
 
     wanted = document.read(Plan, source)
     graph = plan_model(wanted, source)
+    to = to or wanted.backend
+    if to == "native":
+        raise DocumentError("to", "is missing: a native plan is launched; name a framework")
     machine = machine_of(wanted.cluster, None) if to in NEED_NODES else None
     if machine is not None:
         check_devices(wanted, machine)
@@ -460,7 +458,7 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
             {
                 "name": name,
                 "trains": stack.summary,
-                "searched": "yes" if stack.space or name == "native" else "no",
+                "searched": "yes" if stack.space else "no",
                 "fitted to runs": max((entry.runs or 0 for entry in stack.basis), default=0)
                 or None,
                 "80 % of steps within": f"{math.expm1(stack.accuracy.spread):.0%}"

@@ -6,7 +6,9 @@ import importlib.util
 
 from planner import document
 from planner.calibrate.constants import calibrated
+from planner.catalog import stacks
 from planner.cluster import ClusterSpec
+from planner.document import nearest
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside, resolve_cluster, resolve_model
 from planner.model import ModelGraph, is_factory
@@ -38,6 +40,7 @@ def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
     """
     said = wanted.model
     try:
+        _check_backend(wanted)
         if not is_factory(said.source):
             graph = resolve_beside(said.source, plan_path or "")
         elif said.graph is not None:
@@ -52,6 +55,14 @@ def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
     except DocumentError as error:
         raise (error if error.file else error.in_file(plan_path or "plan")) from error
     return graph
+
+
+def _check_backend(wanted: Plan) -> None:
+    """Refuse a plan for a stack that the catalogue does not have."""
+    if wanted.backend not in stacks():
+        raise DocumentError(
+            "backend", f"is '{wanted.backend:.40}'; {nearest(wanted.backend, list(stacks()))}"
+        )
 
 
 def check_code(graph: ModelGraph, document_path: str) -> None:

@@ -178,6 +178,7 @@ class Fit:
         """Read a plan with what it names."""
         plan = document.read(Plan, path)
         graph = plan_model(plan, path)
+        _refuse_foreign(plan, path)
         measured = profile_for(graph, profile)
         machine = machine_of(plan.cluster, measured)
         return cls(path=path, plan=plan, graph=graph, machine=machine, measured=measured)
@@ -224,6 +225,15 @@ class Fit:
                 file=sys.stderr,
             )
         return fit
+
+
+def _refuse_foreign(wanted: Plan, path: str) -> None:
+    """Refuse a plan for another framework before anything else is looked at."""
+    from runtime.supported import foreign  # noqa: PLC0415 - the runtime
+
+    other = foreign(wanted)
+    if other:
+        raise LaunchError(f"{path}: {other}")
 
 
 def _launched(
@@ -287,6 +297,7 @@ def _submitted(
             refuse_structured(Path(named))
     wanted = document.read(Plan, plan_path)
     wanted.training.changed(training)
+    _refuse_foreign(wanted, plan_path)
     machine = machine_of(wanted.cluster, None)
     graph = plan_model(wanted, plan_path)
     if not options["trust-code"]:

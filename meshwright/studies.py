@@ -95,13 +95,14 @@ def study_of(
     power_cap: float | None = None,
     by: Order = "cost",
     tuning: Tuning = "pretrain",
+    backend: str = "native",
     seq_len: int | None = None,
     global_batch: int | None = None,
 ) -> Study:
     """Return the study that compares clusters, at the catalogue's rents, for one model."""
     if model is None or not clusters:
         raise DocumentError("study", "is missing; give a STUDY.yaml, or --model and --clusters")
-    work = {"seq_len": seq_len, "global_batch": global_batch, "tuning": tuning}
+    work = {"seq_len": seq_len, "global_batch": global_batch, "tuning": tuning, "backend": backend}
     goal = {
         "tokens": tokens,
         "deadline_days": deadline_days,

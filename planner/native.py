@@ -75,7 +75,8 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
     Models without an adapter can be planned all the same, with a `caveat`.
     """
     if next(_adapter_obstacles(model), None):
-        return limit(model, cluster, job, layout)
+        foreign = next(_foreign_choices(job, layout), None)
+        return str(foreign) if foreign else limit(model, cluster, job, layout)
     found = next(_cluster_obstacles(cluster, job, layout), None)
     found = found or next(_obstacles(model, job, layout), None)
     return str(found) if found else None
@@ -170,6 +171,7 @@ def _group_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]
 def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what the runtime cannot do, first where others can."""
     a = model.architecture
+    yield from _foreign_choices(job, layout)
     if job.precision == "fp8":
         yield from _eight_bit_obstacles(model, job)
     if job.precision == "fp16" and a is not None and a.family == "gemma2":
@@ -286,7 +288,6 @@ def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iter
 
 def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what no backend can do as the planner describes it."""
-    yield from _foreign_choices(job, layout)
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
     shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}

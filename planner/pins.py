@@ -19,6 +19,7 @@ from planner.plan import (
 from planner.profile import Recompute
 from planner.schedules import SCHEDULES, schedule_of
 from planner.solver.requirements import Requirement
+from planner.stack_space import Space
 from planner.units import MOST_SAMPLES, whole_number
 
 Allowance = Literal["stale", "compress", "offload"]
@@ -168,6 +169,33 @@ def without_effect(pins: Pins, layout: Layout) -> Iterator[str]:
     if pins.zero == 2 and (layout.pipeline > 1 or layout.micro_batches == 1):
         why = "under a pipeline" if layout.pipeline > 1 else "with one micro-batch"
         yield f"zero=2 has the effect of zero=1: {why} both reduce gradients once a step"
+
+
+def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[str, str]]:
+    """Yield the pins, as they are written, that no layout of a space keeps, and what there is."""
+    short = {field: name for name, field in SHORT_NAMES.items()}
+    for field in ("tensor", "context", "expert", "pipeline"):
+        pinned, most = getattr(pins, field), space.most(field, devices_per_node)  # type: ignore[arg-type]
+        if pinned is not None and most is not None and pinned > most:
+            yield (
+                f"{short[field]}={pinned}",
+                f"has {'no such axis' if most == 1 else f'at most {most} here'}",
+            )
+    words: tuple[tuple[str, Collection[object] | None], ...] = (
+        ("schedule", space.schedules),
+        ("zero", (0, *space.zero)),
+        ("recompute", space.recompute),
+        ("activations", space.activations),
+        ("offload", space.offload),
+        ("gradient_wire", space.wires),
+        ("order", (INSIDE_OUT,) if space.axis_order == "fixed" else None),
+    )
+    for field, known in words:
+        pinned = getattr(pins, field)
+        if pinned is not None and known is not None and pinned not in known:
+            yield f"{short[field]}={pinned}", f"has {' or '.join(map(str, known))}"
+    if (pins.virtual_stages or 1) > space.virtual_stages:
+        yield f"v={pins.virtual_stages}", f"has at most {space.virtual_stages} stages on a rank"
 
 
 def _needed(pins: Pins) -> Iterator[tuple[str, Allowance]]:

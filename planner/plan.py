@@ -36,10 +36,9 @@ from planner.units import (
     Positive,
     Samples,
     SampleTokens,
+    Text,
     Timeout,
 )
-
-Backend = Literal["native"]
 
 
 def _known_schedule(name: str) -> str:
@@ -294,7 +293,8 @@ class Plan(Document):
 
     model: PlannedModel
     cluster: Line
-    backend: Backend = "native"
+    backend: Text = "native"
+    """The stack that trains it (planner/catalog/stacks); `planner.catalog.stack` finds it."""
     seq_len: SampleTokens
     global_batch: Samples
     precision: Precision

@@ -19,9 +19,15 @@ from planner.costs.compute import peak_flops
 from planner.costs.crossings import in_order
 from planner.costs.group_costs import GroupCosts
 from planner.costs.hosts import overfull, unknown
-from planner.costs.layout_costs import CostTables, LayoutCosts, counted_by_rank, has_room
-from planner.costs.rank_memory import host_bytes, layer_bytes, rank_memory_parts
-from planner.costs.seats import Seat, Seats, alike, branching
+from planner.costs.layout_costs import CostTables, LayoutCosts
+from planner.costs.rank_memory import (
+    has_room,
+    host_bytes,
+    layer_bytes,
+    rank_memory_parts,
+    widest,
+)
+from planner.costs.seats import Seats, alike, branching
 from planner.costs.strategy import StrategyParts
 from planner.costs.uncertainty import step_range
 from planner.errors import DocumentError
@@ -306,7 +312,8 @@ def placement_prediction(
         tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
         fits=all(
-            has_room(seat.accelerator, size) for size, seat in zip(peaks, seats.stages, strict=True)
+            has_room(seat.accelerator.memory_bytes, size, seat.costs)
+            for size, seat in zip(peaks, seats.stages, strict=True)
         )
         and _hosts_fit(tables, layout, seats, home, on_host),
         stages=tuple(
@@ -358,14 +365,10 @@ def _seconds(seats: Seats, placements: Sequence[Placement]) -> list[StageSeconds
 def _rank_memory(
     seats: Seats, layout: Layout, rank: int, held: Sequence[int], placements: Sequence[Placement]
 ) -> dict[str, float]:
-    if not counted_by_rank(layout):
-        (s,) = held
-        seat = seats.stages[s]
-        layers = {s: [layer_bytes(part) for part in _layers(seat.costs, placements[s])]}
-        return rank_memory_parts(seat.costs, layout, layers, rank=rank, passing=seat.passing)
-    costs = _roomiest([seats.stages[s] for s in held])
+    costs = seats.stages[held[0]].costs
     layers = {s: [layer_bytes(part) for part in _layers(costs, placements[s])] for s in held}
-    return rank_memory_parts(costs, layout, layers, rank=rank)
+    passing = widest([p for s in held if (p := seats.stages[s].passing) is not None])
+    return rank_memory_parts(costs, layout, layers, rank=rank, passing=passing)
 
 
 def stage_seconds(costs: LayoutCosts, placement: Placement) -> StageSeconds:
@@ -427,13 +430,6 @@ def step_parts(
     # Idle, waiting for other stages or for their transfers.
     parts["pipeline"] = max(0.0, reduced_s + updated_s + costs.step_s - sum(parts.values()))
     return parts
-
-
-def _roomiest(seats: Sequence[Seat]) -> LayoutCosts:
-    """Return the costs of a rank's stages, with the widest boundary that any of them has."""
-    costs = seats[0].costs
-    widest = [seat.passing.widest_bytes for seat in seats if seat.passing is not None]
-    return replace(costs, boundary_bytes=max(widest)) if widest else costs
 
 
 def balanced_cuts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:

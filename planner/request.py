@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.catalog import native, stack_name, stacks
+from planner.catalog import native, stack, stack_name, stacks
 from planner.cluster import ClusterSpec, DeviceGroup, Precision
 from planner.document import nearest
 from planner.errors import DocumentError
@@ -23,6 +23,7 @@ from planner.plan import INSIDE_OUT, Job, Layout, Plan, check_size
 from planner.profile import Profile, Profiles
 from planner.schedules import PLAIN, schedule_of
 from planner.stack import Stack
+from planner.stack_space import Space
 from planner.training import Training
 from planner.units import MOST_SAMPLES, MOST_TOKENS
 
@@ -69,7 +70,8 @@ class Request:
     ) -> Request:
         """Return a request; what is None takes the default that suits the model and the devices.
 
-        `lora` are settings of adapters, as `rank=16`; `stack` is a name or an alias.
+        `lora` are settings of adapters, as `rank=16`; `stack` is a name or an alias.  Layers are
+        measured in our runtime, so that a `profile` is of no other stack.
         """
         for name, value, most in (
             ("seq-len", seq_len, MOST_TOKENS),
@@ -91,16 +93,18 @@ class Request:
             precision=cluster.precision_for(precision),
             lora=Training().changed([f"lora.{setting}" for setting in lora]).lora,
         )
-        return cls(
-            model, cluster, job, pins or Pins(), profile, stacks()[stack_name(stack)], called
-        )
+        own = stacks()[stack_name(stack)]
+        measured = profile if own.name == "native" else None
+        return cls(model, cluster, job, pins or Pins(), measured, own, called)
 
     @classmethod
     def of_plan(
         cls, plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
     ) -> Request:
-        """Return what a plan answers."""
-        return cls(model, cluster, plan.job, profile=profile, stack=stacks()[plan.backend])
+        """Return what a plan answers; layers measured in our runtime are no other stack's."""
+        own = stack(plan.backend)
+        measured = profile if own.name == "native" else None
+        return cls(model, cluster, plan.job, profile=measured, stack=own)
 
     @property
     def cluster_name(self) -> str:
@@ -139,6 +143,16 @@ class Request:
                     "profile", f"'{name}' is no group of it; {nearest(name, names)}"
                 )
         return dict(self.profile)
+
+    @property
+    def space(self) -> Space:
+        """What the stack executes; DocumentError if its layouts are priced and not searched."""
+        if self.stack.space is None:
+            raise DocumentError(
+                "backend",
+                f"is {self.stack.name}, whose runs are priced and whose layouts are not searched",
+            )
+        return self.stack.space
 
     def on(self, groups: tuple[DeviceGroup, ...]) -> Request:
         """Return the same of some device groups alone, under the whole cluster's name."""

@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 
 from planner.document import Document, Part
 from planner.errors import DocumentError
+from planner.stack_space import Space, StageRule
 from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
 
 Kernel = Literal["module", "fused"]
@@ -61,6 +62,9 @@ class Sharding(Part):
     """ZeRO level of a run that does not say."""
     unit: Unit = "buffer"
     """What is divided between ranks, gathered and reduced together."""
+    ends: Literal["units", "root"] = "units"
+    """Embedding and head are units of their own, or parts of the root unit, which is gathered from
+    the first forward until the last backward."""
     reduces_whole: Flag = False
     """ZeRO-1 sums all gradients on all ranks before each keeps its shard (no reduce-scatter)."""
     collectives_per_layer: Rate = 1.0
@@ -118,6 +122,8 @@ class Kernels(Part):
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
     adapters: Literal["attention", "all"] = "all"
     """Which products of a frozen block have adapters, and so keep their inputs."""
+    adapter_rank: Positive = 16
+    """Of those adapters, where a run does not say."""
     restored_bytes: Amount = 5.0
     """Memory traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2
     written, at half of the bandwidth of a plain copy."""
@@ -222,8 +228,8 @@ class PipelineRule(Part):
     """Each tensor-parallel rank sends its share of an activation, the whole one otherwise."""
     keeps_sent: Flag = False
     """Activations sent to the next stage stay until their backward."""
-    stages: Literal["even", "by_products"] = "even"
-    """How blocks are divided: equal counts, or equal products with the head counted."""
+    stages: StageRule = "even"
+    """How blocks are divided among stages (planner.stage_rules)."""
     stalled_transfer_s: Amount = 0.0
     """Seconds that each transfer between stages waits in jobs of very many nodes, without stages
     each collective of all replicas."""
@@ -298,18 +304,6 @@ class MemoryRule(Part):
     apart."""
     communicator_bytes: Amount = 0.0
     """Buffers of the collective library, of a process with more than one rank."""
-
-
-class Space(Part):
-    """What the framework can execute, as its documentation says."""
-
-    zero: tuple[int, ...]
-    recompute: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-    tensor: Flag = True
-    pipeline: Flag = True
-    context: Flag = False
-    expert: Flag = False
-    most_virtual_stages: Positive = 1
 
 
 class Seen(Part):
@@ -430,6 +424,7 @@ def figures(stack: Stack) -> Iterator[tuple[str, object]]:
         part = getattr(stack, group)
         for name in type(part).model_fields:
             yield f"{group}.{name}", getattr(part, name)
+    yield "space", stack.space
     yield "accuracy.spread", stack.accuracy.spread
     yield "accuracy.pipelined_spread", stack.accuracy.pipelined_spread
 
@@ -467,7 +462,7 @@ def merged(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
     given = {f"{group}.{name}" for group in (*GROUPS, "accuracy") for name in patch.get(group, {})}
     kept = []
     for entry in base.get("basis", ()):
-        fields = [path for path in entry["fields"] if path not in said | given]
+        fields = [path for path in entry["fields"] if path not in said | given | {"space"}]
         if fields:
             kept.append({**entry, "fields": fields})
     result["basis"] = [*patch.get("basis", ()), *kept]

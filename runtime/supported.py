@@ -18,7 +18,20 @@ def supported(plan: Plan, model: ModelGraph) -> str | None:
     return next(_obstacles(plan, model), None)
 
 
+def foreign(plan: Plan) -> str | None:
+    """Return why a plan for another framework is not executed here, and what does; None if ours."""
+    if plan.backend == "native":
+        return None
+    return (
+        f"backend: is {plan.backend}, and this runtime executes native plans; write its "
+        "configuration with 'meshwright export' and start it there"
+    )
+
+
 def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
+    other = foreign(plan)
+    if other:
+        yield other
     own_modules = is_factory(plan.model.source)
     if own_modules:
         # What runs is the user's code; figures of an architecture say nothing about it.

@@ -27,12 +27,15 @@ from typing import Any
 from benchmarks.peers.comparison import read_case, require_score
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.runs import Run
 from planner.catalog import stacks
 from planner.cluster import ClusterSpec, LinkTier
 from planner.expressions import cluster_of
+from planner.layers.architecture import graph_of
 from planner.model import Architecture
+from planner.plan import Job, Layout
+from planner.request import Request
 from planner.schedule import orders
+from planner.setup import Setup
 from planner.simulate import timeline
 
 # Four GH200 in a node, each pair joined by six NVLinks; one Slingshot port of 200 Gb/s for each.
@@ -166,20 +169,22 @@ def from_data_sheets(raw: dict[str, Any], plan: dict[str, Any], batch: int) -> E
         mlp_bias=True,
     )
     return estimate(
-        Run(
-            architecture=architecture,
-            cluster=alps(tensor * data * len(stages), raw["gpus_per_node"][stages[0][0]["gpu"]]),
-            task="pretrain",
+        Setup(
+            request=Request(
+                graph_of(architecture, name="sailor"),
+                alps(tensor * data * len(stages), raw["gpus_per_node"][stages[0][0]["gpu"]]),
+                Job(seq_len=config["sequence_length"], global_batch=batch, precision="fp32"),
+                stack=stacks()["megatron-deepspeed"],
+            ),
+            layout=Layout(
+                tensor=tensor,
+                pipeline=len(stages),
+                data_replicate=data,
+                micro_batch=plan["mbs"],
+                micro_batches=-(-batch // (data * plan["mbs"])),
+                sequence_parallel=False,
+            ),
             framework="megatron-deepspeed",
-            seq_len=config["sequence_length"],
-            global_batch=batch,
-            micro_batch=plan["mbs"],
-            tensor=tensor,
-            pipeline=len(stages),
-            data=data,
-            zero=0,
-            recompute="none",
-            precision="fp32",
         )
     )
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from planner.backends.footprint import StageEstimate, fits, stages_of
+from planner.backends.held_bytes import StageEstimate, fits, stages_of
 from planner.backends.placed import priced
 from planner.backends.ranges import bounds_s, outside, spreads
-from planner.backends.runs import Run
-from planner.backends.stacks import stack_of_run
+from planner.backends.runs import run_of
 from planner.backends.step import step_parts
 from planner.catalog import accelerators
+from planner.cluster import ClusterSpec
 from planner.errors import DocumentError
-from planner.stack import Stack
+from planner.setup import Setup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,6 @@ class Estimate:
     step_parts: dict[str, float]
     stages: tuple[StageEstimate, ...]
     fits: bool
-    known_framework: bool
     beyond: tuple[str, ...] = ()
     """What of the run is outside those that its stack was fitted to: its range is wider."""
     assumptions: tuple[str, ...] = ()
@@ -45,27 +44,26 @@ def _memory(stage: StageEstimate, kind: str) -> float:
     return stage.device_bytes if kind == "device" else stage.reserved_bytes
 
 
-def estimate(run: Run, *, stack: Stack | None = None) -> Estimate:
-    """Return step time and memory of a run, by its framework's stack or by another."""
-    own, known = stack_of_run(run)
-    stack = stack or own
+def estimate(setup: Setup) -> Estimate:
+    """Return step time and memory of a run by the stack that trains it."""
+    stack = setup.request.stack
     if not stack.sharding.bridged:
-        run = _without_bridge(run)
-    assumptions = list(run.assumed)
-    if not known:
-        assumptions.append(f"framework '{run.framework}' priced as stack {stack.name}")
+        cluster = _without_bridge(setup.request.cluster)
+        setup = replace(setup, request=replace(setup.request, cluster=cluster))
+    run = run_of(setup)
+    assumptions = list(setup.assumed)
     recompute = run.recompute
     layers = priced(run, stack)
     if recompute is None:
         recompute = "none"
-        if not fits(run, stages_of(layers, "none"), stack):
+        if not fits(layers, stages_of(layers, "none")):
             recompute = "full"
         assumptions.append(f"recompute {recompute}")
     stages = stages_of(layers, recompute)
     parts = step_parts(layers, recompute)
     step_s = sum(parts.values())
-    beyond = outside(run, stack, known=known)
-    widths = spreads(run, stack, beyond=beyond, open_points=len(assumptions))
+    beyond = outside(setup)
+    widths = spreads(setup, beyond=beyond, open_points=len(assumptions))
     low_s, high_s = bounds_s(step_s, widths)
     if not 0 < step_s < math.inf:
         raise DocumentError("", "figures are out of all proportion: no step time follows from them")
@@ -75,22 +73,19 @@ def estimate(run: Run, *, stack: Stack | None = None) -> Estimate:
         high_s=high_s,
         step_parts=parts,
         stages=stages,
-        fits=fits(run, stages, stack),
-        known_framework=known,
+        fits=fits(layers, stages),
         beyond=beyond,
         assumptions=tuple(assumptions),
     )
 
 
-def _without_bridge(run: Run) -> Run:
-    """Return a run whose cards reach each other over PCIe alone."""
-    group = run.cluster.groups[0]
+def _without_bridge(cluster: ClusterSpec) -> ClusterSpec:
+    """Return a cluster whose cards reach each other over PCIe alone."""
+    group, tiers = cluster.groups[0], cluster.tiers
     entry = accelerators().get(group.accelerator.name)
-    tiers = run.cluster.tiers
     if entry is None or entry.bridge is None or not tiers or tiers[0].name != entry.bridge.name:
-        return run
+        return cluster
     [pcie] = [tier for tier in entry.tiers if tier.name == "pcie"]
     others = tuple(tier for tier in tiers[1:] if tier.name != "pcie")
     in_node = pcie.model_copy(update={"devices": group.devices_per_node})
-    cluster = run.cluster.model_copy(update={"tiers": (in_node, *others)})
-    return replace(run, cluster=cluster)
+    return cluster.model_copy(update={"tiers": (in_node, *others)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.backends.runs import Run
@@ -10,17 +9,18 @@ from planner.cluster import Collective
 from planner.costs import memory
 from planner.costs.collectives import Levels, collective_s, group_levels, levels
 from planner.costs.held import of_experts
+from planner.costs.lora import linears
 from planner.costs.memory import Sharing, States
 from planner.costs.rates import HOST_LINK_SHARE, Rates, rates
 from planner.costs.sharding import Links, Traffic, traffic
 from planner.layers.architecture import block_kinds, graph_of
-from planner.layers.arithmetic import local_parameters, table
+from planner.layers.arithmetic import largest_matrix, local_parameters, table
 from planner.layers.kernels import kernels_of
 from planner.layers.operator_table import GroupAxis, Setting, Table
 from planner.model import Architecture
 from planner.plan import Axis, Job, Layout
 from planner.stack import Stack
-from planner.tolerances import SLACK
+from planner.stage_rules import by_products
 
 USUAL_LINK_BYTES_PER_S = 3.2e10
 """PCIe 4, of a host link that the catalogue does not know."""
@@ -32,6 +32,10 @@ class Parameters:
 
     dense: float
     routed: float
+    adapters: float = 0.0
+    """Beside them, and trained in their place."""
+    largest: float = 0.0
+    """Of one matrix among them."""
 
     @property
     def count(self) -> float:
@@ -40,7 +44,12 @@ class Parameters:
 
     def __add__(self, other: Parameters) -> Parameters:
         """Both layers' together."""
-        return Parameters(dense=self.dense + other.dense, routed=self.routed + other.routed)
+        return Parameters(
+            dense=self.dense + other.dense,
+            routed=self.routed + other.routed,
+            adapters=self.adapters + other.adapters,
+            largest=max(self.largest, other.largest),
+        )
 
 
 NOTHING = Parameters(dense=0.0, routed=0.0)
@@ -62,9 +71,24 @@ class Priced:
     """Of the collectives inside layers."""
     local: dict[str, Parameters]
     stages: list[list[str]]
-    """Layer kinds [stage]."""
+    """Layer kinds [rank], those of all its stages together."""
     parameters: list[Parameters]
-    """[stage]"""
+    """[rank]"""
+
+    def stages_of(self, rank: int) -> dict[int, list[str]]:
+        """Return the layer kinds of each stage of a rank, as equal as can be."""
+        ranks, virtual, kinds = self.run.pipeline, self.run.virtual, self.stages[rank]
+        first, last = kinds[:1] == ["embedding"], kinds[-1:] == ["head"]
+        blocks, at = kinds[first : len(kinds) - last], 0
+        result = {}
+        for chunk in range(virtual):
+            size = (len(blocks) + chunk) // virtual
+            result[chunk * ranks + rank] = blocks[at : at + size]
+            at += size
+        result[rank] = kinds[:first] + result[rank]
+        end = (virtual - 1) * ranks + rank
+        result[end] = result[end] + kinds[len(kinds) - last :]
+        return result
 
 
 def priced(run: Run, stack: Stack) -> Priced:
@@ -89,9 +113,7 @@ def priced(run: Run, stack: Stack) -> Priced:
         },
         local=local,
         stages=stages,
-        parameters=[
-            _stage_parameters(run, kinds, local, s, len(stages)) for s, kinds in enumerate(stages)
-        ],
+        parameters=[sum((local[kind] for kind in kinds), NOTHING) for kinds in stages],
     )
 
 
@@ -127,7 +149,14 @@ def by_kind(a: Architecture, run: Run, stack: Stack) -> dict[str, Parameters]:
             expert_tensor=run.expert_tensor,
             shared_whole=stack.experts.shared == "whole",
         )
-        result[layer.kind] = Parameters(dense=dense, routed=routed)
+        if layer.kind == "head" and a.tied_embeddings and run.pipeline > 1:
+            dense += a.vocab_size * a.hidden_size / run.tensor
+        result[layer.kind] = Parameters(
+            dense=dense,
+            routed=routed,
+            adapters=_adapters(a, run, stack, layer.kind) if is_frozen(run) else 0.0,
+            largest=largest_matrix(graph, layer, tensor=run.tensor),
+        )
     return result
 
 
@@ -159,7 +188,7 @@ def group(run: Run, axes: tuple[Axis, ...]) -> Levels:
 
 def _moving(run: Run, sharing: Sharing, parameters: Parameters, used: Rates) -> Traffic:
     """Return the traffic of a layer's states."""
-    frozen = run.task in ("lora", "qlora")
+    frozen = is_frozen(run)
     links = Links(
         shard=group(run, ("data_shard", "context")),
         replicate=group(run, ("data_replicate",)),
@@ -179,18 +208,46 @@ def _moving(run: Run, sharing: Sharing, parameters: Parameters, used: Rates) -> 
 
 def optimized(run: Run, sharing: Sharing, parameters: Parameters) -> float:
     """Return the parameters of a stage that a rank's optimizer updates."""
-    if run.task in ("lora", "qlora"):
-        return 0.0
+    if is_frozen(run):
+        return parameters.adapters / (sharing.shard if sharing.sharded else 1)
     apart = of_experts(sharing, run.tensor, run.expert, run.expert_tensor)
     held = parameters.dense / (sharing.shard if sharing.sharded else 1)
     return held + parameters.routed / (apart.shard if apart.sharded else 1)
 
 
-def states_of(run: Run, sharing: Sharing, parameters: Parameters) -> States:
-    """Return what a stage's parameters take on a rank."""
-    of_one = memory.frozen_states if run.task in ("lora", "qlora") else memory.states
+def _adapters(a: Architecture, run: Run, stack: Stack, kind: str) -> float:
+    """Return the parameters of a layer's adapters on a rank."""
+    if kind in ("embedding", "head"):
+        return 0.0
+    every = stack.kernels.adapters == "all"
+    total = 0.0
+    for one in linears(a, experts=kind == "moe_block"):
+        if every or "attn" in one.path:
+            inputs = one.inputs / (run.tensor if one.rows else 1)
+            total += inputs + one.outputs / (1 if one.rows else run.tensor)
+    return stack.kernels.adapter_rank * total
+
+
+def states_of(run: Run, stack: Stack, sharing: Sharing, kind: str, own: Parameters) -> States:
+    """Return what a layer's parameters take on a rank."""
     apart = of_experts(sharing, run.tensor, run.expert, run.expert_tensor)
-    return of_one(parameters.dense, sharing) + of_one(parameters.routed, apart)
+    end = kind in ("embedding", "head")
+    if not is_frozen(run):
+        held = memory.states(own.dense, sharing) + memory.states(own.routed, apart)
+    else:
+        if end and run.quantised:  # 4 bits are of the blocks' products
+            types = memory.state_types(stack, run.precision, zero=sharing.zero)
+            sharing = replace(sharing, types=types)
+        held = memory.frozen_states(own.dense, sharing) + memory.frozen_states(own.routed, apart)
+        held += memory.states(own.adapters, sharing)
+    if end and stack.sharding.ends == "root":
+        return memory.in_root_unit(held, own.dense, sharing)
+    return held
+
+
+def is_frozen(run: Run) -> bool:
+    """Whether only adapters are trained."""
+    return run.task in ("lora", "qlora")
 
 
 def setting_of(run: Run, stack: Stack) -> Setting:
@@ -210,7 +267,7 @@ def setting_of(run: Run, stack: Stack) -> Setting:
             run.precision,
             compiled=run.compiled,
             flash_attention=run.flash_attention,
-            frozen=run.task in ("lora", "qlora"),
+            frozen=is_frozen(run),
             quantised=run.quantised,
         ),
     )
@@ -241,14 +298,14 @@ def _expert_group(run: Run) -> Levels:
 
 
 def _layers(run: Run, stack: Stack) -> list[list[str]]:
-    """Return the layer kinds of each stage, all chunks together."""
+    """Return the layer kinds of each rank, all chunks together."""
     kinds = list(block_kinds(run.architecture))
     p, count = run.pipeline, len(kinds)
-    if stack.pipeline.stages == "even":
+    if stack.pipeline.stages != "by_products":
         base, more = divmod(count, p)
         sizes = [base + (1 if s < more else 0) for s in range(p)]
     else:
-        sizes = _by_cost(run, count)
+        sizes = by_products(run.architecture, p)
     result, at = [], 0
     for size in sizes:
         result.append(kinds[at : at + size])
@@ -256,35 +313,3 @@ def _layers(run: Run, stack: Stack) -> list[list[str]]:
     result[0].insert(0, "embedding")
     result[-1].append("head")
     return result
-
-
-def _by_cost(run: Run, count: int) -> list[int]:
-    """Return blocks per stage as nanotron divides them.
-
-    Blocks and the output projection count by their products, the embedding nothing; a stage is full
-    once the running sum passes its share.  Source: nanotron, get_block_compute_costs and
-    init_on_device_and_dtype (parallel/pipeline_parallel).
-    """
-    a = run.architecture
-    gates = 3 if a.gated_mlp else 2
-    block_cost = 4 * a.heads * a.head_dim * a.hidden_size + gates * a.ffn_size * a.hidden_size
-    total = count * block_cost + a.vocab_size * a.hidden_size
-    sizes, stage, sums = [0] * run.pipeline, 0, 0.0
-    for _ in range(count):
-        sums += block_cost
-        sizes[stage] += 1
-        if stage < run.pipeline - 1 and sums >= total * (stage + 1) / run.pipeline * (1 - SLACK):
-            stage += 1
-    return sizes
-
-
-def _stage_parameters(
-    run: Run, kinds: Sequence[str], local: dict[str, Parameters], stage: int, stages: int
-) -> Parameters:
-    total = NOTHING
-    for kind in kinds:
-        total += local[kind]
-    a = run.architecture
-    if a.tied_embeddings and stages > 1 and stage == stages - 1:
-        total += Parameters(dense=a.vocab_size * a.hidden_size / run.tensor, routed=0.0)
-    return total

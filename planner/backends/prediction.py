@@ -4,28 +4,44 @@ from __future__ import annotations
 
 from planner.backends.estimate import estimate
 from planner.backends.placed import priced
-from planner.backends.runs import Run
-from planner.backends.stacks import stack_of_run
+from planner.backends.runs import run_of
 from planner.backends.step import stage_seconds
 from planner.costs.compute import peak_flops
 from planner.errors import DocumentError
 from planner.layers.arithmetic import step_flops
-from planner.model import ModelGraph
 from planner.plan import Layout
 from planner.prediction import Assumption, Prediction, StagePrediction
 from planner.request import Request
+from planner.setup import Setup
 
 
 def backend_prediction(request: Request, layout: Layout) -> Prediction:
     """Return what a layout should do under a framework's stack, all blocks recomputed alike."""
-    return run_prediction(_run(request, layout), request.model, layout.text())
+    a = request.model.architecture
+    if layout.devices > request.cluster.devices:
+        raise DocumentError(
+            "layout",
+            f"takes {layout.devices} devices, and {request.cluster.name} has "
+            f"{request.cluster.devices}",
+        )
+    if a is not None and layout.pipeline > a.layers:
+        raise DocumentError(
+            "layout", f"{layout.pipeline} stages need as many blocks; the model has {a.layers}"
+        )
+    setup = Setup(
+        request=request,
+        layout=layout,
+        recompute=request.pins.recompute or "none",
+        framework=request.stack.name,
+    )
+    return setup_prediction(setup, layout.text())
 
 
-def run_prediction(run: Run, model: ModelGraph, layout: str) -> Prediction:
-    """Return what a run should do by its framework's stack; `layout` is how it is written."""
-    stack, _ = stack_of_run(run)
-    result = estimate(run)
-    recompute = run.recompute or "none"
+def setup_prediction(setup: Setup, layout: str) -> Prediction:
+    """Return what a run should do by the stack that trains it; `layout` is how it is written."""
+    model, stack, run = setup.request.model, setup.request.stack, run_of(setup)
+    result = estimate(setup)
+    recompute = setup.recompute or "none"
     seconds = stage_seconds(priced(run, stack), recompute)
     accelerator = run.cluster.groups[0].accelerator
     flops = step_flops(
@@ -40,7 +56,7 @@ def run_prediction(run: Run, model: ModelGraph, layout: str) -> Prediction:
         range_of = f"sources left out of the fit, since outside it are {', '.join(result.beyond)}"
     sources = [f"stack {stack.name}; range of {range_of} (docs/accuracy.md)"]
     return Prediction(
-        layout=f"{layout} {run.framework}",
+        layout=f"{layout} {setup.framework}",
         step_time_s=result.step_time_s,
         step_time_low_s=result.low_s,
         step_time_high_s=result.high_s,
@@ -54,51 +70,12 @@ def run_prediction(run: Run, model: ModelGraph, layout: str) -> Prediction:
                 backward_s=backward_s,
                 peak_memory_bytes=stage.device_bytes,
                 memory_capacity_bytes=float(accelerator.memory_bytes),
-                memory_parts={
-                    **stage.memory_parts,
-                    "slack": stage.reserved_bytes - stage.allocated_bytes,
-                    "context": stage.device_bytes - stage.reserved_bytes,
-                },
+                memory_parts=stage.memory_parts,
             )
             for stage, (forward_s, backward_s) in zip(result.stages, seconds, strict=True)
         ),
         assumptions=tuple(
-            Assumption(what=what, provenance="quoted", source=f"backend {run.framework}")
+            Assumption(what=what, provenance="quoted", source=f"backend {setup.framework}")
             for what in (*sources, *result.assumptions)
         ),
-    )
-
-
-def _run(request: Request, layout: Layout) -> Run:
-    model, cluster, job, backend = request.model, request.cluster, request.job, request.stack.name
-    if model.architecture is None or model.architecture.patches or model.architecture.classes:
-        raise DocumentError(
-            "backend", f"{backend} trains language models; {model.name} is none: use native"
-        )
-    if layout.devices > cluster.devices:
-        raise DocumentError(
-            "layout", f"takes {layout.devices} devices, and {cluster.name} has {cluster.devices}"
-        )
-    if layout.pipeline > model.architecture.layers:
-        raise DocumentError(
-            "layout",
-            f"{layout.pipeline} stages need as many blocks; the model has "
-            f"{model.architecture.layers}",
-        )
-    return Run(
-        architecture=model.architecture,
-        cluster=cluster,
-        task="pretrain",
-        framework=backend,
-        seq_len=job.seq_len,
-        global_batch=job.global_batch,
-        micro_batch=layout.micro_batch,
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        context=layout.context,
-        expert=layout.expert,
-        data=layout.data,
-        zero=layout.zero,
-        recompute=request.pins.recompute or "none",
-        precision=job.precision,
     )

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 
-from planner.backends.runs import Run
 from planner.costs.uncertainty import EXPERTS_SPREAD, UNMEASURED_ABOVE, UNMEASURED_BELOW
-from planner.layers.parameters import graph_of
-from planner.stack import Stack
+from planner.setup import Setup
 
 BEYOND = 2.0
 """Factor by which sizes may pass those that were measured and still count as such."""
@@ -23,20 +21,20 @@ ASSUMED_SPREAD = 0.05
 """What a run adds whose row leaves something open."""
 
 
-def outside(run: Run, stack: Stack, *, known: bool) -> tuple[str, ...]:
+def outside(setup: Setup) -> tuple[str, ...]:
     """Return what of a run is outside the measured runs of its framework; empty: nothing."""
-    seen = stack.accuracy.seen if known else None
+    request, layout = setup.request, setup.layout
+    seen = request.stack.accuracy.seen if setup.known else None
     if seen is None:
-        return (f"framework '{run.framework}'",)
-    accelerator = run.cluster.groups[0].accelerator.name
-    parameters = float(graph_of(run.architecture, name="model").parameters)
-    tuned = run.task != "pretrain"
+        return (f"framework '{setup.framework}'",)
+    accelerator = request.cluster.groups[0].accelerator.name
+    parameters = float(request.model.parameters)
     found = {
         accelerator: accelerator not in seen.accelerators,
         f"{parameters / 1e9:.2g}B parameters": _beyond(parameters, seen.parameters),
-        f"{run.devices} devices": _beyond(run.devices, seen.devices),
-        f"sequences of {run.seq_len}": _beyond(run.seq_len, seen.seq_len),
-        run.task: not (seen.tuning if tuned else seen.pretraining),
+        f"{layout.devices} devices": _beyond(layout.devices, seen.devices),
+        f"sequences of {request.job.seq_len}": _beyond(request.job.seq_len, seen.seq_len),
+        setup.task: not (seen.tuning if setup.tuned else seen.pretraining),
     }
     return tuple(name for name, is_out in found.items() if is_out)
 
@@ -46,23 +44,22 @@ def _beyond(value: float, measured: tuple[float, float]) -> bool:
     return not low / BEYOND <= value <= high * BEYOND
 
 
-def spreads(
-    run: Run, stack: Stack, *, beyond: tuple[str, ...], open_points: int
-) -> tuple[float, float]:
+def spreads(setup: Setup, *, beyond: tuple[str, ...], open_points: int) -> tuple[float, float]:
     """Return the logarithms of the range below and above the predicted step."""
-    below = above = stack.accuracy.spread
+    accuracy, model = setup.request.stack.accuracy, setup.request.model
+    below = above = accuracy.spread
     if beyond:
         below, above = max(below, UNMEASURED_BELOW), max(above, UNMEASURED_ABOVE)
-    if run.architecture.experts is not None:
+    if model.architecture is not None and model.architecture.experts is not None:
         below, above = max(below, EXPERTS_SPREAD), max(above, EXPERTS_SPREAD)
     more = 0.0
-    group = run.cluster.groups[0]
+    group = setup.request.cluster.groups[0]
     if group.accelerator.curve.provenance == "quoted":
         more += QUOTED_SPREAD
     if open_points:
         more += ASSUMED_SPREAD
-    if run.pipeline > 1 and group.nodes > 1:
-        above = max(above, stack.accuracy.pipelined_spread)
+    if setup.layout.pipeline > 1 and group.nodes > 1:
+        above = max(above, accuracy.pipelined_spread)
     return below + more, above + more
 
 

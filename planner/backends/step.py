@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from planner.backends.footprint import shares
-from planner.backends.placed import Priced, group, link_s, optimized
+from planner.backends.held_bytes import shares
+from planner.backends.placed import Priced, group, is_frozen, link_s, optimized
 from planner.backends.runs import Run
 from planner.costs.activations import uncovered_s
 from planner.costs.collectives import collective_s
@@ -77,7 +77,7 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
         host = host_passes(stack, table, setting, found, recomputes=choice == "full")
         least_s += share * (host.forward_s + host.backward_s + host.recompute_s)
         kept += share * table.stored_bytes(choice)
-    if run.task not in ("lora", "qlora"):
+    if not is_frozen(run):
         added = accumulated_bytes(priced.sharing.types, stack.sharding.accumulation)
         backward_s += priced.used.memory_s(added * parameters.count)
     seen = seen_in_passes(

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.runs import Run, each, read_rows
-from planner.backends.stacks import stack_of_run
 from planner.calibrate.constants import (
     ACTION,
     SLACK,
@@ -26,7 +24,9 @@ from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.predict import predict
 from planner.profile import Birth, Calibration, Profile
-from planner.stack import Stack, with_figures
+from planner.setup import Setup
+from planner.stack import with_figures
+from planner.tables.rows import each, read_rows
 from planner.units import GIB
 
 USUAL_SLACK = 1.05
@@ -59,38 +59,40 @@ class Observed:
 def of_table(path: Path) -> list[Observed]:
     """Return the complete runs of a table that have a step time or a peak of reserved memory."""
     result = []
-    for seen, run in each(read_rows(path)):
-        if not isinstance(run, Run) or not seen.complete:
+    for seen, setup in each(read_rows(path)):
+        if not isinstance(setup, Setup) or not seen.complete:
             continue
         kept = seen.memory_kind in ("reserved", "device") and seen.judge_memory
         memory = seen.peak_memory_gib if kept else None
         step_s = seen.step_time_s if seen.judge_time else None
         if step_s is None and memory is None:
             continue
-        stack, _ = stack_of_run(run)
+        stack = setup.request.stack
         result.append(
             Observed(
                 name=seen.id,
-                cluster=run.cluster,
+                cluster=setup.request.cluster,
                 step_s=step_s,
                 memory_bytes=None if memory is None else memory * GIB,
-                seconds=_table_seconds(run, stack),
-                bytes=_table_bytes(run, stack, seen.memory_kind, seen.memory_rank),
+                seconds=_table_seconds(setup),
+                bytes=_table_bytes(setup, seen.memory_kind, seen.memory_rank),
                 usual=(stack.host.step_s, stack.host.action_s, stack.memory.reserved),
             )
         )
     return result
 
 
-def _table_seconds(run: Run, stack: Stack) -> Callable[[Constants], float]:
-    return lambda values: _estimate(run, stack, values).step_time_s
+def _table_seconds(setup: Setup) -> Callable[[Constants], float]:
+    return lambda values: _estimate(setup, values).step_time_s
 
 
-def _table_bytes(run: Run, stack: Stack, kind: str, rank: str) -> Callable[[Constants], float]:
-    return lambda values: _estimate(run, stack, values).memory_bytes(kind, rank)
+def _table_bytes(setup: Setup, kind: str, rank: str) -> Callable[[Constants], float]:
+    return lambda values: _estimate(setup, values).memory_bytes(kind, rank)
 
 
-def _estimate(run: Run, stack: Stack, values: Constants) -> Estimate:
+def _estimate(setup: Setup, values: Constants) -> Estimate:
+    request = setup.request
+    stack = request.stack
     changed = with_figures(
         stack,
         {
@@ -99,8 +101,8 @@ def _estimate(run: Run, stack: Stack, values: Constants) -> Estimate:
             "memory.reserved": values.get(SLACK, stack.memory.reserved),
         },
     )
-    found = as_calibration(values, run.cluster)
-    return estimate(replace(run, cluster=calibrated(run.cluster, found)), stack=changed)
+    cluster = calibrated(request.cluster, as_calibration(values, request.cluster))
+    return estimate(replace(setup, request=replace(request, cluster=cluster, stack=changed)))
 
 
 def of_launch(

@@ -304,6 +304,11 @@ def read_stacks(folder: Traversable) -> dict[str, Stack]:
     return result
 
 
+def stack(text: str) -> Stack:
+    """Return the stack that a name or alias stands for; DocumentError with the nearest if none."""
+    return stacks()[stack_name(text)]
+
+
 def native() -> Stack:
     """Return the stack of this project's own runtime."""
     return stacks()["native"]

@@ -157,8 +157,9 @@ def calibrated(
         )
     if not same_kind:
         return own
-    exact: dict[float, LayerMeasurement]
-    exact = {m.micro_batch: m for m in same_kind if _same_but_batch(m, setting, recompute)}
+    exact: dict[float, LayerMeasurement] = {
+        m.micro_batch: m for m in same_kind if _same_but_batch(m, setting, recompute)
+    }
     if setting.micro_batch in exact:
         return _measured(own, exact[setting.micro_batch])
     below = [b for b in exact if b < setting.micro_batch]

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import Accelerator
 from planner.costs.boundaries import Boundaries
 from planner.costs.held import HeldStates
 from planner.costs.layer_figures import KindFigures, LayerFigures
 from planner.costs.layer_parts import LayerParts, parts_key
 from planner.costs.memory import States
 from planner.costs.rates import Rates, assumptions, host_assumptions, rates
+from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.strategy import (
     Holding,
     StrategyCost,
@@ -45,9 +45,7 @@ from planner.layers.operator_table import RECOMPUTES, Setting
 from planner.native import caveat, refusal
 from planner.plan import Activations, Layout
 from planner.prediction import Assumption
-from planner.profile import Recompute
 from planner.request import Request
-from planner.tolerances import SETTLED
 
 __all__ = [
     "CostTables",
@@ -56,25 +54,6 @@ __all__ = [
     "StrategyParts",
     "refusal",
 ]
-
-
-KEPT_FREE = 0.04
-"""Of an accelerator's memory: the difference between the mean of the runs that the stack's
-`memory.reserved` comes from (1.048) and their worst (1.09)."""
-
-
-def room_bytes(device: Accelerator, memory_bytes: float | None = None) -> float:
-    """Return how many bytes a plan may fill on a device: of all its memory, or of so much.
-
-    The search and `planner.predict` both ask this function what fits.
-    """
-    whole = float(device.memory_bytes) if memory_bytes is None else memory_bytes
-    return whole if device.kind == "cpu" else whole * (1 - KEPT_FREE)
-
-
-def has_room(device: Accelerator, peak_bytes: float) -> bool:
-    """Whether a device holds a rank's peak, up to the rounding of its sum."""
-    return peak_bytes <= room_bytes(device) * (1 + SETTLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +68,10 @@ class LayoutCosts:
     """Per rank: device context, collective library."""
     slack: float
     """Reserved over allocated bytes."""
+    tight: float
+    """The same where memory is short (planner.costs.rank_memory.room_bytes)."""
+    keeps_sent: bool
+    """Activations sent to the next stage stay until their backward."""
     step_s: float
     """Seconds of a step that no layer causes."""
     parts: dict[str, tuple[StrategyParts, ...]]
@@ -98,6 +81,10 @@ class LayoutCosts:
     """Seconds that the runtime takes per pipeline action, the rest of boundary_s."""
     boundary_bytes: float
     """Activation that crosses a stage boundary."""
+    narrowest_bytes: float
+    """Least that crosses any boundary of a graph; boundary_bytes are the most."""
+    output_bytes: dict[str, float]
+    """What one micro-batch's output has on a rank, by kind of layer; empty of a chain."""
     context_bytes: float
     """Part of fixed_bytes: all but the pipeline's buffers."""
     assumptions: tuple[Assumption, ...]
@@ -142,9 +129,11 @@ class CostTables:
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
         self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
-        self._slack = 1.0
+        self._slack = self._tight = 1.0
         if not self._rates.on_cpu:
-            self._slack = self._rates.slack or self._rates.stack.memory.reserved
+            rule = self._rates.stack.memory
+            self._slack = self._rates.slack or rule.reserved
+            self._tight = self._slack * rule.tight / rule.reserved
         self._step_s = self._rates.step_s
 
     def of(self, layout: Layout) -> LayoutCosts:
@@ -173,11 +162,15 @@ class CostTables:
             boundary_s=shared.transfer_s + shared.action_s,
             fixed_bytes=shared.context_bytes,
             slack=self._slack,
+            tight=self._tight,
+            keeps_sent=self._rates.stack.pipeline.keeps_sent,
             step_s=self._step_s,
             parts=shared.parts,
             transfer_s=shared.transfer_s,
             action_s=shared.action_s,
             boundary_bytes=shared.boundary_bytes,
+            narrowest_bytes=shared.narrowest_bytes,
+            output_bytes=shared.output_bytes,
             context_bytes=shared.context_bytes,
             assumptions=shared.assumptions,
         )
@@ -197,7 +190,7 @@ class CostTables:
         return self._figures.together([(self._setting(layout), layout) for layout in layouts])
 
     def fastest_s(
-        self, layouts: Sequence[Layout], recompute: Recompute | None = None
+        self, layouts: Sequence[Layout], recompute: Recomputes = None
     ) -> NDArray[np.float64]:
         """[kind, layout] Least forward and backward seconds of each kind on one micro-batch.
 
@@ -207,7 +200,7 @@ class CostTables:
         return self.passes_s(layouts, recompute)[0]
 
     def passes_s(
-        self, layouts: Sequence[Layout], recompute: Recompute | None = None
+        self, layouts: Sequence[Layout], recompute: Recomputes = None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[kind, layout] `fastest_s`, and the least `Figures.credit_s` of any choice."""
         figures = self.figures_together(layouts)
@@ -225,7 +218,12 @@ class CostTables:
 
     def states(self, layout: Layout) -> tuple[States, ...]:
         """[kind] What a rank holds of one layer's parameters, gradients and optimizer."""
-        key = (layout.tensor, layout.expert, sharing := self._holding.sharing(layout))
+        key = (
+            layout.tensor,
+            layout.expert,
+            layout.expert_tensor,
+            sharing := self._holding.sharing(layout),
+        )
         found = self._known_states.get(key)
         if found is None:
             held = (self._holding.held(layer, layout, sharing) for layer in self._layers.values())
@@ -262,7 +260,7 @@ class CostTables:
         """Work out what layouts that differ only in schedule and step length have in common."""
         setting = self._setting(layout)
         links = self._parts.links(layout) if linked else None
-        transfer_s = action_s = boundary_bytes = 0.0
+        transfer_s = action_s = boundary_bytes = least_bytes = 0.0
         if layout.pipeline > 1:
             boundary_bytes, least_bytes = self._boundaries.crossing_bytes(setting)
             if links is not None:
@@ -277,6 +275,8 @@ class CostTables:
             transfer_s=transfer_s,
             action_s=action_s,
             boundary_bytes=boundary_bytes,
+            narrowest_bytes=least_bytes,
+            output_bytes=self._boundaries.output_bytes(setting) if self.model.edges else {},
             context_bytes=self._context_bytes(layout),
             assumptions=(
                 *self._figures.assumptions(setting, layout),
@@ -332,19 +332,19 @@ class CostTables:
         return memory.context_bytes + (memory.communicator_bytes if layout.devices > 1 else 0.0)
 
 
-def fastest_s(figures: KindFigures, recompute: Recompute | None = None) -> NDArray[np.float64]:
-    """[kind, place] Fewest seconds of both passes, of one choice of recompute or the best."""
+def fastest_s(figures: KindFigures, recompute: Recomputes = None) -> NDArray[np.float64]:
+    """[kind, place] Fewest seconds of both passes, of what layers may recompute."""
     return np.array(
         [
             np.min(
                 [
                     one.passes_s
                     for choice, one in zip(RECOMPUTES, of_kind, strict=True)
-                    if recompute in (None, choice)
+                    if choice in choices_of(recompute, kind)
                 ],
                 axis=0,
             )
-            for of_kind in figures.values()
+            for kind, of_kind in figures.items()
         ]
     )
 
@@ -363,6 +363,8 @@ class _Shared:
     transfer_s: float
     action_s: float
     boundary_bytes: float
+    narrowest_bytes: float
+    output_bytes: dict[str, float]
     context_bytes: float
     assumptions: tuple[Assumption, ...]
 

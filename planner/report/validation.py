@@ -66,7 +66,7 @@ def scatter(rows: list[ScoredRow], quantity: str, unit: str) -> go.Figure | None
                 name=quantity,
                 marker={"opacity": 0.6},
                 text=[
-                    f"{row.measured.id}<br>{row.run.layout_text if row.run else ''}"
+                    f"{row.measured.id}<br>{row.setup.text if row.setup else ''}"
                     for _, row in points
                 ],
             ),

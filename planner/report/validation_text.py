@@ -27,7 +27,7 @@ def validation_text(validation: Validation) -> RenderableType:
     lines.append("missed most, with predicted parts:")
     for row in validation.worst:
         assert row.estimate is not None
-        assert row.run is not None
+        assert row.setup is not None
         seen = row.measured
         parts = ", ".join(
             f"{name} {seconds_text(size)}"
@@ -35,7 +35,7 @@ def validation_text(validation: Validation) -> RenderableType:
             if size > 0.02 * row.estimate.step_time_s
         )
         lines.append(
-            f"  {seen.id} ({seen.model} on {row.run.cluster.name}, {row.run.layout_text}): "
+            f"  {seen.id} ({seen.model} on {row.setup.request.cluster.name}, {row.setup.text}): "
             f"predicted {seconds_text(row.estimate.step_time_s)}, "
             f"measured {seconds_text(seen.step_time_s or 0.0)}: {parts}"
         )

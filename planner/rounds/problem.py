@@ -13,7 +13,10 @@ stage.  At every moment rank r holds a micro-batch's stored bytes a_c times for 
 c-th stage, and what waits for the gradients of weights w_c times.  `moments[r]` are those (a_0,
 a_1, w_0, w_1) that no other moment of the schedule's order exceeds; for each of them
 
-    fixed_r + Σ_c Σ_l (resident + a_c stored + w_c kept) + max transient <= capacity
+    fixed_r + max transient + Σ_c (a_c passed_rc + Σ_l (resident + a_c stored + w_c kept))
+
+is within its capacity, unless `used_bytes` says what a rank holds: then those are sums that are no
+more.
 
 A cut is charged to both ranks that meet at it, and to neither if they are one.
 """
@@ -21,16 +24,22 @@ A cut is charged to both ranks that meet at it, and to neither if they are one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
-from planner.schedule import orders, rank_of_stage
+import numpy as np
+
+from planner import fullest
 from planner.solver.instance import Option
 from planner.tolerances import EQUAL, ROUNDING
 
 Moment = tuple[int, int, int, int]
+Spans = tuple[tuple[int, int], tuple[int, int]]
+"""First layer and end of both stages of a rank."""
+UsedByRank = Callable[[int, Spans, Sequence[int]], float]
+"""Bytes of a rank: its number, its layers, and their options, those of the first stage first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +52,9 @@ class RoundsProblem:
     moments: tuple[tuple[Moment, ...], ...]
     capacity_bytes: float
     fixed_bytes: tuple[float, ...]
+    passed_bytes: tuple[tuple[float, float], ...] = ()
+    """[rank] What a micro-batch alive holds at the ends of each stage; empty means nothing."""
+    used_bytes: UsedByRank | None = field(default=None, repr=False, compare=False)
     exposed_s: tuple[float, ...]
     micro_batches: int
     credits_s: tuple[float, ...] = ()
@@ -64,6 +76,35 @@ class RoundsProblem:
     def folded(self) -> bool:
         """Whether the first and the last stage lie on one rank."""
         return self.home[0] == self.home[-1]
+
+    def passed_by(self, rank: int) -> tuple[float, float]:
+        """Return what a micro-batch alive holds at the ends of each stage of a rank."""
+        return self.passed_bytes[rank] if self.passed_bytes else (0.0, 0.0)
+
+    def fits(self, rank: int, spans: Spans, options: Sequence[int]) -> bool:
+        """Whether a rank has the bytes for layers with these options."""
+        used = self.used_bytes or self.sum_bytes
+        return used(rank, spans, options) <= self.capacity_bytes * (1 + ROUNDING)
+
+    def sum_bytes(self, rank: int, spans: Spans, options: Sequence[int]) -> float:
+        """Return what a rank holds by sums over its layers."""
+        layers = [at for span in spans for at in range(*span)]
+        own = [self.kinds[self.layers[at]][o] for at, o in zip(layers, options, strict=True)]
+        width = spans[0][1] - spans[0][0]
+        front, behind = own[:width], own[width:]
+        b_0, b_1 = self.passed_by(rank)
+        return (
+            self.fixed_bytes[rank]
+            + sum(o.resident_bytes for o in own)
+            + max(o.transient_bytes for o in own)
+            + max(
+                a_0 * b_0
+                + a_1 * b_1
+                + sum(a_0 * o.stored_bytes + w_0 * o.kept_bytes for o in front)
+                + sum(a_1 * o.stored_bytes + w_1 * o.kept_bytes for o in behind)
+                for a_0, a_1, w_0, w_1 in self.moments[rank]
+            )
+        )
 
     def stages_of(self, rank: int) -> tuple[int, int]:
         """Return the two stages of a rank in order."""
@@ -96,30 +137,19 @@ class RoundsSolution:
 def moments(schedule: str, ranks: int, micro_batches: int) -> tuple[tuple[Moment, ...], ...]:
     """[rank] What is alive and what waits, of each of its two stages, at its fullest moments.
 
+    A backward's own micro-batch is alive in it, and does not wait yet.
+
     >>> moments("interleaved", 2, 4)[0]
     ((3, 2, 0, 0), (4, 1, 0, 0))
     """
-    stages = 2 * ranks
-    home = rank_of_stage(schedule, stages=stages, virtual_stages=2)
     result = []
-    every = orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=2)
-    for rank, order in enumerate(every):
-        place = {s: c for c, s in enumerate(s for s, r in enumerate(home) if r == rank)}
-        held = [0, 0, 0, 0]
-        seen: set[Moment] = set()
-        for stage, kind, _ in order:
-            at = place[stage]
-            if kind == "F":
-                held[at] += 1
-            elif kind == "I":
-                held[2 + at] += 1
-            if kind in ("F", "I"):
-                seen.add((held[0], held[1], held[2], held[3]))
-            if kind in ("B", "I"):
-                held[at] -= 1
-            elif kind == "W":
-                held[2 + at] -= 1
-        fullest = {
+    for rank in range(ranks):
+        found = fullest.moments(
+            schedule, rank, ranks=ranks, micro_batches=micro_batches, virtual_stages=2
+        )
+        rows = np.hstack([found.holding, found.waiting])[found.kind != fullest.KINDS.index("W")]
+        seen = {(int(a_0), int(a_1), int(w_0), int(w_1)) for a_0, a_1, w_0, w_1 in rows}
+        most = {
             one
             for one in seen
             if not any(
@@ -127,7 +157,7 @@ def moments(schedule: str, ranks: int, micro_batches: int) -> tuple[tuple[Moment
                 for other in seen
             )
         }
-        result.append(tuple(sorted(fullest)))
+        result.append(tuple(sorted(most)))
     return tuple(result)
 
 
@@ -140,21 +170,15 @@ def objective_s(problem: RoundsProblem, cuts: Sequence[int], options: Sequence[i
 def rank_s(problem: RoundsProblem, rank: int, cuts: Sequence[int], options: Sequence[int]) -> float:
     """Seconds of a rank, m t + sync, with these options of all layers; inf if it lacks bytes."""
     both = problem.stages_of(rank)
-    held = [
-        [problem.kinds[problem.layers[at]][options[at]] for at in range(cuts[s], cuts[s + 1])]
-        for s in both
-    ]
-    own = [o for of_stage in held for o in of_stage]
-    seconds = sum(o.time_s for o in own) + problem.exposed_s[rank]
+    front, behind = ((cuts[s], cuts[s + 1]) for s in both)
+    layers = [*range(*front), *range(*behind)]
+    if not problem.fits(rank, (front, behind), [options[at] for at in layers]):
+        return math.inf
+    own = [problem.kinds[problem.layers[at]][options[at]] for at in layers]
+    seconds: float = sum(o.time_s for o in own) + problem.exposed_s[rank]
     seconds += sum(_beside_s(problem, s, cuts) for s in both)
-    resident = problem.fixed_bytes[rank] + sum(o.resident_bytes for o in own)
-    resident += max(o.transient_bytes for o in own)
-    for a_0, a_1, w_0, w_1 in problem.moments[rank]:
-        used = resident + sum(a_0 * o.stored_bytes + w_0 * o.kept_bytes for o in held[0])
-        used += sum(a_1 * o.stored_bytes + w_1 * o.kept_bytes for o in held[1])
-        if used > problem.capacity_bytes * (1 + ROUNDING):
-            return math.inf
-    return problem.micro_batches * seconds + sum(o.sync_s for o in own)
+    sync_s: float = sum(o.sync_s for o in own)
+    return problem.micro_batches * seconds + sync_s
 
 
 def largest_stage_s(problem: RoundsProblem, cuts: Sequence[int]) -> float:

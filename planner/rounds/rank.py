@@ -5,17 +5,24 @@ schedule (`planner.rounds.problem`).  Options of a kind differ in stored bytes, 
 transient alone, so each stage has a Pareto set of (stored, seconds), and a point of the first set
 leaves the second a budget: the least that any moment leaves.  Tried for each level that the largest
 transient may have, that is exact.
+
+Where bytes are no sums (`RoundsProblem.used_bytes`), the fastest options by sums are checked, and
+if they do not fit, all that take longer are gone through (planner.solver.checked).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.rounds.problem import RoundsProblem
+from planner.rounds.problem import RoundsProblem, Spans
+from planner.solver.checked import fastest_checked
 from planner.solver.frontier import FrontierStore, Runs, fastest_choice, unbeaten
+from planner.solver.instance import Instance, Stage
+from planner.solver.knapsack import Knapsacks
 from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
@@ -28,6 +35,8 @@ class RankChoice:
 
     time_s: float
     options: tuple[list[int], list[int]]
+    at_least_s: float | None = None
+    """Seconds that no options that fit stay below, where that is less than `time_s`."""
 
 
 class RankOptions:
@@ -40,6 +49,51 @@ class RankOptions:
 
     def fastest(self, front: Span, behind: Span) -> RankChoice | None:
         """Return the fastest options of the layers of both stages, None if they do not fit."""
+        lowest = self._by_sums(front, behind)
+        if lowest is None or self._problem.used_bytes is None:
+            return lowest
+        first, second = lowest.options
+        if self._problem.fits(self._rank, (front, behind), [*first, *second]):
+            return lowest
+        return self._checked((front, behind), lowest.time_s)
+
+    def _checked(self, spans: Spans, least_s: float) -> RankChoice | None:
+        """Return the fastest options that fit, which take no less than `least_s`."""
+        problem, rank = self._problem, self._rank
+        kinds, count = problem.kinds, len(problem.kinds)
+        # By the moment with most alive; a stage's layers have kinds of their own.
+        a_0, a_1, w_0, w_1 = max(problem.moments[rank], key=sum)
+        tables = [
+            tuple(
+                replace(o, stored_bytes=a * o.stored_bytes + w * o.kept_bytes, kept_bytes=0.0)
+                for o in table
+            )
+            for a, w in ((a_0, w_0), (a_1, w_1))
+            for table in kinds
+        ]
+        passed = sum(a * b for a, b in zip((a_0, a_1), problem.passed_by(rank), strict=True))
+        held = [
+            place * count + problem.layers[at]
+            for place, span in enumerate(spans)
+            for at in range(*span)
+        ]
+        room = Stage(
+            capacity_bytes=problem.capacity_bytes, fixed_bytes=problem.fixed_bytes[rank] + passed
+        )
+        one = Instance(layers=tuple(held), kinds=tuple(tables), stages=(room,), steady=0.0)
+        used = problem.used_bytes
+        assert used is not None, "sums are exact without"
+        found = fastest_checked(
+            Knapsacks(one, self._store), 0, held, partial(used, rank, spans), least_s=least_s
+        )
+        if found is None:
+            return None
+        width = spans[0][1] - spans[0][0]
+        taken = list(found.options)
+        at_least_s = found.at_least_s if found.at_least_s < found.time_s else None
+        return RankChoice(found.time_s, (taken[:width], taken[width:]), at_least_s)
+
+    def _by_sums(self, front: Span, behind: Span) -> RankChoice | None:
         problem = self._problem
         spans = (front, behind)
         held = [[problem.layers[layer] for layer in range(*span)] for span in spans]
@@ -65,8 +119,9 @@ class RankOptions:
         (load_0, time_0), (load_1, time_1) = (self._frontier(kinds, level) for kinds in held)
         room = np.full(len(load_0), np.inf)
         budget_0 = np.inf
+        b_0, b_1 = problem.passed_by(rank)
         for a_0, a_1, w_0, w_1 in problem.moments[rank]:
-            left = free - w_0 * kept[0] - w_1 * kept[1] - a_0 * load_0
+            left = free - w_0 * kept[0] - w_1 * kept[1] - a_0 * (load_0 + b_0) - a_1 * b_1
             room = np.minimum(room, left / a_1 if a_1 else np.where(left >= 0, np.inf, -np.inf))
         at = np.searchsorted(load_1, room, side="right") - 1
         total = np.where(at >= 0, time_1[at], np.inf) + time_0

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.rounds.problem import RoundsProblem, RoundsSolution, objective_s
+from planner.rounds.problem import RoundsProblem, RoundsSolution, Spans, objective_s
 from planner.rounds.rank import RankChoice, RankOptions
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Fathomed, Infeasible
@@ -54,14 +54,9 @@ def solve_rounds(
         return (
             Infeasible(f"no split into {stages} stages, two on each of {problem.ranks} ranks, fits")
             if cutoff_s == math.inf
-            else Fathomed(cutoff_s)
+            else Fathomed(min(cutoff_s, search.loose_s()))
         )
-    return RoundsSolution(
-        cuts=best.cuts,
-        options=best.options,
-        objective_s=best.objective_s,
-        lower_bound_s=best.objective_s,
-    )
+    return replace(best, lower_bound_s=min(best.objective_s, search.loose_s()))
 
 
 def least_s(problem: RoundsProblem) -> float:
@@ -100,6 +95,8 @@ class _Search:
         self._known: dict[tuple[int, int, int], Floats] = {}
         self._known_sides: dict[tuple[int, int, int], _Side] = {}
         self._exact: dict[tuple[int, int, int, int, int], RankChoice | None] = {}
+        self._loose_s = math.inf
+        """Least m t of what ranks take that is not known exactly."""
 
     def bound_s(self) -> float:
         """Seconds below which no split stays: mean ranks, mean stages."""
@@ -109,6 +106,10 @@ class _Search:
         stage_s = (float(self._stage_s[-1]) + exposed_s) / len(problem.home)
         mean_s = (steady_s + float(self._sync_s[-1])) / ranks
         return (1 - ROUNDING) * (mean_s + (ranks - 1) * stage_s)
+
+    def loose_s(self) -> float:
+        """Seconds of splits with ranks that are not known exactly, at least; inf if all are."""
+        return max(self.bound_s(), self._loose_s)
 
     def middles(self, cutoff_s: float) -> Iterator[int]:
         """Where the second stages may begin, the most even place first; folded, behind the last."""
@@ -148,7 +149,7 @@ class _Search:
             return float(until[-1]) / (2 * ranks)
         return max(float(until[middle]), float(until[-1] - until[middle])) / ranks
 
-    def _spans(self, at: tuple[int, int, int, int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    def _spans(self, at: tuple[int, int, int, int, int]) -> Spans:
         """Return the layers of both stages of a rank."""
         _, p, q, d, e = at
         return (p, p + d), ((q - e, q) if self._problem.folded else (q, q + e))
@@ -288,6 +289,8 @@ class _Search:
         if choice is None:
             cost[p, q] = np.inf
             return
+        if choice.at_least_s is not None:
+            self._loose_s = min(self._loose_s, self._problem.micro_batches * choice.at_least_s)
         least_s = sum(float(self._least_s[b] - self._least_s[a]) for a, b in (front, behind))
         cost[p, q] += self._problem.micro_batches * max(0.0, choice.time_s - least_s)
 

@@ -11,13 +11,11 @@ import csv
 import io
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.runs import Measured, Run, Skipped, each, read_rows
-from planner.backends.stacks import known_stack
 from planner.errors import DocumentError
 from planner.scores.statistics import (
     ErrorScore,
@@ -27,7 +25,9 @@ from planner.scores.statistics import (
     out_of_memory_score,
     rank_score,
 )
+from planner.setup import Setup
 from planner.shown import cell
+from planner.tables.rows import Measured, Skipped, each, read_rows
 from planner.units import GIB
 
 Told = Callable[[int, int], None]
@@ -48,7 +48,7 @@ class ScoredRow:
     """One row: what was seen, and what was predicted or why nothing was."""
 
     measured: Measured
-    run: Run | None
+    setup: Setup | None
     estimate: Estimate | None
     reason: str = ""
 
@@ -129,28 +129,25 @@ def validate(path: Path, *, told: Told | None = None, unknown: Collection[str] =
     table = read_rows(path)
     rows: list[ScoredRow] = []
     known: dict[tuple[tuple[str, str], ...], Estimate] = {}
-    for index, (measured, run) in enumerate(each(table)):
+    for index, (measured, setup) in enumerate(each(table, unknown=unknown)):
         if told is not None and index % 16 == 0:
             told(index, len(table))
-        if isinstance(run, Skipped):
-            rows.append(ScoredRow(measured=measured, run=None, estimate=None, reason=run.reason))
+        if isinstance(setup, Skipped):
+            rows.append(
+                ScoredRow(measured=measured, setup=None, estimate=None, reason=setup.reason)
+            )
             continue
         key = tuple((k, v) for k, v in table[index].items() if k not in _SEEN)
         try:
             if key not in known:
-                known[key] = estimate(_without(run, unknown))
+                known[key] = estimate(setup)
         except DocumentError as error:  # a precision that the accelerator has no peak for
-            rows.append(ScoredRow(measured=measured, run=None, estimate=None, reason=str(error)))
+            rows.append(ScoredRow(measured=measured, setup=None, estimate=None, reason=str(error)))
             continue
-        rows.append(ScoredRow(measured=measured, run=run, estimate=known[key]))
+        rows.append(ScoredRow(measured=measured, setup=setup, estimate=known[key]))
     if told is not None:
         told(len(table), len(table))
     return scored(rows)
-
-
-def _without(run: Run, unknown: Collection[str]) -> Run:
-    stack = known_stack(run.framework)
-    return replace(run, framework="") if stack and stack.name in unknown else run
 
 
 _SEEN = frozenset(
@@ -185,7 +182,7 @@ def scored(rows: Sequence[ScoredRow]) -> Validation:
     fallbacks = Counter(
         row.measured.framework or "not named"
         for row in rows
-        if row.estimate and not row.estimate.known_framework
+        if row.estimate and row.setup and not row.setup.known
     )
     return Validation(
         rows=tuple(rows),
@@ -273,7 +270,7 @@ def worst_json(row: ScoredRow) -> dict[str, Any]:
         "id": row.measured.id,
         "model": row.measured.model,
         "accelerator": row.measured.accelerator,
-        "layout": row.run.layout_text if row.run else "",
+        "layout": row.setup.text if row.setup else "",
         "predicted_s": row.estimate.step_time_s,
         "measured_s": row.measured.step_time_s,
         "parts": {name: size for name, size in row.estimate.step_parts.items() if size},

@@ -28,7 +28,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
-from planner.native import Rules, refusal
+from planner.native import Rules
+from planner.pins import outside
 from planner.plan import Layout
 from planner.request import Request
 from planner.search.answer import TIES_LIMIT_S, Answer, Progress
@@ -42,7 +43,6 @@ from planner.search.certificate import (
     MEMORY,
     NO_FASTER,
     OUT_OF_MEMORY,
-    REFUSED,
     ROOM,
     RUNNERS_UP,
     SHARED,
@@ -50,8 +50,10 @@ from planner.search.certificate import (
     UNFINISHED,
     UNKEPT,
     Account,
+    space_text,
 )
 from planner.search.finalists import MARGIN, finalists, simulated
+from planner.search.layer_options import recomputes_of
 from planner.search.layout_queue import Found, may_beat, ranking, wins
 from planner.search.misses import closest_miss, nothing_keeps, nothing_runs
 from planner.search.ranked import proven, ranked
@@ -97,7 +99,7 @@ def search(
     solver: str = "exact",
     top: int = 1,
     progress: Progress | None = None,
-    rules: Rules = refusal,
+    rules: Rules | None = None,
     below_s: float = math.inf,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
@@ -105,35 +107,46 @@ def search(
     Where none can take less than `below_s` in the closed form, NoneFaster ends the search early, on
     chains of like layers and devices.
     `top` plans are found if there are so many of different kinds (see planner.search.space.kind).
-    `rules` say which layouts are refused; those of the native backend if nothing else is asked for.
+    `rules` say which layouts are refused, by default those of the request's stack.
     """
     started = time.process_time()
     model, cluster, pins = request.model, request.cluster, request.pins
+    _check_asked(request)
     if pins.require and (cluster.mixed or model.edges):
         raise DocumentError(
             "require", "speaks of layers in a chain and of stages on devices that are alike"
         )
     if cluster.mixed:
         return search_mixed(request, solver=solver, top=top, progress=progress)
-    candidates = Candidates(request, rules)
+    first, *others_of = recomputes_of(model, request.space, pins.recompute)
+    candidates = Candidates(request, rules, first)
     if model.edges:
         return search_graph(candidates, solver=solver, top=top, progress=progress)
     unlike = run_of(model) is None and not pins.require and solver == "exact"
+    unlike = unlike and request.stack.name == "native"
     if not candidates.families and unlike:
         return search_rounds(candidates, top=top, progress=progress)
     if not candidates.families:
         raise NoPlanFits(nothing_runs(request, candidates.refused))
     hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress, below_s=below_s)
-    bests = hunt.run()
+    hunt.run()
+    hunts = [hunt]
+    for recompute in others_of:
+        more = Candidates(request, rules, recompute, candidates.tables)
+        hunts.append(hunts[-1].onward(more))
+        hunts[-1].run()
+    bests = hunts[-1].ranking()
     if below_s < math.inf and (not bests or bests[0].objective_s >= below_s):
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
     if not bests and pins.require:
         raise NoPlanFits(nothing_keeps(candidates))
     if not bests:
-        raise NoPlanFits(closest_miss(candidates))
+        raise NoPlanFits(closest_miss(hunts[-1].candidates))
 
-    every = [ranked(candidates, best.layout, best.split) for best in bests]
+    every = [ranked(hunt.owner(best), best.layout, best.split) for best in bests]
     winner, closed_form = bests[0], every[0]
+    candidates = hunt.owner(winner)
+    hunt = next(one for one in hunts if one.candidates is candidates)
     order = finalists(candidates, closed_form, hunt.near(), hunt.solve)
     chosen = order[0]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
@@ -156,11 +169,28 @@ def search(
         search_s=time.process_time() - started,
         top=top_plans,
         closed_form=closed_form,
-        solved=hunt.solved,
+        solved=sum(one.solved for one in hunts),
     )
     if unlike:
         return with_rounds(answer, candidates, progress)
     return answer
+
+
+def _check_asked(request: Request) -> None:
+    """Refuse what is searched for our own runtime alone, and pins that the space does not have."""
+    model, cluster, name = request.model, request.cluster, request.stack.name
+    if name == "native":
+        return
+    a = model.architecture
+    if a is None or a.patches or a.classes or model.edges:
+        raise DocumentError(
+            "backend", f"{name} trains language models; {model.name} is none: use native"
+        )
+    if cluster.mixed:
+        raise DocumentError("cluster", f"has devices that differ; {name} takes one kind")
+    each = outside(request.pins, request.space, cluster.groups[0].devices_per_node)
+    for pin, there_is in each:
+        raise DocumentError("fix", f"{pin}: {name} {there_is}")
 
 
 _Coming = tuple[float, int, Family]
@@ -194,15 +224,18 @@ class _Hunt:
         progress: Progress | None,
         below_s: float = math.inf,
     ) -> None:
-        self.account = Account()
-        self.account.counts[REFUSED] = sum(candidates.refused.values())
+        self.account = Account(backend=candidates.stack.name, space=space_text(candidates.stack))
         self.solved = 0
         self.solve = solve
-        self._candidates = candidates
+        self.candidates = self._candidates = candidates
         self._top = top
         self._below_s = below_s
         self._progress = progress
         self._bests: dict[tuple[int, ...], _Solved] = {}
+        self._owners: dict[int, Candidates] = {}
+        """By the id of a solution, whose it is."""
+        for reason, count in candidates.refused.items():
+            self.account.refused(reason, count)
         self._queue: list[_Entry] = []
         bounds_s = candidates.computation_s().tolist()
         self._waiting = sorted(((s, index) for index, s in enumerate(bounds_s)), reverse=True)
@@ -217,8 +250,27 @@ class _Hunt:
         self._left: list[_Entry] = []
         """What was in the queue when the search ended, with memory and sharing in its bounds."""
 
-    def run(self) -> list[_Solved]:
-        """Return the best configurations, one of each kind, fastest first."""
+    def onward(self, candidates: Candidates) -> _Hunt:
+        """Return the search over other candidates, which have to beat what was found."""
+        found = _Hunt(
+            candidates,
+            self.solve,
+            top=self._top,
+            progress=self._progress,
+            below_s=self._below_s,
+        )
+        counts = found.account.counts
+        for outcome, count in counts.items():
+            self.account.counts[outcome] = self.account.counts.get(outcome, 0) + count
+        found.account, found._bests, found._owners = self.account, self._bests, self._owners
+        return found
+
+    def owner(self, found: _Solved) -> Candidates:
+        """Return the candidates that a configuration is of."""
+        return self._owners[id(found)]
+
+    def run(self) -> None:
+        """Look at all candidates, as far as needed."""
         while (entry := self._next()) is not None:
             if self._settled(entry.bound_s) or entry.bound_s >= self._below_s:
                 heapq.heappush(self._queue, entry)
@@ -235,7 +287,6 @@ class _Hunt:
             self._outbounded(entry, listed=False)
         families = self._candidates.families
         self.account.counts[BOUNDS[COMPUTATION]] += sum(families[i].size for _, i in self._waiting)
-        return self._ranking()
 
     def near(self) -> Iterator[Layout]:
         """Yield the best of other kinds, then layouts that were left, the lowest bound first.
@@ -342,7 +393,7 @@ class _Hunt:
     def _enlist(self, bound_s: float, layout: Layout) -> None:
         """Let a layout of a family stand for itself."""
         if self._candidates.refusal(layout) is not None:
-            self.account.lost(REFUSED, layout)
+            self.account.refused(self._candidates.refusal(layout) or "")
         elif self._candidates.repeats(layout):
             self.account.lost(DOMINATED, layout)
         else:
@@ -386,6 +437,7 @@ class _Hunt:
 
     def _enter(self, new: _Solved) -> None:
         """Let a solved configuration stand for its kind if it is the best of it."""
+        self._owners[id(new)] = self._candidates
         old = self._bests.get(kind(new.layout))
         if old is None or wins(new, old):
             self._bests[kind(new.layout)] = new
@@ -423,7 +475,7 @@ class _Hunt:
     def _ranking_all(self) -> list[_Solved]:
         return sorted(self._bests.values(), key=lambda best: best.rank)
 
-    def _ranking(self) -> list[_Solved]:
+    def ranking(self) -> list[_Solved]:
         """Return the best of each kind, fastest first; losers go to the account."""
         bests = self._ranking_all()
         order = [bests[at] for at in ranking(bests)]

@@ -28,7 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.layout_costs import CostTables, LayoutCosts, fastest_s, least_credits_s
-from planner.native import Rules, refusal
+from planner.costs.recomputes import Recomputes, choices_of
+from planner.executable import rules_of
+from planner.native import Rules
 from planner.pins import Pins
 from planner.plan import Job, Layout
 from planner.request import Request
@@ -58,6 +60,7 @@ from planner.search.space import (
 )
 from planner.solver import bounds
 from planner.solver.instance import Instance
+from planner.stage_rules import Rows, rows
 from planner.tolerances import ROUNDING, SLACK
 
 Levels = list[tuple[tuple[Sharing, ...], bounds.Floats]]
@@ -69,13 +72,29 @@ Bounded = list[tuple[Layout, float]]
 class Candidates:
     """All families of a space that the backend runs, and the refusals by reason."""
 
-    def __init__(self, request: Request, rules: Rules = refusal) -> None:
+    def __init__(
+        self,
+        request: Request,
+        rules: Rules | None = None,
+        recompute: Recomputes = None,
+        tables: CostTables | None = None,
+    ) -> None:
+        """`rules` are those of the stack if no others are asked for, `tables` those of the request.
+
+        `recompute` is what layers may recompute, by default what is pinned or anything.
+        """
         self.request = request
         self.model = model = request.model
         self.cluster = request.cluster
         self.job = request.job
         self.pins = request.pins
-        self.tables = CostTables(request, activations(request.cluster, request.pins))
+        self.stack = request.stack
+        self.recompute = request.pins.recompute if recompute is None else recompute
+        treated = activations(request.cluster, request.pins, space=request.space)
+        self.tables = tables or CostTables(request, treated)
+        self._of_degrees = rules or rules_of(self.stack, of_degrees=True)
+        self._executes = rules or rules_of(self.stack)
+        self._known_rows: dict[tuple[int, int], Rows | None] = {}
         self.rules = rules
         self.refused: dict[str, int] = {}
         self._counts: dict[str, int] = {}
@@ -93,9 +112,15 @@ class Candidates:
 
     def _families(self) -> Iterator[Family]:
         """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
+        cluster, job, pins, space = self.cluster, self.job, self.pins, self.request.space
+        model = self.model
         for degrees in every_degrees(self.request):
             plainest = _plainest(self.job, degrees, self.pins)
-            reason = self.refusal(plainest)
+            plainest = replace(
+                plainest,
+                sequence_parallel=self.stack.tensor.sequence_parallel or degrees.tensor == 1,
+            )
+            reason = self._lacking(plainest) or self._of_degrees(model, cluster, job, plainest)
             if reason is None:
                 saved = self._savings(plainest)
                 yield from families(self.request, degrees, saved)
@@ -103,12 +128,12 @@ class Candidates:
             sizes = micro_batches(self.job, degrees, self.pins)
             shape = {"stages": degrees.pipeline, "micro_batches": plainest.micro_batches}
             each = sum(
-                len(timetables(self.model, degrees.pipeline, number, self.pins))
+                len(timetables(model, degrees.pipeline, number, pins, space=space))
                 for _, number in sizes
             )
             if not sizes and too_long(**shape):
                 each = 1
-            count = len(sharings(degrees, self.pins)) * each
+            count = len(sharings(degrees, pins, space=space)) * each
             if count:
                 self.refused[reason] = self.refused.get(reason, 0) + count
 
@@ -117,18 +142,40 @@ class Candidates:
 
         def runs(saving: Saving) -> bool:
             changed = replace(plainest, offload=saving.offload, gradient_wire=saving.wire)
-            return self.refusal(changed) is None
+            return (
+                self._lacking(changed) is None
+                and self._of_degrees(self.model, self.cluster, self.job, changed) is None
+            )
 
-        return savings(self.model, self.cluster, self.pins, runs)
+        return savings(self.model, self.cluster, self.pins, runs, space=self.request.space)
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
+        lacking = self._lacking(layout)
+        if lacking is None and self.rows(layout) is None:
+            lacking = (
+                f"{self.stack.name}: its blocks cannot be divided among the stages as it does "
+                f"({self.stack.pipeline.stages})"
+            )
+        return lacking or self._executes(self.model, self.cluster, self.job, layout)
+
+    def rows(self, layout: Layout) -> Rows | None:
+        """Return how many layers ranks may hold by the rule of the stack; None if none can."""
+        key = layout.pipeline, layout.virtual_stages
+        if key not in self._known_rows:
+            self._known_rows[key] = rows(
+                self.stack.pipeline.stages, self.model, ranks=key[0], virtual_stages=key[1]
+            )
+        return self._known_rows[key]
+
+    def _lacking(self, layout: Layout) -> str | None:
+        """Return what a layout lacks of what is required."""
         lacking = unkept(self.model, layout, self.pins.require) if self.pins.require else None
         if lacking is not None:
             return f"it lacks stages that are asked for: {list(lacking.stages or ())}"
         if self.pins.require and layout.virtual_stages > 1:
             return "what is required of layers and stages needs one stage on each rank"
-        return self.rules(self.model, self.cluster, self.job, layout)
+        return None
 
     def layouts(self) -> Iterator[Layout]:
         """Yield every layout that the backend runs."""
@@ -153,7 +200,7 @@ class Candidates:
             counts=self._counts,
             commonest=self._commonest[0],
             figures=figures,
-            fastest_s=fastest_s(figures, self.pins.recompute),
+            fastest_s=fastest_s(figures, self.recompute),
             credits_s=counts @ least_credits_s(figures),
         )
         whole_bytes = self.cluster.groups[0].accelerator.memory_bytes
@@ -162,7 +209,7 @@ class Candidates:
             self.tables,
             self._chain,
             capacity_bytes=free_bytes * (1 + ROUNDING),
-            recompute=self.pins.recompute,
+            recompute=self.recompute,
         )
         every_s = self._timetables_s(self.families)
         firsts_at = np.cumsum([0, *(len(family.timetables) for family in self.families[:-1])])
@@ -315,10 +362,11 @@ class Candidates:
         found = self._known_moved.get(key)
         if found is None:
             layouts = list(part.layouts())
+            commonest = choices_of(self.recompute, self._commonest[0])
             parts = [
                 one
                 for one in self.tables.parts_together(self._commonest[0], layouts)
-                if self.pins.recompute in (None, one.recompute)
+                if one.recompute in commonest
             ]
             each_s = [_all(one.forward_s + one.backward_s, layouts) for one in parts]
             found = self._known_moved[key] = _Moved(
@@ -361,10 +409,10 @@ class Candidates:
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""
         costs = self.tables.of(layout)
-        allowed = self.pins.recompute
         rows = []
         for kind, table in costs.kinds.items():
-            choices = [cost for cost in table if allowed in (None, cost.recompute)]
+            among = choices_of(self.recompute, kind)
+            choices = [cost for cost in table if cost.recompute in among]
             fastest_s = min(cost.forward_s + cost.backward_s for cost in choices)
             rows.append((self._counts[kind], fastest_s, min(cost.sync_s for cost in choices)))
         steady, fill = layout_pace(self.model, layout)
@@ -398,7 +446,9 @@ class Candidates:
         """Return the partition problem of a layout."""
         costs = self.tables.of(layout)
         pins = self.pins
-        return instance_of(self.model, self.cluster, layout, costs, pins.recompute, pins.require)
+        found = instance_of(self.model, self.cluster, layout, costs, self.recompute, pins.require)
+        asked = self.rows(layout)
+        return replace(found, sizes=asked) if asked else found
 
     def repeats(self, layout: Layout) -> bool:
         """Whether a layout is ZeRO-2 where that does what ZeRO-1 does, which can be chosen too.

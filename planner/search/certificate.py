@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from planner.costs.layout_costs import KEPT_FREE
 from planner.plan import Layout
 from planner.prediction import Certificate, Loser, PlanProof
 from planner.schedules import SCHEDULES
+from planner.stack import Stack
 
 RUNNERS_UP = 5
 
@@ -51,11 +51,6 @@ EXACT = (
     "first, its c-th stage holds floor((n + c) / V), and on a rank with the last stage alone that "
     "one holds what is left of stages as large as other ranks'"
 )
-FROM_ABOVE = (
-    "a rank's bytes are counted from above, as sums over its layers: plans that fit by no more "
-    "than the difference are not covered; ranks of several stages share the longest run of like "
-    "layers evenly"
-)
 
 
 @dataclass(slots=True)
@@ -65,8 +60,17 @@ class Account:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     losers: list[Loser] = field(default_factory=list)
     unfinished_s: list[float] = field(default_factory=list)
+    backend: str = "native"
+    space: str = ""
+    """What plans of the backend have in common, where that is not everything."""
     bytes_of: str = EXACT
     """How the bytes of ranks are counted, and of which splits."""
+
+    def refused(self, reason: str, count: int = 1) -> None:
+        """Count what the backend does not run; what the data of its space say, by reason."""
+        stack, told, why = reason.partition(": ")
+        outcome = f"{REFUSED}: {why}" if told and stack == self.backend else REFUSED
+        self.counts[outcome] = self.counts.get(outcome, 0) + count
 
     def lost(
         self,
@@ -82,7 +86,7 @@ class Account:
 
         It is a possible runner-up if it has a figure.
         """
-        self.counts[outcome] += count
+        self.counts[outcome] = self.counts.get(outcome, 0) + count
         if outcome == UNFINISHED:
             self.unfinished_s.append(bound_s or 0.0)
         if objective_s is not None or bound_s is not None:
@@ -107,7 +111,7 @@ class Account:
         return Certificate(
             statement=f"Closed form: none of {total:,} configurations takes less than "
             f"{proven_s:.6g} s a step.",
-            model=closed_form_text(self.bytes_of),
+            model=closed_form_text(self.bytes_of) + self.space,
             solver=solver,
             optimal=optimal,
             objective_s=objective_s,
@@ -119,13 +123,28 @@ class Account:
         )
 
 
+def space_text(stack: Stack) -> str:
+    """Return what splits and recompute choices a stack's plans have; nothing where they have any.
+
+    >>> from planner.catalog import stacks
+    >>> space_text(stacks()["megatron"])
+    '; of megatron, whose stages have blocks even_but_ends and whose blocks all recompute alike'
+    """
+    said = []
+    if stack.pipeline.stages != "any":
+        said.append(f"whose stages have blocks {stack.pipeline.stages}")
+    if stack.space is not None and not stack.space.recompute_by_layer:
+        said.append("whose blocks all recompute alike")
+    return f"; of {stack.name}, {' and '.join(said)}" if said else ""
+
+
 def closed_form_text(bytes_of: str) -> str:
     """Return what is minimised, with the coefficients of every schedule."""
     coefficients = dict.fromkeys(one.coefficients.text for one in SCHEDULES.values())
     return (
         "T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s over pipeline "
         f"ranks r on m micro-batches; steady = {', '.join(coefficients)}; {bytes_of}; "
-        f"{100 * KEPT_FREE:.0f} % of an accelerator kept free"
+        "memory less the process's own, over the stack's memory.tight, is for tensors"
     )
 
 

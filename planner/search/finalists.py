@@ -80,7 +80,11 @@ def _layouts(candidates: Candidates, best: Layout, near: Iterable[Layout]) -> It
     others = [
         replace(best, schedule=name, virtual_stages=virtual)
         for name, virtual in timetables(
-            candidates.model, best.pipeline, best.micro_batches, candidates.pins
+            candidates.model,
+            best.pipeline,
+            best.micro_batches,
+            candidates.pins,
+            space=candidates.request.space,
         )
     ]
     for layout in (*others, *near):

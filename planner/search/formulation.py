@@ -21,18 +21,19 @@ from dataclasses import replace
 
 from planner.cluster import ClusterSpec
 from planner.costs.hosts import hosts
-from planner.costs.layout_costs import LayoutCosts, counted_by_rank, room_bytes
+from planner.costs.layout_costs import LayoutCosts, counted_by_rank
+from planner.costs.rank_memory import room_bytes
+from planner.costs.recomputes import Recomputes
 from planner.model import ModelGraph
 from planner.pipeline_model import pace
 from planner.plan import Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel
 from planner.plan import Stage as PlanStage
-from planner.profile import Recompute
 from planner.request import Request
-from planner.schedule import most_in_flight, rank_of_stage, splits_backward
-from planner.search.layer_options import allowed, option_of
-from planner.search.rank_problem import RankProblem, input_stored
+from planner.schedule import rank_of_stage, splits_backward
+from planner.search.layer_options import allowed
+from planner.search.rank_problem import RankProblem
 from planner.search.ranks import largest_stage, run_of
-from planner.solver.instance import Instance, Solution, Stage
+from planner.solver.instance import Instance, Solution
 from planner.solver.requirements import Requirement
 from planner.training import Training
 from planner.units import LONGEST_S
@@ -53,8 +54,7 @@ SHORTEST_TIMEOUT_S = 120.0
 
 def capacity_bytes(cluster: ClusterSpec, costs: LayoutCosts, memory_bytes: float) -> float:
     """Return what a rank has for its stage, its layers' share of so much device memory."""
-    device = cluster.groups[0].accelerator
-    return (room_bytes(device, memory_bytes) - costs.fixed_bytes) / costs.slack
+    return room_bytes(memory_bytes, costs)
 
 
 def instance_of(
@@ -62,17 +62,14 @@ def instance_of(
     cluster: ClusterSpec,
     layout: Layout,
     costs: LayoutCosts,
-    recompute: Recompute | None = None,
+    recompute: Recomputes = None,
     require: tuple[Requirement, ...] = (),
-    *,
-    roomy: bool = False,
 ) -> Instance:
     """Return the partition problem of one layout; `recompute` allows that choice alone.
 
-    Bytes are those of splits, with sums that are no more; `roomy` are sums alone, no less.
     Every one of `require` must be one that the layout can keep (see `unkept`).
     """
-    instance = _free_instance(model, cluster, layout, costs, recompute, roomy=roomy)
+    instance = _free_instance(model, cluster, layout, costs, recompute)
     layers, stages = len(instance.layers), len(instance.stages)
     sides = [asked.side(layers=layers, stages=stages) for asked in require]
     on_host = any(
@@ -103,65 +100,18 @@ def _free_instance(
     cluster: ClusterSpec,
     layout: Layout,
     costs: LayoutCosts,
-    recompute: Recompute | None,
-    *,
-    roomy: bool,
+    recompute: Recomputes,
 ) -> Instance:
     capacity = capacity_bytes(cluster, costs, cluster.groups[0].accelerator.memory_bytes)
     steady, fill = layout_pace(model, layout)
     exposed_s = boundaries_s(costs, layout)
     # Options may differ in forward: packing takes seconds there, a profile has measured others.
-    tables = [allowed(table, layout, recompute) for table in costs.kinds.values()]
+    tables = [allowed(table, layout, recompute, kind) for kind, table in costs.kinds.items()]
     same_forward = all(len({cost.forward_s for cost in table}) == 1 for table in tables)
     apart = layout.executed.forwards_first and same_forward
-    if not roomy:
-        problem = RankProblem(model, layout, costs, recompute)
-        return problem.instance(
-            capacity, steady=steady, fill=fill, exposed_s=exposed_s, forward_apart=apart
-        )
-    if counted_by_rank(layout):
-        problem = RankProblem(model, layout, costs, recompute)
-        return problem.roomy_instance(capacity, steady=steady, fill=fill, exposed_s=exposed_s)
-    numbers = {name: number for number, name in enumerate(costs.kinds)}
-    return Instance(
-        layers=tuple(numbers[kind] for kind in model.chain_kinds),
-        kinds=tuple(tuple(option_of(cost) for cost in table) for table in tables),
-        stages=_stages(model, layout, costs, capacity, exposed_s),
-        steady=steady,
-        fill=fill,
-        forward_apart=apart,
+    return RankProblem(model, layout, costs, recompute).instance(
+        capacity, steady=steady, fill=fill, exposed_s=exposed_s, forward_apart=apart
     )
-
-
-def _stages(
-    model: ModelGraph,
-    layout: Layout,
-    costs: LayoutCosts,
-    capacity_bytes: float,
-    exposed_s: list[float],
-) -> tuple[Stage, ...]:
-    """Return the stages of ranks that have one each.
-
-    Beside its layers a stage holds what the pipeline received, unless its first layer stores that,
-    and sent, for each micro-batch in flight, and one of each on the way (planner.predict).
-    """
-    last = layout.pipeline - 1
-    received = 0 if input_stored(model, costs) else 1
-    result = []
-    for s in range(layout.pipeline):
-        in_flight = most_in_flight(
-            layout.schedule, s, stages=layout.pipeline, micro_batches=layout.micro_batches
-        )
-        held = (received * (s > 0) + (s < last)) * in_flight + 2 if last else 0
-        result.append(
-            Stage(
-                capacity_bytes=capacity_bytes,
-                in_flight=in_flight,
-                exposed_s=exposed_s[s],
-                fixed_bytes=held * costs.boundary_bytes,
-            )
-        )
-    return tuple(result)
 
 
 def layout_pace(model: ModelGraph, layout: Layout) -> tuple[float, float]:
@@ -202,11 +152,20 @@ def boundaries_s(costs: LayoutCosts, layout: Layout) -> list[float]:
     return result
 
 
-def plan_of(request: Request, layout: Layout, costs: LayoutCosts, solution: Solution) -> Plan:
-    """Return the plan that a solution of `instance_of` describes, of the same request."""
-    model, recompute = request.model, request.pins.recompute
+def plan_of(
+    request: Request,
+    layout: Layout,
+    costs: LayoutCosts,
+    solution: Solution,
+    recompute: Recomputes = None,
+) -> Plan:
+    """Return the plan that a solution of `instance_of` describes, of the same request.
+
+    `recompute` is what layers may recompute, by default what is pinned or anything.
+    """
+    model, recompute = request.model, recompute or request.pins.recompute
     names = [name for name, _ in model.chain]
-    choices = {kind: allowed(table, layout, recompute) for kind, table in costs.kinds.items()}
+    choices = {kind: allowed(table, layout, recompute, kind) for kind, table in costs.kinds.items()}
     if layout.virtual_stages > 1:
         placed = RankProblem(model, layout, costs, recompute).placed(solution)
     else:
@@ -243,6 +202,7 @@ def plan_with(
     return Plan(
         model=PlannedModel.of(request.model),
         cluster=request.cluster_name,
+        backend=request.stack.name,
         seq_len=job.seq_len,
         global_batch=job.global_batch,
         precision=job.precision,

@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
+from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.strategy import StrategyCost
+from planner.layers.operator_table import RECOMPUTES
+from planner.model import ModelGraph
 from planner.native import layer_obstacle
 from planner.plan import Layout
 from planner.profile import Recompute
 from planner.solver.instance import Option
+from planner.stack_space import Space
+from planner.stage_rules import ends_of
+
+
+def recomputes_of(model: ModelGraph, space: Space, pinned: Recompute | None) -> list[Recomputes]:
+    """Return what layers may recompute; one after the other where all blocks must do the same.
+
+    Where a space leaves anything out, blocks alone recompute: layers before and behind do not.
+    """
+    if space.recompute_by_layer and set(space.recompute) == set(RECOMPUTES):
+        return [pinned]
+    kinds = dict.fromkeys(model.chain_kinds)
+    before, count, _ = ends_of(model)
+    blocks = set(model.chain_kinds[before : before + count])
+    choices = tuple(one for one in space.recompute if pinned in (None, one))
+    each = [choices] if space.recompute_by_layer else [(one,) for one in choices]
+    return [{kind: own if kind in blocks else ("none",) for kind in kinds} for own in each if own]
 
 
 def allowed(
-    table: tuple[StrategyCost, ...], layout: Layout, recompute: Recompute | None
+    table: tuple[StrategyCost, ...],
+    layout: Layout,
+    recompute: Recomputes,
+    kind: str = "",
+    *,
+    every: bool = False,
 ) -> tuple[StrategyCost, ...]:
     """Return what a layer may choose among.
 
-    To offload or to compress is left out where another choice is no worse in any figure: then no
-    optimum needs it.  Forward and backward count apart only if all forwards come first.
+    To offload or to compress is left out where another choice is no worse in any figure, unless
+    `every` choice is wanted: then no optimum needs it.  Forward and backward count apart only if
+    all forwards come first.  `kind` is the layer's, where choices are given by kind.
     """
-    apart = layout.executed.forwards_first
+    apart, choices = layout.executed.forwards_first, choices_of(recompute, kind)
     asked = [
         cost
         for cost in table
-        if recompute in (None, cost.recompute)
+        if cost.recompute in choices
         and not layer_obstacle(layout, cost.recompute, cost.activations)
     ]
     return tuple(
         cost
         for at, cost in enumerate(asked)
-        if cost.activations == "keep"
+        if every
+        or cost.activations == "keep"
         or not any(_no_worse(other, cost, apart, first=i < at) for i, other in enumerate(asked))
     )
 

@@ -64,9 +64,15 @@ class LeastBytes:
         layout: Layout,
         choices: Choices,
         capacity_bytes: float,
+        narrowest_bytes: float | None = None,
     ) -> None:
-        """`capacity_bytes` is what a rank has, where bounds are to be tight."""
+        """`capacity_bytes` is what a rank has, where bounds are to be tight.
+
+        `narrowest_bytes` are the least that crosses any cut of a graph, whose layers have no one
+        order; None says that they form a chain.
+        """
         self._chain, self._shares = chain, shares
+        self._narrowest_bytes = narrowest_bytes
         self._costs, self._layout = costs, layout
         self._choices = choices
         self._stores_input = any(
@@ -86,7 +92,7 @@ class LeastBytes:
         shares = self._shares
         if shares is None:
             stored, working = part.stored_bytes, self._working[self._chain[at]]
-            if at == len(self._chain) - 1:
+            if at == len(self._chain) - 1 and self._narrowest_bytes is None:
                 # It has one micro-batch less beside it while the layers before act.
                 in_flight = self.ranks[-1].in_flight
                 stored *= (in_flight - 1.0) / in_flight
@@ -139,11 +145,16 @@ class LeastBytes:
         layout = self._layout
         own = self._own_stages(rank)
         passed = [
-            (stage > 0 and not self._stores_input) + (stage < layout.stages - 1) for stage in own
+            (stage > 0 and not self._stores_input)
+            + (stage < layout.stages - 1) * self._costs.keeps_sent
+            for stage in own
         ]
         alive, _ = self.counts(rank)
         held = float(alive @ np.array(passed, dtype=float))
-        return (held + 2 * layout.virtual_stages) * self._costs.boundary_bytes
+        each_bytes = self._costs.boundary_bytes
+        if self._narrowest_bytes is not None:
+            each_bytes = self._narrowest_bytes
+        return (held + 2 * layout.virtual_stages) * each_bytes
 
     @cached_property
     def like(self) -> Like:
@@ -191,16 +202,19 @@ class LeastBytes:
                 fixed_bytes=self.buffers(rank),
             )
         alive = in_flight_at_most(layout, rank)
-        buffers = 0
-        if layout.pipeline > 1:
-            passed = (rank > 0 and not self._stores_input) + (rank < layout.pipeline - 1)
+        buffers, each_bytes = 0, self._costs.boundary_bytes
+        if layout.pipeline > 1 and self._narrowest_bytes is not None:
+            buffers, each_bytes = alive + 2, self._narrowest_bytes
+        elif layout.pipeline > 1:
+            passed = int(rank > 0 and not self._stores_input)
+            passed += (rank < layout.pipeline - 1) * self._costs.keeps_sent
             buffers = passed * alive + 2
         # Where all forwards come first, whole gradients never lie beside all micro-batches.
         alive -= alive == layout.micro_batches > 1
         return RankAtLeast(
             in_flight=float(alive),
             waiting=0.0,
-            fixed_bytes=buffers * self._costs.boundary_bytes,
+            fixed_bytes=buffers * each_bytes,
         )
 
     def _resident(self, part: StrategyParts) -> float:
@@ -214,7 +228,12 @@ class LeastBytes:
         )
 
     def _least_working(self) -> dict[str, float]:
-        """By kind, the least working memory of any layer from its first one on but the last."""
+        """By kind, the least working memory of any layer from its first one on but the last.
+
+        Of a graph, whose layers have no one order, that of any layer.
+        """
+        if self._narrowest_bytes is not None:
+            return dict.fromkeys(self._chain, min(map(self._least_of, set(self._chain))))
         result: dict[str, float] = {self._chain[-1]: math.inf}
         least = math.inf
         for kind in reversed(self._chain[:-1]):

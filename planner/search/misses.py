@@ -13,6 +13,7 @@ from planner.prediction import Prediction
 from planner.request import Request
 from planner.search.candidates import Candidates
 from planner.search.formulation import capacity_bytes, plan_of
+from planner.search.layer_options import recomputes_of
 from planner.search.space import Family
 from planner.search.ways_out import dividing, ways_out
 from planner.solver import sided
@@ -43,8 +44,8 @@ def nothing_runs(request: Request, refused: dict[str, int]) -> str:
     if not refused:
         return f"no layout of {model.name} {divides}"
     return (
-        f"the native backend can run none of {sum(refused.values())} layouts: {_listed(refused)}. "
-        f"Nothing else {divides}"
+        f"the {request.stack.name} backend can run none of {sum(refused.values())} layouts: "
+        f"{_listed(refused)}. Nothing else {divides}"
     )
 
 
@@ -116,9 +117,13 @@ def _refused(candidates: Candidates) -> dict[str, int]:
 
 def _ways_out(candidates: Candidates) -> str:
     """Say what would fit with one thing changed."""
-    return ways_out(
-        candidates.request, lambda changed: _fitting(Candidates(changed, candidates.rules))
-    )
+
+    def fitting(changed: Request) -> Layout | None:
+        each = recomputes_of(changed.model, changed.space, changed.pins.recompute)
+        tried = (_fitting(Candidates(changed, candidates.rules, one)) for one in each)
+        return next((layout for layout in tried if layout is not None), None)
+
+    return ways_out(candidates.request, fitting)
 
 
 def _fitting(candidates: Candidates) -> Layout | None:
@@ -199,5 +204,6 @@ def _within(candidates: Candidates, layout: Layout, memory_bytes: float) -> Pred
     """Return the prediction of the best plan of a layout that fits in so much memory."""
     solution = solve(_with_memory(candidates, layout, memory_bytes))
     assert isinstance(solution, Solution), "it was seen to fit"
-    plan = plan_of(candidates.request, layout, candidates.costs(layout), solution)
+    costs = candidates.costs(layout)
+    plan = plan_of(candidates.request, layout, costs, solution, candidates.recompute)
     return placement_prediction(candidates.tables, layout, placements_of(plan, candidates.model))

@@ -1,37 +1,35 @@
 """The partition problem of the ranks of a pipeline, each with the layers of all its stages.
 
-`instance` counts bytes as a split holds them (planner.costs.rank_memory), with sums over layers
-that are no more (planner.search.least_bytes).  `roomy_instance`, of ranks that have several stages
-or backwards that are split, has sums alone, for solvers that know no others: the micro-batches that
-ranks hold (planner.pipeline_model.held), so that no split holds more than they say.
+Bytes are counted as a split holds them (planner.costs.rank_memory), with sums over layers that are
+no more (planner.search.least_bytes).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.rank_memory import (
     LayerBytes,
+    Passing,
     dynamic_parts,
     in_flight_at_most,
     layer_bytes,
 )
+from planner.costs.recomputes import Recomputes
 from planner.costs.strategy import StrategyCost, StrategyParts
 from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.pipeline_model import Held, held, most_on_first_stage
 from planner.plan import Layout
-from planner.profile import Recompute
 from planner.schedule import splits_backward
 from planner.search.layer_options import allowed, option_of
 from planner.search.least_bytes import LeastBytes
 from planner.search.ranks import Shares, shares_of
-from planner.solver.instance import Instance, Option, Solution, Stage
+from planner.solver.instance import Instance, Option, Solution, Stage, UsedBytes
 
 Pair = tuple[StrategyCost, StrategyParts]
 
@@ -40,18 +38,26 @@ class RankProblem:
     """One layout's problem, and how to read its solution."""
 
     def __init__(
-        self, model: ModelGraph, layout: Layout, costs: LayoutCosts, recompute: Recompute | None
+        self,
+        model: ModelGraph,
+        layout: Layout,
+        costs: LayoutCosts,
+        recompute: Recomputes,
+        *,
+        every: bool = False,
     ) -> None:
+        """Of choices that are no better than others none is offered, unless `every` one is."""
         self.model = model
         self.layout = layout
         self.costs = costs
-        self._recompute = recompute
+        self._recompute, self._every = recompute, every
         self._chain = model.chain_kinds
         self._pairs: dict[str, list[Pair]] = {}
         self._shares: Shares | None = None
         self._bytes: dict[str, list[LayerBytes]] = {}
         self._used: dict[tuple[int, int, tuple[int, ...]], float] = {}
         self._products: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+        self._crossing = Crossing(model, costs.output_bytes) if model.edges else None
         if layout.virtual_stages > 1:
             self._shares = shares_of(
                 self._chain, layout.schedule, layout.pipeline, layout.virtual_stages
@@ -76,7 +82,13 @@ class RankProblem:
         layers, groups = self._entries()
         choices = {kind: [part for _, part in self._of(kind)] for kind in set(self._chain)}
         least = LeastBytes(
-            self._chain, self._shares, self.costs, self.layout, choices, capacity_bytes
+            self._chain,
+            self._shares,
+            self.costs,
+            self.layout,
+            choices,
+            capacity_bytes,
+            None if self._crossing is None else self.costs.narrowest_bytes,
         )
         credits_s = [sum(self._credit_s(self._chain[at]) for at in group) for group in groups]
         return Instance(
@@ -98,11 +110,21 @@ class RankProblem:
             fill=fill,
             forward_apart=forward_apart,
             credits_s=tuple(fill * credit for credit in credits_s) if self._splits else (),
-            used_bytes=self.used_bytes,
+            used_bytes=UsedBytes(self.used_bytes, by_place=self._crossing is not None),
         )
 
-    def used_bytes(self, rank: int, first: int, options: Sequence[int]) -> float:
-        """Return what a rank holds with these options of the entries from `first` on."""
+    def used_bytes(
+        self, rank: int, before: Sequence[int], held: Sequence[int], options: Sequence[int]
+    ) -> float:
+        """Return what a rank holds with these options of some entries, behind those `before`."""
+        if self._crossing is not None:
+            layers = [self._held_of(at)[option] for at, option in zip(held, options, strict=True)]
+            passing = self._crossing.passing(before, held)
+            parts = dynamic_parts(
+                self.costs, self.layout, {rank: layers}, rank=rank, passing=passing
+            )
+            return sum(parts.values())
+        first = held[0]
         key = rank, first, tuple(options)
         found = self._used.get(key)
         if found is None:
@@ -131,25 +153,6 @@ class RankProblem:
         if kind not in self._bytes:
             self._bytes[kind] = [layer_bytes(part) for _, part in self._of(kind)]
         return self._bytes[kind]
-
-    def roomy_instance(
-        self, capacity_bytes: float, *, steady: float, fill: float, exposed_s: list[float]
-    ) -> Instance:
-        """Return the problem with sums that are no less than what a split holds."""
-        layers, groups = self._entries()
-        tables = [self._table(group, self._option) for group in groups]
-        credits_s = [sum(self._credit_s(self._chain[at]) for at in group) for group in groups]
-        return Instance(
-            layers=tuple(layers),
-            kinds=tuple(tables),
-            stages=tuple(
-                self._stage(rank, capacity_bytes, exposed_s[rank])
-                for rank in range(self.layout.pipeline)
-            ),
-            steady=steady,
-            fill=fill,
-            credits_s=tuple(fill * credit for credit in credits_s) if self._splits else (),
-        )
 
     def placed(self, solution: Solution) -> list[list[tuple[int, int]]]:
         """Return the position and the choice of every stage's layers."""
@@ -188,23 +191,6 @@ class RankProblem:
     def _splits(self) -> bool:
         return splits_backward(self.layout.schedule)
 
-    def _stage(self, rank: int, capacity_bytes: float, exposed_s: float) -> Stage:
-        own, full = self._held(rank), self._full_stages(rank)
-        buffers = self._buffers * own.alive + 2 * self.layout.virtual_stages
-        fixed = buffers * self.costs.boundary_bytes
-        if self._shares is not None:
-            # What waits for W may wait in the largest stage: ⌈n / V⌉ <= (n + V - 1) / V layers.
-            fixed += own.waiting * (full - 1) / full * self._like_kept
-        return Stage(
-            capacity_bytes=capacity_bytes,
-            in_flight=own.alive / full,
-            waiting=own.waiting / full,
-            exposed_s=exposed_s,
-            fixed_bytes=fixed,
-            least_layers=self._shares.least_entries[rank] if self._shares is not None else 1,
-            most_in_flight=self._on_host(rank),
-        )
-
     def _on_host(self, rank: int) -> float:
         """Return how many micro-batches any layer may have on the host."""
         if self._shares is not None:
@@ -222,14 +208,6 @@ class RankProblem:
             virtual_stages=self.layout.virtual_stages,
         )
 
-    @cached_property
-    def _buffers(self) -> int:
-        """Activations that a micro-batch in flight keeps at the ends of a stage."""
-        return 1 if input_stored(self.model, self.costs) else 2
-
-    def _full_stages(self, rank: int) -> int:
-        return 1 if self._shares is None else self._shares.full_stages(rank)
-
     def _held(self, rank: int) -> Held:
         layout = self.layout
         return held(
@@ -245,21 +223,12 @@ class RankProblem:
         if kind not in self._pairs:
             table, parts = self.costs.kinds[kind], self.costs.parts[kind]
             part_of = {id(cost): part for cost, part in zip(table, parts, strict=True)}
-            choices = allowed(table, self.layout, self._recompute)
+            choices = allowed(table, self.layout, self._recompute, kind, every=self._every)
             self._pairs[kind] = [(cost, part_of[id(cost)]) for cost in choices]
         return self._pairs[kind]
 
     def _credit_s(self, kind: str) -> float:
         return min(part.figures.credit_s for part in self.costs.parts[kind])
-
-    @cached_property
-    def _like_kept(self) -> float:
-        """Bytes that a micro-batch of one of the like layers leaves for W."""
-        assert self._shares is not None
-        if not self._splits:
-            return 0.0
-        kind = self._chain[self._shares.run.before]
-        return max(part.figures.kept_bytes for _, part in self._of(kind))
 
     def _entries(self) -> tuple[list[int], list[tuple[int, ...]]]:
         """Return the kind of every entry, and of every kind the positions of one entry."""
@@ -295,45 +264,34 @@ class RankProblem:
         ]
         return tuple(_together(chosen) for chosen in itertools.product(*each))
 
-    def _option(self, at: int, option: Option, part: StrategyParts) -> Option:
-        """Return one layer's option, with what its place makes of it.
 
-        A rank's micro-batches in flight are those of its stages on average, and those of the first
-        stage of the model are more.  The layers at the ends wait for W as often as their rank does.
-        """
-        kept = part.figures.kept_bytes if self._splits else 0.0
-        if self._shares is None:
-            return replace(option, kept_bytes=kept)
-        if part.activations == "offload":
-            # Layers stand by what they store here, so any other may be on its way beside this one.
-            beside = max(
-                p.treated.moving_bytes for parts in self.costs.parts.values() for p in parts
-            )
-            option = replace(option, transient_bytes=option.transient_bytes + beside)
-        place = self._place(at)
-        if place == "like":
-            return replace(option, kept_bytes=self._like_kept)
-        if place == "last stage":
-            return replace(option, kept_bytes=self._full_stages(self._shares.home[-1]) * kept)
-        full = self._full_stages(0)
-        more = max(1.0, self._most_on_first_stage * full / self._held(0).alive)
-        return replace(option, stored_bytes=more * option.stored_bytes, kept_bytes=full * kept)
+class Crossing:
+    """What crosses the ends of a stage that holds some layers of a graph."""
 
+    def __init__(self, model: ModelGraph, output_bytes: Mapping[str, float]) -> None:
+        place = {name: at for at, (name, _) in enumerate(model.chain)}
+        self._size_bytes = [output_bytes[kind] for kind in model.chain_kinds]
+        self._readers: list[list[int]] = [[] for _ in place]
+        for edge in model.edges:
+            self._readers[place[edge.source]].append(place[edge.target])
 
-def input_stored(model: ModelGraph, costs: LayoutCosts) -> bool:
-    """Whether what any stage but the first receives is among what its first layer stores.
+    def passing(self, before: Sequence[int], held: Sequence[int]) -> Passing:
+        """Return what crosses; `before` are the layers of the stages before."""
+        inside = {*before}
+        received = self._crosses(inside, before)
+        inside |= {*held}
+        made = self._crosses(inside, held)
+        return Passing(
+            received_bytes=received,
+            made_bytes=made,
+            sent_bytes=made + self._crosses(inside, before),
+        )
 
-    In a graph of layers a stage receives more than its first layer takes.
-    """
-    if model.edges:
-        return False
-    first, *others = model.chain_kinds
-    return all(
-        part.stores_input
-        for kind, parts in costs.parts.items()
-        for part in parts
-        if kind != first or kind in others
-    )
+    def _crosses(self, inside: set[int], layers: Sequence[int]) -> float:
+        """Bytes of what these layers hand on to any that is not inside."""
+        return sum(
+            self._size_bytes[at] for at in layers if not inside.issuperset(self._readers[at])
+        )
 
 
 def _together(options: tuple[Option, ...]) -> Option:

@@ -35,7 +35,7 @@ def proven(certificate: Certificate, chosen: Ranked) -> Certificate:
 def ranked(candidates: Candidates, layout: Layout, solution: Solution) -> Ranked:
     """Return the plan of a solved configuration, and what it should do."""
     costs = candidates.costs(layout)
-    plan = plan_of(candidates.request, layout, costs, solution)
+    plan = plan_of(candidates.request, layout, costs, solution, candidates.recompute)
     prediction = placement_prediction(
         candidates.tables, layout, placements_of(plan, candidates.model)
     )

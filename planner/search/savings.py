@@ -15,6 +15,7 @@ from planner.costs.rates import Rates
 from planner.model import ModelGraph
 from planner.pins import Pins
 from planner.plan import Activations, GradientWire, Offload
+from planner.stack_space import EVERYTHING, Space
 
 
 class Saving(NamedTuple):
@@ -32,7 +33,12 @@ def reaches_host(model: ModelGraph, cluster: ClusterSpec) -> bool:
 
 
 def savings(
-    model: ModelGraph, cluster: ClusterSpec, pins: Pins, runs: Callable[[Saving], bool]
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    pins: Pins,
+    runs: Callable[[Saving], bool],
+    *,
+    space: Space = EVERYTHING,
 ) -> tuple[Saving, ...]:
     """Return those to choose among, the simplest first; `runs` tells what a backend executes."""
     offloads: tuple[Offload, ...] = ("none",)
@@ -45,17 +51,21 @@ def savings(
         wires = (pins.gradient_wire,)
     elif "compress" in pins.allowed and not model.edges and not cluster.mixed:
         wires = ("full", "bf16", "fp16", "powersgd")
+    offloads = tuple(one for one in offloads if one in space.offload)
+    wires = tuple(one for one in wires if one in space.wires)
     every = tuple(Saving(offload, wire) for wire in wires for offload in offloads)
     # What is pinned stays, so that its refusal is told.
     pinned = pins.offload is not None or pins.gradient_wire is not None
     return tuple(one for one in every if pinned or one == Saving() or runs(one))
 
 
-def activations(cluster: ClusterSpec, pins: Pins) -> tuple[Activations, ...]:
+def activations(
+    cluster: ClusterSpec, pins: Pins, *, space: Space = EVERYTHING
+) -> tuple[Activations, ...]:
     """Return the ways to treat activations that layers may choose among."""
     if pins.activations is not None:
         return (pins.activations,)
-    return tuple(_activations(cluster, pins))
+    return tuple(one for one in _activations(cluster, pins) if one in space.activations)
 
 
 def _activations(cluster: ClusterSpec, pins: Pins) -> Iterator[Activations]:

@@ -28,10 +28,10 @@ from planner.schedules import PLAIN, SCHEDULES, Schedule
 from planner.search import axis_orders
 from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
 from planner.search.savings import Saving
+from planner.stack_space import EVERYTHING, Space
 
 LARGEST_MICRO_BATCH = 64
 LARGEST_CONTEXT = 64
-MOST_VIRTUAL_STAGES = 8
 
 
 class Timetable(NamedTuple):
@@ -77,6 +77,7 @@ class Family:
     savings: tuple[Saving, ...] = (Saving(),)
     place: axis_orders.Spans = ()
     """How far tensor and context groups reach within each tier."""
+    sequence_parallel: bool = True
 
     @property
     def divided(self) -> tuple[object, ...]:
@@ -119,6 +120,7 @@ class Family:
             order=sharing.order,
             offload=saving.offload,
             gradient_wire=saving.wire,
+            sequence_parallel=self.sequence_parallel,
         )
 
     def layouts(self) -> Iterator[Layout]:
@@ -164,7 +166,7 @@ def divisors(number: int) -> list[int]:
 
 
 def layouts(request: Request) -> Iterator[Layout]:
-    """Yield every layout that uses all devices and divides the batch.
+    """Yield every layout of the stack's space that uses all devices and divides the batch.
 
     What a backend cannot execute is not left out here: the search asks the backend and counts it.
     """
@@ -175,19 +177,27 @@ def layouts(request: Request) -> Iterator[Layout]:
 
 def every_degrees(request: Request) -> Iterator[Degrees]:
     """Yield the degrees that use all devices and divide the batch, simplest first."""
-    model, job, pins = request.model, request.job, request.pins
-    devices = request.cluster.devices
-    for tensor in _allowed(divisors(devices), pins.tensor):
+    model, job, pins, space = request.model, request.job, request.pins, request.space
+    devices, in_node = request.cluster.devices, request.cluster.groups[0].devices_per_node
+
+    def within(axis: Axis, degrees: list[int]) -> list[int]:
+        most = space.most(axis, in_node)
+        return degrees if most is None else [degree for degree in degrees if degree <= most]
+
+    for tensor in _allowed(within("tensor", divisors(devices)), pins.tensor):
         if tensor > _most_tensor_parallel(model):
             continue
-        for context in _allowed(_context_degrees(job, devices // tensor, pins), pins.context):
-            for pipeline in _allowed(divisors(devices // tensor // context), pins.pipeline):
+        contexts = within("context", _context_degrees(job, devices // tensor, pins))
+        for context in _allowed(contexts, pins.context):
+            pipelines = within("pipeline", divisors(devices // tensor // context))
+            for pipeline in _allowed(pipelines, pins.pipeline):
                 data = devices // tensor // context // pipeline
                 if pipeline > len(model.chain) or (pins.data or data) != data:
                     continue
                 if job.global_batch % data:
                     continue
-                for expert in _allowed(_expert_degrees(model, devices // pipeline), pins.expert):
+                experts = _expert_degrees(model, devices // pipeline, space.expert)
+                for expert in _allowed(experts, pins.expert):
                     yield Degrees(
                         tensor=tensor,
                         context=context,
@@ -211,19 +221,25 @@ def micro_batches(job: Job, degrees: Degrees, pins: Pins) -> list[tuple[int, int
     ]
 
 
-def timetables(model: ModelGraph, pipeline: int, count: int, pins: Pins) -> tuple[Timetable, ...]:
+def timetables(
+    model: ModelGraph, pipeline: int, count: int, pins: Pins, *, space: Space = EVERYTHING
+) -> tuple[Timetable, ...]:
     """Return the timetables that differ and can run `count` micro-batches, simplest first.
 
     Without a pipeline there is only one.  A graph of layers has one stage a rank.
     """
-    every = _timetables(run_of(model), pipeline, count, pins)
+    every = _timetables(run_of(model), pipeline, count, pins, space.virtual_stages)
     if model.edges:
         return tuple(one for one in every if one.virtual_stages == 1)
-    return every
+    if space.schedules is None or pipeline == 1:
+        return every
+    return tuple(one for one in every if one.schedule in space.schedules)
 
 
 @lru_cache(maxsize=1 << 14)
-def _timetables(run: Run | None, pipeline: int, count: int, pins: Pins) -> tuple[Timetable, ...]:
+def _timetables(
+    run: Run | None, pipeline: int, count: int, pins: Pins, most: int
+) -> tuple[Timetable, ...]:
     every: list[Timetable] = []
     for name in SCHEDULES if pipeline > 1 else (PLAIN,):
         schedule = SCHEDULES[name]
@@ -231,7 +247,7 @@ def _timetables(run: Run | None, pipeline: int, count: int, pins: Pins) -> tuple
             continue
         if schedule.stale and "stale" not in pins.allowed:
             continue
-        for virtual in _stages_per_rank(schedule, run, pipeline, pins.virtual_stages):
+        for virtual in _stages_per_rank(schedule, run, pipeline, pins.virtual_stages, most):
             shape = {"stages": pipeline * virtual, "micro_batches": count}
             if pipeline == 1 or obstacle(name, virtual_stages=virtual, **shape) is None:
                 every.append(Timetable(name, virtual))
@@ -239,32 +255,32 @@ def _timetables(run: Run | None, pipeline: int, count: int, pins: Pins) -> tuple
 
 
 def _stages_per_rank(
-    schedule: Schedule, run: Run | None, pipeline: int, pinned: int | None
+    schedule: Schedule, run: Run | None, pipeline: int, pinned: int | None, most: int
 ) -> list[int]:
-    """Return the numbers of stages per rank that a schedule takes."""
+    """Return the numbers of stages per rank, at most `most`, that a schedule takes."""
     if not schedule.several_stages:
         return _allowed([1], pinned)
-    if run is None:
+    if run is None or most == 1:
         return []
     if schedule.placement == "v":
         combined = run.before + run.behind <= MOST_COMBINED
         return _allowed([2] if combined and run.alike >= 2 * pipeline else [], pinned)
     if pinned is not None:
         return [pinned] if 1 < pinned <= run.alike // pipeline else []
-    return virtual_stages(run, pipeline, most=MOST_VIRTUAL_STAGES)
+    return virtual_stages(run, pipeline, most=most)
 
 
-def sharings(degrees: Degrees, pins: Pins) -> list[tuple[int, int]]:
+def sharings(degrees: Degrees, pins: Pins, *, space: Space = EVERYTHING) -> list[tuple[int, int]]:
     """Return ZeRO levels with the number of ranks that divide the states, simplest first.
 
     Level 0 replicates; the others shard over the whole data axis or part of it, which leaves the
-    rest to replicate (hybrid sharding).
+    rest to replicate (hybrid sharding).  Where there is one rank there is nothing to divide.
     """
     result = []
     group = degrees.context * degrees.tensor
-    for zero in _allowed([0, 1, 2, 3], pins.zero):
+    for zero in _allowed(list(space.zero) if degrees.data > 1 else [0], pins.zero):
         for shard in reversed(divisors(degrees.data)) if zero else [1]:
-            if zero and shard == 1:
+            if zero and (shard == 1 or (shard < degrees.data and not space.hybrid)):
                 continue
             if (shard * group) % degrees.expert or pins.data_shard not in (None, shard):
                 continue
@@ -276,16 +292,19 @@ def families(
     request: Request, degrees: Degrees, saved: tuple[Saving, ...] = (Saving(),)
 ) -> Iterator[Family]:
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
-    model, job, pins = request.model, request.job, request.pins
+    model, job, pins, space = request.model, request.job, request.pins, request.space
     tiers = tiers_of(request.cluster)
+    divided = request.stack.tensor.sequence_parallel or degrees.tensor == 1
     by_place: dict[axis_orders.Spans, list[Sharing]] = {}
-    for zero, shard in sharings(degrees, pins):
+    if space.axis_order == "fixed":
+        pins = replace(pins, order=pins.order or INSIDE_OUT)
+    for zero, shard in sharings(degrees, pins, space=space):
         replicate = degrees.data // shard
         for spans, order in _orders(tiers, degrees, shard, replicate, pins).items():
             inner = spans[:2]  # of tensor and context
             by_place.setdefault(inner, []).append(Sharing(zero, shard, replicate, order))
     for size, count in micro_batches(job, degrees, pins):
-        every = timetables(model, degrees.pipeline, count, pins)
+        every = timetables(model, degrees.pipeline, count, pins, space=space)
         for place, found in by_place.items() if every else ():
             yield Family(
                 degrees=degrees,
@@ -295,6 +314,7 @@ def families(
                 timetables=every,
                 savings=saved,
                 place=place,
+                sequence_parallel=divided,
             )
 
 
@@ -332,11 +352,12 @@ def _context_degrees(job: Job, ranks: int, pins: Pins) -> list[int]:
     ]
 
 
-def _expert_degrees(model: ModelGraph, ranks: int) -> list[int]:
+def _expert_degrees(model: ModelGraph, ranks: int, most: int | None) -> list[int]:
     a = model.architecture
     if a is None or a.experts is None:
         return [1]
-    return [degree for degree in divisors(a.experts.count) if ranks % degree == 0]
+    every = [degree for degree in divisors(a.experts.count) if ranks % degree == 0]
+    return every if most is None else [degree for degree in every if degree <= most]
 
 
 def _allowed(values: list[int], pinned: int | None) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from planner.solver.instance import Instance, Solution, fits, priced, stage_fits
-from planner.solver.knapsack import Knapsacks
+from planner.solver.knapsack import Content, Knapsacks
 
 
 def content_of(kinds: Sequence[int]) -> list[tuple[int, int]]:
@@ -16,18 +16,20 @@ def content_of(kinds: Sequence[int]) -> list[tuple[int, int]]:
     return [(kind, kinds.count(kind)) for kind in sorted(set(kinds))]
 
 
+def laid_out(kinds: Sequence[int], content: Content, taken: Sequence[Sequence[int]]) -> list[int]:
+    """Return the options of layers in order; of alike ones the first take the later options."""
+    left = {kind: list(options) for (kind, _), options in zip(content, taken, strict=True)}
+    return [left[kind].pop() for kind in kinds]
+
+
 def fastest_options(
     knapsacks: Knapsacks, kinds: Sequence[int], stage: int, sync_limit_s: float = math.inf
 ) -> list[int]:
-    """Options with which `stage` is fastest, for layers of these kinds in their order.
-
-    Of alike layers those that come first take the later options (recompute the first layers).
-    """
+    """Options with which `stage` is fastest by sums, for layers of these kinds in their order."""
     content = content_of(kinds)
     found = knapsacks.fastest_choice(content, stage, sync_limit_s=sync_limit_s)
     assert found is not None, "only stages that fit are assembled"
-    left = {kind: taken for (kind, _), taken in zip(content, found.options, strict=True)}
-    return [left[kind].pop() for kind in kinds]
+    return laid_out(kinds, content, found.options)
 
 
 def assembled(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -> Solution:

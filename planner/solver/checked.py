@@ -13,9 +13,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from planner.solver.instance import stage_bytes, stage_fits
-from planner.solver.knapsack import Choice, Content, Fastest, Knapsacks
+from planner.solver.assembly import content_of, laid_out
+from planner.solver.knapsack import Choice, Fastest, Knapsacks
 from planner.tolerances import ROUNDING
+
+Used = Callable[[Sequence[int]], float]
+"""Bytes of a stage with some options of its layers, in their order."""
 
 _STEPS = 24
 """Knapsacks with fewer bytes that are tried."""
@@ -23,27 +26,30 @@ _TRIED = 3000
 """Choices of one stage that are looked at."""
 
 
-def laid_out(kinds: Sequence[int], content: Content, taken: Sequence[Sequence[int]]) -> list[int]:
-    """Return the options of layers in order; of alike ones the first take the later options."""
-    left = {kind: list(options) for (kind, _), options in zip(content, taken, strict=True)}
-    return [left[kind].pop() for kind in kinds]
-
-
 def fastest_checked(
-    knapsacks: Knapsacks, stage: int, held: range, sync_limit_s: float, limit_s: float
+    knapsacks: Knapsacks,
+    stage: int,
+    kinds: Sequence[int],
+    used: Used,
+    *,
+    sync_limit_s: float = math.inf,
+    least_s: float = 0.0,
+    limit_s: float = math.inf,
 ) -> Fastest | None:
-    """Return the fastest options with which `stage` holds some layers.
+    """Return the fastest options with which `stage` holds layers of these kinds, in their order.
 
-    None if none fit that take no longer than `limit_s`, unscaled.
+    None if none fit that take no longer than `limit_s`, unscaled.  None that fit are known to take
+    less than `least_s`.
     """
-    search = _Stage(knapsacks, stage, held, sync_limit_s)
+    search = _Stage(knapsacks, stage, kinds, used, sync_limit_s)
     lowest = search.by_sums(0.0)
     if lowest is None:
         return None
     found = search.laid(lowest)
     if search.fits(found):
         return found
-    for tried, choice in enumerate(search.between(lowest.time_s, limit_s)):
+    least_s = max(least_s, lowest.time_s)
+    for tried, choice in enumerate(search.between(least_s, limit_s)):
         found = search.laid(choice)
         if search.fits(found):
             return found
@@ -56,11 +62,18 @@ def fastest_checked(
 class _Stage:
     """One stage with some layers."""
 
-    def __init__(self, knapsacks: Knapsacks, stage: int, held: range, sync_limit_s: float) -> None:
+    def __init__(
+        self,
+        knapsacks: Knapsacks,
+        stage: int,
+        kinds: Sequence[int],
+        used: Used,
+        sync_limit_s: float,
+    ) -> None:
         self._knapsacks, self._instance = knapsacks, knapsacks.instance
-        self._stage, self._held, self._sync_limit_s = stage, held, sync_limit_s
-        self._content = knapsacks.content(held.start, len(held))
-        self._kinds = self._instance.layers[held.start : held.stop]
+        self._stage, self._kinds, self._used = stage, kinds, used
+        self._sync_limit_s = sync_limit_s
+        self._content = content_of(kinds)
 
     def by_sums(self, spare_bytes: float) -> Choice | None:
         """Return the fastest options by sums, with so many bytes to spare."""
@@ -75,7 +88,8 @@ class _Stage:
 
     def fits(self, found: Fastest) -> bool:
         """Whether the stage has the bytes."""
-        return stage_fits(self._instance, self._stage, self._held, self._padded(found))
+        capacity_bytes = self._instance.stages[self._stage].capacity_bytes
+        return self._used(found.options) <= capacity_bytes + ROUNDING * abs(capacity_bytes)
 
     def some_that_fit(self, lowest: Choice) -> Fastest | None:
         """Return options that fit, near to the fastest that do; None if none were met."""
@@ -83,11 +97,9 @@ class _Stage:
         spare_bytes, choice = 0.0, lowest
         for _ in range(_STEPS):
             found = self.laid(choice)
-            padded = self._padded(found)
-            used = stage_bytes(self._instance, self._stage, self._held, padded)
             if self.fits(found):
                 return found
-            spare_bytes += used - capacity_bytes
+            spare_bytes += self._used(found.options) - capacity_bytes
             better = self.by_sums(spare_bytes)
             if better is None:
                 return None
@@ -134,10 +146,6 @@ class _Stage:
                 sum(t[k].sync_s for t, own in zip(tables, taken, strict=True) for k in own),
                 taken,
             )
-
-    def _padded(self, found: Fastest) -> list[int]:
-        """Return options for the whole chain, of which only those of the stage are read."""
-        return [0] * self._held.start + list(found.options)
 
 
 class _Kind:

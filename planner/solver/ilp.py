@@ -15,6 +15,7 @@ Over runs a of N_a layers, stages s, options k and levels i of transient bytes:
 
     Σ_{s,k} n[a,s,k] = N_a                          run{a}_is_placed
     Σ_{a,k} n[a,s,k] >= least_s                     stage{s}_has_layers_enough
+    Σ_{a,k} n[a,s,k] <= most_s                      stage{s}_has_no_more_layers
     Σ_{s'<=s,k} n[a,s',k] >= N_a done[a,s]          run{a}_is_done_by_stage{s}
     done[a,s] >= done[a,s-1]                        run{a}_stays_done_on_stage{s}
     Σ_k n[a,s,k] <= N_a done[a-1,s]                 run{a}_follows_the_one_before_on_stage{s}
@@ -73,6 +74,7 @@ from planner.solver.instance import (
 )
 from planner.solver.memory_reach import why_infeasible
 from planner.solver.sides import AtMost, Chosen, Placed, Together
+from planner.solver.sizes import NO_ROW, best_row
 from planner.tolerances import EQUAL, HIGHS_FEASIBILITY, HIGHS_GAP, HIGHS_MARGIN
 
 if TYPE_CHECKING:
@@ -153,6 +155,23 @@ def solve(
     A solution that met the time limit carries the bound proven until then and is not `optimal`.
     `at_least_s` is a bound known before; only objectives below `cutoff_s` are of interest.
     """
+    if instance.sizes:
+        return best_row(
+            instance,
+            cutoff_s,
+            lambda row, below_s: _solved(row, time_limit_s, gap, at_least_s, below_s),
+        )
+    return _solved(instance, time_limit_s, gap, at_least_s, cutoff_s)
+
+
+def _solved(
+    instance: Instance,
+    time_limit_s: float | None,
+    gap: float,
+    at_least_s: float,
+    cutoff_s: float,
+) -> Solution | Infeasible | Fathomed | Unfinished:
+    """Solve an instance whose bytes may be more than sums."""
     if instance.used_bytes is None:
         return _solve(instance, time_limit_s, gap, at_least_s, cutoff_s)
     # The program knows sums alone.  Stages that hold more than they have get less room, until a
@@ -217,6 +236,8 @@ def _solve(
 def _why_not(instance: Instance) -> str:
     """Name what cannot be kept together: all that is asked beside the memory of each stage."""
     asked = dict.fromkeys(map(str, (*instance.sides, *instance.hosts)))
+    if not asked:
+        return NO_ROW
     return f"no split that fits the devices keeps all of this: {'; '.join(asked)}"
 
 
@@ -298,8 +319,10 @@ def _state_places(stated: Formulation) -> list[list[Any]]:
                 program += follows, f"run{a}_follows_the_one_before_on_stage{s}"
     for s in stages:
         held = pulp.lpSum(n for n, _, _ in stated.terms(s))
-        least = stated.instance.stages[s].least_layers
-        program += held >= least, f"stage{s}_has_layers_enough"
+        stage = stated.instance.stages[s]
+        program += held >= stage.least_layers, f"stage{s}_has_layers_enough"
+        if stage.most_layers is not None:
+            program += held <= stage.most_layers, f"stage{s}_has_no_more_layers"
     return done
 
 

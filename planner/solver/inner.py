@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.solver.checked import laid_out
+from planner.solver.assembly import laid_out
 from planner.solver.cuts import Cuts, best_cuts, price
 from planner.solver.descent import meets
 from planner.solver.frontier import FrontierStore
@@ -32,6 +32,7 @@ from planner.solver.instance import (
 )
 from planner.solver.knapsack import Knapsacks
 from planner.solver.memory_reach import why_infeasible
+from planner.solver.sizes import NO_ROW, best_row
 from planner.solver.stage_table import StageTable
 from planner.tolerances import ROUNDING, SETTLED
 
@@ -57,6 +58,12 @@ def solve(
     Among equally fast splits the one with the earliest cuts is returned; inside a stage the layers
     that come first take the later options of their kind (recompute the first layers).
     """
+    if instance.sizes:
+        return best_row(
+            instance,
+            cutoff_s,
+            lambda row, below_s: solve(row, cutoff_s=below_s, frontiers=frontiers),
+        )
     if sum(stage.least_layers for stage in instance.stages) > len(instance.layers):
         return Infeasible(why_infeasible(instance))
     knapsacks = Knapsacks(instance, frontiers if frontiers is not None else FrontierStore())
@@ -90,6 +97,8 @@ def solve(
     if bound_s < math.inf:
         return Fathomed(bound_s)
     beside = HOSTS_TOO_SMALL if instance.hosts else NEARLY_FITS
+    if any(stage.most_layers is not None for stage in instance.stages):
+        beside = NO_ROW
     return Infeasible(why_infeasible(instance) or beside)
 
 

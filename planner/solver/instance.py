@@ -41,8 +41,26 @@ def _refuse(condition: bool, what: str) -> None:
         raise ValueError(what)
 
 
-UsedBytes = Callable[[int, int, Sequence[int]], float]
-"""Of a stage that holds the layers from one on, with these options: its bytes."""
+@dataclass(frozen=True, slots=True)
+class UsedBytes:
+    """What stages hold where that is no sum over their layers.
+
+    `of` is asked with a stage's number, the layers before it, its own in order, and their options.
+    """
+
+    of: Callable[[int, Sequence[int], Sequence[int], Sequence[int]], float]
+    by_place: bool = False
+    """Layers of the same kinds hold other bytes elsewhere (what crosses a graph's cuts)."""
+
+    def along(self, order: Sequence[int]) -> UsedBytes:
+        """Return the same for layers that are told by their places in an order."""
+
+        def of(
+            stage: int, before: Sequence[int], held: Sequence[int], options: Sequence[int]
+        ) -> float:
+            return self.of(stage, [order[at] for at in before], [order[at] for at in held], options)
+
+        return UsedBytes(of, self.by_place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +122,7 @@ class Stage:
     fixed_bytes: float = 0.0
     """Below 0 where sums over layers are but a bound (`Instance.used_bytes`)."""
     least_layers: int = 1
+    most_layers: int | None = None
     most_in_flight: float | None = None
     """Micro-batches that any layer may have on the host, where they are more than `in_flight`."""
 
@@ -118,6 +137,11 @@ class Stage:
     def free_bytes(self) -> float:
         """Bytes left for layers."""
         return self.capacity_bytes - self.fixed_bytes
+
+    def may_hold(self, layers: int) -> bool:
+        """Whether the stage may have so many layers."""
+        most = layers if self.most_layers is None else self.most_layers
+        return self.least_layers <= layers <= most
 
     def held_bytes(self, option: Option) -> float:
         """Bytes of a layer that add up: all but its transient ones."""
@@ -150,6 +174,8 @@ class Instance:
     cut_s: tuple[float, ...] = ()
     hosts: tuple[Host, ...] = ()
     sides: tuple[Side, ...] = ()
+    sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Rows of the fewest and the most layers [stage], of which a split keeps one; empty: any."""
     used_bytes: UsedBytes | None = field(default=None, repr=False, compare=False)
     """What a stage holds, where the sums above are no more than that."""
 
@@ -168,6 +194,10 @@ class Instance:
         _refuse(
             len(self.cut_s) not in (0, len(self.layers) + 1),
             f"{len(self.layers)} layers have {len(self.layers) + 1} cut positions",
+        )
+        _refuse(
+            any(len(row) != len(self.stages) for row in self.sizes),
+            "sizes say for every stage how many layers it has",
         )
         _refuse(any(cut < 0 for cut in self.cut_s), "cut_s must not be negative")
         _refuse(
@@ -247,7 +277,7 @@ def stage_bytes(instance: Instance, s: int, held: range, options: Sequence[int])
     """Bytes of stage `s` holding the layers `held`; `options[layer]` for the whole chain."""
     own = [options[layer] for layer in held]
     if instance.used_bytes is not None:
-        return instance.used_bytes(s, held.start, own)
+        return instance.used_bytes.of(s, range(held.start), held, own)
     chosen = [instance.options_of(layer)[option] for layer, option in zip(held, own, strict=True)]
     stage = instance.stages[s]
     return (
@@ -310,7 +340,7 @@ def priced(
 def fits(instance: Instance, solution: Solution) -> bool:
     """Whether each stage has layers enough and stays within its capacity."""
     sizes = zip(solution.sizes(), instance.stages, strict=True)
-    return all(size >= stage.least_layers for size, stage in sizes) and all(
+    return all(stage.may_hold(size) for size, stage in sizes) and all(
         used <= stage.capacity_bytes + ROUNDING * abs(stage.capacity_bytes)
         for used, stage in zip(solution.stage_bytes, instance.stages, strict=True)
     )

@@ -181,8 +181,9 @@ class Knapsacks:
             for at, s in enumerate(family.stages)
         }
         self._runs: dict[tuple[int, int, int], Runs] = {}
-        self.checked: dict[tuple[int, tuple[int, ...], float], Checked] = {}
-        """By stage, kinds of its layers and limit on sync: its fastest options that fit."""
+        self.checked: dict[tuple[int, int, tuple[int, ...], float], Checked] = {}
+        """By stage, its first layer (-1 where that is all the same), kinds of its layers and limit
+        on sync: its fastest options that fit."""
         self.host_limit = np.full(len(stages), np.inf)
         for host in instance.hosts:
             for s, ranks in enumerate(host.ranks):

@@ -35,6 +35,9 @@ class Steps(Protocol):
     def costs(self) -> Costs:
         """[step] What they cost, exactly or at least; inf where a step is impossible."""
 
+    def least_costs(self) -> Costs | None:
+        """[step] Costs that are no more than exact ones; None if those of `costs` are exact."""
+
     def settle(self, steps: Sequence[int]) -> bool:
         """Make exact what the steps cost; False if everything was."""
 
@@ -84,6 +87,18 @@ def best_split(
     return best
 
 
+def loose_s(steps: Steps, *, cutoff_s: float) -> float:
+    """Return what paths below the cutoff take at least, whose steps are not all known exactly.
+
+    inf if there is none.
+    """
+    costs = steps.least_costs()
+    found = None if costs is None else cheapest(steps.paths, costs, cutoff_s=cutoff_s)
+    if found is None:
+        return math.inf
+    return found.value_s + (steps.least_sync_s().min() if steps.sync_depends else 0.0)
+
+
 def settled_path(steps: Steps, *, cutoff_s: float) -> Path | None:
     """Cheapest path below the cutoff, with all of its steps exact."""
     known_s = cutoff_s
@@ -94,5 +109,7 @@ def settled_path(steps: Steps, *, cutoff_s: float) -> Path | None:
         # What the path really takes bounds the search; a hair more, so that it is found again.
         costs = steps.costs()
         actual = priced_path(costs, found.steps)
+        if not math.isfinite(actual.value_s):
+            continue  # a step's options do not fit, whatever the sums of their bytes say
         hair_s = SETTLED * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
         known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))

@@ -9,6 +9,7 @@ wants to use them.  A chain of like layers has few signatures, and those are set
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -68,12 +69,15 @@ class StageTable:
         self.seconds = _on_grid(
             seconds if self._cut_s is None else seconds + self._cut_s, self._whole_s
         )
-        self._least_layers = [stage.least_layers for stage in instance.stages]
-        for stage, least in enumerate(self._least_layers):
-            self.seconds[stage, :, : least - 1] = np.inf
+        self._stages = instance.stages
+        for s, stage in enumerate(self._stages):
+            self.seconds[s, :, : stage.least_layers - 1] = np.inf
+            if stage.most_layers is not None:
+                self.seconds[s, :, stage.most_layers :] = np.inf
         self.settled: Booleans = ~np.isfinite(self.seconds)
         # Whether an entry is that of options that fit; with exact sums it is if it is settled.
         self._checks = instance.used_bytes is not None
+        self._by_place = instance.used_bytes is not None and instance.used_bytes.by_place
         self._checked = self.settled.copy() if self._checks else self.settled
         self._loose: dict[tuple[int, int, int], float] = {}
         """Of entries that are not known exactly, seconds that are no more than theirs."""
@@ -128,6 +132,9 @@ class StageTable:
         found = self.checked(stage, first, first + n)
         knapsacks, kinds = self._knapsacks, self._kinds_of(first, n)
         same = self._signature == self._signature[first, n - 1]
+        if self._by_place:
+            same = np.zeros_like(same)
+            same[first, n - 1] = True
         for at in np.flatnonzero(same.any(axis=1)).tolist():
             for width in (np.flatnonzero(same[at]) + 1).tolist():
                 if self._kinds_of(at, width) != kinds:
@@ -168,15 +175,24 @@ class StageTable:
     def checked(self, stage: int, first: int, end: int) -> Fastest | None:
         """Return the fastest options of a stage that fit, within the limits on seconds and sync."""
         known = self._knapsacks.checked
-        key = stage, self._kinds_of(first, end - first), self.sync_limit_s
+        place = first if self._by_place else -1
+        key = stage, place, self._kinds_of(first, end - first), self.sync_limit_s
         knapsacks = self._knapsacks
         limit_s = (self._limit_s - float(knapsacks.exposed_s[stage])) / float(
             knapsacks.time_scale[stage]
         )
         found = known.get(key)
         if found is None or (found.fastest is None and found.limit_s < limit_s):
-            held = range(first, end)
-            fastest = fastest_checked(knapsacks, stage, held, self.sync_limit_s, limit_s)
+            instance, held = knapsacks.instance, range(first, end)
+            assert instance.used_bytes is not None, "sums are exact without"
+            fastest = fastest_checked(
+                knapsacks,
+                stage,
+                instance.layers[first:end],
+                partial(instance.used_bytes.of, stage, range(first), held),
+                sync_limit_s=self.sync_limit_s,
+                limit_s=limit_s,
+            )
             found = known[key] = Checked(limit_s, fastest)
         return found.fastest
 
@@ -203,7 +219,7 @@ class StageTable:
         staged = seconds * knapsacks.time_scale[stages] + knapsacks.exposed_s[stages]
         extra = 0.0 if self._cut_s is None else self._cut_s[same]
         for s, value in zip(stages, staged, strict=True):
-            if n < self._least_layers[s]:
+            if not self._stages[s].may_hold(n):
                 continue
             self.seconds[s][same] = _on_grid(value + extra, self._whole_s)
             self.settled[s][same] = True

@@ -128,6 +128,7 @@ def asked(study: Study, model: ModelGraph, candidate: Candidate) -> Request:
         global_batch=study.work.global_batch,
         precision=study.work.precision,
         pins=read_pins(candidate.fix, candidate.allow),
+        stack=study.work.backend,
         called=candidate.name,
     )
 

@@ -10,23 +10,25 @@ Weights in host memory cross the host's link as `planner.costs.sharding` says.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from planner.backends.prediction import run_prediction
-from planner.backends.runs import Recomputed, Run
-from planner.cluster import ClusterSpec
-from planner.costs.layout_costs import room_bytes
+from planner.backends.prediction import setup_prediction
+from planner.catalog import stacks
 from planner.errors import DocumentError, NoPlanFits
-from planner.model import ModelGraph
-from planner.plan import Job
+from planner.plan import Layout, Offload
 from planner.prediction import Prediction
 from planner.request import Request
 from planner.search.space import divisors
+from planner.setup import Recomputed, Setup
+from planner.training import Lora
 from planner.units import bytes_text
 
 LARGEST_MICRO_BATCH = 32
+RANK = 16
+"""Of adapters, which nothing is priced by."""
 QUANTISED_BYTES, WORKING_BYTES = 0.53, 2.0
 """Per frozen weight: 4 bits with a scale for every 64, or bf16."""
 
@@ -39,7 +41,7 @@ class Tuner:
     """Whose accounting rules price it."""
     zero: tuple[int, ...]
     recompute: tuple[Recomputed, ...]
-    offload: tuple[frozenset[str], ...] = (frozenset(),)
+    offload: tuple[Offload, ...] = ("none",)
     context: bool = False
 
 
@@ -47,7 +49,7 @@ TRANSFORMERS = Tuner(
     framework="transformers",
     zero=(0, 3),
     recompute=("none", "selective", "partial", "full"),
-    offload=(frozenset(), frozenset({"params"})),
+    offload=("none", "parameters"),
 )
 MEGATRON = Tuner(
     framework="megatron", zero=(1,), recompute=("none", "selective", "full"), context=True
@@ -63,17 +65,15 @@ def tuned(request: Request, *, quantised: bool) -> Prediction:
     best: Prediction | None = None
     leanest: Prediction | None = None
     lacks: list[tuple[float, str]] = []
-    room = room_bytes(cluster.groups[0].accelerator)
-    for run, text in _runs(model, cluster, job, quantised=quantised):
-        found = run_prediction(run, model, text)
-        if "params" in run.offload:
-            short = _lacking_host(run, cluster, model, quantised=quantised)
+    for setup in _setups(request, quantised=quantised):
+        found = setup_prediction(setup, _words(setup))
+        if setup.layout.offload == "parameters":
+            short = _lacking_host(setup)
             if short is not None:
                 lacks.append(short)
                 continue
-            found = _with_host(found, _host_share_bytes(run, model, quantised=quantised))
-        fits = found.fits and _peak(found) <= room
-        if fits and (best is None or found.step_time_s < best.step_time_s):
+            found = _with_host(found, _host_share_bytes(setup))
+        if found.fits and (best is None or found.step_time_s < best.step_time_s):
             best = found
         if leanest is None or _peak(found) < _peak(leanest):
             leanest = found
@@ -84,8 +84,8 @@ def tuned(request: Request, *, quantised: bool) -> Prediction:
             f"no layout divides a global batch of {job.global_batch} over {cluster.devices} devices"
         )
     raise NoPlanFits(
-        f"the leanest layout, {leanest.layout}, needs {bytes_text(_peak(leanest))} of "
-        f"{bytes_text(room)} to be filled on each device"
+        f"the leanest layout, {leanest.layout}, needs {bytes_text(_peak(leanest))} and "
+        f"each device has {bytes_text(cluster.groups[0].accelerator.memory_bytes)}"
         + (f"; with weights on the host, {min(lacks)[1]}" if lacks else "")
     )
 
@@ -99,72 +99,79 @@ def _peak(prediction: Prediction) -> float:
     return max(stage.peak_memory_bytes for stage in prediction.stages)
 
 
-def _runs(
-    model: ModelGraph, cluster: ClusterSpec, job: Job, *, quantised: bool
-) -> Iterator[tuple[Run, str]]:
-    """Yield every layout of every fine-tuner, with its words."""
-    group, architecture = cluster.groups[0], model.architecture
+def _setups(request: Request, *, quantised: bool) -> Iterator[Setup]:
+    """Yield every layout of every fine-tuner."""
+    cluster, job, architecture = request.cluster, request.job, request.model.architecture
+    per_node = cluster.groups[0].devices_per_node
     assert architecture is not None
+    adapters = replace(job, lora=job.lora or Lora(rank=RANK, quantised=quantised))
     tuners = (TRANSFORMERS,) if quantised else (TRANSFORMERS, MEGATRON)
     for tuner in tuners:
-        for tensor in divisors(group.devices_per_node) if not quantised else (1,):
+        stack = stacks()[tuner.framework]
+        asked = replace(request, job=adapters, stack=stack)
+        for tensor in divisors(per_node) if not quantised else (1,):
             if architecture.kv_heads % tensor:
                 continue
-            for context in divisors(group.devices_per_node // tensor) if tuner.context else (1,):
+            for context in divisors(per_node // tensor) if tuner.context else (1,):
                 if job.seq_len % (2 * context) and context > 1:
                     continue
                 data = cluster.devices // (tensor * context)
                 if job.global_batch % data:
                     continue
-                for micro_batch in divisors(job.global_batch // data):
+                share = job.global_batch // data
+                for micro_batch in divisors(share):
                     if micro_batch > LARGEST_MICRO_BATCH:
                         continue
-                    for zero in tuner.zero if data > 1 else (0,):
-                        for recompute in tuner.recompute:
-                            for offload in tuner.offload:
-                                run = Run(
-                                    architecture=architecture,
-                                    cluster=cluster,
-                                    task="qlora" if quantised else "lora",
-                                    framework=tuner.framework,
-                                    seq_len=job.seq_len,
-                                    global_batch=job.global_batch,
-                                    micro_batch=micro_batch,
-                                    tensor=tensor,
-                                    context=context,
-                                    data=data,
-                                    zero=zero,
-                                    recompute=recompute,
-                                    offload=offload,
-                                    precision=job.precision,
-                                    quantised=quantised,
-                                )
-                                yield run, _words(run)
+                    for zero, recompute, offload in itertools.product(
+                        tuner.zero if data > 1 else (0,), tuner.recompute, tuner.offload
+                    ):
+                        layout = Layout(
+                            tensor=tensor,
+                            context=context,
+                            data_shard=data if zero else 1,
+                            data_replicate=1 if zero else data,
+                            zero=zero,
+                            micro_batch=micro_batch,
+                            micro_batches=share // micro_batch,
+                            offload=offload,
+                            sequence_parallel=stack.tensor.sequence_parallel,
+                        )
+                        yield Setup(
+                            request=asked,
+                            layout=layout,
+                            recompute=recompute,
+                            framework=tuner.framework,
+                            tuned=True,
+                        )
 
 
-def _words(run: Run) -> str:
-    parts = [f"tp={run.tensor}", f"dp={run.data}"]
-    if run.context > 1:
-        parts.append(f"cp={run.context}")
-    parts += [f"zero={run.zero}", f"micro_batch={run.micro_batch}", f"recompute={run.recompute}"]
-    if "params" in run.offload:
+def _words(setup: Setup) -> str:
+    layout = setup.layout
+    parts = [f"tp={layout.tensor}", f"dp={layout.data}"]
+    if layout.context > 1:
+        parts.append(f"cp={layout.context}")
+    parts += [
+        f"zero={layout.zero}",
+        f"micro_batch={layout.micro_batch}",
+        f"recompute={setup.recompute}",
+    ]
+    if layout.offload == "parameters":
         parts.append("offload=parameters")
     return " ".join(parts)
 
 
-def _host_share_bytes(run: Run, model: ModelGraph, *, quantised: bool) -> float:
+def _host_share_bytes(setup: Setup) -> float:
     """Return the weights that one rank keeps on the host."""
+    layout, quantised = setup.layout, setup.task == "qlora"
     each = QUANTISED_BYTES if quantised else WORKING_BYTES
-    weights = each * model.parameters / run.tensor
-    return weights / run.data if run.zero == 3 else weights
+    weights = each * setup.request.model.parameters / layout.tensor
+    return weights / layout.data if layout.zero == 3 else weights
 
 
-def _lacking_host(
-    run: Run, cluster: ClusterSpec, model: ModelGraph, *, quantised: bool
-) -> tuple[float, str] | None:
+def _lacking_host(setup: Setup) -> tuple[float, str] | None:
     """Return how many bytes a node's host would need for the weights and in words, if it lacks."""
-    group = cluster.groups[0]
-    needed = _host_share_bytes(run, model, quantised=quantised) * group.devices_per_node
+    group = setup.request.cluster.groups[0]
+    needed = _host_share_bytes(setup) * group.devices_per_node
     if group.host_link_bytes_per_s is None:
         return math.inf, f"the host link of {group.accelerator.name} is not known"
     if group.host_memory_bytes is None:

@@ -69,6 +69,8 @@ class Work(Part):
     precision: Precision | None = None
     """What each cluster has units for, bf16 or fp16, where it is not given."""
     tuning: Tuning = "pretrain"
+    backend: Text = "native"
+    """The stack that trains, where the whole model is."""
 
 
 class Goal(Part):

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from planner.solver.graphs.graph_instance import GraphInstance
-from planner.solver.instance import Option, Stage
+from planner.solver.instance import Instance, Option, Stage, UsedBytes
 
 
 def random_graph(seed: int, *, sync_by_option: bool = False) -> GraphInstance:
@@ -82,7 +82,7 @@ def objective_s(
 ) -> float:
     """Seconds of one split, from the definition; inf if a stage has not the bytes."""
     parts = [
-        _layers_s(problem, s, held, [options[layer] for layer in held])
+        _layers_s(problem, s, _before(stage_of, s), held, [options[layer] for layer in held])
         for s, held in enumerate(_held(problem, stage_of))
     ]
     return _total_s(problem, stage_of, parts)
@@ -98,7 +98,10 @@ def least_objective_s(problem: GraphInstance) -> float:
         choices = []
         for s, held in enumerate(_held(problem, stage_of)):
             tables = [range(len(problem.kinds[problem.layers[layer]])) for layer in held]
-            every = [_layers_s(problem, s, held, picks) for picks in itertools.product(*tables)]
+            before = _before(stage_of, s)
+            every = [
+                _layers_s(problem, s, before, held, picks) for picks in itertools.product(*tables)
+            ]
             choices.append(_unbeaten(every))
         for parts in itertools.product(*choices):
             best = min(best, _total_s(problem, stage_of, parts))
@@ -128,9 +131,48 @@ def _unbeaten(every: list[Part]) -> list[Part]:
     ]
 
 
-def _layers_s(problem: GraphInstance, s: int, held: Sequence[int], picks: Sequence[int]) -> Part:
+def _before(stage_of: tuple[int, ...], s: int) -> list[int]:
+    """Layers of the stages before one."""
+    return [layer for layer, at in enumerate(stage_of) if at < s]
+
+
+def first_take_later(kinds: Sequence[int], picks: Sequence[int]) -> bool:
+    """Whether alike layers that come first take the later options (recompute the first)."""
+    taken: dict[int, int] = {}
+    for kind, pick in zip(kinds, picks, strict=True):
+        if pick > taken.get(kind, pick):
+            return False
+        taken[kind] = pick
+    return True
+
+
+def more_bytes(of: Instance, seed: int, *, by_place: bool) -> UsedBytes:
+    """What stages hold beyond the sums of `of`: by layers, their options, and what is before."""
+
+    def used_bytes(
+        stage: int, before: Sequence[int], held: Sequence[int], options: Sequence[int]
+    ) -> float:
+        place = (sorted(before), list(held)) if by_place else [of.layers[at] for at in held]
+        rng = random.Random(f"{seed} {stage} {place} {list(options)}")
+        room = of.stages[stage]
+        chosen = [of.kinds[of.layers[at]][o] for at, o in zip(held, options, strict=True)]
+        sums = room.fixed_bytes + sum(room.held_bytes(o) for o in chosen)
+        sums += max(o.transient_bytes for o in chosen)
+        return sums + rng.choice((0.0, 0.0, 1.0, 5.0, rng.uniform(0, 25)))
+
+    return UsedBytes(used_bytes, by_place)
+
+
+def _layers_s(
+    problem: GraphInstance,
+    s: int,
+    before: Sequence[int],
+    held: Sequence[int],
+    picks: Sequence[int],
+) -> Part:
     """What stage s takes with these layers and options; inf if it has not the bytes."""
     stage = problem.stages[s]
+    kinds = [problem.layers[layer] for layer in held]
     chosen = [
         problem.kinds[problem.layers[layer]][pick] for layer, pick in zip(held, picks, strict=True)
     ]
@@ -138,6 +180,10 @@ def _layers_s(problem: GraphInstance, s: int, held: Sequence[int], picks: Sequen
     for o in chosen:
         used += o.resident_bytes + stage.in_flight * o.stored_bytes
         used += stage.waiting * o.kept_bytes
+    if problem.used_bytes is not None:
+        used = problem.used_bytes.of(s, before, held, picks)
+        if not first_take_later(kinds, picks):
+            used = math.inf
     if used > stage.capacity_bytes * (1 + 1e-12):
         return math.inf, math.inf, math.inf
     forward = stage.time_scale * sum(o.forward_s for o in chosen) + stage.exposed_s / 2

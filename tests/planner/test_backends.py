@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from planner.backends.estimate import Estimate, estimate
 from planner.backends.placed import priced
-from planner.backends.runs import Run
-from planner.backends.stacks import stack_of_run
+from planner.backends.runs import Run, run_of
 from planner.catalog import stacks
+from planner.cluster import Precision
 from planner.expressions import cluster_of
+from planner.layers.architecture import graph_of
 from planner.layers.operator_table import Table
 from planner.model import Architecture
+from planner.plan import Job, Layout
+from planner.request import Request
+from planner.setup import Recomputed, Setup
 
 GPT = Architecture(
     family="gpt",
@@ -46,27 +52,54 @@ LLAMA = Architecture(
 )
 
 
-def run(architecture: Architecture = LLAMA, *, nodes: int = 1, **changes: object) -> Run:
-    devices = int(changes.pop("devices", 8))  # type: ignore[call-overload]
-    base = Run(
-        architecture=architecture,
-        cluster=cluster_of("h100-sxm-80gb", nodes=nodes, devices_per_node=devices // nodes),
-        task="pretrain",
-        framework="megatron",
-        seq_len=2048,
-        global_batch=64,
-        micro_batch=1,
-        data=devices,
-        recompute="none",
+def setup(
+    architecture: Architecture = LLAMA,
+    *,
+    nodes: int = 1,
+    devices: int = 8,
+    framework: str = "megatron",
+    recompute: Recomputed = "none",
+    seq_len: int = 2048,
+    global_batch: int = 64,
+    precision: Precision = "bf16",
+    zero: int | None = None,
+    sequence_parallel: bool | None = None,
+    **layout: int,
+) -> Setup:
+    """Return a run; data parallelism takes the devices that are left."""
+    stack = stacks()[framework]
+    others = [layout.get(name, 1) for name in ("tensor", "pipeline", "context")]
+    data = devices // math.prod(others)
+    zero = stack.sharding.zero if zero is None else zero
+    divided = stack.tensor.sequence_parallel if sequence_parallel is None else sequence_parallel
+    return Setup(
+        request=Request(
+            graph_of(architecture, name="model"),
+            cluster_of("h100-sxm-80gb", nodes=nodes, devices_per_node=devices // nodes),
+            Job(seq_len=seq_len, global_batch=global_batch, precision=precision),
+            stack=stack,
+        ),
+        layout=Layout(
+            data_shard=data if zero else 1,
+            data_replicate=1 if zero else data,
+            zero=zero,
+            micro_batches=global_batch // (data * layout.get("micro_batch", 1)),
+            sequence_parallel=divided,
+            **layout,
+        ),
+        recompute=recompute,
+        framework=framework,
     )
-    result = replace(base, **changes)  # type: ignore[arg-type]
-    data = devices // (result.tensor * result.pipeline * result.context)
-    return replace(result, data=data)
+
+
+def run(
+    architecture: Architecture = LLAMA, *, flash_attention: bool | None = None, **changes: Any
+) -> Run:
+    return replace(run_of(setup(architecture, **changes)), flash_attention=flash_attention)
 
 
 def table(of: Run, kind: str) -> Table:
-    stack, _ = stack_of_run(of)
-    return priced(of, stack).tables[kind]
+    return priced(of, stacks()[of.framework]).tables[kind]
 
 
 def peak(of: Estimate) -> float:
@@ -96,7 +129,7 @@ def test_without_sequence_parallelism_the_stream_is_kept_whole() -> None:
 
 
 def test_parts_add_up_to_the_step() -> None:
-    for of in (run(), run(GPT, tensor=2, pipeline=2), run(framework="torchtitan", zero=3)):
+    for of in (setup(), setup(GPT, tensor=2, pipeline=2), setup(framework="torchtitan", zero=3)):
         result = estimate(of)
 
         assert sum(result.step_parts.values()) == pytest.approx(result.step_time_s)
@@ -105,19 +138,22 @@ def test_parts_add_up_to_the_step() -> None:
 
 
 def test_no_run_is_faster_than_its_flops_allow() -> None:
-    for framework in (*stacks(), "unheard-of"):
-        of = run(framework=framework, global_batch=256)
-        flops = 6 * 8.0e9 * of.seq_len * of.global_batch
+    for framework in stacks():
+        of = setup(framework=framework, global_batch=256)
+        flops = 6 * 8.0e9 * of.request.job.seq_len * of.request.job.global_batch
 
         assert estimate(of).step_time_s > flops / (8 * 989e12)
 
 
 def test_a_uniform_pipeline_waits_p_minus_1_over_v_micro_batches() -> None:
     # Blocks alone: a large batch makes everything else small.
-    base = run(pipeline=4, nodes=1, global_batch=1024, micro_batch=1)
-    waits = {v: estimate(replace(base, virtual=v)).step_parts["pipeline"] for v in (1, 2, 4)}
+    def waiting_s(virtual: int, global_batch: int = 1024) -> float:
+        of = setup(pipeline=4, global_batch=global_batch, virtual_stages=virtual)
+        return estimate(of).step_parts["pipeline"]
 
-    sent = estimate(replace(base, virtual=1, global_batch=2048)).step_parts["pipeline"]
+    waits = {v: waiting_s(v) for v in (1, 2, 4)}
+
+    sent = waiting_s(1, global_batch=2048)
     bubble = 2 * waits[1] - sent
 
     assert bubble > 0
@@ -125,7 +161,7 @@ def test_a_uniform_pipeline_waits_p_minus_1_over_v_micro_batches() -> None:
 
 
 def test_memory_follows_micro_batches_in_flight() -> None:
-    stages = estimate(run(pipeline=4, global_batch=64)).stages
+    stages = estimate(setup(pipeline=4, global_batch=64)).stages
     activations = [stage.memory_parts["activations"] for stage in stages]
 
     assert activations[1] == pytest.approx(3 / 2 * activations[2], rel=0.01)
@@ -133,19 +169,17 @@ def test_memory_follows_micro_batches_in_flight() -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_recomputing_everything_costs_a_forward_and_saves_memory(tensor: int) -> None:
-    none = estimate(run(tensor=tensor))
-    full = estimate(run(tensor=tensor, recompute="full"))
+    none = estimate(setup(tensor=tensor))
+    full = estimate(setup(tensor=tensor, recompute="full"))
 
     assert full.step_parts["recompute"] == pytest.approx(none.step_parts["forward"], rel=0.15)
     assert peak(full) < peak(none)
 
 
 def test_a_faster_network_is_never_slower() -> None:
-    slow = run(nodes=2, devices=16, framework="nanotron", tensor=2, pipeline=2)
-    fast = replace(
-        slow,
-        cluster=cluster_of("h100-sxm-80gb", nodes=2, devices_per_node=8, network_bytes_per_s=400e9),
-    )
+    slow = setup(nodes=2, devices=16, framework="nanotron", tensor=2, pipeline=2)
+    faster = cluster_of("h100-sxm-80gb", nodes=2, devices_per_node=8, network_bytes_per_s=400e9)
+    fast = replace(slow, request=replace(slow.request, cluster=faster))
 
     assert estimate(fast).step_time_s <= estimate(slow).step_time_s
 
@@ -156,7 +190,7 @@ def test_small_models_wait_for_the_host() -> None:
     )
     host = stacks()["megatron-deepspeed"].host
 
-    result = estimate(run(tiny, framework="megatron-deepspeed", seq_len=512, global_batch=8))
+    result = estimate(setup(tiny, framework="megatron-deepspeed", seq_len=512, global_batch=8))
 
     floor = tiny.layers * (host.layer_s.forward + host.layer_s.backward)
     assert result.step_time_s >= floor
@@ -171,20 +205,12 @@ def test_a_loss_on_divided_logits_is_divided() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    assert estimate(run(zero=1, micro_batch=1)).fits
-    assert not estimate(run(zero=1, micro_batch=8, seq_len=8192, global_batch=64)).fits
-
-
-def test_unknown_frameworks_are_told_apart() -> None:
-    assert not estimate(run(framework="unheard-of")).known_framework
-    assert any("unheard-of" in text for text in estimate(run(framework="unheard-of")).assumptions)
-    for task, zero, name in (("pretrain", 3, "fsdp"), ("lora", None, "transformers")):
-        of = replace(run(framework="unheard-of"), task=task, zero=zero)  # type: ignore[arg-type]
-        assert stack_of_run(of)[0].name == name
+    assert estimate(setup(zero=1, micro_batch=1)).fits
+    assert not estimate(setup(zero=1, micro_batch=8, seq_len=8192, global_batch=64)).fits
 
 
 def test_eight_bits_are_faster_and_keep_less() -> None:
-    half, eight = estimate(run(precision="bf16")), estimate(run(precision="fp8"))
+    half, eight = estimate(setup(precision="bf16")), estimate(setup(precision="fp8"))
 
     assert 0.5 * half.step_time_s < eight.step_time_s < half.step_time_s
     assert peak(eight) < peak(half)

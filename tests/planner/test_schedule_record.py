@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from planner.backends.export import configuration
 
 from planner.actions import Action, Order
-from planner.backends.export import configuration
 from planner.cluster import ClusterSpec
 from planner.costs.layout_costs import CostTables
 from planner.document import schema

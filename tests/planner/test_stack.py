@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from planner import catalog
-from planner.backends import spaces
-from planner.backends import stacks as backend_stacks
-from planner.backends.search import backend_search
 from planner.catalog import stack_name, stacks
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
-from planner.plan import Job
+from planner.predict import predict
 from planner.request import Request
+from planner.search.best_first import search
 from planner.stack import Stack, figures, merged, stack_of, with_figures, without_basis
 
 PLAIN = {"format": 1, "name": "plain", "summary": "the defaults"}
@@ -40,7 +39,7 @@ def test_every_figure_is_read_by_some_formula() -> None:
     unread = [
         path
         for path, _ in figures(Stack.of(PLAIN))
-        if (name := path.split(".")[1]) not in by_name and not re.search(rf"\.{name}\b", code)
+        if (name := path.rpartition(".")[2]) not in by_name and not re.search(rf"\.{name}\b", code)
     ]
 
     assert unread == []
@@ -142,20 +141,21 @@ def test_a_stack_is_added_by_adding_one_file(
     for file in known.iterdir():
         (tmp_path / file.name).write_text(file.read_text())
     (tmp_path / "mine.yaml").write_text(
-        "{format: 1, name: mine, extends: fsdp, summary: mine, host: {step_s: 5.0}, "
-        "space: {zero: [3], recompute: [none, full], pipeline: false, tensor: false}, "
-        "accuracy: {spread: 0.1}, basis: [{fields: [host.step_s, accuracy.spread], "
-        "provenance: assumed, source: made up}]}"
+        "{format: 1, name: mine, extends: fsdp, summary: mine, memory: {context_bytes: 3.0e9}, "
+        "space: {zero: [3], recompute: [none, full], pipeline: 1, tensor: 1, context: 1}, "
+        "accuracy: {spread: 0.1}, basis: [{fields: [memory.context_bytes, space, "
+        "accuracy.spread], provenance: assumed, source: made up}]}"
     )
     found = catalog.read_stacks(tmp_path)
     monkeypatch.setattr(catalog, "stacks", lambda: found)
-    for module in (backend_stacks, spaces):
-        monkeypatch.setattr(module, "stacks", lambda: found)
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
-    job = Job(seq_len=2048, global_batch=64)
+    asked = Request.of(model, cluster, seq_len=2048, global_batch=64, stack="fsdp")
 
-    mine = backend_search(Request(model, cluster, job, stack=found["mine"])).best.prediction
-    fsdp = backend_search(Request(model, cluster, job, stack=found["fsdp"])).best.prediction
+    mine = search(replace(asked, stack=found["mine"]))
 
-    assert mine.step_parts["fixed"] == 5.0
-    assert mine.step_time_s == pytest.approx(fsdp.step_time_s + 5.0 - fsdp.step_parts["fixed"])
+    assert without_basis(found["mine"]) == []
+    assert mine.certificate.optimal
+    assert (mine.plan.backend, mine.plan.zero) == ("mine", 3)
+    again = predict(mine.plan, model, cluster)
+    assert again == mine.prediction
+    assert again.stages[0].memory_parts["context"] >= 3.0e9

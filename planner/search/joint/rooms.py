@@ -24,11 +24,11 @@ from planner.costs.layer_figures import KindFigures
 from planner.costs.layout_costs import CostTables, counted_by_rank, holding_of
 from planner.costs.memory import States
 from planner.costs.rank_memory import in_flight_at_most
+from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.strategy import Holding, StrategyParts, least_resident
 from planner.fullest import fullest
 from planner.layers.operator_table import RECOMPUTES, either
 from planner.plan import Layout
-from planner.profile import Recompute
 from planner.schedule import rank_of_stage
 from planner.search.joint import spread
 from planner.search.joint.hosting import Options, Stages, hosted
@@ -105,7 +105,7 @@ class Rooms:
         chain: Chain,
         *,
         capacity_bytes: float,
-        recompute: Recompute | None,
+        recompute: Recomputes,
     ) -> None:
         """`capacity_bytes` are for layers and the pipeline's buffers, on every rank."""
         self._tables = tables
@@ -339,7 +339,13 @@ class Rooms:
         found = self._ranks.get(key)
         if found is None:
             found = self._ranks[key] = tuple(
-                _ranks(self._kinds, family.degrees.pipeline, family.micro_batches, timetable)
+                _ranks(
+                    self._kinds,
+                    family.degrees.pipeline,
+                    family.micro_batches,
+                    timetable,
+                    keeps_sent=self._tables.rates.stack.pipeline.keeps_sent,
+                )
                 for timetable in family.timetables
             )
         return found
@@ -354,7 +360,7 @@ class _Costs:
         figures: KindFigures,
         units: Sequence[Unit] | Sequence[Layout],
         settings: Indices,
-        recompute: Recompute | None,
+        recompute: Recomputes,
     ) -> None:
         layouts = [_layout(unit) if isinstance(unit, Unit) else unit for unit in units]
         self._tables = tables
@@ -418,7 +424,7 @@ class _Costs:
         states = _stacked([states[at] for states in self._states])
         last = kind == self._tables.end_kinds[1]
         for recompute, many in zip(RECOMPUTES, self._figures[kind], strict=True):
-            if self._recompute not in (None, recompute):
+            if recompute not in choices_of(self._recompute, kind):
                 continue
             figures = taken(many, self._settings)
             passed = either(self._pipelined, figures.returned_bytes, 0.0) if last else 0.0
@@ -441,7 +447,7 @@ def costs_together(
     figures: KindFigures,
     layouts: Sequence[Layout],
     kind: str,
-    recompute: Recompute | None = None,
+    recompute: Recomputes = None,
 ) -> Floats:
     """[figure, choice, layout] Seconds, stored, resident, transient and kept bytes of one kind.
 
@@ -479,7 +485,14 @@ def _layout(unit: Unit) -> Layout:
     return unit.family.layout(unit.leanest, Timetable())
 
 
-def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Timetable) -> _Ranks:
+def _ranks(
+    kinds: tuple[str, ...],
+    ranks: int,
+    micro_batches: int,
+    timetable: Timetable,
+    *,
+    keeps_sent: bool,
+) -> _Ranks:
     """Return how ranks are laden, as in planner.search.least_bytes."""
     name, virtual = timetable
     layout = Layout(
@@ -492,13 +505,15 @@ def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Ti
     if not counted_by_rank(layout):
         alive = np.array([[float(in_flight_at_most(layout, rank)) for rank in range(ranks)]])
         waiting = np.zeros((1, ranks))
-        buffers = np.where(at < ranks - 1, alive[0], 0.0) + 2.0 if ranks > 1 else bare
+        sent = np.where(at < ranks - 1, alive[0], 0.0) * keeps_sent
+        buffers = sent + 2.0 if ranks > 1 else bare
         alive = alive - ((alive == micro_batches) & (alive > 1))
     else:
         shape = {"ranks": ranks, "micro_batches": micro_batches, "virtual_stages": virtual}
         most = fullest(name, **shape)
         alive, waiting = most.holding, most.waiting
-        buffers = alive.sum(axis=0) - last * alive[-1] + 2.0 * virtual
+        sent = (alive.sum(axis=0) - last * alive[-1]) * keeps_sent
+        buffers = sent + 2.0 * virtual
         acting = last * (most.place == virtual - 1)
         shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
         if shares is not None:

@@ -102,7 +102,6 @@ class GraphSpace(AlikeSpace):
             layout,
             costs,
             self._candidates.pins.recompute,
-            roomy=True,
         )
         number = {name: at for at, (name, _) in enumerate(model.chain)}
         sent_s = {
@@ -128,6 +127,7 @@ class GraphSpace(AlikeSpace):
             forward_apart=chain.forward_apart,
             fill=chain.fill,
             credits_s=chain.credits_s,
+            used_bytes=chain.used_bytes,
         )
 
     def solve(self, layout: Layout, _: float) -> Found[GraphSolution] | Lost:

@@ -56,6 +56,7 @@ def stages_problem(
                 ),
                 credits_s=chain.credits_s,
                 host_bytes=rooms[name] if _on_host(chain) else None,
+                used_bytes=chain.used_bytes,
             )
             for name, chain in chains.items()
         ),

@@ -20,17 +20,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.crossings import narrowest_bytes
-from planner.costs.layout_costs import LayoutCosts, refusal, room_bytes
+from planner.costs.layout_costs import LayoutCosts, counted_by_rank, refusal
+from planner.costs.rank_memory import in_flight_at_most, room_bytes
 from planner.costs.seats import Seats
+from planner.costs.strategy import least_resident
 from planner.errors import DocumentError
-from planner.pipeline_model import held
+from planner.fullest import fullest
 from planner.plan import Layout, Plan
 from planner.predict import placement_prediction, placements_of
 from planner.request import Request
@@ -245,7 +247,6 @@ class MixedSpace(GroupSpace):
                 first,
                 costs,
                 self.pins.recompute,
-                roomy=True,
             )
             for group, costs in zip(self.cluster.groups, lean, strict=True)
         }
@@ -261,24 +262,25 @@ class MixedSpace(GroupSpace):
     def _has_room(self, layout: Layout, each: Sequence[LayoutCosts]) -> bool:
         """Whether the commonest layers may fit, each rank on whichever group holds the most.
 
-        A rank holds no more of them than its leanest option allows, with the micro-batches in
-        flight of its stages on average, and the buffers of what it sends and of what is on the way.
+        A rank holds no more of them than its leanest option allows, at the moment by which
+        planner.search.least_bytes bounds its bytes, on the stage that has least in flight then.
         """
-        alive, buffers = _held(
-            layout.schedule, layout.pipeline, layout.micro_batches, layout.virtual_stages
-        )
-        place = int(np.argmax(self._counts))
-        most = np.zeros(len(alive))
+        alive = _alive(layout)
+        kind = list(each[0].parts)[int(np.argmax(self._counts))]
+        most = np.zeros(layout.pipeline)
         for group, costs in zip(self.cluster.groups, each, strict=True):
-            device = group.accelerator
-            room = (room_bytes(device) - costs.fixed_bytes) / costs.slack
-            table = list(costs.kinds.values())[place]
-            least = min(cost.transient_bytes for cost in table)
-            free = room * (1 + ROUNDING) - least - buffers * costs.boundary_bytes
-            for cost in table:
-                each_bytes = np.maximum(1.0, cost.resident_bytes + alive * cost.stored_bytes)
-                most = np.maximum(most, np.floor(np.maximum(0.0, free) / each_bytes))
-        return bool(most.sum() >= self._counts[place])
+            room = room_bytes(group.accelerator.memory_bytes, costs)
+            free = max(0.0, room * (1 + ROUNDING))
+            for part in costs.parts[kind]:
+                resident = least_resident(
+                    part.states,
+                    whole=counted_by_rank(layout),
+                    forwards_first=layout.executed.forwards_first,
+                    once=layout.micro_batches == 1,
+                )
+                each_bytes = np.maximum(1.0, resident + alive * part.stored_bytes)
+                most = np.maximum(most, np.floor(free / each_bytes))
+        return bool(most.sum() >= max(self._counts))
 
     @cached_property
     def _counts(self) -> list[int]:
@@ -425,22 +427,21 @@ class MixedGraphSpace(MixedSpace):
         return self.costs.seats(plan.layout, groups, held)
 
 
-@lru_cache(maxsize=1 << 12)
-def _held(schedule: str, ranks: int, count: int, virtual: int) -> tuple[Floats, Floats]:
-    """[rank] Micro-batches in flight of a stage, and activations that wait to be sent, at least."""
-    if ranks == 1:
-        return np.ones(1), np.zeros(1)
-    alive = np.array(
-        [
-            held(schedule, rank, ranks=ranks, micro_batches=count, virtual_stages=virtual).alive
-            for rank in range(ranks)
-        ],
-        dtype=float,
-    )
-    sends = np.ones(ranks)
-    if virtual == 1 and not schedule_of(schedule).splits_backward:
-        sends[-1] = 0.0
-    return alive / virtual, sends * alive + 2 * virtual
+def _alive(layout: Layout) -> Floats:
+    """[rank] Micro-batches in flight at the moment that counts, of the stage that has least."""
+    ranks = layout.pipeline
+    if counted_by_rank(layout):
+        found = fullest(
+            layout.schedule,
+            ranks=ranks,
+            micro_batches=layout.micro_batches,
+            virtual_stages=layout.virtual_stages,
+        )
+        least: Floats = found.holding.min(axis=0)
+        return least
+    most = np.array([in_flight_at_most(layout, rank) for rank in range(ranks)], dtype=float)
+    alive: Floats = most - ((most == layout.micro_batches) & (most > 1))
+    return alive
 
 
 def _divided(layout: Layout) -> tuple[int, ...]:

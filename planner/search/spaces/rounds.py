@@ -12,14 +12,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 from planner.costs.crossings import in_order
-from planner.costs.layout_costs import room_bytes
+from planner.costs.rank_memory import dynamic_parts, layer_bytes, room_bytes, widest
 from planner.costs.seats import alike, branching
-from planner.costs.strategy import StrategyCost
+from planner.costs.strategy import StrategyCost, StrategyParts
 from planner.model import ModelGraph
 from planner.pins import Pins
 from planner.plan import Layout, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import placement_prediction, placements_of
-from planner.rounds.problem import RoundsProblem, RoundsSolution, moments
+from planner.rounds.problem import RoundsProblem, RoundsSolution, Spans, moments
 from planner.rounds.solve import least_s, solve_rounds
 from planner.schedule import obstacle, rank_of_stage, splits_backward
 from planner.schedules import PLAIN, SCHEDULES, schedule_of
@@ -30,7 +30,6 @@ from planner.search.certificate import (
     COMMUNICATION,
     COMPUTATION,
     EXACT,
-    FROM_ABOVE,
     NO_FASTER,
     OUT_OF_MEMORY,
     REFUSED,
@@ -41,7 +40,7 @@ from planner.search.formulation import plan_with
 from planner.search.layer_options import allowed, option_of
 from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first
 from planner.search.misses import nothing_runs
-from planner.search.rank_problem import input_stored
+from planner.search.rank_problem import Crossing
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
 from planner.search.space import Timetable, every_degrees, families
@@ -121,6 +120,14 @@ class RoundSpace(AlikeSpace):
         choices = allowed(table, layout, self._candidates.pins.recompute)
         return [cost for cost in choices if cost.activations != "offload"]
 
+    def _parts(self, layout: Layout, kind: str) -> list[StrategyParts]:
+        """Return the parts of each of them."""
+        costs = self._tables.of(layout)
+        part_of = {
+            id(cost): part for cost, part in zip(costs.kinds[kind], costs.parts[kind], strict=True)
+        }
+        return [part_of[id(cost)] for cost in self._choices(layout, kind)]
+
     def problem(self, layout: Layout) -> RoundsProblem:
         """Return the partition problem of a layout."""
         costs, model = self._tables.of(layout), self._model
@@ -128,32 +135,66 @@ class RoundSpace(AlikeSpace):
         split = splits_backward(layout.schedule)
         ranks, chain = layout.pipeline, [layer.kind for _, layer in model.chain]
         numbers = {kind: at for at, kind in enumerate(dict.fromkeys(chain))}
+        parts = {kind: self._parts(layout, kind) for kind in numbers}
+        held = {kind: [layer_bytes(part) for part in own] for kind, own in parts.items()}
         kinds = []
-        for kind in numbers:
-            kept = max(part.figures.kept_bytes for part in costs.parts[kind]) if split else 0.0
-            options = [option_of(cost) for cost in self._choices(layout, kind)]
-            # With `last_waits` the last layer's activations are always there: the most of any.
-            most = max(option.resident_bytes for option in options)
+        for kind, own in parts.items():
+            kept = min(part.figures.kept_bytes for part in own) if split else 0.0
             kinds.append(
-                tuple(replace(one, kept_bytes=kept, resident_bytes=most) for one in options)
+                tuple(
+                    replace(
+                        option_of(cost),
+                        stored_bytes=part.stored_bytes,
+                        kept_bytes=kept,
+                        resident_bytes=part.states.resident_bytes,
+                        transient_bytes=0.0,
+                    )
+                    for cost, part in zip(self._choices(layout, kind), own, strict=True)
+                )
             )
         home = rank_of_stage(layout.schedule, stages=layout.stages, virtual_stages=2)
         exposed_s = [2 * (3 if split else 2) * costs.action_s] * ranks
         # The layers at the ends count an action of their own; of a graph only the last one does.
         for end in home[-1:] if model.edges else (home[0], home[-1]):
             exposed_s[end] -= costs.action_s
-        held = moments(layout.schedule, ranks, layout.micro_batches)
-        buffers = 1 if input_stored(model, costs) else 2
+        stores_input = any(part.stores_input for kind in set(chain[1:]) for part in parts[kind])
+        boundary_bytes = costs.narrowest_bytes if model.edges else costs.boundary_bytes
+        crossing = Crossing(model, costs.output_bytes) if model.edges else None
+        last = layout.stages - 1
+        working = min(
+            min(part.forward_transient_bytes, part.backward_transient_bytes)
+            for own in parts.values()
+            for part in own
+        )
+        each_bytes = [
+            ((stage > 0 and not stores_input) + (stage < last) * costs.keeps_sent) * boundary_bytes
+            for stage in range(layout.stages)
+        ]
+
+        def used_bytes(rank: int, spans: Spans, options: Sequence[int]) -> float:
+            left = iter(options)
+            stages = {
+                stage: [held[chain[at]][next(left)] for at in range(*span)]
+                for stage, span in zip(_stages_of(home, rank), spans, strict=True)
+            }
+            passing = None
+            if crossing is not None:
+                passing = widest([crossing.passing(range(a), range(a, b)) for a, b in spans])
+            parts = dynamic_parts(costs, layout, stages, rank=rank, passing=passing)
+            return sum(parts.values())
+
         return RoundsProblem(
             layers=tuple(numbers[kind] for kind in chain),
             kinds=tuple(kinds),
             home=home,
-            moments=held,
-            capacity_bytes=(room_bytes(device) - costs.fixed_bytes) / costs.slack,
-            fixed_bytes=tuple(
-                (buffers * max(a_0 + a_1 for a_0, a_1, _, _ in own) + 4) * costs.boundary_bytes
-                for own in held
+            moments=moments(layout.schedule, ranks, layout.micro_batches),
+            capacity_bytes=room_bytes(device.memory_bytes, costs),
+            fixed_bytes=(4 * boundary_bytes + working,) * ranks,
+            passed_bytes=tuple(
+                (each_bytes[front], each_bytes[behind])
+                for front, behind in (_stages_of(home, rank) for rank in range(ranks))
             ),
+            used_bytes=used_bytes,
             exposed_s=tuple(exposed_s),
             micro_batches=layout.micro_batches,
             credits_s=tuple(
@@ -225,6 +266,11 @@ class RoundSpace(AlikeSpace):
         )
 
 
+def _stages_of(home: Sequence[int], rank: int) -> tuple[int, int]:
+    front, behind = (stage for stage, own in enumerate(home) if own == rank)
+    return front, behind
+
+
 def search_rounds(candidates: Candidates, *, top: int, progress: Progress | None) -> Answer:
     """Return the best plan of two stages a rank, where nothing else is asked for."""
     model, cluster, job = candidates.model, candidates.cluster, candidates.job
@@ -253,7 +299,7 @@ def with_rounds(answer: Answer, candidates: Candidates, progress: Progress | Non
     The faster of the two in simulation is the plan.
     """
     space = RoundSpace(candidates)
-    account = Account(bytes_of=f"{EXACT}; with two stages of unlike layers {FROM_ABOVE}")
+    account = Account(bytes_of=f"{EXACT}; ranks of two stages of unlike layers have any of them")
     refused: Refusals = {}
     before = answer.certificate
     outcome = best_first(

@@ -18,7 +18,7 @@ from planner.costs.layout_costs import LayoutCosts
 from planner.errors import NoPlanFits
 from planner.plan import Layout
 from planner.search.answer import Answer
-from planner.search.certificate import CHOSEN, FROM_ABOVE, REFUSED, SLOWER, Account
+from planner.search.certificate import CHOSEN, REFUSED, SLOWER, Account
 from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first, ranking
 from planner.search.ranked import Ranked, proven
 
@@ -103,7 +103,7 @@ def search_spaces(
     `refused` were counted before; `why_nothing` is said if no layout has a plan.
     """
     started = time.process_time()
-    account, refused = Account(bytes_of=FROM_ABOVE), dict(refused)
+    account, refused = Account(), dict(refused)
     found: list[tuple[Space[Any], Found[Any]]] = []
     misses: Misses = []
     solved = 0

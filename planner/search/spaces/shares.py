@@ -22,14 +22,14 @@ from functools import cached_property, partial
 
 from planner.cluster import ClusterSpec
 from planner.costs.hosts import host_room_bytes
-from planner.costs.strategy import StrategyCost
 from planner.native import refusal
 from planner.plan import Layout, PlacedLayer, Plan, Share, Stage
 from planner.predict import placements_of, predict
 from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
-from planner.search.formulation import plan_with
-from planner.search.layer_options import option_of
+from planner.search.formulation import capacity_bytes, layout_pace, plan_with
+from planner.search.layer_options import allowed
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
+from planner.search.rank_problem import RankProblem
 from planner.search.ranked import Ranked
 from planner.search.space import LARGEST_MICRO_BATCH, divisors
 from planner.search.spaces.groups import GroupSpace
@@ -137,7 +137,8 @@ class ShareSpace(GroupSpace):
             if not isinstance(fastest, Solution):
                 reason = fastest.reason if isinstance(fastest, Infeasible) else ""
                 return Lost(OUT_OF_MEMORY, reason=reason)
-            least_s[name] = fastest.stage_s[0]
+            unproven_s = fastest.objective_s - fastest.lower_bound_s
+            least_s[name] = fastest.stage_s[0] - unproven_s / (chain.steady + chain.fill)
             taken = {
                 other: priced(chains[other], fastest.cuts, fastest.options) for other in chains
             }
@@ -184,39 +185,41 @@ class ShareSpace(GroupSpace):
 
         All have the same options in one order.
         """
-        chains = self.chains(layout)
-        room = min(chain.stages[0].capacity_bytes for chain in chains.values())
+        costs = self.costs.costs(layout)
+        steady, fill = layout_pace(self.model, layout)
+        room = min(
+            capacity_bytes(
+                self.cluster.part((group,)), costs[group.name], group.accelerator.memory_bytes
+            )
+            for group in self.cluster.groups
+        )
         on_host = [host_room_bytes(group) for group in self.cluster.groups]
         limits = [limit for limit in on_host if limit is not None]
         offloads = "offload" in self.activations
         return {
             name: replace(
-                chain,
-                stages=(replace(chain.stages[0], capacity_bytes=room),),
-                kinds=tuple(
-                    tuple(option_of(cost) for cost in self._choices(table))
-                    for table in self.costs.tables[name].of(layout).kinds.values()
+                RankProblem(self.ordered, layout, own, self.pins.recompute, every=True).instance(
+                    room, steady=steady, fill=fill, exposed_s=[0.0]
                 ),
                 hosts=(Host(capacity_bytes=min(limits), ranks=(1,)),)
                 if limits and offloads
                 else (),
             )
-            for name, chain in chains.items()
+            for name, own in costs.items()
         }
-
-    def _choices(self, table: Sequence[StrategyCost]) -> list[StrategyCost]:
-        """Return what a layer may choose among on any group."""
-        return [cost for cost in table if self.pins.recompute in (None, cost.recompute)]
 
     def ranked(self, found: Found[Shared]) -> Ranked:
         """Return the plan of some shares and its prediction."""
         shared, layout = found.split, found.layout
         mean = -(-self.job.global_batch // (layout.micro_batch * layout.data))
-        tables = self.costs.tables[shared.groups[0]].of(layout).kinds
+        choices = {
+            kind: allowed(table, layout, self.pins.recompute, every=True)
+            for kind, table in self.costs.tables[shared.groups[0]].of(layout).kinds.items()
+        }
         placed = tuple(
             PlacedLayer(layer=name, recompute=cost.recompute, activations=cost.activations)
             for (name, layer), option in zip(self.ordered.chain, shared.split.options, strict=True)
-            for cost in [self._choices(tables[layer.kind])[option]]
+            for cost in [choices[layer.kind][option]]
         )
         plain = plan_with(
             replace(

@@ -22,12 +22,12 @@ forbids cuts between the two, nothing else; the solvers do not ask for it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from planner.on_use import OnUse
-from planner.solver.instance import Instance, Option, Solution, Stage
+from planner.solver.instance import Instance, Option, Solution, Stage, UsedBytes
 
 if TYPE_CHECKING:
     from networkx import DiGraph
@@ -56,6 +56,8 @@ class GraphInstance:
     forward_apart: bool = False
     fill: float = 1.0
     credits_s: tuple[float, ...] = ()
+    used_bytes: UsedBytes | None = field(default=None, repr=False, compare=False)
+    """What a stage holds, where the sums of an `Instance` are no more than that."""
 
     def __post_init__(self) -> None:
         count = len(self.layers)
@@ -94,6 +96,7 @@ class GraphInstance:
             fill=self.fill,
             credits_s=self.credits_s,
             cut_s=cuts_along(self.edges, self.output_s, order),
+            used_bytes=self.used_bytes and self.used_bytes.along(order),
         )
 
 

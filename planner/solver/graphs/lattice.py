@@ -31,7 +31,7 @@ from itertools import accumulate
 import numpy as np
 
 from planner.on_use import OnUse
-from planner.solver.assembly import assembled, fastest_options
+from planner.solver.assembly import assembled
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.bands import Bands
@@ -39,13 +39,13 @@ from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, M
 from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.graphs.orders import Order, orders
 from planner.solver.graphs.step_bounds import StepBounds
-from planner.solver.graphs.step_table import Known, StepTable
+from planner.solver.graphs.step_table import Counted, Known, StepTable
 from planner.solver.graphs.sweep import Aim, Sweep
 from planner.solver.inner import solve
 from planner.solver.instance import Infeasible, Solution, leanest_bytes
 from planner.solver.knapsack import Knapsacks
 from planner.solver.paths import Path
-from planner.solver.settled import best_split
+from planner.solver.settled import best_split, loose_s
 from planner.units import bytes_text
 
 networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
@@ -109,6 +109,7 @@ class Lattice:
         )
         self._bands = Bands(every, self._knapsacks, self._fluid, self._cut_s)
         self._known: Known = {}
+        self._counted = None if problem.used_bytes is None else Counted(problem.used_bytes)
 
     def search(
         self, rival: GraphSolution | None, most_pairs: int
@@ -138,6 +139,10 @@ class Lattice:
                     return rival, proven_s
                 continue
             found = best_split(table, partial(self._assembled, table), cutoff_s=target_s)
+            known_s = target_s if found is None else found.objective_s
+            least_open_s = loose_s(table, cutoff_s=known_s)
+            if least_open_s < known_s:
+                return found or rival, least_open_s
             if found is not None:
                 return found, found.objective_s
             if target_s == most_s:
@@ -168,16 +173,14 @@ class Lattice:
             [(hop.smaller, hop.larger) for hop in hops],
             self._known,
             np.concatenate([hop.stage_s for hop in hops]),
+            counted=self._counted,
         )
 
     def _assembled(self, table: StepTable, path: Path) -> GraphSolution:
         """Choose the options of every stage and evaluate the split as that of a chain."""
         problem = self._problem
         stages = [table.layers(step) for step in path.steps]
-        options: list[int] = []
-        for stage, held in enumerate(stages):
-            kinds = [problem.layers[layer] for layer in held]
-            options += fastest_options(self._knapsacks, kinds, stage, table.sync_limit_s)
+        options = [option for step in path.steps for option in table.options(step)]
         order = tuple(layer for held in stages for layer in held)
         cuts = tuple(accumulate((len(held) for held in stages), initial=0))
         return _named(problem, order, assembled(problem.chain_along(order), cuts, options))

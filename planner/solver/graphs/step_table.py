@@ -2,20 +2,26 @@
 
 A table starts from bounds (`planner.solver.graphs.step_bounds`); `StepTable.settle` replaces the
 bound of a step by its exact value, and that of all steps of its stage with layers of the same
-kinds.
+kinds.  Where a stage's bytes are no sums over its layers, the value by sums is a bound too, and the
+options of the step are checked (`planner.solver.checked`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.assembly import content_of
+from planner.solver.assembly import content_of, fastest_options
+from planner.solver.checked import fastest_checked
 from planner.solver.descent import Costs
 from planner.solver.graphs.step_bounds import StepBounds
+from planner.solver.instance import UsedBytes
+from planner.solver.knapsack import Fastest
 from planner.solver.paths import Paths
 
 Floats = NDArray[np.float64]
@@ -38,6 +44,15 @@ class Settled:
 Known = dict[tuple[int, tuple[tuple[int, int], ...]], Settled]
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """How a stage's bytes are counted where they are no sums over its layers."""
+
+    used_bytes: UsedBytes
+    known: dict[tuple[object, ...], Fastest | None] = field(default_factory=dict, repr=False)
+    """What was found of stages and their layers, for the tables of other ceilings."""
+
+
 class StepTable:
     """[step] `stage_s`, and `settled` where it is exact; inf where the layers do not fit.
 
@@ -51,8 +66,13 @@ class StepTable:
         hops: Sequence[tuple[Indices, Indices]],
         known: Known,
         bounds_s: Floats | None = None,
+        counted: Counted | None = None,
     ) -> None:
         self._bounds = bounds
+        self._counted = counted
+        self._fastest: dict[int, Fastest] = {}
+        """[step] Of steps that were checked, the options."""
+        self._loose: dict[int, float] = {}
         self._knapsacks = knapsacks = bounds.knapsacks
         self._known = known
         self._hops = hops
@@ -74,13 +94,19 @@ class StepTable:
         if exact_s is not None:
             self.stage_s = exact_s
             self.settled: Booleans = np.ones(len(exact_s), dtype=bool)
+            self._checked = self._unchecked()
             return
         if bounds_s is None:
             each = [bounds.stage_s(stage, *hop) for stage, hop in enumerate(hops)]
             bounds_s = np.concatenate(each)
         self.stage_s = bounds_s
         self.settled = ~np.isfinite(bounds_s)
+        self._checked = self._unchecked()
         self._recall()
+
+    def _unchecked(self) -> Booleans:
+        """[step] Whether it is that of options that fit; what is impossible by sums is."""
+        return ~np.isfinite(self.stage_s) if self._counted else np.ones(len(self.stage_s), bool)
 
     def costs(self) -> Costs:
         """[step] What the objective counts."""
@@ -127,7 +153,80 @@ class StepTable:
             stage = self.paths.level(step)
             for at, found in self._exact(stage, self._content(step)):
                 self._write(at, int(self.content[step]), found)
-        return bool(bounded)
+        unchecked = [step for step in steps if not self._checked[step]]
+        for step in unchecked:
+            self._check(step)
+        return bool(bounded or unchecked)
+
+    def options(self, step: int) -> list[int]:
+        """Return the options of the step's layers with which its stage is fastest."""
+        if step in self._fastest:
+            return list(self._fastest[step].options)
+        kinds = self._kinds(self.layers(step))
+        return fastest_options(
+            self._knapsacks, kinds, self.paths.level(step), sync_limit_s=self.sync_limit_s
+        )
+
+    def least_costs(self) -> Costs | None:
+        """[step] Costs that are no more than exact ones; None if those of `costs` are exact."""
+        return least_costs(self, (self,))
+
+    @property
+    def loose(self) -> dict[int, float]:
+        """[step] Of steps that are not known exactly, seconds that are no more than theirs."""
+        return self._loose
+
+    def _kinds(self, held: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._knapsacks.instance.layers[layer] for layer in held)
+
+    def _check(self, step: int) -> None:
+        """Make a step that of the fastest options that fit, and others that hold the same."""
+        stage, held = self.paths.level(step), self.layers(step)
+        kinds = self._kinds(held)
+        found = self._fastest_of(stage, step, kinds, held)
+        same = [step]
+        if self._counted is not None and not self._counted.used_bytes.by_place:
+            steps = self.paths.steps(stage)
+            alike = np.flatnonzero(self.content[steps] == self.content[step])
+            same = [
+                at for at in (steps.start + alike).tolist() if self._kinds(self.layers(at)) == kinds
+            ]
+        scale = float(self._knapsacks.time_scale[stage])
+        for at in same:
+            self._checked[at] = True
+            fixed_s, least_s = float(self._fixed_s[at]), self._loose.pop(at, self.stage_s[at])
+            if found is None:
+                self.stage_s[at] = np.inf
+                continue
+            if found.at_least_s < found.time_s:
+                self._loose[at] = max(least_s, found.at_least_s * scale + fixed_s)
+            self._fastest[at] = found
+            self.stage_s[at] = max(least_s, found.time_s * scale + fixed_s)
+            if self.sync_depends:
+                self._used_s[at] = found.sync_s
+
+    def _fastest_of(
+        self, stage: int, step: int, kinds: tuple[int, ...], held: Sequence[int]
+    ) -> Fastest | None:
+        assert self._counted is not None, "sums are exact without"
+        place = (self._before(step), tuple(held)) if self._counted.used_bytes.by_place else ()
+        key = (stage, kinds, place, self.sync_limit_s)
+        known = self._counted.known
+        if key not in known:
+            known[key] = fastest_checked(
+                self._knapsacks,
+                stage,
+                kinds,
+                partial(self._counted.used_bytes.of, stage, self._before(step), held),
+                sync_limit_s=self.sync_limit_s,
+            )
+        return known[key]
+
+    def _before(self, step: int) -> tuple[int, ...]:
+        """Layers of the stages before, rising."""
+        stage = self.paths.level(step)
+        smaller = self._hops[stage][0][step - self.paths.steps(stage).start]
+        return tuple(self._bounds.every.difference(0, int(self._bounds.members[smaller])))
 
     def _exact(self, stage: int, content: Sequence[tuple[int, int]]) -> list[tuple[int, Settled]]:
         """Return the exact value for a stage, and for others where they come for free."""
@@ -157,7 +256,10 @@ class StepTable:
         """
         self.sync_limit_s = limit_s
         if self.sync_depends:
-            self.settled &= ~np.isfinite(self.stage_s) | (self._used_s <= limit_s)
+            keeps = ~np.isfinite(self.stage_s) | (self._used_s <= limit_s)
+            self.settled &= keeps
+            if self._counted is not None:
+                self._checked &= keeps
         elif self.sync_s is not None:
             self.stage_s[self.sync_s > limit_s] = np.inf
             self.settled |= self.sync_s > limit_s
@@ -167,6 +269,8 @@ class StepTable:
         same = steps.start + np.flatnonzero(self.content[steps] == code)
         self.stage_s[same] = found.time_s * self._knapsacks.time_scale[stage] + self._fixed_s[same]
         self.settled[same] = True
+        if self._counted is not None:
+            self._checked[same] = ~np.isfinite(self.stage_s[same])
         if self.sync_depends:
             self._used_s[same] = found.sync_s
 
@@ -198,7 +302,7 @@ class StepTable:
 
     def _content(self, step: int) -> list[tuple[int, int]]:
         """Kinds, rising, and their number among the layers of a step."""
-        return content_of([self._knapsacks.instance.layers[layer] for layer in self.layers(step)])
+        return content_of(self._kinds(self.layers(step)))
 
     def _codes(self) -> None:
         """Number the contents: mixed-radix counts of kinds, or one number per step if too many.
@@ -226,3 +330,25 @@ class StepTable:
                 for factor, (smaller, larger) in zip(scale, self._hops, strict=True)
             ]
         )
+
+
+class _Priced(Protocol):
+    def costs(self) -> Costs:
+        """[step] What the objective counts."""
+
+
+def least_costs(steps: _Priced, tables: Sequence[StepTable]) -> Costs | None:
+    """Return the costs of steps with no more than exact seconds in the tables behind them.
+
+    None if all seconds there are exact.
+    """
+    if not any(table.loose for table in tables):
+        return None
+    known = [table.stage_s for table in tables]
+    for table in tables:
+        table.stage_s = table.stage_s.copy()
+        table.stage_s[list(table.loose)] = list(table.loose.values())
+    costs = steps.costs()
+    for table, stage_s in zip(tables, known, strict=True):
+        table.stage_s = stage_s
+    return costs

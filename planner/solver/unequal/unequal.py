@@ -20,20 +20,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
-from planner.solver.assembly import assembled, fastest_options
+from planner.solver.assembly import assembled
 from planner.solver.descent import meets
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.ideals import Ideals, ideals
-from planner.solver.graphs.step_table import Known
+from planner.solver.graphs.step_table import Counted, Known
+from planner.solver.inner import NEARLY_FITS
 from planner.solver.instance import Fathomed, Infeasible, leanest_bytes
 from planner.solver.knapsack import Knapsacks
 from planner.solver.paths import Path
-from planner.solver.settled import best_split
+from planner.solver.settled import best_split, loose_s
 from planner.solver.unequal.reach import LEAST_SHARE, Reach, Reaches
 from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
 from planner.solver.unequal.unequal_steps import CutSeconds, UnequalSteps
@@ -127,6 +129,11 @@ class Search:
             Knapsacks(problem.all_of(number), store) for number in range(len(problem.types))
         ]
         self._known: list[Known] = [{} for _ in problem.types]
+        self._counted = [
+            None if one.used_bytes is None else Counted(one.used_bytes) for one in problem.types
+        ]
+        self._loose_s = math.inf
+        """What splits under the last ceiling take at least, if some are not known exactly."""
         self._reach = layers.reach(self._knapsacks)
         self._rest_s = self._least_besides_s()
         self.whole_s = self._longest_stage_s()
@@ -148,9 +155,12 @@ class Search:
             searched_s = ceiling_s
             ceiling_s = self.needed_s(best, searched_s)
         if best is not None:
-            return best
-        if self._cutoff_s < math.inf:
-            return Fathomed(max(self.bound_s, self._cutoff_s))
+            lower_bound_s = min(best.split.lower_bound_s, self._loose_s)
+            return replace(best, split=replace(best.split, lower_bound_s=lower_bound_s))
+        if self._cutoff_s < math.inf or self._loose_s < math.inf:
+            return Fathomed(max(self.bound_s, min(self._cutoff_s, self._loose_s)))
+        if any(one.used_bytes is not None for one in self._problem.types):
+            return Infeasible(NEARLY_FITS)
         return Infeasible(why_infeasible(self._problem))
 
     def _longest_stage_s(self) -> float:
@@ -206,24 +216,24 @@ class Search:
             known=self._known,
             spans=spans,
             cut_s=self._layers.cut_s,
+            counted=self._counted,
         )
-        better = best_split(
-            steps,
-            lambda path: self._assembled(steps, path),
-            cutoff_s=self._cutoff_s if best is None else best.split.objective_s,
-        )
-        return best if better is None else better
+        cutoff_s = self._cutoff_s if best is None else best.split.objective_s
+        better = best_split(steps, lambda path: self._assembled(steps, path), cutoff_s=cutoff_s)
+        best = best if better is None else better
+        known_s = self._cutoff_s if best is None else best.split.objective_s
+        self._loose_s = loose_s(steps, cutoff_s=known_s)
+        return best
 
     def _assembled(self, steps: UnequalSteps, path: Path) -> UnequalSolution:
         """Choose the options of every stage and evaluate the split from raw numbers."""
         problem = self._problem
         order, cuts, options = [], [0], []
         layers: list[int] = []
-        for stage, step in enumerate(path.steps):
+        for step in path.steps:
             number = int(steps.type_of[step])
             held = steps.tables[number].layers(int(steps.entry[step]))
-            kinds = [problem.layers[layer] for layer in held]
-            options += fastest_options(self._knapsacks[number], kinds, stage, steps.sync_limit_s)
+            options += steps.tables[number].options(int(steps.entry[step]))
             order.append(number)
             layers += held
             cuts.append(len(layers))

@@ -76,6 +76,10 @@ class UnequalGraph:
         return replace(
             self.chain,
             layers=tuple(self.chain.layers[layer] for layer in order),
+            types=tuple(
+                replace(one, used_bytes=one.used_bytes and one.used_bytes.along(order))
+                for one in self.chain.types
+            ),
             cut_s=tuple(
                 tuple(cuts_along(self.edges, output_s, order) for output_s in row)
                 for row in self.output_s

@@ -14,10 +14,10 @@ meet before layer j, both stages are charged cut_s[g][h][j].  The objective is t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
-from planner.solver.instance import Instance, Option, Solution, Stage
+from planner.solver.instance import Instance, Option, Solution, Stage, UsedBytes
 from planner.solver.sides import Host
 
 
@@ -42,6 +42,8 @@ class DeviceType:
     """By kind, instead of the instance's."""
     host_bytes: float | None = None
     """What a stage may put on the host."""
+    used_bytes: UsedBytes | None = field(default=None, repr=False, compare=False)
+    """What a stage of this type holds at a position, where sums are no more than that."""
 
     def __post_init__(self) -> None:
         if self.stages < 1:
@@ -135,6 +137,7 @@ class UnequalInstance:
             fill=self.fill,
             credits_s=self.credits_of(number),
             hosts=self._hosts([number] * len(self.in_flight)),
+            used_bytes=one.used_bytes,
         )
 
     def in_order(self, order: Sequence[int], cuts: Sequence[int]) -> Instance:
@@ -165,7 +168,22 @@ class UnequalInstance:
             ),
             cut_s=tuple(cut_s),
             hosts=self._hosts(order),
+            used_bytes=self._used_bytes([self.types[number] for number in order]),
         )
+
+    def _used_bytes(self, order: Sequence[DeviceType]) -> UsedBytes | None:
+        """Return what stages hold whose types are in this order."""
+        if any(one.used_bytes is None for one in order):
+            return None
+
+        def used(
+            stage: int, before: Sequence[int], held: Sequence[int], options: Sequence[int]
+        ) -> float:
+            of_type = order[stage].used_bytes
+            assert of_type is not None, "all types have it or none"
+            return of_type.of(stage, before, held, options)
+
+        return UsedBytes(used, any(one.used_bytes.by_place for one in order if one.used_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from planner.solver.descent import Costs
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.graphs.step_bounds import StepBounds
-from planner.solver.graphs.step_table import Known, StepTable
+from planner.solver.graphs.step_table import Counted, Known, StepTable, least_costs
 from planner.solver.knapsack import Knapsacks
 from planner.solver.paths import Paths
 from planner.solver.unequal.reach import Counts, Runs, Spans, changed
@@ -49,6 +49,7 @@ class UnequalSteps:
         known: Sequence[Known],
         spans: Spans,
         cut_s: CutSeconds | None,
+        counted: Sequence[Counted | None],
     ) -> None:
         self._problem = problem
         self._spans = spans
@@ -60,14 +61,21 @@ class UnequalSteps:
         members = np.arange(len(every))
         self.tables = [
             StepTable(
-                StepBounds(one, every, members, np.zeros(len(every))), spans.runs, known_of_type
+                StepBounds(one, every, members, np.zeros(len(every))),
+                spans.runs,
+                known_of_type,
+                counted=counted_of_type,
             )
-            for one, known_of_type in zip(knapsacks, known, strict=True)
+            for one, known_of_type, counted_of_type in zip(knapsacks, known, counted, strict=True)
         ]
         self._link(spans.runs)
         self.sync_depends = any(one.sync_depends for one in knapsacks)
         self.sync_limit_s = np.inf
         self._sync_s = self._of_steps([table.least_sync_s() for table in self.tables])
+
+    def least_costs(self) -> Costs | None:
+        """[step] Costs that are no more than exact ones; None if those of `costs` are exact."""
+        return least_costs(self, self.tables)
 
     def costs(self) -> Costs:
         """[step] What the objective counts."""

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planner.backends.export import FRAMEWORKS, configuration, in_the_script
 from planner.document import read
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
+from planner.formats.configuration import FRAMEWORKS, configuration, in_the_script
 from planner.model import ModelGraph
 from planner.pins import read_pins
 from planner.plan import Job, Plan

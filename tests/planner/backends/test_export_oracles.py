@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planner.backends.spaces import flags, layouts
 from pydantic import ValidationError
 
-from planner.backends.export import configuration, in_the_script
-from planner.backends.spaces import flags, layouts
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
+from planner.formats.configuration import configuration, in_the_script
 from planner.pins import read_pins
 from planner.plan import INSIDE_OUT, Job, Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.training import Training

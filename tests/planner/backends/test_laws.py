@@ -8,8 +8,9 @@ import random
 import pytest
 
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.runs import Run, run_of
 from planner.catalog import accelerators, stacks
+from planner.setup import Setup
+from planner.tables.rows import setup_of
 
 PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "bf16+quantised-weights", "")
 OFFLOADS = ("none", "", "optimizer", "params", "activations", "params+activations")
@@ -53,9 +54,9 @@ def row(seed: int) -> dict[str, str]:
 
 
 def predicted(cells: dict[str, str]) -> Estimate:
-    run = run_of(cells)
-    assert isinstance(run, Run), run
-    return estimate(run)
+    setup = setup_of(cells)
+    assert isinstance(setup, Setup), setup
+    return estimate(setup)
 
 
 def peak(found: Estimate) -> float:

@@ -7,9 +7,10 @@ import math
 import pytest
 
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.runs import Run, run_of
 from planner.catalog import accelerators, stacks
 from planner.costs.uncertainty import UNMEASURED_ABOVE, UNMEASURED_BELOW
+from planner.setup import Setup
+from planner.tables.rows import setup_of
 
 ROW = {
     "id": "x",
@@ -33,9 +34,9 @@ ROW = {
 
 
 def predicted(**cells: str) -> Estimate:
-    run = run_of(ROW | cells)
-    assert isinstance(run, Run)
-    return estimate(run)
+    setup = setup_of(ROW | cells)
+    assert isinstance(setup, Setup)
+    return estimate(setup)
 
 
 def widths(found: Estimate) -> tuple[float, float]:

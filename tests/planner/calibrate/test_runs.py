@@ -1,16 +1,18 @@
 """Runs made with known constants tell them again, over predictions of whole steps."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from planner.backends.estimate import estimate
-from planner.backends.runs import Run, each, read_rows
 from planner.calibrate import runs
 from planner.calibrate.calibration import calibrate, calibrated_json
 from planner.calibrate.constants import calibrated
 from planner.errors import DocumentError
 from planner.profile import Calibration, TierCalibration
+from planner.setup import Setup
+from planner.tables.rows import each, read_rows
 
 HEADER = (
     "id,source,layers,hidden_size,ffn_size,n_heads,vocab_size,gated_mlp,seq_len,accelerator,"
@@ -36,17 +38,15 @@ def table(path: Path, truth: Calibration, slack: float = 1.05) -> Path:
 
     path.write_text(HEADER + "".join(line(n) for n in range(len(LAYOUTS))))
     found = []
-    for _, run in each(read_rows(path)):
-        assert isinstance(run, Run)
-        told = estimate(type(run)(**{**_fields(run), "cluster": calibrated(run.cluster, truth)}))
+    for _, setup in each(read_rows(path)):
+        assert isinstance(setup, Setup)
+        request = setup.request
+        changed = replace(request, cluster=calibrated(request.cluster, truth))
+        told = estimate(replace(setup, request=changed))
         memory = told.memory_bytes("reserved", "max") / 2**30 * slack / 1.05
         found.append((told.step_time_s, memory))
     path.write_text(HEADER + "".join(line(n, seen) for n, seen in enumerate(found)))
     return path
-
-
-def _fields(run: Run) -> dict[str, object]:
-    return {name: getattr(run, name) for name in run.__slots__}
 
 
 TRUTH = Calibration(

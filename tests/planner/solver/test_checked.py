@@ -11,21 +11,32 @@ import pytest
 
 from planner.solver import ilp
 from planner.solver.inner import solve
-from planner.solver.instance import Infeasible, Instance, Solution, fits, priced, stage_bytes
+from planner.solver.instance import (
+    Infeasible,
+    Instance,
+    Solution,
+    UsedBytes,
+    fits,
+    priced,
+    stage_bytes,
+)
 from tests.planner.small_instances import all_splits, random_instance
 
 
 def with_more_bytes(instance: Instance, seed: int) -> Instance:
     """Return the instance with stages that hold more, by what they hold and in which order."""
 
-    def used_bytes(stage: int, first: int, options: Sequence[int]) -> float:
+    def used_bytes(
+        stage: int, _: Sequence[int], held: Sequence[int], options: Sequence[int]
+    ) -> float:
+        first = held[0]
         kinds = instance.layers[first : first + len(options)]
         rng = random.Random(f"{seed} {stage} {kinds} {tuple(options)}")
         padded = [0] * first + list(options)
         sums = stage_bytes(instance, stage, range(first, first + len(options)), padded)
         return sums + rng.choice((0.0, 0.0, 1.0, 5.0, rng.uniform(0, 25)))
 
-    return replace(instance, used_bytes=used_bytes)
+    return replace(instance, used_bytes=UsedBytes(used_bytes))
 
 
 def in_order(instance: Instance, solution: Solution) -> bool:

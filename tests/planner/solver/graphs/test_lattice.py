@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -22,7 +23,7 @@ from planner.solver.graphs.lattice import Lattice, solve_graph
 from planner.solver.graphs.orders import orders
 from planner.solver.inner import solve
 from planner.solver.instance import Infeasible, Option, Solution, Stage, fits
-from tests.planner.small_graphs import least_objective_s, objective_s, random_graph
+from tests.planner.small_graphs import least_objective_s, more_bytes, objective_s, random_graph
 from tests.planner.small_instances import random_instance
 
 
@@ -56,6 +57,22 @@ def test_no_split_of_a_graph_beats_the_solution(start: int) -> None:
     feasible = [agrees_with_enumeration(random_graph(seed)) for seed in range(start, start + 60)]
 
     assert 30 < sum(feasible) < 60
+
+
+@pytest.mark.parametrize("sync_by_option", [False, True])
+@pytest.mark.parametrize("start", range(0, 120, 60))
+def test_bytes_that_are_no_sums_are_kept_to(start: int, sync_by_option: bool) -> None:
+    feasible = []
+    for seed in range(start, start + 60):
+        problem = random_graph(seed, sync_by_option=sync_by_option)
+        sums = problem.chain_along(range(len(problem.layers)))
+        if seed % 3 == 0:  # one order, in which bytes depend on the place all the same
+            edges = {*problem.edges, *itertools.pairwise(range(len(problem.layers)))}
+            problem = replace(problem, edges=tuple(sorted(edges)))
+        problem = replace(problem, used_bytes=more_bytes(sums, seed, by_place=True))
+        feasible.append(agrees_with_enumeration(problem))
+
+    assert 10 < sum(feasible) < 60
 
 
 @pytest.mark.parametrize("start", range(600, 720, 60))

@@ -15,6 +15,7 @@ from planner.solver.instance import Infeasible, Instance, Option, Solution, fits
 from planner.solver.unequal import unequal
 from planner.solver.unequal.unequal import solve_unequal
 from planner.solver.unequal.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
+from tests.planner.small_graphs import first_take_later, more_bytes
 
 
 def random_unequal(seed: int, *, sync_by_option: bool = False) -> UnequalInstance:
@@ -88,16 +89,20 @@ def orders(problem: UnequalInstance) -> set[tuple[int, ...]]:
 def least_objective_s(problem: UnequalInstance) -> float:
     """Seconds of the best order, cuts and options from the definition; inf if none fits."""
     layers, stages = len(problem.layers), len(problem.in_flight)
-    held: dict[tuple[int, int, int, int], list[tuple[float, ...]]] = {}
-    for s, g in itertools.product(range(stages), range(len(problem.types))):
-        for first, end in itertools.combinations(range(layers + 1), 2):
-            held[s, g, first, end] = choices_of(problem, s, g, range(first, end))
+    known: dict[tuple[int, int, int, int], list[tuple[float, ...]]] = {}
+
+    def of(s: int, g: int, first: int, end: int) -> list[tuple[float, ...]]:
+        if (s, g, first, end) not in known:
+            held = range(first, end)
+            known[s, g, first, end] = choices_of(problem, s, g, held, before=range(first))
+        return known[s, g, first, end]
+
     best = math.inf
     apart = 0.5 if problem.forward_apart else 0.0
     for order in orders(problem):
         for inner in itertools.combinations(range(1, layers), stages - 1):
             cuts = (0, *inner, layers)
-            choices = [held[s, g, cuts[s], cuts[s + 1]] for s, g in enumerate(order)]
+            choices = [of(s, g, cuts[s], cuts[s + 1]) for s, g in enumerate(order)]
             beside = [0.0] * stages
             if problem.cut_s:
                 for s in range(1, stages):
@@ -121,7 +126,7 @@ def least_objective_s(problem: UnequalInstance) -> float:
 
 
 def choices_of(
-    problem: UnequalInstance, s: int, g: int, held: Sequence[int]
+    problem: UnequalInstance, s: int, g: int, held: Sequence[int], *, before: Sequence[int]
 ) -> list[tuple[float, ...]]:
     """Seconds apart, other seconds and sync of options that fit and that no others beat."""
     one = problem.types[g]
@@ -129,11 +134,17 @@ def choices_of(
     found = set()
     if len(held) < stage.least_layers:
         return []
-    for chosen in itertools.product(*(one.kinds[problem.layers[layer]] for layer in held)):
+    tables = [one.kinds[problem.layers[layer]] for layer in held]
+    for picks in itertools.product(*(range(len(table)) for table in tables)):
+        chosen = [table[pick] for table, pick in zip(tables, picks, strict=True)]
         used = stage.fixed_bytes + max(o.transient_bytes for o in chosen)
         for o in chosen:
             used += o.resident_bytes + stage.in_flight * o.stored_bytes
             used += stage.waiting * o.kept_bytes
+        if one.used_bytes is not None:
+            used = one.used_bytes.of(s, before, held, picks)
+            if not first_take_later([problem.layers[layer] for layer in held], picks):
+                continue
         on_host = sum(o.host_bytes * (stage.most_in_flight or stage.in_flight) for o in chosen)
         if on_host > (math.inf if one.host_bytes is None else one.host_bytes * (1 + 1e-12)):
             continue
@@ -147,6 +158,27 @@ def choices_of(
         for one in found
         if not any(a != one and all(x <= y for x, y in zip(a, one, strict=True)) for a in found)
     ]
+
+
+def with_more_bytes(problem: UnequalInstance, seed: int, *, by_place: bool) -> UnequalInstance:
+    """Return the problem with stages that hold more than sums say."""
+    types = tuple(
+        replace(one, used_bytes=more_bytes(problem.all_of(g), seed * 7 + g, by_place=by_place))
+        for g, one in enumerate(problem.types)
+    )
+    return replace(problem, types=types)
+
+
+@pytest.mark.parametrize("sync_by_option", [False, True])
+@pytest.mark.parametrize("start", range(0, 120, 40))
+def test_bytes_that_are_no_sums_are_kept_to(start: int, sync_by_option: bool) -> None:
+    feasible = [
+        agrees_with_enumeration(with_more_bytes(problem, seed, by_place=False))
+        for seed in range(start, start + 40)
+        for problem in [random_unequal(seed, sync_by_option=sync_by_option)]
+    ]
+
+    assert 5 < sum(feasible) < 40
 
 
 def agrees_with_enumeration(problem: UnequalInstance) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from functools import cache, lru_cache
 
-from planner.backends.cells import word
 from planner.catalog import AcceleratorEntry, accelerators
 from planner.cluster import ClusterSpec
 from planner.document import nearest
 from planner.errors import DocumentError
 from planner.expressions import cluster_of
+from planner.tables.cells import word
 
 SAME_MEMORY = 0.15
 """A label and the catalogue's bytes mean the same memory within this: a label counts 1e9 or 2^30,

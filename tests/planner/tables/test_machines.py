@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.backends.machines import accelerator_of, cluster_of_row
 from planner.catalog import accelerators
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError
+from planner.tables.machines import accelerator_of, cluster_of_row
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from functools import cache, lru_cache
 
-from planner.backends.cells import EMPTY, Row, flag, optional, word
 from planner.catalog import model_config, models
 from planner.errors import DocumentError
 from planner.layers.architecture import architecture_of
 from planner.model import Architecture, Experts, LatentAttention
+from planner.tables.cells import EMPTY, Row, flag, optional, word
 
 DEFAULT_HEAD_DIM = 128
 DEFAULT_VOCABULARY = 32000

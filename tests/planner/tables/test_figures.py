@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from planner.backends.figures import architecture_of_row
 from planner.errors import DocumentError
 from planner.layers.architecture import graph_of
+from planner.tables.figures import architecture_of_row
 
 
 def test_a_name_of_the_catalogue_gives_what_the_row_does_not_say() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.backends import cells
 from planner.catalog import stack_name
+from planner.tables import cells
 
 
 @pytest.mark.parametrize(

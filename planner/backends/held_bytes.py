@@ -1,0 +1,139 @@
+"""Peak memory of a run's pipeline stages, from what its layers hold.
+
+What a rank adds up, and when it is fullest, `planner.costs.rank_memory` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.backends.placed import Priced, states_of
+from planner.costs.layer_seconds import ENDS
+from planner.costs.rank_memory import LayerBytes, has_room, rank_memory_parts
+from planner.plan import Layout
+from planner.profile import Recompute
+from planner.schedules import PLAIN, looped
+from planner.stack import Stack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """Memory of one pipeline rank, by cause."""
+
+    memory_parts: dict[str, float]
+    """With context and allocator."""
+    allocated_bytes: float
+    reserved_bytes: float
+    device_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """What a rank holds beside its layers: see `planner.costs.rank_memory.RankCosts`."""
+
+    boundary_bytes: float
+    keeps_sent: bool
+    context_bytes: float
+    slack: float
+    tight: float
+
+
+def process_of(priced: Priced) -> Process:
+    """Return what a rank of a run holds beside its layers."""
+    run, stack = priced.run, priced.stack
+    crossing = priced.tables["head"].input_bytes
+    communicators = stack.memory.communicator_bytes if run.devices > 1 else 0.0
+    return Process(
+        boundary_bytes=crossing if run.pipeline > 1 else 0.0,
+        keeps_sent=stack.pipeline.keeps_sent,
+        context_bytes=stack.memory.context_bytes + communicators,
+        slack=stack.memory.reserved,
+        tight=stack.memory.tight,
+    )
+
+
+def stages_of(priced: Priced, recompute: str) -> tuple[StageEstimate, ...]:
+    """[rank] Return what each rank needs with all its blocks recomputed alike."""
+    process, layout = process_of(priced), _layout(priced)
+    held = {kind: _layer_bytes(priced, recompute, kind) for kind in priced.tables}
+    result = []
+    for rank in range(layout.pipeline):
+        own = {
+            stage: [held[kind] for kind in kinds] for stage, kinds in priced.stages_of(rank).items()
+        }
+        parts = rank_memory_parts(process, layout, own, rank=rank)
+        device = sum(parts.values())
+        reserved = device - parts["context"]
+        result.append(
+            StageEstimate(
+                memory_parts=parts,
+                allocated_bytes=reserved - parts["slack"],
+                reserved_bytes=reserved,
+                device_bytes=device,
+            )
+        )
+    return tuple(result)
+
+
+def fits(priced: Priced, ranks: tuple[StageEstimate, ...]) -> bool:
+    """Tell whether every rank fits its device, fragments of memory and context included."""
+    process = process_of(priced)
+    memory = priced.run.cluster.groups[0].accelerator.memory_bytes
+    return all(has_room(memory, rank.device_bytes, process) for rank in ranks)
+
+
+def _layout(priced: Priced) -> Layout:
+    """Return the pipeline of a run, with as many micro-batches as its schedule can take."""
+    run = priced.run
+    count = -(-int(run.global_batch) // (run.data * run.micro_batch))
+    if run.virtual > 1:
+        count = -(-count // run.pipeline) * run.pipeline
+    return Layout(
+        pipeline=run.pipeline,
+        virtual_stages=run.virtual,
+        schedule=looped.INTERLEAVED.name if run.virtual > 1 else PLAIN,
+        micro_batches=max(1, count),
+    )
+
+
+def _layer_bytes(priced: Priced, recompute: str, kind: str) -> LayerBytes:
+    """Return what a layer holds."""
+    run, stack, table = priced.run, priced.stack, priced.tables[kind]
+    states = states_of(run, stack, priced.sharing, kind, priced.local[kind])
+    stored = forward = backward = moving = 0.0
+    for share, choice in shares(stack, recompute, kind):
+        stored += share * table.stored_bytes(choice)
+        forward = max(forward, table.forward_transient_bytes(choice))
+        backward = max(backward, table.backward_transient_bytes(choice))
+    if kind not in ENDS and "activations" in run.offload:
+        moving = stored * stack.offload.activations_share
+    return LayerBytes(
+        stored=stored - moving,
+        kept=0.0,
+        forward=forward + states.forward_transient_bytes + moving,
+        backward=backward + states.backward_transient_bytes + moving,
+        moving=moving,
+        parameters=states.parameters_bytes,
+        gathered=states.gathered_bytes,
+        gradients=states.gradients_bytes,
+        gradient_buffers=states.gradient_buffers_bytes,
+        optimizer=states.optimizer_bytes,
+        host=states.host_bytes,
+        bucket=states.bucket_bytes,
+        offloaded=moving > 0,
+        stores_input=kind != "embedding",
+    )
+
+
+def shares(stack: Stack, recompute: str, kind: str) -> tuple[tuple[float, Recompute], ...]:
+    """Return what a layer kind recomputes, and of which share of its layers.
+
+    Embedding and head recompute nothing.
+    """
+    if kind in ENDS or recompute == "none":
+        return ((1.0, "none"),)
+    if recompute == "partial" or (
+        recompute == "selective" and stack.recompute.selective == "blocks"
+    ):
+        return (0.5, "none"), (0.5, "full")
+    return ((1.0, "full" if recompute == "full" else "selective"),)

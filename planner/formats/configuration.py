@@ -1,0 +1,73 @@
+"""A plan as the configuration of a framework, or why that cannot run it.
+
+What is written asks for the plan's parallel degrees, batches, schedule, recomputation, sharding,
+precision, optimizer and learning rates; model, data and number of steps are the other's own.  A
+plan that uses what a framework has no words for is refused, and what a framework sets in its
+training script is named: nothing is left out silently.  Written for Megatron-LM of 2026, torchtitan
+0.2, DeepSpeed 0.19, accelerate 1.15, nanotron 0.4 and FSDP2 of torch 2.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from planner.cluster import ClusterSpec
+from planner.document import nearest
+from planner.errors import DocumentError
+from planner.formats import accelerate, deepspeed, fsdp, megatron, nanotron, torchtitan
+from planner.formats.wanted import Wanted, for_all
+from planner.model import ModelGraph
+from planner.plan import Plan
+
+
+class Written(NamedTuple):
+    """How plans are written for a framework."""
+
+    obstacles: Callable[[Wanted], Iterator[str]]
+    """What stands against a plan."""
+    text: Callable[[Wanted], str]
+    outside: Callable[[Wanted], Iterator[str]]
+    """What is set elsewhere."""
+
+
+def configuration(
+    plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
+) -> str:
+    """Return the text of a framework's configuration; DocumentError names what it cannot do.
+
+    Frameworks of NEED_NODES are told of the cluster's nodes too.
+    """
+    if to not in FRAMEWORKS:
+        raise DocumentError("to", f"is '{to:.40}'; {nearest(to, list(FRAMEWORKS))}")
+    wanted = Wanted(plan=plan, model=model, cluster=cluster)
+    how = FRAMEWORKS[to]
+    found = [*for_all(wanted), *how.obstacles(wanted)]
+    if found:
+        raise DocumentError("to", f"{to} cannot run this plan: {'; '.join(found)}")
+    return how.text(wanted)
+
+
+def in_the_script(
+    plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
+) -> list[str]:
+    """Return what of a plan is set elsewhere: in the training script, or where it is started."""
+    wanted = Wanted(plan=plan, model=model, cluster=cluster)
+    return list(FRAMEWORKS[to].outside(wanted))
+
+
+FRAMEWORKS = {
+    "megatron": Written(megatron.obstacles, megatron.text, megatron.outside),
+    "torchtitan": Written(torchtitan.obstacles, torchtitan.text, torchtitan.outside),
+    "deepspeed": Written(deepspeed.obstacles, deepspeed.text, deepspeed.outside),
+    "accelerate": Written(accelerate.obstacles, accelerate.text, accelerate.outside),
+    "nanotron": Written(nanotron.obstacles, nanotron.text, nanotron.outside),
+    "fsdp": Written(fsdp.obstacles, fsdp.text, fsdp.outside),
+    "megatron-deepspeed": Written(
+        megatron.deepspeed_obstacles, megatron.deepspeed_text, megatron.outside
+    ),
+}
+"""By the name of their stack."""
+
+NEED_NODES = ("accelerate",)
+"""Frameworks whose configuration counts nodes."""

@@ -1,0 +1,159 @@
+"""Megatron-LM, as flags of its training scripts.  Written for that of 2026."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.formats.wanted import (
+    Wanted,
+    degrees_above,
+    mixed_recompute,
+    other_schedule,
+    recompute_of,
+)
+
+
+def obstacles(wanted: Wanted) -> Iterator[str]:
+    """Yield what of a plan it has no words for."""
+    plan, blocks = wanted.plan, wanted.blocks
+    yield from other_schedule(wanted, "megatron")
+    if plan.offload != "none":
+        yield f"{plan.offload} on the host"
+    if plan.zero in (2, 3) and plan.mesh.pipeline > 1:
+        yield f"ZeRO-{plan.zero} with a pipeline"
+    if plan.mesh.data_replicate > 1 and plan.zero:
+        yield "sharding within groups of replicas"
+    if len(set(blocks[1:-1])) > 1 or (plan.virtual_stages > 1 and len(set(blocks)) > 1):
+        yield f"stages of {', '.join(map(str, blocks))} blocks"
+    choices = wanted.recomputes
+    if len(choices) > 1 and (set(choices) != {"none", "full"} or _full_each(wanted) is None):
+        yield from mixed_recompute(wanted)
+
+
+def _full_each(wanted: Wanted) -> int | None:
+    """Return how many blocks of every stage are recomputed whole, None if stages differ."""
+    counts = {
+        sum(item.recompute == "full" for item in stage.layers) for stage in wanted.plan.stages
+    }
+    return counts.pop() if len(counts) == 1 else None
+
+
+def text(wanted: Wanted) -> str:
+    """Return the configuration."""
+    plan = wanted.plan
+    lines = [
+        *_megatron_mesh(wanted),
+        *_megatron_sharding(wanted),
+        f"--micro-batch-size {plan.micro_batch}",
+        f"--global-batch-size {plan.global_batch}",
+        f"--seq-length {plan.seq_len}",
+        *_megatron_recompute(wanted),
+    ]
+    if plan.precision == "fp8":
+        lines += ["--bf16", "--fp8-format hybrid"]
+    elif plan.precision in ("bf16", "fp16"):
+        lines.append(f"--{plan.precision}")
+    return "\n".join([*lines, *_megatron_training(wanted)]) + "\n"
+
+
+def _megatron_mesh(wanted: Wanted) -> Iterator[str]:
+    plan, mesh, blocks = wanted.plan, wanted.plan.mesh, wanted.blocks
+    yield f"--tensor-model-parallel-size {mesh.tensor}"
+    yield f"--pipeline-model-parallel-size {mesh.pipeline}"
+    if plan.virtual_stages > 1:
+        yield f"--num-layers-per-virtual-pipeline-stage {blocks[0]}"
+    elif mesh.pipeline > 1 and len(set(blocks)) > 1:
+        yield f"--decoder-first-pipeline-num-layers {blocks[0]}"
+        yield f"--decoder-last-pipeline-num-layers {blocks[-1]}"
+    if mesh.context > 1:
+        yield f"--context-parallel-size {mesh.context}"
+    if mesh.expert > 1:
+        yield f"--expert-model-parallel-size {mesh.expert}"
+        if mesh.tensor > 1:
+            # By default tensor ranks divide each expert; a plan's expert ranks hold whole ones.
+            yield f"--expert-tensor-parallel-size {mesh.expert_tensor}"
+    if mesh.tensor > 1 and mesh.sequence_parallel:
+        yield "--sequence-parallel"
+
+
+def _megatron_sharding(wanted: Wanted) -> Iterator[str]:
+    """Yield how states are divided; messages between copies overlap, as the plan assumes."""
+    zero = wanted.plan.zero
+    if wanted.data * wanted.plan.mesh.context > 1:
+        yield "--overlap-grad-reduce"
+        if zero:
+            yield "--overlap-param-gather"
+    if zero:
+        yield "--use-distributed-optimizer"
+    if zero in (2, 3):
+        sharded = "optim_grads" if zero == 2 else "optim_grads_params"
+        yield "--use-megatron-fsdp"
+        yield f"--data-parallel-sharding-strategy {sharded}"
+        yield "--no-gradient-accumulation-fusion"
+        yield "--ckpt-format fsdp_dtensor"
+
+
+def _megatron_recompute(wanted: Wanted) -> Iterator[str]:
+    if len(wanted.recomputes) > 1:
+        yield "--recompute-granularity full"
+        yield "--recompute-method block"
+        yield f"--recompute-num-layers {_full_each(wanted)}"
+    elif recompute_of(wanted) == "full":
+        yield "--recompute-granularity full"
+        yield "--recompute-method uniform"
+        yield "--recompute-num-layers 1"
+    elif recompute_of(wanted) == "selective":
+        yield "--recompute-granularity selective"
+
+
+def _megatron_training(wanted: Wanted) -> Iterator[str]:
+    """Yield optimizer and learning rates; weight decay leaves out vectors there too."""
+    t = wanted.plan.training
+    yield "--optimizer adam"
+    yield f"--lr {t.learning_rate!r}"
+    yield f"--adam-beta1 {t.beta1!r}"
+    yield f"--adam-beta2 {t.beta2!r}"
+    yield f"--adam-eps {t.epsilon!r}"
+    yield f"--weight-decay {t.weight_decay!r}"
+    yield f"--clip-grad {t.clip_norm!r}"
+    if t.warmup_steps:
+        # Its first step has the initial rate, the plan's the first part of the way up.
+        yield f"--lr-warmup-init {t.learning_rate / t.warmup_steps!r}"
+        yield f"--lr-warmup-iters {t.warmup_steps}"
+    style = {"wsd": "WSD"}.get(t.rate_schedule, t.rate_schedule)
+    yield f"--lr-decay-style {style}"
+    if wanted.falls:
+        yield f"--lr-decay-iters {t.rate_steps}"
+        yield f"--min-lr {t.floor * t.learning_rate!r}"
+    if t.rate_schedule == "wsd":
+        yield "--lr-wsd-decay-style linear"
+        yield f"--lr-wsd-decay-iters {t.decay_steps}"
+
+
+def deepspeed_obstacles(wanted: Wanted) -> Iterator[str]:
+    """Yield what of a plan Megatron-DeepSpeed has no words for beside that."""
+    plan = wanted.plan
+    yield from obstacles(wanted)
+    yield from degrees_above(wanted, context=1, expert=1)
+    if plan.zero > 1:
+        yield f"ZeRO-{plan.zero}"
+    if plan.precision not in ("bf16", "fp16", "fp32"):
+        yield f"precision {plan.precision}"
+    if len(set(wanted.blocks)) > 1:
+        yield f"stages of {', '.join(map(str, wanted.blocks))} blocks"
+
+
+def deepspeed_text(wanted: Wanted) -> str:
+    """Return the flags of Megatron-DeepSpeed: its own scripts, with ZeRO by DeepSpeed."""
+    dropped = ("--sequence-parallel", "--overlap-", "--use-distributed-optimizer")
+    lines = [line for line in text(wanted).splitlines() if not line.startswith(dropped)]
+    return "\n".join([*lines, "--deepspeed", f"--zero-stage {wanted.plan.zero}"]) + "\n"
+
+
+def outside(wanted: Wanted) -> Iterator[str]:
+    """Yield what of a plan is set elsewhere."""
+    mesh, steps = wanted.plan.mesh, wanted.plan.training.warmup_steps
+    if mesh.tensor * mesh.context > 1 and wanted.plan.zero < 2:
+        yield "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, before Blackwell"
+    if steps > 1:
+        yield f"rates of the first {steps} steps lie below the plan's, by less than 1/{steps}"

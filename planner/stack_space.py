@@ -1,0 +1,294 @@
+"""What a framework executes, as data: the space of layouts that the search looks at for a stack.
+
+Most of it are lists and limits: schedules, recompute kinds, degrees.  What goes with what is said
+by conditions over the names of `FACTS`, as `data_shard x context = 1` or `precision = bf16|fp8`:
+a `Conflict` is a set of them that no layout may keep together, a `Divisible` a product that another
+must divide.  Nothing here knows a framework's name.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from operator import attrgetter
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field
+
+from planner.cluster import ClusterSpec, Precision
+from planner.document import Part, nearest
+from planner.model import ModelGraph
+from planner.plan import (
+    INSIDE_OUT,
+    Activations,
+    Axis,
+    GradientWire,
+    Job,
+    Layout,
+    Offload,
+    ScheduleName,
+)
+from planner.profile import Recompute
+from planner.units import Flag, Positive, Text
+
+StageRule = Literal["any", "even", "even_but_ends", "by_products"]
+"""Which splits of a model's blocks among stages can be asked for (planner.stage_rules)."""
+
+
+class Facts(NamedTuple):
+    """What conditions speak of."""
+
+    model: ModelGraph
+    cluster: ClusterSpec
+    job: Job
+    layout: Layout
+
+
+Value = int | str
+_OF_LAYOUTS = (
+    "data_shard",
+    "data_replicate",
+    "zero",
+    "schedule",
+    "virtual_stages",
+    "stages",
+    "micro_batch",
+    "micro_batches",
+    "offload",
+    "gradient_wire",
+)
+"""What layouts of the same degrees do not share."""
+_OF_DEGREES = ("tensor", "context", "expert", "pipeline", "data")
+_OF_JOBS = ("seq_len", "global_batch", "precision")
+_OF_MODELS = ("layers", "heads", "kv_heads", "hidden_size", "ffn_size", "vocab_size")
+
+
+def _experts(facts: Facts) -> Value:
+    a = facts.model.architecture
+    return a.experts.count if a is not None and a.experts is not None else 0
+
+
+def _attention(facts: Facts) -> Value:
+    a = facts.model.architecture
+    return "none" if a is None else a.attention
+
+
+FACTS: dict[str, Callable[[Facts], Value]] = {
+    **{name: attrgetter(f"layout.{name}") for name in (*_OF_LAYOUTS, *_OF_DEGREES)},
+    **{name: attrgetter(f"job.{name}") for name in _OF_JOBS},
+    **{name: attrgetter(f"model.architecture.{name}") for name in _OF_MODELS},
+    "adapters": lambda facts: "no" if facts.job.lora is None else "yes",
+    "attention": _attention,
+    "experts": _experts,
+    "devices_per_node": lambda facts: facts.cluster.groups[0].devices_per_node,
+}
+"""By name: of a layout, a job, a language model, a cluster."""
+_COMPARED: dict[str, Callable[[int, int], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_PRODUCT = re.compile(r"[a-z_]+|\d{1,9}")
+_CONDITION = re.compile(r"(.{1,120}?) (=|!=|<|<=|>|>=) ([a-z0-9_|-]{1,60})")
+
+
+class Product(NamedTuple):
+    """Factors that are multiplied; a single one may be a word."""
+
+    number: int
+    names: tuple[str, ...]
+
+    def of(self, facts: Facts) -> Value:
+        """Return its value."""
+        if self.number == 1 and len(self.names) == 1:
+            return FACTS[self.names[0]](facts)
+        return self.number * math.prod(int(FACTS[name](facts)) for name in self.names)
+
+
+@cache
+def product_of(text: str) -> Product:
+    """Read `2 x context`; ValueError names what is unknown.
+
+    >>> product_of("2 x context")
+    Product(number=2, names=('context',))
+    """
+    number, names = 1, []
+    for factor in text.split(" x "):
+        if not _PRODUCT.fullmatch(factor):
+            raise ValueError(f"'{text:.80}' is no product such as '2 x context'")
+        if factor.isdecimal():
+            number *= int(factor)
+        elif factor not in FACTS:
+            raise ValueError(f"'{factor:.60}' is not known; {nearest(factor, list(FACTS))}")
+        else:
+            names.append(factor)
+    return Product(number, tuple(names))
+
+
+class Compared(NamedTuple):
+    """A condition that was read."""
+
+    product: Product
+    sign: str
+    values: tuple[str, ...]
+
+    def holds(self, facts: Facts) -> bool:
+        """Whether it is so."""
+        found = self.product.of(facts)
+        if self.sign in ("=", "!="):
+            return (str(found) in self.values) == (self.sign == "=")
+        return _COMPARED[self.sign](int(found), int(self.values[0]))
+
+
+@cache
+def condition_of(text: str) -> Compared:
+    """Read `zero <= 1`, `precision = bf16|fp8`; ValueError says what is wrong.
+
+    >>> condition_of("tensor x pipeline > 1").product.names
+    ('tensor', 'pipeline')
+    """
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text:.80}' is no condition such as 'zero <= 1' or 'precision = bf16'")
+    product, sign, value = match.groups()
+    if sign in _COMPARED and not value.isdecimal():
+        raise ValueError(f"'{text:.80}' compares with '{value}'; use a whole number")
+    return Compared(product_of(product), sign, tuple(value.split("|")))
+
+
+def _readable_product(text: str) -> str:
+    product_of(text)
+    return text
+
+
+def _readable_condition(text: str) -> str:
+    condition_of(text)
+    return text
+
+
+ProductText = Annotated[Text, AfterValidator(_readable_product)]
+ConditionText = Annotated[Text, AfterValidator(_readable_condition)]
+
+
+class Divisible(Part):
+    """`by` divides `what`, wherever all of `when` hold."""
+
+    what: ProductText
+    by: ProductText
+    when: tuple[ConditionText, ...] = ()
+    why: Text
+
+
+class Conflict(Part):
+    """Where all of `when` hold, all of `needs` must; without `needs` no such layout runs."""
+
+    when: tuple[ConditionText, ...]
+    needs: tuple[ConditionText, ...] = ()
+    why: Text
+
+
+class Space(Part):
+    """What a framework executes, as its source and documentation say.  A default leaves all."""
+
+    schedules: tuple[ScheduleName, ...] | None = None
+    """None: every schedule there is."""
+    virtual_stages: Positive = 8
+    """The most stages on a rank."""
+    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    recompute_by_layer: Flag = True
+    """Each layer has its own choice; else all blocks have one, and embedding and head none."""
+    zero: tuple[Annotated[int, Field(ge=0, le=3, strict=True)], ...] = (0, 1, 2, 3)
+    """Levels with which data-parallel ranks share states."""
+    hybrid: Flag = True
+    """States may be divided among a part of the data-parallel ranks."""
+    tensor: Positive | None = None
+    """The most ranks; None: any number."""
+    context: Positive | None = None
+    expert: Positive | None = None
+    pipeline: Positive | None = None
+    within_node: tuple[Axis, ...] = ()
+    """Axes whose ranks lie in one node."""
+    axis_order: Literal["any", "fixed"] = "any"
+    """Fixed: tensor innermost, then context, data and pipeline."""
+    activations: tuple[Activations, ...] = ("keep", "offload", "compress")
+    offload: tuple[Offload, ...] = ("none", "optimizer", "parameters")
+    wires: tuple[GradientWire, ...] = ("full", "bf16", "fp16", "powersgd")
+    precisions: tuple[Precision, ...] | None = None
+    """None: every precision there is."""
+    divisible: tuple[Divisible, ...] = ()
+    conflicts: tuple[Conflict, ...] = ()
+
+    def most(self, axis: Axis, devices_per_node: int) -> int | None:
+        """Return the most ranks of an axis; None: any number."""
+        most: int | None = getattr(self, axis, None)
+        if axis not in self.within_node:
+            return most
+        return devices_per_node if most is None else min(most, devices_per_node)
+
+
+EVERYTHING = Space()
+"""No limit at all."""
+
+
+def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterator[str]:
+    """Yield why a space does not have a layout.
+
+    With `of_degrees` only what holds of all layouts with the same degrees.
+    """
+    job = facts.job
+    yield from _outside(space, facts, of_degrees=of_degrees)
+    if space.precisions is not None and job.precision not in space.precisions:
+        yield f"precision {job.precision}: it trains in {' or '.join(space.precisions)}"
+    for rule in space.divisible:
+        if of_degrees and _of_layouts((rule.what, rule.by), rule.when):
+            continue
+        if all(condition_of(text).holds(facts) for text in rule.when):
+            what, by = product_of(rule.what).of(facts), product_of(rule.by).of(facts)
+            if int(what) % int(by):
+                yield f"{rule.by} does not divide {rule.what}: {rule.why}"
+    for conflict in space.conflicts:
+        if of_degrees and _of_layouts((), (*conflict.when, *conflict.needs)):
+            continue
+        if all(condition_of(text).holds(facts) for text in conflict.when) and not (
+            conflict.needs and all(condition_of(text).holds(facts) for text in conflict.needs)
+        ):
+            yield conflict.why
+
+
+def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
+    """Yield what of a layout is not in the lists and limits of a space."""
+    layout, in_node = facts.layout, facts.cluster.groups[0].devices_per_node
+    for axis in ("tensor", "context", "pipeline"):
+        most, degree = space.most(axis, in_node), getattr(layout, axis)
+        if most is not None and degree > most:
+            yield f"{axis} degree {degree}"
+    if space.expert is not None and layout.expert > space.expert:
+        yield f"expert degree {layout.expert}"
+    if of_degrees:
+        return
+    if layout.data > 1 and layout.zero not in space.zero:
+        yield f"ZeRO-{layout.zero}"
+    if layout.zero and layout.data_replicate > 1 and not space.hybrid:
+        yield "sharding within groups of replicas"
+    if layout.pipeline > 1 and layout.schedule not in (space.schedules or (layout.schedule,)):
+        yield f"schedule {layout.schedule}"
+    if layout.virtual_stages > space.virtual_stages:
+        yield f"{layout.virtual_stages} stages on a rank"
+    if space.axis_order == "fixed" and layout.order != INSIDE_OUT:
+        yield "another order of axes"
+    if layout.offload not in space.offload:
+        yield f"{layout.offload} on the host"
+    if layout.gradient_wire not in space.wires:
+        yield f"gradients that travel as {layout.gradient_wire}"
+
+
+@cache
+def _of_layouts(products: tuple[str, ...], conditions: tuple[str, ...]) -> bool:
+    """Whether a rule speaks of anything that layouts of the same degrees do not share."""
+    each = [product_of(text) for text in products]
+    each += [condition_of(text).product for text in conditions]
+    return any(name in _OF_LAYOUTS for product in each for name in product.names)

@@ -1,0 +1,1 @@
+"""Tables of real runs: the only package that knows their columns."""

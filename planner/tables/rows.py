@@ -1,0 +1,342 @@
+"""A row of a table of real runs, read as what was run: model, cluster, framework and layout.
+
+The table is CSV with a header; cells that are not known are empty and other
+columns are ignored.  What a row leaves open is filled in by stated conventions (`Setup.assumed`
+lists them); a row that lacks what no convention can give becomes a `Skipped` with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from planner.catalog import stack_name, stacks
+from planner.document import read_table
+from planner.errors import DocumentError
+from planner.layers.architecture import graph_of
+from planner.model import Architecture, ModelGraph
+from planner.plan import Job, Layout
+from planner.request import Request
+from planner.schedules import PLAIN, looped
+from planner.setup import Setup
+from planner.stack import Stack, with_figures
+from planner.tables import cells
+from planner.tables.cells import Row, degree, flag, number, optional, seen, word
+from planner.tables.figures import architecture_of_row
+from planner.tables.machines import cluster_of_row
+from planner.training import Lora
+
+NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
+RANK = 16
+"""Of adapters: tables do not say, and nothing is priced by it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was seen of a run, and on which of it a prediction may be judged."""
+
+    id: str
+    source: str
+    model: str
+    accelerator: str
+    framework: str
+    step_time_s: float | None
+    peak_memory_gib: float | None
+    memory_kind: str
+    memory_rank: str
+    out_of_memory: bool | None
+    complete: bool
+    """Everything needed to predict the run is known (inputs tier A)."""
+    judge_time: bool
+    judge_memory: bool
+    judge_rank: bool
+    sweep: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A row that cannot be predicted."""
+
+    reason: str
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a table; DocumentError where its header lacks what every run needs."""
+    header, rows = read_table(path)
+    missing = [name for name in NEEDED if name not in header]
+    if missing:
+        raise DocumentError(
+            "header",
+            f"lacks {', '.join(missing)}; a table of runs has the columns {', '.join(NEEDED)}, ...",
+            file=str(path),
+        )
+    return list(rows)
+
+
+def measured_of(row: Row) -> Measured:
+    """Return what a row says was seen."""
+    out_of_memory = flag(row, "out_of_memory")
+    step_time_s = seen(row, "step_time_s")
+    memory = seen(row, "peak_memory_gib")
+
+    def judged(column: str, default: bool) -> bool:
+        told = flag(row, column)
+        return default if told is None else told
+
+    failed = bool(out_of_memory)
+    return Measured(
+        id=row["id"],
+        source=row["source"],
+        model=row.get("model", ""),
+        accelerator=row.get("accelerator", ""),
+        framework=row.get("framework", ""),
+        step_time_s=None if failed else step_time_s,
+        peak_memory_gib=None if failed else memory,
+        memory_kind=word(row.get("memory_kind", "")) or "unknown",
+        memory_rank=word(row.get("memory_rank", "")) or "unknown",
+        out_of_memory=out_of_memory,
+        complete=row.get("inputs_tier", "A") in ("", "A"),
+        judge_time=judged("judge_time", step_time_s is not None),
+        judge_memory=judged("judge_memory", memory is not None),
+        judge_rank=judged("judge_rank", bool(row.get("sweep"))),
+        sweep=row.get("sweep", ""),
+    )
+
+
+def setup_of(row: Row, *, unknown: Collection[str] = ()) -> Setup | Skipped:
+    """Return what a row ran, or why it cannot be told.
+
+    `unknown` names stacks that are left out: what they trained is read as an unknown framework's.
+    """
+    try:
+        return _setup(row, unknown)
+    except DocumentError as error:
+        return Skipped(reason=str(error))
+    except (ValueError, OverflowError) as error:  # no number, or figures that contradict each other
+        return Skipped(reason=f"a cell is not valid: {str(error).splitlines()[-1].strip()[:100]}")
+
+
+def _setup(row: Row, unknown: Collection[str]) -> Setup:
+    assumed: list[str] = []
+    architecture = architecture_of_row(row, assumed)
+    tensor, pipeline, context = degree(row, "tp"), degree(row, "pp"), degree(row, "cp")
+    devices = _devices(row, tensor * pipeline * context)
+    data = _data_degree(row, devices, tensor * pipeline * context)
+    micro_batch, micro_batches, global_batch = _batches(row, data, assumed)
+    expert, expert_tensor = _expert_degrees(row, tensor * context * data, assumed)
+    precision, quantised = _told(row, "precision", cells.precision, ("bf16", False), None)
+    if word(row.get("precision", "")) in cells.EMPTY:
+        assumed.append("precision bf16")
+    recompute = _told(row, "recompute", cells.recomputed, None, assumed)
+    zero = _told(row, "zero_stage", cells.zero_stage, None, assumed)
+    task = _told(row, "task", cells.task, "pretrain", None)
+    memory_gb = number(row, "accelerator_memory_gb")
+    network = number(row, "inter_gb_per_s_per_device")
+    cluster, of_cluster = cluster_of_row(
+        row.get("accelerator", ""),
+        devices,
+        optional(row, "devices_per_node") or 8,
+        memory_gb=memory_gb or None,
+        intra_link=row.get("intra_link", ""),
+        network_bytes_per_s=network * 1e9 if network else None,
+    )
+    assumed += of_cluster
+    framework = row.get("framework", "").lower()
+    stack, known = stack_of_framework(
+        framework, zero=zero, alone=task != "pretrain" and tensor * pipeline == 1, unknown=unknown
+    )
+    if not known:
+        framework = "" if framework and _own_stack(framework) else framework
+        assumed.append(f"framework '{framework}' priced as stack {stack.name}")
+    divided = flag(row, "sequence_parallel")
+    zero = stack.sharding.zero if zero is None else zero
+    shard = data if zero else 1
+    if zero and any(part in word(row.get("zero_stage", "")) for part in ("hsdp", "hybrid")):
+        in_node = max(1, cluster.groups[0].devices_per_node // (tensor * pipeline))
+        shard = max(1, math.gcd(data * context, in_node) // context)
+    virtual = _chunks(row, architecture.layers, pipeline, assumed)
+    on_host = cells.offloaded(row.get("offload", ""))
+    lora = None
+    if task in ("lora", "qlora"):
+        lora = Lora(rank=RANK, quantised=quantised or task == "qlora")
+    return Setup(
+        request=Request(
+            _graph(architecture),
+            cluster,
+            Job(
+                seq_len=architecture.max_positions,
+                global_batch=global_batch,
+                precision=precision,
+                lora=lora,
+            ),
+            stack=_with_options(stack, flag(row, "flash_attention"), bool(flag(row, "compiled"))),
+        ),
+        layout=Layout(
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            data_shard=shard,
+            data_replicate=data // shard,
+            zero=zero,
+            schedule=looped.INTERLEAVED.name if virtual > 1 else PLAIN,
+            virtual_stages=virtual,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            offload="parameters"
+            if "params" in on_host
+            else "optimizer"
+            if "optimizer" in on_host
+            else "none",
+            sequence_parallel=stack.tensor.sequence_parallel if divided is None else divided,
+        ),
+        recompute=recompute,
+        activations="offload" if "activations" in on_host else "keep",
+        framework=framework,
+        known=known,
+        tuned=task != "pretrain",
+        assumed=tuple(assumed),
+    )
+
+
+def stack_of_framework(
+    framework: str, *, zero: int | None, alone: bool, unknown: Collection[str] = ()
+) -> tuple[Stack, bool]:
+    """Return the stack of a framework, and whether it is its own.
+
+    An unknown framework gets the closest: that of fine-tuning with `transformers` for fine-tuning
+    whose layers are whole on each device (`alone`), of plain FSDP for ZeRO-3, else `unknown`.
+    """
+    own = _own_stack(framework)
+    if own is not None and own.name not in unknown:
+        return own, True
+    if alone:
+        return stacks()["transformers"], False
+    return stacks()["fsdp" if zero == 3 else "unknown"], False
+
+
+def _own_stack(framework: str) -> Stack | None:
+    """Return the stack that a framework's name or alias stands for; None for an unknown one."""
+    try:
+        found = stacks()[stack_name(framework)]
+    except DocumentError:
+        return None
+    return None if found.name == "unknown" else found
+
+
+def _with_options(stack: Stack, flash_attention: bool | None, compiled: bool) -> Stack:
+    """Return a stack with what a row says of its kernels."""
+    values: dict[str, object] = {}
+    if flash_attention is not None:
+        values["kernels.flash_attention"] = flash_attention
+    if compiled:
+        values |= {f"kernels.{part}": "fused" for part in ("norm", "gate", "rotary")}
+    return with_figures(stack, values)
+
+
+@lru_cache(maxsize=1024)
+def _graph(architecture: Architecture) -> ModelGraph:
+    return graph_of(architecture, name="model")
+
+
+def _told(
+    row: Row, column: str, read: Callable[[str], Any], default: Any, assumed: list[str] | None
+) -> Any:
+    """Return what a word means; the default where it is empty, and where it says nothing known.
+
+    Without a list of assumptions a word that is not known is an error.
+    """
+    cell = row.get(column, "")
+    if word(cell) in cells.EMPTY:
+        return default
+    found = read(cell)
+    if found is not None:
+        return found
+    if assumed is None:
+        raise DocumentError("", f"{column} '{cell[:40]}' is not known")
+    assumed.append(f"{column} '{cell[:40]}' taken as not known")
+    return default
+
+
+MOST_CHUNKS = 6
+
+
+def _chunks(row: Row, layers: int, pipeline: int, assumed: list[str]) -> int:
+    """Return model chunks per rank; large Megatron-LM runs that do not say are interleaved."""
+    known = optional(row, "vpp")
+    each = max(1, layers // pipeline)
+    most = -(-(layers + 2) // pipeline)  # embedding and loss may count as layers
+    if known is not None and known > most:
+        assumed.append(f"{most} chunks on each pipeline rank")
+        return most
+    if known is not None or pipeline == 1 or word(row.get("framework", "")) != "megatron":
+        return max(1, known or 1)
+    chunks = next(n for n in range(min(MOST_CHUNKS, each), 0, -1) if each % n == 0)
+    assumed.append(f"{chunks} chunks on each pipeline rank")
+    return chunks
+
+
+def _devices(row: Row, others: int) -> int:
+    """Return the devices of the job: as the row says, or what its degrees multiply to."""
+    devices = optional(row, "n_devices")
+    if devices is None and optional(row, "dp"):
+        devices = others * (optional(row, "dp") or 1)
+    if devices is None:
+        raise DocumentError("", "n_devices is not known")
+    if devices == 0:
+        raise ValueError("n_devices is 0")
+    return devices
+
+
+def _data_degree(row: Row, devices: int, others: int) -> int:
+    """Return how many replicas the samples are divided among."""
+    data = optional(row, "dp")
+    if data is not None and data * others == devices:
+        return data
+    if devices % others:
+        raise DocumentError("", "tp x pp x cp does not divide n_devices")
+    return devices // others
+
+
+def _expert_degrees(row: Row, ranks: int, assumed: list[str]) -> tuple[int, int]:
+    """Return the degrees that divide experts and each of them, among the ranks of one stage."""
+    expert, expert_tensor = degree(row, "ep"), degree(row, "etp")
+    if ranks % (expert * expert_tensor):
+        expert_tensor = math.gcd(expert_tensor, ranks)
+        expert = math.gcd(expert, ranks // expert_tensor)
+        assumed.append(f"experts divided among {expert} x {expert_tensor} ranks")
+    return expert, expert_tensor
+
+
+def _batches(row: Row, data: int, assumed: list[str]) -> tuple[int, int, int]:
+    """Return micro-batch, micro-batches and global batch; one sample where neither is known.
+
+    A last micro-batch with fewer samples counts as a whole one.
+    """
+    micro_batch, cell = optional(row, "micro_batch_size"), number(row, "global_batch_size")
+    if not micro_batch:
+        assumed.append("micro_batch 1")
+        micro_batch = 1
+    if not cell:
+        assumed.append("one micro-batch a step")
+        return micro_batch, 1, micro_batch * data
+    global_batch = max(1, round(cell))
+    share = -(-global_batch // data)
+    micro_batch = min(micro_batch, share)
+    count = -(-share // micro_batch)
+    if count * micro_batch * data != global_batch:
+        assumed.append(f"{count} whole micro-batches on each of {data} ranks")
+    return micro_batch, count, global_batch
+
+
+def each(
+    rows: list[Row], *, unknown: Collection[str] = ()
+) -> Iterator[tuple[Measured, Setup | Skipped]]:
+    """Yield what was seen and what was run, row by row."""
+    for row in rows:
+        yield measured_of(row), setup_of(row, unknown=unknown)

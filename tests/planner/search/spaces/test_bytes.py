@@ -1,0 +1,201 @@
+"""What the search counts of a rank of a graph, of unequal devices, of unlike layers is exact."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+
+from planner.costs.crossings import in_order
+from planner.costs.group_costs import GroupCosts
+from planner.costs.layout_costs import LayoutCosts
+from planner.costs.seats import alike, branching
+from planner.costs.strategy import StrategyCost
+from planner.expressions import resolve_cluster
+from planner.model import ModelGraph
+from planner.plan import Job, Layout
+from planner.predict import placement_prediction
+from planner.request import Request
+from planner.rounds.problem import Spans
+from planner.schedule import rank_of_stage
+from planner.search.candidates import Candidates
+from planner.search.layer_options import allowed
+from planner.search.spaces.graph import GraphSpace
+from planner.search.spaces.mixed import MixedGraphSpace, MixedSpace
+from planner.search.spaces.rounds import RoundSpace
+from planner.search.spaces.search import layouts_of
+from planner.solver.instance import Instance, UsedBytes
+from tests.planner.search.spaces.test_graph import JOB, random_model, unet
+from tests.planner.search.spaces.test_mixed import llama
+from tests.planner.search.spaces.test_rounds import unlike_chain
+
+TWO = "2xa100-sxm-40gb"
+MIXED = "1xa100-sxm-40gb+2xv100-sxm-32gb"
+Choices = dict[str, tuple[StrategyCost, ...]]
+
+
+def choices_of(costs: LayoutCosts, layout: Layout) -> Choices:
+    return {kind: allowed(table, layout, None) for kind, table in costs.kinds.items()}
+
+
+def peak_bytes(costs: LayoutCosts, dynamic_bytes: float) -> float:
+    """Return what a rank holds with what its process and its allocator take."""
+    return costs.fixed_bytes + costs.slack * dynamic_bytes
+
+
+def sums(instance: Instance, stage: int, held: Sequence[int], options: Sequence[int]) -> float:
+    room = instance.stages[stage]
+    chosen = [instance.options_of(at)[o] for at, o in zip(held, options, strict=True)]
+    held_bytes = sum(room.held_bytes(o) for o in chosen)
+    return room.fixed_bytes + held_bytes + max(o.transient_bytes for o in chosen)
+
+
+def cut_at_random(rng: random.Random, layers: int, stages: int) -> list[int]:
+    return [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
+
+
+def candidates(model: ModelGraph, cluster: str, job: Job = JOB) -> Candidates:
+    return Candidates(Request(model, resolve_cluster(cluster), job))
+
+
+def order_of(rng: random.Random, model: ModelGraph) -> list[str]:
+    """Return the layers in any order in which they can run."""
+    left, done = [name for name, _ in model.chain], []
+    while left:
+        ready = [
+            name
+            for name in left
+            if all(edge.source in done for edge in model.edges if edge.target == name)
+        ]
+        done.append(rng.choice(ready))
+        left.remove(done[-1])
+    return done
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_stage_of_a_graph_holds_what_its_prediction_says(seed: int) -> None:
+    rng = random.Random(seed)
+    model = in_order(random_model(seed))
+    every = candidates(model, TWO)
+    space = GraphSpace(every)
+    layouts = [one for one in layouts_of(space) if one.pipeline > 1]
+    names = [name for name, _ in model.chain]
+    for layout in rng.sample(layouts, min(6, len(layouts))):
+        costs, problem = every.costs(layout), space.instance(layout)
+        assert isinstance(problem.used_bytes, UsedBytes)
+        chain = problem.chain_along(range(len(names)))
+        cuts = cut_at_random(rng, len(names), layout.pipeline)
+        taken = order_of(rng, model)
+        stages = [sorted(map(names.index, taken[a:b])) for a, b in pairwise(cuts)]
+        choices = choices_of(costs, layout)
+        options = [rng.randrange(len(choices[layer.kind])) for _, layer in model.chain]
+        prediction = placement_prediction(
+            every.tables,
+            layout,
+            [
+                tuple((kind, cost.recompute, cost.activations) for kind, cost in placed)
+                for held in stages
+                for placed in [
+                    [
+                        (model.chain_kinds[at], choices[model.chain_kinds[at]][options[at]])
+                        for at in held
+                    ]
+                ]
+            ],
+            branching(every.tables, layout, [[names[at] for at in held] for held in stages]),
+        )
+        before: list[int] = []
+        for s, held in enumerate(stages):
+            own = [options[at] for at in held]
+            used = problem.used_bytes.of(s, before, held, own)
+            peak = prediction.stages[s].peak_memory_bytes
+            assert peak_bytes(costs, used) == pytest.approx(peak, rel=1e-12)
+            assert sums(chain, s, held, own) <= used * (1 + 1e-9)
+            before += held
+
+
+@pytest.mark.parametrize("model", [llama(6), unet(2)], ids=lambda model: model.name)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_of_any_group_holds_what_its_prediction_says(model: ModelGraph, seed: int) -> None:
+    rng = random.Random(seed)
+    cluster = resolve_cluster(MIXED)
+    job = Job(seq_len=512, global_batch=12, precision="fp32")
+    request = Request(model, cluster, job)
+    space = (MixedGraphSpace if model.edges else MixedSpace)(request)
+    groups = GroupCosts(request)
+    names = [name for name, _ in space.ordered.chain]
+    layouts = [one for one in layouts_of(space) if one.virtual_stages == 1 and one.pipeline > 1]
+    for layout in rng.sample(layouts, min(6, len(layouts))):
+        numbers = [name for name, count in groups.stages_of(layout).items() for _ in range(count)]
+        rng.shuffle(numbers)
+        chains = space.chains(layout)
+        cuts = cut_at_random(rng, len(names), layout.pipeline)
+        stages = [list(range(a, b)) for a, b in pairwise(cuts)]
+        kinds = space.ordered.chain_kinds
+        placements, options = [], []
+        for held, group in zip(stages, numbers, strict=True):
+            choices = choices_of(groups.tables[group].of(layout), layout)
+            own = [rng.randrange(len(choices[kinds[at]])) for at in held]
+            options.append(own)
+            chosen = [choices[kinds[at]][o] for at, o in zip(held, own, strict=True)]
+            placements.append(
+                tuple(
+                    (kinds[at], cost.recompute, cost.activations)
+                    for at, cost in zip(held, chosen, strict=True)
+                )
+            )
+        by_name = [[names[at] for at in held] for held in stages] if model.edges else None
+        prediction = placement_prediction(
+            groups.tables[numbers[0]], layout, placements, groups.seats(layout, numbers, by_name)
+        )
+        for s, (held, group) in enumerate(zip(stages, numbers, strict=True)):
+            costs, chain = groups.tables[group].of(layout), chains[group]
+            assert chain.used_bytes is not None
+            used = chain.used_bytes.of(s, range(held[0]), held, options[s])
+            peak = prediction.stages[s].peak_memory_bytes
+            assert peak_bytes(costs, used) == pytest.approx(peak, rel=1e-12)
+            assert sums(chain, s, held, options[s]) <= used * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("model", [unlike_chain(8), unet(3)], ids=lambda model: model.name)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_of_two_stages_holds_what_its_prediction_says(model: ModelGraph, seed: int) -> None:
+    rng = random.Random(seed)
+    every = candidates(model, TWO)
+    space, ordered = RoundSpace(every), in_order(model)
+    layouts = list(layouts_of(space))
+    kinds, names = ordered.chain_kinds, [name for name, _ in ordered.chain]
+    for layout in rng.sample(layouts, min(8, len(layouts))):
+        costs, problem = every.costs(layout), space.problem(layout)
+        assert problem.used_bytes is not None
+        cuts = cut_at_random(rng, len(names), layout.stages)
+        choices = choices_of(costs, layout)
+        options = [rng.randrange(len(choices[kind])) for kind in kinds]
+        seats = alike(every.tables, layout)
+        if model.edges:
+            held = [names[a:b] for a, b in pairwise(cuts)]
+            seats = branching(every.tables, layout, held)
+        prediction = placement_prediction(
+            every.tables,
+            layout,
+            [
+                tuple(
+                    (kinds[at], cost.recompute, cost.activations)
+                    for at in range(a, b)
+                    for cost in [choices[kinds[at]][options[at]]]
+                )
+                for a, b in pairwise(cuts)
+            ],
+            seats,
+        )
+        home = rank_of_stage(layout.schedule, stages=layout.stages, virtual_stages=2)
+        for rank in range(layout.pipeline):
+            front, behind = (s for s, own in enumerate(home) if own == rank)
+            spans: Spans = (cuts[front], cuts[front + 1]), (cuts[behind], cuts[behind + 1])
+            own = [options[at] for span in spans for at in range(*span)]
+            used = problem.used_bytes(rank, spans, own)
+            peak = prediction.stages[front].peak_memory_bytes
+            assert peak_bytes(costs, used) == pytest.approx(peak, rel=1e-12)
+            assert problem.sum_bytes(rank, spans, own) <= used * (1 + 1e-9)

@@ -1,0 +1,198 @@
+"""The search over each stack's space, against a list of all of its plans.
+
+What each framework executes is written out here once more, from its documentation; the list goes
+through every layout that keeps it, every split of stages and every recomputation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+
+from planner.costs.layout_costs import CostTables
+from planner.errors import NoPlanFits
+from planner.expressions import resolve_cluster, resolve_model
+from planner.native import limit
+from planner.pins import read_pins
+from planner.plan import INSIDE_OUT, Job, Layout
+from planner.predict import predict
+from planner.profile import Recompute
+from planner.request import Request
+from planner.search.best_first import search
+from planner.search.formulation import instance_of
+from planner.search.space import layouts
+from planner.solver.instance import fits, priced
+
+MODEL = resolve_model("llama-3.2-1b")
+BLOCKS = 16
+CLUSTER = resolve_cluster("4xa10g")
+JOB = Job(seq_len=4096, global_batch=16)
+Executes = Callable[[Layout], bool]
+Rule = Callable[[list[int]], bool]
+"""Whether a framework makes stages of so many blocks."""
+
+
+def any_stages(_: list[int]) -> bool:
+    return True
+
+
+def even(blocks: list[int]) -> bool:
+    return len(set(blocks)) == 1
+
+
+def even_but_ends(blocks: list[int]) -> bool:
+    return min(blocks) > 0 and len(set(blocks[1:-1])) <= 1
+
+
+def as_nanotron(blocks: list[int]) -> bool:
+    """Stages are closed once the products so far pass their share; the head counts, the embedding
+    does not.  Of Llama-3.2-1B a block has 4 x 2048 x 2048 + 3 x 8192 x 2048 weights in products (so
+    many does nanotron count), the head 128256 x 2048."""
+    block, head = 4 * 2048 * 2048 + 3 * 8192 * 2048, 128256 * 2048
+    whole, stages = BLOCKS * block + head, len(blocks)
+    wanted = [0] * stages
+    stage = 0
+    for number in range(1, BLOCKS + 1):
+        wanted[stage] += 1
+        if stage < stages - 1 and number * block >= whole * (stage + 1) / stages:
+            stage += 1
+    return blocks == wanted
+
+
+def torchtitan(layout: Layout) -> bool:
+    parallel = layout.tensor * layout.pipeline > 1
+    copies = layout.data * layout.context
+    if layout.data > 1 and layout.zero not in (0, 2, 3):
+        return False
+    if layout.zero == 0 and copies > 1 and (parallel or layout.context > 1):
+        return False  # DistributedDataParallel goes with nothing else
+    if parallel and layout.data_shard * layout.context == 1:
+        return False  # 16 bits come with FSDP
+    schedules = ("1f1b", "gpipe", "interleaved", "interleaved-zb", "zbv", "dualpipe-v")
+    return layout.schedule in schedules and layout.virtual_stages <= 4
+
+
+def megatron(layout: Layout) -> bool:
+    whole = layout.zero == 0 or (layout.zero == 1 and layout.data_replicate == 1)
+    return whole and layout.schedule in ("1f1b", "interleaved")
+
+
+def nanotron(layout: Layout) -> bool:
+    whole = layout.zero == 0 or (layout.zero == 1 and layout.data_replicate == 1)
+    return whole and layout.schedule == "1f1b" and layout.context == 1
+
+
+def of_data(layout: Layout) -> bool:
+    return layout.tensor * layout.context * layout.pipeline == 1
+
+
+def deepspeed(layout: Layout) -> bool:
+    return of_data(layout) and (layout.zero == 0 or layout.data_replicate == 1)
+
+
+def fsdp(layout: Layout) -> bool:
+    return of_data(layout) and layout.zero >= 2
+
+
+STACKS: dict[str, tuple[Executes, Rule, tuple[Recompute, ...]]] = {
+    "torchtitan": (torchtitan, any_stages, ("none", "selective", "full")),
+    "megatron": (megatron, even_but_ends, ("none", "full")),
+    "nanotron": (nanotron, as_nanotron, ("none", "full")),
+    "deepspeed": (deepspeed, even, ("none", "full")),
+    "fsdp": (fsdp, even, ("none", "full")),
+}
+
+
+def splits(layout: Layout, rule: Rule, least: list[int], entries: int) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts of a chain among ranks, by a rule of stages; a rank has so many at least.
+
+    The chain is embedding, blocks and head; with one entry fewer both ends are one, on a rank.
+    """
+    for inner in itertools.combinations(range(1, entries), layout.pipeline - 1):
+        cuts = (0, *inner, entries)
+        held = [end - first for first, end in pairwise(cuts)]
+        if any(size < fewest for size, fewest in zip(held, least, strict=True)):
+            continue
+        blocks = [held[0] - 1, *held[1:]]
+        blocks[-1] -= entries == BLOCKS + 2
+        alike = even(blocks) and blocks[0] % layout.virtual_stages == 0
+        kept = rule(blocks) if layout.virtual_stages == 1 else alike
+        if rule is any_stages or layout.pipeline == 1 or kept:
+            yield cuts
+
+
+def least_s(
+    request: Request, rule: Rule, recompute: tuple[Recompute, ...], runs: Executes
+) -> float:
+    """Return the closed form of the best plan of all that fit."""
+    tables, best_s = CostTables(request), math.inf
+    for layout in layouts(Request(MODEL, CLUSTER, JOB, request.pins)):
+        if layout.order != INSIDE_OUT or not runs(layout):
+            continue
+        if limit(MODEL, request.cluster, JOB, layout) is not None:
+            continue
+        costs = tables.of(layout)
+        instance = instance_of(MODEL, request.cluster, layout, costs)
+        names = [[option.name for option in table] for table in instance.kinds]
+        least = [stage.least_layers for stage in instance.stages]
+        entries = len(instance.layers)
+        for cuts in splits(layout, rule, least, entries):
+            for chosen in recomputed(request.stack.name, recompute, folded=entries < BLOCKS + 2):
+                options = [
+                    names[kind].index(name)
+                    for kind, name in zip(instance.layers, chosen, strict=True)
+                ]
+                found = priced(instance, cuts, options)
+                if found.objective_s + costs.step_s < best_s and fits(instance, found):
+                    best_s = found.objective_s + costs.step_s
+    return best_s
+
+
+def recomputed(stack: str, kinds: tuple[Recompute, ...], *, folded: bool) -> Iterator[list[str]]:
+    """Yield what each layer recomputes; of FSDP's blocks, which are alike, so many of them."""
+    for kind in kinds if stack != "fsdp" else ():
+        yield ["none + none" if folded else "none", *[kind] * BLOCKS, *["none"] * (not folded)]
+    for full in range(BLOCKS + 1) if stack == "fsdp" else ():
+        yield ["none", *["full"] * full, *["none"] * (BLOCKS - full), "none"]
+
+
+@pytest.mark.parametrize("memory", [1.0, 0.62])
+@pytest.mark.parametrize(
+    ("stack", "fix"),
+    [
+        *((stack, "") for stack in STACKS),
+        *(("torchtitan", fix) for fix in ("pp=2", "pp=2,zero=3", "pp=2,schedule=zbv")),
+        *(("megatron", fix) for fix in ("pp=2", "pp=4", "pp=2,v=4", "tp=2")),
+        *(("nanotron", fix) for fix in ("pp=2", "pp=4", "tp=2")),
+        *((stack, "zero=3") for stack in ("deepspeed", "fsdp")),
+    ],
+)
+def test_no_plan_of_the_space_that_fits_is_faster(stack: str, fix: str, memory: float) -> None:
+    runs, rule, recompute = STACKS[stack]
+    [group] = CLUSTER.groups
+    device = group.accelerator.model_copy(
+        update={"memory_bytes": int(memory * group.accelerator.memory_bytes)}
+    )
+    cluster = CLUSTER.model_copy(
+        update={"groups": (group.model_copy(update={"accelerator": device}),)}
+    )
+    pins = read_pins([fix] if fix else [])
+    request = Request.of(MODEL, cluster, seq_len=4096, global_batch=16, stack=stack, pins=pins)
+
+    best_s = least_s(request, rule, recompute, runs)
+    if best_s == math.inf:
+        with pytest.raises(NoPlanFits):
+            search(request)
+        return
+    answer = search(request)
+
+    assert answer.certificate.optimal
+    assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
+    plan = answer.plan
+    assert plan.backend == stack
+    assert runs(plan.layout)
+    assert predict(plan, MODEL, cluster).fits
