@@ -259,6 +259,9 @@ class Host(Part):
     """Least time of a block's pass, however small its work."""
     kernel_s: PerPass = PerPass()
     """For each kernel of a forward, in both passes."""
+    window: Literal["kernels", "layer"] = "layer"
+    """Behind what the host's work on a layer hides: behind the kernels of each pass, or behind all
+    that the device does for the layer, collectives of its stream too."""
     experts_s: Amount = 0.0
     """What routing, permutation and grouped products add to a block, both passes."""
     tensor_s: Amount = 0.0

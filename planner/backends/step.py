@@ -94,7 +94,7 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
         offload_s += uncovered_s(copy_s, forward_s) + uncovered_s(copy_s, backward_s + again_s)
     if kind not in ENDS:
         least_s = max(least_s, _pipelined_s(run, stack))
-    busy_s = forward_s + backward_s + again_s + sum(links_s.values()) + shard_s
+    busy_s = forward_s + backward_s + again_s + sum(links_s.values())
     return _Pass(
         forward_s=forward_s,
         backward_s=backward_s,

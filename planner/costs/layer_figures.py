@@ -221,6 +221,8 @@ class LayerFigures:
         for _, there_s, back_s in layer_seconds.collectives(table, again, link_s, self._seen):
             forward_tensor_s += there_s
             backward_tensor_s += back_s
+        window = self._rates.stack.host.window
+        seen = layer_seconds.with_host(found, host, forward_tensor_s + backward_tensor_s, window)
         forward_s, backward_s, recompute_s = found.forward_s, found.backward_s, found.recompute_s
         end = layer.kind in ENDS
         late = [op for op in table.operators if self._weight_waits(layer, op)]
@@ -230,10 +232,10 @@ class LayerFigures:
         stored_bytes = table.stored_bytes(recompute)
         packable_bytes, elements = table.packable(recompute, setting.element_bytes)
         return Figures(
-            forward_s=larger(forward_s, host.forward_s),
+            forward_s=seen.forward_s,
             forward_tensor_s=forward_tensor_s,
-            backward_s=larger(backward_s, host.backward_s),
-            recompute_s=larger(recompute_s, host.recompute_s),
+            backward_s=seen.backward_s,
+            recompute_s=seen.recompute_s,
             backward_tensor_s=backward_tensor_s,
             forward_ahead_s=larger(0.0, forward_s - host.forward_s),
             backward_ahead_s=larger(
