@@ -120,8 +120,9 @@ class Kernels(Part):
     hidden."""
     dropout: Flag = False
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
-    adapters: Literal["attention", "all"] = "all"
-    """Which products of a frozen block have adapters, and so keep their inputs."""
+    adapters: Literal["none", "attention", "all"] = "all"
+    """Which products of a frozen block have adapters, and so keep their inputs.  `none`: frozen
+    blocks are priced as trained ones, which bounds their seconds from above."""
     adapter_rank: Positive = 16
     """Of those adapters, where a run does not say."""
     restored_bytes: Amount = 5.0

@@ -166,12 +166,18 @@ def _seen(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:
 
 
 def host_passes(
-    stack: Stack, table: Table, setting: Setting, found: Passes, *, recomputes: bool
+    stack: Stack,
+    table: Table,
+    setting: Setting,
+    found: Passes,
+    *,
+    recomputes: bool,
+    devices_per_node: int,
 ) -> HostPasses:
     """Return the least seconds that the host takes for a layer's passes.
 
     Each block has Python around it, each kernel a launch; tensor parallelism and experts add to
-    both passes.
+    both passes.  In pipelines over several nodes a divided block has a least time of its own.
     """
     host = stack.host
     each = host.kernel_s
@@ -187,4 +193,10 @@ def host_passes(
         there = there + host.layer_s.forward + more / 2
         back = back + host.layer_s.backward + more / 2
         again = again + host.layer_s.forward * recomputes
+        if setting.pipelined and setting.divides_tensors:
+            spanned = -(-setting.tensor // devices_per_node)
+            waits = host.pipelined_s
+            least = waits.fixed + waits.each * setting.tensor * (0.75 + 0.25 * spanned)
+            missing = larger(0.0, least - there - back - again) / 2
+            there, back = there + missing, back + missing
     return HostPasses(forward_s=there, backward_s=back, recompute_s=again)
