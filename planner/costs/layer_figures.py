@@ -217,7 +217,7 @@ class LayerFigures:
         """
         again, on = table.recomputed(recompute), self._rates.device
         found = layer_seconds.passes(table, recompute, on)
-        host = self._host_passes(table, setting, found, recomputes=recompute != "none")
+        host = self._host_passes(table, setting, found, recomputes=recompute == "full")
         forward_tensor_s = backward_tensor_s = 0.0
         rule = self._seen[setting.sequence_parallel]
         for _, there_s, back_s in layer_seconds.collectives(table, again, link_s, rule):
