@@ -23,13 +23,13 @@ from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
 
 Kernel = Literal["module", "fused"]
 """One kernel (its author's, or a compiler's), or the tensor operations that a module writes out."""
-Attention = Literal["fa1", "fa2", "fa3"]
+Attention = Literal["module", "fa1", "fa2", "fa3"]
 Unit = Literal["layer", "buffer"]
 """FSDP's units hold shards apart from the working copies that they gather; in buffers of whole
 parameters a shard is a part of them."""
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
-SelectiveRecompute = Literal["attention", "operators", "blocks"]
+SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks"]
 Provenance = Literal["derived", "measured", "fitted", "assumed"]
 
 
@@ -96,16 +96,35 @@ class Kernels(Part):
     """SwiGLU as one kernel, or an activation and a product with a tensor each."""
     rotary: Kernel = "fused"
     """Else rotated queries and keys are new tensors beside the projection's output."""
+    projections: Kernel = "fused"
+    """Queries, keys and values are one product, as are gate and up; what is cut from its result
+    keeps it whole."""
+    backward_traffic: Amount = 0.0
+    """Memory traffic of a memory-bound operator's backward over its forward's; 0: each operator's
+    own is counted."""
+    launches: Literal["every", "products"] = "products"
+    """Whose launches count on the device; those of memory-bound kernels hide behind the kernels
+    before them, or in `host.layer_s`."""
     softmax: Kernel = "fused"
     """Of written-out attention; else it keeps scores in 16 and in 32 bits."""
     flash_attention: Flag = True
     """Attention is one kernel whose scores never reach memory, where a run does not say."""
     attention: Attention = "fa2"
-    """Generation of that kernel; cuDNN's counts as the third."""
+    """Generation of that kernel; cuDNN's counts as the third.  `module`: torch's own, wherever a
+    family's modules call it, at the rate of the device's curve for any length."""
+    core_traffic: Flag = False
+    """That kernel's reads and writes count beside its FLOPs, at whose measured rate they are
+    hidden."""
     dropout: Flag = False
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
     adapters: Literal["attention", "all"] = "all"
     """Which products of a frozen block have adapters, and so keep their inputs."""
+    restored_bytes: Amount = 5.0
+    """Memory traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2
+    written, at half of the bandwidth of a plain copy."""
+    tuned: Flag = True
+    """Products are tuned to their shapes, and reach the device's rate of those; else that of
+    torch's own choice, or of the device's measured curve."""
     products: Rate = 1.0
     """Rate of matrix products over what well-tuned frameworks reach on the same device."""
     architecture_products: dict[Text, Rate] = Field(default_factory=dict)
@@ -118,6 +137,13 @@ class EightBit(Part):
     narrow_states: Flag = True
     """Gradients are summed in bf16 and activations kept as narrow as products (Transformer
     Engine); else only products are narrow, their inputs kept in bf16 (torchao)."""
+    products: Literal["linears", "all"] = "all"
+    """Which products of a block are narrow: those of Linears, or of experts' matrices too."""
+    large_rate: Flag = True
+    """They reach the share of the curve that the device's large products do, else all of it."""
+    written_bytes: Amount = 2.0
+    """Memory traffic per element of an input that the operator before writes in 8 bits too, as is
+    and transposed."""
     cast_bytes: Amount = 0.0
     """Memory traffic of rounding an operand, per element; 0 where another kernel writes it so."""
     cast_kernels: Count = 0
@@ -127,6 +153,8 @@ class EightBit(Part):
 class Loss(Part):
     """The output projection's loss."""
 
+    kind: Kernel = "fused"
+    """One operator with `peak_bytes`, or log-softmax and choice in fp32 as torch has them."""
     peak_bytes: Rate = 10.0
     """Bytes per logit at the loss's peak."""
     divided: Flag = True
@@ -138,7 +166,10 @@ class RecomputeRule(Part):
 
     selective: SelectiveRecompute = "attention"
     """Selective recompute drops written-out attention's scores; all outputs but attention's and
-    every second product's; or all of every second block."""
+    every second product's; all outputs but products', attention's and those of collectives that
+    shrink; or all of every second block."""
+    early_stop: Flag = False
+    """Recomputation stops when the last tensor that backward needs is there again."""
 
 
 class TensorRule(Part):
@@ -158,6 +189,23 @@ class ExpertRule(Part):
     shared: Literal["whole", "divided"] = "whole"
     """Beside routed experts on ranks of their own, those that all tokens share are whole on every
     rank, or divided by tensor parallelism as a feed-forward is."""
+    moves: Amount = 0.0
+    """Memory traffic of sorting tokens by experts and back, in sizes of what is sent to experts; 0:
+    of modules that index rows."""
+    grouped_share: Fraction = 1.0
+    """Rate of products of many experts together over that of one product as large."""
+    skew: Rate = 1.0
+    """Busiest expert rank over the mean."""
+
+
+class ContextRule(Part):
+    """Context parallelism."""
+
+    kind: Literal["gather", "ring"] = "gather"
+    """Keys and values of all ranks are gathered before attention, or go round while it works, and
+    twice in backward, with gradients."""
+    overlap: Amount = Field(default=0.0, le=1)
+    """Share of these collectives that hides behind attention."""
 
 
 class PipelineRule(Part):
@@ -313,6 +361,7 @@ class Stack(Document):
     loss: Loss = Loss()
     recompute: RecomputeRule = RecomputeRule()
     tensor: TensorRule = TensorRule()
+    context: ContextRule = ContextRule()
     experts: ExpertRule = ExpertRule()
     pipeline: PipelineRule = PipelineRule()
     host: Host = Host()
@@ -347,6 +396,7 @@ GROUPS = (
     "loss",
     "recompute",
     "tensor",
+    "context",
     "experts",
     "pipeline",
     "host",

@@ -50,7 +50,7 @@ def setup_prediction(setup: Setup, layout: str) -> Prediction:
         global_batch=run.global_batch,
         frozen=run.task in ("lora", "qlora"),
     )
-    peak = run.devices * peak_flops(accelerator, run.precision)  # type: ignore[arg-type]
+    peak = run.devices * peak_flops(accelerator, run.precision)
     range_of = "its own residuals"
     if result.beyond:
         range_of = f"sources left out of the fit, since outside it are {', '.join(result.beyond)}"

@@ -57,12 +57,12 @@ def rates(run: Run, stack: Stack) -> Rates:
     """Return what a run's accelerator reaches in its precision and with its attention kernels."""
     accelerator = run.cluster.groups[0].accelerator
     precision, curve, kernels = run.precision, accelerator.curve, accelerator.kernels
-    base = peak_flops(accelerator, "bf16" if precision in EIGHT_BITS else precision)  # type: ignore[arg-type]
+    base = peak_flops(accelerator, "bf16" if precision in EIGHT_BITS else precision)
     products = curve.matmul * base * kernels.sustained_tuned * stack.kernels.products
     products *= stack.kernels.architecture_products.get(accelerator.architecture or "", 1.0)
     half = kernels.attention_half_tokens
     length = (1 + half / LONG_SEQUENCE) * run.seq_len / (run.seq_len + half)
-    older = kernels.attention[stack.kernels.attention]
+    older = kernels.attention[stack.kernels.attention]  # type: ignore[index]
     attention = base * length * older * (SMALL_HEAD if run.architecture.head_dim < 96 else 1.0)
     return Rates(
         matmul_flops=products * _gain(precision, accelerator, base),
@@ -198,7 +198,10 @@ def block(shape: Shape, *, moe: bool) -> Work:  # noqa: PLR0915 - a list of what
         mlp_width = n / t * a.experts.per_token * a.experts.ffn_size
     # Norms, residual sums with dropout, rotary positions; in elements of e bytes.
     stream_moves = 2 * 2 + 2 * (3 + 0.5 * dropout)
-    moved = e * (r * h * stream_moves + n * (q + k) / t * 2 * (1 if fused(shape, "rotary") else 5))
+    moved = e * (
+        r * h * stream_moves
+        + n * (q + k) / t * 2 * (1 if fused(shape, "rotary") or a.positions != "rotary" else 5)
+    )
     moved += mlp_moved
     moved_back = 1.8 * moved
     if run.task in ("lora", "qlora"):
@@ -211,7 +214,9 @@ def block(shape: Shape, *, moe: bool) -> Work:  # noqa: PLR0915 - a list of what
         moved += 2 * (EAGER_NORM_BYTES - 2 * e) * r * h
         moved_back += 2 * (EAGER_NORM_BACKWARD_BYTES - 3.6 * e) * r * h
     kept = shape.kept_bytes
-    stored = 2 * e * r * h  # inputs of both norms
+    stored = (
+        2 * r * (e * h + (8 if a.norm == "layer" else 4))
+    )  # inputs of both norms, and their figures
     inputs = n if stack.tensor.keeps_gathered else r
     stored += kept * inputs * h * (1 if shape.adapters_only else 2)  # outputs, the products' inputs
     if eager_norm:
@@ -359,8 +364,8 @@ def _mlp(shape: Shape, tokens: float, width: float) -> tuple[float, float, float
     seconds += shape.product_s(tokens, width, a.hidden_size)
     stored = tokens * width * _mlp_kept_bytes(shape)
     moved = e * tokens * width * (gates + 1)
-    if not fused(shape, "gate"):
-        moved *= 2
+    if gates == 2 and not fused(shape, "gate"):
+        moved += 2 * e * tokens * width  # the activation in a kernel of its own
     return seconds, stored, moved, e * tokens * width * (gates + 1)
 
 

@@ -157,7 +157,9 @@ def calibrated(
         )
     if not same_kind:
         return own
-    exact = {m.micro_batch: m for m in same_kind if _same_but_batch(m, setting, recompute)}
+    exact: dict[float, LayerMeasurement] = {
+        m.micro_batch: m for m in same_kind if _same_but_batch(m, setting, recompute)
+    }
     if setting.micro_batch in exact:
         return _measured(own, exact[setting.micro_batch])
     below = [b for b in exact if b < setting.micro_batch]
@@ -177,7 +179,8 @@ def _scaled_to_nearest(
     computed: Computed,
 ) -> Figures:
     nearest = min(measurements, key=lambda m: _distance(m, setting, recompute))
-    there = Setting(
+    there = replace(
+        setting,
         micro_batch=nearest.micro_batch,
         seq_len=nearest.seq_len,
         precision=nearest.precision,

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cluster import Accelerator, DeviceCurve, Precision
+from planner.cluster import EIGHT_BITS, Accelerator, AttentionKernel, DeviceCurve
 from planner.errors import DocumentError
 from planner.layers.operator_table import Operator
-from planner.stack import EightBit
+from planner.stack import Stack
 
 MATMUL_BACKWARD = 2.0
 """A product's backward is two products of its size: one for each factor's gradient."""
@@ -25,11 +25,16 @@ MATMUL_BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
 """Fused attention recomputes the scores: 5 products instead of 2 (Dao et al., 2022, appendix B)."""
 
+LONG_SEQUENCE = 8192
+"""Tokens at which the catalogue's attention fractions hold."""
+SMALL_HEAD = 0.85
+"""Rate of attention with heads of 64 over that with 128 (Dao, 2023, figures 4-6)."""
+
 BACKWARD_KERNELS = 2
 """A backward starts about two kernels for each one of its forward."""
 
 
-SAME_RATE: dict[Precision, tuple[Precision, ...]] = {
+SAME_RATE: dict[str, tuple[str, ...]] = {
     "tf32": ("tf32", "fp32"),
     "bf16": ("bf16", "fp16"),
     "fp16": ("fp16", "bf16"),
@@ -40,49 +45,105 @@ SAME_RATE: dict[Precision, tuple[Precision, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The rates of one device in one precision."""
+    """The rates of one device in one precision with one stack's kernels."""
 
     peak_flops: float
     memory_bytes_per_s: float
     curve: DeviceCurve
     sustained: float = 1.0
     """Rate of products in a training step over that of single kernels."""
+    attention: float = 1.0
+    """The same of fused attention, for its generation, its length and its heads."""
     eight_bit_flops: float | None = None
     """Of products of 8-bit operands, where the precision has them."""
+    every_product: bool = False
+    """All products of blocks are in 8 bits, not only those of Linears."""
+    every_launch: bool = True
+    """Launches of memory-bound kernels count; else those of products and attention alone."""
     cast_bytes: float = 0.0
     """Memory traffic of rounding an operand to 8 bits, per element."""
     cast_kernels: int = 0
-    """Kernels started to round one operand."""
+    """Kernels started to round one operand; 0: other operators write it in 8 bits too."""
+    written_bytes: float = 0.0
+    """Traffic per element of an input that another operator writes in 8 bits beside 16."""
 
 
-def device(accelerator: Accelerator, precision: Precision, casts: EightBit) -> Device:
-    """Return the rates that an accelerator has in a precision, with a stack's casts to 8 bits.
+def device(
+    accelerator: Accelerator,
+    precision: str,
+    stack: Stack,
+    *,
+    seq_len: int = LONG_SEQUENCE,
+    head_dim: int = 128,
+) -> Device:
+    """Return the rates of an accelerator in a precision, with a stack's kernels.
 
-    What fp8 does not make in 8 bits it makes in bf16.
+    What products in 8 bits and fewer do not make, 16 bits make.  Attention's rate depends on the
+    length of a sequence and the size of a head unless it is torch's own.
     """
-    eight = precision == "fp8"
+    eight, casts = precision in EIGHT_BITS, stack.eight_bit
     return Device(
         peak_flops=peak_flops(accelerator, "bf16" if eight else precision),
-        eight_bit_flops=peak_flops(accelerator, precision) if eight else None,
+        eight_bit_flops=_narrow_flops(accelerator, precision, stack) if eight else None,
         memory_bytes_per_s=accelerator.memory_bytes_per_s,
         curve=accelerator.curve,
-        sustained=sustained(accelerator),
+        sustained=sustained(accelerator, stack),
+        attention=attention_share(
+            accelerator, stack.kernels.attention, seq_len=seq_len, head_dim=head_dim
+        )
+        if stack.kernels.attention != "module"
+        else sustained(accelerator, stack),
+        every_product=casts.products == "all",
+        every_launch=stack.kernels.launches == "every",
         cast_bytes=casts.cast_bytes,
         cast_kernels=casts.cast_kernels,
+        written_bytes=casts.written_bytes,
     )
 
 
-def sustained(accelerator: Accelerator) -> float:
-    """Return the share of a single kernel's rate that a step sustains.
+def sustained(accelerator: Accelerator, stack: Stack) -> float:
+    """Return the share of a single kernel's rate that products sustain in a stack's step.
 
     A curve measured on the machine itself contains it, and CPUs' curves are always of long runs.
     """
+    kernels, rule = accelerator.kernels, stack.kernels
+    if rule.tuned:
+        generation = rule.architecture_products.get(accelerator.architecture or "", 1.0)
+        return kernels.sustained_tuned * rule.products * generation
     if accelerator.curve.provenance == "measured" or accelerator.kind == "cpu":
         return 1.0
-    return accelerator.kernels.sustained
+    return kernels.sustained
 
 
-def peak_flops(accelerator: Accelerator, precision: Precision) -> float:
+def attention_share(
+    accelerator: Accelerator, generation: AttentionKernel, *, seq_len: int, head_dim: int
+) -> float:
+    """Return the rate of a generation of fused attention over that of the device's curve.
+
+        (1 + k / 8192) s / (s + k), and 0.85 of it for heads of 64
+
+    k are the tokens at which attention has half of its rate on endless sequences.
+    """
+    kernels = accelerator.kernels
+    half = kernels.attention_half_tokens
+    length = (1 + half / LONG_SEQUENCE) * seq_len / (seq_len + half)
+    return length * kernels.attention[generation] * (SMALL_HEAD if head_dim < 96 else 1.0)
+
+
+def _narrow_flops(accelerator: Accelerator, precision: str, stack: Stack) -> float:
+    """Return the rate of products in 8 or 4 bits, to be multiplied by the curve's fraction.
+
+    Devices whose sheet has no rate in 8 bits multiply in 16, and those without 4 bits in 8.
+    """
+    if not stack.eight_bit.large_rate or "fp8" not in accelerator.peak_flops:
+        return peak_flops(accelerator, "fp8")
+    kernels = accelerator.kernels
+    in_four = precision == "nvfp4" and kernels.four_bit is not None
+    share = kernels.four_bit if in_four and kernels.four_bit else kernels.eight_bit
+    return share * accelerator.peak_flops["fp8"]
+
+
+def peak_flops(accelerator: Accelerator, precision: str) -> float:
     """Return the dense peak of a precision, FLOP/s."""
     for name in SAME_RATE.get(precision, (precision,)):
         if name in accelerator.peak_flops:
@@ -110,32 +171,38 @@ def forward_s(operator: Operator, on: Device) -> float:
         flops=operator.flops,
         moved_bytes=operator.copied_bytes if operator.communicates else operator.moved_bytes,
         kernels=operator.kernels,
+        share=operator.share,
     )
 
 
 def backward_s(operator: Operator, on: Device) -> float:
     """Seconds of an operator's backward, recomputation not counted."""
     factor = ATTENTION_BACKWARD if operator.kind == "attention" else MATMUL_BACKWARD
+    frozen = operator.frozen
     return seconds(
         on,
         kind=operator.kind,
-        flops=factor * operator.flops,
+        flops=(1 if frozen else factor) * operator.flops,
         moved_bytes=operator.copied_bytes
         if operator.communicates
         else operator.backward_moved_bytes,
-        kernels=1 if operator.communicates else BACKWARD_KERNELS * operator.kernels,
+        kernels=1
+        if operator.communicates
+        else (1 if frozen else BACKWARD_KERNELS) * operator.kernels,
         backward=True,
+        share=operator.share,
     )
 
 
-def eight_bit_forward_s(operator: Operator, on: Device) -> float:
-    """Seconds of a product x W^T whose operands are rounded to 8 bits first.
+def narrow_forward_s(operator: Operator, on: Device) -> float:
+    """Seconds of a product x W^T whose operands are in 8 bits.
 
         t = launches + F / (f P8) + (X + W) / 2 / (g M) + Y / (g M) + C (X + W) / (g M)
 
     X, W and Y are bytes in 16 bits, 2 C the stack's `eight_bit.cast_bytes`.  Of operators that
     PyTorch starts one by one these are |x| (read 2, write 2), largest (2), to fp32 (2 + 4), scaled
-    (4 + 4), clamped (4 + 4), to 8 bits (4 + 1): 33.
+    (4 + 4), clamped (4 + 4), to 8 bits (4 + 1): 33.  Where kernels before the product write its
+    input in 8 bits, as is and transposed, only `eight_bit.written_bytes` of X count.
 
     >>> curve = DeviceCurve(launch_s=4e-6, matmul=0.7, attention_forward=0.5,
     ...     attention_backward=0.4, memory=0.8, spread=0.1, provenance="quoted", source="example")
@@ -143,23 +210,31 @@ def eight_bit_forward_s(operator: Operator, on: Device) -> float:
     ...     eight_bit_flops=1979e12, cast_bytes=33, cast_kernels=9)
     >>> product = Operator(name="8192^3", kind="matmul", inputs=(), outputs={"y": 2 * 8192**2},
     ...     flops=2 * 8192**3, moved_bytes=3 * 2 * 8192**2)
-    >>> f"{1e3 * eight_bit_forward_s(product, h100):.2f} ms"
+    >>> f"{1e3 * narrow_forward_s(product, h100):.2f} ms"
     '2.62 ms'
     """
     result, operands = _result_and_operands(operator)
+    beside = on.cast_bytes / 2 * operands
+    if on.written_bytes:
+        beside = on.written_bytes * (operands / 2 - operator.weights)
     return _in_eight_bits(
         on,
         flops=operator.flops,
-        moved_bytes=result + operands / 2 + on.cast_bytes / 2 * operands,
+        moved_bytes=result + operands / 2 + beside,
         kernels=operator.kernels + 2 * on.cast_kernels,
+        share=operator.share,
     )
 
 
-def eight_bit_backward_s(operator: Operator, on: Device) -> float:
+def narrow_backward_s(operator: Operator, on: Device) -> float:
     """Seconds of both gradients of such a product: grad W, and grad^T x.
 
-    Every operand is rounded anew; three of the four are transposed, and copied into order.
+    Where casts are kernels of their own every operand is rounded anew; three of the four are
+    transposed, and copied into order.  Else each of the two is a product of the forward's size, and
+    of frozen weights there is one.
     """
+    if not on.cast_kernels:
+        return (1 if operator.frozen else MATMUL_BACKWARD) * narrow_forward_s(operator, on)
     result, operands = _result_and_operands(operator)
     rounded = 2 * result + operands
     copied = result + operands  # 8 bits read and written: as many bytes as in 16 bits
@@ -168,7 +243,19 @@ def eight_bit_backward_s(operator: Operator, on: Device) -> float:
         flops=MATMUL_BACKWARD * operator.flops,
         moved_bytes=operands + rounded / 2 + on.cast_bytes / 2 * rounded + copied,
         kernels=2 * operator.kernels + 4 * on.cast_kernels + 3,
+        share=operator.share,
     )
+
+
+def is_narrow(operator: Operator, on: Device, *, end: bool) -> bool:
+    """Whether a product is in 8 bits: those of blocks, of Linears or of experts too.
+
+    Embedding and head, the `end` layers, never are, and neither are products of two activations
+    that one kernel would have made.
+    """
+    if on.eight_bit_flops is None or end or operator.kind != "matmul" or operator.in_core:
+        return False
+    return on.every_product or not operator.name.startswith("expert")
 
 
 def _result_and_operands(operator: Operator) -> tuple[float, float]:
@@ -177,13 +264,14 @@ def _result_and_operands(operator: Operator) -> tuple[float, float]:
     return result, operator.moved_bytes - result
 
 
-def _in_eight_bits(on: Device, *, flops: float, moved_bytes: float, kernels: int) -> float:
+def _in_eight_bits(
+    on: Device, *, flops: float, moved_bytes: float, kernels: float, share: float
+) -> float:
     assert on.eight_bit_flops is not None
     curve = on.curve
     products_s = flops / (curve.matmul * on.sustained * on.eight_bit_flops)
-    return (
-        kernels * curve.launch_s + products_s + moved_bytes / (curve.memory * on.memory_bytes_per_s)
-    )
+    traffic_s = moved_bytes / (curve.memory * on.memory_bytes_per_s)
+    return (kernels * curve.launch_s + products_s + traffic_s) / share
 
 
 def seconds(
@@ -192,15 +280,17 @@ def seconds(
     kind: str,
     flops: float,
     moved_bytes: float,
-    kernels: int,
+    kernels: float,
     backward: bool = False,
+    share: float = 1.0,
 ) -> float:
     """Seconds of `kernels` kernels of one kind that do this work together."""
     curve = on.curve
-    result = kernels * curve.launch_s
-    if kind in ("attention", "matmul"):
-        fraction = curve.matmul
-        if kind == "attention":
-            fraction = curve.attention_backward if backward else curve.attention_forward
-        result += flops / (fraction * on.sustained * on.peak_flops)
-    return result + moved_bytes / (curve.memory * on.memory_bytes_per_s)
+    if kind == "matmul":
+        result = kernels * curve.launch_s + flops / (curve.matmul * on.sustained * on.peak_flops)
+    elif kind == "attention":
+        fraction = curve.attention_backward if backward else curve.attention_forward
+        result = kernels * curve.launch_s + flops / (fraction * on.attention * on.peak_flops)
+    else:
+        result = kernels * curve.launch_s if on.every_launch else 0.0
+    return (result + moved_bytes / (curve.memory * on.memory_bytes_per_s)) / share

@@ -7,7 +7,7 @@ serves all layouts that differ in data parallelism, pipeline and schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast, get_args
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import ClusterSpec, Collective
-from planner.costs import collectives, compute
+from planner.costs import collectives, compute, layer_seconds
 from planner.costs.calibration import (
     Computed,
     Figures,
@@ -27,10 +27,16 @@ from planner.costs.calibration import (
     stage_factors,
 )
 from planner.costs.collectives import Levels, group_steps
+from planner.costs.layer_seconds import (
+    ENDS,
+    HostPasses,
+    LinkSeconds,
+    Passes,
+    link_rule,
+)
 from planner.costs.rates import Rates
 from planner.layers import arithmetic
 from planner.layers.operator_table import (
-    BACKWARD_OF,
     RECOMPUTES,
     GroupAxis,
     ManySettings,
@@ -48,9 +54,6 @@ from planner.profile import LayerMeasurement, Profile, Recompute
 Floats = NDArray[np.float64]
 Groups = tuple[Levels, Levels, Levels]
 """Of tensor, context and expert parallelism."""
-LinkSeconds = Callable[[Collective, float, GroupAxis], float]
-"""Seconds of a collective of so many bytes in the group of an axis."""
-
 KindFigures = dict[str, tuple[Figures, ...]]
 """By Layer.kind, in the order none, selective, full."""
 
@@ -65,6 +68,8 @@ class LayerFigures:
         self.cluster = cluster
         self.profile = profile
         self._rates = rates
+        stack = rates.stack
+        self._seen = link_rule(stack, sequence_parallel=stack.tensor.sequence_parallel)
         self._layers = {layer.kind: layer for layer in model.layers}
         self._kinds = {name: layer.kind for name, layer in model.chain}
         self._known: dict[tuple[object, ...], tuple[KindFigures, tuple[Assumption, ...]]] = {}
@@ -210,30 +215,29 @@ class LayerFigures:
         more; how far the device is behind tells what else the host may do unseen.
         """
         again, on = table.recomputed(recompute), self._rates.device
-        forward_s = sum(self._forward_s(layer, op) for op in table.operators)
-        backward_s = sum(self._backward_s(layer, op) for op in table.operators)
-        recompute_s = sum(self._forward_s(layer, op) for op in again)
-        kernels = sum(self._kernels(layer, op) for op in table.operators)
-        forward_host_s = self._rates.host_s(kernels, "forward")
-        backward_host_s = self._rates.host_s(kernels, "backward")
-        recompute_host_s = self._rates.host_s(
-            sum(self._kernels(layer, op) for op in again), "forward"
-        )
-        forward_tensor_s, backward_tensor_s = _tensor_s(table.operators, again, link_s)
+        found = layer_seconds.passes(table, recompute, on)
+        host = self._host_passes(table, setting, found, recomputes=recompute != "none")
+        forward_tensor_s = backward_tensor_s = 0.0
+        for _, there_s, back_s in layer_seconds.collectives(table, again, link_s, self._seen):
+            forward_tensor_s += there_s
+            backward_tensor_s += back_s
+        forward_s, backward_s, recompute_s = found.forward_s, found.backward_s, found.recompute_s
+        end = layer.kind in ENDS
         late = [op for op in table.operators if self._weight_waits(layer, op)]
-        weight_s = sum(self._backward_s(layer, op) for op in late) / compute.MATMUL_BACKWARD
+        weight_s = sum(layer_seconds.backward_s(op, on, end=end) for op in late)
+        weight_s = weight_s / compute.MATMUL_BACKWARD
         inputs = {name for op in late for name in op.inputs}
         stored_bytes = table.stored_bytes(recompute)
         packable_bytes, elements = table.packable(recompute, setting.element_bytes)
         return Figures(
-            forward_s=larger(forward_s, forward_host_s),
+            forward_s=larger(forward_s, host.forward_s),
             forward_tensor_s=forward_tensor_s,
-            backward_s=larger(backward_s, backward_host_s),
-            recompute_s=larger(recompute_s, recompute_host_s),
+            backward_s=larger(backward_s, host.backward_s),
+            recompute_s=larger(recompute_s, host.recompute_s),
             backward_tensor_s=backward_tensor_s,
-            forward_ahead_s=larger(0.0, forward_s - forward_host_s),
+            forward_ahead_s=larger(0.0, forward_s - host.forward_s),
             backward_ahead_s=larger(
-                0.0, backward_s + recompute_s - backward_host_s - recompute_host_s
+                0.0, backward_s + recompute_s - host.backward_s - host.recompute_s
             ),
             stored_bytes=stored_bytes,
             packable_share=share(packable_bytes, stored_bytes),
@@ -275,26 +279,14 @@ class LayerFigures:
 
         return link_s
 
-    def _forward_s(self, layer: Layer, operator: Operator) -> float:
-        on = self._rates.device
-        eight = self._in_eight_bits(layer, operator)
-        return (compute.eight_bit_forward_s if eight else compute.forward_s)(operator, on)
-
-    def _backward_s(self, layer: Layer, operator: Operator) -> float:
-        on = self._rates.device
-        eight = self._in_eight_bits(layer, operator)
-        return (compute.eight_bit_backward_s if eight else compute.backward_s)(operator, on)
-
-    def _kernels(self, layer: Layer, operator: Operator) -> int:
-        """How many kernels the host starts for an operator's forward."""
-        eight = self._in_eight_bits(layer, operator)
-        return operator.kernels + (2 * self._rates.device.cast_kernels if eight else 0)
-
-    def _in_eight_bits(self, layer: Layer, operator: Operator) -> bool:
-        """Whether the runtime makes a product in 8 bits: those of the Linears between the ends."""
-        if self._rates.device.eight_bit_flops is None or layer.kind in ("embedding", "head"):
-            return False
-        return operator.kind == "matmul" and not operator.name.startswith("expert")
+    def _host_passes(
+        self, table: Table, setting: Setting, found: Passes, *, recomputes: bool
+    ) -> HostPasses:
+        """A CPU's own kernels run in the thread that starts them, and its curve contains it."""
+        if self._rates.on_cpu:
+            return HostPasses(forward_s=0.0, backward_s=0.0, recompute_s=0.0)
+        stack = self._rates.stack
+        return layer_seconds.host_passes(stack, table, setting, found, recomputes=recomputes)
 
     def _weight_waits(self, layer: Layer, operator: Operator) -> bool:
         """Whether a split backward makes the gradient of an operator's weight in W.
@@ -338,23 +330,6 @@ def _moved(figures: Figures, here: Figures, there: Figures) -> Figures:
         backward_tensor_s=max(0.0, backward_s),
         provenance="fitted" if figures.provenance == "measured" else figures.provenance,
     )
-
-
-def _tensor_s(
-    operators: Iterable[Operator], again: Iterable[Operator], link_s: LinkSeconds
-) -> tuple[float, float]:
-    """Return the seconds of communication inside a layer: forward, backward with recompute."""
-    forward_s = backward_s = 0.0
-    for operator in operators:
-        if operator.communicates:
-            size, axis = operator.moved_bytes, operator.axis
-            forward_s += link_s(cast(Collective, operator.kind), size, axis)
-            backward_s += link_s(BACKWARD_OF[operator.kind], size, axis)
-    for operator in again:
-        if operator.communicates:
-            kind = cast(Collective, operator.kind)
-            backward_s += link_s(kind, operator.moved_bytes, operator.axis)
-    return forward_s, backward_s
 
 
 def _key(setting: Setting, groups: Groups) -> tuple[object, ...]:

@@ -41,6 +41,7 @@ from planner.costs.strategy import (
     neighbour_bytes,
     strategy_cost,
 )
+from planner.layers.kernels import kernels_of
 from planner.layers.operator_table import RECOMPUTES, Setting
 from planner.native import caveat, refusal
 from planner.plan import Activations, Layout
@@ -120,7 +121,9 @@ class CostTables:
         self.job = job = request.job
         self.profile = profile = request.only_profile
         self.activations = activations
-        self._rates = rates(cluster, job, profile, request.stack)
+        a = model.architecture
+        self._rates = rates(cluster, job, profile, request.stack, head_dim=a.head_dim if a else 128)
+        self._kernels = kernels_of(self._rates.stack, job.precision)
         warning = caveat(model, cluster)
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
@@ -257,6 +260,8 @@ class CostTables:
             tensor=layout.tensor,
             context=layout.context,
             expert=layout.expert,
+            sequence_parallel=self._rates.stack.tensor.sequence_parallel,
+            kernels=self._kernels,
         )
 
     def _build(self, layout: Layout, *, linked: bool) -> _Shared:

@@ -14,6 +14,7 @@ from planner.catalog import native
 from planner.cluster import ClusterSpec, Collective
 from planner.costs import compute
 from planner.costs.collectives import Amount, Curves, Levels, collective_s, curves_by_name
+from planner.costs.layer_seconds import shown_s
 from planner.errors import DocumentError
 from planner.layers.operator_table import larger
 from planner.plan import Job
@@ -22,7 +23,6 @@ from planner.profile import Calibration, Overheads, Profile
 from planner.stack import Stack
 from planner.units import bytes_text
 
-Direction = Literal["forward", "backward"]
 Hidden = Literal["units", "gather", "reduce"]
 """What is hidden: collectives of units in each pass, or once per step."""
 
@@ -130,7 +130,7 @@ class Rates:
             overlap = 0.0
         if self.overheads:
             overlap = self.overheads.overlap
-        return larger((1 - overlap) * communication_s, communication_s - window_s)
+        return shown_s(communication_s, window_s, overlap)
 
     def unit_s(self, ahead_s: float) -> float:
         """Seconds that a sharded unit adds to a pass, beside its collectives.
@@ -156,27 +156,27 @@ class Rates:
             return self.overheads.reduce_copy_s_per_byte * reduced_bytes
         return self.memory_s(fresh_bytes + reduced_bytes)
 
-    def host_s(self, kernels: int, direction: Direction) -> float:
-        """Seconds that the host takes to start the kernels of a layer.
-
-        A CPU's own kernels run in the thread that starts them, and its curve contains it.
-        """
-        if self.on_cpu:
-            return 0.0
-        each = self.stack.host.kernel_s
-        return kernels * (each.forward if direction == "forward" else each.backward)
-
 
 def rates(
-    cluster: ClusterSpec, job: Job, profile: Profile | None, stack: Stack | None = None
+    cluster: ClusterSpec,
+    job: Job,
+    profile: Profile | None,
+    stack: Stack | None = None,
+    *,
+    head_dim: int = 128,
 ) -> Rates:
-    """Return the rates of a cluster's devices and links under a stack, by default `native`."""
+    """Return the rates of a cluster's devices and links under a stack, by default `native`.
+
+    Attention's rate depends on the size of a head where the stack has kernels of its own for it.
+    """
     group = cluster.groups[0]
     accelerator = group.accelerator
     link = group.host_link_bytes_per_s
     stack = stack or native()
     return Rates(
-        device=compute.device(accelerator, job.precision, stack.eight_bit),
+        device=compute.device(
+            accelerator, job.precision, stack, seq_len=job.seq_len, head_dim=head_dim
+        ),
         curves=curves_by_name(profile.collectives if profile else ()),
         overheads=profile.overheads if profile else None,
         calibration=profile.calibration if profile else None,

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner.layers.attention import attention, attention_width, window
 from planner.layers.ends import embedding, embedding_width, head
 from planner.layers.feed_forward import experts, mlp
+from planner.layers.kernels import MODULES
 from planner.layers.operator_table import FP32, Operator, Setting, Table
 from planner.layers.operators import norm
 from planner.layers.parameters import OPT_POSITION_OFFSET, norm_parameters, norms_of_block
@@ -33,7 +35,11 @@ def table(model: ModelGraph, layer: Layer, setting: Setting) -> Table:
         return embedding(architecture, setting)
     if layer.kind == "head":
         return head(architecture, setting)
-    return _block(architecture, layer.kind, setting)
+    kernels = setting.kernels
+    found = _block(architecture, layer.kind, setting)
+    if kernels is MODULES:
+        return found
+    return replace(found, selective=kernels.selective, early_stop=kernels.early_stop)
 
 
 def step_flops(
@@ -172,14 +178,20 @@ def _block(a: Architecture, kind: str, setting: Setting) -> Table:
         if a.post_norms:
             operators.append(norm(a, setting, tensor, f"{part}_post_norm", width=a.hidden_size))
             tensor = f"{part}_post_norm"
+        # Dropout is part of the sum's kernel, and keeps a byte for each element.
+        mask = {}
+        if setting.kernels.dropout and not a.gated_mlp:
+            mask = {f"{part}_mask": setting.stream_tokens * a.hidden_size}
+        moved = 3 * stream + sum(mask.values())
         operators.append(
             Operator(
                 name=f"{part}_residual",
                 kind="memory",
                 inputs=(residual, tensor),
-                outputs={f"{part}_sum": stream},
-                moved_bytes=3 * stream,
-                backward_moved_bytes=3 * stream,
+                outputs={f"{part}_sum": stream, **mask},
+                saved=tuple(mask),
+                moved_bytes=moved,
+                backward_moved_bytes=setting.kernels.back(moved, moved),
                 # GPT-2's block in `transformers` has a variable of its own for it.
                 holds=("attention_out",) if a.family == "gpt2" else (),
             )
@@ -207,7 +219,7 @@ def _side_by_side(a: Architecture, kind: str, setting: Setting, stream: float) -
             inputs=("x", "attention_out", "mlp_out"),
             outputs={"sum": stream},
             moved_bytes=6 * stream,
-            backward_moved_bytes=6 * stream,
+            backward_moved_bytes=setting.kernels.back(6 * stream, 6 * stream),
             kernels=2,
         )
     )

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from planner.layers import written_scores
 from planner.layers.operator_table import FP32, Operator, Setting, smaller
-from planner.layers.operators import elementwise, gathered, matmul, norm, projections, row_wise
+from planner.layers.operators import (
+    elementwise,
+    gathered,
+    linear,
+    matmul,
+    norm,
+    projections,
+    row_wise,
+)
 from planner.model import Architecture, LatentAttention
 
 ONE_PROJECTION = ("falcon", "gpt_neox", "phi3")
 """Families whose values are a part of one product's output, which stays whole as long as they."""
 
+WRITTEN_SCORE = 2
+"""Bytes of a score where attention is written out."""
 CAPPED_BLOCK = 512
 """Queries whose capped scores exist at once (runtime/capped.py)."""
 CAPPED_KERNELS = 12
@@ -25,7 +36,8 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     """Projections, rotary positions, fused attention, output projection."""
     if a.latent is not None:
         return _latent_attention(a, a.latent, setting, source)
-    if written_scores.writes_scores(a):
+    kernels = setting.kernels
+    if kernels.scores == "module" and written_scores.writes_scores(a):
         return written_scores.attention(a, setting, source)
     e, t, tokens = setting.element_bytes, setting.tensor, setting.tokens
     full = tokens * a.hidden_size * e
@@ -34,11 +46,11 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     query, key = tokens * query_width * e, tokens * key_width * e
     width = query_width + 2 * key_width
     operators, whole = gathered(setting, source, "attention_gather", full)
-    apart = a.family not in ONE_PROJECTION
+    apart = a.family not in ONE_PROJECTION and not kernels.fused_projections
     outputs = {"q_linear": query, "k_linear": key, "v": key} if apart else {"qkv": query + 2 * key}
-    operators.append(projections(a, setting, whole, outputs, width=width))
+    operators += projections(a, setting, source, whole, outputs, width=width)
     q, k, v = ("q_linear", "k_linear", "v") if apart else ("qkv", "qkv", "qkv")
-    if a.family == "falcon" and 1 < a.kv_heads < a.heads:
+    if a.family == "falcon" and 1 < a.kv_heads < a.heads and kernels.scores == "module":
         operators.append(_spread(query, key))
         q, k, v, key = "q_apart", "k_apart", "v_apart", query
     if a.qk_norm:
@@ -47,16 +59,18 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
                 norm(
                     a,
                     setting,
-                    f"{head}_linear",
+                    q if head == "q" else k,
                     f"{head}_norm",
                     width=a.head_dim,
                     rows=tokens * heads,
                 )
             )
         q, k = "q_norm", "k_norm"
-    if a.positions == "rotary":
-        operators.append(_rotary(a, q, k, query, key))
+    if a.positions == "rotary" and not kernels.fused_rotary:
+        operators.append(_rotary(a, setting, q, k, query, key))
         q, k = "q", "k"
+    elif kernels.fused_projections:
+        operators.append(_in_place(setting, q, k, query, key))
     operators += _core(
         a,
         kind,
@@ -70,9 +84,9 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     )
     merged = "core"
     # What was turned in part lies head by head, and so does the core; so do Phi-3's, turned whole.
-    if a.rotary_dim or a.family == "phi3":
+    if (a.rotary_dim or a.family == "phi3") and kernels.scores == "module":
         merged = "core_merged"
-        operators.append(elementwise(merged, ("core",), query))
+        operators.append(elementwise(kernels, merged, ("core",), query))
     return [*operators, *row_wise(a, setting, merged, "attention_out", width=query_width)]
 
 
@@ -90,30 +104,37 @@ def _latent_attention(
     down_width = latent.kv_rank + latent.rope_head_dim
     operators, whole = gathered(setting, source, "attention_gather", full)
 
-    def product(name: str, tensor: str, rows: float, columns: float) -> Operator:
-        size = tokens * columns * e
-        moved = (tokens * (rows + columns) + rows * columns) * e
-        flops = 2 * tokens * rows * columns
-        return matmul(name, (tensor,), {name: size}, flops=flops, moved_bytes=moved)
+    def product(name: str, tensor: str, rows: float, columns: float) -> list[Operator]:
+        made = matmul(
+            name,
+            (tensor,),
+            {name: tokens * columns * e},
+            flops=2 * tokens * rows * columns,
+            moved_bytes=(tokens * (rows + columns) + rows * columns) * e,
+            weights=rows * columns,
+        )
+        before = source if tensor == whole else None
+        return linear(setting, made, source=before, size=tokens * rows * e)
 
     query_source, query_rows = whole, float(a.hidden_size)
     if latent.q_rank:
-        operators.append(product("q_down", whole, a.hidden_size, latent.q_rank))
+        operators += product("q_down", whole, a.hidden_size, latent.q_rank)
         operators.append(norm(a, setting, "q_down", "q_latent", width=latent.q_rank, rows=tokens))
         query_source, query_rows = "q_latent", float(latent.q_rank)
-    operators.append(product("q_linear", query_source, query_rows, query_width))
-    operators.append(product("kv_down", whole, a.hidden_size, down_width))
+    operators += product("q_linear", query_source, query_rows, query_width)
+    operators += product("kv_down", whole, a.hidden_size, down_width)
     operators.append(norm(a, setting, "kv_down", "kv_latent", width=latent.kv_rank, rows=tokens))
-    operators.append(product("kv_up", "kv_latent", latent.kv_rank, up_width))
+    operators += product("kv_up", "kv_latent", latent.kv_rank, up_width)
+    moved = (2 if setting.kernels.fused_rotary else 4) * (query + query)
     operators.append(
         Operator(
             name="rotary",
             kind="memory",
             inputs=("q_linear", "kv_up"),
             outputs={"q": query, "k": query},
-            moved_bytes=4 * (query + query),
-            backward_moved_bytes=4 * (query + query),
-            kernels=14,
+            moved_bytes=moved,
+            backward_moved_bytes=setting.kernels.back(moved, moved),
+            kernels=1 if setting.kernels.fused_rotary else 14,
         )
     )
     operators += _core(
@@ -144,7 +165,22 @@ def _spread(query: float, key: float) -> Operator:
     )
 
 
-def _rotary(a: Architecture, q: str, k: str, query: float, key: float) -> Operator:
+def _in_place(setting: Setting, q: str, k: str, query: float, key: float) -> Operator:
+    """Queries and keys turned where they lie, or brought into the order of heads: one kernel."""
+    moved = 2 * (query + key)
+    return Operator(
+        name="heads",
+        kind="memory",
+        inputs=tuple(dict.fromkeys((q, k))),
+        outputs={},
+        moved_bytes=moved,
+        backward_moved_bytes=setting.kernels.back(moved, moved),
+    )
+
+
+def _rotary(
+    a: Architecture, setting: Setting, q: str, k: str, query: float, key: float
+) -> Operator:
     """x cos + rotate_half(x) sin for queries and keys: five kernels each, nothing kept.
 
     Where a part of a head is turned the rest is copied beside it.
@@ -157,7 +193,7 @@ def _rotary(a: Architecture, q: str, k: str, query: float, key: float) -> Operat
         inputs=tuple(dict.fromkeys((q, k))),
         outputs={"q": query, "k": key},
         moved_bytes=size,
-        backward_moved_bytes=size,
+        backward_moved_bytes=setting.kernels.back(size, size),
         kernels=12 if a.rotary_dim else 10,
         workspace_bytes=2 * query,
     )
@@ -180,10 +216,14 @@ def _core(
     FLOPs: 2 products of 2 b s (keys per query) a d, and a causal mask skips half of the keys.
     """
     q, k, v = inputs
+    if setting.kernels.scores == "written":
+        return _written(a, setting, inputs, query=query, key=key, value=value, out=out, width=width)
     operators = []
     saved: tuple[str, ...] = ("core", "log_sum")
     attended, kernels, workspace, scores = _attended(a, setting.seq_len), 1, 0.0, 0.0
-    if setting.divides_sequence:
+    if setting.divides_sequence and setting.kernels.ring:
+        operators.append(_ring(setting, (k, v), key + value))
+    elif setting.divides_sequence:
         if a.family == "gpt2":
             saved = (*saved, k, v)  # as long as its queries, which lie in one tensor with them
         key, value = key * setting.context, value * setting.context
@@ -206,7 +246,7 @@ def _core(
         # are merged in fp32, half of the queries at a time.
         kernels = 16
         workspace = out + 1.5 * out * FP32 / setting.element_bytes
-    if a.family == "gemma2":
+    if a.family == "gemma2" and setting.kernels.scores == "module":
         # Capped scores have a kernel of their own (runtime/capped.py), block by block.
         span = window(a, kind, setting.seq_len)
         rows = _rows(setting)
@@ -215,7 +255,9 @@ def _core(
         attended += rows * (1 - span / (2.0 * setting.seq_len))
         kernels, workspace = _capped(a, setting, span)
         scores = setting.tokens * a.heads / setting.tensor * attended
-    elif window(a, kind, setting.seq_len) < setting.seq_len:
+    elif window(a, kind, setting.seq_len) < setting.seq_len and (
+        setting.kernels.scores == "module"
+    ):
         kernels, workspace = 1, 0.0
         # With an explicit mask the fused kernel neither groups heads nor skips keys.
         attended = float(setting.seq_len)
@@ -248,6 +290,7 @@ def _core(
             k, v = "k_heads", "v_heads"
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
     passes = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
+    moved = query + key + value + out if setting.kernels.core_traffic else 0.0
     operators.append(
         Operator(
             name="core",
@@ -257,13 +300,96 @@ def _core(
             fp32=("log_sum",),
             saved=(q, k, v, *saved),
             flops=4 * setting.tokens * attended * width,
-            moved_bytes=query + key + value + out + passes[0] * scores,
-            backward_moved_bytes=2 * (query + key + value + out) + passes[1] * scores,
+            moved_bytes=moved + passes[0] * scores,
+            backward_moved_bytes=2 * moved + passes[1] * scores,
             kernels=kernels,
             workspace_bytes=workspace,
         )
     )
     return operators
+
+
+def _written(
+    a: Architecture,
+    setting: Setting,
+    inputs: tuple[str, str, str],
+    *,
+    query: float,
+    key: float,
+    value: float,
+    out: float,
+    width: float,
+) -> list[Operator]:
+    """Two products with scores in 16 bits between them; their mask skips none.
+
+    Softmax reads and writes scores, and keeps what it wrote; so does dropout, with a mask of a
+    byte.  Not fused, softmax is in 32 bits, and scale, mask and both casts are kernels of their own
+    (20 bytes a score forward, 14 backward).
+    """
+    q, k, v = inputs
+    kernels, operators = setting.kernels, []
+    if setting.divides_sequence:
+        operators.append(_ring(setting, (k, v), key + value))
+    count = setting.tokens * setting.seq_len * a.heads / setting.tensor
+    flops = 2 * count * width / (a.heads / setting.tensor)
+    size = WRITTEN_SCORE * count
+    chances = {"chances": size}
+    moved, back, parts = 4 * count, 6 * count, 1
+    if not kernels.fused_softmax:
+        chances["chances_fp32"] = FP32 * count
+        moved, back, parts = moved + 20 * count, back + 14 * count, 5
+    operators += [
+        _core_product("scores", (q, k), {"scores": size}, flops=flops, moved=query + out + size),
+        Operator(
+            name="softmax",
+            kind="memory",
+            inputs=("scores",),
+            outputs=chances,
+            saved=tuple(chances),
+            fp32=tuple(chances)[1:],
+            moved_bytes=moved,
+            backward_moved_bytes=back,
+            kernels=parts,
+            in_core=True,
+        ),
+    ]
+    drawn = "chances"
+    if kernels.dropout and not a.gated_mlp:
+        drawn = "drawn"
+        operators.append(
+            Operator(
+                name="drawn",
+                kind="memory",
+                inputs=("chances",),
+                outputs={"drawn": size, "drawn_mask": count},
+                saved=("drawn_mask",),
+                moved_bytes=5 * count,
+                backward_moved_bytes=5 * count,
+                in_core=True,
+            )
+        )
+    moved = query + out + size
+    return [*operators, _core_product("core", (drawn, v), {"core": out}, flops=flops, moved=moved)]
+
+
+def _ring(setting: Setting, inputs: tuple[str, str], local_bytes: float) -> Operator:
+    """Keys and values of all context-parallel ranks, which pass by block by block."""
+    return Operator(
+        name="kv_ring",
+        kind="all_gather",
+        inputs=tuple(dict.fromkeys(inputs)),
+        outputs={},
+        moved_bytes=local_bytes * setting.context,
+        axis="context",
+        ring=True,
+    )
+
+
+def _core_product(
+    name: str, inputs: tuple[str, str], outputs: dict[str, float], *, flops: float, moved: float
+) -> Operator:
+    """A product of two activations, in 16 bits whatever the precision."""
+    return replace(matmul(name, inputs, outputs, flops=flops, moved_bytes=moved), in_core=True)
 
 
 def _capped(a: Architecture, setting: Setting, span: int) -> tuple[int, float]:

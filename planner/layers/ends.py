@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from planner.layers.operator_table import FP32, Operator, Setting, Table
-from planner.layers.operators import gathered, matmul, norm
+from dataclasses import replace
+
+from planner.layers.kernels import MODULES
+from planner.layers.operator_table import FP32, Operator, Setting, Table, larger
+from planner.layers.operators import gathered, matmul, norm, summed
 from planner.model import Architecture
 
 INDEX = 8
@@ -34,6 +37,8 @@ def embedding(a: Architecture, setting: Setting) -> Table:
     # Of a divided table a rank keeps the ids that it has rows for, and a mask of the others.
     kept = {"own_ids": ids + setting.tokens} if setting.divides_tensors else {}
     saved = (*(kept or ("x",)), *places)
+    kernels = setting.kernels
+    parts = t if setting.sequence_parallel else 1
     operators = [
         Operator(
             name="lookup",
@@ -48,24 +53,17 @@ def embedding(a: Architecture, setting: Setting) -> Table:
     ]
     tensor = "looked_up"
     if setting.divides_tensors:
-        operators.append(
-            Operator(
-                name="embedding_scatter",
-                kind="reduce_scatter",
-                inputs=(tensor,),
-                outputs={"embedded": looked_up / t},
-                moved_bytes=looked_up,
-            )
-        )
+        whole = summed(setting, tensor, "embedded", looked_up)
+        operators.append(replace(whole, copied_bytes=0.0, workspace_bytes=0.0))
         tensor = "embedded"
     if width != a.hidden_size:
         operators.append(
             matmul(
                 "project_in",
                 (tensor,),
-                {"projected": full / t},
+                {"projected": full / parts},
                 flops=2 * setting.stream_tokens * width * a.hidden_size,
-                moved_bytes=(looked_up + full) / t + width * a.hidden_size * e,
+                moved_bytes=(looked_up + full) / parts + width * a.hidden_size * e,
             )
         )
         tensor = "projected"
@@ -75,13 +73,28 @@ def embedding(a: Architecture, setting: Setting) -> Table:
                 name="positions",
                 kind="memory",
                 inputs=(tensor,),
-                outputs={"positioned": full / t},
-                moved_bytes=3 * full / t,
-                backward_moved_bytes=3 * full / t,
+                outputs={"positioned": full / parts},
+                moved_bytes=3 * full / parts,
+                backward_moved_bytes=kernels.back(3 * full / parts, 3 * full / parts),
                 kernels=2,
             )
         )
         tensor = "positioned"
+    if kernels.dropout and not a.gated_mlp:
+        mask = setting.stream_tokens * a.hidden_size
+        moved = 2 * full / parts + mask
+        operators.append(
+            Operator(
+                name="embedding_dropout",
+                kind="memory",
+                inputs=(tensor,),
+                outputs={"drawn": full / parts, "embedding_mask": mask},
+                saved=("embedding_mask",),
+                moved_bytes=moved,
+                backward_moved_bytes=kernels.back(moved, moved),
+            )
+        )
+        tensor = "drawn"
     if a.token_types or a.embedding_norm:
         operators.append(norm(a, setting, tensor, "embedding_norm", width=a.hidden_size))
         tensor = "embedding_norm"
@@ -96,7 +109,6 @@ def embedding(a: Architecture, setting: Setting) -> Table:
 def head(a: Architecture, setting: Setting) -> Table:
     """Final norm, output projection and loss in fp32, vocabulary divided by the tensor degree."""
     e, t, tokens = setting.element_bytes, setting.tensor, setting.tokens
-    full = tokens * a.hidden_size * e
     operators: list[Operator] = []
     tensor = "x"
     if a.pre_norm:
@@ -138,22 +150,34 @@ def head(a: Architecture, setting: Setting) -> Table:
             )
         )
         tensor = "project_out"
-    rows = tokens
+    rows, source = tokens, tensor
     if a.classes:
         rows, t = 1.0 * setting.micro_batch, 1
     else:
-        gather, tensor = gathered(setting, tensor, "head_gather", tokens * width * e)
+        gather, tensor = gathered(setting, source, "head_gather", tokens * width * e)
         operators += gather
     logits = rows * outputs / t
-    operators.append(
-        matmul(
-            "logits",
-            (tensor,),
-            {"logits": logits * e},
-            flops=2 * rows * width * outputs / t,
-            moved_bytes=(rows * width + width * outputs / t + logits) * e,
-        )
+    product = matmul(
+        "logits",
+        (tensor,),
+        {"logits": logits * e},
+        flops=2 * rows * width * outputs / t,
+        moved_bytes=(rows * width + width * outputs / t + logits) * e,
+        weights=width * outputs / t,
     )
+    kernels = setting.kernels
+    if kernels is not MODULES:
+        product = _as_trained(setting, product, source)
+    operators.append(product)
+    if kernels.peak_logit_bytes:
+        operators.append(_one_loss(setting, logits * e, rows * outputs))
+        return Table(
+            kind="head",
+            operators=tuple(operators),
+            input_bytes=share,
+            output="loss",
+            outside=1,
+        )
     tensor = held = "logits"
     if a.family == "gemma2":  # divided by the cap, tanh, times the cap
         operators.append(
@@ -201,9 +225,47 @@ def head(a: Architecture, setting: Setting) -> Table:
     return Table(
         kind="head",
         operators=(*operators, *loss),
-        input_bytes=full / setting.tensor,
+        input_bytes=share,
         output="loss",
         outside=len(loss),
+    )
+
+
+GATHERED_LOGIT_BYTES = 4
+"""Per logit of bringing all shares together: the parts in 16 bits and their concatenation."""
+LOSS_BYTES, LOSS_BACKWARD_BYTES = 16, 12
+"""Traffic per logit of a loss that is one operator."""
+
+
+def _as_trained(setting: Setting, product: Operator, source: str) -> Operator:
+    """The output projection, which keeps the gathered sequence or its shard, and is never in 8
+    bits."""
+    kernels = setting.kernels
+    saved = product.inputs if kernels.keeps_gathered else (source,)
+    moved = product.moved_bytes * (1 if kernels.frozen else 2)
+    return replace(
+        product, saved=saved, frozen=kernels.frozen is not None, backward_moved_bytes=moved
+    )
+
+
+def _one_loss(setting: Setting, size: float, whole: float) -> Operator:
+    """A loss that needs a stack's bytes for each logit at its peak, those of `size` included.
+
+    Where tensor parallelism does not divide it, it works on the `whole` vocabulary's logits.
+    """
+    kernels = setting.kernels
+    logits = size / setting.element_bytes
+    held = logits
+    if setting.divides_tensors and not kernels.divided_loss:
+        held = whole * (1 + GATHERED_LOGIT_BYTES / kernels.peak_logit_bytes)
+    return Operator(
+        name="loss",
+        kind="memory",
+        inputs=("logits",),
+        outputs={"loss": FP32},
+        moved_bytes=LOSS_BYTES * logits,
+        backward_moved_bytes=LOSS_BACKWARD_BYTES * logits,
+        workspace_bytes=larger(0.0, kernels.peak_logit_bytes * held - size),
     )
 
 

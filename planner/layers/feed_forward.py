@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.layers.kernels import Kernels
 from planner.layers.operator_table import FP32, Operator, Setting
-from planner.layers.operators import elementwise, exchange, gathered, matmul, row_wise
+from planner.layers.operators import (
+    elementwise,
+    exchange,
+    gathered,
+    linear,
+    matmul,
+    narrow_copy,
+    row_wise,
+    summed,
+)
 from planner.model import Architecture
-
-ROUTING_SKEW = 1.1
-"""Busiest expert rank over the mean, for experts on several ranks.  Measured MoE kernels on H100
-take 0.9-1.7 times the balanced seconds at 8 ranks under skewed routing (aiconfigurator data)."""
 
 
 def mlp(
@@ -20,8 +26,11 @@ def mlp(
     tokens, width = setting.tokens, ffn_size / setting.tensor
     full = tokens * a.hidden_size * setting.element_bytes
     operators, whole = gathered(setting, source, f"{name}_gather", full)
-    operators += _feed_forward(a, setting, whole, name, tokens=tokens, width=width)
-    return [*operators, *row_wise(a, setting, f"{name}_product", f"{name}_out", width=width)]
+    operators += _feed_forward(a, setting, source, whole, name, tokens=tokens, width=width)
+    return [
+        *operators,
+        *row_wise(a, setting, f"{name}_product", f"{name}_out", width=width, adapted=False),
+    ]
 
 
 def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
@@ -32,11 +41,13 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     """
     experts = a.experts
     assert experts is not None
-    e = setting.element_bytes
+    e, kernels = setting.element_bytes, setting.kernels
     spread = setting.spreads_experts
-    divided = 1 if spread else setting.tensor
+    divided = setting.expert_tensor if spread else setting.tensor
     partial = setting.divides_tensors and not spread
-    tokens = setting.stream_tokens if spread else setting.tokens
+    tokens = setting.tokens
+    if spread:
+        tokens = setting.tokens / setting.tensor * setting.expert_tensor
     full = tokens * a.hidden_size * e
     operators: list[Operator] = []
     whole = source
@@ -44,6 +55,90 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         operators, whole = gathered(setting, source, "mlp_gather", full)
     scores = tokens * experts.count * FP32
     sent = experts.per_token * full
+    sorted_bytes = kernels.expert_moves / 2 * sent if kernels.expert_moves else 2 * sent
+    combined_bytes = sorted_bytes if kernels.expert_moves else 2 * sent + full
+    operators += [
+        *_router(a, setting, source, whole, tokens=tokens),
+        Operator(
+            name="routing",
+            kind="memory",
+            inputs=("router",),
+            outputs={"scores": scores, "weights": tokens * experts.per_token * FP32},
+            saved=("scores", "weights"),
+            fp32=("scores", "weights"),
+            moved_bytes=4 * scores,
+            backward_moved_bytes=kernels.back(4 * scores, 4 * scores),
+            kernels=6,
+        ),
+        Operator(
+            name="dispatch",
+            kind="memory",
+            inputs=(whole,),
+            outputs={"dispatched": sent},
+            moved_bytes=sorted_bytes,
+            backward_moved_bytes=kernels.back(sorted_bytes, 2 * sent),
+            kernels=4,
+        ),
+    ]
+    arrived, skew = "dispatched", 1.0
+    if spread:
+        skew = kernels.expert_skew
+        operators.append(exchange(setting, "dispatched", "arrived", sent * skew))
+        arrived = "arrived"
+    count = tokens * experts.per_token * skew
+    width = experts.ffn_size / divided
+    local_experts = experts.count / setting.expert
+    operators += _feed_forward(
+        a, setting, arrived, arrived, "expert", tokens=count, width=width, matrices=local_experts
+    )
+    matrix = local_experts * width * a.hidden_size
+    down = matmul(
+        "expert_down",
+        ("expert_product",),
+        {"expert_down": sent * skew},
+        flops=2 * count * width * a.hidden_size,
+        moved_bytes=(count * (width + a.hidden_size) + matrix) * e,
+        weights=matrix,
+        share=kernels.expert_share,
+    )
+    operators += linear(setting, down, size=count * width * e, adapted=False)
+    returned = "expert_down"
+    if spread:
+        operators.append(exchange(setting, "expert_down", "returned", sent * skew))
+        returned = "returned"
+    routed = "mlp_out_partial" if partial else "mlp_out"
+    shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
+    combined = "routed_out" if shared else routed
+    operators.append(
+        Operator(
+            name="combine",
+            kind="memory",
+            inputs=(returned, "weights"),
+            outputs={combined: full},
+            saved=(returned, "weights"),
+            moved_bytes=combined_bytes,
+            backward_moved_bytes=kernels.back(combined_bytes, 3 * sent + full),
+            kernels=3,
+        )
+    )
+    if shared:
+        operators += _shared(
+            a, setting, source, whole, routed, tokens=tokens, width=shared / divided
+        )
+    if partial:
+        whole_sum = summed(setting, "mlp_out_partial", "mlp_out", full)
+        operators.append(replace(whole_sum, copied_bytes=0.0, workspace_bytes=0.0))
+    return operators
+
+
+def _router(
+    a: Architecture, setting: Setting, source: str, whole: str, *, tokens: float
+) -> list[Operator]:
+    """Scores of every expert for every token, in DeepSeek's models in fp32."""
+    experts, e = a.experts, setting.element_bytes
+    assert experts is not None
+    full = tokens * a.hidden_size * e
+    operators: list[Operator] = []
     routed_by, router_bytes = whole, e
     if a.family in ("deepseek_v2", "deepseek_v3") and e != FP32:
         # Tokens and matrix are multiplied in fp32, and the product keeps both copies.
@@ -63,162 +158,142 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
                 kernels=2,
             )
         )
-    operators += [
-        matmul(
-            "router",
-            (routed_by,),
-            {"router": tokens * experts.count * router_bytes},
-            flops=2 * tokens * a.hidden_size * experts.count,
-            moved_bytes=full + a.hidden_size * experts.count * e,
-        ),
+    router = matmul(
+        "router",
+        (routed_by,),
+        {"router": tokens * experts.count * router_bytes},
+        flops=2 * tokens * a.hidden_size * experts.count,
+        moved_bytes=full + a.hidden_size * experts.count * e,
+        weights=1.0 * a.hidden_size * experts.count,
+    )
+    before = source if routed_by == whole else None
+    return [*operators, *linear(setting, router, source=before, size=full)]
+
+
+def _shared(
+    a: Architecture,
+    setting: Setting,
+    source: str,
+    whole: str,
+    routed: str,
+    *,
+    tokens: float,
+    width: float,
+) -> list[Operator]:
+    """Experts that all tokens share, of `width` features on a rank, added to the routed ones.
+
+    Beside experts on ranks of their own they are whole on every rank, or divided like a dense MLP.
+    """
+    experts, e, kernels = a.experts, setting.element_bytes, setting.kernels
+    assert experts is not None
+    full = tokens * a.hidden_size * e
+    operators: list[Operator] = []
+    if setting.spreads_experts and kernels.shared_divided:
+        size = experts.shared_ffn_size or experts.shared * experts.ffn_size
+        operators += mlp(a, setting, source, "shared", ffn_size=size)
+    else:
+        operators += _feed_forward(a, setting, source, whole, "shared", tokens=tokens, width=width)
+        out = matmul(
+            "shared_out",
+            ("shared_product",),
+            {"shared_out": full},
+            flops=2 * tokens * a.hidden_size * width,
+            moved_bytes=(tokens * (a.hidden_size + width) + a.hidden_size * width) * e,
+            weights=a.hidden_size * width,
+        )
+        operators += linear(setting, out, size=tokens * width * e, adapted=False)
+    added = "shared_out"
+    if experts.shared_gate:
+        added, weighed = "shared_weighed", ("shared_weight", "shared_out")
+        operators += [
+            matmul(
+                "shared_weight",
+                (whole,),
+                {"shared_weight": tokens * e},
+                flops=2 * tokens * a.hidden_size,
+                moved_bytes=full + tokens * e,
+            ),
+            elementwise(kernels, added, weighed, full, saved=weighed),
+        ]
+    return [
+        *operators,
         Operator(
-            name="routing",
+            name="shared_sum",
             kind="memory",
-            inputs=("router",),
-            outputs={"scores": scores, "weights": tokens * experts.per_token * FP32},
-            saved=("scores", "weights"),
-            fp32=("scores", "weights"),
-            moved_bytes=4 * scores,
-            backward_moved_bytes=4 * scores,
-            kernels=6,
-        ),
-        Operator(
-            name="dispatch",
-            kind="memory",
-            inputs=(whole,),
-            outputs={"dispatched": sent},
-            moved_bytes=2 * sent,
-            backward_moved_bytes=2 * sent,
-            kernels=4,
+            inputs=("routed_out", added),
+            outputs={routed: full},
+            moved_bytes=3 * full,
+            backward_moved_bytes=kernels.back(3 * full, 3 * full),
         ),
     ]
-    arrived, skew = "dispatched", 1.0
-    if spread:
-        skew = ROUTING_SKEW
-        operators.append(exchange("dispatched", "arrived", sent * skew))
-        arrived = "arrived"
-    count = tokens * experts.per_token * skew
-    width = experts.ffn_size / divided
-    local_experts = experts.count / setting.expert
-    operators += _feed_forward(
-        a, setting, arrived, "expert", tokens=count, width=width, weights=local_experts
-    )
-    operators.append(
-        matmul(
-            "expert_down",
-            ("expert_product",),
-            {"expert_down": sent * skew},
-            flops=2 * count * width * a.hidden_size,
-            moved_bytes=(count * (width + a.hidden_size) + local_experts * width * a.hidden_size)
-            * e,
-        )
-    )
-    returned = "expert_down"
-    if spread:
-        operators.append(exchange("expert_down", "returned", sent * skew))
-        returned = "returned"
-    routed = "mlp_out_partial" if partial else "mlp_out"
-    shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
-    combined = "routed_out" if shared else routed
-    operators.append(
-        Operator(
-            name="combine",
-            kind="memory",
-            inputs=(returned, "weights"),
-            outputs={combined: full},
-            saved=(returned, "weights"),
-            moved_bytes=2 * sent + full,
-            backward_moved_bytes=3 * sent + full,
-            kernels=3,
-        )
-    )
-    if shared:
-        operators += _feed_forward(
-            a, setting, whole, "shared", tokens=tokens, width=shared / divided
-        )
-        operators.append(
-            matmul(
-                "shared_out",
-                ("shared_product",),
-                {"shared_out": full},
-                flops=2 * tokens * a.hidden_size * shared / divided,
-                moved_bytes=(
-                    tokens * (a.hidden_size + shared / divided) + a.hidden_size * shared / divided
-                )
-                * e,
-            )
-        )
-        added = "shared_out"
-        if experts.shared_gate:
-            added, weighed = "shared_weighed", ("shared_weight", "shared_out")
-            operators += [
-                matmul(
-                    "shared_weight",
-                    (whole,),
-                    {"shared_weight": tokens * e},
-                    flops=2 * tokens * a.hidden_size,
-                    moved_bytes=full + tokens * e,
-                ),
-                elementwise(added, weighed, full, saved=weighed),
-            ]
-        operators.append(
-            Operator(
-                name="shared_sum",
-                kind="memory",
-                inputs=("routed_out", added),
-                outputs={routed: full},
-                moved_bytes=3 * full,
-                backward_moved_bytes=3 * full,
-            )
-        )
-    if partial:
-        operators.append(
-            Operator(
-                name="mlp_out_scatter",
-                kind="reduce_scatter",
-                inputs=("mlp_out_partial",),
-                outputs={"mlp_out": full / divided},
-                moved_bytes=full,
-            )
-        )
-    return operators
 
 
 def _feed_forward(
     a: Architecture,
     setting: Setting,
     source: str,
+    whole: str,
     name: str,
     *,
     tokens: float,
     width: float,
-    weights: float = 1.0,
+    matrices: float = 1.0,
 ) -> list[Operator]:
-    """Up projection and activation; `weights` matrices are read where experts share a rank."""
-    e = setting.element_bytes
+    """Up projection and activation; so many `matrices` are read where experts share a rank."""
+    e, kernels = setting.element_bytes, setting.kernels
     size = tokens * width * e
+    weights = matrices * a.hidden_size * width
     up = matmul(
         f"{name}_up",
-        (source,),
+        (whole,),
         {f"{name}_up": size},
         flops=2 * tokens * a.hidden_size * width,
-        moved_bytes=(tokens * (a.hidden_size + width) + weights * a.hidden_size * width) * e,
+        moved_bytes=(tokens * (a.hidden_size + width) + weights) * e,
+        weights=weights,
+        share=kernels.expert_share if name == "expert" else 1.0,
     )
+    gate, gated, product = f"{name}_gate", f"{name}_gated", f"{name}_product"
+
+    def made(operator: Operator) -> list[Operator]:
+        full = tokens * a.hidden_size * e
+        return linear(setting, operator, source=source, size=full, adapted=False)
+
     if not a.gated_mlp:
-        return [up, *_activation(a, name, size)]
-    gate, gated = f"{name}_gate", f"{name}_gated"
-    return [
-        replace(up, name=gate, outputs={gate: size}),
-        elementwise(gated, (gate,), size, saved=(gate,)),
-        up,
-        replace(
-            elementwise(f"{name}_product", (gated, up.name), size, saved=(gated, up.name)),
-            holds=(source,),
-        ),
-    ]
+        return [*made(up), *_activation(a, kernels, name, size)]
+    if kernels.fused_projections:
+        both = tokens * (a.hidden_size + 2 * width) + 2 * weights
+        outputs = {gate: size, up.name: size}
+        together = matmul(
+            up.name,
+            (whole,),
+            outputs,
+            flops=2 * up.flops,
+            moved_bytes=both * e,
+            weights=2 * weights,
+            share=up.share,
+        )
+        operators = made(together)
+    else:
+        operators = made(replace(up, name=gate, outputs={gate: size}))
+    kept_gate, kept_up = gate, up.name
+    if kernels.narrow:
+        kept_gate = kept_up = f"{name}_narrow_gates"
+    if kernels.fused_gate:
+        gated = gate
+    else:
+        operators.append(elementwise(kernels, gated, (gate,), size, saved=(kept_gate,)))
+    if not kernels.fused_projections:
+        operators += made(up)
+    if kernels.narrow:
+        operators.append(narrow_copy(kept_up, (gate, up.name), 2 * tokens * width))
+    kept = tuple(dict.fromkeys((kept_gate if gated == gate else gated, kept_up)))
+    last = elementwise(kernels, product, (gated, up.name), size)
+    back = kernels.back(last.moved_bytes, 5 * size)
+    last = replace(last, saved=kept, backward_moved_bytes=back)
+    return [*operators, replace(last, holds=(whole,))]
 
 
-def _activation(a: Architecture, name: str, size: float) -> list[Operator]:
+def _activation(a: Architecture, kernels: Kernels, name: str, size: float) -> list[Operator]:
     """The activation of an ungated MLP, one kernel that keeps its input.
 
     GPT-2's and GPT-J's tanh approximation 0.5 u (1 + tanh(c (u + 0.044715 u³))) is written out in
@@ -226,28 +301,30 @@ def _activation(a: Architecture, name: str, size: float) -> list[Operator]:
     """
     up, product = f"{name}_up", f"{name}_product"
     if a.family == "opt":  # ReLU keeps its result, which the next product keeps anyway
-        return [elementwise(product, (up,), size, saved=(product,))]
+        return [elementwise(kernels, product, (up,), size, saved=(product,))]
+    if kernels.fused_gate:
+        return [elementwise(kernels, product, (up,), size, saved=(up,))]
     if a.written_gelu:
-        return _fast_gelu(name, size)
+        return _fast_gelu(kernels, name, size)
     if a.family not in ("gpt2", "gptj"):
-        return [elementwise(product, (up,), size, saved=(up,))]
+        return [elementwise(kernels, product, (up,), size, saved=(up,))]
     half, cube, scaled, inner, argument, tanh, weight = (
         f"{name}_{part}"
         for part in ("half", "cube", "scaled", "inner", "argument", "tanh", "weight")
     )
     return [
-        elementwise(half, (up,), size),
-        elementwise(cube, (up,), size, saved=(up,)),
-        elementwise(scaled, (cube,), size),
-        elementwise(inner, (up, scaled), size),
-        elementwise(argument, (inner,), size),
-        elementwise(tanh, (argument,), size, saved=(tanh,)),
-        elementwise(weight, (tanh,), size),
-        elementwise(product, (half, weight), size, saved=(half, weight)),
+        elementwise(kernels, half, (up,), size),
+        elementwise(kernels, cube, (up,), size, saved=(up,)),
+        elementwise(kernels, scaled, (cube,), size),
+        elementwise(kernels, inner, (up, scaled), size),
+        elementwise(kernels, argument, (inner,), size),
+        elementwise(kernels, tanh, (argument,), size, saved=(tanh,)),
+        elementwise(kernels, weight, (tanh,), size),
+        elementwise(kernels, product, (half, weight), size, saved=(half, weight)),
     ]
 
 
-def _fast_gelu(name: str, size: float) -> list[Operator]:
+def _fast_gelu(kernels: Kernels, name: str, size: float) -> list[Operator]:
     """0.5 u (1 + tanh(c u (1 + 0.044715 u u))), written out: nine kernels, which keep both factors
     of each product and the tanh."""
     up = f"{name}_up"
@@ -256,13 +333,13 @@ def _fast_gelu(name: str, size: float) -> list[Operator]:
         for part in ("half", "scaled", "small", "square", "more", "argument", "tanh", "weight")
     )
     return [
-        elementwise(half, (up,), size),
-        elementwise(scaled, (up,), size),
-        elementwise(small, (up,), size),
-        elementwise(square, (small, up), size, saved=(small, up)),
-        elementwise(more, (square,), size),
-        elementwise(argument, (scaled, more), size, saved=(scaled, more)),
-        elementwise(tanh, (argument,), size, saved=(tanh,)),
-        elementwise(weight, (tanh,), size),
-        elementwise(f"{name}_product", (half, weight), size, saved=(half, weight)),
+        elementwise(kernels, half, (up,), size),
+        elementwise(kernels, scaled, (up,), size),
+        elementwise(kernels, small, (up,), size),
+        elementwise(kernels, square, (small, up), size, saved=(small, up)),
+        elementwise(kernels, more, (square,), size),
+        elementwise(kernels, argument, (scaled, more), size, saved=(scaled, more)),
+        elementwise(kernels, tanh, (argument,), size, saved=(tanh,)),
+        elementwise(kernels, weight, (tanh,), size),
+        elementwise(kernels, f"{name}_product", (half, weight), size, saved=(half, weight)),
     ]

@@ -13,14 +13,16 @@ Which operators a transformer has is in `planner.layers.arithmetic`; seconds are
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, assert_never, cast
 
 import numpy as np
 
 from planner.cluster import Collective, Precision
+from planner.layers.kernels import MODULES, Kernels
 from planner.profile import Recompute
+from planner.stack import SelectiveRecompute
 
 OperatorKind = Literal[
     "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
@@ -46,14 +48,22 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How a layer is divided, and what one micro-batch is."""
+    """How a layer is divided, what one micro-batch is, and which kernels run.
 
-    micro_batch: int
+    Kernels are those of one stack wherever settings are compared, and not looked at there.
+    """
+
+    micro_batch: float
     seq_len: int
     precision: Precision = "bf16"
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 1
+    """Ranks that divide each expert, where experts are on several."""
+    sequence_parallel: bool = True
+    """Tensor parallelism divides the residual stream along the sequence."""
+    kernels: Kernels = field(default=MODULES, compare=False)
 
     @property
     def element_bytes(self) -> int:
@@ -68,7 +78,7 @@ class Setting:
     @property
     def stream_tokens(self) -> float:
         """Tokens of the residual stream on a rank: sequence parallelism divides them further."""
-        return self.tokens / self.tensor
+        return self.tokens / self.tensor if self.sequence_parallel else self.tokens
 
     @property
     def branches(self) -> tuple[bool, ...]:
@@ -110,7 +120,8 @@ class ManySettings(Setting):
     def of(cls, settings: Sequence[Setting]) -> ManySettings:
         """Return settings of one sequence, one precision and the same branches as one."""
         some = settings[0]
-        assert len({(s.seq_len, s.precision, s.branches) for s in settings}) == 1
+        alike = {(s.seq_len, s.precision, s.sequence_parallel, s.branches) for s in settings}
+        assert len(alike) == 1
 
         def column(name: str) -> int:
             return cast(int, np.array([getattr(s, name) for s in settings], dtype=float))
@@ -122,6 +133,9 @@ class ManySettings(Setting):
             tensor=column("tensor"),
             context=column("context"),
             expert=column("expert"),
+            expert_tensor=column("expert_tensor"),
+            sequence_parallel=some.sequence_parallel,
+            kernels=some.kernels,
             taken=some.branches,
         )
 
@@ -164,7 +178,7 @@ class Operator:
     flops: float = 0.0
     moved_bytes: float = 0.0
     backward_moved_bytes: float = 0.0
-    kernels: int = 1
+    kernels: float = 1
     workspace_bytes: float = 0.0
     """Live only inside the operator, beside its outputs."""
     holds: tuple[str, ...] = ()
@@ -174,6 +188,16 @@ class Operator:
     axis: GroupAxis = "tensor"
     fp32: tuple[str, ...] = ()
     """Outputs in fp32, whatever the precision."""
+    weights: float = 0.0
+    """Elements of the matrices that a product multiplies by."""
+    frozen: bool = False
+    """Whether a product's weights have no gradient, which leaves one product to its backward."""
+    share: float = 1.0
+    """Rate over that of one product as large."""
+    ring: bool = False
+    """Whether a gather goes round with its use, and its backward twice: once with gradients."""
+    in_core: bool = False
+    """Of written-out attention between its projections: scores, softmax, dropout, values."""
 
     @property
     def communicates(self) -> bool:
@@ -192,6 +216,10 @@ class Table:
     output: str
     outside: int = 0
     """How many trailing operators are not the layer's own and never recomputed: the loss."""
+    selective: SelectiveRecompute = "outputs"
+    """What selective recompute drops: see `planner.stack.RecomputeRule`."""
+    early_stop: bool = True
+    """Recomputation stops when the last tensor that backward needs is there again."""
 
     @cached_property
     def sizes(self) -> dict[str, float]:
@@ -217,18 +245,18 @@ class Table:
         return sum(operator.flops for operator in self.operators)
 
     def recomputed(self, recompute: Recompute) -> tuple[Operator, ...]:
-        """Return the operators that run a second time in backward.
-
-        Recomputation stops when the last tensor that backward needs is there again.
-        """
+        """Return the operators that run a second time in backward."""
         match recompute:
             case "none":
                 return ()
             case "full":
                 return self._inside[: self._needed_again]
             case "selective":
+                if self.selective == "attention":
+                    return tuple(op for op in self._inside if op.in_core)
                 again = self._inside[: self._needed_again]
-                return tuple(op for op in again if op.kind not in KEPT_BY_SELECTIVE)
+                kept = self._kept_outputs
+                return tuple(op for op in again if op.name not in kept)
             case _:
                 assert_never(recompute)
 
@@ -239,8 +267,12 @@ class Table:
                 names = _saved(self.operators)
             case "full" | "selective":
                 names = {"x"} | (_saved(self._outside) - _outputs(self._inside))
-                if recompute == "selective":
-                    names |= _outputs(op for op in self._inside if op.kind in KEPT_BY_SELECTIVE)
+                if recompute == "selective" and self.selective == "attention":
+                    core = [op for op in self._inside if op.in_core]
+                    names = _saved(self.operators) - (_outputs(core[:-1]))
+                elif recompute == "selective":
+                    kept = self._kept_outputs
+                    names |= _outputs(op for op in self._inside if op.name in kept)
             case _:
                 assert_never(recompute)
         # Sorted: sums in the order of a set differ in the last bits from run to run.
@@ -323,9 +355,30 @@ class Table:
         again = sum(self.sizes[name] for name in sorted(needed - kept.keys()))
         return again - sum(size for name, size in kept.items() if name in passed)
 
+    @cached_property
+    def _kept_outputs(self) -> frozenset[str]:
+        """Names of the operators whose outputs selective recompute keeps.
+
+        `operators` keeps attention's, every second product's and what was scattered.
+        """
+        if self.selective != "operators":
+            return frozenset(op.name for op in self._inside if op.kind in KEPT_BY_SELECTIVE)
+        products = [op.name for op in self._inside if op.kind == "matmul" and not op.in_core]
+        others = [
+            op.name
+            for op in self._inside
+            if op.kind in ("attention", "reduce_scatter") or (op.in_core and op.kind == "matmul")
+        ]
+        return frozenset((*products[::2], *others))
+
     @property
     def _needed_again(self) -> int:
-        """How many leading operators make all that the layer's own backward needs."""
+        """How many leading operators make all that the layer's own backward needs.
+
+        All of them, where recomputation does not stop early.
+        """
+        if not self.early_stop:
+            return len(self._inside)
         needed = _saved(self._inside)
         made = [i for i, op in enumerate(self._inside) if not needed.isdisjoint(op.outputs)]
         return max(made, default=-1) + 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from planner.layers.kernels import MODULES, Kernels
 from planner.layers.operator_table import FP32, Operator, Setting
 from planner.model import Architecture
 
@@ -20,7 +23,8 @@ def norm(
 ) -> Operator:
     """A norm of `rows` rows of `width` features: by default all tokens of the residual stream.
 
-    LayerNorm is one kernel that keeps its input.  RMSNorm is written out in fp32: upcast, square,
+    A fused norm and LayerNorm are one kernel that keeps its input and figures of each row.  Else
+    RMSNorm is written out in fp32: upcast, square,
     mean, root, scale, downcast, weight; it keeps the fp32 copy, the roots and the scaled rows.
     torch's own RMSNorm, which the reference family has, keeps the scaled rows in fp32, as does
     Gemma's, which multiplies with the weight before the downcast.
@@ -28,18 +32,20 @@ def norm(
     rows = setting.stream_tokens if rows is None else rows
     count = rows * width
     size = count * setting.element_bytes
-    if a.family == "cohere":
+    kernels = setting.kernels
+    if a.family == "cohere" and not kernels.fused_norm:
         return _written_out(name, source, rows=rows, width=width, e=setting.element_bytes)
-    if a.norm == "layer":
+    if a.norm == "layer" or kernels.fused_norm:
+        figures = 2 if a.norm == "layer" else 1
         return Operator(
             name=name,
             kind="memory",
             inputs=(source,),
-            outputs={f"{name}_moments": 2 * rows * FP32, name: size},
+            outputs={f"{name}_moments": figures * rows * FP32, name: size},
             saved=(source, f"{name}_moments"),
             fp32=(f"{name}_moments",),
             moved_bytes=2 * size,
-            backward_moved_bytes=3 * size,
+            backward_moved_bytes=kernels.back(2 * size, 3 * size),
         )
     root, scaled = f"{name}_root", f"{name}_scaled"
     # Gemma's factor 1 + weight is a tensor of its own.
@@ -96,25 +102,26 @@ def _written_out(name: str, source: str, *, rows: float, width: float, e: int) -
 
 
 def elementwise(
+    kernels: Kernels,
     name: str,
     inputs: tuple[str, ...],
     size: float,
     *,
     saved: tuple[str, ...] = (),
-    output: str | None = None,
 ) -> Operator:
     """One kernel over tensors of equal size.
 
     Its backward reads the gradient and what was kept, and writes a gradient for each input.
     """
+    moved = (len(inputs) + 1) * size
     return Operator(
         name=name,
         kind="memory",
         inputs=inputs,
-        outputs={output or name: size},
+        outputs={name: size},
         saved=saved,
-        moved_bytes=(len(inputs) + 1) * size,
-        backward_moved_bytes=(1 + len(saved) + len(inputs)) * size,
+        moved_bytes=moved,
+        backward_moved_bytes=kernels.back(moved, (1 + len(saved) + len(inputs)) * size),
     )
 
 
@@ -125,7 +132,9 @@ def matmul(
     *,
     flops: float,
     moved_bytes: float,
-    kernels: int = 1,
+    weights: float = 0.0,
+    kernels: float = 1,
+    share: float = 1.0,
 ) -> Operator:
     """A matrix product, which keeps its inputs and whose backward is two products of its size."""
     return Operator(
@@ -137,13 +146,80 @@ def matmul(
         flops=flops,
         moved_bytes=moved_bytes,
         backward_moved_bytes=2 * moved_bytes,
+        weights=weights,
         kernels=kernels,
+        share=share,
     )
+
+
+def linear(
+    setting: Setting,
+    product: Operator,
+    *,
+    source: str | None = None,
+    size: float = 0.0,
+    adapted: bool = True,
+) -> list[Operator]:
+    """A product by weights with what a stack has around it.
+
+    Its input of `size` bytes was gathered from `source`, if that is given.  A stack may keep only
+    the shard that was gathered, keep the input in 8 bits as the operator before wrote it, bring
+    weights back from 4 bits, or train none of them; then only an `adapted` product keeps its input.
+    """
+    kernels = setting.kernels
+    if kernels is MODULES:
+        return [product]
+    operators: list[Operator] = []
+    [kept], whole_bytes = product.inputs, size
+    if source is not None and source != kept and not kernels.keeps_gathered:
+        kept, size = source, size / setting.tensor
+    if kernels.narrow:
+        kept, wide = f"{kept}_narrow", kept
+        operators.append(narrow_copy(kept, (wide,), size / setting.element_bytes))
+    saved: tuple[str, ...] = (kept,)
+    after: list[Operator] = []
+    if kernels.frozen is not None:
+        if kernels.frozen == "attention" and not adapted:
+            saved = ()
+        else:
+            after.append(_adapter(product, whole_bytes))
+        product = replace(product, frozen=True, backward_moved_bytes=product.moved_bytes)
+    if kernels.restored_bytes:
+        moved = kernels.restored_bytes * product.weights
+        operators.append(
+            Operator(
+                name=f"{product.name}_restored",
+                kind="memory",
+                inputs=(),
+                outputs={f"{product.name}_restored": product.weights * setting.element_bytes},
+                moved_bytes=moved,
+                backward_moved_bytes=moved,
+            )
+        )
+    return [*operators, replace(product, saved=saved), *after]
+
+
+def _adapter(product: Operator, input_bytes: float) -> Operator:
+    """Dropout of an adapter's input and the sum of its output with the product's, beside it."""
+    moved = 3 * (input_bytes + sum(product.outputs.values()))
+    return Operator(
+        name=f"{product.name}_adapter",
+        kind="memory",
+        inputs=product.inputs,
+        outputs={},
+        moved_bytes=moved,
+        backward_moved_bytes=2 * moved,
+    )
+
+
+def narrow_copy(name: str, beside: tuple[str, ...], size: float) -> Operator:
+    """Tensors in 8 bits that the operator which makes them writes beside those in 16."""
+    return Operator(name=name, kind="memory", inputs=beside, outputs={name: size}, kernels=0)
 
 
 def gathered(setting: Setting, source: str, name: str, size: float) -> tuple[list[Operator], str]:
     """Gather the sequence before a tensor-parallel region; nothing to do on one rank."""
-    if not setting.divides_tensors:
+    if not setting.divides_tensors or not setting.sequence_parallel:
         return [], source
     gather = Operator(
         name=name,
@@ -158,59 +234,84 @@ def gathered(setting: Setting, source: str, name: str, size: float) -> tuple[lis
 
 
 def projections(
-    a: Architecture, setting: Setting, source: str, outputs: dict[str, float], *, width: float
-) -> Operator:
+    a: Architecture,
+    setting: Setting,
+    source: str,
+    whole: str,
+    outputs: dict[str, float],
+    *,
+    width: float,
+) -> list[Operator]:
     """Multiply tokens by matrices of `width` columns together, one product for each output."""
     tokens, e, count = setting.tokens, setting.element_bytes, len(outputs)
-    return matmul(
+    product = matmul(
         "qkv",
-        (source,),
+        (whole,),
         outputs,
         flops=2 * tokens * a.hidden_size * width,
         moved_bytes=count * tokens * a.hidden_size * e + (tokens + a.hidden_size) * width * e,
+        weights=a.hidden_size * width,
         kernels=count,
     )
+    return linear(setting, product, source=source, size=tokens * a.hidden_size * e)
 
 
 def row_wise(
-    a: Architecture, setting: Setting, source: str, name: str, *, width: float
+    a: Architecture,
+    setting: Setting,
+    source: str,
+    name: str,
+    *,
+    width: float,
+    adapted: bool = True,
 ) -> list[Operator]:
     """Multiply by a matrix of `width` rows on each rank, and scatter sums over the sequence."""
     tokens, e = setting.tokens, setting.element_bytes
     out_bytes = tokens * a.hidden_size * e
     partial = name if not setting.divides_tensors else f"{name}_partial"
-    result = [
-        matmul(
-            partial,
-            (source,),
-            {partial: out_bytes},
-            flops=2 * tokens * width * a.hidden_size,
-            moved_bytes=tokens * width * e + width * a.hidden_size * e + out_bytes,
-        )
-    ]
+    product = matmul(
+        partial,
+        (source,),
+        {partial: out_bytes},
+        flops=2 * tokens * width * a.hidden_size,
+        moved_bytes=tokens * width * e + width * a.hidden_size * e + out_bytes,
+        weights=width * a.hidden_size,
+    )
+    result = linear(setting, product, size=tokens * width * e, adapted=adapted)
     if setting.divides_tensors:
-        result.append(
-            Operator(
-                name=f"{name}_scatter",
-                kind="reduce_scatter",
-                inputs=(partial,),
-                outputs={name: out_bytes / setting.tensor},
-                moved_bytes=out_bytes,
-                copied_bytes=2 * _reordered(setting, out_bytes),
-                workspace_bytes=_reordered(setting, out_bytes),
-            )
-        )
+        result.append(summed(setting, partial, name, out_bytes))
     return result
 
 
-def exchange(source: str, name: str, size: float) -> Operator:
-    """All-to-all between the ranks that hold different experts."""
+def summed(setting: Setting, partial: str, name: str, size: float) -> Operator:
+    """Add what tensor-parallel ranks have of an activation: each gets its part, or all of it."""
+    if not setting.sequence_parallel:
+        return Operator(
+            name=f"{name}_sum",
+            kind="all_reduce",
+            inputs=(partial,),
+            outputs={name: size},
+            moved_bytes=size,
+        )
+    return Operator(
+        name=f"{name}_scatter",
+        kind="reduce_scatter",
+        inputs=(partial,),
+        outputs={name: size / setting.tensor},
+        moved_bytes=size,
+        copied_bytes=2 * _reordered(setting, size),
+        workspace_bytes=_reordered(setting, size),
+    )
+
+
+def exchange(setting: Setting, source: str, name: str, size: float) -> Operator:
+    """All-to-all between the ranks that hold different experts; each sends its own tokens."""
     return Operator(
         name=name,
         kind="all_to_all",
         inputs=(source,),
         outputs={name: size},
-        moved_bytes=size,
+        moved_bytes=size / setting.expert_tensor,
         axis="expert",
     )
 

@@ -35,7 +35,7 @@ def attention(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     operators, whole = gathered(setting, source, "attention_gather", full)
     projected = {"q_linear": query, "k_linear": key, "v_linear": key}
     outputs = projected if apart else {"qkv": query + 2 * key}
-    operators.append(projections(a, setting, whole, outputs, width=columns))
+    operators += projections(a, setting, source, whole, outputs, width=columns)
     by_head = _by_head(a, query / e, e, tuple(projected) if apart else ("qkv",))
     operators.append(by_head)
     names, sizes = ("q", "k", "v"), by_head.outputs

@@ -8,16 +8,15 @@ from planner.costs.compute import (
     Device,
     backward_s,
     device,
-    eight_bit_backward_s,
-    eight_bit_forward_s,
     forward_s,
+    narrow_backward_s,
+    narrow_forward_s,
     peak_flops,
     sustained,
 )
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
 from planner.layers.operator_table import Operator
-from planner.stack import EightBit
 
 CURVE = DeviceCurve(
     launch_s=5e-6,
@@ -82,7 +81,7 @@ def accelerator(**peaks: float) -> Accelerator:
 
 def test_bf16_runs_at_the_rate_of_fp16_where_the_sheet_has_only_that() -> None:
     assert peak_flops(accelerator(fp32=1.0, fp16=8.0), "bf16") == 8.0
-    assert device(accelerator(fp32=1.0, fp16=8.0), "fp32", EightBit()).peak_flops == 1.0
+    assert device(accelerator(fp32=1.0, fp16=8.0), "fp32", native()).peak_flops == 1.0
 
 
 def test_a_precision_without_a_peak_is_an_error_that_says_which_there_are() -> None:
@@ -96,9 +95,9 @@ def test_only_curves_of_single_kernels_are_lowered_to_what_a_step_sustains() -> 
         update={"curve": CURVE.model_copy(update={"provenance": "measured"})}
     )
 
-    assert sustained(quoted) == device(quoted, "fp32", EightBit()).sustained == 0.9
-    assert sustained(measured) == 1.0
-    assert sustained(quoted.model_copy(update={"kind": "cpu"})) == 1.0
+    assert sustained(quoted, native()) == device(quoted, "fp32", native()).sustained == 0.9
+    assert sustained(measured, native()) == 1.0
+    assert sustained(quoted.model_copy(update={"kind": "cpu"}), native()) == 1.0
 
 
 def test_a_product_in_eight_bits_pays_for_rounding_its_operands() -> None:
@@ -115,8 +114,8 @@ def test_a_product_in_eight_bits_pays_for_rounding_its_operands() -> None:
         name="up", kind="matmul", inputs=(), outputs={"y": y}, flops=1e12, moved_bytes=x + w + y
     )
 
-    forward = eight_bit_forward_s(product, narrow)
-    backward = eight_bit_backward_s(product, narrow)
+    forward = narrow_forward_s(product, narrow)
+    backward = narrow_backward_s(product, narrow)
 
     rounding = 33 / 2
     moved = rounding * (x + w) + (x + w) / 2 + y
@@ -129,9 +128,7 @@ def test_a_product_in_eight_bits_pays_for_rounding_its_operands() -> None:
 def test_what_fp8_does_not_round_runs_as_in_bf16() -> None:
     accelerator = resolve_cluster("8xh100-sxm-80gb").groups[0].accelerator
 
-    narrow, wide = (
-        device(accelerator, precision, native().eight_bit) for precision in ("fp8", "bf16")
-    )
+    narrow, wide = (device(accelerator, precision, native()) for precision in ("fp8", "bf16"))
 
     assert narrow.peak_flops == wide.peak_flops
     assert narrow.eight_bit_flops == accelerator.peak_flops["fp8"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.catalog import native
 from planner.cluster import ClusterSpec, Precision
 from planner.costs import compute
 from planner.costs.layer_figures import LayerFigures
@@ -23,7 +24,6 @@ from planner.profile import Profile
 from planner.request import Request
 from planner.search.best_first import search
 from planner.search.space import layouts
-from planner.stack import EightBit
 
 MODELS = ["llama-3.1-8b", "deepseek-v3", "mixtral-8x7b", "gpt2", "gemma-2-2b", "bert-large"]
 
@@ -33,7 +33,7 @@ MODELS = ["llama-3.1-8b", "deepseek-v3", "mixtral-8x7b", "gpt2", "gemma-2-2b", "
 def test_a_table_of_many_settings_is_the_tables_of_each(name: str, divided: int) -> None:
     model = resolve_model(name)
     accelerator = resolve_cluster("8xh100-sxm-80gb").groups[0].accelerator
-    device = compute.device(accelerator, "bf16", EightBit())
+    device = compute.device(accelerator, "bf16", native())
     each = [
         Setting(micro_batch=b, seq_len=512, tensor=divided * t, context=divided * c, expert=divided)
         for b in (divided, 2 * divided, 6 * divided)

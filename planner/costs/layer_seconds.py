@@ -1,0 +1,166 @@
+"""Seconds of one layer on one rank and micro-batch: of its device, its links and its host.
+
+    passes         operators' kernels, forward, backward, and what runs a second time
+    collectives    each collective inside the layer, as much of it as computation does not hide
+    host_passes    the least that Python and launches take, however small the work
+
+The one place where a stack's operators become seconds, whether one setting is asked or thousands
+(`planner.layers.operator_table.ManySettings`).  What sharding of states adds is
+`planner.costs.sharding`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from planner.cluster import Collective
+from planner.costs import compute
+from planner.costs.compute import Device
+from planner.layers.operator_table import BACKWARD_OF, GroupAxis, Operator, Setting, Table, larger
+from planner.profile import Recompute
+from planner.stack import Stack
+
+ENDS = ("embedding", "head")
+SECOND_GATHER = 0.5
+"""Of gathering a product's input again for its weights' gradient, what is seen beside the other
+product of its backward."""
+
+LinkSeconds = Callable[[Collective, float, GroupAxis], float]
+"""Seconds of a collective of so many bytes in the group of an axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Seconds of kernels, and how many the host starts for a forward and a recomputation."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    kernels: float
+    kernels_again: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPasses:
+    """Least seconds of a layer's passes by the host."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+
+
+def shown_s(communication_s: float, window_s: float, overlap: float) -> float:
+    """Seconds of communication that computation of `window_s` beside it does not hide.
+
+        max((1 - o) c, c - w)
+
+    o is the share that can hide at all.
+    """
+    return larger((1 - overlap) * communication_s, communication_s - window_s)
+
+
+def passes(table: Table, recompute: Recompute, on: Device) -> Passes:
+    """Return the seconds of a layer's kernels."""
+    operators, again = table.operators, table.recomputed(recompute)
+    end = table.kind in ENDS
+    return Passes(
+        forward_s=sum(forward_s(op, on, end=end) for op in operators),
+        backward_s=sum(backward_s(op, on, end=end) for op in operators),
+        recompute_s=sum(forward_s(op, on, end=end) for op in again),
+        kernels=sum(_kernels(op, on, end=end) for op in operators),
+        kernels_again=sum(_kernels(op, on, end=end) for op in again),
+    )
+
+
+def forward_s(operator: Operator, on: Device, *, end: bool) -> float:
+    """Seconds of an operator's forward; `end`: of embedding or head, which stay in 16 bits."""
+    narrow = compute.is_narrow(operator, on, end=end)
+    return (compute.narrow_forward_s if narrow else compute.forward_s)(operator, on)
+
+
+def backward_s(operator: Operator, on: Device, *, end: bool) -> float:
+    """Seconds of an operator's backward."""
+    narrow = compute.is_narrow(operator, on, end=end)
+    return (compute.narrow_backward_s if narrow else compute.backward_s)(operator, on)
+
+
+def _kernels(operator: Operator, on: Device, *, end: bool) -> float:
+    narrow = compute.is_narrow(operator, on, end=end)
+    return operator.kernels + (2 * on.cast_kernels if narrow else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRule:
+    """Shares of a stack's collectives inside layers that are seen."""
+
+    tensor: float = 1.0
+    """Of tensor-parallel blocks whose residual stream is divided along the sequence."""
+    context: float = 1.0
+    gathers_again: bool = False
+    """Products gather their inputs a second time, for their weights' gradients."""
+
+
+def link_rule(stack: Stack, *, sequence_parallel: bool) -> LinkRule:
+    """Return what a stack hides of the collectives inside layers."""
+    return LinkRule(
+        tensor=1 - (stack.tensor.overlap if sequence_parallel else 0.0),
+        context=1 - stack.context.overlap,
+        gathers_again=not stack.tensor.keeps_gathered,
+    )
+
+
+def collectives(
+    table: Table, again: Iterable[Operator], link_s: LinkSeconds, rule: LinkRule
+) -> Iterator[tuple[GroupAxis, float, float]]:
+    """Yield axis and exposed seconds of each collective, forward and backward with recompute."""
+    end = table.kind in ENDS
+    for operator in table.operators:
+        if not operator.communicates:
+            continue
+        size, axis = operator.moved_bytes, operator.axis
+        seen = _seen(axis, rule, end=end)
+        back_s = link_s(BACKWARD_OF[operator.kind], size, axis)
+        there_s = link_s(cast(Collective, operator.kind), size, axis)
+        if operator.ring:
+            back_s = back_s + there_s
+        elif rule.gathers_again and operator.kind == "all_gather" and not end:
+            back_s = back_s + SECOND_GATHER * there_s
+        yield axis, seen * there_s, seen * back_s
+    for operator in again:
+        if operator.communicates:
+            kind, axis = cast(Collective, operator.kind), operator.axis
+            back_s = link_s(kind, operator.moved_bytes, axis)
+            yield axis, 0.0, _seen(axis, rule, end=end) * back_s
+
+
+def _seen(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:
+    if axis == "context":
+        return rule.context
+    return rule.tensor if axis == "tensor" and not end else 1.0
+
+
+def host_passes(
+    stack: Stack, table: Table, setting: Setting, found: Passes, *, recomputes: bool
+) -> HostPasses:
+    """Return the least seconds that the host takes for a layer's passes.
+
+    Each block has Python around it, each kernel a launch; tensor parallelism and experts add to
+    both passes.
+    """
+    host = stack.host
+    each = host.kernel_s
+    there, back, again = (
+        found.kernels * each.forward,
+        found.kernels * each.backward,
+        found.kernels_again * each.forward,
+    )
+    if table.kind not in ENDS:
+        more = host.experts_s if table.kind == "moe_block" else 0.0
+        if setting.divides_tensors:
+            more = more + host.tensor_s + (setting.tensor - 1) * host.rank_s
+        there = there + host.layer_s.forward + more / 2
+        back = back + host.layer_s.backward + more / 2
+        again = again + host.layer_s.forward * recomputes
+    return HostPasses(forward_s=there, backward_s=back, recompute_s=again)

@@ -1,0 +1,111 @@
+"""Kernels: which kernels a layer is made of under a stack, and which tensors they keep.
+
+A value of plain attributes, made once from a stack's document and a job, since tables of operators
+read it for every layer and setting.  Its defaults are the modules of `transformers` as PyTorch runs
+them one by one, with `runtime.tensor` around them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.cluster import EIGHT_BITS
+from planner.stack import SelectiveRecompute, Stack
+
+Scores = Literal["module", "fused", "written"]
+"""Attention as a family's modules have it, as one kernel, or with its scores in memory."""
+Adapters = Literal["attention", "all"]
+"""Which products of a frozen block have adapters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What the operators of a layer depend on beside its figures and its division."""
+
+    fused_norm: bool = False
+    fused_gate: bool = False
+    fused_rotary: bool = False
+    fused_projections: bool = False
+    """Products of one input are one product; what is cut from its result keeps it whole."""
+    scores: Scores = "module"
+    fused_softmax: bool = False
+    """Of written scores: scale, mask and softmax in 16 bits are one kernel."""
+    dropout: bool = False
+    """Ungated models drop activations at random, which keeps masks."""
+    keeps_gathered: bool = True
+    """Products keep the gathered sequence, and not their own shard to gather it again."""
+    narrow: bool = False
+    """Products in 8 bits keep their inputs so."""
+    peak_logit_bytes: float = 0.0
+    """Bytes per logit at the peak of a loss that is one operator; 0: the modules' own loss."""
+    divided_loss: bool = True
+    """The loss works on a rank's share of the vocabulary."""
+    backward_traffic: float = 0.0
+    """Traffic of a memory-bound operator's backward over its forward's; 0: each its own."""
+    core_traffic: bool = True
+    """Fused attention's reads and writes count beside its FLOPs."""
+    ring: bool = False
+    """Keys and values of other context-parallel ranks go round while attention works."""
+    selective: SelectiveRecompute = "outputs"
+    early_stop: bool = True
+    expert_moves: float = 0.0
+    """Traffic of sorting tokens by experts and back, in sizes of what is sent; 0: the modules'."""
+    expert_share: float = 1.0
+    """Rate of grouped products over that of one product as large."""
+    expert_skew: float = 1.1
+    """Busiest expert rank over the mean."""
+    shared_divided: bool = False
+    """Experts that all tokens share are divided like a dense MLP beside experts on own ranks."""
+    frozen: Adapters | None = None
+    """Which products have adapters where weights are frozen; None: weights are trained."""
+    restored_bytes: float = 0.0
+    """Traffic per weight of bringing it to 16 bits before each product."""
+
+    def back(self, moved_bytes: float, own_bytes: float) -> float:
+        """Return the traffic of a backward, of forward's and what is counted of its own."""
+        return self.backward_traffic * moved_bytes if self.backward_traffic else own_bytes
+
+
+MODULES = Kernels()
+"""Modules of `transformers` one by one: those that the runtime trains."""
+
+
+def kernels_of(
+    stack: Stack,
+    precision: str,
+    *,
+    compiled: bool = False,
+    flash_attention: bool | None = None,
+    frozen: bool = False,
+    quantised: bool = False,
+) -> Kernels:
+    """Return a stack's kernels in a job; what a job does not say is as the stack has it."""
+    rule = stack.kernels
+    flash = rule.flash_attention if flash_attention is None else flash_attention
+    scores: Scores = "module" if rule.attention == "module" else "fused"
+    found = Kernels(
+        fused_norm=compiled or rule.norm == "fused",
+        fused_gate=compiled or rule.gate == "fused",
+        fused_rotary=compiled or rule.rotary == "fused",
+        fused_projections=rule.projections == "fused",
+        scores=scores if flash else "written",
+        fused_softmax=rule.softmax == "fused",
+        dropout=rule.dropout and not flash,
+        keeps_gathered=stack.tensor.keeps_gathered,
+        narrow=precision in EIGHT_BITS and stack.eight_bit.narrow_states,
+        peak_logit_bytes=0.0 if stack.loss.kind == "module" else stack.loss.peak_bytes,
+        divided_loss=stack.loss.divided,
+        backward_traffic=rule.backward_traffic,
+        core_traffic=rule.core_traffic,
+        ring=stack.context.kind == "ring",
+        selective=stack.recompute.selective,
+        early_stop=stack.recompute.early_stop,
+        expert_moves=stack.experts.moves,
+        expert_share=stack.experts.grouped_share,
+        expert_skew=stack.experts.skew,
+        shared_divided=stack.experts.shared == "divided",
+        frozen=rule.adapters if frozen else None,
+        restored_bytes=rule.restored_bytes if quantised else 0.0,
+    )
+    return MODULES if found == MODULES else found
