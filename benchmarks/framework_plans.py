@@ -25,8 +25,8 @@ CASES = (
 BACKENDS = ("native", "torchtitan", "megatron", "deepspeed", "nanotron", "fsdp", "accelerate")
 HEAD = (
     "# Plans for each framework\n\n"
-    "Written by `python benchmarks/framework_plans.py`: 4,096 tokens a sample and about 4 million a "
-    "step, nothing pinned. Every framework is searched in its own space (`space` of "
+    "Written by `python benchmarks/framework_plans.py`: 4,096 tokens a sample and about 4 million "
+    "a step, nothing pinned. Every framework is searched in its own space (`space` of "
     "`planner/catalog/stacks/NAME.yaml`) and priced as it trains; each plan is proven the fastest "
     "of its space in the closed form, and is written as the framework's configuration. Steps of "
     "different frameworks differ by what their stacks say of kernels, overlap and memory, as far "
