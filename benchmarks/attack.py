@@ -55,7 +55,8 @@ from benchmarks.attack_plans import (
 from benchmarks.attack_report import EQUAL, TOLERANCE, Outcome, lines, page
 from benchmarks.attack_requests import REQUESTS, Target
 from planner.costs.group_costs import GroupCosts
-from planner.costs.layout_costs import CostTables, has_room
+from planner.costs.layout_costs import CostTables
+from planner.costs.rank_memory import has_room
 from planner.costs.seats import Seats, alike
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
@@ -206,7 +207,7 @@ class Attack:
         full = (
             stage
             for stage, (one, seat) in enumerate(zip(prediction.stages, seats.stages, strict=True))
-            if not has_room(seat.accelerator, one.peak_memory_bytes)
+            if not has_room(seat.accelerator.memory_bytes, one.peak_memory_bytes, seat.costs)
         )
         return Judged(
             draft=draft,

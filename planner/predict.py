@@ -19,8 +19,14 @@ from planner.costs.compute import peak_flops
 from planner.costs.crossings import in_order
 from planner.costs.group_costs import GroupCosts
 from planner.costs.hosts import overfull, unknown
-from planner.costs.layout_costs import CostTables, LayoutCosts, has_room
-from planner.costs.rank_memory import host_bytes, layer_bytes, rank_memory_parts, widest
+from planner.costs.layout_costs import CostTables, LayoutCosts
+from planner.costs.rank_memory import (
+    has_room,
+    host_bytes,
+    layer_bytes,
+    rank_memory_parts,
+    widest,
+)
 from planner.costs.seats import Seats, alike, branching
 from planner.costs.strategy import StrategyParts
 from planner.costs.uncertainty import step_range
@@ -306,7 +312,8 @@ def placement_prediction(
         tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
         fits=all(
-            has_room(seat.accelerator, size) for size, seat in zip(peaks, seats.stages, strict=True)
+            has_room(seat.accelerator.memory_bytes, size, seat.costs)
+            for size, seat in zip(peaks, seats.stages, strict=True)
         )
         and _hosts_fit(tables, layout, seats, home, on_host),
         stages=tuple(

@@ -62,6 +62,9 @@ class Sharding(Part):
     """ZeRO level of a run that does not say."""
     unit: Unit = "buffer"
     """What is divided between ranks, gathered and reduced together."""
+    ends: Literal["units", "root"] = "units"
+    """Embedding and head are units of their own, or parts of the root unit, which is gathered from
+    the first forward until the last backward."""
     reduces_whole: Flag = False
     """ZeRO-1 sums all gradients on all ranks before each keeps its shard (no reduce-scatter)."""
     collectives_per_layer: Rate = 1.0
@@ -119,6 +122,8 @@ class Kernels(Part):
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
     adapters: Literal["attention", "all"] = "all"
     """Which products of a frozen block have adapters, and so keep their inputs."""
+    adapter_rank: Positive = 16
+    """Of those adapters, where a run does not say."""
     restored_bytes: Amount = 5.0
     """Memory traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2
     written, at half of the bandwidth of a plain copy."""

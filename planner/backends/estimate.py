@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from planner.backends.footprint import StageEstimate, fits, stages_of
+from planner.backends.held_bytes import StageEstimate, fits, stages_of
 from planner.backends.placed import priced
 from planner.backends.ranges import bounds_s, outside, spreads
 from planner.backends.runs import run_of
@@ -56,7 +56,7 @@ def estimate(setup: Setup) -> Estimate:
     layers = priced(run, stack)
     if recompute is None:
         recompute = "none"
-        if not fits(run, stages_of(layers, "none"), stack):
+        if not fits(layers, stages_of(layers, "none")):
             recompute = "full"
         assumptions.append(f"recompute {recompute}")
     stages = stages_of(layers, recompute)
@@ -73,7 +73,7 @@ def estimate(setup: Setup) -> Estimate:
         high_s=high_s,
         step_parts=parts,
         stages=stages,
-        fits=fits(run, stages, stack),
+        fits=fits(layers, stages),
         beyond=beyond,
         assumptions=tuple(assumptions),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.backends import work
@@ -12,11 +11,12 @@ from planner.cluster import EIGHT_BITS
 from planner.costs import memory
 from planner.costs.collectives import Levels, group_levels, levels
 from planner.costs.held import of_experts
+from planner.costs.lora import linears
 from planner.costs.memory import Sharing, States
 from planner.costs.rates import HOST_LINK_SHARE, Rates, rates
 from planner.costs.sharding import Links, Traffic, traffic
 from planner.layers.architecture import block_kinds, graph_of
-from planner.layers.arithmetic import local_parameters
+from planner.layers.arithmetic import largest_matrix, local_parameters
 from planner.model import Architecture
 from planner.plan import Axis, Job, Layout
 from planner.stack import Stack
@@ -32,6 +32,10 @@ class Parameters:
 
     dense: float
     routed: float
+    adapters: float = 0.0
+    """Beside them, and trained in their place."""
+    largest: float = 0.0
+    """Of one matrix among them."""
 
     @property
     def count(self) -> float:
@@ -40,7 +44,12 @@ class Parameters:
 
     def __add__(self, other: Parameters) -> Parameters:
         """Both layers' together."""
-        return Parameters(dense=self.dense + other.dense, routed=self.routed + other.routed)
+        return Parameters(
+            dense=self.dense + other.dense,
+            routed=self.routed + other.routed,
+            adapters=self.adapters + other.adapters,
+            largest=max(self.largest, other.largest),
+        )
 
 
 NOTHING = Parameters(dense=0.0, routed=0.0)
@@ -60,9 +69,24 @@ class Priced:
     works: dict[str, Work]
     local: dict[str, Parameters]
     stages: list[list[str]]
-    """Layer kinds [stage]."""
+    """Layer kinds [rank], those of all its stages together."""
     parameters: list[Parameters]
-    """[stage]"""
+    """[rank]"""
+
+    def stages_of(self, rank: int) -> dict[int, list[str]]:
+        """Return the layer kinds of each stage of a rank, as equal as can be."""
+        ranks, virtual, kinds = self.run.pipeline, self.run.virtual, self.stages[rank]
+        first, last = kinds[:1] == ["embedding"], kinds[-1:] == ["head"]
+        blocks, at = kinds[first : len(kinds) - last], 0
+        result = {}
+        for chunk in range(virtual):
+            size = (len(blocks) + chunk) // virtual
+            result[chunk * ranks + rank] = blocks[at : at + size]
+            at += size
+        result[rank] = kinds[:first] + result[rank]
+        end = (virtual - 1) * ranks + rank
+        result[end] = result[end] + kinds[len(kinds) - last :]
+        return result
 
 
 def priced(run: Run, stack: Stack) -> Priced:
@@ -81,9 +105,7 @@ def priced(run: Run, stack: Stack) -> Priced:
         works=_works(shape),
         local=local,
         stages=stages,
-        parameters=[
-            _stage_parameters(run, kinds, local, s, len(stages)) for s, kinds in enumerate(stages)
-        ],
+        parameters=[sum((local[kind] for kind in kinds), NOTHING) for kinds in stages],
     )
 
 
@@ -119,7 +141,14 @@ def by_kind(a: Architecture, run: Run, stack: Stack) -> dict[str, Parameters]:
             expert_tensor=run.expert_tensor,
             shared_whole=stack.experts.shared == "whole",
         )
-        result[layer.kind] = Parameters(dense=dense, routed=routed)
+        if layer.kind == "head" and a.tied_embeddings and run.pipeline > 1:
+            dense += a.vocab_size * a.hidden_size / run.tensor
+        result[layer.kind] = Parameters(
+            dense=dense,
+            routed=routed,
+            adapters=_adapters(a, run, stack, layer.kind) if is_frozen(run) else 0.0,
+            largest=largest_matrix(graph, layer, tensor=run.tensor),
+        )
     return result
 
 
@@ -152,7 +181,7 @@ def group(run: Run, axes: tuple[Axis, ...]) -> Levels:
 
 def _moving(run: Run, sharing: Sharing, parameters: Parameters, used: Rates) -> Traffic:
     """Return the traffic of a layer's states."""
-    frozen = run.task in ("lora", "qlora")
+    frozen = is_frozen(run)
     links = Links(
         shard=group(run, ("data_shard", "context")),
         replicate=group(run, ("data_replicate",)),
@@ -172,18 +201,46 @@ def _moving(run: Run, sharing: Sharing, parameters: Parameters, used: Rates) -> 
 
 def optimized(run: Run, sharing: Sharing, parameters: Parameters) -> float:
     """Return the parameters of a stage that a rank's optimizer updates."""
-    if run.task in ("lora", "qlora"):
-        return 0.0
+    if is_frozen(run):
+        return parameters.adapters / (sharing.shard if sharing.sharded else 1)
     apart = of_experts(sharing, run.tensor, run.expert, run.expert_tensor)
     held = parameters.dense / (sharing.shard if sharing.sharded else 1)
     return held + parameters.routed / (apart.shard if apart.sharded else 1)
 
 
-def states_of(run: Run, sharing: Sharing, parameters: Parameters) -> States:
-    """Return what a stage's parameters take on a rank."""
-    of_one = memory.frozen_states if run.task in ("lora", "qlora") else memory.states
+def _adapters(a: Architecture, run: Run, stack: Stack, kind: str) -> float:
+    """Return the parameters of a layer's adapters on a rank."""
+    if kind in ("embedding", "head"):
+        return 0.0
+    every = stack.kernels.adapters == "all"
+    total = 0.0
+    for one in linears(a, experts=kind == "moe_block"):
+        if every or "attn" in one.path:
+            inputs = one.inputs / (run.tensor if one.rows else 1)
+            total += inputs + one.outputs / (1 if one.rows else run.tensor)
+    return stack.kernels.adapter_rank * total
+
+
+def states_of(run: Run, stack: Stack, sharing: Sharing, kind: str, own: Parameters) -> States:
+    """Return what a layer's parameters take on a rank."""
     apart = of_experts(sharing, run.tensor, run.expert, run.expert_tensor)
-    return of_one(parameters.dense, sharing) + of_one(parameters.routed, apart)
+    end = kind in ("embedding", "head")
+    if not is_frozen(run):
+        held = memory.states(own.dense, sharing) + memory.states(own.routed, apart)
+    else:
+        if end and run.quantised:  # 4 bits are of the blocks' products
+            types = memory.state_types(stack, run.precision, zero=sharing.zero)
+            sharing = replace(sharing, types=types)
+        held = memory.frozen_states(own.dense, sharing) + memory.frozen_states(own.routed, apart)
+        held += memory.states(own.adapters, sharing)
+    if end and stack.sharding.ends == "root":
+        return memory.in_root_unit(held, own.dense, sharing)
+    return held
+
+
+def is_frozen(run: Run) -> bool:
+    """Whether only adapters are trained."""
+    return run.task in ("lora", "qlora")
 
 
 def _shape(run: Run, stack: Stack) -> Shape:
@@ -196,7 +253,7 @@ def _shape(run: Run, stack: Stack) -> Shape:
 
 
 def _layers(run: Run, stack: Stack) -> list[list[str]]:
-    """Return the layer kinds of each stage, all chunks together."""
+    """Return the layer kinds of each rank, all chunks together."""
     kinds = list(block_kinds(run.architecture))
     p, count = run.pipeline, len(kinds)
     if stack.pipeline.stages != "by_products":
@@ -219,15 +276,3 @@ def _works(shape: Shape) -> dict[str, Work]:
     for kind in set(block_kinds(a)):
         result[kind] = block(shape, moe=kind == "moe_block")
     return result
-
-
-def _stage_parameters(
-    run: Run, kinds: Sequence[str], local: dict[str, Parameters], stage: int, stages: int
-) -> Parameters:
-    total = NOTHING
-    for kind in kinds:
-        total += local[kind]
-    a = run.architecture
-    if a.tied_embeddings and stages > 1 and stage == stages - 1:
-        total += Parameters(dense=a.vocab_size * a.hidden_size / run.tensor, routed=0.0)
-    return total

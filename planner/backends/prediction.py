@@ -70,11 +70,7 @@ def setup_prediction(setup: Setup, layout: str) -> Prediction:
                 backward_s=backward_s,
                 peak_memory_bytes=stage.device_bytes,
                 memory_capacity_bytes=float(accelerator.memory_bytes),
-                memory_parts={
-                    **stage.memory_parts,
-                    "slack": stage.reserved_bytes - stage.allocated_bytes,
-                    "context": stage.device_bytes - stage.reserved_bytes,
-                },
+                memory_parts=stage.memory_parts,
             )
             for stage, (forward_s, backward_s) in zip(result.stages, seconds, strict=True)
         ),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.backends.footprint import kept_bytes
+from planner.backends.held_bytes import kept_bytes
 from planner.backends.placed import Priced, group, optimized
 from planner.backends.runs import Run
 from planner.backends.work import Shape

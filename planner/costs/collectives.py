@@ -90,7 +90,8 @@ def group_steps(layout: Layout, axes: Sequence[Axis]) -> tuple[tuple[int, int], 
 def same_experts_steps(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Return (ranks, stride) of the ranks within a replica that hold the same experts.
 
-    Experts take neighbours of the tensor, context and data_shard axes together.  Axes that lie side
+    Experts, and the tensor ranks that divide each, take neighbours of the tensor, context and
+    data_shard axes together.  Axes that lie side
     by side count as one; of others a rank's experts take what divides each, innermost first.
 
     >>> same_experts_steps(Layout(tensor=2, data_shard=8, zero=1, expert=4))
@@ -102,7 +103,7 @@ def same_experts_steps(layout: Layout) -> tuple[tuple[int, int], ...]:
             joined[-1] = (joined[-1][0] * ranks, joined[-1][1])
         else:
             joined.append((ranks, stride))
-    steps, left = [], layout.expert
+    steps, left = [], layout.expert * layout.expert_tensor
     for ranks, stride in joined:
         taken = math.gcd(ranks, left)
         left //= taken

@@ -66,7 +66,7 @@ class HeldStates:
 
     def held(self, layer: Layer, layout: Layout, sharing: Sharing) -> Held:
         """Return what a rank holds of a layer; routed experts divide over other ranks."""
-        key = (layer.kind, layout.tensor, layout.expert, sharing)
+        key = (layer.kind, layout.tensor, layout.expert, layout.expert_tensor, sharing)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._count_held(layer, layout, sharing)
@@ -78,6 +78,7 @@ class HeldStates:
             layer,
             tensor=layout.tensor,
             expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
             shared_whole=self._stack.experts.shared == "whole",
         )
         if sharing.pipelined:
@@ -88,7 +89,7 @@ class HeldStates:
             )
             states = memory.frozen_states(dense, sharing)
             states += memory.frozen_states(
-                routed, of_experts(sharing, layout.tensor, layout.expert)
+                routed, of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
             )
             return Held(
                 parameters=dense + routed + trained,
@@ -116,7 +117,7 @@ class HeldStates:
         apart: Apart | None = None
         if routed:
             if layout.expert > 1:
-                sharing = of_experts(sharing, layout.tensor, layout.expert)
+                sharing = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
                 apart = Apart(parameters=routed, sharing=sharing)
             assert a is not None and a.experts is not None
             # Ranks that experts do not fill divide every expert's hidden dim.

@@ -295,6 +295,7 @@ def _sharing_key(layout: Layout) -> tuple[object, ...]:
         layout.tensor,
         layout.context,
         layout.expert,
+        layout.expert_tensor,
         layout.zero,
         layout.data_shard,
         layout.data_replicate,

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import Accelerator
 from planner.costs.boundaries import Boundaries
 from planner.costs.held import HeldStates
 from planner.costs.layer_figures import KindFigures, LayerFigures
@@ -47,7 +46,6 @@ from planner.native import caveat, refusal
 from planner.plan import Activations, Layout
 from planner.prediction import Assumption
 from planner.request import Request
-from planner.tolerances import SETTLED
 
 __all__ = [
     "CostTables",
@@ -56,25 +54,6 @@ __all__ = [
     "StrategyParts",
     "refusal",
 ]
-
-
-KEPT_FREE = 0.04
-"""Of an accelerator's memory: the difference between the mean of the runs that the stack's
-`memory.reserved` comes from (1.048) and their worst (1.09)."""
-
-
-def room_bytes(device: Accelerator, memory_bytes: float | None = None) -> float:
-    """Return how many bytes a plan may fill on a device: of all its memory, or of so much.
-
-    The search and `planner.predict` both ask this function what fits.
-    """
-    whole = float(device.memory_bytes) if memory_bytes is None else memory_bytes
-    return whole if device.kind == "cpu" else whole * (1 - KEPT_FREE)
-
-
-def has_room(device: Accelerator, peak_bytes: float) -> bool:
-    """Whether a device holds a rank's peak, up to the rounding of its sum."""
-    return peak_bytes <= room_bytes(device) * (1 + SETTLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +68,10 @@ class LayoutCosts:
     """Per rank: device context, collective library."""
     slack: float
     """Reserved over allocated bytes."""
+    tight: float
+    """The same where memory is short (planner.costs.rank_memory.room_bytes)."""
+    keeps_sent: bool
+    """Activations sent to the next stage stay until their backward."""
     step_s: float
     """Seconds of a step that no layer causes."""
     parts: dict[str, tuple[StrategyParts, ...]]
@@ -146,9 +129,11 @@ class CostTables:
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
         self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
-        self._slack = 1.0
+        self._slack = self._tight = 1.0
         if not self._rates.on_cpu:
-            self._slack = self._rates.slack or self._rates.stack.memory.reserved
+            rule = self._rates.stack.memory
+            self._slack = self._rates.slack or rule.reserved
+            self._tight = self._slack * rule.tight / rule.reserved
         self._step_s = self._rates.step_s
 
     def of(self, layout: Layout) -> LayoutCosts:
@@ -177,6 +162,8 @@ class CostTables:
             boundary_s=shared.transfer_s + shared.action_s,
             fixed_bytes=shared.context_bytes,
             slack=self._slack,
+            tight=self._tight,
+            keeps_sent=self._rates.stack.pipeline.keeps_sent,
             step_s=self._step_s,
             parts=shared.parts,
             transfer_s=shared.transfer_s,
@@ -231,7 +218,12 @@ class CostTables:
 
     def states(self, layout: Layout) -> tuple[States, ...]:
         """[kind] What a rank holds of one layer's parameters, gradients and optimizer."""
-        key = (layout.tensor, layout.expert, sharing := self._holding.sharing(layout))
+        key = (
+            layout.tensor,
+            layout.expert,
+            layout.expert_tensor,
+            sharing := self._holding.sharing(layout),
+        )
         found = self._known_states.get(key)
         if found is None:
             held = (self._holding.held(layer, layout, sharing) for layer in self._layers.values())

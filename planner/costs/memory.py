@@ -218,12 +218,15 @@ class States:
     """Of moments on the host, the largest that come to the device together."""
     after_loss_bytes: float = 0.0
     """Of backward_transient_bytes, what comes when a loss's own working memory is gone."""
+    gradient_buffers_bytes: float = 0.0
+    """Of gradients, what is there from the start, whatever has been made of it."""
 
     @property
     def resident_bytes(self) -> float:
         """What stays for the whole step."""
         whole = self.parameters_bytes + self.gathered_bytes
-        return whole + self.gradients_bytes + self.optimizer_bytes
+        gradients = self.gradients_bytes + self.gradient_buffers_bytes
+        return whole + gradients + self.optimizer_bytes
 
     def __add__(self, other: States) -> States:
         """Both together, as one unit."""
@@ -237,6 +240,7 @@ class States:
             host_bytes=self.host_bytes + other.host_bytes,
             bucket_bytes=max(self.bucket_bytes, other.bucket_bytes),
             after_loss_bytes=self.after_loss_bytes + other.after_loss_bytes,
+            gradient_buffers_bytes=self.gradient_buffers_bytes + other.gradient_buffers_bytes,
         )
 
 
@@ -336,7 +340,8 @@ def states(
 def _buffers(n: float, sharing: Sharing) -> States:
     """Return what a layer holds in buffers; with the optimizer on the host masters are there too.
 
-    From ZeRO-2 on so are gradients, as they are reduced (Ren et al., 2021, ZeRO-Offload).
+    From ZeRO-2 on so are gradients, as they are reduced (Ren et al., 2021, ZeRO-Offload).  Under
+    ZeRO-3 its copy and the next one's are there while it works, and the reduction's input.
     """
     types, zero = sharing.types, sharing.zero
     d = sharing.shard if sharing.sharded else 1
@@ -358,14 +363,17 @@ def _buffers(n: float, sharing: Sharing) -> States:
                 on_host, gradients = on_host + gradients, 0.0
         case _:
             assert_never(sharing.offload)
+    gathered = 2 * types.working * n if sharing.gathers_again else 0.0
+    reduced = sharing.wire_bytes * n if sharing.gathers_again else 0.0
     return States(
         parameters_bytes=sharing.versions * parameters,
         gathered_bytes=0.0,
-        gradients_bytes=gradients,
+        gradients_bytes=0.0,
         optimizer_bytes=optimizer,
-        forward_transient_bytes=0.0,
-        backward_transient_bytes=0.0,
+        forward_transient_bytes=gathered,
+        backward_transient_bytes=gathered + reduced,
         host_bytes=on_host,
+        gradient_buffers_bytes=gradients,
     )
 
 
@@ -383,6 +391,22 @@ def in_root(held: States, shared: float, sharing: Sharing) -> States:
         parameters_bytes=held.parameters_bytes + copy,
         gradients_bytes=held.gradients_bytes + copy,
         forward_transient_bytes=held.forward_transient_bytes - 2 * copy,
+        backward_transient_bytes=held.backward_transient_bytes - 2 * copy,
+    )
+
+
+def in_root_unit(held: States, parameters: float, sharing: Sharing) -> States:
+    """Return what a layer holds under ZeRO-3 as a part of the root unit: its copy stays gathered.
+
+    `parameters` counts bytes of the copy by element, whether trained or not.
+    """
+    if not sharing.gathers_again:
+        return held
+    copy = sharing.types.working * parameters
+    return replace(
+        held,
+        parameters_bytes=held.parameters_bytes + copy,
+        forward_transient_bytes=0.0,
         backward_transient_bytes=held.backward_transient_bytes - 2 * copy,
     )
 

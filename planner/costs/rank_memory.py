@@ -14,17 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from planner.costs.layout_costs import LayoutCosts, counted_by_rank
+from planner.costs.layout_costs import counted_by_rank
 from planner.costs.memory import BUCKETS
 from planner.costs.strategy import StrategyParts
 from planner.fullest import Moments, moments
 from planner.plan import Layout
 from planner.schedule import Order
 from planner.schedules import Shape
+from planner.tolerances import SETTLED
 
 
 class LayerBytes(NamedTuple):
@@ -40,6 +41,9 @@ class LayerBytes(NamedTuple):
     parameters: float
     gathered: float
     gradients: float
+    """Made by its backward."""
+    gradient_buffers: float
+    """There from the start."""
     optimizer: float
     host: float
     bucket: float
@@ -59,6 +63,7 @@ def layer_bytes(part: StrategyParts) -> LayerBytes:
         parameters=states.parameters_bytes,
         gathered=states.gathered_bytes,
         gradients=states.gradients_bytes,
+        gradient_buffers=states.gradient_buffers_bytes,
         optimizer=states.optimizer_bytes,
         host=states.host_bytes,
         bucket=states.bucket_bytes,
@@ -79,15 +84,61 @@ class Passing:
     """Of what is sent, what this stage made; the rest it received and passes on as it is."""
     sent_bytes: float
 
-    @property
-    def held_bytes(self) -> float:
-        """What a micro-batch in flight holds; a tensor that is passed on counts once."""
-        return self.received_bytes + self.made_bytes
+    def kept_bytes(self, *, sent: bool) -> float:
+        """What a micro-batch in flight holds, of what is sent too if `sent` is kept.
+
+        A tensor that is passed on counts once.
+        """
+        return self.received_bytes + (self.made_bytes if sent else 0.0)
 
     @property
     def widest_bytes(self) -> float:
         """What is under way at once at the end where more crosses."""
         return max(self.received_bytes, self.sent_bytes)
+
+
+class RankCosts(Protocol):
+    """What a rank's bytes depend on beside its layers: part of `LayoutCosts`."""
+
+    @property
+    def boundary_bytes(self) -> float:
+        """Activation that crosses a stage boundary."""
+
+    @property
+    def keeps_sent(self) -> bool:
+        """Whether sent activations stay until their backward."""
+
+    @property
+    def context_bytes(self) -> float:
+        """Of the process."""
+
+    @property
+    def slack(self) -> float:
+        """Reserved over allocated bytes."""
+
+    @property
+    def tight(self) -> float:
+        """The same where memory is short."""
+
+
+def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
+    """Return how many bytes tensors may take of so much device memory.
+
+        (memory - context) / tight
+
+    Without an allocator that says otherwise, the search and `planner.predict` both ask this
+    function what fits.
+    """
+    return (memory_bytes - costs.context_bytes) / costs.tight
+
+
+def has_room(memory_bytes: float, peak_bytes: float, costs: RankCosts) -> bool:
+    """Whether so much device memory holds a rank's peak, up to the rounding of its sum.
+
+    The peak is that of `rank_memory_parts`, with context and allocator.
+    """
+    tensors = (peak_bytes - costs.context_bytes) / costs.slack
+    return tensors <= room_bytes(memory_bytes, costs) * (1 + SETTLED)
 
 
 def widest(passings: Sequence[Passing]) -> Passing | None:
@@ -96,7 +147,7 @@ def widest(passings: Sequence[Passing]) -> Passing | None:
 
 
 def rank_memory_parts(
-    costs: LayoutCosts,
+    costs: RankCosts,
     layout: Layout,
     stages: Mapping[int, Layers],
     *,
@@ -117,7 +168,7 @@ def rank_memory_parts(
 
 
 def dynamic_parts(
-    costs: LayoutCosts,
+    costs: RankCosts,
     layout: Layout,
     stages: Mapping[int, Layers],
     *,
@@ -127,34 +178,37 @@ def dynamic_parts(
     """Return the same without what the process and its allocator take."""
     if counted_by_rank(layout):
         boundary_bytes = costs.boundary_bytes if passing is None else passing.widest_bytes
-        return _of_several(layout, stages, rank, boundary_bytes)
+        return _of_several(
+            layout, stages, rank, boundary_bytes=boundary_bytes, keeps_sent=costs.keeps_sent
+        )
     ((stage, layers),) = stages.items()
     return _of_one(costs, layout, layers, stage, passing)
 
 
 def _of_one(
-    costs: LayoutCosts, layout: Layout, layers: Layers, stage: int, passing: Passing | None
+    costs: RankCosts, layout: Layout, layers: Layers, stage: int, passing: Passing | None
 ) -> dict[str, float]:
     """Return the peak of a rank of one stage with whole backwards.
 
-    Every micro-batch in flight also keeps the tensors that the pipeline received and sent (one that
-    the first layer stores counts once); one more is received ahead, and a gradient is on its way.
+    Every micro-batch in flight also keeps the tensors that the pipeline received and, of stacks
+    that keep them, sent (one that the first layer stores counts once); one more is received ahead,
+    and a gradient is on its way.
     """
     alive = in_flight_at_most(layout, stage)
     first, last = stage == 0, stage == layout.stages - 1
     buffers = 0.0
     if passing is not None:
-        buffers = passing.held_bytes * alive + passing.widest_bytes * 2
+        buffers = passing.kept_bytes(sent=costs.keeps_sent) * alive + passing.widest_bytes * 2
     elif not (first and last):
-        received = 0 if first or layers[0].stores_input else 1
-        sent = 0 if last else 1
+        received = 0 if first or not layers or layers[0].stores_input else 1
+        sent = 0 if last else int(costs.keeps_sent)
         buffers = ((received + sent) * alive + 2) * costs.boundary_bytes
     replacing = alive == layout.micro_batches
     peaks = _moments(layers, alive, replacing=replacing)
     gathered, gradients, activations, transient = max(peaks, key=sum)
     return {
         "parameters": sum(layer.parameters for layer in layers) + gathered,
-        "gradients": gradients,
+        "gradients": gradients + sum(layer.gradient_buffers for layer in layers),
         "optimizer": sum(layer.optimizer for layer in layers),
         "activations": activations,
         "transient": transient,
@@ -212,12 +266,23 @@ class _Held:
 
 
 def _of_several(
-    layout: Layout, stages: Mapping[int, Layers], rank: int, boundary_bytes: float
+    layout: Layout,
+    stages: Mapping[int, Layers],
+    rank: int,
+    *,
+    boundary_bytes: float,
+    keeps_sent: bool,
 ) -> dict[str, float]:
     """Return the peak of a rank of several stages, or of split backwards."""
     last_stage = layout.stages - 1
     held = [
-        _held(layers, boundary_bytes, first=stage == 0, last=stage == last_stage)
+        _held(
+            layers,
+            boundary_bytes,
+            first=stage == 0,
+            last=stage == last_stage,
+            keeps_sent=keeps_sent,
+        )
         for stage, layers in sorted(stages.items())
     ]
     every = [layer for layers in stages.values() for layer in layers]
@@ -233,7 +298,7 @@ def _of_several(
     )
     return {
         "parameters": sum(layer.parameters + layer.gathered for layer in every),
-        "gradients": sum(layer.gradients for layer in every),
+        "gradients": sum(layer.gradients + layer.gradient_buffers for layer in every),
         "optimizer": sum(layer.optimizer for layer in every),
         "activations": activations,
         "transient": transient,
@@ -254,7 +319,9 @@ def _at_most(found: Moments, held: Sequence[_Held]) -> tuple[float, float, float
     return float(activations[most]), float(acting[most, 1]), float(buffers[most])
 
 
-def _held(layers: Layers, boundary_bytes: float, *, first: bool, last: bool) -> _Held:
+def _held(
+    layers: Layers, boundary_bytes: float, *, first: bool, last: bool, keeps_sent: bool
+) -> _Held:
     so_far, behind = 0.0, sum(layer.kept for layer in layers)
     kept = behind
     forward = backward = input_backward = (0.0, 0.0)
@@ -266,8 +333,8 @@ def _held(layers: Layers, boundary_bytes: float, *, first: bool, last: bool) -> 
         # At its end the layer itself has left its part for W too.
         input_backward = max(input_backward, (so_far + behind, working), key=sum)
         behind -= layer.kept
-    received = 0 if first or layers[0].stores_input else 1
-    sent = 0 if last else 1
+    received = 0 if first or not layers or layers[0].stores_input else 1
+    sent = 0 if last else int(keeps_sent)
     return _Held(
         stored=so_far,
         kept=kept,
@@ -283,7 +350,7 @@ def moving_beside(layers: Layers) -> list[float]:
 
     Only offloaded layers leave or fetch anything while another one runs.
     """
-    before = [0.0, *(layer.moving for layer in layers[:-1])]
+    before = [0.0, *(layer.moving for layer in layers)][: len(layers)]
     return [size if layer.offloaded else 0.0 for layer, size in zip(layers, before, strict=True)]
 
 
@@ -305,5 +372,5 @@ def host_bytes(stages: Mapping[int, Sequence[StrategyParts]], order: Order) -> f
 
 def streamed_bytes(layers: Layers) -> float:
     """Return the most bytes of moments from the host that the optimizer's step has at a time."""
-    bucket = max(layer.bucket for layer in layers)
+    bucket = max((layer.bucket for layer in layers), default=0.0)
     return min(BUCKETS * bucket, sum(layer.host for layer in layers))

@@ -224,7 +224,8 @@ def holds(
     late, early = states.gathered_bytes, states.gradients_bytes
     at_once = late + early
     late, early = (at_once, 0.0) if first else (either(once, at_once, late), either(once, 0, early))
-    resident = states.parameters_bytes + states.optimizer_bytes + early + larger(0.0, late - stored)
+    held = states.parameters_bytes + states.optimizer_bytes + states.gradient_buffers_bytes
+    resident = held + early + larger(0.0, late - stored)
     return stored, resident, transient_bytes + passing
 
 
@@ -237,7 +238,7 @@ def least_resident(states: States, *, whole: bool, forwards_first: bool, once: b
     """
     if whole:
         return states.resident_bytes
-    held = states.parameters_bytes + states.optimizer_bytes
+    held = states.parameters_bytes + states.optimizer_bytes + states.gradient_buffers_bytes
     late = states.gradients_bytes + (states.gathered_bytes if forwards_first else 0.0)
     return held + either(once, 0.0, late)
 

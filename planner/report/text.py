@@ -9,7 +9,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.costs.layout_costs import KEPT_FREE
 from planner.costs.uncertainty import own_miss
 from planner.native import CAVEAT_SOURCE
 from planner.plan import PlacedLayer, Plan
@@ -111,7 +110,7 @@ def prediction_lines(prediction: Prediction) -> list[RenderableType]:
     where = f"memory: stage {prediction.stages.index(fullest)}: "
     lines.append(where + _shares(fullest.memory_parts, bytes_text))
     if not prediction.fits:
-        kept = f"{100 * KEPT_FREE:.0f} % of an accelerator's is kept free for its allocator"
+        kept = "counted with what its allocator adds where memory is short"
         lines.append(Text(f"does not fit in memory ({kept})", style="bold red"))
     if prediction.notes:
         lines.append(Text(f"note:   {'; '.join(prediction.notes)}"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from planner.costs.layout_costs import KEPT_FREE
 from planner.plan import Layout
 from planner.prediction import Certificate, Loser, PlanProof
 from planner.schedules import SCHEDULES
@@ -145,7 +144,7 @@ def closed_form_text(bytes_of: str) -> str:
     return (
         "T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s over pipeline "
         f"ranks r on m micro-batches; steady = {', '.join(coefficients)}; {bytes_of}; "
-        f"{100 * KEPT_FREE:.0f} % of an accelerator kept free"
+        "memory less the process's own, over the stack's memory.tight, is for tensors"
     )
 
 

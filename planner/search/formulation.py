@@ -21,7 +21,8 @@ from dataclasses import replace
 
 from planner.cluster import ClusterSpec
 from planner.costs.hosts import hosts
-from planner.costs.layout_costs import LayoutCosts, counted_by_rank, room_bytes
+from planner.costs.layout_costs import LayoutCosts, counted_by_rank
+from planner.costs.rank_memory import room_bytes
 from planner.costs.recomputes import Recomputes
 from planner.model import ModelGraph
 from planner.pipeline_model import pace
@@ -53,8 +54,7 @@ SHORTEST_TIMEOUT_S = 120.0
 
 def capacity_bytes(cluster: ClusterSpec, costs: LayoutCosts, memory_bytes: float) -> float:
     """Return what a rank has for its stage, its layers' share of so much device memory."""
-    device = cluster.groups[0].accelerator
-    return (room_bytes(device, memory_bytes) - costs.fixed_bytes) / costs.slack
+    return room_bytes(memory_bytes, costs)
 
 
 def instance_of(

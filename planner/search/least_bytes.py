@@ -145,7 +145,9 @@ class LeastBytes:
         layout = self._layout
         own = self._own_stages(rank)
         passed = [
-            (stage > 0 and not self._stores_input) + (stage < layout.stages - 1) for stage in own
+            (stage > 0 and not self._stores_input)
+            + (stage < layout.stages - 1) * self._costs.keeps_sent
+            for stage in own
         ]
         alive, _ = self.counts(rank)
         held = float(alive @ np.array(passed, dtype=float))
@@ -204,7 +206,8 @@ class LeastBytes:
         if layout.pipeline > 1 and self._narrowest_bytes is not None:
             buffers, each_bytes = alive + 2, self._narrowest_bytes
         elif layout.pipeline > 1:
-            passed = (rank > 0 and not self._stores_input) + (rank < layout.pipeline - 1)
+            passed = int(rank > 0 and not self._stores_input)
+            passed += (rank < layout.pipeline - 1) * self._costs.keeps_sent
             buffers = passed * alive + 2
         # Where all forwards come first, whole gradients never lie beside all micro-batches.
         alive -= alive == layout.micro_batches > 1

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 from planner.backends.prediction import setup_prediction
 from planner.catalog import stacks
-from planner.costs.layout_costs import room_bytes
 from planner.errors import DocumentError, NoPlanFits
 from planner.plan import Layout, Offload
 from planner.prediction import Prediction
@@ -66,7 +65,6 @@ def tuned(request: Request, *, quantised: bool) -> Prediction:
     best: Prediction | None = None
     leanest: Prediction | None = None
     lacks: list[tuple[float, str]] = []
-    room = room_bytes(cluster.groups[0].accelerator)
     for setup in _setups(request, quantised=quantised):
         found = setup_prediction(setup, _words(setup))
         if setup.layout.offload == "parameters":
@@ -75,8 +73,7 @@ def tuned(request: Request, *, quantised: bool) -> Prediction:
                 lacks.append(short)
                 continue
             found = _with_host(found, _host_share_bytes(setup))
-        fits = found.fits and _peak(found) <= room
-        if fits and (best is None or found.step_time_s < best.step_time_s):
+        if found.fits and (best is None or found.step_time_s < best.step_time_s):
             best = found
         if leanest is None or _peak(found) < _peak(leanest):
             leanest = found
@@ -87,8 +84,8 @@ def tuned(request: Request, *, quantised: bool) -> Prediction:
             f"no layout divides a global batch of {job.global_batch} over {cluster.devices} devices"
         )
     raise NoPlanFits(
-        f"the leanest layout, {leanest.layout}, needs {bytes_text(_peak(leanest))} of "
-        f"{bytes_text(room)} to be filled on each device"
+        f"the leanest layout, {leanest.layout}, needs {bytes_text(_peak(leanest))} and "
+        f"each device has {bytes_text(cluster.groups[0].accelerator.memory_bytes)}"
         + (f"; with weights on the host, {min(lacks)[1]}" if lacks else "")
     )
 

@@ -339,7 +339,13 @@ class Rooms:
         found = self._ranks.get(key)
         if found is None:
             found = self._ranks[key] = tuple(
-                _ranks(self._kinds, family.degrees.pipeline, family.micro_batches, timetable)
+                _ranks(
+                    self._kinds,
+                    family.degrees.pipeline,
+                    family.micro_batches,
+                    timetable,
+                    keeps_sent=self._tables.rates.stack.pipeline.keeps_sent,
+                )
                 for timetable in family.timetables
             )
         return found
@@ -479,7 +485,14 @@ def _layout(unit: Unit) -> Layout:
     return unit.family.layout(unit.leanest, Timetable())
 
 
-def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Timetable) -> _Ranks:
+def _ranks(
+    kinds: tuple[str, ...],
+    ranks: int,
+    micro_batches: int,
+    timetable: Timetable,
+    *,
+    keeps_sent: bool,
+) -> _Ranks:
     """Return how ranks are laden, as in planner.search.least_bytes."""
     name, virtual = timetable
     layout = Layout(
@@ -492,13 +505,15 @@ def _ranks(kinds: tuple[str, ...], ranks: int, micro_batches: int, timetable: Ti
     if not counted_by_rank(layout):
         alive = np.array([[float(in_flight_at_most(layout, rank)) for rank in range(ranks)]])
         waiting = np.zeros((1, ranks))
-        buffers = np.where(at < ranks - 1, alive[0], 0.0) + 2.0 if ranks > 1 else bare
+        sent = np.where(at < ranks - 1, alive[0], 0.0) * keeps_sent
+        buffers = sent + 2.0 if ranks > 1 else bare
         alive = alive - ((alive == micro_batches) & (alive > 1))
     else:
         shape = {"ranks": ranks, "micro_batches": micro_batches, "virtual_stages": virtual}
         most = fullest(name, **shape)
         alive, waiting = most.holding, most.waiting
-        buffers = alive.sum(axis=0) - last * alive[-1] + 2.0 * virtual
+        sent = (alive.sum(axis=0) - last * alive[-1]) * keeps_sent
+        buffers = sent + 2.0 * virtual
         acting = last * (most.place == virtual - 1)
         shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
         if shares is not None:

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.crossings import narrowest_bytes
-from planner.costs.layout_costs import LayoutCosts, counted_by_rank, refusal, room_bytes
-from planner.costs.rank_memory import in_flight_at_most
+from planner.costs.layout_costs import LayoutCosts, counted_by_rank, refusal
+from planner.costs.rank_memory import in_flight_at_most, room_bytes
 from planner.costs.seats import Seats
 from planner.costs.strategy import least_resident
 from planner.errors import DocumentError
@@ -269,7 +269,7 @@ class MixedSpace(GroupSpace):
         kind = list(each[0].parts)[int(np.argmax(self._counts))]
         most = np.zeros(layout.pipeline)
         for group, costs in zip(self.cluster.groups, each, strict=True):
-            room = (room_bytes(group.accelerator) - costs.fixed_bytes) / costs.slack
+            room = room_bytes(group.accelerator.memory_bytes, costs)
             free = max(0.0, room * (1 + ROUNDING))
             for part in costs.parts[kind]:
                 resident = least_resident(

@@ -12,8 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from planner.costs.crossings import in_order
-from planner.costs.layout_costs import room_bytes
-from planner.costs.rank_memory import dynamic_parts, layer_bytes, widest
+from planner.costs.rank_memory import dynamic_parts, layer_bytes, room_bytes, widest
 from planner.costs.seats import alike, branching
 from planner.costs.strategy import StrategyCost, StrategyParts
 from planner.model import ModelGraph
@@ -168,7 +167,7 @@ class RoundSpace(AlikeSpace):
             for part in own
         )
         each_bytes = [
-            ((stage > 0 and not stores_input) + (stage < last)) * boundary_bytes
+            ((stage > 0 and not stores_input) + (stage < last) * costs.keeps_sent) * boundary_bytes
             for stage in range(layout.stages)
         ]
 
@@ -189,7 +188,7 @@ class RoundSpace(AlikeSpace):
             kinds=tuple(kinds),
             home=home,
             moments=moments(layout.schedule, ranks, layout.micro_batches),
-            capacity_bytes=(room_bytes(device) - costs.fixed_bytes) / costs.slack,
+            capacity_bytes=room_bytes(device.memory_bytes, costs),
             fixed_bytes=(4 * boundary_bytes + working,) * ranks,
             passed_bytes=tuple(
                 (each_bytes[front], each_bytes[behind])

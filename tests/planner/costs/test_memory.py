@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import native, stacks
-from planner.costs.memory import Sharing, frozen_states, padded, state_types, states
+from planner.costs.memory import (
+    Sharing,
+    frozen_states,
+    in_root_unit,
+    padded,
+    state_types,
+    states,
+)
 
 N = 1000.0
 FULL, HALF = state_types(native(), "fp32"), state_types(native(), "bf16")
@@ -17,7 +24,8 @@ EIGHT = replace(MIXED, shard=8, data=8, accumulated=True)
 def per_parameter(sharing: Sharing) -> tuple[float, float, float]:
     found = states(N, sharing)
     parameters = found.parameters_bytes + found.gathered_bytes
-    return parameters / N, found.gradients_bytes / N, found.optimizer_bytes / N
+    gradients = found.gradients_bytes + found.gradient_buffers_bytes
+    return parameters / N, gradients / N, found.optimizer_bytes / N
 
 
 def test_one_fp32_device_holds_16_bytes_per_parameter() -> None:
@@ -144,3 +152,28 @@ def test_the_optimizer_of_buffers_goes_to_the_host_with_its_masters() -> None:
 
     assert (first.resident_bytes, first.host_bytes) == (6 * N, 12 * N / 8)
     assert (second.resident_bytes, second.host_bytes) == (2 * N, 16 * N / 8)
+
+
+def test_buffers_of_gradients_are_there_before_any_backward() -> None:
+    assert states(N, of("megatron", zero=1)).gradient_buffers_bytes == 4 * N
+    assert states(N, of("native", zero=1)).gradient_buffers_bytes == 0
+
+
+def test_buffers_gather_a_layer_and_the_next_one_and_reduce_from_a_copy() -> None:
+    three = states(N, of("deepspeed", zero=3))
+
+    assert three.forward_transient_bytes == 2 * 2 * N
+    assert three.backward_transient_bytes == (2 * 2 + 4) * N
+    assert states(N, of("deepspeed", zero=2)).backward_transient_bytes == 0
+
+
+def test_what_the_root_unit_holds_stays_gathered() -> None:
+    sharing = of("llm-foundry-fsdp", zero=3)
+    unit = states(N, sharing)
+
+    root = in_root_unit(unit, N, sharing)
+
+    assert root.resident_bytes == unit.resident_bytes + 2 * N
+    assert root.backward_transient_bytes == unit.backward_transient_bytes - 2 * 2 * N
+    whole = states(N, of("llm-foundry-fsdp", zero=0))
+    assert in_root_unit(whole, N, of("llm-foundry-fsdp", zero=0)) == whole

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from planner.costs import rank_memory
 from planner.costs.layout_costs import CostTables
 from planner.layers.operator_table import RECOMPUTES
-from planner.plan import Mesh
+from planner.plan import Layout, Mesh
 from planner.predict import placements_of, predict, stage_seconds
 from planner.request import Request
 from planner.schedule import orders
@@ -30,7 +32,13 @@ def test_one_stage_with_whole_backwards_peaks_as_a_stage_does(recompute: str, st
     }
 
     as_a_stage = rank_memory.dynamic_parts(costs, of.layout, layers, rank=stage)
-    at_its_fullest = rank_memory._of_several(of.layout, layers, stage, costs.boundary_bytes)
+    at_its_fullest = rank_memory._of_several(
+        of.layout,
+        layers,
+        stage,
+        boundary_bytes=costs.boundary_bytes,
+        keeps_sent=costs.keeps_sent,
+    )
 
     assert at_its_fullest == pytest.approx(as_a_stage)
 
@@ -55,3 +63,78 @@ def test_a_split_backward_takes_the_seconds_of_a_whole_one() -> None:
     predicted = predict(of, graph, cluster())
     rest = predicted.step_parts["optimizer"] + costs.step_s
     assert predicted.step_time_s == pytest.approx(run.makespan_s + rest)
+
+
+LAYER = rank_memory.LayerBytes(
+    stored=5.0,
+    kept=0.0,
+    forward=2.0,
+    backward=3.0,
+    moving=0.0,
+    parameters=7.0,
+    gathered=0.0,
+    gradients=4.0,
+    gradient_buffers=0.0,
+    optimizer=8.0,
+    host=0.0,
+    bucket=0.0,
+    offloaded=False,
+    stores_input=True,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    boundary_bytes: float = 1.0
+    keeps_sent: bool = False
+    context_bytes: float = 10.0
+    slack: float = 1.25
+    tight: float = 1.5
+
+
+def test_sent_activations_count_for_stacks_that_keep_them() -> None:
+    layout = Layout(pipeline=4, micro_batches=8)
+
+    without, with_them = (
+        rank_memory.rank_memory_parts(
+            Process(keeps_sent=keeps), layout, {1: [LAYER, LAYER]}, rank=1
+        )
+        for keeps in (False, True)
+    )
+
+    # Three micro-batches are in flight on the second of four ranks; one is received ahead.
+    assert without["pipeline buffers"] == 2
+    assert with_them["pipeline buffers"] == 2 + 3
+    assert with_them["activations"] == without["activations"] == 3 * 2 * 5
+
+
+def test_buffers_of_gradients_lie_beside_all_activations() -> None:
+    """What one backward makes comes as its activations go; a buffer is there before."""
+    alone = Layout()
+    buffered = LAYER._replace(gradients=0.0, gradient_buffers=4.0)
+
+    made = rank_memory.dynamic_parts(Process(), alone, {0: [LAYER, LAYER]}, rank=0)
+    there = rank_memory.dynamic_parts(Process(), alone, {0: [buffered, buffered]}, rank=0)
+
+    assert sum(there.values()) == 2 * (7 + 4 + 8) + 2 * 5 + 3
+    assert sum(made.values()) == 2 * (7 + 8) + 2 * 5 + 3
+
+
+def test_a_rank_without_layers_holds_what_its_process_does() -> None:
+    for layout in (Layout(pipeline=2, micro_batches=2), Layout(pipeline=2, micro_batches=2,
+                   virtual_stages=2, schedule="interleaved")):  # fmt: skip
+        held: list[rank_memory.LayerBytes] = []
+        stages = {1: held, 3: held} if layout.virtual_stages > 1 else {1: held}
+
+        parts = rank_memory.rank_memory_parts(Process(boundary_bytes=0), layout, stages, rank=1)
+
+        assert sum(parts.values()) == 10
+
+
+def test_tensors_have_the_room_that_the_allocator_leaves_where_memory_is_short() -> None:
+    process = Process()
+
+    assert rank_memory.room_bytes(100.0, process) == (100 - 10) / 1.5
+    # 60 bytes of tensors are 75 reserved and 85 in all; tight they take 90 and 100.
+    assert rank_memory.has_room(100.0, 10 + 60 * 1.25, process)
+    assert not rank_memory.has_room(99.9, 10 + 60 * 1.25, process)

@@ -22,7 +22,7 @@ def test_4_bits_fit_where_16_do_not() -> None:
     peak = quantised.stages[0].peak_memory_bytes
     # 13.0e9 weights at 0.53 bytes are 6.9 GB of it.
     assert 6.9e9 < peak <= four.groups[0].accelerator.memory_bytes
-    with pytest.raises(NoPlanFits, match=r"on each device.*host memory is not known"):
+    with pytest.raises(NoPlanFits, match=r"each device has.*host memory is not known"):
         tuned(Request(model, four, JOB), quantised=False)
 
 
@@ -46,5 +46,5 @@ def test_weights_in_8_bits_take_a_byte_each() -> None:
     )
     # All 69.0e9 weights on each device; in 16 bits they would take 138e9 of its 141e9 bytes.
     assert found.layout.startswith("tp=1 dp=8")
-    weights = found.stages[0].memory_parts["weights"]
+    weights = found.stages[0].memory_parts["parameters"]
     assert weights == pytest.approx(69.0e9, rel=0.01)
