@@ -27,12 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.boundaries import Boundaries
-from planner.costs.held import HeldStates
+from planner.costs.held import Held, HeldStates
 from planner.costs.layer_figures import KindFigures, LayerFigures
 from planner.costs.layer_parts import LayerParts, parts_key
-from planner.costs.memory import States
+from planner.costs.memory import Sharing, States
 from planner.costs.rates import Rates, assumptions, host_assumptions, rates
 from planner.costs.recomputes import Recomputes, choices_of
+from planner.costs.sharding import Traffic
 from planner.costs.strategy import (
     Holding,
     StrategyCost,
@@ -215,6 +216,14 @@ class CostTables:
     def end_kinds(self) -> tuple[str | None, str | None]:
         """Kinds of the first and last layer, each None if other layers have the same kind."""
         return self._holding.end_kinds
+
+    def sharing(self, layout: Layout) -> Sharing:
+        """Return among how many ranks a layout divides states."""
+        return self._holding.sharing(layout)
+
+    def moved(self, kind: str, layout: Layout) -> tuple[Held, Traffic, float]:
+        """Return what a rank holds of a kind, what its sharing takes, and a tied weight's sums."""
+        return self._parts.moved(kind, layout)
 
     def states(self, layout: Layout) -> tuple[States, ...]:
         """[kind] What a rank holds of one layer's parameters, gradients and optimizer."""
