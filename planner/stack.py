@@ -184,6 +184,12 @@ class TensorRule(Part):
     """The residual stream is sharded along the sequence, where a run does not say."""
     keeps_gathered: Flag = False
     """Products keep their gathered inputs for backward, not their own shard of them."""
+    second_gather: Amount = Field(default=0.5, le=1)
+    """Of gathering a product's input again for its weights' gradient, the share that is seen beside
+    the other product of its backward."""
+    copies: Flag = False
+    """Micro-batches of several samples are brought into the order of positions around each
+    collective; else the sequence is the first dimension of every activation."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of tensor-parallel collectives that hides behind the products around them."""
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.backends.placed import Priced, states_of
-from planner.backends.work import Work
+from planner.costs.layer_seconds import ENDS
 from planner.costs.rank_memory import LayerBytes, has_room, rank_memory_parts
 from planner.plan import Layout
+from planner.profile import Recompute
 from planner.schedules import PLAIN, looped
 from planner.stack import Stack
 
@@ -39,8 +40,8 @@ class Process:
 
 def process_of(priced: Priced) -> Process:
     """Return what a rank of a run holds beside its layers."""
-    run, stack, shape = priced.run, priced.stack, priced.shape
-    crossing = shape.element_bytes * shape.stream * run.architecture.hidden_size
+    run, stack = priced.run, priced.stack
+    crossing = priced.tables["head"].input_bytes
     communicators = stack.memory.communicator_bytes if run.devices > 1 else 0.0
     return Process(
         boundary_bytes=crossing if run.pipeline > 1 else 0.0,
@@ -54,7 +55,7 @@ def process_of(priced: Priced) -> Process:
 def stages_of(priced: Priced, recompute: str) -> tuple[StageEstimate, ...]:
     """[rank] Return what each rank needs with all its blocks recomputed alike."""
     process, layout = process_of(priced), _layout(priced)
-    held = {kind: _layer_bytes(priced, recompute, kind) for kind in priced.works}
+    held = {kind: _layer_bytes(priced, recompute, kind) for kind in priced.tables}
     result = []
     for rank in range(layout.pipeline):
         own = {
@@ -97,21 +98,20 @@ def _layout(priced: Priced) -> Layout:
 
 def _layer_bytes(priced: Priced, recompute: str, kind: str) -> LayerBytes:
     """Return what a layer holds."""
-    run, stack, work = priced.run, priced.stack, priced.works[kind]
+    run, stack, table = priced.run, priced.stack, priced.tables[kind]
     states = states_of(run, stack, priced.sharing, kind, priced.local[kind])
-    stored, again, moving = work.stored_bytes, 0.0, 0.0
-    working = work.working_bytes
-    if run.quantised and kind not in ("embedding", "head"):
-        working += priced.shape.element_bytes * priced.local[kind].largest
-    if kind not in ("embedding", "head"):
-        stored, again = kept_bytes(stack, recompute, work)
-        if "activations" in run.offload:
-            moving = stored * stack.offload.activations_share
+    stored = forward = backward = moving = 0.0
+    for share, choice in shares(stack, recompute, kind):
+        stored += share * table.stored_bytes(choice)
+        forward = max(forward, table.forward_transient_bytes(choice))
+        backward = max(backward, table.backward_transient_bytes(choice))
+    if kind not in ENDS and "activations" in run.offload:
+        moving = stored * stack.offload.activations_share
     return LayerBytes(
         stored=stored - moving,
         kept=0.0,
-        forward=working + states.forward_transient_bytes + moving,
-        backward=again + working + states.backward_transient_bytes + moving,
+        forward=forward + states.forward_transient_bytes + moving,
+        backward=backward + states.backward_transient_bytes + moving,
         moving=moving,
         parameters=states.parameters_bytes,
         gathered=states.gathered_bytes,
@@ -125,17 +125,15 @@ def _layer_bytes(priced: Priced, recompute: str, kind: str) -> LayerBytes:
     )
 
 
-def kept_bytes(stack: Stack, recompute: str, work: Work) -> tuple[float, float]:
-    """Return what a block keeps of a micro-batch, and what its recomputation brings back."""
-    if recompute == "full":
-        return work.input_bytes, work.stored_bytes
-    if recompute == "selective" and stack.recompute.selective == "operators":
-        return work.operators_bytes, work.stored_bytes
-    half = recompute == "partial" or (
+def shares(stack: Stack, recompute: str, kind: str) -> tuple[tuple[float, Recompute], ...]:
+    """Return what a layer kind recomputes, and of which share of its layers.
+
+    Embedding and head recompute nothing.
+    """
+    if kind in ENDS or recompute == "none":
+        return ((1.0, "none"),)
+    if recompute == "partial" or (
         recompute == "selective" and stack.recompute.selective == "blocks"
-    )
-    if half:
-        return (work.input_bytes + work.stored_bytes) / 2, work.stored_bytes
-    if recompute == "selective":
-        return work.stored_bytes - work.attention_bytes, work.attention_bytes
-    return work.stored_bytes, 0.0
+    ):
+        return (0.5, "none"), (0.5, "full")
+    return ((1.0, "full" if recompute == "full" else "selective"),)

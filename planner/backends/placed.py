@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.backends import work
 from planner.backends.runs import Run
-from planner.backends.work import Shape, Work, block, embedding, head
-from planner.cluster import EIGHT_BITS
+from planner.cluster import Collective
 from planner.costs import memory
-from planner.costs.collectives import Levels, group_levels, levels
+from planner.costs.collectives import Levels, collective_s, group_levels, levels
 from planner.costs.held import of_experts
 from planner.costs.lora import linears
 from planner.costs.memory import Sharing, States
 from planner.costs.rates import HOST_LINK_SHARE, Rates, rates
 from planner.costs.sharding import Links, Traffic, traffic
 from planner.layers.architecture import block_kinds, graph_of
-from planner.layers.arithmetic import largest_matrix, local_parameters
+from planner.layers.arithmetic import largest_matrix, local_parameters, table
+from planner.layers.kernels import kernels_of
+from planner.layers.operator_table import GroupAxis, Setting, Table
 from planner.model import Architecture
 from planner.plan import Axis, Job, Layout
 from planner.stack import Stack
@@ -61,12 +61,14 @@ class Priced:
 
     run: Run
     stack: Stack
-    shape: Shape
+    setting: Setting
     used: Rates
     sharing: Sharing
     moving: dict[str, Traffic]
     """By layer kind, of sharding its states."""
-    works: dict[str, Work]
+    tables: dict[str, Table]
+    groups: dict[GroupAxis, Levels]
+    """Of the collectives inside layers."""
     local: dict[str, Parameters]
     stages: list[list[str]]
     """Layer kinds [rank], those of all its stages together."""
@@ -91,18 +93,24 @@ class Priced:
 
 def priced(run: Run, stack: Stack) -> Priced:
     """Return a run's layers by the stack of its framework."""
-    shape = _shape(run, stack)
+    setting = setting_of(run, stack)
+    graph = graph_of(run.architecture, name="model")
     local = by_kind(run.architecture, run, stack)
     stages = _layers(run, stack)
     used, sharing = rates_of(run, stack), sharing_of(run, stack)
     return Priced(
         run=run,
         stack=stack,
-        shape=shape,
+        setting=setting,
         used=used,
         sharing=sharing,
         moving={kind: _moving(run, sharing, own, used) for kind, own in local.items()},
-        works=_works(shape),
+        tables={layer.kind: table(graph, layer, setting) for layer in graph.layers},
+        groups={
+            "tensor": group(run, ("tensor",)),
+            "context": group(run, ("context",)),
+            "expert": _expert_group(run),
+        },
         local=local,
         stages=stages,
         parameters=[sum((local[kind] for kind in kinds), NOTHING) for kinds in stages],
@@ -154,13 +162,12 @@ def by_kind(a: Architecture, run: Run, stack: Stack) -> dict[str, Parameters]:
 
 def rates_of(run: Run, stack: Stack) -> Rates:
     """Return how fast a run's cluster does what is not a layer's computation."""
-    narrow = run.precision in EIGHT_BITS
     job = Job(
         seq_len=run.seq_len,
         global_batch=run.global_batch,
-        precision="fp8" if narrow else run.precision,  # type: ignore[arg-type]
+        precision=run.precision,  # type: ignore[arg-type]
     )
-    found = rates(run.cluster, job, None, stack)
+    found = rates(run.cluster, job, None, stack, head_dim=run.architecture.head_dim)
     if found.host_link_bytes_per_s is None:
         found = replace(found, host_link_bytes_per_s=HOST_LINK_SHARE * USUAL_LINK_BYTES_PER_S)
     return found
@@ -243,13 +250,51 @@ def is_frozen(run: Run) -> bool:
     return run.task in ("lora", "qlora")
 
 
-def _shape(run: Run, stack: Stack) -> Shape:
-    return Shape(
-        run=run,
-        stack=stack,
-        rates=work.rates(run, stack),
+def setting_of(run: Run, stack: Stack) -> Setting:
+    """Return how a run divides its layers, and the kernels that run."""
+    own = run.sequence_parallel
+    return Setting(
         micro_batch=min(run.micro_batch, run.global_batch / run.data),
+        seq_len=run.seq_len,
+        precision=run.precision,  # type: ignore[arg-type]
+        tensor=run.tensor,
+        context=run.context,
+        expert=run.expert,
+        expert_tensor=run.expert_tensor,
+        sequence_parallel=stack.tensor.sequence_parallel if own is None else own,
+        kernels=kernels_of(
+            stack,
+            run.precision,
+            compiled=run.compiled,
+            flash_attention=run.flash_attention,
+            frozen=is_frozen(run),
+            quantised=run.quantised,
+        ),
     )
+
+
+def link_s(priced: Priced, operation: Collective, size_bytes: float, axis: GroupAxis) -> float:
+    """Seconds of a collective inside a layer.
+
+    What rings over the network wait at each step counts with the half of a region that adds up.
+    """
+    among = priced.groups[axis]
+    seconds = collective_s(operation, size_bytes, among)
+    if axis == "tensor" and len(among) > 1 and operation != "all_gather":
+        seconds += 2 * (priced.run.tensor - 1) * priced.stack.host.ring_step_s
+    return seconds
+
+
+def _expert_group(run: Run) -> Levels:
+    if run.expert == 1:
+        return ()
+    layout = Layout(
+        tensor=run.expert_tensor,
+        data_shard=run.expert,
+        data_replicate=max(1, run.devices // (run.pipeline * run.expert_tensor * run.expert)),
+        pipeline=run.pipeline,
+    )
+    return group_levels(run.cluster.tiers, layout, ("data_shard",))
 
 
 def _layers(run: Run, stack: Stack) -> list[list[str]]:
@@ -267,12 +312,4 @@ def _layers(run: Run, stack: Stack) -> list[list[str]]:
         at += size
     result[0].insert(0, "embedding")
     result[-1].append("head")
-    return result
-
-
-def _works(shape: Shape) -> dict[str, Work]:
-    a = shape.run.architecture
-    result = {"embedding": embedding(shape), "head": head(shape)}
-    for kind in set(block_kinds(a)):
-        result[kind] = block(shape, moe=kind == "moe_block")
     return result

@@ -23,10 +23,6 @@ from planner.profile import Recompute
 from planner.stack import Stack
 
 ENDS = ("embedding", "head")
-SECOND_GATHER = 0.5
-"""Of gathering a product's input again for its weights' gradient, what is seen beside the other
-product of its backward."""
-
 LinkSeconds = Callable[[Collective, float, GroupAxis], float]
 """Seconds of a collective of so many bytes in the group of an axis."""
 
@@ -98,8 +94,8 @@ class LinkRule:
     tensor: float = 1.0
     """Of tensor-parallel blocks whose residual stream is divided along the sequence."""
     context: float = 1.0
-    gathers_again: bool = False
-    """Products gather their inputs a second time, for their weights' gradients."""
+    second_gather: float = 0.0
+    """Of gathering a product's input again, for its weights' gradient."""
 
 
 def link_rule(stack: Stack, *, sequence_parallel: bool) -> LinkRule:
@@ -107,7 +103,7 @@ def link_rule(stack: Stack, *, sequence_parallel: bool) -> LinkRule:
     return LinkRule(
         tensor=1 - (stack.tensor.overlap if sequence_parallel else 0.0),
         context=1 - stack.context.overlap,
-        gathers_again=not stack.tensor.keeps_gathered,
+        second_gather=stack.tensor.second_gather,
     )
 
 
@@ -123,13 +119,17 @@ def collectives(
         seen = _seen(axis, rule, end=end)
         back_s = link_s(BACKWARD_OF[operator.kind], size, axis)
         there_s = link_s(cast(Collective, operator.kind), size, axis)
-        if operator.ring:
+        if operator.only == "forward":
+            back_s = 0.0 * back_s
+        elif operator.only == "backward":
+            there_s, back_s = 0.0 * there_s, there_s
+        elif operator.ring:
             back_s = back_s + there_s
-        elif rule.gathers_again and operator.kind == "all_gather" and not end:
-            back_s = back_s + SECOND_GATHER * there_s
+        elif rule.second_gather and operator.kind == "all_gather" and not end:
+            back_s = back_s + rule.second_gather * there_s
         yield axis, seen * there_s, seen * back_s
     for operator in again:
-        if operator.communicates:
+        if operator.communicates and operator.only != "backward":
             kind, axis = cast(Collective, operator.kind), operator.axis
             back_s = link_s(kind, operator.moved_bytes, axis)
             yield axis, 0.0, _seen(axis, rule, end=end) * back_s

@@ -29,12 +29,14 @@ class Kernels:
     fused_projections: bool = False
     """Products of one input are one product; what is cut from its result keeps it whole."""
     scores: Scores = "module"
-    fused_softmax: bool = False
+    fused_softmax: bool = True
     """Of written scores: scale, mask and softmax in 16 bits are one kernel."""
     dropout: bool = False
     """Ungated models drop activations at random, which keeps masks."""
     keeps_gathered: bool = True
     """Products keep the gathered sequence, and not their own shard to gather it again."""
+    reorders: bool = True
+    """Several samples are brought into the order of positions around each collective."""
     narrow: bool = False
     """Products in 8 bits keep their inputs so."""
     peak_logit_bytes: float = 0.0
@@ -93,6 +95,7 @@ def kernels_of(
         fused_softmax=rule.softmax == "fused",
         dropout=rule.dropout and not flash,
         keeps_gathered=stack.tensor.keeps_gathered,
+        reorders=stack.tensor.copies,
         narrow=precision in EIGHT_BITS and stack.eight_bit.narrow_states,
         peak_logit_bytes=0.0 if stack.loss.kind == "module" else stack.loss.peak_bytes,
         divided_loss=stack.loss.divided,

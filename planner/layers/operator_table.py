@@ -27,6 +27,7 @@ from planner.stack import SelectiveRecompute
 OperatorKind = Literal[
     "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 ]
+Pass = Literal["forward", "backward"]
 GroupAxis = Literal["tensor", "context", "expert"]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -194,6 +195,8 @@ class Operator:
     """Whether a product's weights have no gradient, which leaves one product to its backward."""
     share: float = 1.0
     """Rate over that of one product as large."""
+    only: Pass | None = None
+    """The one pass that has a collective, where the other has none."""
     ring: bool = False
     """Whether a gather goes round with its use, and its backward twice: once with gradients."""
     in_core: bool = False
