@@ -130,11 +130,11 @@ class CostTables:
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
         self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
-        self._slack = self._tight = 1.0
+        self.slack = self.tight = 1.0
         if not self._rates.on_cpu:
             rule = self._rates.stack.memory
-            self._slack = self._rates.slack or rule.reserved
-            self._tight = self._slack * rule.tight / rule.reserved
+            self.slack = self._rates.slack or rule.reserved
+            self.tight = self.slack * rule.tight / rule.reserved
         self._step_s = self._rates.step_s
 
     def of(self, layout: Layout) -> LayoutCosts:
@@ -162,8 +162,8 @@ class CostTables:
             kinds=kinds,
             boundary_s=shared.transfer_s + shared.action_s,
             fixed_bytes=shared.context_bytes,
-            slack=self._slack,
-            tight=self._tight,
+            slack=self.slack,
+            tight=self.tight,
             keeps_sent=self._rates.stack.pipeline.keeps_sent,
             step_s=self._step_s,
             parts=shared.parts,
@@ -286,7 +286,7 @@ class CostTables:
             boundary_bytes=boundary_bytes,
             narrowest_bytes=least_bytes,
             output_bytes=self._boundaries.output_bytes(setting) if self.model.edges else {},
-            context_bytes=self._context_bytes(layout),
+            context_bytes=self.context_bytes(layout),
             assumptions=(
                 *self._figures.assumptions(setting, layout),
                 *self._assumptions,
@@ -334,7 +334,8 @@ class CostTables:
         if layout.offload != "none" or "offload" in self.activations:
             yield from host_assumptions(self.cluster)
 
-    def _context_bytes(self, layout: Layout) -> float:
+    def context_bytes(self, layout: Layout) -> float:
+        """Bytes of a process beside its tensors."""
         if self._rates.on_cpu:
             return 0.0
         memory = self._rates.stack.memory
