@@ -223,8 +223,10 @@ class ContextRule(Part):
 class PipelineRule(Part):
     """Pipeline parallelism."""
 
+    overlap: Amount = Field(default=0.0, le=1)
+    """Share of transfers between stages that hides: 0 where each is waited for."""
     interleaved_overlap: Amount = Field(default=0.0, le=1)
-    """Share of transfers between interleaved stages that hides; plain 1F1B waits for each."""
+    """The same between the stages of ranks that have several."""
     divided_transfers: Flag = True
     """Each tensor-parallel rank sends its share of an activation, the whole one otherwise."""
     keeps_sent: Flag = False
@@ -272,6 +274,8 @@ class Host(Part):
     pipelined_s: Pipelined = Pipelined()
     action_s: Amount = 0.0
     """Each forward and each backward of a micro-batch on a stage, beside its layers."""
+    actions: Literal["always", "pipeline"] = "always"
+    """Whether a model of one stage has actions too, or a loop around its layers alone."""
     step_s: Amount = 0.0
     """Once per step: optimizer launches, norms, logging, data."""
     ring_step_s: Amount = 0.0

@@ -19,7 +19,14 @@ from planner.costs.held import Held, HeldStates, weight_versions
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.memory import Sharing, States
 from planner.costs.rates import Rates
-from planner.costs.sharding import Links, Seen, Traffic, seen_in_passes, seen_once, traffic
+from planner.costs.sharding import (
+    Links,
+    Seen,
+    Traffic,
+    seen_in_passes,
+    seen_once,
+    traffic,
+)
 from planner.costs.strategy import StrategyParts
 from planner.layers.operator_table import RECOMPUTES, Setting
 from planner.model import Layer, ModelGraph
