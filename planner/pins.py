@@ -183,7 +183,7 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
             )
     words: tuple[tuple[str, Collection[object] | None], ...] = (
         ("schedule", space.schedules),
-        ("zero", (0, *space.zero)),
+        ("zero", sorted({0, *space.zero})),
         ("recompute", space.recompute),
         ("activations", space.activations),
         ("offload", space.offload),

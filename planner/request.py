@@ -22,7 +22,7 @@ from planner.pins import Pins
 from planner.plan import INSIDE_OUT, Job, Layout, Plan, check_size
 from planner.profile import Profile, Profiles
 from planner.schedules import PLAIN, schedule_of
-from planner.stack import Stack, with_figures
+from planner.stack import Stack
 from planner.stack_space import Space
 from planner.training import Training
 from planner.units import MOST_SAMPLES, MOST_TOKENS
@@ -103,9 +103,6 @@ class Request:
     ) -> Request:
         """Return what a plan answers; layers measured in our runtime are no other stack's."""
         own = stack(plan.backend)
-        divided = plan.mesh.sequence_parallel
-        if plan.mesh.tensor > 1 and divided != own.tensor.sequence_parallel:
-            own = with_figures(own, {"tensor.sequence_parallel": divided})
         measured = profile if own.name == "native" else None
         return cls(model, cluster, plan.job, profile=measured, stack=own)
 

@@ -120,8 +120,9 @@ class Kernels(Part):
     hidden."""
     dropout: Flag = False
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
-    adapters: Literal["attention", "all"] = "all"
-    """Which products of a frozen block have adapters, and so keep their inputs."""
+    adapters: Literal["none", "attention", "all"] = "all"
+    """Which products of a frozen block have adapters, and so keep their inputs.  `none`: frozen
+    blocks are priced as trained ones, which bounds their seconds from above."""
     adapter_rank: Positive = 16
     """Of those adapters, where a run does not say."""
     restored_bytes: Amount = 5.0
@@ -182,10 +183,14 @@ class TensorRule(Part):
 
     sequence_parallel: Flag = False
     """The residual stream is sharded along the sequence, where a run does not say."""
-    batch_first: Flag = False
-    """Activations lie sample by sample: a gathered sequence of several is copied into order."""
     keeps_gathered: Flag = False
     """Products keep their gathered inputs for backward, not their own shard of them."""
+    second_gather: Amount = Field(default=0.5, le=1)
+    """Of gathering a product's input again for its weights' gradient, the share that is seen beside
+    the other product of its backward."""
+    copies: Flag = False
+    """Micro-batches of several samples are brought into the order of positions around each
+    collective; else the sequence is the first dimension of every activation."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of tensor-parallel collectives that hides behind the products around them."""
 
@@ -257,6 +262,9 @@ class Host(Part):
     """Least time of a block's pass, however small its work."""
     kernel_s: PerPass = PerPass()
     """For each kernel of a forward, in both passes."""
+    window: Literal["kernels", "layer"] = "layer"
+    """Behind what the host's work on a layer hides: behind the kernels of each pass, or behind all
+    that the device does for the layer, collectives of its stream too."""
     experts_s: Amount = 0.0
     """What routing, permutation and grouped products add to a block, both passes."""
     tensor_s: Amount = 0.0

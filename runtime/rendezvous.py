@@ -267,7 +267,7 @@ class _Reception:
                 held.enter_context(server)
                 server.setblocking(False)
                 self._selector.register(server, selectors.EVENT_READ)
-            while len(self._others) < self._node_rank.nodes - 1:
+            while not self._complete():
                 now = time.monotonic()
                 if now >= deadline:
                     raise LaunchError(self._missing(servers))
@@ -282,6 +282,16 @@ class _Reception:
                 for newcomer in list(self._newcomers.values()):
                     if newcomer.until <= time.monotonic():
                         self._drop(newcomer, f"it was silent for {self._greet_s:g} s")
+
+    def _complete(self) -> bool:
+        """Whether all nodes are connected; one that left again before that is not."""
+        if len(self._others) < self._node_rank.nodes - 1:
+            return False
+        for node, channel in list(self._others.items()):
+            if _has_left(channel):
+                channel.close()
+                del self._others[node]
+        return len(self._others) == self._node_rank.nodes - 1
 
     def _accept(self, server: socket.socket) -> None:
         try:

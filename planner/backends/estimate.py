@@ -12,7 +12,7 @@ from planner.backends.runs import run_of
 from planner.backends.step import step_parts
 from planner.errors import DocumentError
 from planner.setup import Setup
-from planner.tables.stages import reached
+from planner.tables.stages import linked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ def _memory(stage: StageEstimate, kind: str) -> float:
 
 def estimate(setup: Setup) -> Estimate:
     """Return step time and memory of a run by the stack that trains it."""
-    setup, stack = reached(setup), setup.request.stack
+    setup = linked(setup)
     run = run_of(setup)
     assumptions = list(setup.assumed)
     recompute = run.recompute
-    layers = priced(run, stack)
+    layers = priced(setup, run)
     if recompute is None:
         recompute = "none"
         if not fits(layers, stages_of(layers, "none")):

@@ -5,13 +5,13 @@ What a rank adds up, and when it is fullest, `planner.costs.rank_memory` says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from planner.backends.placed import Priced, states_of
-from planner.backends.work import Work
+from planner.backends.placed import Priced
+from planner.costs.layer_seconds import ENDS
 from planner.costs.rank_memory import LayerBytes, has_room, rank_memory_parts
 from planner.plan import Layout
-from planner.schedules import PLAIN, looped
+from planner.profile import Recompute
 from planner.stack import Stack
 
 
@@ -39,22 +39,20 @@ class Process:
 
 def process_of(priced: Priced) -> Process:
     """Return what a rank of a run holds beside its layers."""
-    run, stack, shape = priced.run, priced.stack, priced.shape
-    crossing = shape.element_bytes * shape.stream * run.architecture.hidden_size
-    communicators = stack.memory.communicator_bytes if run.devices > 1 else 0.0
+    costs = priced.costs
     return Process(
-        boundary_bytes=crossing if run.pipeline > 1 else 0.0,
-        keeps_sent=stack.pipeline.keeps_sent,
-        context_bytes=stack.memory.context_bytes + communicators,
-        slack=stack.memory.reserved,
-        tight=stack.memory.tight,
+        boundary_bytes=priced.tables["head"].input_bytes if priced.layout.pipeline > 1 else 0.0,
+        keeps_sent=priced.stack.pipeline.keeps_sent,
+        context_bytes=costs.context_bytes(priced.layout),
+        slack=costs.slack,
+        tight=costs.tight,
     )
 
 
 def stages_of(priced: Priced, recompute: str) -> tuple[StageEstimate, ...]:
     """[rank] Return what each rank needs with all its blocks recomputed alike."""
-    process, layout = process_of(priced), _layout(priced)
-    held = {kind: _layer_bytes(priced, recompute, kind) for kind in priced.works}
+    process, layout = process_of(priced), _whole_rounds(priced.layout)
+    held = {kind: _layer_bytes(priced, recompute, kind) for kind in priced.tables}
     result = []
     for rank in range(layout.pipeline):
         own = {
@@ -81,37 +79,30 @@ def fits(priced: Priced, ranks: tuple[StageEstimate, ...]) -> bool:
     return all(has_room(memory, rank.device_bytes, process) for rank in ranks)
 
 
-def _layout(priced: Priced) -> Layout:
-    """Return the pipeline of a run, with as many micro-batches as its schedule can take."""
-    run = priced.run
-    count = -(-int(run.global_batch) // (run.data * run.micro_batch))
-    if run.virtual > 1:
-        count = -(-count // run.pipeline) * run.pipeline
-    return Layout(
-        pipeline=run.pipeline,
-        virtual_stages=run.virtual,
-        schedule=looped.INTERLEAVED.name if run.virtual > 1 else PLAIN,
-        micro_batches=max(1, count),
-    )
+def _whole_rounds(layout: Layout) -> Layout:
+    """Return a layout whose micro-batches its schedule can take: of several stages whole rounds."""
+    if layout.virtual_stages == 1:
+        return layout
+    rounds = -(-layout.micro_batches // layout.pipeline)
+    return replace(layout, micro_batches=rounds * layout.pipeline)
 
 
 def _layer_bytes(priced: Priced, recompute: str, kind: str) -> LayerBytes:
     """Return what a layer holds."""
-    run, stack, work = priced.run, priced.stack, priced.works[kind]
-    states = states_of(run, stack, priced.sharing, kind, priced.local[kind])
-    stored, again, moving = work.stored_bytes, 0.0, 0.0
-    working = work.working_bytes
-    if run.quantised and kind not in ("embedding", "head"):
-        working += priced.shape.element_bytes * priced.local[kind].largest
-    if kind not in ("embedding", "head"):
-        stored, again = kept_bytes(stack, recompute, work)
-        if "activations" in run.offload:
-            moving = stored * stack.offload.activations_share
+    run, stack, table = priced.run, priced.stack, priced.tables[kind]
+    states = priced.held[kind].states
+    stored = forward = backward = moving = 0.0
+    for share, choice in shares(stack, recompute, kind):
+        stored += share * table.stored_bytes(choice)
+        forward = max(forward, table.forward_transient_bytes(choice))
+        backward = max(backward, table.backward_transient_bytes(choice))
+    if kind not in ENDS and "activations" in run.offload:
+        moving = stored * stack.offload.activations_share
     return LayerBytes(
         stored=stored - moving,
         kept=0.0,
-        forward=working + states.forward_transient_bytes + moving,
-        backward=again + working + states.backward_transient_bytes + moving,
+        forward=forward + states.forward_transient_bytes + moving,
+        backward=backward + states.backward_transient_bytes + moving,
         moving=moving,
         parameters=states.parameters_bytes,
         gathered=states.gathered_bytes,
@@ -125,17 +116,15 @@ def _layer_bytes(priced: Priced, recompute: str, kind: str) -> LayerBytes:
     )
 
 
-def kept_bytes(stack: Stack, recompute: str, work: Work) -> tuple[float, float]:
-    """Return what a block keeps of a micro-batch, and what its recomputation brings back."""
-    if recompute == "full":
-        return work.input_bytes, work.stored_bytes
-    if recompute == "selective" and stack.recompute.selective == "operators":
-        return work.operators_bytes, work.stored_bytes
-    half = recompute == "partial" or (
+def shares(stack: Stack, recompute: str, kind: str) -> tuple[tuple[float, Recompute], ...]:
+    """Return what a layer kind recomputes, and of which share of its layers.
+
+    Embedding and head recompute nothing.
+    """
+    if kind in ENDS or recompute == "none":
+        return ((1.0, "none"),)
+    if recompute == "partial" or (
         recompute == "selective" and stack.recompute.selective == "blocks"
-    )
-    if half:
-        return (work.input_bytes + work.stored_bytes) / 2, work.stored_bytes
-    if recompute == "selective":
-        return work.stored_bytes - work.attention_bytes, work.attention_bytes
-    return work.stored_bytes, 0.0
+    ):
+        return (0.5, "none"), (0.5, "full")
+    return ((1.0, "full" if recompute == "full" else "selective"),)

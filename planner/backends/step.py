@@ -11,23 +11,19 @@ this is the usual (m + (p - 1) / v) t (Narayanan et al., 2021, arXiv:2104.04473)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from planner.backends.held_bytes import kept_bytes
-from planner.backends.placed import Priced, group, optimized
+from planner.backends.held_bytes import shares
+from planner.backends.placed import Priced, group, link_s
 from planner.backends.runs import Run
-from planner.backends.work import Shape
 from planner.costs.activations import uncovered_s
-from planner.costs.collectives import Levels, collective_s, group_levels
-from planner.costs.sharding import accumulated_bytes, seen_in_passes, seen_once
-from planner.plan import Layout
+from planner.costs.collectives import collective_s
+from planner.costs.layer_seconds import ENDS, collectives, host_passes, link_rule, passes
+from planner.costs.sharding import seen_in_passes, seen_once
 from planner.stack import Stack
 
 STEP_COLLECTIVES = 4
 """Over all replicas once a step: gradients, their norm, parameters and the loss."""
-
-RESTORED_BYTES = 5.0
-"""Traffic per weight of bringing 4 bits back to 16 before each product: 0.5 read and 2 written, at
-half of the bandwidth of a plain copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,44 +56,34 @@ class _Pass:
         )
 
 
-def _expert_group(run: Run) -> Levels:
-    if run.expert == 1:
-        return ()
-    layout = Layout(
-        tensor=run.expert_tensor,
-        data_shard=run.expert,
-        data_replicate=max(1, run.devices // (run.pipeline * run.expert_tensor * run.expert)),
-        pipeline=run.pipeline,
-    )
-    return group_levels(run.cluster.tiers, layout, ("data_shard",))
-
-
 def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
-    """Return the seconds of a layer kind on one micro-batch."""
-    run, stack, shape = priced.run, priced.stack, priced.shape
-    work, parameters = priced.works[kind], priced.local[kind]
-    is_block = kind not in ("embedding", "head")
-    frozen = run.task in ("lora", "qlora")
-    forward_s = work.products_s + work.attention_s + work.memory_s
-    backward_s = (1.0 if frozen else 2.0) * work.products_s
-    backward_s += work.attention_backward_s + work.memory_backward_s
-    if run.quantised and is_block:
-        restored_s = shape.moved_s(RESTORED_BYTES * parameters.count)
-        forward_s, backward_s = forward_s + restored_s, backward_s + restored_s
-    share = _share_again(stack, recompute) if is_block else 0.0
-    again_s = share * forward_s
-    if recompute == "selective" and is_block:
-        if stack.recompute.selective == "operators":
-            again_s = work.products_s / 2 + work.memory_s
-        elif stack.recompute.selective == "attention" and not shape.flash:
-            again_s = work.attention_s
-    tensor_s = _tensor_s(run, stack, shape, kind, share)
-    context_s = _context_s(run, shape) * (1 + share / 2) if is_block else 0.0
-    expert_s = _expert_s(run, shape) * (1 + share / 2) if kind == "moe_block" else 0.0
-    if not frozen:
-        added = accumulated_bytes(priced.sharing.types, stack.sharding.accumulation)
-        backward_s += shape.moved_s(added * parameters.count)
-    busy_s = forward_s + backward_s + again_s
+    """Return the seconds of a layer kind on one micro-batch.
+
+    Where a share of the layers recomputes, it is what they take on average.
+    """
+    run, stack, setting = priced.run, priced.stack, priced.setting
+    table = priced.tables[kind]
+    rule = link_rule(stack, sequence_parallel=setting.sequence_parallel)
+    forward_s = backward_s = again_s = least_s = kept = 0.0
+    links_s = dict.fromkeys(priced.groups, 0.0)
+    for share, choice in shares(stack, recompute, kind):
+        found = passes(table, choice, priced.used.device)
+        forward_s += share * found.forward_s
+        backward_s += share * found.backward_s
+        again_s += share * found.recompute_s
+        again = table.recomputed(choice)
+        for axis, there_s, back_s in collectives(table, again, partial(link_s, priced), rule):
+            links_s[axis] += share * (there_s + back_s)
+        host = host_passes(
+            stack,
+            table,
+            setting,
+            found,
+            recomputes=choice == "full",
+            devices_per_node=run.cluster.groups[0].devices_per_node,
+        )
+        least_s += share * (host.forward_s + host.backward_s + host.recompute_s)
+        kept += share * table.stored_bytes(choice)
     seen = seen_in_passes(
         priced.moving[kind],
         priced.sharing,
@@ -107,104 +93,30 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
     )
     shard_s = sum(one.shard_s for one in seen)
     offload_s = sum(one.host_s for one in seen)
-    if "activations" in run.offload and is_block:
-        kept = kept_bytes(stack, recompute, work)[0]
+    if "activations" in run.offload and kind not in ENDS:
         copy_s = priced.used.host_copy_s(stack.offload.activations_share * kept)
         offload_s += uncovered_s(copy_s, forward_s) + uncovered_s(copy_s, backward_s + again_s)
-    host_s = 0.0
-    if is_block:
-        host_s = _host_s(run, stack, share)
-        host_s += stack.host.experts_s if kind == "moe_block" else 0.0
+    busy_s = forward_s + backward_s + again_s + sum(links_s.values())
     return _Pass(
         forward_s=forward_s,
         backward_s=backward_s,
         again_s=again_s,
-        tensor_s=tensor_s,
-        context_s=context_s,
-        expert_s=expert_s,
+        tensor_s=links_s["tensor"],
+        context_s=links_s["context"],
+        expert_s=links_s["expert"],
         shard_s=shard_s,
         offload_s=offload_s,
-        host_s=max(0.0, host_s - busy_s - tensor_s - context_s - expert_s - shard_s),
+        host_s=max(0.0, least_s - busy_s),
     )
-
-
-def _share_again(stack: Stack, recompute: str) -> float:
-    """Return the share of blocks that run their whole forward again."""
-    if recompute == "full":
-        return 1.0
-    half = recompute == "partial" or (
-        recompute == "selective" and stack.recompute.selective == "blocks"
-    )
-    return 0.5 if half else 0.0
-
-
-def _host_s(run: Run, stack: Stack, share: float) -> float:
-    """Least seconds of a block on one micro-batch: the host's Python and launches."""
-    seconds = stack.host.layer_s.forward * (1 + share) + stack.host.layer_s.backward
-    if run.tensor > 1:
-        seconds += stack.host.tensor_s + (run.tensor - 1) * stack.host.rank_s
-        least = stack.host.pipelined_s
-        nodes = run.cluster.groups[0].nodes
-        if run.pipeline > 1 and nodes > 1:
-            spanned = -(-run.tensor // run.cluster.groups[0].devices_per_node)
-            seconds = max(seconds, least.fixed + least.each * run.tensor * (0.75 + 0.25 * spanned))
-    return seconds
-
-
-def _tensor_s(run: Run, stack: Stack, shape: Shape, kind: str, share: float) -> float:
-    """Seconds of tensor-parallel collectives that are seen, one micro-batch, both passes."""
-    if run.tensor == 1:
-        return 0.0
-    tensor = group(run, ("tensor",))
-    size = shape.element_bytes * shape.tokens * run.architecture.hidden_size
-    if shape.sequence_parallel:
-        pair_s = collective_s("all_gather", size, tensor) + collective_s(
-            "reduce_scatter", size, tensor
-        )
-    else:
-        pair_s = collective_s("all_reduce", size, tensor)
-    if len(tensor) > 1:
-        pair_s += 2 * (run.tensor - 1) * stack.host.ring_step_s
-    if kind == "embedding":
-        return pair_s / (2 if shape.sequence_parallel else 1)
-    if kind == "head":
-        return pair_s
-    pairs = 2 * (2 + share)
-    seconds = pairs * pair_s
-    if shape.sequence_parallel:
-        # Sharded inputs are gathered again for the weights' gradients, beside the other product.
-        seconds += 0.5 * 2 * collective_s("all_gather", size, tensor)
-    return seconds * (1 - (stack.tensor.overlap if shape.sequence_parallel else 0.0))
-
-
-def _context_s(run: Run, shape: Shape) -> float:
-    """Seconds of context parallelism that are seen: rings of keys and values behind attention."""
-    if run.context == 1:
-        return 0.0
-    a = run.architecture
-    size = 2 * shape.element_bytes * shape.tokens * run.context
-    size *= a.kv_heads * a.head_dim / run.tensor
-    gather_s = collective_s("all_gather", size, group(run, ("context",)))
-    return 0.3 * 3 * gather_s
-
-
-def _expert_s(run: Run, shape: Shape) -> float:
-    """Seconds of sending tokens to experts and back, both passes."""
-    a = run.architecture
-    if run.expert == 1 or a.experts is None:
-        return 0.0
-    tokens = shape.tokens / run.tensor
-    size = shape.element_bytes * tokens * a.experts.per_token * a.hidden_size
-    return 4 * collective_s("all_to_all", size, _expert_group(run))
 
 
 def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
     """Return seconds by cause; they add up to the step."""
-    run, stack, shape, stages = priced.run, priced.stack, priced.shape, priced.stages
-    passes = {kind: _layer_pass(priced, recompute, kind) for kind in priced.works}
-    transfer_s = _transfer_s(run, stack, shape)
+    run, stack, stages = priced.run, priced.stack, priced.stages
+    by_kind = {kind: _layer_pass(priced, recompute, kind) for kind in priced.tables}
+    transfer_s = _transfer_s(priced)
     times = [
-        sum(passes[kind].whole_s for kind in kinds) + transfer_s + 2 * stack.host.action_s
+        sum(by_kind[kind].whole_s for kind in kinds) + transfer_s + 2 * stack.host.action_s
         for kinds in stages
     ]
     m, v = run.micro_batches, run.virtual
@@ -213,24 +125,26 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
     kinds = stages[slowest]
 
     def total(cause: str) -> float:
-        return m * float(sum(getattr(passes[kind], cause) for kind in kinds))
+        return m * float(sum(getattr(by_kind[kind], cause) for kind in kinds))
 
     def once_s(kind: str) -> float:
-        one = passes[kind]
-        return seen_once(
-            priced.moving[kind],
-            priced.sharing,
-            priced.used,
-            forward_s=one.forward_s,
-            backward_s=one.backward_s,
-        ).shard_s
+        one = by_kind[kind]
+        return (
+            seen_once(
+                priced.moving[kind],
+                priced.sharing,
+                priced.used,
+                forward_s=one.forward_s,
+                backward_s=one.backward_s,
+            ).shard_s
+            + priced.tied_s[kind]
+        )
 
     def exchange_s(kind: str) -> float:
-        held = optimized(run, priced.sharing, priced.local[kind])
         if "optimizer" not in run.offload:
             return 0.0
-        size = priced.sharing.types.working * held
-        return priced.used.host_exchange_s(size, passes[kind].backward_s)
+        size = priced.sharing.types.working * priced.held[kind].optimized
+        return priced.used.host_exchange_s(size, by_kind[kind].backward_s)
 
     on_host = "optimizer" in run.offload
     update_s = priced.used.host_optimizer_s if on_host else priced.used.optimizer_s
@@ -246,7 +160,7 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
         "pipeline": bubble_s + m * transfer_s + _stalls_s(run, stack),
         "host": total("host_s") + m * 2 * stack.host.action_s,
         "optimizer": max(
-            update_s(optimized(run, priced.sharing, one)) for one in priced.parameters
+            update_s(sum(priced.held[kind].optimized for kind in kinds)) for kinds in stages
         ),
         "fixed": stack.host.step_s,
     }
@@ -260,23 +174,24 @@ def stage_seconds(priced: Priced, recompute: str) -> list[tuple[float, float]]:
 
     Communication that both passes share counts half in each.
     """
-    passes = {kind: _layer_pass(priced, recompute, kind) for kind in priced.works}
+    by_kind = {kind: _layer_pass(priced, recompute, kind) for kind in priced.tables}
     result = []
     for kinds in priced.stages:
-        whole_s = sum(passes[kind].whole_s for kind in kinds)
-        later_s = sum(passes[kind].backward_s + passes[kind].again_s for kind in kinds)
-        forward_s = sum(passes[kind].forward_s for kind in kinds)
+        whole_s = sum(by_kind[kind].whole_s for kind in kinds)
+        later_s = sum(by_kind[kind].backward_s + by_kind[kind].again_s for kind in kinds)
+        forward_s = sum(by_kind[kind].forward_s for kind in kinds)
         shared_s = whole_s - forward_s - later_s
         result.append((forward_s + shared_s / 2, later_s + shared_s / 2))
     return result
 
 
-def _transfer_s(run: Run, stack: Stack, shape: Shape) -> float:
+def _transfer_s(priced: Priced) -> float:
     """Seconds that transfers between stages add to each micro-batch of a stage, both passes."""
+    run, stack, setting = priced.run, priced.stack, priced.setting
     if run.pipeline == 1:
         return 0.0
-    size = shape.element_bytes * shape.tokens * run.architecture.hidden_size
-    if shape.sequence_parallel or stack.pipeline.divided_transfers:
+    size = setting.element_bytes * setting.tokens * run.architecture.hidden_size
+    if setting.sequence_parallel or stack.pipeline.divided_transfers:
         size /= run.tensor
     one_s = collective_s("send_recv", size, group(run, ("pipeline",)))
     overlap = stack.pipeline.interleaved_overlap if run.virtual > 1 else 0.0

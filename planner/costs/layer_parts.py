@@ -17,20 +17,18 @@ from planner.costs.calibration import Figures
 from planner.costs.collectives import Level, group_steps, levels, same_experts_steps
 from planner.costs.held import Held, HeldStates, weight_versions
 from planner.costs.layer_figures import LayerFigures
-from planner.costs.layer_seconds import ENDS
 from planner.costs.memory import Sharing, States
 from planner.costs.rates import Rates
 from planner.costs.sharding import (
     Links,
     Seen,
     Traffic,
-    accumulated_bytes,
     seen_in_passes,
     seen_once,
     traffic,
 )
 from planner.costs.strategy import StrategyParts
-from planner.layers.operator_table import RECOMPUTES, Setting, larger
+from planner.layers.operator_table import RECOMPUTES, Setting
 from planner.model import Layer, ModelGraph
 from planner.plan import Activations, Axis, Layout
 from planner.profile import Recompute
@@ -104,6 +102,12 @@ class LayerParts:
         held = self._holding.held(layer, layout, self._holding.sharing(layout))
         return self._put_together(layer, layout, figures, _Moved(held, None, 0.0))
 
+    def moved(self, kind: str, layout: Layout) -> tuple[Held, Traffic, float]:
+        """Return what a rank holds of a kind, what its sharing takes, and a tied weight's sums."""
+        held, moving, tied_s = self._moved(self._layers[kind], layout)
+        assert moving is not None
+        return held, moving, tied_s
+
     def _moved(self, layer: Layer, layout: Layout) -> _Moved:
         """Return what a layer's states are and what their sharing takes, whatever the passes."""
         key = layer.kind, *_sharing_key(layout)
@@ -122,8 +126,6 @@ class LayerParts:
         """[choice] Return the parts of a layer; nothing moves where links are left out."""
         held, moving, sync_s = moved
         sharing = self._holding.sharing(layout)
-        figures = self._accumulating(figures, held, sharing)
-        figures = self._at_least(figures, layer, layout)
         last = layout.pipeline > 1 and layer.kind == self._holding.end_kinds[1]
         optimizer_s = self._rates.optimizer_s(held.optimized)
         stream_s = 0.0
@@ -171,50 +173,20 @@ class LayerParts:
             for activations in self._activations
         )
 
-    def _accumulating(
-        self, figures: tuple[Figures, ...], held: Held, sharing: Sharing
-    ) -> tuple[Figures, ...]:
-        """Add to backwards what adding a micro-batch's gradients to a sum takes."""
-        each = accumulated_bytes(sharing.types, self._rates.stack.sharding.accumulation)
-        if not each:
-            return figures
-        added_s = self._rates.memory_s(each * (held.parameters - held.frozen))
-        return tuple(replace(one, backward_s=one.backward_s + added_s) for one in figures)
-
-    def _at_least(
-        self, figures: tuple[Figures, ...], layer: Layer, layout: Layout
-    ) -> tuple[Figures, ...]:
-        """Raise the passes of blocks to what they take where pipelines run over several nodes."""
-        group, least = self._cluster.groups[0], self._rates.stack.host.pipelined_s
-        several = layout.pipeline > 1 and layout.tensor > 1 and group.nodes > 1
-        if not (several and least.fixed + least.each) or layer.kind in ENDS:
-            return figures
-        spanned = -(-layout.tensor // group.devices_per_node)
-        least_s = least.fixed + least.each * layout.tensor * (0.75 + 0.25 * spanned)
-        result = []
-        for one in figures:
-            taken_s = one.whole_forward_s + one.whole_backward_s
-            more_s = larger(0.0, least_s - taken_s) / 2
-            result.append(
-                replace(one, forward_s=one.forward_s + more_s, backward_s=one.backward_s + more_s)
-            )
-        return tuple(result)
-
     def _moving(self, held: Held, sharing: Sharing, links: Links) -> Traffic:
         """Return the traffic of a layer's states, the same for every micro-batch size."""
         apart, among = held.experts, links.same_experts
+        frozen = held.parameters - held.adapters if held.frozen else 0.0
         if apart is None or among is None:
-            return self._traffic_of(held.parameters, held.sides, sharing, links, held.frozen)
-        dense = self._traffic_of(held.parameters - apart.parameters, held.sides, sharing, links)
-        return dense + self._traffic_of(apart.parameters, 0.0, apart.sharing, among)
+            return self._traffic_of(held.parameters, held.sides, sharing, links, frozen)
+        inside = held.parameters - apart.parameters
+        frozen -= apart.parameters * held.frozen
+        dense = self._traffic_of(inside, held.sides, sharing, links, frozen)
+        frozen = apart.parameters * held.frozen
+        return dense + self._traffic_of(apart.parameters, 0.0, apart.sharing, among, frozen)
 
     def _traffic_of(
-        self,
-        parameters: float,
-        sides: float,
-        sharing: Sharing,
-        links: Links,
-        frozen: float = 0.0,
+        self, parameters: float, sides: float, sharing: Sharing, links: Links, frozen: float
     ) -> Traffic:
         key = (parameters, sides, sharing, links.name, frozen)
         found = self._traffic.get(key)
@@ -331,7 +303,7 @@ _TRAFFIC_NAMES = tuple(field.name for field in fields(Traffic))
 
 def parts_key(layout: Layout) -> tuple[object, ...]:
     """What parts depend on."""
-    return layout.micro_batch, *_sharing_key(layout)
+    return layout.micro_batch, layout.sequence_parallel, *_sharing_key(layout)
 
 
 def _sharing_key(layout: Layout) -> tuple[object, ...]:

@@ -14,6 +14,7 @@ from planner.formats.wanted import (
     other_schedule,
     recompute_of,
 )
+from planner.schedules import PLAIN, schedule_of
 from planner.stage_rules import by_products
 
 
@@ -43,12 +44,13 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
 def text(wanted: Wanted) -> str:
     """Return the configuration."""
     plan, t = wanted.plan, wanted.plan.training
+    pipelined = plan.mesh.pipeline > 1
     told: dict[str, Any] = {
         "parallelism": {
             "dp": wanted.data,
             "pp": plan.mesh.pipeline,
             "tp": plan.mesh.tensor,
-            "pp_engine": "1f1b",
+            "pp_engine": schedule_of(plan.schedule if pipelined else PLAIN).names["nanotron"],
             "tp_mode": "REDUCE_SCATTER" if plan.mesh.sequence_parallel else "ALL_REDUCE",
             "tp_linear_async_communication": False,
             "recompute_layer": recompute_of(wanted) == "full",

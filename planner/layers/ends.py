@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.layers.kernels import MODULES
-from planner.layers.operator_table import FP32, Operator, Setting, Table, larger
+from planner.layers.operator_table import FP32, Operator, Pass, Setting, Table, larger
 from planner.layers.operators import gathered, matmul, norm, summed
 from planner.model import Architecture
 
@@ -54,7 +54,8 @@ def embedding(a: Architecture, setting: Setting) -> Table:
     tensor = "looked_up"
     if setting.divides_tensors:
         whole = summed(setting, tensor, "embedded", looked_up)
-        operators.append(replace(whole, copied_bytes=0.0, workspace_bytes=0.0))
+        only: Pass | None = None if setting.sequence_parallel else "forward"
+        operators.append(replace(whole, only=only, copied_bytes=0.0, workspace_bytes=0.0))
         tensor = "embedded"
     if width != a.hidden_size:
         operators.append(
@@ -156,6 +157,8 @@ def head(a: Architecture, setting: Setting) -> Table:
     else:
         gather, tensor = gathered(setting, source, "head_gather", tokens * width * e)
         operators += gather
+        if setting.divides_tensors and not setting.sequence_parallel:
+            operators.append(_summed_gradient(tensor, tokens * width * e))
     logits = rows * outputs / t
     product = matmul(
         "logits",
@@ -235,6 +238,18 @@ GATHERED_LOGIT_BYTES = 4
 """Per logit of bringing all shares together: the parts in 16 bits and their concatenation."""
 LOSS_BYTES, LOSS_BACKWARD_BYTES = 16, 12
 """Traffic per logit of a loss that is one operator."""
+
+
+def _summed_gradient(source: str, size: float) -> Operator:
+    """Each rank's columns give a part of the gradient of what all of them multiplied."""
+    return Operator(
+        name="head_sum",
+        kind="all_reduce",
+        inputs=(source,),
+        outputs={},
+        moved_bytes=size,
+        only="backward",
+    )
 
 
 def _as_trained(setting: Setting, product: Operator, source: str) -> Operator:

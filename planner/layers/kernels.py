@@ -29,14 +29,14 @@ class Kernels:
     fused_projections: bool = False
     """Products of one input are one product; what is cut from its result keeps it whole."""
     scores: Scores = "module"
-    fused_softmax: bool = False
+    fused_softmax: bool = True
     """Of written scores: scale, mask and softmax in 16 bits are one kernel."""
     dropout: bool = False
     """Ungated models drop activations at random, which keeps masks."""
-    batch_first: bool = True
-    """Gathered sequences of several samples are copied into order."""
     keeps_gathered: bool = True
     """Products keep the gathered sequence, and not their own shard to gather it again."""
+    reorders: bool = True
+    """Several samples are brought into the order of positions around each collective."""
     narrow: bool = False
     """Products in 8 bits keep their inputs so."""
     peak_logit_bytes: float = 0.0
@@ -94,8 +94,8 @@ def kernels_of(
         scores=scores if flash else "written",
         fused_softmax=rule.softmax == "fused",
         dropout=rule.dropout and not flash,
-        batch_first=stack.tensor.batch_first,
         keeps_gathered=stack.tensor.keeps_gathered,
+        reorders=stack.tensor.copies,
         narrow=precision in EIGHT_BITS and stack.eight_bit.narrow_states,
         peak_logit_bytes=0.0 if stack.loss.kind == "module" else stack.loss.peak_bytes,
         divided_loss=stack.loss.divided,
@@ -108,7 +108,7 @@ def kernels_of(
         expert_share=stack.experts.grouped_share,
         expert_skew=stack.experts.skew,
         shared_divided=stack.experts.shared == "divided",
-        frozen=rule.adapters if frozen else None,
+        frozen=rule.adapters if frozen and rule.adapters != "none" else None,
         restored_bytes=rule.restored_bytes if quantised else 0.0,
     )
     return MODULES if found == MODULES else found

@@ -318,5 +318,5 @@ def exchange(setting: Setting, source: str, name: str, size: float) -> Operator:
 
 def _reordered(setting: Setting, size: float) -> float:
     """Bytes of the copies that bring positions to the front and back; one sample needs none."""
-    copied = setting.batched and setting.kernels.batch_first
+    copied = setting.batched and setting.kernels.reorders
     return size * (1 + 1 / setting.tensor) if copied else 0.0

@@ -214,7 +214,7 @@ def plan_with(
             pipeline=layout.pipeline,
             expert=layout.expert,
             expert_tensor=layout.expert_tensor,
-            sequence_parallel=layout.tensor == 1 or request.stack.tensor.sequence_parallel,
+            sequence_parallel=layout.sequence_parallel,
             order=layout.order,
         ),
         zero=layout.zero,

@@ -31,9 +31,8 @@ from planner.tables.machines import cluster_of_row
 from planner.training import Lora
 
 NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
-RANKS = {"lora": 16, "qlora": 64}
-"""Of adapters, which tables do not say: as most recipes have it, and as Dettmers et al. (2023,
-arXiv:2305.14314) have it for weights in 4 bits."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""What has adapters where a stack gives them to attention alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +162,11 @@ def _setup(row: Row, unknown: Collection[str]) -> Setup:
     on_host = cells.offloaded(row.get("offload", ""))
     lora = None
     if task in ("lora", "qlora"):
-        narrow = quantised or task == "qlora"
-        lora = Lora(rank=RANKS["qlora" if narrow else "lora"], quantised=narrow)
+        lora = Lora(
+            rank=stack.kernels.adapter_rank,
+            targets=ATTENTION if stack.kernels.adapters == "attention" else ("all-linear",),
+            quantised=quantised or task == "qlora",
+        )
     return Setup(
         request=Request(
             _graph(architecture),
@@ -175,9 +177,7 @@ def _setup(row: Row, unknown: Collection[str]) -> Setup:
                 precision=precision,
                 lora=lora,
             ),
-            stack=_with_options(
-                stack, flag(row, "flash_attention"), bool(flag(row, "compiled")), divided
-            ),
+            stack=_with_options(stack, flag(row, "flash_attention"), bool(flag(row, "compiled"))),
         ),
         layout=Layout(
             tensor=tensor,
@@ -233,13 +233,9 @@ def _own_stack(framework: str) -> Stack | None:
     return None if found.name == "unknown" else found
 
 
-def _with_options(
-    stack: Stack, flash_attention: bool | None, compiled: bool, sequence_parallel: bool | None
-) -> Stack:
-    """Return a stack with what a row says of its kernels and of the residual stream."""
+def _with_options(stack: Stack, flash_attention: bool | None, compiled: bool) -> Stack:
+    """Return a stack with what a row says of its kernels."""
     values: dict[str, object] = {}
-    if sequence_parallel is not None:
-        values["tensor.sequence_parallel"] = sequence_parallel
     if flash_attention is not None:
         values["kernels.flash_attention"] = flash_attention
     if compiled:

@@ -21,6 +21,9 @@ from planner.search.formulation import plan_with
 from planner.setup import Setup
 from planner.stage_rules import by_products, ends_of
 
+USUAL_LINK_BYTES_PER_S = 3.2e10
+"""PCIe 4, of a host link that the catalogue does not know."""
+
 
 def placements(setup: Setup, layout: Layout) -> list[Placement]:
     """[stage] Layer kinds with their choices, of the stages that a layout has.
@@ -83,11 +86,17 @@ def runnable(setup: Setup) -> tuple[Layout, tuple[str, ...]]:
     )
 
 
-def reached(setup: Setup) -> Setup:
-    """Return a run on the links that its framework uses: of some, bridges between cards are not."""
-    if setup.request.stack.sharding.bridged:
+def linked(setup: Setup) -> Setup:
+    """Return a run whose devices have the links that its stack uses, and one to their host."""
+    cluster = setup.request.cluster
+    if not setup.request.stack.sharding.bridged:
+        cluster = _without_bridge(cluster)
+    group = cluster.groups[0]
+    if group.host_link_bytes_per_s is None:
+        group = group.model_copy(update={"host_link_bytes_per_s": USUAL_LINK_BYTES_PER_S})
+        cluster = cluster.model_copy(update={"groups": (group, *cluster.groups[1:])})
+    if cluster is setup.request.cluster:
         return setup
-    cluster = _without_bridge(setup.request.cluster)
     return replace(setup, request=replace(setup.request, cluster=cluster))
 
 
@@ -105,7 +114,7 @@ def _without_bridge(cluster: ClusterSpec) -> ClusterSpec:
 
 def predicted(setup: Setup) -> Prediction:
     """Return what `planner.predict` has of the plan made of a run; what nobody says is none."""
-    setup = reached(setup)
+    setup = linked(setup)
     layout, assumed = runnable(setup)
     tables = CostTables(setup.request, tuple(dict.fromkeys(("keep", setup.activations))))
     found = placement_prediction(tables, layout, placements(setup, layout))
@@ -114,7 +123,7 @@ def predicted(setup: Setup) -> Prediction:
 
 def plan_of(setup: Setup) -> Plan:
     """Return a run as a plan, where its schedule and stages are ones that a plan can say."""
-    setup = reached(setup)
+    setup = linked(setup)
     layout, _ = runnable(setup)
     names = iter(name for name, _ in setup.request.model.chain)
     stages = tuple(

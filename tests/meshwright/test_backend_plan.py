@@ -1,34 +1,99 @@
-"""`plan --backend`: one JSON object, and a file of the framework's flags."""
+"""`plan --backend`: a plan of that framework, which show, predict, export and whatif take."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli import main
+from planner import document
+from planner.plan import Plan
 
 ASKED = ["plan", "llama-3.1-8b", "--cluster", "8xh100-sxm-80gb", "--global-batch", "64"]
 
 
-def test_flags_are_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "titan.toml"
+def test_a_plan_is_written_shown_predicted_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, job = tmp_path / "plan.yaml", tmp_path / "job.toml"
 
     assert main([*ASKED, "--backend", "torchtitan", "--json", "-o", str(output)]) == 0
-
     answer = json.loads(capsys.readouterr().out)
-    assert output.read_text().splitlines() == answer["plan"]["flags"]
-    assert answer["certificate"]["configurations"] > 10
-    assert answer["step_time_low_s"] < answer["step_time_s"] < answer["step_time_high_s"]
+    plan = document.read(Plan, output)
+    assert main(["predict", str(output), "--json"]) == 0
+    predicted = json.loads(capsys.readouterr().out)
+    assert main(["show", str(output)]) == 0
+    assert main(["export", str(output), "-o", str(job)]) == 0
+
+    assert plan.backend == answer["plan"]["backend"] == "torchtitan"
+    assert answer["certificate"]["optimal"]
+    assert predicted["step_time_s"] == answer["step_time_s"]
+    axes = tomllib.loads(job.read_text())["parallelism"]
+    assert axes["data_parallel_shard_degree"] == plan.mesh.data_shard
+    assert "torchtitan reads it" in " ".join(capsys.readouterr().out.split())
 
 
-def test_text_names_flags_and_ties(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASKED, "--backend", "megatron"]) == 0
+def test_text_says_how_the_configuration_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "plan.yaml"
 
-    told = capsys.readouterr().out
-    assert "--micro-batch-size" in told
-    assert "within the error bar" in told
+    assert main([*ASKED, "--backend", "megatron-lm", "-o", str(output)]) == 0
+
+    told = " ".join(capsys.readouterr().out.split())
+    assert "its configuration: meshwright export" in told
+    assert document.read(Plan, output).backend == "megatron"
 
 
-def test_a_backend_without_a_space_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASKED, "--backend", "megatrom"]) == 1
-    assert "megatron" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--backend", "megatrom"], "did you mean 'megatron'"),
+        (["--backend", "litgpt"], "backend: is litgpt, whose runs are priced"),
+        (["--backend", "megatron", "--fix", "schedule=zbv"], "schedule=zbv: megatron has 1f1b or"),
+        (["--backend", "fsdp", "--fix", "tp=2"], "tp=2: fsdp has no such axis"),
+        (["--backend", "torchtitan", "--fix", "zero=1"], "zero=1: torchtitan has 0 or 2 or 3"),
+        (["--backend", "nanotron", "--fix", "v=2"], "v=2: nanotron has at most 1 stages"),
+        (["--backend", "megatron", "--lora", "rank=8"], "adapters are not planned for it"),
+    ],
+)
+def test_what_a_framework_does_not_have_is_told(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*ASKED, *options]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_other_models_and_mixed_clusters_are_natives_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mixed = "8xh100-sxm-80gb+8xa100-sxm-80gb"
+    for model, cluster, message in (
+        ("vit-l-16", "8xh100-sxm-80gb", "megatron trains language models"),
+        ("llama-3.1-8b", mixed, "megatron takes one kind"),
+    ):
+        assert main(["plan", model, "--cluster", cluster, "--backend", "megatron"]) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_native_plan_is_exported_to_a_framework_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "plan.yaml"
+    assert main([*ASKED, "--fix", "zero=3,pp=1,tp=1,recompute=none", "-o", str(output)]) == 0
+
+    assert main(["export", str(output)]) == 1
+    assert "a native plan is launched" in " ".join(capsys.readouterr().err.split())
+    assert main(["export", str(output), "--to", "fsdp"]) == 0
+    assert "fully_shard" in capsys.readouterr().out
+
+
+def test_studies_compare_plans_of_a_framework(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["whatif", "--model", "llama-3.1-8b", "--clusters", "8xh100-sxm-80gb", "--json"]
+
+    assert main([*asked, "--backend", "megatron"]) == 0
+    theirs = json.loads(capsys.readouterr().out)
+
+    plans = [one["plan"] for one in theirs["outcomes"]]
+    assert {plan["backend"] for plan in plans} == {"megatron"}

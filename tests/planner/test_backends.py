@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 
 from planner.backends.estimate import Estimate, estimate
+from planner.backends.placed import setting_of
 from planner.backends.runs import Run, run_of
-from planner.backends.work import Shape, block, head, rates
 from planner.catalog import stacks
 from planner.cluster import Precision
 from planner.expressions import cluster_of
+from planner.layers import arithmetic
 from planner.layers.architecture import graph_of
+from planner.layers.operator_table import Table
 from planner.model import Architecture
 from planner.plan import Job, Layout
 from planner.request import Request
+from planner.schedules import PLAIN, looped
 from planner.setup import Recomputed, Setup
 
 GPT = Architecture(
@@ -84,6 +87,7 @@ def setup(
             zero=zero,
             micro_batches=global_batch // (data * layout.get("micro_batch", 1)),
             sequence_parallel=divided,
+            schedule=looped.INTERLEAVED.name if layout.get("virtual_stages", 1) > 1 else PLAIN,
             **layout,
         ),
         recompute=recompute,
@@ -97,9 +101,10 @@ def run(
     return replace(run_of(setup(architecture, **changes)), flash_attention=flash_attention)
 
 
-def shape(of: Run) -> Shape:
-    stack = stacks()[of.framework]
-    return Shape(run=of, stack=stack, rates=rates(of, stack), micro_batch=of.micro_batch)
+def table(of: Run, kind: str) -> Table:
+    graph = graph_of(of.architecture, name="model")
+    [layer] = [layer for layer in graph.layers if layer.kind == kind]
+    return arithmetic.table(graph, layer, setting_of(of, stacks()[of.framework]))
 
 
 def peak(of: Estimate) -> float:
@@ -115,7 +120,7 @@ def test_a_gpt_block_keeps_what_korthikanti_counts() -> None:
         tokens = of.seq_len * of.micro_batch
         whole = (34 * GPT.hidden_size + 16) * tokens + 5 * GPT.heads * tokens * of.seq_len
 
-        assert block(shape(of), moe=False).stored_bytes == pytest.approx(whole / tensor)
+        assert table(of, "block").stored_bytes("none") == pytest.approx(whole / tensor)
 
 
 def test_without_sequence_parallelism_the_stream_is_kept_whole() -> None:
@@ -125,7 +130,7 @@ def test_without_sequence_parallelism_the_stream_is_kept_whole() -> None:
     whole = of.seq_len * (GPT.hidden_size * (10 + 24 / 4) + 16)
     scores = 5 * GPT.heads * of.seq_len**2 / 4
 
-    assert block(shape(of), moe=False).stored_bytes == pytest.approx(whole + scores)
+    assert table(of, "block").stored_bytes("none") == pytest.approx(whole + scores)
 
 
 def test_parts_add_up_to_the_step() -> None:
@@ -198,9 +203,10 @@ def test_small_models_wait_for_the_host() -> None:
 
 
 def test_a_loss_on_divided_logits_is_divided() -> None:
-    one, four = (head(shape(run(tensor=t, sequence_parallel=True))) for t in (1, 4))
+    one, four = (table(run(tensor=t, sequence_parallel=True), "head") for t in (1, 4))
 
-    assert four.working_bytes < 0.4 * one.working_bytes
+    alone, divided = (of.backward_transient_bytes("none") for of in (one, four))
+    assert divided < 0.4 * alone
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from planner.backends.export import configuration
 
 from planner.actions import Action, Order
 from planner.cluster import ClusterSpec
@@ -15,6 +14,7 @@ from planner.costs.layout_costs import CostTables
 from planner.document import schema
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
+from planner.formats.configuration import configuration
 from planner.pins import Pins, read_pins
 from planner.pipeline_model import closed_form, held, most_on_first_stage
 from planner.plan import Job, Layout, Plan

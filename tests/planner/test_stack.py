@@ -34,7 +34,7 @@ def test_a_figure_without_provenance_is_found() -> None:
 def test_every_figure_is_read_by_some_formula() -> None:
     root = Path(__file__).parents[2] / "planner"
     code = "\n".join(file.read_text() for file in root.rglob("*.py") if file.name != "stack.py")
-    by_name = {"norm", "gate", "rotary"}  # planner/backends/work.py
+    by_name = {"norm", "gate", "rotary"}  # planner/layers/kernels.py
 
     unread = [
         path

@@ -1,4 +1,4 @@
-"""What Megatron-LM, torchtitan, DeepSpeed and accelerate make of a configuration.
+"""What Megatron-LM, torchtitan, DeepSpeed and nanotron make of a configuration.
 
 Written from their sources, and sharing no code with what is tested: which settings there are and of
 which type, what is refused, how a step's batch is divided, and the learning rate of each step.
@@ -8,6 +8,7 @@ which type, what is refused, how a step's batch is divided, and the learning rat
     torchtitan   0.2.2: config/job_config.py, train.py, components/lr_scheduler.py,
                  distributed/{pipeline_parallel,utils}.py, models/llama3/infra/parallelize.py
     DeepSpeed    0.19: runtime/config.py, runtime/constants.py
+    nanotron     0.4: config/{config,parallelism_config}.py, helpers.py
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import math
 import tomllib
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,7 @@ def megatron_rate(args: argparse.Namespace, step: int) -> float:
 # --- torchtitan 0.2 -------------------------------------------------------------------------------
 
 _JOB: dict[str, dict[str, Any]] = {
+    "model": {"converters": []},
     "optimizer": {
         "name": "AdamW",
         "lr": 8e-4,
@@ -331,3 +335,87 @@ def deepspeed_step(told: dict[str, Any], world: int, seq_len: int) -> Step:
     samples, forwards = told["train_micro_batch_size_per_gpu"], told["gradient_accumulation_steps"]
     assert told["train_batch_size"] == samples * forwards * world
     return Step(samples, forwards, world, seq_len)
+
+
+# --- nanotron 0.4 ---------------------------------------------------------------------------------
+
+_NANOTRON = {
+    "parallelism": {
+        "dp",
+        "pp",
+        "tp",
+        "pp_engine",
+        "tp_mode",
+        "tp_linear_async_communication",
+        "recompute_layer",
+        "moe_layer_recompute",
+        "tp_recompute_allgather",
+        "expert_parallel_size",
+        "context_parallel_size",
+    },
+    "model": {"model_config", "init_method", "dtype", "make_vocab_size_divisible_by"},
+    "tokens": {
+        "sequence_length",
+        "train_steps",
+        "micro_batch_size",
+        "batch_accumulation_per_replica",
+    },
+    "optimizer": {
+        "optimizer_factory",
+        "zero_stage",
+        "weight_decay",
+        "clip_grad",
+        "accumulate_grad_in_fp32",
+        "learning_rate_scheduler",
+        "weight_decay_exclude_named_params",
+    },
+}
+
+
+def nanotron(text: str) -> dict[str, Any]:
+    """Read a configuration, refusing keys that no dataclass of it has (dacite is strict)."""
+    told: dict[str, Any] = yaml.safe_load(text)
+    for name, section in told.items():
+        assert set(section) <= _NANOTRON[name], f"no such keys: {set(section) - _NANOTRON[name]}"
+    axes, rates = told["parallelism"], told["optimizer"]["learning_rate_scheduler"]
+    assert axes["pp_engine"] in ("1f1b", "afab")
+    assert axes["tp_mode"] in ("ALL_REDUCE", "REDUCE_SCATTER")
+    assert told["optimizer"]["zero_stage"] in (0, 1)
+    assert told["optimizer"]["optimizer_factory"]["name"] == "adamW"
+    assert rates["lr_warmup_style"] in ("linear", "constant")
+    assert rates["lr_decay_style"] in ("linear", "cosine", "1-sqrt")
+    assert told["model"]["dtype"] in ("bfloat16", "float32")
+    return told
+
+
+def nanotron_step(told: dict[str, Any], world: int) -> Step:
+    axes, tokens = told["parallelism"], told["tokens"]
+    others = axes["pp"] * axes["tp"] * axes["expert_parallel_size"] * axes["context_parallel_size"]
+    assert axes["dp"] * others == world
+    return Step(
+        tokens["micro_batch_size"],
+        tokens["batch_accumulation_per_replica"],
+        axes["dp"],
+        tokens["sequence_length"],
+    )
+
+
+def nanotron_rate(told: dict[str, Any], step: int) -> float:
+    """Return the learning rate of a step, the first is 0."""
+    rates = told["optimizer"]["learning_rate_scheduler"]
+    highest, least = rates["learning_rate"], rates["min_decay_lr"]
+    warmup, begin = rates["lr_warmup_steps"], rates["lr_decay_starting_step"]
+    steps = rates["lr_decay_steps"]
+    assert warmup or steps, "a rate would be used as a factor"
+    if step <= warmup:
+        constant = rates["lr_warmup_style"] == "constant"
+        return float(highest if constant else highest * step / max(warmup, 1))
+    if step < begin:
+        return float(highest)
+    if step >= begin + steps:
+        return float(least)
+    if rates["lr_decay_style"] == "cosine":
+        left = (1 + math.cos(math.pi * (step - begin) / steps)) / 2
+    else:
+        left = (steps - (step - begin)) / steps
+    return float(least + (highest - least) * left)

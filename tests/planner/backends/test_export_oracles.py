@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner.backends.spaces import flags, layouts
 from pydantic import ValidationError
 
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import configuration, in_the_script
-from planner.pins import read_pins
-from planner.plan import INSIDE_OUT, Job, Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.plan import INSIDE_OUT, Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.training import Training
 from runtime.learning_rate import learning_rate
 from tests.planner.backends import frameworks
@@ -257,37 +255,59 @@ def test_accelerate_cannot_leave_devices_of_its_last_node_idle() -> None:
         configuration(plan, MODEL, "accelerate", odd)
 
 
-@pytest.mark.parametrize("backend", ["megatron", "torchtitan"])
-@pytest.mark.parametrize(
-    ("model", "cluster"),
-    [("llama-3.1-8b", "8xh100-sxm-80gb"), ("mixtral-8x7b", "2x8xh100-sxm-80gb")],
-)
-def test_a_backends_plan_trains_the_batch_that_was_priced(
-    backend: str, model: str, cluster: str
-) -> None:
-    graph, machine = resolve_model(model), resolve_cluster(cluster)
-    assert graph.architecture is not None
-    blocks = graph.architecture.layers
-    job = Job(seq_len=8192, global_batch=64, precision="bf16")
-    runs = list(layouts(graph, machine, job, read_pins((), ()), backend=backend))
-    chosen = random.Random(0).sample(runs, min(len(runs), 300))
+def test_nanotron_trains_the_plans_batch_at_the_plans_rates() -> None:
+    for plan, text in written("nanotron"):
+        told = frameworks.nanotron(text)
+        check_step(frameworks.nanotron_step(told, plan.mesh.devices), plan)
+        warmup = max(1, plan.training.warmup_steps)
+        check_rates(
+            lambda step, c=told: frameworks.nanotron_rate(c, step),
+            plan,
+            last=last_of(plan),
+            early=(1 + 1e-9) / warmup,
+        )
+        t, optimizer = plan.training, told["optimizer"]
+        assert (optimizer["weight_decay"], optimizer["clip_grad"]) == (
+            t.weight_decay,
+            t.clip_norm or None,
+        )
+        factory = optimizer["optimizer_factory"]
+        assert (factory["adam_beta1"], factory["adam_beta2"]) == (t.beta1, t.beta2)
+        assert factory["adam_eps"] == t.epsilon
 
-    for run in chosen:
-        text = "\n".join(flags(run))
-        if backend == "megatron":
-            args = frameworks.megatron(text)
-            step = frameworks.megatron_step(args, machine.devices)
-            assert args.expert_tensor_parallel_size == (
-                run.expert_tensor if run.expert > 1 else run.tensor
-            )
-        else:
-            told = frameworks.torchtitan(text, layers=blocks)
-            step = frameworks.titan_step(told)
-            if run.pipeline > 1:
-                stages = frameworks.titan_stages(told, blocks)
-                assert len(stages) == run.pipeline * run.virtual
-                assert max(stages) - min(stages) <= 1
-        assert step.tokens == job.global_batch * job.seq_len
-        assert (step.forward_samples, step.forwards) == (run.micro_batch, run.micro_batches)
-    assert any(run.micro_batches > 1 and run.pipeline == 1 for run in chosen)
-    assert any(run.virtual > 1 for run in chosen)
+
+def test_torch_shards_a_model_as_a_plan_for_fsdp_says() -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+    from torch.distributed.fsdp import FSDPModule
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    seen = set()
+    for plan, text in [pair for pair in written("fsdp") if pair[0].mesh.devices > 1][:16]:
+        module: dict[str, Any] = {}
+        exec(compile(text, "plan.py", "exec"), module)
+        devices = plan.mesh.devices
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
+        try:
+            blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(BLOCKS))
+            model = torch.nn.Sequential(torch.nn.Linear(8, 8), blocks)
+            module["parallelize"](model, blocks, device="cpu")
+            assert all(isinstance(block, FSDPModule) for block in blocks)
+            wrapped = sum(isinstance(block, CheckpointWrapper) for block in blocks)
+            recomputed = {item.recompute for item in plan.stages[0].layers}
+            assert wrapped == (BLOCKS if recomputed == {"full"} else 0)
+            [weight, *_] = model[0].parameters()
+            mesh = weight.device_mesh
+            shape = (plan.mesh.data_replicate, plan.mesh.data_shard)
+            assert tuple(mesh.shape) == (shape if shape[0] > 1 else shape[1:])
+            made = module["optimizer"](model).param_groups[0]
+            t = plan.training
+            assert (made["lr"], made["betas"]) == (t.learning_rate, (t.beta1, t.beta2))
+            assert (made["eps"], made["weight_decay"]) == (t.epsilon, t.weight_decay)
+        finally:
+            dist.destroy_process_group()
+        step = (module["MICRO_BATCH"], module["MICRO_BATCHES"], module["SEQ_LEN"])
+        assert step == (plan.micro_batch, plan.micro_batches, plan.seq_len)
+        seen.add((plan.zero, *shape))
+    assert len(seen) > 3

@@ -1,0 +1,74 @@
+"""The best plan of each framework for four models, with its proof: `docs/frameworks.md`.
+
+python benchmarks/framework_plans.py       searches, exports and writes the page (a minute)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from planner.errors import NoPlanFits
+from planner.expressions import resolve_cluster, resolve_model
+from planner.formats.configuration import FRAMEWORKS, configuration
+from planner.request import Request
+from planner.search.best_first import search
+from planner.units import seconds_text
+
+PAGE = Path(__file__).parent.parent / "docs" / "frameworks.md"
+CASES = (
+    ("llama-3.1-8b", "8xh100-sxm-80gb"),
+    ("llama-3.1-70b", "8x8xh100-sxm-80gb"),
+    ("mixtral-8x7b", "2x8xh100-sxm-80gb"),
+    ("deepseek-v3", "256x8xh800-sxm-80gb"),
+)
+BACKENDS = ("native", "torchtitan", "megatron", "deepspeed", "nanotron", "fsdp", "accelerate")
+HEAD = (
+    "# Plans for each framework\n\n"
+    "Written by `python benchmarks/framework_plans.py`: 4,096 tokens a sample and about 4 million "
+    "a step, nothing pinned. Every framework is searched in its own space (`space` of "
+    "`planner/catalog/stacks/NAME.yaml`) and priced as it trains; each plan is proven the fastest "
+    "of its space in the closed form, and is written as the framework's configuration. Steps of "
+    "different frameworks differ by what their stacks say of kernels, overlap and memory, as far "
+    "as `docs/accuracy.md` knows them; *searched* counts configurations, *solved* exact partition "
+    "problems.\n\n"
+    "| model, cluster | framework | plan | step | searched | solved | configuration |\n"
+    "|---|---|---|---:|---:|---:|---|\n"
+)
+
+
+def rows() -> Iterator[str]:
+    """Yield a row for every model and framework."""
+    for name, cluster in CASES:
+        model, machine = resolve_model(name), resolve_cluster(cluster)
+        for backend in BACKENDS:
+            request = Request.of(model, machine, stack=backend, called=cluster)
+            head = f"| {name}, {cluster} | {backend} |"
+            try:
+                found = search(request)
+            except NoPlanFits as error:
+                yield f"{head} none: {_why(str(error))} | | | | |"
+                continue
+            assert found.certificate.optimal
+            choices = {item.recompute for stage in found.plan.stages for item in stage.layers}
+            again = "" if choices == {"none"} else f", recompute {'/'.join(sorted(choices))}"
+            said = "`launch`"
+            if backend in FRAMEWORKS:
+                text = configuration(found.plan, model, backend, machine)
+                said = f"{len(text.splitlines())} lines"
+            yield (
+                f"{head} {found.prediction.layout}{again} | "
+                f"{seconds_text(found.prediction.step_time_s)} | "
+                f"{found.certificate.configurations:,} | {found.solved} | {said} |"
+            )
+
+
+def _why(message: str) -> str:
+    """Return the first reason of a message: what is not run, or what the closest would need."""
+    if ". The closest, " in message:
+        return message.partition(". The closest, ")[2].partition(";")[0]
+    return message.partition(" layouts: ")[2].partition(" (")[0] or message
+
+
+if __name__ == "__main__":
+    PAGE.write_text(HEAD + "\n".join(rows()) + "\n")

@@ -1,0 +1,137 @@
+"""Seconds of a layer by hand: what is seen of collectives, which pass has them, what hosts take."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.catalog import native, stacks
+from planner.cluster import DeviceCurve
+from planner.costs.compute import Device
+from planner.costs.layer_seconds import (
+    LinkRule,
+    collectives,
+    host_passes,
+    link_rule,
+    passes,
+    shown_s,
+)
+from planner.expressions import resolve_model
+from planner.layers.arithmetic import table
+from planner.layers.kernels import Kernels
+from planner.layers.operator_table import Setting, Table
+from planner.stack import Stack, with_figures
+
+CURVE = DeviceCurve(
+    launch_s=5e-6,
+    matmul=0.5,
+    attention_forward=0.4,
+    attention_backward=0.25,
+    memory=0.8,
+    spread=0.1,
+    provenance="quoted",
+    source="example",
+)
+GPU = Device(peak_flops=100e12, memory_bytes_per_s=1e12, curve=CURVE)
+LLAMA = resolve_model("llama-3.1-8b")
+MB = 2.0 * 1024 * 4096 / 1e6
+"""Of the residual stream of 1,024 tokens."""
+
+
+def setting(**changes: object) -> Setting:
+    figures = {"micro_batch": 1, "seq_len": 1024}
+    return Setting(**{**figures, **changes})
+
+
+def layer(kind: str, **changes: object) -> Table:
+    found = next(layer for layer in LLAMA.layers if layer.kind == kind)
+    return table(LLAMA, found, setting(**changes))
+
+
+def a_second_a_megabyte(operation: str, size_bytes: float, axis: str) -> float:
+    return size_bytes / 1e6 * (2 if operation == "all_reduce" else 1)
+
+
+def both_passes(found: Table, rule: LinkRule, recompute: str = "none") -> tuple[float, float]:
+    again = found.recomputed(recompute)  # type: ignore[arg-type]
+    each = list(collectives(found, again, a_second_a_megabyte, rule))
+    return sum(there for _, there, _ in each), sum(back for _, _, back in each)
+
+
+def test_a_share_hides_as_far_as_there_is_computation() -> None:
+    assert shown_s(10.0, 100.0, 0.9) == pytest.approx(1.0)
+    assert shown_s(10.0, 4.0, 0.9) == 6.0
+    assert shown_s(10.0, 100.0, 0.0) == 10.0
+
+
+def test_a_divided_block_gathers_and_scatters_twice_in_each_pass() -> None:
+    found = layer("block", tensor=4)
+
+    assert both_passes(found, LinkRule()) == pytest.approx((4 * MB, 4 * MB))
+    assert both_passes(found, LinkRule(tensor=0.5)) == pytest.approx((2 * MB, 2 * MB))
+
+
+def test_inputs_that_are_gathered_a_second_time_count_in_backward() -> None:
+    found = layer("block", tensor=4)
+
+    there_s, back_s = both_passes(found, LinkRule(second_gather=0.5))
+
+    assert (there_s, back_s) == pytest.approx((4 * MB, (4 + 0.5 * 2) * MB))
+
+
+def test_without_sequence_parallelism_ends_sum_in_one_pass_alone() -> None:
+    # The embedding's shares are added going forward, the head's gradients going back.
+    whole = {"tensor": 4, "sequence_parallel": False}
+
+    assert both_passes(layer("embedding", **whole), LinkRule()) == pytest.approx((2 * MB, 0.0))
+    assert both_passes(
+        layer("head", **whole, kernels=Kernels(peak_logit_bytes=6.5)), LinkRule()
+    ) == pytest.approx((0.0, 2 * MB))
+
+
+def test_a_ring_of_keys_and_values_goes_round_once_and_twice() -> None:
+    found = layer("block", context=4, kernels=Kernels(scores="fused", ring=True))
+
+    there_s, back_s = both_passes(found, LinkRule(context=0.3))
+
+    keys_and_values = 2 * MB / 4  # a quarter as many heads
+    assert (there_s, back_s) == pytest.approx((0.3 * keys_and_values, 0.6 * keys_and_values))
+
+
+def test_recomputing_a_block_whole_sends_all_of_its_forward_again() -> None:
+    found = layer("block", tensor=4, kernels=Kernels(early_stop=False))
+
+    assert both_passes(found, LinkRule(), "full") == pytest.approx((4 * MB, 8 * MB))
+
+
+def test_recomputing_a_block_whole_takes_its_forward_again() -> None:
+    found = passes(layer("block", kernels=Kernels(early_stop=False)), "full", GPU)
+
+    assert found.recompute_s == pytest.approx(found.forward_s)
+    assert found.kernels_again == found.kernels
+
+
+def test_the_runtime_shows_all_of_its_collectives() -> None:
+    assert link_rule(native(), sequence_parallel=True) == LinkRule()
+
+
+def host(stack: Stack, kind: str, **changes: object) -> tuple[float, float, float]:
+    found = layer(kind, **changes)
+    full = found.recomputed("full") != ()
+    took = host_passes(
+        stack,
+        found,
+        setting(**changes),
+        passes(found, "full", GPU),
+        recomputes=full,
+        devices_per_node=8,
+    )
+    return took.forward_s, took.backward_s, took.recompute_s
+
+
+def test_python_of_a_block_and_of_tensor_parallelism_by_hand() -> None:
+    stack = with_figures(stacks()["nanotron"], {"host.rank_s": 0.1e-3})
+
+    assert host(stack, "block") == pytest.approx((0.8e-3, 1.2e-3, 0.8e-3))
+    more = (2.4e-3 + 3 * 0.1e-3) / 2
+    assert host(stack, "block", tensor=4) == pytest.approx((0.8e-3 + more, 1.2e-3 + more, 0.8e-3))
+    assert host(stack, "head") == (0.0, 0.0, 0.0)

@@ -1,0 +1,209 @@
+"""Tables under each stack's kernels: counts by hand, laws of all stacks, native by its data."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.catalog import models, native, stacks
+from planner.expressions import resolve_model
+from planner.layers.arithmetic import table
+from planner.layers.kernels import MODULES, Kernels, kernels_of
+from planner.layers.operator_table import ManySettings, Setting, Table
+from planner.stack import Stack, with_figures
+
+S, B = 2048, 2
+TOKENS = S * B
+LANGUAGE = [name for name in sorted(models()) if not name.startswith("vit")]
+
+
+def of(name: str, kind: str, kernels: Kernels, **changes: object) -> Table:
+    model = resolve_model(name)
+    layer = next(layer for layer in model.layers if layer.kind == kind)
+    setting = {"micro_batch": B, "seq_len": S, "precision": "bf16"}
+    return table(model, layer, Setting(**{**setting, "kernels": kernels, **changes}))
+
+
+def fused(**changes: object) -> Kernels:
+    figures = {
+        "fused_norm": True,
+        "fused_gate": True,
+        "fused_rotary": True,
+        "fused_projections": True,
+        "scores": "fused",
+        "core_traffic": False,
+        "keeps_gathered": False,
+    }
+    return Kernels(**{**figures, **changes})  # type: ignore[arg-type]
+
+
+def test_native_is_the_modules_that_the_runtime_trains_by_its_data_alone() -> None:
+    assert kernels_of(native(), "bf16") is MODULES
+    other = with_figures(native(), {"kernels.norm": "fused"})
+    assert kernels_of(other, "bf16").fused_norm
+
+
+def test_a_fused_llama_block_by_hand() -> None:
+    # Llama-3.1-8B, bf16, per token: inputs of both norms 2 h and a root of 4 each, their outputs
+    # 2 h each, one tensor of q, k and v (turned in place) 2 (h + h / 2), core 2 h and 4 a of sums,
+    # gate, up and their product 2 f each.
+    h, f, a = 4096, 14336, 32
+
+    stored = of("llama-3.1-8b", "block", fused()).stored_bytes("none") / TOKENS
+
+    norms = 2 * (2 * h + 4 + 2 * h)
+    attention = 2 * (h + h / 2) + 2 * h + 4 * a
+    assert stored == norms + attention + 3 * 2 * f
+
+
+def test_what_is_cut_from_one_projection_keeps_it_whole() -> None:
+    # Turned queries and keys are new tensors, and the values lie in the one that they came from.
+    turned = of("llama-3.1-8b", "block", fused(fused_rotary=False))
+    in_place = of("llama-3.1-8b", "block", fused())
+
+    more = turned.stored_bytes("none") - in_place.stored_bytes("none")
+
+    assert more == 2 * TOKENS * (4096 + 1024)
+
+
+def test_a_shard_is_kept_where_what_was_gathered_is_not() -> None:
+    t, h = 8, 4096
+    gathered = of("llama-3.1-8b", "block", fused(keeps_gathered=True), tensor=t)
+    local = of("llama-3.1-8b", "block", fused(), tensor=t)
+
+    more = gathered.stored_bytes("none") - local.stored_bytes("none")
+
+    assert more == pytest.approx(2 * 2 * h * TOKENS * (1 - 1 / t))
+
+
+def test_without_sequence_parallelism_activations_are_summed_and_not_scattered() -> None:
+    layer = of("llama-3.1-8b", "block", fused(), tensor=4, sequence_parallel=False)
+
+    kinds = [op.kind for op in layer.operators if op.communicates]
+
+    assert kinds == ["all_reduce", "all_reduce"]
+    assert layer.output_bytes == layer.input_bytes == 2 * 4096 * TOKENS
+
+
+def test_products_in_8_bits_keep_a_byte_of_what_they_multiply() -> None:
+    # Per token: inputs of qkv and MLP h, of the output projection q = h, of the down projection f,
+    # and gate and up as narrow: half of 16 bits but for the core's output, kept twice over.
+    h, f = 4096, 14336
+    wide = of("llama-3.1-8b", "block", fused()).stored_bytes("none")
+    narrow = of("llama-3.1-8b", "block", fused(narrow=True)).stored_bytes("none")
+
+    assert wide - narrow == TOKENS * (2 * h + f + 2 * f - h)
+
+
+def test_frozen_weights_leave_one_product_to_their_backward() -> None:
+    trained = of("llama-3.1-8b", "block", fused())
+    frozen = of("llama-3.1-8b", "block", fused(frozen="attention"))
+
+    products = [op for op in frozen.operators if op.kind == "matmul"]
+    assert products
+    assert all(op.frozen for op in products)
+    # MLP products without adapters keep neither their input nor gate times up.
+    less = trained.stored_bytes("none") - frozen.stored_bytes("none")
+    assert less == 2 * TOKENS * (4096 + 14336)
+
+
+def test_weights_in_4_bits_are_restored_before_each_product() -> None:
+    layer = of("llama-3.1-8b", "block", fused(frozen="all", restored_bytes=5.0))
+
+    moved = sum(op.moved_bytes for op in layer.operators if op.name.endswith("_restored"))
+
+    matrices = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
+    assert moved == 5 * matrices
+
+
+def test_a_loss_of_one_operator_needs_its_bytes_for_each_logit() -> None:
+    layer = of("llama-3.1-8b", "head", fused(peak_logit_bytes=6.5))
+    logits = TOKENS * 128256
+
+    peak = layer.forward_transient_bytes("none")
+
+    inputs = 2 * 4096 * TOKENS
+    assert 6.5 * logits <= peak + inputs <= 6.5 * logits + 3 * inputs
+
+
+def test_written_scores_are_recomputed_apart() -> None:
+    kernels = Kernels(scores="written", fused_softmax=True, selective="attention")
+    layer = of("llama-3.1-8b", "block", kernels)
+
+    dropped = layer.stored_bytes("none") - layer.stored_bytes("selective")
+
+    assert dropped == 2 * 32 * S * TOKENS
+    assert {op.name for op in layer.recomputed("selective")} == {"scores", "softmax", "core"}
+
+
+def test_every_second_product_is_recomputed() -> None:
+    layer = of("llama-3.1-8b", "block", Kernels(scores="fused", selective="operators"))
+
+    again = layer.recomputed("selective")
+
+    products = [op.name for op in again if op.kind == "matmul"]
+    # Of qkv, out, gate, up, down.
+    assert products == ["attention_out", "mlp_up"]
+    assert not any(op.kind == "attention" for op in again)
+
+
+@pytest.mark.parametrize("stack", stacks().values(), ids=list(stacks()))
+def test_tables_of_every_model_are_whole_under_every_stack(stack: Stack) -> None:
+    kernels = [
+        kernels_of(stack, "bf16"),
+        kernels_of(stack, "fp8", compiled=True, flash_attention=False),
+        kernels_of(stack, "bf16", frozen=True, quantised=True),
+    ]
+    for name in LANGUAGE:
+        model = resolve_model(name)
+        for layer in model.layers:
+            for one in kernels:
+                for tensor, context, expert in ((1, 1, 1), (2, 2, 2)):
+                    setting = Setting(
+                        micro_batch=1,
+                        seq_len=1024,
+                        tensor=tensor,
+                        context=context,
+                        expert=expert,
+                        sequence_parallel=stack.tensor.sequence_parallel,
+                        kernels=one,
+                    )
+                    check_whole(table(model, layer, setting))
+
+
+def check_whole(found: Table) -> None:
+    made = {"x"}
+    for operator in found.operators:
+        assert made.issuperset(operator.inputs), (operator.name, operator.inputs)
+        made |= operator.outputs.keys()
+    assert made.issuperset(name for op in found.operators for name in op.saved)
+    assert found.output in made
+    if found.kind not in ("embedding", "head"):
+        least, kept = found.stored_bytes("full"), found.stored_bytes("none")
+        assert 0 < least == found.input_bytes < kept
+
+
+@pytest.mark.parametrize("name", ["megatron", "torchtitan", "megatron-deepspeed", "transformers"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-v3", "gpt2"])
+def test_many_settings_at_once_are_each_alone(name: str, model: str) -> None:
+    stack = stacks()[name]
+    kernels = kernels_of(stack, "fp8")
+    each = [
+        Setting(
+            micro_batch=b,
+            seq_len=1024,
+            tensor=t,
+            context=2,
+            expert=4,
+            sequence_parallel=stack.tensor.sequence_parallel,
+            kernels=kernels,
+        )
+        for b in (2, 4)
+        for t in (2, 8)
+    ]
+    graph = resolve_model(model)
+    for layer in graph.layers:
+        together = table(graph, layer, ManySettings.of(each)).stored_bytes("none")
+        for index, setting in enumerate(each):
+            alone = table(graph, layer, setting).stored_bytes("none")
+            mine = together[index] if hasattr(together, "shape") else together
+            assert mine == pytest.approx(alone, rel=1e-12)
