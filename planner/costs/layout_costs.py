@@ -108,7 +108,7 @@ class CostTables:
         a = model.architecture
         self._rates = rates(cluster, job, profile, request.stack, head_dim=a.head_dim if a else 128)
         self._kernels = kernels_of(self._rates.stack, job.precision)
-        warning = caveat(model, cluster)
+        warning = caveat(model, cluster) if request.stack.name == "native" else None
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
             *((warning,) if warning else ()),
