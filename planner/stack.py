@@ -120,8 +120,9 @@ class Kernels(Part):
     hidden."""
     dropout: Flag = False
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
-    adapters: Literal["attention", "all"] = "all"
-    """Which products of a frozen block have adapters, and so keep their inputs."""
+    adapters: Literal["none", "attention", "all"] = "all"
+    """Which products of a frozen block have adapters, and so keep their inputs.  `none`: frozen
+    blocks are priced as trained ones, which bounds their seconds from above."""
     adapter_rank: Positive = 16
     """Of those adapters, where a run does not say."""
     restored_bytes: Amount = 5.0
@@ -259,6 +260,9 @@ class Host(Part):
     """Least time of a block's pass, however small its work."""
     kernel_s: PerPass = PerPass()
     """For each kernel of a forward, in both passes."""
+    window: Literal["kernels", "layer"] = "layer"
+    """Behind what the host's work on a layer hides: behind the kernels of each pass, or behind all
+    that the device does for the layer, collectives of its stream too."""
     experts_s: Amount = 0.0
     """What routing, permutation and grouped products add to a block, both passes."""
     tensor_s: Amount = 0.0

@@ -296,7 +296,7 @@ _TRAFFIC_NAMES = tuple(field.name for field in fields(Traffic))
 
 def parts_key(layout: Layout) -> tuple[object, ...]:
     """What parts depend on."""
-    return layout.micro_batch, *_sharing_key(layout)
+    return layout.micro_batch, layout.sequence_parallel, *_sharing_key(layout)
 
 
 def _sharing_key(layout: Layout) -> tuple[object, ...]:

@@ -107,7 +107,15 @@ class CostTables:
         self.activations = activations
         a = model.architecture
         self._rates = rates(cluster, job, profile, request.stack, head_dim=a.head_dim if a else 128)
-        self._kernels = kernels_of(self._rates.stack, job.precision)
+        frozen = job.lora is not None and self._rates.stack.kernels.adapters != "none"
+        self._kernels = kernels_of(
+            self._rates.stack,
+            job.precision,
+            frozen=frozen,
+            quantised=job.lora is not None and job.lora.quantised,
+        )
+        waits = self._rates.stack.host.pipelined_s
+        self._stalls = cluster.groups[0].nodes > 1 and waits.fixed + waits.each > 0
         warning = caveat(model, cluster) if request.stack.name == "native" else None
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
@@ -261,7 +269,9 @@ class CostTables:
             tensor=layout.tensor,
             context=layout.context,
             expert=layout.expert,
-            sequence_parallel=self._rates.stack.tensor.sequence_parallel,
+            expert_tensor=layout.expert_tensor,
+            sequence_parallel=layout.sequence_parallel,
+            pipelined=self._stalls and layout.pipeline > 1,
             kernels=self._kernels,
         )
 
