@@ -288,6 +288,10 @@ def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iter
 
 def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what no backend can do as the planner describes it."""
+    a = model.architecture
+    if job.lora is not None and (a is None or a.family not in FAMILIES):
+        known = ", ".join(FAMILIES)
+        yield Obstacle("training.lora", f"adapters are planned for the families {known}")
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
     shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}

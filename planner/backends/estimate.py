@@ -15,6 +15,9 @@ from planner.cluster import ClusterSpec
 from planner.errors import DocumentError
 from planner.setup import Setup
 
+USUAL_LINK_BYTES_PER_S = 3.2e10
+"""PCIe 4, of a host link that the catalogue does not know."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
@@ -46,14 +49,11 @@ def _memory(stage: StageEstimate, kind: str) -> float:
 
 def estimate(setup: Setup) -> Estimate:
     """Return step time and memory of a run by the stack that trains it."""
-    stack = setup.request.stack
-    if not stack.sharding.bridged:
-        cluster = _without_bridge(setup.request.cluster)
-        setup = replace(setup, request=replace(setup.request, cluster=cluster))
+    setup = linked(setup)
     run = run_of(setup)
     assumptions = list(setup.assumed)
     recompute = run.recompute
-    layers = priced(run, stack)
+    layers = priced(setup, run)
     if recompute is None:
         recompute = "none"
         if not fits(layers, stages_of(layers, "none")):
@@ -77,6 +77,20 @@ def estimate(setup: Setup) -> Estimate:
         beyond=beyond,
         assumptions=tuple(assumptions),
     )
+
+
+def linked(setup: Setup) -> Setup:
+    """Return a run whose devices have the links that its stack uses, and one to their host."""
+    cluster = setup.request.cluster
+    if not setup.request.stack.sharding.bridged:
+        cluster = _without_bridge(cluster)
+    group = cluster.groups[0]
+    if group.host_link_bytes_per_s is None:
+        group = group.model_copy(update={"host_link_bytes_per_s": USUAL_LINK_BYTES_PER_S})
+        cluster = cluster.model_copy(update={"groups": (group, *cluster.groups[1:])})
+    if cluster is setup.request.cluster:
+        return setup
+    return replace(setup, request=replace(setup.request, cluster=cluster))
 
 
 def _without_bridge(cluster: ClusterSpec) -> ClusterSpec:

@@ -5,14 +5,13 @@ What a rank adds up, and when it is fullest, `planner.costs.rank_memory` says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from planner.backends.placed import Priced, states_of
+from planner.backends.placed import Priced
 from planner.costs.layer_seconds import ENDS
 from planner.costs.rank_memory import LayerBytes, has_room, rank_memory_parts
 from planner.plan import Layout
 from planner.profile import Recompute
-from planner.schedules import PLAIN, looped
 from planner.stack import Stack
 
 
@@ -40,21 +39,19 @@ class Process:
 
 def process_of(priced: Priced) -> Process:
     """Return what a rank of a run holds beside its layers."""
-    run, stack = priced.run, priced.stack
-    crossing = priced.tables["head"].input_bytes
-    communicators = stack.memory.communicator_bytes if run.devices > 1 else 0.0
+    costs = priced.costs
     return Process(
-        boundary_bytes=crossing if run.pipeline > 1 else 0.0,
-        keeps_sent=stack.pipeline.keeps_sent,
-        context_bytes=stack.memory.context_bytes + communicators,
-        slack=stack.memory.reserved,
-        tight=stack.memory.tight,
+        boundary_bytes=priced.tables["head"].input_bytes if priced.layout.pipeline > 1 else 0.0,
+        keeps_sent=priced.stack.pipeline.keeps_sent,
+        context_bytes=costs.context_bytes(priced.layout),
+        slack=costs.slack,
+        tight=costs.tight,
     )
 
 
 def stages_of(priced: Priced, recompute: str) -> tuple[StageEstimate, ...]:
     """[rank] Return what each rank needs with all its blocks recomputed alike."""
-    process, layout = process_of(priced), _layout(priced)
+    process, layout = process_of(priced), _whole_rounds(priced.layout)
     held = {kind: _layer_bytes(priced, recompute, kind) for kind in priced.tables}
     result = []
     for rank in range(layout.pipeline):
@@ -82,24 +79,18 @@ def fits(priced: Priced, ranks: tuple[StageEstimate, ...]) -> bool:
     return all(has_room(memory, rank.device_bytes, process) for rank in ranks)
 
 
-def _layout(priced: Priced) -> Layout:
-    """Return the pipeline of a run, with as many micro-batches as its schedule can take."""
-    run = priced.run
-    count = -(-int(run.global_batch) // (run.data * run.micro_batch))
-    if run.virtual > 1:
-        count = -(-count // run.pipeline) * run.pipeline
-    return Layout(
-        pipeline=run.pipeline,
-        virtual_stages=run.virtual,
-        schedule=looped.INTERLEAVED.name if run.virtual > 1 else PLAIN,
-        micro_batches=max(1, count),
-    )
+def _whole_rounds(layout: Layout) -> Layout:
+    """Return a layout whose micro-batches its schedule can take: of several stages whole rounds."""
+    if layout.virtual_stages == 1:
+        return layout
+    rounds = -(-layout.micro_batches // layout.pipeline)
+    return replace(layout, micro_batches=rounds * layout.pipeline)
 
 
 def _layer_bytes(priced: Priced, recompute: str, kind: str) -> LayerBytes:
     """Return what a layer holds."""
     run, stack, table = priced.run, priced.stack, priced.tables[kind]
-    states = states_of(run, stack, priced.sharing, kind, priced.local[kind])
+    states = priced.held[kind].states
     stored = forward = backward = moving = 0.0
     for share, choice in shares(stack, recompute, kind):
         stored += share * table.stored_bytes(choice)

@@ -1,58 +1,25 @@
-"""A run's layers on one rank: their work, their parameters, and which stage holds them."""
+"""A run's layers on one rank: their operators, their states, and which stage holds them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.backends.runs import Run
 from planner.cluster import Collective
-from planner.costs import memory
-from planner.costs.collectives import Levels, collective_s, group_levels, levels
-from planner.costs.held import of_experts
-from planner.costs.lora import linears
-from planner.costs.memory import Sharing, States
-from planner.costs.rates import HOST_LINK_SHARE, Rates, rates
-from planner.costs.sharding import Links, Traffic, traffic
-from planner.layers.architecture import block_kinds, graph_of
-from planner.layers.arithmetic import largest_matrix, local_parameters, table
+from planner.costs.collectives import Levels, collective_s, group_levels
+from planner.costs.held import Held
+from planner.costs.layout_costs import CostTables
+from planner.costs.memory import Sharing
+from planner.costs.rates import Rates
+from planner.costs.sharding import Traffic
+from planner.layers.architecture import block_kinds
+from planner.layers.arithmetic import table
 from planner.layers.kernels import kernels_of
 from planner.layers.operator_table import GroupAxis, Setting, Table
-from planner.model import Architecture
-from planner.plan import Axis, Job, Layout
+from planner.plan import Axis, Layout
+from planner.setup import Setup
 from planner.stack import Stack
 from planner.stage_rules import by_products
-
-USUAL_LINK_BYTES_PER_S = 3.2e10
-"""PCIe 4, of a host link that the catalogue does not know."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameters:
-    """Parameters of one layer on one rank."""
-
-    dense: float
-    routed: float
-    adapters: float = 0.0
-    """Beside them, and trained in their place."""
-    largest: float = 0.0
-    """Of one matrix among them."""
-
-    @property
-    def count(self) -> float:
-        """All of them."""
-        return self.dense + self.routed
-
-    def __add__(self, other: Parameters) -> Parameters:
-        """Both layers' together."""
-        return Parameters(
-            dense=self.dense + other.dense,
-            routed=self.routed + other.routed,
-            adapters=self.adapters + other.adapters,
-            largest=max(self.largest, other.largest),
-        )
-
-
-NOTHING = Parameters(dense=0.0, routed=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,19 +28,22 @@ class Priced:
 
     run: Run
     stack: Stack
+    layout: Layout
+    costs: CostTables
     setting: Setting
     used: Rates
     sharing: Sharing
+    held: dict[str, Held]
+    """By layer kind, its states on a rank."""
     moving: dict[str, Traffic]
-    """By layer kind, of sharding its states."""
+    """Of sharing them."""
+    tied_s: dict[str, float]
+    """Of summing a tied weight's gradients."""
     tables: dict[str, Table]
     groups: dict[GroupAxis, Levels]
     """Of the collectives inside layers."""
-    local: dict[str, Parameters]
     stages: list[list[str]]
     """Layer kinds [rank], those of all its stages together."""
-    parameters: list[Parameters]
-    """[rank]"""
 
     def stages_of(self, rank: int) -> dict[int, list[str]]:
         """Return the layer kinds of each stage of a rank, as equal as can be."""
@@ -91,86 +61,30 @@ class Priced:
         return result
 
 
-def priced(run: Run, stack: Stack) -> Priced:
+def priced(setup: Setup, run: Run) -> Priced:
     """Return a run's layers by the stack of its framework."""
-    setting = setting_of(run, stack)
-    graph = graph_of(run.architecture, name="model")
-    local = by_kind(run.architecture, run, stack)
-    stages = _layers(run, stack)
-    used, sharing = rates_of(run, stack), sharing_of(run, stack)
+    stack, layout, model = setup.request.stack, setup.layout, setup.request.model
+    costs, setting = CostTables(setup.request), setting_of(run, stack)
+    moved = {layer.kind: costs.moved(layer.kind, layout) for layer in model.layers}
     return Priced(
         run=run,
         stack=stack,
+        layout=layout,
+        costs=costs,
         setting=setting,
-        used=used,
-        sharing=sharing,
-        moving={kind: _moving(run, sharing, own, used) for kind, own in local.items()},
-        tables={layer.kind: table(graph, layer, setting) for layer in graph.layers},
+        used=costs.rates,
+        sharing=costs.sharing(layout),
+        held={kind: held for kind, (held, _, _) in moved.items()},
+        moving={kind: moving for kind, (_, moving, _) in moved.items()},
+        tied_s={kind: tied_s for kind, (_, _, tied_s) in moved.items()},
+        tables={layer.kind: table(model, layer, setting) for layer in model.layers},
         groups={
             "tensor": group(run, ("tensor",)),
             "context": group(run, ("context",)),
             "expert": _expert_group(run),
         },
-        local=local,
-        stages=stages,
-        parameters=[sum((local[kind] for kind in kinds), NOTHING) for kinds in stages],
+        stages=_layers(run, stack),
     )
-
-
-def sharing_of(run: Run, stack: Stack) -> Sharing:
-    """Return among how many ranks a run divides states."""
-    zero = stack.sharding.zero if run.zero is None else run.zero
-    offload = run.offload
-    return Sharing(
-        types=memory.state_types(stack, run.precision, zero=zero, quantised=run.quantised),
-        zero=zero,
-        shard=run.sharding_ranks if zero else 1,
-        data=run.data * run.context,
-        pipelined=run.pipeline > 1,
-        accumulated=run.micro_batches > 1,
-        offload="parameters"
-        if "params" in offload
-        else "optimizer"
-        if "optimizer" in offload
-        else "none",
-    )
-
-
-def by_kind(a: Architecture, run: Run, stack: Stack) -> dict[str, Parameters]:
-    """Return the parameters of every layer kind on a rank."""
-    graph = graph_of(a, name="model")
-    result = {}
-    for layer in graph.layers:
-        dense, routed = local_parameters(
-            graph,
-            layer,
-            tensor=run.tensor,
-            expert=run.expert,
-            expert_tensor=run.expert_tensor,
-            shared_whole=stack.experts.shared == "whole",
-        )
-        if layer.kind == "head" and a.tied_embeddings and run.pipeline > 1:
-            dense += a.vocab_size * a.hidden_size / run.tensor
-        result[layer.kind] = Parameters(
-            dense=dense,
-            routed=routed,
-            adapters=_adapters(a, run, stack, layer.kind) if is_frozen(run) else 0.0,
-            largest=largest_matrix(graph, layer, tensor=run.tensor),
-        )
-    return result
-
-
-def rates_of(run: Run, stack: Stack) -> Rates:
-    """Return how fast a run's cluster does what is not a layer's computation."""
-    job = Job(
-        seq_len=run.seq_len,
-        global_batch=run.global_batch,
-        precision=run.precision,  # type: ignore[arg-type]
-    )
-    found = rates(run.cluster, job, None, stack, head_dim=run.architecture.head_dim)
-    if found.host_link_bytes_per_s is None:
-        found = replace(found, host_link_bytes_per_s=HOST_LINK_SHARE * USUAL_LINK_BYTES_PER_S)
-    return found
 
 
 def group(run: Run, axes: tuple[Axis, ...]) -> Levels:
@@ -184,65 +98,6 @@ def group(run: Run, axes: tuple[Axis, ...]) -> Levels:
         pipeline=run.pipeline,
     )
     return group_levels(run.cluster.tiers, layout, axes)
-
-
-def _moving(run: Run, sharing: Sharing, parameters: Parameters, used: Rates) -> Traffic:
-    """Return the traffic of a layer's states."""
-    frozen = is_frozen(run)
-    links = Links(
-        shard=group(run, ("data_shard", "context")),
-        replicate=group(run, ("data_replicate",)),
-        neighbours=(),
-    )
-    apart = of_experts(sharing, run.tensor, run.expert, run.expert_tensor)
-    if apart is sharing or not parameters.routed:
-        count = parameters.count
-        return traffic(count, sharing, links, used, frozen=count * frozen)
-    steps = [(apart.data, run.expert * run.expert_tensor)]
-    among = levels(run.cluster.tiers, steps if apart.data > 1 else [], devices=run.devices)
-    same = Links(shard=among, replicate=(), neighbours=())
-    dense, routed = parameters.dense, parameters.routed
-    moving = traffic(dense, sharing, links, used, frozen=dense * frozen)
-    return moving + traffic(routed, apart, same, used, frozen=routed * frozen)
-
-
-def optimized(run: Run, sharing: Sharing, parameters: Parameters) -> float:
-    """Return the parameters of a stage that a rank's optimizer updates."""
-    if is_frozen(run):
-        return parameters.adapters / (sharing.shard if sharing.sharded else 1)
-    apart = of_experts(sharing, run.tensor, run.expert, run.expert_tensor)
-    held = parameters.dense / (sharing.shard if sharing.sharded else 1)
-    return held + parameters.routed / (apart.shard if apart.sharded else 1)
-
-
-def _adapters(a: Architecture, run: Run, stack: Stack, kind: str) -> float:
-    """Return the parameters of a layer's adapters on a rank."""
-    if kind in ("embedding", "head"):
-        return 0.0
-    every = stack.kernels.adapters == "all"
-    total = 0.0
-    for one in linears(a, experts=kind == "moe_block"):
-        if every or "attn" in one.path:
-            inputs = one.inputs / (run.tensor if one.rows else 1)
-            total += inputs + one.outputs / (1 if one.rows else run.tensor)
-    return stack.kernels.adapter_rank * total
-
-
-def states_of(run: Run, stack: Stack, sharing: Sharing, kind: str, own: Parameters) -> States:
-    """Return what a layer's parameters take on a rank."""
-    apart = of_experts(sharing, run.tensor, run.expert, run.expert_tensor)
-    end = kind in ("embedding", "head")
-    if not is_frozen(run):
-        held = memory.states(own.dense, sharing) + memory.states(own.routed, apart)
-    else:
-        if end and run.quantised:  # 4 bits are of the blocks' products
-            types = memory.state_types(stack, run.precision, zero=sharing.zero)
-            sharing = replace(sharing, types=types)
-        held = memory.frozen_states(own.dense, sharing) + memory.frozen_states(own.routed, apart)
-        held += memory.states(own.adapters, sharing)
-    if end and stack.sharding.ends == "root":
-        return memory.in_root_unit(held, own.dense, sharing)
-    return held
 
 
 def is_frozen(run: Run) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.backends.estimate import estimate
+from planner.backends.estimate import estimate, linked
 from planner.backends.placed import priced
 from planner.backends.runs import run_of
 from planner.backends.step import stage_seconds
@@ -39,10 +39,11 @@ def backend_prediction(request: Request, layout: Layout) -> Prediction:
 
 def setup_prediction(setup: Setup, layout: str) -> Prediction:
     """Return what a run should do by the stack that trains it; `layout` is how it is written."""
-    model, stack, run = setup.request.model, setup.request.stack, run_of(setup)
+    model, stack, setup = setup.request.model, setup.request.stack, linked(setup)
+    run = run_of(setup)
     result = estimate(setup)
     recompute = setup.recompute or "none"
-    seconds = stage_seconds(priced(run, stack), recompute)
+    seconds = stage_seconds(priced(setup, run), recompute)
     accelerator = run.cluster.groups[0].accelerator
     flops = step_flops(
         model,

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from planner.backends.held_bytes import shares
-from planner.backends.placed import Priced, group, is_frozen, link_s, optimized
+from planner.backends.placed import Priced, group, link_s
 from planner.backends.runs import Run
 from planner.costs.activations import uncovered_s
 from planner.costs.collectives import collective_s
 from planner.costs.layer_seconds import ENDS, collectives, host_passes, link_rule, passes
-from planner.costs.sharding import accumulated_bytes, seen_in_passes, seen_once
+from planner.costs.sharding import seen_in_passes, seen_once
 from planner.stack import Stack
 
 STEP_COLLECTIVES = 4
@@ -62,7 +62,7 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
     Where a share of the layers recomputes, it is what they take on average.
     """
     run, stack, setting = priced.run, priced.stack, priced.setting
-    table, parameters = priced.tables[kind], priced.local[kind]
+    table = priced.tables[kind]
     rule = link_rule(stack, sequence_parallel=setting.sequence_parallel)
     forward_s = backward_s = again_s = least_s = kept = 0.0
     links_s = dict.fromkeys(priced.groups, 0.0)
@@ -77,9 +77,6 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
         host = host_passes(stack, table, setting, found, recomputes=choice == "full")
         least_s += share * (host.forward_s + host.backward_s + host.recompute_s)
         kept += share * table.stored_bytes(choice)
-    if not is_frozen(run):
-        added = accumulated_bytes(priced.sharing.types, stack.sharding.accumulation)
-        backward_s += priced.used.memory_s(added * parameters.count)
     seen = seen_in_passes(
         priced.moving[kind],
         priced.sharing,
@@ -136,19 +133,21 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
 
     def once_s(kind: str) -> float:
         one = by_kind[kind]
-        return seen_once(
-            priced.moving[kind],
-            priced.sharing,
-            priced.used,
-            forward_s=one.forward_s,
-            backward_s=one.backward_s,
-        ).shard_s
+        return (
+            seen_once(
+                priced.moving[kind],
+                priced.sharing,
+                priced.used,
+                forward_s=one.forward_s,
+                backward_s=one.backward_s,
+            ).shard_s
+            + priced.tied_s[kind]
+        )
 
     def exchange_s(kind: str) -> float:
-        held = optimized(run, priced.sharing, priced.local[kind])
         if "optimizer" not in run.offload:
             return 0.0
-        size = priced.sharing.types.working * held
+        size = priced.sharing.types.working * priced.held[kind].optimized
         return priced.used.host_exchange_s(size, by_kind[kind].backward_s)
 
     on_host = "optimizer" in run.offload
@@ -165,7 +164,7 @@ def step_parts(priced: Priced, recompute: str) -> dict[str, float]:
         "pipeline": bubble_s + m * transfer_s + _stalls_s(run, stack),
         "host": total("host_s") + m * 2 * stack.host.action_s,
         "optimizer": max(
-            update_s(optimized(run, priced.sharing, one)) for one in priced.parameters
+            update_s(sum(priced.held[kind].optimized for kind in kinds)) for kinds in stages
         ),
         "fixed": stack.host.step_s,
     }

@@ -29,6 +29,11 @@ class Held:
     states: States
     sides: float
     """Rows and columns of its matrices, added up; counted where gradients are factored."""
+    frozen: bool = False
+    """All but its adapters are."""
+    adapters: float = 0.0
+    largest: float = 0.0
+    """Parameters of its largest matrix."""
     experts: Apart | None = None
 
 
@@ -47,7 +52,14 @@ class HeldStates:
         self._model = model
         self._job = job
         self._stack = stack
-        self._types = [memory.state_types(stack, job.precision, zero=zero) for zero in range(4)]
+        quantised = job.lora is not None and job.lora.quantised
+        self._types = [
+            memory.state_types(stack, job.precision, zero=zero, quantised=quantised)
+            for zero in range(4)
+        ]
+        self._types_of_ends = [
+            memory.state_types(stack, job.precision, zero=zero) for zero in range(4)
+        ]
         self._known: dict[tuple[object, ...], Held] = {}
 
     def sharing(self, layout: Layout) -> Sharing:
@@ -84,19 +96,7 @@ class HeldStates:
         if sharing.pipelined:
             dense += self.tied_copy(layer) / layout.tensor
         if self._job.lora is not None:
-            trained = adapter_parameters(
-                self._model, layer.kind, self._job.lora, tensor=layout.tensor
-            )
-            states = memory.frozen_states(dense, sharing)
-            states += memory.frozen_states(
-                routed, of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
-            )
-            return Held(
-                parameters=dense + routed + trained,
-                optimized=trained / (sharing.shard if sharing.sharded else 1),
-                states=states + memory.states(trained, sharing, largest=trained),
-                sides=0.0,
-            )
+            return self._frozen(layer, layout, sharing, dense, routed)
         largest = arithmetic.largest_matrix(self._model, layer, tensor=layout.tensor)
         sides = 0.0
         if sharing.wire == "powersgd":
@@ -113,6 +113,8 @@ class HeldStates:
         tied = tied and sharing.types.unit == "layer"
         if tied and sharing.gathers_again and not sharing.pipelined:
             states = memory.in_root(states, largest, sharing)
+        if self._stack.sharding.ends == "root" and layer.kind in self.end_kinds:
+            states = memory.in_root_unit(states, dense, sharing)
         optimized = dense / (sharing.shard if sharing.sharded else 1)
         apart: Apart | None = None
         if routed:
@@ -131,6 +133,33 @@ class HeldStates:
             states=states,
             sides=sides,
             experts=apart,
+        )
+
+    def _frozen(
+        self, layer: Layer, layout: Layout, sharing: Sharing, dense: float, routed: float
+    ) -> Held:
+        """Return what a rank holds of a layer of which adapters alone are trained."""
+        assert self._job.lora is not None
+        end = layer.kind in self.end_kinds
+        if end:  # 4 bits are of the blocks' products
+            sharing = replace(sharing, types=self._types_of_ends[sharing.zero])
+        trained = adapter_parameters(self._model, layer.kind, self._job.lora, tensor=layout.tensor)
+        apart = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
+        states = memory.frozen_states(dense, sharing) + memory.frozen_states(routed, apart)
+        states += memory.states(trained, sharing, largest=trained)
+        if end and self._stack.sharding.ends == "root":
+            states = memory.in_root_unit(states, dense, sharing)
+        return Held(
+            parameters=dense + routed + trained,
+            optimized=trained / (sharing.shard if sharing.sharded else 1),
+            states=states,
+            sides=0.0,
+            frozen=True,
+            adapters=trained,
+            largest=arithmetic.largest_matrix(self._model, layer, tensor=layout.tensor),
+            experts=Apart(parameters=routed, sharing=apart)
+            if routed and layout.expert > 1
+            else None,
         )
 
     def tied_copy(self, layer: Layer) -> float:

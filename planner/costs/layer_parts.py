@@ -95,6 +95,12 @@ class LayerParts:
         held = self._holding.held(layer, layout, self._holding.sharing(layout))
         return self._put_together(layer, layout, figures, _Moved(held, None, 0.0))
 
+    def moved(self, kind: str, layout: Layout) -> tuple[Held, Traffic, float]:
+        """Return what a rank holds of a kind, what its sharing takes, and a tied weight's sums."""
+        held, moving, tied_s = self._moved(self._layers[kind], layout)
+        assert moving is not None
+        return held, moving, tied_s
+
     def _moved(self, layer: Layer, layout: Layout) -> _Moved:
         """Return what a layer's states are and what their sharing takes, whatever the passes."""
         key = layer.kind, *_sharing_key(layout)
@@ -163,18 +169,22 @@ class LayerParts:
     def _moving(self, held: Held, sharing: Sharing, links: Links) -> Traffic:
         """Return the traffic of a layer's states, the same for every micro-batch size."""
         apart, among = held.experts, links.same_experts
+        frozen = held.parameters - held.adapters if held.frozen else 0.0
         if apart is None or among is None:
-            return self._traffic_of(held.parameters, held.sides, sharing, links)
-        dense = self._traffic_of(held.parameters - apart.parameters, held.sides, sharing, links)
-        return dense + self._traffic_of(apart.parameters, 0.0, apart.sharing, among)
+            return self._traffic_of(held.parameters, held.sides, sharing, links, frozen)
+        inside = held.parameters - apart.parameters
+        frozen -= apart.parameters * held.frozen
+        dense = self._traffic_of(inside, held.sides, sharing, links, frozen)
+        frozen = apart.parameters * held.frozen
+        return dense + self._traffic_of(apart.parameters, 0.0, apart.sharing, among, frozen)
 
     def _traffic_of(
-        self, parameters: float, sides: float, sharing: Sharing, links: Links
+        self, parameters: float, sides: float, sharing: Sharing, links: Links, frozen: float
     ) -> Traffic:
-        key = (parameters, sides, sharing, links.name)
+        key = (parameters, sides, sharing, links.name, frozen)
         found = self._traffic.get(key)
         if found is None:
-            found = traffic(parameters, sharing, links, self._rates, sides=sides)
+            found = traffic(parameters, sharing, links, self._rates, sides=sides, frozen=frozen)
             self._traffic[key] = found
         return found
 

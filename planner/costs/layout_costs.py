@@ -27,12 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.boundaries import Boundaries
-from planner.costs.held import HeldStates
+from planner.costs.held import Held, HeldStates
 from planner.costs.layer_figures import KindFigures, LayerFigures
 from planner.costs.layer_parts import LayerParts, parts_key
-from planner.costs.memory import States
+from planner.costs.memory import Sharing, States
 from planner.costs.rates import Rates, assumptions, host_assumptions, rates
 from planner.costs.recomputes import Recomputes, choices_of
+from planner.costs.sharding import Traffic
 from planner.costs.strategy import (
     Holding,
     StrategyCost,
@@ -129,11 +130,11 @@ class CostTables:
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
         self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
-        self._slack = self._tight = 1.0
+        self.slack = self.tight = 1.0
         if not self._rates.on_cpu:
             rule = self._rates.stack.memory
-            self._slack = self._rates.slack or rule.reserved
-            self._tight = self._slack * rule.tight / rule.reserved
+            self.slack = self._rates.slack or rule.reserved
+            self.tight = self.slack * rule.tight / rule.reserved
         self._step_s = self._rates.step_s
 
     def of(self, layout: Layout) -> LayoutCosts:
@@ -161,8 +162,8 @@ class CostTables:
             kinds=kinds,
             boundary_s=shared.transfer_s + shared.action_s,
             fixed_bytes=shared.context_bytes,
-            slack=self._slack,
-            tight=self._tight,
+            slack=self.slack,
+            tight=self.tight,
             keeps_sent=self._rates.stack.pipeline.keeps_sent,
             step_s=self._step_s,
             parts=shared.parts,
@@ -215,6 +216,14 @@ class CostTables:
     def end_kinds(self) -> tuple[str | None, str | None]:
         """Kinds of the first and last layer, each None if other layers have the same kind."""
         return self._holding.end_kinds
+
+    def sharing(self, layout: Layout) -> Sharing:
+        """Return among how many ranks a layout divides states."""
+        return self._holding.sharing(layout)
+
+    def moved(self, kind: str, layout: Layout) -> tuple[Held, Traffic, float]:
+        """Return what a rank holds of a kind, what its sharing takes, and a tied weight's sums."""
+        return self._parts.moved(kind, layout)
 
     def states(self, layout: Layout) -> tuple[States, ...]:
         """[kind] What a rank holds of one layer's parameters, gradients and optimizer."""
@@ -277,7 +286,7 @@ class CostTables:
             boundary_bytes=boundary_bytes,
             narrowest_bytes=least_bytes,
             output_bytes=self._boundaries.output_bytes(setting) if self.model.edges else {},
-            context_bytes=self._context_bytes(layout),
+            context_bytes=self.context_bytes(layout),
             assumptions=(
                 *self._figures.assumptions(setting, layout),
                 *self._assumptions,
@@ -325,7 +334,8 @@ class CostTables:
         if layout.offload != "none" or "offload" in self.activations:
             yield from host_assumptions(self.cluster)
 
-    def _context_bytes(self, layout: Layout) -> float:
+    def context_bytes(self, layout: Layout) -> float:
+        """Bytes of a process beside its tensors."""
         if self._rates.on_cpu:
             return 0.0
         memory = self._rates.stack.memory

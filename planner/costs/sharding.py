@@ -59,7 +59,8 @@ class Links:
 class Traffic:
     """Sharding seconds of one unit: in each micro-batch's passes, and once per step.
 
-    Copies into and out of the collectives' buffers run between the layer's own kernels.
+    Copies into and out of the collectives' buffers run between the layer's own kernels, and so does
+    what adds gradients to those of the micro-batches before (`accumulated_bytes`).
     """
 
     forward_gather_s: float = 0.0
@@ -103,10 +104,11 @@ def traffic(
     `sides` are rows and columns of all its matrices, added up; so many of its parameters are
     `frozen`, and have no gradients.
     """
-    if not (sharing.wrapped or sharing.data > 1):
-        return Traffic()
     types, rule = sharing.types, rates.stack.sharding
     trained = parameters - frozen
+    added_s = rates.memory_s(accumulated_bytes(types, rule.accumulation) * trained)
+    if not (sharing.wrapped or sharing.data > 1):
+        return Traffic(backward_copies_s=added_s)
     working = types.working * trained
     if types.unit == "layer" or sharing.zero == 3:  # else whole copies stay as they are
         working += types.frozen * frozen
@@ -140,13 +142,13 @@ def traffic(
             forward_gather_s=gather_s,
             forward_copies_s=unpack_s,
             backward_s=gather_s + reduce_s,
-            backward_copies_s=unpack_s + pack_s,
+            backward_copies_s=unpack_s + pack_s + added_s,
             host_gather_s=host_gather_s,
             host_reduce_s=host_reduce_s,
         )
     return Traffic(
         backward_s=(gather_s if again else 0.0) + (reduce_s if each else 0.0),
-        backward_copies_s=(unpack_s if again else 0.0) + (pack_s if each else 0.0),
+        backward_copies_s=(unpack_s if again else 0.0) + (pack_s if each else 0.0) + added_s,
         gather_per_step_s=gather_s,
         reduce_per_step_s=0.0 if each else reduce_s,
         copies_per_step_s=unpack_s + (0.0 if each else pack_s),

@@ -31,8 +31,8 @@ from planner.tables.machines import cluster_of_row
 from planner.training import Lora
 
 NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
-RANK = 16
-"""Of adapters: tables do not say, and nothing is priced by it."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""What has adapters where a stack gives them to attention alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,11 @@ def _setup(row: Row, unknown: Collection[str]) -> Setup:
     on_host = cells.offloaded(row.get("offload", ""))
     lora = None
     if task in ("lora", "qlora"):
-        lora = Lora(rank=RANK, quantised=quantised or task == "qlora")
+        lora = Lora(
+            rank=stack.kernels.adapter_rank,
+            targets=ATTENTION if stack.kernels.adapters == "attention" else ("all-linear",),
+            quantised=quantised or task == "qlora",
+        )
     return Setup(
         request=Request(
             _graph(architecture),

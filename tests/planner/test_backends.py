@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.placed import priced
+from planner.backends.placed import setting_of
 from planner.backends.runs import Run, run_of
 from planner.catalog import stacks
 from planner.cluster import Precision
 from planner.expressions import cluster_of
+from planner.layers import arithmetic
 from planner.layers.architecture import graph_of
 from planner.layers.operator_table import Table
 from planner.model import Architecture
 from planner.plan import Job, Layout
 from planner.request import Request
+from planner.schedules import PLAIN, looped
 from planner.setup import Recomputed, Setup
 
 GPT = Architecture(
@@ -85,6 +87,7 @@ def setup(
             zero=zero,
             micro_batches=global_batch // (data * layout.get("micro_batch", 1)),
             sequence_parallel=divided,
+            schedule=looped.INTERLEAVED.name if layout.get("virtual_stages", 1) > 1 else PLAIN,
             **layout,
         ),
         recompute=recompute,
@@ -99,7 +102,9 @@ def run(
 
 
 def table(of: Run, kind: str) -> Table:
-    return priced(of, stacks()[of.framework]).tables[kind]
+    graph = graph_of(of.architecture, name="model")
+    [layer] = [layer for layer in graph.layers if layer.kind == kind]
+    return arithmetic.table(graph, layer, setting_of(of, stacks()[of.framework]))
 
 
 def peak(of: Estimate) -> float:

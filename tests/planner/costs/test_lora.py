@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from planner.catalog import native
+from planner.catalog import native, stacks
 from planner.costs import memory
+from planner.costs.collectives import Level
+from planner.costs.layout_costs import CostTables
 from planner.costs.lora import adapter_parameters
 from planner.costs.memory import Sharing
-from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
+from planner.layers.arithmetic import local_parameters
+from planner.native import refusal
 from planner.pins import Pins
 from planner.plan import Job, Layout
 from planner.predict import layout_prediction
@@ -73,6 +76,44 @@ def test_adapters_fit_where_the_whole_model_does_not() -> None:
     assert any("adapters" in assumption.what for assumption in tuned.assumptions)
 
 
-def test_models_without_known_layers_are_refused() -> None:
-    with pytest.raises(DocumentError, match="adapters are planned for the families ref"):
-        adapter_parameters(resolve_model("deepseek-v3"), "block", Lora(rank=4))
+def test_adapters_of_other_families_are_not_run_here() -> None:
+    model, machine = resolve_model("deepseek-v3"), resolve_cluster("8xh100-sxm-80gb")
+    job = Job(seq_len=2048, global_batch=8, lora=Lora(rank=4))
+
+    found = refusal(model, machine, job, Layout(data_shard=8, zero=3))
+
+    assert found is not None
+    assert "adapters are planned for the families ref" in found
+
+
+def test_adapters_alone_are_reduced_and_the_frozen_rest_is_gathered() -> None:
+    model, machine = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
+    job = Job(seq_len=2048, global_batch=8, lora=Lora(rank=16))
+    costs, layout = CostTables(Request(model, machine, job)), Layout(data_shard=8, zero=3)
+
+    held, moving, _ = costs.moved("block", layout)
+    links = costs.rates.link_s
+
+    eight = (Level(machine.tiers[0], 8),)
+    gather_s = links("all_gather", 2 * held.parameters, eight)
+    assert held.parameters - held.adapters == sum(local_parameters(model, model.layers[1]))
+    assert moving.forward_gather_s == pytest.approx(gather_s)
+    reduced_s = links("reduce_scatter", 4 * held.adapters, eight)
+    assert moving.backward_s == pytest.approx(gather_s + reduced_s)
+
+
+def test_ends_of_a_model_in_4_bits_stay_in_16() -> None:
+    model, machine = resolve_model("llama-2-7b"), resolve_cluster("2xrtx-3090")
+    job = Job(seq_len=512, global_batch=2, lora=Lora(rank=64, quantised=True))
+    tables = CostTables(Request(model, machine, job, stack=stacks()["fsdp_qlora"]))
+    layout = Layout(data_shard=2, zero=3)
+
+    head, block = (tables.moved(kind, layout)[0] for kind in ("head", "block"))
+
+    frozen = block.parameters - block.adapters
+    # Weights in 16 bits, their gradients in 16 and moments in 32, over two ranks.
+    adapters = (2 + 2 + 4) * block.adapters / 2
+    assert block.states.resident_bytes == pytest.approx(0.53125 * frozen / 2 + adapters)
+    # The root unit is gathered for the whole step, beside its shard.
+    assert head.states.resident_bytes == pytest.approx(2 * head.parameters * (1 + 1 / 2))
+    assert head.states.forward_transient_bytes == 0

@@ -122,7 +122,9 @@ def test_buffers_are_gathered_and_reduced_in_a_pipeline_as_without_one() -> None
         moving = traffic(N, alone, links, used)
 
         assert traffic(N, replace(alone, pipelined=True), links, used) == moving
-        assert moving.copies_per_step_s == moving.backward_copies_s == 0
+        assert moving.copies_per_step_s == 0
+        # Nothing but gradients added to their sums.
+        assert moving.backward_copies_s == used.memory_s(4 * N)
 
 
 def test_one_that_reduces_whole_gradients_sends_them_twice() -> None:
@@ -197,3 +199,13 @@ def test_adding_gradients_up_reads_and_writes_what_the_kind_says(
     types = state_types(stacks()[stack], precision)
 
     assert accumulated_bytes(types, stacks()[stack].sharding.accumulation) == bytes_moved
+
+
+def test_gradients_are_added_up_on_one_rank_too() -> None:
+    alone, used = of_stack("megatron", 0)
+    alone = replace(alone, shard=1, data=1)
+    nothing = Links(shard=(), replicate=(), neighbours=())
+
+    moving = traffic(N, alone, nothing, used, frozen=N / 4)
+
+    assert moving == Traffic(backward_copies_s=used.memory_s(4 * 3 / 4 * N))
