@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.backends.held_bytes import StageEstimate, fits, stages_of
 from planner.backends.placed import priced
 from planner.backends.ranges import bounds_s, outside, spreads
 from planner.backends.runs import run_of
 from planner.backends.step import step_parts
-from planner.catalog import accelerators
-from planner.cluster import ClusterSpec
 from planner.errors import DocumentError
 from planner.setup import Setup
-
-USUAL_LINK_BYTES_PER_S = 3.2e10
-"""PCIe 4, of a host link that the catalogue does not know."""
+from planner.tables.stages import linked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,29 +73,3 @@ def estimate(setup: Setup) -> Estimate:
         beyond=beyond,
         assumptions=tuple(assumptions),
     )
-
-
-def linked(setup: Setup) -> Setup:
-    """Return a run whose devices have the links that its stack uses, and one to their host."""
-    cluster = setup.request.cluster
-    if not setup.request.stack.sharding.bridged:
-        cluster = _without_bridge(cluster)
-    group = cluster.groups[0]
-    if group.host_link_bytes_per_s is None:
-        group = group.model_copy(update={"host_link_bytes_per_s": USUAL_LINK_BYTES_PER_S})
-        cluster = cluster.model_copy(update={"groups": (group, *cluster.groups[1:])})
-    if cluster is setup.request.cluster:
-        return setup
-    return replace(setup, request=replace(setup.request, cluster=cluster))
-
-
-def _without_bridge(cluster: ClusterSpec) -> ClusterSpec:
-    """Return a cluster whose cards reach each other over PCIe alone."""
-    group, tiers = cluster.groups[0], cluster.tiers
-    entry = accelerators().get(group.accelerator.name)
-    if entry is None or entry.bridge is None or not tiers or tiers[0].name != entry.bridge.name:
-        return cluster
-    [pcie] = [tier for tier in entry.tiers if tier.name == "pcie"]
-    others = tuple(tier for tier in tiers[1:] if tier.name != "pcie")
-    in_node = pcie.model_copy(update={"devices": group.devices_per_node})
-    return cluster.model_copy(update={"tiers": (in_node, *others)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.backends.estimate import estimate, linked
+from planner.backends.estimate import estimate
 from planner.backends.placed import priced
 from planner.backends.runs import run_of
 from planner.backends.step import stage_seconds
@@ -13,6 +13,7 @@ from planner.plan import Layout
 from planner.prediction import Assumption, Prediction, StagePrediction
 from planner.request import Request
 from planner.setup import Setup
+from planner.tables.stages import linked
 
 
 def backend_prediction(request: Request, layout: Layout) -> Prediction:

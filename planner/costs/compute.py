@@ -39,6 +39,8 @@ SAME_RATE: dict[str, tuple[str, ...]] = {
     "bf16": ("bf16", "fp16"),
     "fp16": ("fp16", "bf16"),
     "fp8": ("fp8", "bf16", "fp16"),
+    "mxfp8": ("mxfp8", "fp8", "bf16", "fp16"),
+    "nvfp4": ("nvfp4", "fp8", "bf16", "fp16"),
 }
 """Where a sheet does not quote a precision, whose rate stands for it."""
 

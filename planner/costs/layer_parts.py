@@ -231,6 +231,7 @@ class LayerParts:
             self._rates,
             forward_s=figures.forward_s,
             backward_s=figures.backward_s + figures.recompute_s,
+            waits_s=figures.waits_s,
         )
         if sharing.wrapped:
             gather_s += self._rates.unit_s(figures.forward_ahead_s)

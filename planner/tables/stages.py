@@ -10,11 +10,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from planner.plan import Layout
-from planner.predict import Placement
+from planner.catalog import accelerators
+from planner.cluster import ClusterSpec
+from planner.costs.layout_costs import CostTables
+from planner.plan import Layout, PlacedLayer, Plan, Stage
+from planner.predict import Placement, placement_prediction
+from planner.prediction import Prediction
 from planner.profile import Recompute
+from planner.search.formulation import plan_with
 from planner.setup import Setup
 from planner.stage_rules import by_products, ends_of
+
+USUAL_LINK_BYTES_PER_S = 3.2e10
+"""PCIe 4, of a host link that the catalogue does not know."""
 
 
 def placements(setup: Setup, layout: Layout) -> list[Placement]:
@@ -76,3 +84,55 @@ def runnable(setup: Setup) -> tuple[Layout, tuple[str, ...]]:
         replace(layout, micro_batches=whole),
         (f"{whole} micro-batches where interleaved stages have {count}",),
     )
+
+
+def linked(setup: Setup) -> Setup:
+    """Return a run whose devices have the links that its stack uses, and one to their host."""
+    cluster = setup.request.cluster
+    if not setup.request.stack.sharding.bridged:
+        cluster = _without_bridge(cluster)
+    group = cluster.groups[0]
+    if group.host_link_bytes_per_s is None:
+        group = group.model_copy(update={"host_link_bytes_per_s": USUAL_LINK_BYTES_PER_S})
+        cluster = cluster.model_copy(update={"groups": (group, *cluster.groups[1:])})
+    if cluster is setup.request.cluster:
+        return setup
+    return replace(setup, request=replace(setup.request, cluster=cluster))
+
+
+def _without_bridge(cluster: ClusterSpec) -> ClusterSpec:
+    """Return a cluster whose cards reach each other over PCIe alone."""
+    group, tiers = cluster.groups[0], cluster.tiers
+    entry = accelerators().get(group.accelerator.name)
+    if entry is None or entry.bridge is None or not tiers or tiers[0].name != entry.bridge.name:
+        return cluster
+    [pcie] = [tier for tier in entry.tiers if tier.name == "pcie"]
+    others = tuple(tier for tier in tiers[1:] if tier.name != "pcie")
+    in_node = pcie.model_copy(update={"devices": group.devices_per_node})
+    return cluster.model_copy(update={"tiers": (in_node, *others)})
+
+
+def predicted(setup: Setup) -> Prediction:
+    """Return what `planner.predict` has of the plan made of a run; what nobody says is none."""
+    setup = linked(setup)
+    layout, assumed = runnable(setup)
+    tables = CostTables(setup.request, tuple(dict.fromkeys(("keep", setup.activations))))
+    found = placement_prediction(tables, layout, placements(setup, layout))
+    return found.noted(*setup.assumed, *assumed)
+
+
+def plan_of(setup: Setup) -> Plan:
+    """Return a run as a plan, where its schedule and stages are ones that a plan can say."""
+    setup = linked(setup)
+    layout, _ = runnable(setup)
+    names = iter(name for name, _ in setup.request.model.chain)
+    stages = tuple(
+        Stage(
+            layers=tuple(
+                PlacedLayer(layer=next(names), recompute=recompute, activations=activations)
+                for _, recompute, activations in placement
+            )
+        )
+        for placement in placements(setup, layout)
+    )
+    return plan_with(setup.request, layout, stages, step_s=predicted(setup).step_time_s)

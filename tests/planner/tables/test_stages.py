@@ -1,0 +1,121 @@
+"""Rows become plans: what is predicted of a row is what `predict` has of its plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.backends.estimate import estimate
+from planner.catalog import stacks
+from planner.plan import Plan
+from planner.predict import predict
+from planner.setup import Setup
+from planner.tables.rows import setup_of
+from planner.tables.stages import placements, plan_of, predicted, runnable
+
+ROW = {
+    "id": "made-up",
+    "source": "made_up",
+    "layers": "32",
+    "hidden_size": "4096",
+    "ffn_size": "14336",
+    "n_heads": "32",
+    "n_kv_heads": "8",
+    "head_dim": "128",
+    "vocab_size": "128256",
+    "gated_mlp": "1",
+    "seq_len": "4096",
+    "accelerator": "h100-sxm-80gb",
+    "devices_per_node": "8",
+    "n_devices": "32",
+    "micro_batch_size": "1",
+    "global_batch_size": "128",
+    "recompute": "none",
+    "precision": "bf16",
+}
+LAYOUTS = (
+    {},
+    {"tp": "4", "pp": "2", "recompute": "full"},
+    {"tp": "2", "micro_batch_size": "2", "recompute": "selective"},
+    {"pp": "4", "recompute": "partial", "sequence_parallel": "0", "tp": "2"},
+    {"cp": "2", "zero_stage": "3"},
+    {"tp": "4", "pp": "4", "vpp": "2", "sequence_parallel": "1"},
+)
+FRAMEWORKS = [name for name in stacks() if name != "native"]
+
+
+def setup(**cells: str) -> Setup:
+    found = setup_of(ROW | cells)
+    assert isinstance(found, Setup), found
+    return found
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("cells", LAYOUTS, ids=str)
+def test_a_row_is_predicted_as_its_plan_is(framework: str, cells: dict[str, str]) -> None:
+    run = setup(framework=framework, **cells)
+
+    plan = Plan.parse(plan_of(run).dump())
+
+    found = predicted(run)
+    again = predict(plan, run.request.model, run.request.cluster)
+    assert plan.backend == run.request.stack.name
+    assert again.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
+    assert again.step_parts == pytest.approx(found.step_parts, rel=1e-9)
+    for one, other in zip(again.stages, found.stages, strict=True):
+        assert one.memory_parts == pytest.approx(other.memory_parts, rel=1e-9)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("cells", LAYOUTS[:3] + LAYOUTS[4:], ids=str)
+def test_what_plans_and_what_is_scored_are_near(framework: str, cells: dict[str, str]) -> None:
+    run = setup(framework=framework, **cells)
+
+    found, scored = predicted(run), estimate(run)
+
+    peak = max(stage.peak_memory_bytes for stage in found.stages)
+    assert found.step_time_s == pytest.approx(scored.step_time_s, rel=0.12)
+    assert peak == pytest.approx(max(one.device_bytes for one in scored.stages), rel=0.2)
+
+
+def recomputed(run: Setup) -> list[list[str]]:
+    layout, _ = runnable(run)
+    return [[choice for _, choice, _ in stage] for stage in placements(run, layout)]
+
+
+def test_blocks_recompute_and_ends_do_not() -> None:
+    first, last = recomputed(setup(framework="megatron", pp="2", vpp="1", recompute="full"))
+
+    assert first == ["none", *["full"] * 16]
+    assert last == [*["full"] * 16, "none"]
+
+
+def test_half_of_a_model_is_every_second_block() -> None:
+    [half] = recomputed(setup(framework="megatron", recompute="partial", layers="4"))
+
+    assert half == ["none", "full", "none", "full", "none", "none"]
+
+
+def test_attention_that_stores_no_scores_recomputes_nothing() -> None:
+    fused = recomputed(setup(framework="megatron", recompute="selective", layers="2"))
+    written = recomputed(
+        setup(framework="megatron", recompute="selective", layers="2", flash_attention="0")
+    )
+
+    assert fused == [["none"] * 4]
+    assert written == [["none", "selective", "selective", "none"]]
+
+
+def test_blocks_that_do_not_divide_go_to_the_first_stages() -> None:
+    sizes = [len(stage) for stage in recomputed(setup(framework="megatron", layers="6", pp="4"))]
+
+    assert sizes == [3, 2, 1, 2]  # embedding and head on the first and the last
+
+
+def test_interleaved_stages_take_whole_rounds_of_micro_batches() -> None:
+    run = setup(framework="megatron", pp="4", vpp="2", global_batch_size="40")
+
+    layout, assumed = runnable(run)
+
+    assert run.layout.micro_batches == 5
+    assert layout.micro_batches == 8
+    assert assumed == ("8 micro-batches where interleaved stages have 5",)
