@@ -474,7 +474,7 @@ def _filled(seconds: Sequence[float], stages: int, limit: float) -> tuple[int, .
 
 def _run(seats: Seats, layout: Layout, stages: Sequence[StageSeconds]) -> Timeline:
     """Simulate the schedule of a layout on stages of these seconds."""
-    splits = layout.executed.splits_backward
+    splits, waits = layout.executed.splits_backward, seats.stages[0].costs.waits
     return timeline(
         orders(
             layout.executed.name,
@@ -486,7 +486,8 @@ def _run(seats: Seats, layout: Layout, stages: Sequence[StageSeconds]) -> Timeli
         # W is an action of its own, and costs one.
         backward_s=[stage.whole_backward_s + splits * stage.action_s for stage in stages],
         weight_s=[stage.weight_s + stage.action_s for stage in stages] if splits else None,
-        transfer_s=seats.transfer_s,
+        transfer_s=[(1 - waits) * one_s for one_s in seats.transfer_s],
+        exposed_s=[waits * one_s for one_s in seats.transfer_s],
     )
 
 

@@ -54,13 +54,13 @@ def timeline(
     backward_s: Sequence[float],
     weight_s: Sequence[float] | None = None,
     transfer_s: float | Sequence[float] = 0.0,
-    exposed_s: float = 0.0,
+    exposed_s: float | Sequence[float] = 0.0,
 ) -> Timeline:
     """Return the step in which each rank runs its order as early as it can.
 
     `forward_s` and `backward_s` are per stage and micro-batch; of the latter, `weight_s` is the
-    part that W takes in a split backward.  `transfer_s` may differ between boundaries: one for each
-    stage but the last.  The timeline is the longest path through all
+    part that W takes in a split backward.  `transfer_s` and `exposed_s` may differ between
+    boundaries: one for each stage but the last.  The timeline is the longest path through all
     dependencies: order on a rank; forward after the stage before; backward after the stage behind
     and after the own forward; W after its I.
 
@@ -80,7 +80,7 @@ def timeline(
         backward_s=backward_s,
         weight_s=weight_s,
         transfer_s=[transfer_s] * (stages - 1) if isinstance(transfer_s, float) else transfer_s,
-        exposed_s=exposed_s,
+        exposed_s=[exposed_s] * (stages - 1) if isinstance(exposed_s, float) else exposed_s,
         count=count,
     )
     # When a micro-batch is through a step of a stage, [row + micro-batch]; -1 is not yet.
@@ -160,7 +160,7 @@ def _steps(
     backward_s: Sequence[float],
     weight_s: Sequence[float] | None,
     transfer_s: Sequence[float],
-    exposed_s: float,
+    exposed_s: Sequence[float],
     count: int,
 ) -> dict[Kind, list[_Step | None]]:
     """[kind][stage]; None where a backward that is split has no seconds for its parts."""
@@ -172,10 +172,10 @@ def _steps(
         behind = s < last and rank_of[s + 1] != rank_of[s]
         own, gradient, weight = s * count, (stages + s) * count, (2 * stages + s) * count
         source, delay_s = (own - count if s else -1), (transfer_s[s - 1] if before else 0.0)
-        sending_s = exposed_s if behind else 0.0
+        sending_s = exposed_s[s] if behind else 0.0
         steps["F"][s] = _Step(forward_s[s] + sending_s, own, source, delay_s, -1)
         source, delay_s = gradient + count if s < last else -1, transfer_s[s] if behind else 0.0
-        sending_s = exposed_s if before else 0.0
+        sending_s = exposed_s[s - 1] if before else 0.0
         steps["B"][s] = _Step(backward_s[s] + sending_s, gradient, source, delay_s, own)
         if weight_s is not None:
             input_s = backward_s[s] - weight_s[s] + sending_s

@@ -120,8 +120,9 @@ class Kernels(Part):
     hidden."""
     dropout: Flag = False
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
-    adapters: Literal["attention", "all"] = "all"
-    """Which products of a frozen block have adapters, and so keep their inputs."""
+    adapters: Literal["none", "attention", "all"] = "all"
+    """Which products of a frozen block have adapters, and so keep their inputs.  `none`: frozen
+    blocks are priced as trained ones, which bounds their seconds from above."""
     adapter_rank: Positive = 16
     """Of those adapters, where a run does not say."""
     restored_bytes: Amount = 5.0
@@ -222,8 +223,10 @@ class ContextRule(Part):
 class PipelineRule(Part):
     """Pipeline parallelism."""
 
+    overlap: Amount = Field(default=0.0, le=1)
+    """Share of transfers between stages that hides: 0 where each is waited for."""
     interleaved_overlap: Amount = Field(default=0.0, le=1)
-    """Share of transfers between interleaved stages that hides; plain 1F1B waits for each."""
+    """The same between the stages of ranks that have several."""
     divided_transfers: Flag = True
     """Each tensor-parallel rank sends its share of an activation, the whole one otherwise."""
     keeps_sent: Flag = False
@@ -259,6 +262,9 @@ class Host(Part):
     """Least time of a block's pass, however small its work."""
     kernel_s: PerPass = PerPass()
     """For each kernel of a forward, in both passes."""
+    window: Literal["kernels", "layer"] = "layer"
+    """Behind what the host's work on a layer hides: behind the kernels of each pass, or behind all
+    that the device does for the layer, collectives of its stream too."""
     experts_s: Amount = 0.0
     """What routing, permutation and grouped products add to a block, both passes."""
     tensor_s: Amount = 0.0
@@ -268,6 +274,8 @@ class Host(Part):
     pipelined_s: Pipelined = Pipelined()
     action_s: Amount = 0.0
     """Each forward and each backward of a micro-batch on a stage, beside its layers."""
+    actions: Literal["always", "pipeline"] = "always"
+    """Whether a model of one stage has actions too, or a loop around its layers alone."""
     step_s: Amount = 0.0
     """Once per step: optimizer launches, norms, logging, data."""
     ring_step_s: Amount = 0.0

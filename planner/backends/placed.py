@@ -117,6 +117,7 @@ def setting_of(run: Run, stack: Stack) -> Setting:
         expert=run.expert,
         expert_tensor=run.expert_tensor,
         sequence_parallel=stack.tensor.sequence_parallel if own is None else own,
+        pipelined=run.pipeline > 1 and run.cluster.groups[0].nodes > 1,
         kernels=kernels_of(
             stack,
             run.precision,

@@ -74,7 +74,14 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
         again = table.recomputed(choice)
         for axis, there_s, back_s in collectives(table, again, partial(link_s, priced), rule):
             links_s[axis] += share * (there_s + back_s)
-        host = host_passes(stack, table, setting, found, recomputes=choice == "full")
+        host = host_passes(
+            stack,
+            table,
+            setting,
+            found,
+            recomputes=choice == "full",
+            devices_per_node=run.cluster.groups[0].devices_per_node,
+        )
         least_s += share * (host.forward_s + host.backward_s + host.recompute_s)
         kept += share * table.stored_bytes(choice)
     seen = seen_in_passes(
@@ -89,9 +96,7 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
     if "activations" in run.offload and kind not in ENDS:
         copy_s = priced.used.host_copy_s(stack.offload.activations_share * kept)
         offload_s += uncovered_s(copy_s, forward_s) + uncovered_s(copy_s, backward_s + again_s)
-    if kind not in ENDS:
-        least_s = max(least_s, _pipelined_s(run, stack))
-    busy_s = forward_s + backward_s + again_s + sum(links_s.values()) + shard_s
+    busy_s = forward_s + backward_s + again_s + sum(links_s.values())
     return _Pass(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -103,15 +108,6 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
         offload_s=offload_s,
         host_s=max(0.0, least_s - busy_s),
     )
-
-
-def _pipelined_s(run: Run, stack: Stack) -> float:
-    """Least seconds of a block where tensor-parallel pipelines run over several nodes."""
-    group, least = run.cluster.groups[0], stack.host.pipelined_s
-    if run.tensor == 1 or run.pipeline == 1 or group.nodes == 1:
-        return 0.0
-    spanned = -(-run.tensor // group.devices_per_node)
-    return least.fixed + least.each * run.tensor * (0.75 + 0.25 * spanned)
 
 
 def step_parts(priced: Priced, recompute: str) -> dict[str, float]:

@@ -26,7 +26,7 @@ from planner.costs.calibration import (
     one_of,
     stage_factors,
 )
-from planner.costs.collectives import Levels, group_steps
+from planner.costs.collectives import Levels, group_steps, ranks_of
 from planner.costs.layer_seconds import (
     ENDS,
     HostPasses,
@@ -69,7 +69,8 @@ class LayerFigures:
         self.profile = profile
         self._rates = rates
         stack = rates.stack
-        self._seen = link_rule(stack, sequence_parallel=stack.tensor.sequence_parallel)
+        self._seen = [link_rule(stack, sequence_parallel=divided) for divided in (False, True)]
+        self._devices_per_node = cluster.groups[0].devices_per_node
         self._layers = {layer.kind: layer for layer in model.layers}
         self._kinds = {name: layer.kind for name, layer in model.chain}
         self._known: dict[tuple[object, ...], tuple[KindFigures, tuple[Assumption, ...]]] = {}
@@ -143,7 +144,7 @@ class LayerFigures:
 
     def _groups_of(self, layout: Layout) -> Groups:
         """Experts take neighbouring ranks of tensor, context and data_shard, innermost first."""
-        experts = ((layout.expert, 1),) if layout.expert > 1 else ()
+        experts = ((layout.expert, layout.expert_tensor),) if layout.expert > 1 else ()
         steps = (group_steps(layout, ("tensor",)), group_steps(layout, ("context",)), experts)
         tensor, context, expert = (self._levels(each, layout.devices) for each in steps)
         return tensor, context, expert
@@ -216,11 +217,14 @@ class LayerFigures:
         """
         again, on = table.recomputed(recompute), self._rates.device
         found = layer_seconds.passes(table, recompute, on)
-        host = self._host_passes(table, setting, found, recomputes=recompute != "none")
+        host = self._host_passes(table, setting, found, recomputes=recompute == "full")
         forward_tensor_s = backward_tensor_s = 0.0
-        for _, there_s, back_s in layer_seconds.collectives(table, again, link_s, self._seen):
+        rule = self._seen[setting.sequence_parallel]
+        for _, there_s, back_s in layer_seconds.collectives(table, again, link_s, rule):
             forward_tensor_s += there_s
             backward_tensor_s += back_s
+        window = self._rates.stack.host.window
+        seen = layer_seconds.with_host(found, host, forward_tensor_s + backward_tensor_s, window)
         forward_s, backward_s, recompute_s = found.forward_s, found.backward_s, found.recompute_s
         end = layer.kind in ENDS
         late = [op for op in table.operators if self._weight_waits(layer, op)]
@@ -230,10 +234,10 @@ class LayerFigures:
         stored_bytes = table.stored_bytes(recompute)
         packable_bytes, elements = table.packable(recompute, setting.element_bytes)
         return Figures(
-            forward_s=larger(forward_s, host.forward_s),
+            forward_s=seen.forward_s,
             forward_tensor_s=forward_tensor_s,
-            backward_s=larger(backward_s, host.backward_s),
-            recompute_s=larger(recompute_s, host.recompute_s),
+            backward_s=seen.backward_s,
+            recompute_s=seen.recompute_s,
             backward_tensor_s=backward_tensor_s,
             forward_ahead_s=larger(0.0, forward_s - host.forward_s),
             backward_ahead_s=larger(
@@ -258,9 +262,17 @@ class LayerFigures:
         by_axis = dict(zip(get_args(GroupAxis), groups, strict=True))
 
         def link_s(operation: Collective, size_bytes: float, axis: GroupAxis) -> float:
-            return self._rates.link_s(operation, size_bytes, by_axis[axis])
+            group = by_axis[axis]
+            seconds = self._rates.link_s(operation, size_bytes, group)
+            return seconds + self._waits_s(operation, group, axis)
 
         return link_s
+
+    def _waits_s(self, operation: Collective, group: Levels, axis: GroupAxis) -> float:
+        """Seconds that rings over the network wait, counted with the half that adds up."""
+        if axis != "tensor" or len(group) < 2 or operation == "all_gather":
+            return 0.0
+        return 2 * (ranks_of(group) - 1) * self._rates.stack.host.ring_step_s
 
     def _links_s(self, places: Sequence[Groups]) -> LinkSeconds:
         """Return the seconds of collectives in many places: arrays [place]."""
@@ -274,7 +286,8 @@ class LayerFigures:
             sizes = np.broadcast_to(np.asarray(size_bytes, dtype=float), (len(places),))
             result = np.empty(len(places))
             for group, indices in members[axis].values():
-                result[indices] = self._rates.link_s(operation, sizes[indices], group)
+                seconds = self._rates.link_s(operation, sizes[indices], group)
+                result[indices] = seconds + self._waits_s(operation, group, axis)
             return cast(float, result)
 
         return link_s
@@ -286,7 +299,14 @@ class LayerFigures:
         if self._rates.on_cpu:
             return HostPasses(forward_s=0.0, backward_s=0.0, recompute_s=0.0)
         stack = self._rates.stack
-        return layer_seconds.host_passes(stack, table, setting, found, recomputes=recomputes)
+        return layer_seconds.host_passes(
+            stack,
+            table,
+            setting,
+            found,
+            recomputes=recomputes,
+            devices_per_node=self._devices_per_node,
+        )
 
     def _weight_waits(self, layer: Layer, operator: Operator) -> bool:
         """Whether a split backward makes the gradient of an operator's weight in W.

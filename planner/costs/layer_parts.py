@@ -19,7 +19,14 @@ from planner.costs.held import Held, HeldStates, weight_versions
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.memory import Sharing, States
 from planner.costs.rates import Rates
-from planner.costs.sharding import Links, Seen, Traffic, seen_in_passes, seen_once, traffic
+from planner.costs.sharding import (
+    Links,
+    Seen,
+    Traffic,
+    seen_in_passes,
+    seen_once,
+    traffic,
+)
 from planner.costs.strategy import StrategyParts
 from planner.layers.operator_table import RECOMPUTES, Setting
 from planner.model import Layer, ModelGraph
@@ -296,7 +303,7 @@ _TRAFFIC_NAMES = tuple(field.name for field in fields(Traffic))
 
 def parts_key(layout: Layout) -> tuple[object, ...]:
     """What parts depend on."""
-    return layout.micro_batch, *_sharing_key(layout)
+    return layout.micro_batch, layout.sequence_parallel, *_sharing_key(layout)
 
 
 def _sharing_key(layout: Layout) -> tuple[object, ...]:

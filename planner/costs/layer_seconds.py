@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 from planner.cluster import Collective
 from planner.costs import compute
@@ -40,11 +40,35 @@ class Passes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPasses:
-    """Least seconds of a layer's passes by the host."""
+    """Seconds of a layer's passes by the host, or with it."""
 
     forward_s: float
     backward_s: float
     recompute_s: float
+
+
+def with_host(
+    found: Passes, host: HostPasses, links_s: float, window: Literal["kernels", "layer"]
+) -> HostPasses:
+    """Return the seconds of passes of which each may wait for its host.
+
+    `links_s` are those of the collectives inside the layer.  What a layer waits over both passes
+    counts half in each.
+    """
+    if window == "kernels":
+        return HostPasses(
+            forward_s=larger(found.forward_s, host.forward_s),
+            backward_s=larger(found.backward_s, host.backward_s),
+            recompute_s=larger(found.recompute_s, host.recompute_s),
+        )
+    busy_s = found.forward_s + found.backward_s + found.recompute_s + links_s
+    least_s = host.forward_s + host.backward_s + host.recompute_s
+    wait_s = larger(0.0, least_s - busy_s) / 2
+    return HostPasses(
+        forward_s=found.forward_s + wait_s,
+        backward_s=found.backward_s + wait_s,
+        recompute_s=found.recompute_s,
+    )
 
 
 def shown_s(communication_s: float, window_s: float, overlap: float) -> float:
@@ -142,12 +166,18 @@ def _seen(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:
 
 
 def host_passes(
-    stack: Stack, table: Table, setting: Setting, found: Passes, *, recomputes: bool
+    stack: Stack,
+    table: Table,
+    setting: Setting,
+    found: Passes,
+    *,
+    recomputes: bool,
+    devices_per_node: int,
 ) -> HostPasses:
     """Return the least seconds that the host takes for a layer's passes.
 
     Each block has Python around it, each kernel a launch; tensor parallelism and experts add to
-    both passes.
+    both passes.  In pipelines over several nodes a divided block has a least time of its own.
     """
     host = stack.host
     each = host.kernel_s
@@ -163,4 +193,10 @@ def host_passes(
         there = there + host.layer_s.forward + more / 2
         back = back + host.layer_s.backward + more / 2
         again = again + host.layer_s.forward * recomputes
+        if setting.pipelined and setting.divides_tensors:
+            spanned = -(-setting.tensor // devices_per_node)
+            waits = host.pipelined_s
+            least = waits.fixed + waits.each * setting.tensor * (0.75 + 0.25 * spanned)
+            missing = larger(0.0, least - there - back - again) / 2
+            there, back = there + missing, back + missing
     return HostPasses(forward_s=there, backward_s=back, recompute_s=again)

@@ -78,6 +78,8 @@ class LayoutCosts:
     parts: dict[str, tuple[StrategyParts, ...]]
     transfer_s: float
     """Seconds that an activation takes to the next stage, part of boundary_s."""
+    waits: float
+    """Share of transfer_s for which the sender waits; the rest hides."""
     action_s: float
     """Seconds that the runtime takes per pipeline action, the rest of boundary_s."""
     boundary_bytes: float
@@ -107,7 +109,15 @@ class CostTables:
         self.activations = activations
         a = model.architecture
         self._rates = rates(cluster, job, profile, request.stack, head_dim=a.head_dim if a else 128)
-        self._kernels = kernels_of(self._rates.stack, job.precision)
+        frozen = job.lora is not None and self._rates.stack.kernels.adapters != "none"
+        self._kernels = kernels_of(
+            self._rates.stack,
+            job.precision,
+            frozen=frozen,
+            quantised=job.lora is not None and job.lora.quantised,
+        )
+        waits = self._rates.stack.host.pipelined_s
+        self._stalls = cluster.groups[0].nodes > 1 and waits.fixed + waits.each > 0
         warning = caveat(model, cluster)
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
@@ -165,9 +175,10 @@ class CostTables:
             slack=self.slack,
             tight=self.tight,
             keeps_sent=self._rates.stack.pipeline.keeps_sent,
-            step_s=self._step_s,
+            step_s=self._step_s + self._rates.stalled_s(layout, self.cluster.groups[0].nodes),
             parts=shared.parts,
             transfer_s=shared.transfer_s,
+            waits=self._rates.waits(layout),
             action_s=shared.action_s,
             boundary_bytes=shared.boundary_bytes,
             narrowest_bytes=shared.narrowest_bytes,
@@ -178,7 +189,7 @@ class CostTables:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step that no layer causes, the same for all layouts."""
+        """Seconds of a step that no layer causes, of any layout; jobs that stall have more."""
         return self._step_s
 
     @property
@@ -261,7 +272,9 @@ class CostTables:
             tensor=layout.tensor,
             context=layout.context,
             expert=layout.expert,
-            sequence_parallel=self._rates.stack.tensor.sequence_parallel,
+            expert_tensor=layout.expert_tensor,
+            sequence_parallel=layout.sequence_parallel,
+            pipelined=self._stalls and layout.pipeline > 1,
             kernels=self._kernels,
         )
 
@@ -273,7 +286,11 @@ class CostTables:
         if layout.pipeline > 1:
             boundary_bytes, least_bytes = self._boundaries.crossing_bytes(setting)
             if links is not None:
+                divided = self._rates.stack.pipeline.divided_transfers
+                if divided and not setting.sequence_parallel:
+                    least_bytes /= layout.tensor
                 transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
+        if layout.pipeline > 1 or self._rates.stack.host.actions == "always":
             action_s = self._rates.action_s
         parts = {kind: self.parts(kind, layout, linked=linked) for kind in self._layers}
         return _Shared(

@@ -17,7 +17,7 @@ from planner.costs.collectives import Amount, Curves, Levels, collective_s, curv
 from planner.costs.layer_seconds import shown_s
 from planner.errors import DocumentError
 from planner.layers.operator_table import larger
-from planner.plan import Job
+from planner.plan import Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Calibration, Overheads, Profile
 from planner.stack import Stack
@@ -26,6 +26,8 @@ from planner.units import bytes_text
 Hidden = Literal["units", "gather", "reduce"]
 """What is hidden: collectives of units in each pass, or once per step."""
 
+STEP_COLLECTIVES = 4
+"""Over all replicas once a step: gradients, their norm, parameters and the loss."""
 HOST_LINK_SHARE = 0.8
 """Of a host link's quoted rate, what copies from and to pinned memory are taken to reach: headers
 and flow control of PCIe take a tenth to a fifth.  Assumed, not measured."""
@@ -68,7 +70,28 @@ class Rates:
         """Fixed seconds of a step."""
         if self.overheads:
             return self.overheads.step_s
-        return (self.calibration.step_s or 0.0) if self.calibration else 0.0
+        found = self.calibration.step_s if self.calibration else None
+        return self.stack.host.step_s if found is None else found
+
+    def waits(self, layout: Layout) -> float:
+        """Return the share of a transfer to the next stage for which its sender waits."""
+        rule = self.stack.pipeline
+        return 1 - (rule.interleaved_overlap if layout.virtual_stages > 1 else rule.overlap)
+
+    def stalled_s(self, layout: Layout, nodes: int) -> float:
+        """Seconds that transfers between stages stall, of a whole step.
+
+        A stage between two others takes part in four transfers per micro-batch, which wait one by
+        one; the first micro-batch passes p - 1 of them forward, and the last one p - 1 backward.
+        Without stages it is the collectives of a step that wait.
+        """
+        rule, ranks = self.stack.pipeline, layout.pipeline
+        if nodes <= rule.stalling_nodes:
+            return 0.0
+        if ranks == 1:
+            return STEP_COLLECTIVES * rule.stalled_transfer_s
+        each = 2 if ranks == 2 else 4
+        return each * rule.stalled_transfer_s * (layout.micro_batches + (ranks - 1) / 2)
 
     def link_s(self, operation: Collective, size_bytes: Amount, group: Levels) -> Amount:
         """Seconds of a collective, of one size or of each in an array."""
@@ -262,7 +285,7 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
     yield Assumption(
         what=f"{overlap} of sharding communication can hide behind computation; the optimizer "
         f"moves {used.stack.optimizer.moved_bytes:g} bytes per parameter; a pipeline action takes "
-        f"{1e3 * used.stack.host.action_s:g} ms of the host, a step has no fixed seconds",
+        f"{1e3 * used.action_s:g} ms of the host, a step {1e3 * used.step_s:g} ms beside layers",
         provenance="assumed",
         source=f"stack {used.stack.name}",
     )

@@ -108,7 +108,7 @@ def kernels_of(
         expert_share=stack.experts.grouped_share,
         expert_skew=stack.experts.skew,
         shared_divided=stack.experts.shared == "divided",
-        frozen=rule.adapters if frozen else None,
+        frozen=rule.adapters if frozen and rule.adapters != "none" else None,
         restored_bytes=rule.restored_bytes if quantised else 0.0,
     )
     return MODULES if found == MODULES else found

@@ -64,6 +64,8 @@ class Setting:
     """Ranks that divide each expert, where experts are on several."""
     sequence_parallel: bool = True
     """Tensor parallelism divides the residual stream along the sequence."""
+    pipelined: bool = False
+    """The layer is of a pipeline over several nodes, whose hosts wait for each other."""
     kernels: Kernels = field(default=MODULES, compare=False)
 
     @property
@@ -84,7 +86,14 @@ class Setting:
     @property
     def branches(self) -> tuple[bool, ...]:
         """What makes a layer have other operators, and not the same ones with other figures."""
-        return self.divides_tensors, self.divides_sequence, self.spreads_experts, self.batched
+        return (
+            self.divides_tensors,
+            self.divides_sequence,
+            self.spreads_experts,
+            self.batched,
+            self.sequence_parallel,
+            self.pipelined,
+        )
 
     @property
     def divides_tensors(self) -> bool:
@@ -121,8 +130,7 @@ class ManySettings(Setting):
     def of(cls, settings: Sequence[Setting]) -> ManySettings:
         """Return settings of one sequence, one precision and the same branches as one."""
         some = settings[0]
-        alike = {(s.seq_len, s.precision, s.sequence_parallel, s.branches) for s in settings}
-        assert len(alike) == 1
+        assert len({(s.seq_len, s.precision, s.branches) for s in settings}) == 1
 
         def column(name: str) -> int:
             return cast(int, np.array([getattr(s, name) for s in settings], dtype=float))
@@ -136,6 +144,7 @@ class ManySettings(Setting):
             expert=column("expert"),
             expert_tensor=column("expert_tensor"),
             sequence_parallel=some.sequence_parallel,
+            pipelined=some.pipelined,
             kernels=some.kernels,
             taken=some.branches,
         )

@@ -177,7 +177,9 @@ def _setup(row: Row, unknown: Collection[str]) -> Setup:
                 precision=precision,
                 lora=lora,
             ),
-            stack=_with_options(stack, flag(row, "flash_attention"), bool(flag(row, "compiled"))),
+            stack=_with_options(
+                stack, flag(row, "flash_attention"), bool(flag(row, "compiled")), divided
+            ),
         ),
         layout=Layout(
             tensor=tensor,
@@ -233,9 +235,13 @@ def _own_stack(framework: str) -> Stack | None:
     return None if found.name == "unknown" else found
 
 
-def _with_options(stack: Stack, flash_attention: bool | None, compiled: bool) -> Stack:
-    """Return a stack with what a row says of its kernels."""
+def _with_options(
+    stack: Stack, flash_attention: bool | None, compiled: bool, sequence_parallel: bool | None
+) -> Stack:
+    """Return a stack with what a row says of its kernels and of the residual stream."""
     values: dict[str, object] = {}
+    if sequence_parallel is not None:
+        values["tensor.sequence_parallel"] = sequence_parallel
     if flash_attention is not None:
         values["kernels.flash_attention"] = flash_attention
     if compiled:

@@ -118,7 +118,12 @@ def host(stack: Stack, kind: str, **changes: object) -> tuple[float, float, floa
     found = layer(kind, **changes)
     full = found.recomputed("full") != ()
     took = host_passes(
-        stack, found, setting(**changes), passes(found, "full", GPU), recomputes=full
+        stack,
+        found,
+        setting(**changes),
+        passes(found, "full", GPU),
+        recomputes=full,
+        devices_per_node=8,
     )
     return took.forward_s, took.backward_s, took.recompute_s
 
