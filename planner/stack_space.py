@@ -86,6 +86,8 @@ FACTS: dict[str, Callable[[Facts], Value]] = {
     "devices_per_node": lambda facts: facts.cluster.groups[0].devices_per_node,
 }
 """By name: of a layout, a job, a language model, a cluster."""
+WORDS = frozenset({"schedule", "offload", "gradient_wire", "precision", "adapters", "attention"})
+"""Those that are words; the others are numbers."""
 _COMPARED: dict[str, Callable[[int, int], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -126,6 +128,8 @@ def product_of(text: str) -> Product:
             raise ValueError(f"'{factor:.60}' is not known; {nearest(factor, list(FACTS))}")
         else:
             names.append(factor)
+    if WORDS.intersection(names) and text not in WORDS:
+        raise ValueError(f"'{text:.80}' multiplies a word; compare it alone")
     return Product(number, tuple(names))
 
 
@@ -155,13 +159,16 @@ def condition_of(text: str) -> Compared:
     if match is None:
         raise ValueError(f"'{text:.80}' is no condition such as 'zero <= 1' or 'precision = bf16'")
     product, sign, value = match.groups()
+    if sign in _COMPARED and product in WORDS:
+        raise ValueError(f"'{text:.80}' orders words; use = or !=")
     if sign in _COMPARED and not value.isdecimal():
         raise ValueError(f"'{text:.80}' compares with '{value}'; use a whole number")
     return Compared(product_of(product), sign, tuple(value.split("|")))
 
 
 def _readable_product(text: str) -> str:
-    product_of(text)
+    if WORDS.intersection(product_of(text).names):
+        raise ValueError(f"'{text:.80}' is a word; numbers divide")
     return text
 
 
@@ -248,7 +255,7 @@ def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
             continue
         if all(condition_of(text).holds(facts) for text in rule.when):
             what, by = product_of(rule.what).of(facts), product_of(rule.by).of(facts)
-            if int(what) % int(by):
+            if int(what) % (int(by) or 1):
                 yield f"{rule.by} does not divide {rule.what}: {rule.why}"
     for conflict in space.conflicts:
         if of_degrees and _of_layouts((), (*conflict.when, *conflict.needs)):

@@ -118,7 +118,7 @@ class CostTables:
         )
         waits = self._rates.stack.host.pipelined_s
         self._stalls = cluster.groups[0].nodes > 1 and waits.fixed + waits.each > 0
-        warning = caveat(model, cluster)
+        warning = caveat(model, cluster) if request.stack.name == "native" else None
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
             *((warning,) if warning else ()),

@@ -53,6 +53,8 @@ def test_conditions_compare_products_of_what_is_known(text: str, holds: bool) ->
         ("tensor > many", "use a whole number"),
         ("tensor × 2 = 4", "no product"),
         ("", "at least 1 character"),
+        ("schedule > 1", "orders words"),
+        ("2 x precision = 2", "multiplies a word"),
     ],
 )
 def test_what_cannot_be_read_is_refused_where_the_stack_is(text: str, message: str) -> None:
@@ -136,3 +138,17 @@ def test_a_conflict_that_speaks_of_layouts_says_nothing_of_their_degrees() -> No
 def test_one_rank_has_nothing_to_divide_whatever_levels_there_are() -> None:
     assert refused({"zero": [2, 3]}, tensor=2) == []
     assert refused({"zero": [2, 3]}, data_replicate=2) == ["ZeRO-0"]
+
+
+@pytest.mark.parametrize("what", ["schedule", "tensor x offload", "none of these"])
+def test_only_numbers_divide(what: str) -> None:
+    rule = {"what": what, "by": "pipeline", "why": "so"}
+    with pytest.raises(DocumentError, match=r"divisible\[0\].what"):
+        Stack.of({"format": 1, "name": "x", "summary": "x", "space": {"divisible": [rule]}})
+
+
+def test_what_a_model_does_not_have_divides_everything() -> None:
+    dense = Facts(resolve_model("llama-3.1-8b"), CLUSTER, JOB, Layout())
+    rule = {"what": "layers", "by": "experts", "why": "so"}
+
+    assert list(obstacles(Space(divisible=(rule,)), dense)) == []  # type: ignore[arg-type]

@@ -63,13 +63,23 @@ class Case:
 ROOMY = Case("gpt2", "4xv100-sxm-32gb", 1024, 32)
 TIGHT = Case("llama-3.2-3b", "4xa100-sxm-40gb", 4096, 32)
 TIGHTER = Case("llama-3.1-8b", "8xa100-sxm-40gb", 8192, 32, Pins(micro_batch=1))
-EXPERTS = Case("mixtral-8x7b", "4x8xh100-sxm-80gb", 4096, 64, Pins(tensor=2, micro_batch=1, zero=1))
+EXPERTS = Case(
+    "mixtral-8x7b",
+    "4x8xh100-sxm-80gb",
+    4096,
+    64,
+    Pins(tensor=2, micro_batch=1, zero=1, pipeline=4),
+)
 TWO_KINDS = Case("gemma-2-2b", "8xrtx-4090", 4096, 32)
 ALL_AXES = Case(
     "mixtral-8x7b", "2x8xh100-sxm-80gb", 4096, 16, Pins(micro_batch=1, zero=3), rules=limit
 )
 DENSE_AND_EXPERTS = Case(
-    "deepseek-v3", "32x8xh100-sxm-80gb", 4096, 256, Pins(micro_batch=1, zero=3, pipeline=4, data=8)
+    "deepseek-v3",
+    "32x8xh100-sxm-80gb",
+    4096,
+    256,
+    Pins(micro_batch=1, zero=3, pipeline=4, data=8, expert=64, schedule="interleaved"),
 )
 CASES = [ROOMY, TIGHT, TIGHTER, EXPERTS, TWO_KINDS, ALL_AXES, DENSE_AND_EXPERTS]
 
@@ -181,7 +191,7 @@ def test_the_order_of_enumeration_does_not_matter(
 
 
 def test_context_and_expert_degrees_are_searched_where_a_backend_runs_them() -> None:
-    pins = Pins(tensor=1, micro_batch=1)
+    pins = Pins(tensor=1, micro_batch=1, schedule="1f1b")
     case = Case("mixtral-8x7b", "2x8xh200-sxm", 8192, 16, pins, rules=limit)
     exhaustive = optima(case)
 
