@@ -127,6 +127,7 @@ class LayerParts:
         held, moving, sync_s = moved
         sharing = self._holding.sharing(layout)
         last = layout.pipeline > 1 and layer.kind == self._holding.end_kinds[1]
+        last = last and self._rates.stack.pipeline.keeps_results
         optimizer_s = self._rates.optimizer_s(held.optimized)
         stream_s = 0.0
         match layout.offload:
