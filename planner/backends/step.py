@@ -84,19 +84,21 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
         )
         least_s += share * (host.forward_s + host.backward_s + host.recompute_s)
         kept += share * table.stored_bytes(choice)
+    busy_s = forward_s + backward_s + again_s + sum(links_s.values())
+    waits_s = max(0.0, least_s - busy_s)
     seen = seen_in_passes(
         priced.moving[kind],
         priced.sharing,
         priced.used,
         forward_s=forward_s,
         backward_s=backward_s + again_s,
+        waits_s=waits_s,
     )
     shard_s = sum(one.shard_s for one in seen)
     offload_s = sum(one.host_s for one in seen)
     if "activations" in run.offload and kind not in ENDS:
         copy_s = priced.used.host_copy_s(stack.offload.activations_share * kept)
         offload_s += uncovered_s(copy_s, forward_s) + uncovered_s(copy_s, backward_s + again_s)
-    busy_s = forward_s + backward_s + again_s + sum(links_s.values())
     return _Pass(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -106,7 +108,7 @@ def _layer_pass(priced: Priced, recompute: str, kind: str) -> _Pass:
         expert_s=links_s["expert"],
         shard_s=shard_s,
         offload_s=offload_s,
-        host_s=max(0.0, least_s - busy_s),
+        host_s=waits_s,
     )
 
 

@@ -238,6 +238,7 @@ class LayerFigures:
             forward_tensor_s=forward_tensor_s,
             backward_s=seen.backward_s,
             recompute_s=seen.recompute_s,
+            waits_s=seen.waits_s,
             backward_tensor_s=backward_tensor_s,
             forward_ahead_s=larger(0.0, forward_s - host.forward_s),
             backward_ahead_s=larger(

@@ -45,6 +45,8 @@ class HostPasses:
     forward_s: float
     backward_s: float
     recompute_s: float
+    waits_s: float = 0.0
+    """Of these, what the device waits over both passes."""
 
 
 def with_host(
@@ -68,6 +70,7 @@ def with_host(
         forward_s=found.forward_s + wait_s,
         backward_s=found.backward_s + wait_s,
         recompute_s=found.recompute_s,
+        waits_s=2 * wait_s,
     )
 
 

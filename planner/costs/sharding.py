@@ -31,6 +31,7 @@ from planner.costs import compute
 from planner.costs.collectives import Levels
 from planner.costs.memory import FP32, Sharing, StateTypes
 from planner.costs.rates import Hidden, Rates
+from planner.layers.operator_table import larger
 from planner.stack import Accumulation
 
 POWERSGD_RANK = 4
@@ -106,7 +107,9 @@ def traffic(
     """
     types, rule = sharing.types, rates.stack.sharding
     trained = parameters - frozen
-    added_s = rates.memory_s(accumulated_bytes(types, rule.accumulation) * trained)
+    added_s = 0.0
+    if types.unit == "buffer" or (sharing.accumulated and not sharing.reduces_each_micro_batch):
+        added_s = rates.adding_s(accumulated_bytes(types, rule.accumulation) * trained)
     if not (sharing.wrapped or sharing.data > 1):
         return Traffic(backward_copies_s=added_s)
     working = types.working * trained
@@ -206,9 +209,18 @@ class Seen(NamedTuple):
 
 
 def seen_in_passes(
-    moving: Traffic, sharing: Sharing, rates: Rates, *, forward_s: float, backward_s: float
+    moving: Traffic,
+    sharing: Sharing,
+    rates: Rates,
+    *,
+    forward_s: float,
+    backward_s: float,
+    waits_s: float = 0.0,
 ) -> tuple[Seen, Seen]:
-    """Return what is seen in each forward, and in each backward with what it recomputes."""
+    """Return what is seen in each forward, and in each backward with what it recomputes.
+
+    In `waits_s` the device waits for its host, and copies beside gradients take nothing more.
+    """
     again, each = sharing.gathers_again, sharing.reduces_each_micro_batch
     anew = again and not sharing.pipelined_units
     gather = _seen(
@@ -220,7 +232,7 @@ def seen_in_passes(
     reduce = _seen(moving.backward_s, returned_s, backward_s, rates, "units")
     return (
         Seen(gather.shard_s + moving.forward_copies_s, gather.host_s),
-        Seen(reduce.shard_s + moving.backward_copies_s, reduce.host_s),
+        Seen(reduce.shard_s + larger(0.0, moving.backward_copies_s - waits_s), reduce.host_s),
     )
 
 

@@ -8,12 +8,15 @@ from planner.catalog import native, stacks
 from planner.cluster import DeviceCurve
 from planner.costs.compute import Device
 from planner.costs.layer_seconds import (
+    HostPasses,
     LinkRule,
+    Passes,
     collectives,
     host_passes,
     link_rule,
     passes,
     shown_s,
+    with_host,
 )
 from planner.expressions import resolve_model
 from planner.layers.arithmetic import table
@@ -135,3 +138,17 @@ def test_python_of_a_block_and_of_tensor_parallelism_by_hand() -> None:
     more = (2.4e-3 + 3 * 0.1e-3) / 2
     assert host(stack, "block", tensor=4) == pytest.approx((0.8e-3 + more, 1.2e-3 + more, 0.8e-3))
     assert host(stack, "head") == (0.0, 0.0, 0.0)
+
+
+def test_a_layer_waits_for_its_host_behind_all_that_its_device_does() -> None:
+    found = Passes(forward_s=1.0, backward_s=2.0, recompute_s=0.5, kernels=0, kernels_again=0)
+    least = HostPasses(forward_s=2.0, backward_s=3.0, recompute_s=0.5)
+
+    together = with_host(found, least, 1.0, "layer")
+    apart = with_host(found, least, 1.0, "kernels")
+
+    # 5.5 of the host, 3.5 of kernels and 1 of collectives.
+    assert (together.forward_s, together.backward_s, together.recompute_s) == (1.5, 2.5, 0.5)
+    assert together.waits_s == 1.0
+    assert (apart.forward_s, apart.backward_s, apart.recompute_s) == (2.0, 3.0, 0.5)
+    assert apart.waits_s == 0.0
