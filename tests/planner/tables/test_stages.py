@@ -10,7 +10,8 @@ from planner.plan import Plan
 from planner.predict import predict
 from planner.setup import Setup
 from planner.tables.rows import setup_of
-from planner.tables.stages import placements, plan_of, predicted, runnable
+from planner.tables.stages import linked, placements, plan_of, predicted, runnable
+from tests.planner.backends.test_laws import row
 
 ROW = {
     "id": "made-up",
@@ -63,6 +64,28 @@ def test_a_row_is_predicted_as_its_plan_is(framework: str, cells: dict[str, str]
     assert again.step_parts == pytest.approx(found.step_parts, rel=1e-9)
     for one, other in zip(again.stages, found.stages, strict=True):
         assert one.memory_parts == pytest.approx(other.memory_parts, rel=1e-9)
+
+
+def test_300_random_rows_are_predicted_as_their_plans_are() -> None:
+    said = 0
+    for seed in range(300):
+        run = setup_of(row(seed))
+        assert isinstance(run, Setup)
+        own = stacks()[run.request.stack.name]
+        try:
+            plan = plan_of(run)
+        except ValueError:  # stages without layers, batches that do not divide
+            continue
+        if run.request.stack.kernels != own.kernels:  # a row names kernels, and a plan does not
+            continue
+        said += 1
+        found = predicted(run)
+        again = predict(plan, run.request.model, linked(run).request.cluster)
+        assert again.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
+        assert [stage.peak_memory_bytes for stage in again.stages] == pytest.approx(
+            [stage.peak_memory_bytes for stage in found.stages], rel=1e-9
+        )
+    assert said > 60
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
