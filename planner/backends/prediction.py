@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from planner.backends.estimate import estimate
-from planner.backends.placed import priced
 from planner.backends.runs import run_of
-from planner.backends.step import stage_seconds
 from planner.costs.compute import peak_flops
 from planner.errors import DocumentError
 from planner.layers.arithmetic import step_flops
 from planner.plan import Layout
-from planner.prediction import Assumption, Prediction, StagePrediction
+from planner.prediction import Assumption, Prediction
 from planner.request import Request
 from planner.setup import Setup
 from planner.tables.stages import linked
@@ -43,8 +41,6 @@ def setup_prediction(setup: Setup, layout: str) -> Prediction:
     model, stack, setup = setup.request.model, setup.request.stack, linked(setup)
     run = run_of(setup)
     result = estimate(setup)
-    recompute = setup.recompute or "none"
-    seconds = stage_seconds(priced(setup, run), recompute)
     accelerator = run.cluster.groups[0].accelerator
     flops = step_flops(
         model,
@@ -66,16 +62,7 @@ def setup_prediction(setup: Setup, layout: str) -> Prediction:
         tokens_per_s=run.global_batch * run.seq_len / result.step_time_s,
         mfu=flops / (result.step_time_s * peak),
         fits=result.fits,
-        stages=tuple(
-            StagePrediction(
-                forward_s=forward_s,
-                backward_s=backward_s,
-                peak_memory_bytes=stage.device_bytes,
-                memory_capacity_bytes=float(accelerator.memory_bytes),
-                memory_parts=stage.memory_parts,
-            )
-            for stage, (forward_s, backward_s) in zip(result.stages, seconds, strict=True)
-        ),
+        stages=result.stages,
         assumptions=tuple(
             Assumption(what=what, provenance="quoted", source=f"backend {setup.framework}")
             for what in (*sources, *result.assumptions)

@@ -108,7 +108,7 @@ def table(of: Run, kind: str) -> Table:
 
 
 def peak(of: Estimate) -> float:
-    return max(stage.allocated_bytes for stage in of.stages)
+    return of.memory_bytes("allocated", "max")
 
 
 def test_a_gpt_block_keeps_what_korthikanti_counts() -> None:
@@ -199,7 +199,6 @@ def test_small_models_wait_for_the_host() -> None:
 
     floor = tiny.layers * (host.layer_s.forward + host.layer_s.backward)
     assert result.step_time_s >= floor
-    assert result.step_parts["host"] > result.step_parts["forward"]
 
 
 def test_a_loss_on_divided_logits_is_divided() -> None:
