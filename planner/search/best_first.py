@@ -13,6 +13,9 @@ layout that is first again with all of its bounds has its partition problem solv
 of the queue is not below the best objective found, no configuration that is left is either, and
 the search ends with a proof.  So no problem is solved whose bounds exceed the optimum, and no dear
 bound is worked out where a cheap one exceeds it.
+
+Where all blocks of a framework's plans recompute alike, the queue is gone through once for each
+choice; what one found is what the next has to beat, and one account counts all of them.
 """
 
 from __future__ import annotations
