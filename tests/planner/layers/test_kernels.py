@@ -207,3 +207,36 @@ def test_many_settings_at_once_are_each_alone(name: str, model: str) -> None:
             alone = table(graph, layer, setting).stored_bytes("none")
             mine = together[index] if hasattr(together, "shape") else together
             assert mine == pytest.approx(alone, rel=1e-12)
+
+
+def test_a_fused_llama_block_streams_each_tensor_once_for_each_kernel() -> None:
+    # Two norms read and write h, two sums read two and write one; queries and keys are turned in
+    # place; the gate reads two of f and writes one.  Backward moves 1.8 times as much.
+    h, k, f = 4096, 1024, 14336
+    layer = of("llama-3.1-8b", "block", fused(backward_traffic=1.8))
+
+    memory = [op for op in layer.operators if op.kind == "memory"]
+
+    moved = 2 * TOKENS * (2 * 2 * h + 2 * 3 * h + 2 * (h + k) + 3 * f)
+    assert sum(op.moved_bytes for op in memory) == moved
+    assert sum(op.backward_moved_bytes for op in memory) == pytest.approx(1.8 * moved)
+
+
+def test_dropout_keeps_a_byte_for_each_element_of_the_stream() -> None:
+    plain, dropped = (
+        of("gpt2", "block", fused(dropout=dropout)).stored_bytes("none")
+        for dropout in (False, True)
+    )
+
+    assert dropped - plain == 2 * 768 * TOKENS
+
+
+def test_experts_move_as_often_as_a_stack_says() -> None:
+    layer = of("mixtral-8x7b", "moe_block", fused(expert_moves=6.0, expert_share=0.8))
+
+    sorting = sum(op.moved_bytes for op in layer.operators if op.name in ("dispatch", "combine"))
+
+    assert sorting == 6 * (2 * 2 * 4096 * TOKENS)
+    shares = {op.name: op.share for op in layer.operators if op.kind == "matmul"}
+    assert shares["expert_up"] == shares["expert_down"] == 0.8
+    assert shares["router"] == shares["qkv"] == 1.0
