@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from planner.backends.held_bytes import StageEstimate, fits, stages_of
-from planner.backends.placed import priced
 from planner.backends.ranges import bounds_s, outside, spreads
-from planner.backends.runs import run_of
-from planner.backends.step import step_parts
+from planner.costs.layout_costs import CostTables
 from planner.errors import DocumentError
+from planner.predict import placement_prediction
+from planner.prediction import StagePrediction
 from planner.setup import Setup
-from planner.tables.stages import linked
+from planner.tables.stages import linked, placements, runnable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +22,7 @@ class Estimate:
     low_s: float
     high_s: float
     step_parts: dict[str, float]
-    stages: tuple[StageEstimate, ...]
+    stages: tuple[StagePrediction, ...]
     fits: bool
     beyond: tuple[str, ...] = ()
     """What of the run is outside those that its stack was fitted to: its range is wider."""
@@ -37,39 +36,37 @@ class Estimate:
         return values[-1] if rank == "last" else max(values)
 
 
-def _memory(stage: StageEstimate, kind: str) -> float:
-    if kind == "allocated":
-        return stage.allocated_bytes
-    return stage.device_bytes if kind == "device" else stage.reserved_bytes
+def _memory(stage: StagePrediction, kind: str) -> float:
+    size = stage.peak_memory_bytes
+    if kind != "device":
+        size -= stage.memory_parts["context"]
+    return size - stage.memory_parts["slack"] if kind == "allocated" else size
 
 
 def estimate(setup: Setup) -> Estimate:
-    """Return step time and memory of a run by the stack that trains it."""
+    """Return step time and memory of a run, as `planner.predict` has them of its plan."""
     setup = linked(setup)
-    run = run_of(setup)
-    assumptions = list(setup.assumed)
-    recompute = run.recompute
-    layers = priced(setup, run)
-    if recompute is None:
-        recompute = "none"
-        if not fits(layers, stages_of(layers, "none")):
-            recompute = "full"
-        assumptions.append(f"recompute {recompute}")
-    stages = stages_of(layers, recompute)
-    parts = step_parts(layers, recompute)
-    step_s = sum(parts.values())
+    layout, more = runnable(setup)
+    assumptions = [*setup.assumed, *more]
+    tables = CostTables(setup.request, tuple(dict.fromkeys(("keep", setup.activations))))
+    found = placement_prediction(tables, layout, placements(setup, layout))
+    if setup.recompute is None:
+        if not found.fits:
+            setup = replace(setup, recompute="full")
+            found = placement_prediction(tables, layout, placements(setup, layout))
+        assumptions.append(f"recompute {setup.recompute or 'none'}")
+    if not 0 < found.step_time_s < math.inf:
+        raise DocumentError("", "figures are out of all proportion: no step time follows from them")
     beyond = outside(setup)
     widths = spreads(setup, beyond=beyond, open_points=len(assumptions))
-    low_s, high_s = bounds_s(step_s, widths)
-    if not 0 < step_s < math.inf:
-        raise DocumentError("", "figures are out of all proportion: no step time follows from them")
+    low_s, high_s = bounds_s(found.step_time_s, widths)
     return Estimate(
-        step_time_s=step_s,
+        step_time_s=found.step_time_s,
         low_s=low_s,
         high_s=high_s,
-        step_parts=parts,
-        stages=stages,
-        fits=fits(layers, stages),
+        step_parts=found.step_parts,
+        stages=found.stages,
+        fits=found.fits,
         beyond=beyond,
         assumptions=tuple(assumptions),
     )
