@@ -231,6 +231,8 @@ class PipelineRule(Part):
     """Each tensor-parallel rank sends its share of an activation, the whole one otherwise."""
     keeps_sent: Flag = False
     """Activations sent to the next stage stay until their backward."""
+    keeps_results: Flag = False
+    """So does what the last stage returns, beside its loss."""
     stages: StageRule = "even"
     """How blocks are divided among stages (planner.stage_rules)."""
     stalled_transfer_s: Amount = 0.0

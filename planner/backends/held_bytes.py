@@ -92,8 +92,10 @@ def _layer_bytes(priced: Priced, recompute: str, kind: str) -> LayerBytes:
     run, stack, table = priced.run, priced.stack, priced.tables[kind]
     states = priced.held[kind].states
     stored = forward = backward = moving = 0.0
+    stores_input = True
     for share, choice in shares(stack, recompute, kind):
         stored += share * table.stored_bytes(choice)
+        stores_input = stores_input and "x" in table.stored(choice)
         forward = max(forward, table.forward_transient_bytes(choice))
         backward = max(backward, table.backward_transient_bytes(choice))
     if kind not in ENDS and "activations" in run.offload:
@@ -112,7 +114,7 @@ def _layer_bytes(priced: Priced, recompute: str, kind: str) -> LayerBytes:
         host=states.host_bytes,
         bucket=states.bucket_bytes,
         offloaded=moving > 0,
-        stores_input=kind != "embedding",
+        stores_input=not moving and stores_input,
     )
 
 

@@ -9,11 +9,11 @@ S their bytes, e bytes of an activation, L the host link's bytes per second, W m
                                           neighbour's                 in: max(0, B / L - backward)
     compress     B - S + n (1 + 4 / 128)  its own S, unpacked         (37 + e) n / W, (9 + e) n / W
 
-Offload: what a layer stores leaves while the next layer runs, and comes back while the next one's
-backward runs, so two layers' tensors are on the device at a time.  Before a layer that keeps its
-tensors, and at the end of a stage, all have left.  Copies run beside computation and beside the
-links between devices; at the ends of a row of offloaded layers, where one copy has nothing to hide
-behind, nothing is added.
+Offload: what a layer stores, or the share of it that a stack moves, leaves while the next layer
+runs, and comes back while the next one's backward runs, so two layers' tensors are on the device at
+a time.  Before a layer that keeps its tensors, and at the end of a stage, all have left.  Copies
+run beside computation and beside the links between devices; at the ends of a row of offloaded
+layers, where one copy has nothing to hide behind, nothing is added.
 
 Compress: 8 bits for every element, a scale in fp32 for every 128.  Packing widens to fp32, takes
 magnitudes, their largest, divides, rounds and narrows, each in a kernel of its own; unpacking
@@ -64,11 +64,12 @@ def treated(activations: Activations, figures: Figures, rates: Rates, *, passed:
         case "keep":
             return Treated(stored_bytes=stored + passed)
         case "offload":
-            copy_s = rates.host_copy_s(stored)
+            moved = rates.stack.offload.activations_share * stored
+            copy_s = rates.host_copy_s(moved)
             return Treated(
-                stored_bytes=passed,
-                moving_bytes=stored,
-                host_bytes=stored,
+                stored_bytes=passed + stored - moved,
+                moving_bytes=moved,
+                host_bytes=moved,
                 forward_host_s=uncovered_s(copy_s, figures.whole_forward_s),
                 backward_host_s=uncovered_s(copy_s, figures.whole_backward_s),
             )

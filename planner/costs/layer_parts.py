@@ -126,9 +126,8 @@ class LayerParts:
         """[choice] Return the parts of a layer; nothing moves where links are left out."""
         held, moving, sync_s = moved
         sharing = self._holding.sharing(layout)
-        # A loss outside of the model is given its logits, which the last stage keeps.
-        apart = self._rates.stack.loss.kind == "module"
-        last = apart and layout.pipeline > 1 and layer.kind == self._holding.end_kinds[1]
+        last = layout.pipeline > 1 and layer.kind == self._holding.end_kinds[1]
+        last = last and self._rates.stack.pipeline.keeps_results
         optimizer_s = self._rates.optimizer_s(held.optimized)
         stream_s = 0.0
         match layout.offload:

@@ -164,6 +164,10 @@ class Rates:
             return self.overheads.shard_unit_s
         return max(0.0, self.stack.sharding.unit_s - ahead_s)
 
+    def adding_s(self, moved_bytes: float) -> float:
+        """Seconds of adding gradients up; what was measured of a backward has it."""
+        return 0.0 if self.overheads else self.memory_s(moved_bytes)
+
     def gather_copy_s(self, gathered_bytes: float) -> float:
         """Seconds of the copies beside a gather of parameters; unmeasured, one read, one write."""
         if self.overheads and self.overheads.gather_copy_s_per_byte is not None:

@@ -107,7 +107,9 @@ def traffic(
     """
     types, rule = sharing.types, rates.stack.sharding
     trained = parameters - frozen
-    added_s = rates.memory_s(accumulated_bytes(types, rule.accumulation) * trained)
+    added_s = 0.0
+    if types.unit == "buffer" or (sharing.accumulated and not sharing.reduces_each_micro_batch):
+        added_s = rates.adding_s(accumulated_bytes(types, rule.accumulation) * trained)
     if not (sharing.wrapped or sharing.data > 1):
         return Traffic(backward_copies_s=added_s)
     working = types.working * trained

@@ -423,6 +423,7 @@ class _Costs:
         at = self._kinds.index(kind)
         states = _stacked([states[at] for states in self._states])
         last = kind == self._tables.end_kinds[1]
+        last = last and self._tables.rates.stack.pipeline.keeps_results
         for recompute, many in zip(RECOMPUTES, self._figures[kind], strict=True):
             if recompute not in choices_of(self._recompute, kind):
                 continue

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from planner.catalog import native
 from planner.cluster import ClusterSpec
 from planner.costs.activations import Treated, treated
 from planner.costs.calibration import Figures
@@ -19,6 +20,7 @@ from planner.request import Request
 from planner.search.formulation import allowed, instance_of, plan_of
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
+from planner.stack import with_figures
 
 JOB = Job(seq_len=4096, global_batch=16)
 EVERY: tuple[Activations, ...] = ("keep", "offload", "compress")
@@ -65,6 +67,29 @@ def test_a_copy_that_takes_longer_than_the_pass_beside_it_is_seen(h100: Rates) -
     assert found.backward_host_s == 0
     assert found.stored_bytes == 0
     assert found.host_bytes == found.moving_bytes == 1e9
+
+
+def test_a_stack_may_move_a_part_of_what_is_stored(h100: Rates) -> None:
+    half = replace(h100, stack=with_figures(native(), {"offload.activations_share": 0.5}))
+
+    found = treated("offload", FIGURES, half, passed=0.0)
+
+    stored = FIGURES.stored_bytes
+    assert found.stored_bytes == found.moving_bytes == found.host_bytes == stored / 2
+
+
+def test_what_the_last_stage_returns_stays_for_stacks_that_keep_it(
+    llama: ModelGraph, node: ClusterSpec
+) -> None:
+    layout = Layout(pipeline=8, micro_batches=8)
+    forgets = with_figures(native(), {"pipeline.keeps_results": False})
+
+    kept, gone = (
+        CostTables(Request(llama, node, JOB, stack=stack)).of(layout).parts["head"][0]
+        for stack in (native(), forgets)
+    )
+
+    assert kept.stored_bytes - gone.stored_bytes == kept.figures.returned_bytes > 0
 
 
 def test_packed_tensors_take_a_byte_per_element_and_a_scale_per_128(h100: Rates) -> None:

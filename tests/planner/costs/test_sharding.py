@@ -18,6 +18,7 @@ from planner.costs.sharding import (
 )
 from planner.expressions import resolve_cluster
 from planner.plan import Job
+from planner.stack import with_figures
 
 N = 1e9
 BF16, FP32 = (state_types(native(), precision) for precision in ("bf16", "fp32"))
@@ -209,3 +210,28 @@ def test_gradients_are_added_up_on_one_rank_too() -> None:
     moving = traffic(N, alone, nothing, used, frozen=N / 4)
 
     assert moving == Traffic(backward_copies_s=used.memory_s(4 * 3 / 4 * N))
+
+
+@pytest.mark.parametrize(
+    ("zero", "pipelined", "accumulated", "adds"),
+    [
+        (0, False, True, True),
+        (1, False, True, True),
+        (1, False, False, False),
+        (3, False, True, False),
+        (3, True, True, True),
+    ],
+)
+def test_units_add_up_only_what_waits_for_the_last_micro_batch(
+    zero: int, pipelined: bool, accumulated: bool, adds: bool
+) -> None:
+    """FSDP2 reduces a micro-batch's gradients at once where they need not wait."""
+    summing = with_figures(native(), {"sharding.accumulation": "into_sum"})
+    used = rates(NODE, Job(seq_len=1, global_batch=8), None, summing)
+    one = replace(sharing(zero, pipelined=pipelined), accumulated=accumulated)
+    links = SHARDED if zero else REPLICATED
+
+    more_s = traffic(N, one, links, used).backward_copies_s
+    more_s -= traffic(N, one, links, replace(used, stack=native())).backward_copies_s
+
+    assert more_s == pytest.approx(used.memory_s(10 * N) if adds else 0.0)
