@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from planner.catalog import stacks
 from planner.costs.layout_costs import CostTables
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
@@ -26,6 +28,7 @@ from planner.search.best_first import search
 from planner.search.formulation import instance_of
 from planner.search.space import layouts
 from planner.solver.instance import fits, priced
+from planner.solver.requirements import read_requirements
 
 MODEL = resolve_model("llama-3.2-1b")
 BLOCKS = 16
@@ -196,3 +199,46 @@ def test_no_plan_of_the_space_that_fits_is_faster(stack: str, fix: str, memory: 
     assert plan.backend == stack
     assert runs(plan.layout)
     assert predict(plan, MODEL, cluster).fits
+
+
+@pytest.mark.parametrize("stack", ["megatron", "nanotron", "torchtitan"])
+def test_the_integer_program_finds_the_same_optimum(stack: str) -> None:
+    cluster = resolve_cluster("8xa10g")
+    pins = read_pins(["pp=4"])
+    request = Request.of(MODEL, cluster, global_batch=64, stack=stack, pins=pins)
+
+    exact, program = search(request), search(request, solver="ilp")
+
+    # Where bytes are more than sums the program may leave a gap, and no better split.
+    assert program.certificate.lower_bound_s <= exact.certificate.objective_s * (1 + 1e-6)
+    assert program.certificate.objective_s == pytest.approx(exact.certificate.objective_s, rel=1e-6)
+
+
+def test_what_is_required_of_stages_and_the_rule_of_a_framework_hold_together() -> None:
+    names = [name for name, _ in MODEL.chain]
+    required = read_requirements(["at most 4 layers on stage 0"], names)
+    pins = replace(read_pins(["pp=4"]), require=required)
+    request = Request.of(
+        MODEL, resolve_cluster("8xa10g"), global_batch=64, stack="megatron", pins=pins
+    )
+
+    answer = search(request)
+
+    sizes = [len(stage.layers) for stage in answer.plan.stages]
+    assert sizes[0] <= 4
+    assert even_but_ends([sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1])
+    assert answer.certificate.optimal
+    with pytest.raises(NoPlanFits, match="at most 4 layers on stage 0"):
+        search(replace(request, stack=stacks()["nanotron"]))
+
+
+def test_the_best_of_several_meshes_are_plans_of_the_framework() -> None:
+    request = Request.of(MODEL, resolve_cluster("8xa10g"), global_batch=64, stack="megatron")
+
+    answer = search(request, top=3)
+
+    assert len({ranked.plan.layout.text() for ranked in answer.top}) == 3
+    steps_s = [ranked.objective_s for ranked in answer.top]
+    assert min(steps_s) == pytest.approx(answer.certificate.objective_s)
+    assert all(megatron(ranked.plan.layout) for ranked in answer.top)
+    assert {ranked.plan.backend for ranked in answer.top} == {"megatron"}
