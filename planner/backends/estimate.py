@@ -9,7 +9,7 @@ from planner.backends.ranges import bounds_s, outside, spreads
 from planner.costs.layout_costs import CostTables
 from planner.errors import DocumentError
 from planner.predict import placement_prediction
-from planner.prediction import StagePrediction
+from planner.prediction import Prediction, StagePrediction
 from planner.setup import Setup
 from planner.tables.stages import linked, placements, runnable
 
@@ -24,6 +24,8 @@ class Estimate:
     step_parts: dict[str, float]
     stages: tuple[StagePrediction, ...]
     fits: bool
+    prediction: Prediction
+    """What `planner.predict` has of the run's plan."""
     beyond: tuple[str, ...] = ()
     """What of the run is outside those that its stack was fitted to: its range is wider."""
     assumptions: tuple[str, ...] = ()
@@ -67,6 +69,7 @@ def estimate(setup: Setup) -> Estimate:
         step_parts=found.step_parts,
         stages=found.stages,
         fits=found.fits,
+        prediction=found,
         beyond=beyond,
         assumptions=tuple(assumptions),
     )
