@@ -78,14 +78,16 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
         foreign = next(_foreign_choices(job, layout), None)
         return str(foreign) if foreign else limit(model, cluster, job, layout)
     found = next(_cluster_obstacles(cluster, job, layout), None)
-    found = found or next(_obstacles(model, job, layout), None)
+    found = (
+        found or next(_unplanned(model, job), None) or next(_obstacles(model, job, layout), None)
+    )
     return str(found) if found else None
 
 
 def limit(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> str | None:
     """Return why no backend could run a layout as the planner describes it, or None."""
     found = next(_cluster_obstacles(cluster, job, layout), None)
-    found = found or next(_limits(model, job, layout), None)
+    found = found or next(_unplanned(model, job), None) or next(_limits(model, job, layout), None)
     return str(found) if found else None
 
 
@@ -113,6 +115,14 @@ def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activation
             f"than forward did, which expert={layout.expert} cannot follow; keep or offload them"
         )
     return None
+
+
+def _unplanned(model: ModelGraph, job: Job) -> Iterator[Obstacle]:
+    """Yield what is not priced; the runtime may train it all the same."""
+    a = model.architecture
+    if job.lora is not None and (a is None or a.family not in FAMILIES):
+        known = ", ".join(FAMILIES)
+        yield Obstacle("training.lora", f"adapters are planned for the families {known}")
 
 
 def _cluster_obstacles(cluster: ClusterSpec, job: Job, layout: Layout) -> Iterator[Obstacle]:
@@ -288,10 +298,6 @@ def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iter
 
 def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what no backend can do as the planner describes it."""
-    a = model.architecture
-    if job.lora is not None and (a is None or a.family not in FAMILIES):
-        known = ", ".join(FAMILIES)
-        yield Obstacle("training.lora", f"adapters are planned for the families {known}")
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
     shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}

@@ -79,7 +79,7 @@ DENSE_AND_EXPERTS = Case(
     "32x8xh100-sxm-80gb",
     4096,
     256,
-    Pins(micro_batch=1, zero=3, pipeline=4, data=8, expert=64, schedule="interleaved"),
+    Pins(micro_batch=1, zero=3, pipeline=4, data=8, schedule="interleaved"),
 )
 CASES = [ROOMY, TIGHT, TIGHTER, EXPERTS, TWO_KINDS, ALL_AXES, DENSE_AND_EXPERTS]
 
