@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass, replace
 
 from planner.backends.ranges import bounds_s, outside, spreads
-from planner.costs.layout_costs import CostTables
 from planner.errors import DocumentError
 from planner.predict import placement_prediction
 from planner.prediction import Prediction, StagePrediction
 from planner.setup import Setup
-from planner.tables.stages import linked, placements, runnable
+from planner.tables.stages import Tables, linked, placements, runnable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +44,20 @@ def _memory(stage: StagePrediction, kind: str) -> float:
     return size - stage.memory_parts["slack"] if kind == "allocated" else size
 
 
-def estimate(setup: Setup) -> Estimate:
-    """Return step time and memory of a run, as `planner.predict` has them of its plan."""
+def estimate(setup: Setup, tables: Tables | None = None) -> Estimate:
+    """Return step time and memory of a run, as `planner.predict` has them of its plan.
+
+    Of many runs, those of a sweep share `tables`.
+    """
     setup = linked(setup)
     layout, more = runnable(setup)
     assumptions = [*setup.assumed, *more]
-    tables = CostTables(setup.request, tuple(dict.fromkeys(("keep", setup.activations))))
-    found = placement_prediction(tables, layout, placements(setup, layout))
+    costs = (tables or Tables()).of(setup)
+    found = placement_prediction(costs, layout, placements(setup, layout))
     if setup.recompute is None:
         if not found.fits:
             setup = replace(setup, recompute="full")
-            found = placement_prediction(tables, layout, placements(setup, layout))
+            found = placement_prediction(costs, layout, placements(setup, layout))
         assumptions.append(f"recompute {setup.recompute or 'none'}")
     if not 0 < found.step_time_s < math.inf:
         raise DocumentError("", "figures are out of all proportion: no step time follows from them")

@@ -28,6 +28,7 @@ from planner.scores.statistics import (
 from planner.setup import Setup
 from planner.shown import cell
 from planner.tables.rows import Measured, Skipped, each, read_rows
+from planner.tables.stages import Tables
 from planner.units import GIB
 
 Told = Callable[[int, int], None]
@@ -129,6 +130,7 @@ def validate(path: Path, *, told: Told | None = None, unknown: Collection[str] =
     table = read_rows(path)
     rows: list[ScoredRow] = []
     known: dict[tuple[tuple[str, str], ...], Estimate] = {}
+    tables = Tables()
     for index, (measured, setup) in enumerate(each(table, unknown=unknown)):
         if told is not None and index % 16 == 0:
             told(index, len(table))
@@ -140,7 +142,7 @@ def validate(path: Path, *, told: Told | None = None, unknown: Collection[str] =
         key = tuple((k, v) for k, v in table[index].items() if k not in _SEEN)
         try:
             if key not in known:
-                known[key] = estimate(setup)
+                known[key] = estimate(setup, tables)
         except DocumentError as error:  # a precision that the accelerator has no peak for
             rows.append(ScoredRow(measured=measured, setup=None, estimate=None, reason=str(error)))
             continue

@@ -177,7 +177,9 @@ def _setup(row: Row, unknown: Collection[str]) -> Setup:
                 precision=precision,
                 lora=lora,
             ),
-            stack=_with_options(stack, flag(row, "flash_attention"), bool(flag(row, "compiled"))),
+            stack=_with_options(
+                stack.name, flag(row, "flash_attention"), bool(flag(row, "compiled"))
+            ),
         ),
         layout=Layout(
             tensor=tensor,
@@ -233,14 +235,15 @@ def _own_stack(framework: str) -> Stack | None:
     return None if found.name == "unknown" else found
 
 
-def _with_options(stack: Stack, flash_attention: bool | None, compiled: bool) -> Stack:
+@lru_cache(maxsize=256)
+def _with_options(name: str, flash_attention: bool | None, compiled: bool) -> Stack:
     """Return a stack with what a row says of its kernels."""
     values: dict[str, object] = {}
     if flash_attention is not None:
         values["kernels.flash_attention"] = flash_attention
     if compiled:
         values |= {f"kernels.{part}": "fused" for part in ("norm", "gate", "rotary")}
-    return with_figures(stack, values)
+    return with_figures(stacks()[name], values) if values else stacks()[name]
 
 
 @lru_cache(maxsize=1024)

@@ -67,7 +67,7 @@ def tuned(request: Request, *, quantised: bool) -> Prediction:
     leanest: Prediction | None = None
     lacks: list[tuple[float, str]] = []
     for setup in _setups(request, quantised=quantised):
-        found = setup_prediction(setup, _words(setup))
+        found = setup_prediction(_with_any_host(setup), _words(setup))
         if setup.layout.offload == "parameters":
             short = _lacking_host(setup)
             if short is not None:
@@ -144,6 +144,14 @@ def _setups(request: Request, *, quantised: bool) -> Iterator[Setup]:
                             framework=tuner.framework,
                             tuned=True,
                         )
+
+
+def _with_any_host(setup: Setup) -> Setup:
+    """Return a run on hosts of unknown memory: what they must hold is looked at apart."""
+    cluster = setup.request.cluster
+    groups = tuple(g.model_copy(update={"host_memory_bytes": None}) for g in cluster.groups)
+    cluster = cluster.model_copy(update={"groups": groups})
+    return replace(setup, request=replace(setup.request, cluster=cluster))
 
 
 def _words(setup: Setup) -> str:

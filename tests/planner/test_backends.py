@@ -91,7 +91,7 @@ def setup(
 
 
 def peak(of: Estimate) -> float:
-    return max(stage.peak_memory_bytes for stage in of.stages)
+    return of.memory_bytes("allocated", "max")
 
 
 def test_parts_add_up_to_the_step() -> None:

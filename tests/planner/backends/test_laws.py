@@ -60,7 +60,7 @@ def predicted(cells: dict[str, str]) -> Estimate:
 
 
 def peak(found: Estimate) -> float:
-    return max(stage.allocated_bytes for stage in found.stages)
+    return found.memory_bytes("allocated", "max")
 
 
 @pytest.mark.parametrize("seed", range(0, 400, 40))

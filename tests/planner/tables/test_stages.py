@@ -74,7 +74,7 @@ def test_what_plans_and_what_is_scored_are_near(framework: str, cells: dict[str,
 
     peak = max(stage.peak_memory_bytes for stage in found.stages)
     assert found.step_time_s == pytest.approx(scored.step_time_s, rel=0.12)
-    assert peak == pytest.approx(max(one.device_bytes for one in scored.stages), rel=0.2)
+    assert peak == pytest.approx(scored.memory_bytes("device", "max"), rel=0.2)
 
 
 def recomputed(run: Setup) -> list[list[str]]:
