@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from planner.backends.ranges import bounds_s, outside, spreads
 from planner.errors import DocumentError
 from planner.predict import placement_prediction
-from planner.prediction import StagePrediction
+from planner.prediction import Prediction, StagePrediction
 from planner.setup import Setup
 from planner.tables.stages import Tables, linked, placements, runnable
 
@@ -23,6 +23,8 @@ class Estimate:
     step_parts: dict[str, float]
     stages: tuple[StagePrediction, ...]
     fits: bool
+    prediction: Prediction
+    """What `planner.predict` has of the run's plan."""
     beyond: tuple[str, ...] = ()
     """What of the run is outside those that its stack was fitted to: its range is wider."""
     assumptions: tuple[str, ...] = ()
@@ -69,6 +71,7 @@ def estimate(setup: Setup, tables: Tables | None = None) -> Estimate:
         step_parts=found.step_parts,
         stages=found.stages,
         fits=found.fits,
+        prediction=found,
         beyond=beyond,
         assumptions=tuple(assumptions),
     )

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from planner.backends.estimate import estimate
-from planner.backends.runs import run_of
-from planner.costs.compute import peak_flops
 from planner.errors import DocumentError
-from planner.layers.arithmetic import step_flops
 from planner.plan import Layout
 from planner.prediction import Assumption, Prediction
 from planner.request import Request
 from planner.setup import Setup
-from planner.tables.stages import linked
 
 
 def backend_prediction(request: Request, layout: Layout) -> Prediction:
@@ -38,33 +34,27 @@ def backend_prediction(request: Request, layout: Layout) -> Prediction:
 
 def setup_prediction(setup: Setup, layout: str) -> Prediction:
     """Return what a run should do by the stack that trains it; `layout` is how it is written."""
-    model, stack, setup = setup.request.model, setup.request.stack, linked(setup)
-    run = run_of(setup)
+    model, stack = setup.request.model, setup.request.stack
+    a = model.architecture
+    if a is None or a.patches or a.classes:
+        raise DocumentError(
+            "backend", f"{stack.name} trains language models; {model.name} is none: use native"
+        )
     result = estimate(setup)
-    accelerator = run.cluster.groups[0].accelerator
-    flops = step_flops(
-        model,
-        seq_len=run.seq_len,
-        global_batch=run.global_batch,
-        frozen=run.task in ("lora", "qlora"),
-    )
-    peak = run.devices * peak_flops(accelerator, run.precision)
     range_of = "its own residuals"
     if result.beyond:
         range_of = f"sources left out of the fit, since outside it are {', '.join(result.beyond)}"
     sources = [f"stack {stack.name}; range of {range_of} (docs/accuracy.md)"]
-    return Prediction(
-        layout=f"{layout} {setup.framework}",
-        step_time_s=result.step_time_s,
-        step_time_low_s=result.low_s,
-        step_time_high_s=result.high_s,
-        step_parts=result.step_parts,
-        tokens_per_s=run.global_batch * run.seq_len / result.step_time_s,
-        mfu=flops / (result.step_time_s * peak),
-        fits=result.fits,
-        stages=result.stages,
-        assumptions=tuple(
-            Assumption(what=what, provenance="quoted", source=f"backend {setup.framework}")
-            for what in (*sources, *result.assumptions)
-        ),
+    found = result.prediction
+    own = tuple(
+        Assumption(what=what, provenance="quoted", source=f"backend {setup.framework}")
+        for what in (*sources, *result.assumptions)
+    )
+    return found.model_copy(
+        update={
+            "layout": f"{layout} {setup.framework}",
+            "step_time_low_s": result.low_s,
+            "step_time_high_s": result.high_s,
+            "assumptions": (*own, *found.assumptions),
+        }
     )

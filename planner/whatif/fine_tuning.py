@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from planner.backends.prediction import setup_prediction
 from planner.catalog import stacks
+from planner.costs.hosts import host_room_bytes
 from planner.errors import DocumentError, NoPlanFits
 from planner.plan import Layout, Offload
 from planner.prediction import Prediction
@@ -182,8 +183,10 @@ def _lacking_host(setup: Setup) -> tuple[float, str] | None:
     needed = _host_share_bytes(setup) * group.devices_per_node
     if group.host_link_bytes_per_s is None:
         return math.inf, f"the host link of {group.accelerator.name} is not known"
-    if group.host_memory_bytes is None:
+    room = host_room_bytes(group)
+    if room is None:
         return needed, "the node's host memory is not known: give host_memory_bytes"
-    if needed <= group.host_memory_bytes:
+    usable = room * group.devices_per_node
+    if needed <= usable:
         return None
-    return needed, f"they need {bytes_text(needed)} of its {bytes_text(group.host_memory_bytes)}"
+    return needed, f"they need {bytes_text(needed)} of the {bytes_text(usable)} that it can pin"

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from planner.backends.estimate import Estimate, estimate
-from planner.backends.placed import setting_of
-from planner.backends.runs import Run, run_of
 from planner.catalog import stacks
 from planner.cluster import Precision
 from planner.expressions import cluster_of
-from planner.layers import arithmetic
 from planner.layers.architecture import graph_of
-from planner.layers.operator_table import Table
 from planner.model import Architecture
 from planner.plan import Job, Layout
 from planner.request import Request
@@ -95,42 +90,8 @@ def setup(
     )
 
 
-def run(
-    architecture: Architecture = LLAMA, *, flash_attention: bool | None = None, **changes: Any
-) -> Run:
-    return replace(run_of(setup(architecture, **changes)), flash_attention=flash_attention)
-
-
-def table(of: Run, kind: str) -> Table:
-    graph = graph_of(of.architecture, name="model")
-    [layer] = [layer for layer in graph.layers if layer.kind == kind]
-    return arithmetic.table(graph, layer, setting_of(of, stacks()[of.framework]))
-
-
 def peak(of: Estimate) -> float:
     return of.memory_bytes("allocated", "max")
-
-
-def test_a_gpt_block_keeps_what_korthikanti_counts() -> None:
-    # 34 s b h + 5 a s^2 b with unfused attention and dropout, all of it divided by t; and mean and
-    # deviation of each row of both norms in fp32, which they leave out.
-    for tensor in (1, 2, 8):
-        of = run(GPT, tensor=tensor, sequence_parallel=True, flash_attention=False)
-
-        tokens = of.seq_len * of.micro_batch
-        whole = (34 * GPT.hidden_size + 16) * tokens + 5 * GPT.heads * tokens * of.seq_len
-
-        assert table(of, "block").stored_bytes("none") == pytest.approx(whole / tensor)
-
-
-def test_without_sequence_parallelism_the_stream_is_kept_whole() -> None:
-    # Korthikanti et al., equation 2: s b h (10 + 24 / t) + 5 a s^2 b / t.
-    of = run(GPT, tensor=4, sequence_parallel=False, flash_attention=False)
-
-    whole = of.seq_len * (GPT.hidden_size * (10 + 24 / 4) + 16)
-    scores = 5 * GPT.heads * of.seq_len**2 / 4
-
-    assert table(of, "block").stored_bytes("none") == pytest.approx(whole + scores)
 
 
 def test_parts_add_up_to_the_step() -> None:
@@ -198,14 +159,8 @@ def test_small_models_wait_for_the_host() -> None:
     result = estimate(setup(tiny, framework="megatron-deepspeed", seq_len=512, global_batch=8))
 
     floor = tiny.layers * (host.layer_s.forward + host.layer_s.backward)
-    assert result.step_time_s >= floor
-
-
-def test_a_loss_on_divided_logits_is_divided() -> None:
-    one, four = (table(run(tensor=t, sequence_parallel=True), "head") for t in (1, 4))
-
-    alone, divided = (of.backward_transient_bytes("none") for of in (one, four))
-    assert divided < 0.4 * alone
+    passes_s = result.step_parts["forward"] + result.step_parts["backward"]
+    assert floor <= passes_s < 1.1 * floor
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -1,14 +1,18 @@
 """Operator seconds against the curve's formula by hand, and laws that no curve may break."""
 
+from dataclasses import replace
+
 import pytest
 
-from planner.catalog import native
+from planner.catalog import native, stacks
 from planner.cluster import Accelerator, DeviceCurve
 from planner.costs.compute import (
     Device,
+    attention_share,
     backward_s,
     device,
     forward_s,
+    is_narrow,
     narrow_backward_s,
     narrow_forward_s,
     peak_flops,
@@ -133,3 +137,92 @@ def test_what_fp8_does_not_round_runs_as_in_bf16() -> None:
     assert narrow.peak_flops == wide.peak_flops
     assert narrow.eight_bit_flops == accelerator.peak_flops["fp8"]
     assert wide.eight_bit_flops is None
+
+
+def test_an_input_that_the_operator_before_wrote_narrow_costs_two_bytes_an_element() -> None:
+    # 8-bit operands read, the input written so as is and transposed, the result in 16 bits.
+    narrow = Device(
+        peak_flops=100e12,
+        memory_bytes_per_s=1e12,
+        curve=CURVE,
+        eight_bit_flops=200e12,
+        written_bytes=2.0,
+    )
+    x, w, y = 1e9, 2e9, 3e9  # elements
+    product = Operator(
+        name="up",
+        kind="matmul",
+        inputs=(),
+        outputs={"y": 2 * y},
+        flops=1e12,
+        moved_bytes=2 * (x + w + y),
+        weights=w,
+    )
+
+    forward = narrow_forward_s(product, narrow)
+
+    assert forward == pytest.approx(5e-6 + 1e12 / 100e12 + (x + w + 2 * x + 2 * y) / 0.8e12)
+    assert narrow_backward_s(product, narrow) == pytest.approx(2 * forward)
+    assert narrow_backward_s(replace(product, frozen=True), narrow) == pytest.approx(forward)
+
+
+def test_frozen_weights_have_one_product_in_backward() -> None:
+    product = operator("matmul", flops=1e12, moved_bytes=8e9, backward_moved_bytes=8e9)
+    frozen = replace(product, frozen=True)
+
+    assert backward_s(frozen, GPU) == pytest.approx(forward_s(product, GPU))
+
+
+def test_products_of_a_lower_rate_take_longer_by_it() -> None:
+    product = operator("matmul", flops=1e12, moved_bytes=8e9)
+
+    assert forward_s(replace(product, share=0.8), GPU) == pytest.approx(
+        forward_s(product, GPU) / 0.8
+    )
+
+
+def test_launches_of_memory_kernels_may_hide_and_those_of_products_not() -> None:
+    hidden = replace(GPU, every_launch=False)
+    norm = operator("memory", moved_bytes=0.8e9, kernels=6)
+    product = operator("matmul", flops=1e12)
+
+    assert forward_s(norm, hidden) == pytest.approx(1e-3)
+    assert forward_s(product, hidden) == forward_s(product, GPU)
+
+
+def test_attention_has_the_rate_of_its_curve_at_8192_tokens_and_less_before() -> None:
+    card = accelerator(fp32=1.0)
+    half = card.kernels.attention_half_tokens
+
+    def share(**changes: int) -> float:
+        return attention_share(card, "fa2", **{"seq_len": 8192, "head_dim": 128, **changes})
+
+    assert share() == pytest.approx(1.0)
+    assert share(seq_len=half) == pytest.approx((1 + half / 8192) / 2)
+    assert share(head_dim=64) == pytest.approx(0.85)
+    assert attention_share(card, "fa1", seq_len=8192, head_dim=128) == pytest.approx(0.65)
+
+
+def test_a_stack_says_which_rate_of_its_device_holds() -> None:
+    h100 = resolve_cluster("8xh100-sxm-80gb").groups[0].accelerator
+    kernels, fsdp, megatron = h100.kernels, stacks()["fsdp"], stacks()["megatron"]
+
+    assert device(h100, "bf16", megatron).sustained == kernels.sustained_tuned
+    assert device(h100, "bf16", fsdp).sustained == pytest.approx(0.88 * kernels.sustained_tuned)
+    eight = device(h100, "mxfp8", megatron).eight_bit_flops
+    assert eight == pytest.approx(kernels.eight_bit * h100.peak_flops["fp8"])
+    b200 = resolve_cluster("8xb200").groups[0].accelerator
+    assert b200.kernels.four_bit is not None
+    four = device(b200, "nvfp4", megatron).eight_bit_flops
+    assert four == pytest.approx(b200.kernels.four_bit * b200.peak_flops["fp8"])
+
+
+@pytest.mark.parametrize("name", ["expert_up", "mlp_up", "scores"])
+def test_which_products_are_narrow_is_the_stack_s(name: str) -> None:
+    product = replace(operator("matmul"), name=name, in_core=name == "scores")
+    linears = Device(peak_flops=1, memory_bytes_per_s=1, curve=CURVE, eight_bit_flops=1)
+    every = replace(linears, every_product=True)
+
+    assert is_narrow(product, linears, end=False) == (name == "mlp_up")
+    assert is_narrow(product, every, end=False) == (name != "scores")
+    assert not is_narrow(product, every, end=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.catalog import native
+from planner.catalog import native, stacks
 from planner.cluster import ClusterSpec, Precision
 from planner.costs import compute
 from planner.costs.layer_figures import LayerFigures
@@ -83,6 +83,37 @@ def test_the_fewest_seconds_of_many_layouts_are_those_of_each(
     assert len(some) > 20
     for index, layout in enumerate(some):
         for kind, parts in enumerate(tables.of(layout).parts.values()):
+            least_s = min(p.figures.passes_s for p in parts)
+            assert fastest_s[kind, index] == pytest.approx(least_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("stack", ["megatron", "megatron-deepspeed", "nanotron", "torchtitan"])
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "llama-3.1-8b"])
+def test_figures_of_many_layouts_of_any_stack_are_those_of_each(name: str, stack: str) -> None:
+    model, machine = resolve_model(name), resolve_cluster("4x8xh100-sxm-80gb")
+    request = Request(model, machine, Job(seq_len=2048, global_batch=64), stack=stacks()[stack])
+    sequence = request.stack.tensor.sequence_parallel
+    some = [
+        Layout(
+            tensor=t,
+            pipeline=p,
+            context=c,
+            data_shard=32 // (t * p * c),
+            micro_batch=b,
+            micro_batches=4,
+            sequence_parallel=sequence,
+        )
+        for t in (1, 2, 16)
+        for p in (1, 2)
+        for c in (1, 2 if t < 16 else 1)
+        for b in (1, 2)
+    ]
+    together, alone = CostTables(request), CostTables(request)
+
+    fastest_s = together.fastest_s(some)
+
+    for index, layout in enumerate(some):
+        for kind, parts in enumerate(alone.of(layout).parts.values()):
             least_s = min(p.figures.passes_s for p in parts)
             assert fastest_s[kind, index] == pytest.approx(least_s, rel=1e-12)
 

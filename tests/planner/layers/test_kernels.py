@@ -6,9 +6,11 @@ import pytest
 
 from planner.catalog import models, native, stacks
 from planner.expressions import resolve_model
+from planner.layers.architecture import graph_of
 from planner.layers.arithmetic import table
 from planner.layers.kernels import MODULES, Kernels, kernels_of
 from planner.layers.operator_table import ManySettings, Setting, Table
+from planner.model import Architecture
 from planner.stack import Stack, with_figures
 
 S, B = 2048, 2
@@ -207,3 +209,102 @@ def test_many_settings_at_once_are_each_alone(name: str, model: str) -> None:
             alone = table(graph, layer, setting).stored_bytes("none")
             mine = together[index] if hasattr(together, "shape") else together
             assert mine == pytest.approx(alone, rel=1e-12)
+
+
+def test_a_fused_llama_block_streams_each_tensor_once_for_each_kernel() -> None:
+    # Two norms read and write h, two sums read two and write one; queries and keys are turned in
+    # place; the gate reads two of f and writes one.  Backward moves 1.8 times as much.
+    h, k, f = 4096, 1024, 14336
+    layer = of("llama-3.1-8b", "block", fused(backward_traffic=1.8))
+
+    memory = [op for op in layer.operators if op.kind == "memory"]
+
+    moved = 2 * TOKENS * (2 * 2 * h + 2 * 3 * h + 2 * (h + k) + 3 * f)
+    assert sum(op.moved_bytes for op in memory) == moved
+    assert sum(op.backward_moved_bytes for op in memory) == pytest.approx(1.8 * moved)
+
+
+def test_dropout_keeps_a_byte_for_each_element_of_the_stream() -> None:
+    plain, dropped = (
+        of("gpt2", "block", fused(dropout=dropout)).stored_bytes("none")
+        for dropout in (False, True)
+    )
+
+    assert dropped - plain == 2 * 768 * TOKENS
+
+
+def test_experts_move_as_often_as_a_stack_says() -> None:
+    layer = of("mixtral-8x7b", "moe_block", fused(expert_moves=6.0, expert_share=0.8))
+
+    sorting = sum(op.moved_bytes for op in layer.operators if op.name in ("dispatch", "combine"))
+
+    assert sorting == 6 * (2 * 2 * 4096 * TOKENS)
+    shares = {op.name: op.share for op in layer.operators if op.kind == "matmul"}
+    assert shares["expert_up"] == shares["expert_down"] == 0.8
+    assert shares["router"] == shares["qkv"] == 1.0
+
+
+GPT = Architecture(
+    family="gpt",
+    hidden_size=4096,
+    layers=32,
+    heads=32,
+    kv_heads=32,
+    head_dim=128,
+    ffn_size=16384,
+    vocab_size=51200,
+    gated_mlp=False,
+    norm="layer",
+    positions="learned",
+    max_positions=2048,
+    tied_embeddings=True,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+)
+
+
+def gpt_block(**changes: object) -> Table:
+    """A block of Megatron-LM with written-out attention."""
+    graph = graph_of(GPT, name="model")
+    [layer] = [layer for layer in graph.layers if layer.kind == "block"]
+    kernels = kernels_of(stacks()["megatron"], "bf16", flash_attention=False)
+    figures = {"micro_batch": B, "seq_len": S, "kernels": kernels}
+    return table(graph, layer, Setting(**{**figures, **changes}))
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+def test_a_gpt_block_keeps_what_korthikanti_counts(tensor: int) -> None:
+    # 34 s b h + 5 a s^2 b with unfused attention and dropout, all of it divided by t; and mean and
+    # deviation of each row of both norms in fp32, which they leave out.
+    whole = (34 * GPT.hidden_size + 16) * TOKENS + 5 * GPT.heads * TOKENS * S
+
+    stored = gpt_block(tensor=tensor).stored_bytes("none")
+
+    assert stored == pytest.approx(whole / tensor)
+
+
+def test_without_sequence_parallelism_the_stream_is_kept_whole() -> None:
+    # Korthikanti et al., equation 2: s b h (10 + 24 / t) + 5 a s^2 b / t.
+    whole = TOKENS * (GPT.hidden_size * (10 + 24 / 4) + 16)
+    scores = 5 * GPT.heads * TOKENS * S / 4
+
+    stored = gpt_block(tensor=4, sequence_parallel=False).stored_bytes("none")
+
+    assert stored == pytest.approx(whole + scores)
+
+
+def test_selective_recompute_drops_the_scores_that_korthikanti_drop() -> None:
+    found = gpt_block()
+
+    dropped = found.stored_bytes("none") - found.stored_bytes("selective")
+
+    assert dropped == 5 * GPT.heads * TOKENS * S
+
+
+def test_a_loss_on_divided_logits_is_divided() -> None:
+    one, four = (of("llama-3.1-8b", "head", fused(peak_logit_bytes=6.5), tensor=t) for t in (1, 4))
+
+    alone, divided = (layer.backward_transient_bytes("none") for layer in (one, four))
+
+    assert divided < 0.4 * alone

@@ -29,11 +29,12 @@ def test_4_bits_fit_where_16_do_not() -> None:
 def test_host_memory_holds_what_devices_cannot() -> None:
     model = resolve_model("llama-3.1-70b")
     small = cluster_of("rtx-4090", devices_per_node=4, host_memory_bytes=128 * GB)
-    large = cluster_of("rtx-4090", devices_per_node=4, host_memory_bytes=256 * GB)
+    large = cluster_of("rtx-4090", devices_per_node=4, host_memory_bytes=320 * GB)
     with pytest.raises(NoPlanFits, match="on the host, they need 131"):
         tuned(Request(model, small, JOB), quantised=False)
     found = tuned(Request(model, large, JOB), quantised=False)
-    # 141 GB of weights in 16 bits, a quarter or so crossing each link twice every micro-batch.
+    # Half of a host can be pinned.  141 GB of weights in 16 bits, a quarter or so crossing each
+    # link twice every micro-batch.
     assert "offload=parameters" in found.layout
     assert found.step_parts["offload"] >= 0
     assert sum(found.step_parts.values()) == pytest.approx(found.step_time_s)
