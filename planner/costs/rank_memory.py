@@ -126,8 +126,8 @@ def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
 
         (memory - context) / tight
 
-    Without an allocator that says otherwise, the search and `planner.predict` both ask this
-    function what fits.
+    The search and `planner.predict` both ask this function what fits, for every stack.  On CPUs
+    `tight` is 1: there is no caching allocator.
     """
     return (memory_bytes - costs.context_bytes) / costs.tight
 
