@@ -75,7 +75,7 @@ def test_rates_of_products_and_of_the_network_are_found_again(tmp_path: Path) ->
 def test_runs_faster_than_the_peak_are_refused(tmp_path: Path) -> None:
     path = table(tmp_path / "runs.csv", TRUTH)
     lines = path.read_text().splitlines(keepends=True)
-    fast = [line.split(",") for line in lines[1:]]
+    fast = [line.split(",") for line in lines[1:7]]
     for cells in fast:
         cells[18] = str(float(cells[18]) / 6)
     path.write_text(lines[0] + "".join(",".join(cells) for cells in fast))

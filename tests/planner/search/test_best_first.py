@@ -72,7 +72,12 @@ EXPERTS = Case(
 )
 TWO_KINDS = Case("gemma-2-2b", "8xrtx-4090", 4096, 32)
 ALL_AXES = Case(
-    "mixtral-8x7b", "2x8xh100-sxm-80gb", 4096, 16, Pins(micro_batch=1, zero=3), rules=limit
+    "mixtral-8x7b",
+    "2x8xh100-sxm-80gb",
+    4096,
+    16,
+    Pins(micro_batch=1, zero=3, pipeline=2),
+    rules=limit,
 )
 DENSE_AND_EXPERTS = Case(
     "deepseek-v3",
