@@ -192,10 +192,9 @@ class Rendezvous:
             raise LaunchError(
                 f"node {other} is gone without a word; its own output may say why"
             ) from None
-        if isinstance(said, dict) and "left" in said:
-            reason = str(said["left"])
-            named = reason if reason.startswith("node ") else f"node {other}: {reason}"
-            raise LaunchError(named)
+        reason = _parting(other, said)
+        if reason is not None:
+            raise LaunchError(reason)
         return said
 
 
@@ -284,14 +283,27 @@ class _Reception:
                         self._drop(newcomer, f"it was silent for {self._greet_s:g} s")
 
     def _complete(self) -> bool:
-        """Whether all nodes are connected; one that left again before that is not."""
+        """Whether all nodes are connected; one that died before that is not.
+
+        One that said why it leaves ends the job: LaunchError is its reason.
+        """
         if len(self._others) < self._node_rank.nodes - 1:
             return False
         for node, channel in list(self._others.items()):
             if _has_left(channel):
+                self._end_with(node, channel)
                 channel.close()
                 del self._others[node]
         return len(self._others) == self._node_rank.nodes - 1
+
+    def _end_with(self, node: int, channel: Channel) -> None:
+        """Raise the reason that a node gave before it closed its connection, if it gave one."""
+        reason = None
+        with contextlib.suppress(OSError, Unauthentic):
+            while reason is None:  # until the connection's end, which is there already
+                reason = _parting(node, channel.receive(until=time.monotonic() + self._greet_s))
+        if reason is not None:
+            raise LaunchError(reason)
 
     def _accept(self, server: socket.socket) -> None:
         try:
@@ -452,6 +464,14 @@ def _introduced(
 def _reason(answer: Any) -> str:
     said = answer.get("refused", answer.get("left")) if isinstance(answer, dict) else None
     return str(said) if said else "it gives no reason; install the same version on every node"
+
+
+def _parting(node: int, said: Any) -> str | None:
+    """Return why a node leaves, with its name, if that is what it says."""
+    if not isinstance(said, dict) or "left" not in said:
+        return None
+    reason = str(said["left"])
+    return reason if reason.startswith("node ") else f"node {node}: {reason}"
 
 
 def _for_long(connection: socket.socket) -> None:

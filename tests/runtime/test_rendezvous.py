@@ -292,6 +292,18 @@ def test_a_node_that_is_started_again_before_all_are_there_takes_its_place() -> 
     assert heard == [job.end()] * 2 == [["node 0", "node 1", "node 2"]] * 2
 
 
+def test_a_node_that_says_why_it_leaves_before_all_are_there_ends_the_job() -> None:
+    job = Job(count=3)
+    before = Rendezvous(job.rank(1), secret=SECRET)
+    before.__exit__(LaunchError, LaunchError("the text does not exist"), None)
+    time.sleep(0.2)
+
+    (second,) = in_threads(lambda: job.join(2))
+
+    (error,) = job.end()
+    assert str(error) == str(second) == "node 1: the text does not exist"
+
+
 def test_nodes_that_miss_are_named_with_who_was_dropped() -> None:
     job = Job(count=3, meet_s=2.0)
     hangs_up(job)
