@@ -135,10 +135,6 @@ class Shares:
         """Whether the last stage of a rank takes what its others leave."""
         return not self.folded and self.run.behind > 0 and rank == self.home[-1]
 
-    def full_stages(self, rank: int) -> int:
-        """How many stages of a rank are alike at least; all its like layers lie on as few."""
-        return self.virtual_stages - self.relieved(rank)
-
     def _least_entries(self, rank: int) -> int:
         first, last = self.home[0] == rank, self.home[-1] == rank
         if self.relieved(rank):

@@ -39,7 +39,7 @@ from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, M
 from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.graphs.orders import Order, orders
 from planner.solver.graphs.step_bounds import StepBounds
-from planner.solver.graphs.step_table import Counted, Known, StepTable
+from planner.solver.graphs.step_table import Known, StageBytes, StepTable
 from planner.solver.graphs.sweep import Aim, Sweep
 from planner.solver.inner import solve
 from planner.solver.instance import Infeasible, Solution, leanest_bytes
@@ -109,7 +109,7 @@ class Lattice:
         )
         self._bands = Bands(every, self._knapsacks, self._fluid, self._cut_s)
         self._known: Known = {}
-        self._counted = None if problem.used_bytes is None else Counted(problem.used_bytes)
+        self._counted = None if problem.used_bytes is None else StageBytes(problem.used_bytes)
 
     def search(
         self, rival: GraphSolution | None, most_pairs: int

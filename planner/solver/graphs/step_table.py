@@ -45,7 +45,7 @@ Known = dict[tuple[int, tuple[tuple[int, int], ...]], Settled]
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class StageBytes:
     """How a stage's bytes are counted where they are no sums over its layers."""
 
     used_bytes: UsedBytes
@@ -66,7 +66,7 @@ class StepTable:
         hops: Sequence[tuple[Indices, Indices]],
         known: Known,
         bounds_s: Floats | None = None,
-        counted: Counted | None = None,
+        counted: StageBytes | None = None,
     ) -> None:
         self._bounds = bounds
         self._counted = counted

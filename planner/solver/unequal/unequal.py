@@ -30,7 +30,7 @@ from planner.solver.assembly import assembled
 from planner.solver.descent import meets
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.ideals import Ideals, ideals
-from planner.solver.graphs.step_table import Counted, Known
+from planner.solver.graphs.step_table import Known, StageBytes
 from planner.solver.inner import NEARLY_FITS
 from planner.solver.instance import Fathomed, Infeasible, leanest_bytes
 from planner.solver.knapsack import Knapsacks
@@ -130,7 +130,7 @@ class Search:
         ]
         self._known: list[Known] = [{} for _ in problem.types]
         self._counted = [
-            None if one.used_bytes is None else Counted(one.used_bytes) for one in problem.types
+            None if one.used_bytes is None else StageBytes(one.used_bytes) for one in problem.types
         ]
         self._loose_s = math.inf
         """What splits under the last ceiling take at least, if some are not known exactly."""

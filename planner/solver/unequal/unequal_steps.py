@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from planner.solver.descent import Costs
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.graphs.step_bounds import StepBounds
-from planner.solver.graphs.step_table import Counted, Known, StepTable, least_costs
+from planner.solver.graphs.step_table import Known, StageBytes, StepTable, least_costs
 from planner.solver.knapsack import Knapsacks
 from planner.solver.paths import Paths
 from planner.solver.unequal.reach import Counts, Runs, Spans, changed
@@ -49,7 +49,7 @@ class UnequalSteps:
         known: Sequence[Known],
         spans: Spans,
         cut_s: CutSeconds | None,
-        counted: Sequence[Counted | None],
+        counted: Sequence[StageBytes | None],
     ) -> None:
         self._problem = problem
         self._spans = spans

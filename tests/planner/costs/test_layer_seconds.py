@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from planner.catalog import native, stacks
-from planner.cluster import DeviceCurve
-from planner.costs.compute import Device
 from planner.costs.layer_seconds import (
     HostPasses,
     LinkRule,
@@ -23,18 +21,8 @@ from planner.layers.arithmetic import table
 from planner.layers.kernels import Kernels
 from planner.layers.operator_table import Setting, Table
 from planner.stack import Stack, with_figures
+from tests.planner.costs.test_compute import GPU
 
-CURVE = DeviceCurve(
-    launch_s=5e-6,
-    matmul=0.5,
-    attention_forward=0.4,
-    attention_backward=0.25,
-    memory=0.8,
-    spread=0.1,
-    provenance="quoted",
-    source="example",
-)
-GPU = Device(peak_flops=100e12, memory_bytes_per_s=1e12, curve=CURVE)
 LLAMA = resolve_model("llama-3.1-8b")
 MB = 2.0 * 1024 * 4096 / 1e6
 """Of the residual stream of 1,024 tokens."""

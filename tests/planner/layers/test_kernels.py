@@ -10,8 +10,8 @@ from planner.layers.architecture import graph_of
 from planner.layers.arithmetic import table
 from planner.layers.kernels import MODULES, Kernels, kernels_of
 from planner.layers.operator_table import ManySettings, Setting, Table
-from planner.model import Architecture
 from planner.stack import Stack, with_figures
+from tests.planner.test_backends import GPT
 
 S, B = 2048, 2
 TOKENS = S * B
@@ -242,26 +242,6 @@ def test_experts_move_as_often_as_a_stack_says() -> None:
     shares = {op.name: op.share for op in layer.operators if op.kind == "matmul"}
     assert shares["expert_up"] == shares["expert_down"] == 0.8
     assert shares["router"] == shares["qkv"] == 1.0
-
-
-GPT = Architecture(
-    family="gpt",
-    hidden_size=4096,
-    layers=32,
-    heads=32,
-    kv_heads=32,
-    head_dim=128,
-    ffn_size=16384,
-    vocab_size=51200,
-    gated_mlp=False,
-    norm="layer",
-    positions="learned",
-    max_positions=2048,
-    tied_embeddings=True,
-    qkv_bias=True,
-    output_bias=True,
-    mlp_bias=True,
-)
 
 
 def gpt_block(**changes: object) -> Table:
