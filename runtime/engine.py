@@ -231,7 +231,11 @@ class Engine:
                 _, self._norm = self._late_update(
                     self._pipeline, torch.zeros((), device=self.device)
                 )
-        return self._optimizer.state()
+        state: dict[str, Tensor] = self._optimizer.state()
+        if self.plan.training.lora is None:
+            for part in self._parts:
+                state |= {f"model.{name}": buffer for name, buffer in part.buffers.items()}
+        return state
 
     def _inputs_and_targets(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         samples = len(self.plan.samples_of(self.data_rank))
