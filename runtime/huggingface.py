@@ -253,7 +253,8 @@ class HuggingFace:
             parameter.zero_()
         elif parameter.ndim == 1 and not drawn:
             parameter.fill_(0.0 if self.family.norms_add_one else 1.0)
-        elif name.endswith("c_proj.weight"):  # GPT-2 scales what enters the residual stream
+        elif self.architecture.family == "gpt2" and name.endswith("c_proj.weight"):
+            # GPT-2 scales what enters the residual stream.
             depth = 2 * self.architecture.layers
             parameter.normal_(0.0, std / depth**0.5, generator=generator)
         else:
