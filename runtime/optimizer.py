@@ -63,11 +63,14 @@ class Optimizer:
         offload: Offload = "none",
         scale: LossScale | None = None,
         mean: Mean | None = None,
+        divisor: float = 1.0,
     ) -> None:
         """`summed` and `factors` are by parameter: see ParallelStage.
 
-        `scale` is fp16's.  `mean` makes that over replicas, where backward does not.
+        `scale` is fp16's.  `mean` makes that over replicas, where backward does not.  `divisor` is
+        what sums of losses are divided by before backward (runtime/loss.py).
         """
+        self.divisor = divisor
         self.training = training
         self.device = device
         self.place = place
@@ -87,13 +90,15 @@ class Optimizer:
         )
 
     @torch.no_grad()
-    def step(self, loss: Tensor) -> Tensor:
-        """Apply the gradients; return [sum of `loss` over all ranks, gradient norm] on the device.
+    def step(self, totals: Tensor, earlier: Tensor | None = None) -> Tensor:
+        """Apply the gradients; return [mean loss, gradient norm, count] on the device.
 
-        `loss` is without fp16's scale and the gradients are with it.  A norm that is not finite
-        means, in fp16, that the step changed nothing but the scale.
+        `totals` are this rank's sum and count of the loss.  Where the gradients are those of an
+        earlier step, `earlier` is what counted there on all ranks.  The gradients are of sums
+        divided by `divisor`, and have fp16's scale.  A norm that is not finite means,
+        in fp16, that the step changed nothing but the scale; so does, always, a count of 0.
 
-        The two share one all-reduce, the only collective here of a job without tensor axis or ties.
+        All share one all-reduce, the only collective here of a job without tensor axis or ties.
         """
         slots = [slot for slot in self.slots if slot.parameter.grad is not None]
         grads = [_local_grad(slot.parameter) for slot in slots]
@@ -104,29 +109,31 @@ class Optimizer:
         if self._mean is not None:
             self._mean.reduce([slot.name for slot in slots], grads)
         self._sum_tied(slots, grads)
-        report = torch.stack((loss.float(), _squared_norm(slots, grads, like=loss)))
+        report = torch.cat((totals, _squared_norm(slots, grads, like=totals).reshape(1)))
         if self.place.mesh is not None:
             dist.all_reduce(report)
-        norm = self.scale.taken_off(report[1].sqrt())
-        shrink = None
+        count = report[1] if earlier is None else earlier
+        empty = count == 0
+        factor = (self.place.replicas * self.divisor / count).where(~empty, 0.0).float()
+        norm = self.scale.taken_off(report[2].sqrt().float() * factor)
+        shrink = self.scale.taken_off(factor)
         if self.training.clip_norm > 0:
-            shrink = (self.training.clip_norm / (norm + _NORM_EPSILON)).clamp(max=1.0)
-        if self.scale.active:
-            shrink = self.scale.taken_off(torch.ones_like(norm) if shrink is None else shrink)
-        if shrink is not None and grads:
+            shrink = shrink * (self.training.clip_norm / (norm + _NORM_EPSILON)).clamp(max=1.0)
+        if grads:
             torch._foreach_mul_(grads, shrink.to(grads[0].device))
         spoilt = self.scale.spoilt(norm)
+        skipped = empty.float() if spoilt is None else spoilt.maximum(empty.float())
         made = {id(slot): grad for slot, grad in zip(slots, grads, strict=True)}
         self._adamw.step(
             [made.get(id(slot)) for slot in self.slots],
             rate=learning_rate(self.training, int(self.steps)),
-            spoilt=spoilt,
+            spoilt=skipped,
         )
         self.scale.update(spoilt)
         self.steps += 1
         for slot in slots:
             slot.parameter.grad = None
-        return torch.stack((report[0], norm))
+        return torch.stack((report[0] / report[1], norm, report[1]))
 
     def follow(self) -> None:
         """Update the parameters where their values are now."""
