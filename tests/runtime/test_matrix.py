@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.native import FAMILIES
 from planner.plan import Layout, Mesh, PlacedLayer, Plan
 from runtime.engine import Engine
 from tests.runtime import cases, combinations, equality_table
@@ -50,7 +49,7 @@ def large() -> tuple[Row, ...]:
 @functools.cache
 def ready() -> None:
     """Load what training loads, once, before ranks are forked from this process."""
-    for family in FAMILIES:
+    for family in cases.COVERED:
         graph = combinations.graph_of((family, family == "gpt2", 2))
         plan = cases.plan(graph, micro_batches=1)
         Engine(plan, graph, device=torch.device("cpu")).step(cases.global_tokens(0))

@@ -85,6 +85,7 @@ DENSE_AND_EXPERTS = Case(
     4096,
     128,
     Pins(micro_batch=1, zero=3, pipeline=4, data=8, schedule="interleaved"),
+    rules=limit,
 )
 CASES = [ROOMY, TIGHT, TIGHTER, EXPERTS, TWO_KINDS, ALL_AXES, DENSE_AND_EXPERTS]
 
