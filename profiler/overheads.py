@@ -334,9 +334,9 @@ def step_s(device: torch.device) -> float:
     first.register_forward_pre_hook(lambda *_: begun.append(clock.now_s()))
     update = engine._optimizer.step
 
-    def timed_update(totals: Tensor) -> Tensor:
+    def timed_update(totals: Tensor, earlier: Tensor | None = None) -> Tensor:
         updating.append(clock.now_s())
-        return update(totals)
+        return update(totals, earlier)
 
     engine._optimizer.step = timed_update  # type: ignore[method-assign]
 
