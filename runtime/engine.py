@@ -90,7 +90,7 @@ class Engine:
             model,
             source=plan.model.source,
             seq_len=plan.seq_len,
-            dtype=activation_type(plan),
+            dtype=activation_type(plan.precision),
             device=device,
             seed=plan.training.seed,
             weights=weights,

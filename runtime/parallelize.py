@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from planner.cluster import Precision
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.plan import Plan
@@ -68,9 +69,9 @@ class ParallelStage:
     """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
 
 
-def activation_type(plan: Plan) -> torch.dtype:
+def activation_type(precision: Precision) -> torch.dtype:
     """Return the type in which layers compute and pass activations on."""
-    return _HALVES.get(plan.precision, torch.float32)
+    return _HALVES.get(precision, torch.float32)
 
 
 def parallel_stage(
