@@ -51,6 +51,9 @@ FULL_TIME = Assumption(
 )
 """What a prediction for adapters says."""
 
+TOLD = "not told of the run"
+"""Source of what is assumed of a run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
@@ -258,8 +261,13 @@ def placement_prediction(
     layout: Layout,
     placements: Sequence[Placement],
     seats: Seats | None = None,
+    *,
+    assumed: Sequence[str] = (),
 ) -> Prediction:
-    """Return what given stages should do under a layout; without `seats` they sit alike."""
+    """Return what given stages should do under a layout; without `seats` they sit alike.
+
+    `assumed` is what nobody said of the run: its range is wider by it.
+    """
     model, job = tables.model, tables.job
     seats = seats or alike(tables, layout)
     costs = seats.stages[0].costs
@@ -291,11 +299,13 @@ def placement_prediction(
     ]
     parts = step_parts(ranks, run, layout, costs)
     step_s = sum(parts.values())
-    low_s, high_s = step_range(
+    low_s, high_s, basis = step_range(
+        tables.request,
+        layout,
         parts,
         max(stage.spread for stage in stages),
         measured=tables.profile is not None,
-        experts=model.architecture is not None and model.architecture.experts is not None,
+        assumed=bool(assumed),
     )
     flops = step_flops(
         model, seq_len=job.seq_len, global_batch=job.global_batch, frozen=job.lora is not None
@@ -330,6 +340,8 @@ def placement_prediction(
             )
         ),
         assumptions=(
+            *((basis,) if basis is not None else ()),
+            *(Assumption(what=what, provenance="assumed", source=TOLD) for what in assumed),
             *seats.assumptions,
             *unknown(tables.cluster, layout, on_host),
             *((FULL_TIME,) if job.lora is not None else ()),

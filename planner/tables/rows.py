@@ -203,9 +203,7 @@ def _setup(row: Row, unknown: Collection[str]) -> Setup:
         ),
         recompute=recompute,
         activations="offload" if "activations" in on_host else "keep",
-        framework=framework,
         known=known,
-        tuned=task != "pretrain",
         assumed=tuple(assumed),
     )
 

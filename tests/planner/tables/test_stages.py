@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from planner.backends.estimate import estimate
 from planner.catalog import stacks
+from planner.costs.uncertainty import ASSUMED_SPREAD
 from planner.plan import Plan
 from planner.predict import predict
+from planner.prediction import Prediction
 from planner.setup import Setup
+from planner.tables.predictions import plan_of, predicted
 from planner.tables.rows import setup_of
-from planner.tables.stages import linked, placements, plan_of, predicted, runnable
-from tests.planner.backends.test_laws import row
+from planner.tables.stages import linked, placements, runnable
+from tests.planner.tables.test_laws import row
 
 ROW = {
     "id": "made-up",
@@ -50,6 +54,13 @@ def setup(**cells: str) -> Setup:
     return found
 
 
+def check_range(of_row: Prediction, of_plan: Prediction, *, assumed: bool) -> None:
+    """A row that leaves something open is as much less sure; its plan leaves nothing open."""
+    more = math.exp(ASSUMED_SPREAD) if assumed else 1.0
+    assert of_plan.step_time_high_s * more == pytest.approx(of_row.step_time_high_s, rel=1e-9)
+    assert of_plan.step_time_low_s / more == pytest.approx(of_row.step_time_low_s, rel=1e-9)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("cells", LAYOUTS, ids=str)
 def test_a_row_is_predicted_as_its_plan_is(framework: str, cells: dict[str, str]) -> None:
@@ -62,6 +73,7 @@ def test_a_row_is_predicted_as_its_plan_is(framework: str, cells: dict[str, str]
     assert plan.backend == run.request.stack.name
     assert again.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
     assert again.step_parts == pytest.approx(found.step_parts, rel=1e-9)
+    check_range(found, again, assumed=bool(run.assumed))
     for one, other in zip(again.stages, found.stages, strict=True):
         assert one.memory_parts == pytest.approx(other.memory_parts, rel=1e-9)
 
@@ -85,19 +97,8 @@ def test_300_random_rows_are_predicted_as_their_plans_are() -> None:
         assert [stage.peak_memory_bytes for stage in again.stages] == pytest.approx(
             [stage.peak_memory_bytes for stage in found.stages], rel=1e-9
         )
+        check_range(found, again, assumed=bool(run.assumed) or run.recompute is None)
     assert said > 60
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("cells", LAYOUTS[:3] + LAYOUTS[4:], ids=str)
-def test_what_plans_and_what_is_scored_are_near(framework: str, cells: dict[str, str]) -> None:
-    run = setup(framework=framework, **cells)
-
-    found, scored = predicted(run), estimate(run)
-
-    peak = max(stage.peak_memory_bytes for stage in found.stages)
-    assert found.step_time_s == pytest.approx(scored.step_time_s, rel=0.12)
-    assert peak == pytest.approx(scored.memory_bytes("device", "max"), rel=0.2)
 
 
 def recomputed(run: Setup) -> list[list[str]]:
