@@ -276,6 +276,8 @@ class Host(Part):
     pipelined_s: Pipelined = Pipelined()
     action_s: Amount = 0.0
     """Each forward and each backward of a micro-batch on a stage, beside its layers."""
+    action_of: Literal["stage", "rank"] = "stage"
+    """Whose it is where ranks have several stages: each stage's, or all of a rank's together."""
     actions: Literal["always", "pipeline"] = "always"
     """Whether a model of one stage has actions too, or a loop around its layers alone."""
     step_s: Amount = 0.0

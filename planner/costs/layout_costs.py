@@ -139,7 +139,7 @@ class CostTables:
         )
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
-        self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
+        self._kinds: dict[tuple[object, Holding, float], dict[str, tuple[StrategyCost, ...]]] = {}
         self.slack = self.tight = 1.0
         if not self._rates.on_cpu:
             rule = self._rates.stack.memory
@@ -165,12 +165,14 @@ class CostTables:
         if shared is None:
             shared = self._layouts[key] = self._build(layout, linked=linked)
         holding = holding_of(layout)
-        kinds = self._kinds.get((key, holding))
+        action_s = self._action_s(layout)
+        kinds = self._kinds.get((key, holding, action_s))
         if kinds is None:
-            kinds = self._kinds[key, holding] = self._added_up(layout, shared, holding)
+            kinds = self._added_up(layout, shared, holding, action_s)
+            self._kinds[key, holding, action_s] = kinds
         return LayoutCosts(
             kinds=kinds,
-            boundary_s=shared.transfer_s + shared.action_s,
+            boundary_s=shared.transfer_s + action_s,
             fixed_bytes=shared.context_bytes,
             slack=self.slack,
             tight=self.tight,
@@ -179,7 +181,7 @@ class CostTables:
             parts=shared.parts,
             transfer_s=shared.transfer_s,
             waits=self._rates.waits(layout),
-            action_s=shared.action_s,
+            action_s=action_s,
             boundary_bytes=shared.boundary_bytes,
             narrowest_bytes=shared.narrowest_bytes,
             output_bytes=shared.output_bytes,
@@ -194,8 +196,12 @@ class CostTables:
 
     @property
     def action_s(self) -> float:
-        """Seconds that the runtime takes per pipeline action."""
+        """Seconds that the runtime takes per pipeline action, with one stage a rank."""
         return self._rates.action_s
+
+    def action_share(self, virtual_stages: int) -> float:
+        """Return the share of `action_s` that an action takes with several stages a rank."""
+        return self._rates.action_share(virtual_stages)
 
     def figures_together(self, layouts: Sequence[Layout]) -> KindFigures:
         """Return each kind's figures as arrays [layout], before anything is sharded."""
@@ -282,7 +288,7 @@ class CostTables:
         """Work out what layouts that differ only in schedule and step length have in common."""
         setting = self._setting(layout)
         links = self._parts.links(layout) if linked else None
-        transfer_s = action_s = boundary_bytes = least_bytes = 0.0
+        transfer_s = boundary_bytes = least_bytes = 0.0
         if layout.pipeline > 1:
             boundary_bytes, least_bytes = self._boundaries.crossing_bytes(setting)
             if links is not None:
@@ -290,8 +296,6 @@ class CostTables:
                 if divided and not setting.sequence_parallel:
                     least_bytes /= layout.tensor
                 transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
-        if layout.pipeline > 1 or self._rates.stack.host.actions == "always":
-            action_s = self._rates.action_s
         parts = {kind: self.parts(kind, layout, linked=linked) for kind in self._layers}
         return _Shared(
             parts=parts,
@@ -299,7 +303,6 @@ class CostTables:
             if "offload" in self.activations
             else {kind: (0.0,) * len(choices) for kind, choices in parts.items()},
             transfer_s=transfer_s,
-            action_s=action_s,
             boundary_bytes=boundary_bytes,
             narrowest_bytes=least_bytes,
             output_bytes=self._boundaries.output_bytes(setting) if self.model.edges else {},
@@ -327,8 +330,14 @@ class CostTables:
             else 0.0
         )
 
+    def _action_s(self, layout: Layout) -> float:
+        """Return what each forward and each backward of a layout's stages takes beside layers."""
+        if layout.pipeline == 1 and self._rates.stack.host.actions == "pipeline":
+            return 0.0
+        return self._rates.action_s * self._rates.action_share(layout.virtual_stages)
+
     def _added_up(
-        self, layout: Layout, shared: _Shared, holding: Holding
+        self, layout: Layout, shared: _Shared, holding: Holding, action_s: float
     ) -> dict[str, tuple[StrategyCost, ...]]:
         """Return the parts of every strategy added up, as the solver wants them."""
         first, last = self._holding.end_kinds
@@ -337,7 +346,7 @@ class CostTables:
                 strategy_cost(
                     part,
                     neighbour_bytes=beside,
-                    action_s=shared.action_s if kind in (first, last) else 0.0,
+                    action_s=action_s if kind in (first, last) else 0.0,
                     holding=holding,
                     last=kind == last,
                     once=layout.micro_batches == 1,
@@ -388,7 +397,6 @@ class _Shared:
     parts: dict[str, tuple[StrategyParts, ...]]
     neighbours: dict[str, tuple[float, ...]]
     transfer_s: float
-    action_s: float
     boundary_bytes: float
     narrowest_bytes: float
     output_bytes: dict[str, float]

@@ -60,6 +60,10 @@ class Rates:
         found = self.calibration.action_s if self.calibration else None
         return self.stack.host.action_s if found is None else found
 
+    def action_share(self, virtual_stages: int) -> float:
+        """Return the share of an action's seconds that each of a rank's stages takes."""
+        return 1 / virtual_stages if self.stack.host.action_of == "rank" else 1.0
+
     @property
     def slack(self) -> float | None:
         """Reserved over allocated memory, where runs have told it."""

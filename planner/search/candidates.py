@@ -252,7 +252,8 @@ class Candidates:
     def _paces(
         self, pipeline: int, count: int, found: tuple[Timetable, ...]
     ) -> NDArray[np.float64]:
-        """[timetable, 5] Steady, fill, what a credit counts for; actions of all, of the least rank.
+        """[timetable, 5] Steady, fill, what a credit counts for; actions of all, of the least rank,
+        counted by the seconds of one with one stage a rank.
 
         Those at the ends of the model are left out (planner.search.formulation.boundaries_s).
         """
@@ -272,13 +273,14 @@ class Candidates:
                 schedule = schedule_of(name)
                 splits = schedule.splits_backward
                 actions = (3 if splits else 2) * virtual if pipeline > 1 else 0
+                share = self.tables.action_share(virtual)
                 rows.append(
                     (
                         steady,
                         fill,
                         fill if splits else 0.0,
-                        max(0, pipeline * actions - 2),
-                        max(0, actions - (2 if schedule.placement == "v" else 1)),
+                        share * max(0, pipeline * actions - 2),
+                        share * max(0, actions - (2 if schedule.placement == "v" else 1)),
                     )
                 )
             self._known_paces[key] = np.array(rows)
