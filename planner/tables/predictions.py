@@ -13,7 +13,7 @@ from planner.prediction import Prediction
 from planner.request import Request
 from planner.search.formulation import plan_with
 from planner.setup import Setup
-from planner.tables.stages import linked, placements, runnable
+from planner.tables.stages import linked, placements
 
 MOST_TABLES = 256
 """Costs kept at a time."""
@@ -52,8 +52,7 @@ class _Decided:
 def _decided(setup: Setup, tables: Tables) -> _Decided:
     """Return a run that recomputes nothing if that fits, else everything, where nobody says."""
     setup = linked(setup)
-    layout, more = runnable(setup)
-    assumed = [*setup.assumed, *more]
+    layout, assumed = setup.layout, list(setup.assumed)
     costs = tables.of(setup)
 
     def of(setup: Setup) -> tuple[list[Placement], Prediction]:

@@ -70,19 +70,6 @@ def _recompute(setup: Setup, block: int) -> Recompute:
             return "full" if block % 2 == 0 else "none"
 
 
-def runnable(setup: Setup) -> tuple[Layout, tuple[str, ...]]:
-    """Return the layout with a schedule that can be listed, and what had to be assumed for it."""
-    layout = setup.layout
-    ranks, count = layout.pipeline, layout.micro_batches
-    if layout.virtual_stages == 1 or count % ranks == 0:
-        return layout, ()
-    whole = -(-count // ranks) * ranks
-    return (
-        replace(layout, micro_batches=whole),
-        (f"{whole} micro-batches where interleaved stages have {count}",),
-    )
-
-
 def linked(setup: Setup) -> Setup:
     """Return a run whose devices have the links that its stack uses, and one to their host."""
     cluster = setup.request.cluster

@@ -8,13 +8,14 @@ import pytest
 
 from planner.catalog import stacks
 from planner.costs.uncertainty import ASSUMED_SPREAD
+from planner.errors import DocumentError
 from planner.plan import Plan
 from planner.predict import predict
 from planner.prediction import Prediction
 from planner.setup import Setup
 from planner.tables.predictions import plan_of, predicted
 from planner.tables.rows import setup_of
-from planner.tables.stages import linked, placements, runnable
+from planner.tables.stages import linked, placements
 from tests.planner.tables.test_laws import row
 
 ROW = {
@@ -102,8 +103,7 @@ def test_300_random_rows_are_predicted_as_their_plans_are() -> None:
 
 
 def recomputed(run: Setup) -> list[list[str]]:
-    layout, _ = runnable(run)
-    return [[choice for _, choice, _ in stage] for stage in placements(run, layout)]
+    return [[choice for _, choice, _ in stage] for stage in placements(run, run.layout)]
 
 
 def test_blocks_recompute_and_ends_do_not() -> None:
@@ -135,11 +135,22 @@ def test_blocks_that_do_not_divide_go_to_the_first_stages() -> None:
     assert sizes == [3, 2, 1, 2]  # embedding and head on the first and the last
 
 
-def test_interleaved_stages_take_whole_rounds_of_micro_batches() -> None:
+def test_interleaved_stages_refuse_micro_batches_that_are_no_whole_rounds() -> None:
     run = setup(framework="megatron", pp="4", vpp="2", global_batch_size="40")
+    unsaid = setup(framework="megatron", pp="4", global_batch_size="40")
 
-    layout, assumed = runnable(run)
+    with pytest.raises(DocumentError, match="is 5; interleaved needs a multiple of its 4 ranks"):
+        predicted(run)
+    assert unsaid.layout.virtual_stages == 1
+    assert setup(framework="megatron", pp="4", global_batch_size="64").layout.virtual_stages > 1
 
-    assert run.layout.micro_batches == 5
-    assert layout.micro_batches == 8
-    assert assumed == ("8 micro-batches where interleaved stages have 5",)
+
+def test_stages_of_one_rank_share_the_hosts_seconds_of_a_micro_batch() -> None:
+    cells = {"pp": "4", "tp": "1", "dp": "2", "n_devices": "8", "global_batch_size": "16"}
+    run = setup(framework="megatron", vpp="4", **cells)
+    host = stacks()["megatron"].host
+
+    fixed_s = predicted(run).step_parts["fixed"]
+
+    assert host.action_of == "rank"
+    assert fixed_s == pytest.approx(host.step_s + 8 * 2 * host.action_s)
