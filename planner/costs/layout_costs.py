@@ -46,6 +46,7 @@ from planner.layers.operator_table import RECOMPUTES, Setting
 from planner.native import caveat, refusal
 from planner.plan import Activations, Layout
 from planner.prediction import Assumption
+from planner.profile import Recompute
 from planner.request import Request
 
 __all__ = [
@@ -96,10 +97,15 @@ class LayoutCosts:
 class CostTables:
     """Costs of a model on a cluster of devices that are alike, for any layout."""
 
-    def __init__(self, request: Request, activations: tuple[Activations, ...] = ("keep",)) -> None:
-        """`activations` are the ways to treat them that layers may choose among.
+    def __init__(
+        self,
+        request: Request,
+        activations: tuple[Activations, ...] = ("keep",),
+        recomputes: tuple[Recompute, ...] = RECOMPUTES,
+    ) -> None:
+        """`activations` and `recomputes` are what layers may choose among, `none` first.
 
-        What the request pins is left to the search.
+        What the request pins is left to the search, which needs all ways to recompute.
         """
         self.request = request
         self.model = model = request.model
@@ -124,7 +130,7 @@ class CostTables:
             *((warning,) if warning else ()),
         )
         self._layers = {layer.kind: layer for layer in model.layers}
-        self._figures = LayerFigures(model, cluster, profile, self._rates)
+        self._figures = LayerFigures(model, cluster, profile, self._rates, recomputes)
         self._chain = list(model.chain_kinds)
         self._holding = HeldStates(model, job, self._rates.stack)
         self._boundaries = Boundaries(model)
@@ -136,6 +142,7 @@ class CostTables:
             self._holding,
             setting=self._setting,
             activations=activations,
+            recomputes=recomputes,
         )
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.collector import uncollected
 from planner.errors import DocumentError
 from planner.prediction import Prediction
 from planner.scores.statistics import (
@@ -122,6 +123,7 @@ class Validation:
         return result[:WORST]
 
 
+@uncollected()
 def validate(path: Path, *, told: Told | None = None, unknown: Collection[str] = ()) -> Validation:
     """Predict every row of a table of runs and score the predictions.
 

@@ -13,7 +13,7 @@ from planner.prediction import Prediction
 from planner.request import Request
 from planner.search.formulation import plan_with
 from planner.setup import Setup
-from planner.tables.stages import linked, placements
+from planner.tables.stages import linked, placements, recomputes
 
 MOST_TABLES = 256
 """Costs kept at a time."""
@@ -28,14 +28,16 @@ class Tables:
     def of(self, setup: Setup) -> CostTables:
         """Return the costs of a run, known ones where model, cluster and stack are those of one."""
         request = setup.request
-        key = (id(request.model), id(request.cluster), request.job, id(request.stack))
-        found = self._known.get((*key, setup.activations))
+        among = recomputes(setup)
+        same = (id(request.model), id(request.cluster), request.job, id(request.stack))
+        key = (*same, setup.activations, among)
+        found = self._known.get(key)
         if found is None:
             if len(self._known) >= MOST_TABLES:
                 self._known.clear()
             kept: tuple[Activations, ...] = ("keep",)
             choices = kept if setup.activations == "keep" else (*kept, setup.activations)
-            found = self._known[*key, setup.activations] = CostTables(request, choices)
+            found = self._known[key] = CostTables(request, choices, among)
         return found
 
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from planner.catalog import accelerators
 from planner.cluster import ClusterSpec
+from planner.layers.operator_table import RECOMPUTES
 from planner.plan import Layout
 from planner.predict import Placement
 from planner.profile import Recompute
@@ -52,6 +53,14 @@ def placements(setup: Setup, layout: Layout) -> list[Placement]:
         )
         for first, end in pairwise(ends)
     ]
+
+
+def recomputes(setup: Setup) -> tuple[Recompute, ...]:
+    """Return what layers of a run may recompute, `none` first."""
+    found = {"none", _recompute(setup, 0), _recompute(setup, 1)}
+    if setup.recompute is None:
+        found.add("full")
+    return tuple(choice for choice in RECOMPUTES if choice in found)
 
 
 def _recompute(setup: Setup, block: int) -> Recompute:
