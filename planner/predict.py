@@ -23,7 +23,6 @@ from planner.costs.layout_costs import CostTables, LayoutCosts
 from planner.costs.rank_memory import (
     has_room,
     host_bytes,
-    layer_bytes,
     rank_memory_parts,
     widest,
 )
@@ -381,8 +380,8 @@ def _rank_memory(
     seats: Seats, layout: Layout, rank: int, held: Mapping[int, Sequence[StrategyParts]]
 ) -> dict[str, float]:
     costs = seats.stages[next(iter(held))].costs
-    parts = {id(part): part for layers in held.values() for part in layers}
-    sizes = {key: layer_bytes(part) for key, part in parts.items()}
+    parts = {id(part): part for of_stage in held.values() for part in of_stage}
+    sizes = {key: part.layer_bytes for key, part in parts.items()}
     layers = {s: [sizes[id(part)] for part in of_stage] for s, of_stage in held.items()}
     passing = widest([p for s in held if (p := seats.stages[s].passing) is not None])
     return rank_memory_parts(costs, layout, layers, rank=rank, passing=passing)

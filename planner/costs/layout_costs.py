@@ -9,8 +9,8 @@ boundaries at its ends, m micro-batches and q_s of them in flight, the solver op
 
     T     = (m - 1) max_s t_s + Σ_s t_s + max_s Σ sync_s + step_s
     t_s   = Σ (forward_s + backward_s) + boundary_s (one boundary at the ends, two between)
-    mem_s = fixed_bytes + slack (Σ resident_bytes + q_s Σ stored_bytes + max transient_bytes)
 
+and keeps what planner.costs.rank_memory counts within the device.
 `planner.predict` simulates the plan instead; for stages with no transfer time the two agree exactly
 where one stage is the slowest and stands last, and the closed form is above otherwise.
 
@@ -35,10 +35,8 @@ from planner.costs.rates import Rates, assumptions, host_assumptions, rates
 from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.sharding import Traffic
 from planner.costs.strategy import (
-    Holding,
     StrategyCost,
     StrategyParts,
-    neighbour_bytes,
     strategy_cost,
 )
 from planner.layers.kernels import kernels_of
@@ -131,7 +129,6 @@ class CostTables:
         )
         self._layers = {layer.kind: layer for layer in model.layers}
         self._figures = LayerFigures(model, cluster, profile, self._rates, recomputes)
-        self._chain = list(model.chain_kinds)
         self._holding = HeldStates(model, job, self._rates.stack)
         self._boundaries = Boundaries(model)
         self._parts = LayerParts(
@@ -146,7 +143,6 @@ class CostTables:
         )
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
-        self._kinds: dict[tuple[object, Holding, float], dict[str, tuple[StrategyCost, ...]]] = {}
         self.slack = self.tight = 1.0
         if not self._rates.on_cpu:
             rule = self._rates.stack.memory
@@ -167,19 +163,13 @@ class CostTables:
         return self._of(layout, linked=False)
 
     def _of(self, layout: Layout, *, linked: bool) -> LayoutCosts:
-        key = linked, *parts_key(layout)
+        key = linked, self._rates.action_share(layout.virtual_stages), *parts_key(layout)
         shared = self._layouts.get(key)
         if shared is None:
             shared = self._layouts[key] = self._build(layout, linked=linked)
-        holding = holding_of(layout)
-        action_s = self._action_s(layout)
-        kinds = self._kinds.get((key, holding, action_s))
-        if kinds is None:
-            kinds = self._added_up(layout, shared, holding, action_s)
-            self._kinds[key, holding, action_s] = kinds
         return LayoutCosts(
-            kinds=kinds,
-            boundary_s=shared.transfer_s + action_s,
+            kinds=shared.kinds,
+            boundary_s=shared.transfer_s + shared.action_s,
             fixed_bytes=shared.context_bytes,
             slack=self.slack,
             tight=self.tight,
@@ -188,7 +178,7 @@ class CostTables:
             parts=shared.parts,
             transfer_s=shared.transfer_s,
             waits=self._rates.waits(layout),
-            action_s=action_s,
+            action_s=shared.action_s,
             boundary_bytes=shared.boundary_bytes,
             narrowest_bytes=shared.narrowest_bytes,
             output_bytes=shared.output_bytes,
@@ -303,13 +293,19 @@ class CostTables:
                 if divided and not setting.sequence_parallel:
                     least_bytes /= layout.tensor
                 transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
+        action_s = self._action_s(layout)
         parts = {kind: self.parts(kind, layout, linked=linked) for kind in self._layers}
         return _Shared(
             parts=parts,
-            neighbours=neighbour_bytes(parts, self._chain, any_order=bool(self.model.edges))
-            if "offload" in self.activations
-            else {kind: (0.0,) * len(choices) for kind, choices in parts.items()},
+            kinds={
+                kind: tuple(
+                    strategy_cost(part, action_s=action_s if kind in self.end_kinds else 0.0)
+                    for part in choices
+                )
+                for kind, choices in parts.items()
+            },
             transfer_s=transfer_s,
+            action_s=action_s,
             boundary_bytes=boundary_bytes,
             narrowest_bytes=least_bytes,
             output_bytes=self._boundaries.output_bytes(setting) if self.model.edges else {},
@@ -342,26 +338,6 @@ class CostTables:
         if layout.pipeline == 1 and self._rates.stack.host.actions == "pipeline":
             return 0.0
         return self._rates.action_s * self._rates.action_share(layout.virtual_stages)
-
-    def _added_up(
-        self, layout: Layout, shared: _Shared, holding: Holding, action_s: float
-    ) -> dict[str, tuple[StrategyCost, ...]]:
-        """Return the parts of every strategy added up, as the solver wants them."""
-        first, last = self._holding.end_kinds
-        return {
-            kind: tuple(
-                strategy_cost(
-                    part,
-                    neighbour_bytes=beside,
-                    action_s=action_s if kind in (first, last) else 0.0,
-                    holding=holding,
-                    last=kind == last,
-                    once=layout.micro_batches == 1,
-                )
-                for part, beside in zip(strategies, shared.neighbours[kind], strict=True)
-            )
-            for kind, strategies in shared.parts.items()
-        }
 
     def _of_host(self, layout: Layout) -> Iterator[Assumption]:
         if layout.offload != "none" or "offload" in self.activations:
@@ -402,8 +378,9 @@ class _Shared:
     """LayoutCosts without what schedule and number of micro-batches change."""
 
     parts: dict[str, tuple[StrategyParts, ...]]
-    neighbours: dict[str, tuple[float, ...]]
+    kinds: dict[str, tuple[StrategyCost, ...]]
     transfer_s: float
+    action_s: float
     boundary_bytes: float
     narrowest_bytes: float
     output_bytes: dict[str, float]
@@ -414,12 +391,3 @@ class _Shared:
 def counted_by_rank(layout: Layout) -> bool:
     """Whether planner.costs.rank_memory tells memory: several stages a rank, or split backwards."""
     return layout.virtual_stages > 1 or layout.executed.splits_backward
-
-
-def holding_of(layout: Layout) -> Holding:
-    schedule = layout.executed
-    if counted_by_rank(layout):
-        return "whole, last stage too" if schedule.last_waits else "whole"
-    if schedule.forwards_first:
-        return "all forwards first"
-    return "each backward later" if schedule.last_waits else "each backward soon"
