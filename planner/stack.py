@@ -289,9 +289,11 @@ class Host(Part):
 class OptimizerRule(Part):
     """The optimizer's step."""
 
-    moved_bytes: Rate = 38.0
-    """Memory traffic per parameter of fused AdamW: p, g, m, v read, p, m, v and the working weight
-    written, and what norm, clipping and zeroing of gradients read and write."""
+    clips: Flag = False
+    """Gradients are multiplied by what clips their norm at every step; else only where they are
+    too large, which is not counted."""
+    zeroed: Flag = True
+    """Gradients are set to zero in their buffers; else those are freed."""
 
 
 class OffloadRule(Part):

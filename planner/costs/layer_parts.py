@@ -130,7 +130,7 @@ class LayerParts:
         sharing = self._holding.sharing(layout)
         last = layout.pipeline > 1 and layer.kind == self._holding.end_kinds[1]
         last = last and self._rates.stack.pipeline.keeps_results
-        optimizer_s = self._rates.optimizer_s(held.optimized)
+        optimizer_s = self._rates.optimizer_s(held.optimized, sharing.types)
         stream_s = 0.0
         match layout.offload:
             case "none":
@@ -140,11 +140,11 @@ class LayerParts:
                     case "streamed":
                         stream_s = 2 * self._rates.host_copy_s(held.states.host_bytes)
                     case "on_host":
-                        optimizer_s = self._rates.host_optimizer_s(held.optimized)
+                        optimizer_s = self._rates.host_optimizer_s(held.optimized, sharing.types)
                         size = sharing.types.working * held.optimized
                         stream_s = self._rates.host_exchange_s(size, figures[0].backward_s)
             case "parameters":
-                optimizer_s = self._rates.host_optimizer_s(held.optimized)
+                optimizer_s = self._rates.host_optimizer_s(held.optimized, sharing.types)
             case _:
                 assert_never(layout.offload)
         once = Seen(0.0, 0.0)
