@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.backends.prediction import setup_prediction
 from planner.catalog import stacks
 from planner.costs.hosts import host_room_bytes
 from planner.errors import DocumentError, NoPlanFits
@@ -24,6 +23,7 @@ from planner.prediction import Prediction
 from planner.request import Request
 from planner.search.space import divisors
 from planner.setup import Recomputed, Setup
+from planner.tables.predictions import setup_prediction
 from planner.training import Lora
 from planner.units import bytes_text
 
@@ -141,8 +141,6 @@ def _setups(request: Request, *, quantised: bool) -> Iterator[Setup]:
                             request=asked,
                             layout=layout,
                             recompute=recompute,
-                            framework=tuner.framework,
-                            tuned=True,
                         )
 
 
@@ -171,7 +169,8 @@ def _words(setup: Setup) -> str:
 
 def _host_share_bytes(setup: Setup) -> float:
     """Return the weights that one rank keeps on the host."""
-    layout, quantised = setup.layout, setup.task == "qlora"
+    layout, lora = setup.layout, setup.request.job.lora
+    quantised = lora is not None and lora.quantised
     each = QUANTISED_BYTES if quantised else WORKING_BYTES
     weights = each * setup.request.model.parameters / layout.tensor
     return weights / layout.data if layout.zero == 3 else weights
