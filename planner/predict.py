@@ -331,7 +331,7 @@ def placement_prediction(
         assumptions=(
             *seats.assumptions,
             *unknown(tables.cluster, layout, on_host),
-            *((FULL_TIME,) if job.lora is not None else ()),
+            *((FULL_TIME,) if job.lora and not tables.prices_adapters else ()),
         ),
     )
 
