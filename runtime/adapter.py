@@ -101,16 +101,26 @@ class Chain(nn.Module):
 class Head(nn.Module):
     """Final norm and output projection: hidden states in, logits out."""
 
-    def __init__(self, norm: nn.Module, output: nn.Linear, cap: float | None = None) -> None:
-        """No logit leaves (-cap, cap), if there is a cap."""
+    def __init__(
+        self,
+        norm: nn.Module,
+        output: nn.Linear,
+        cap: float | None = None,
+        *,
+        divisor: float = 1.0,
+    ) -> None:
+        """Logits are divided by `divisor`; none leaves (-cap, cap), if there is a cap."""
         super().__init__()
         self.norm = norm
         self.output = output
         self.cap = cap
+        self.divisor = divisor
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [sample, position, vocabulary]."""
         logits = self.output(self.norm(x))
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
         return logits if self.cap is None else _Capped.apply(logits, self.cap)
 
 

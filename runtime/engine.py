@@ -26,6 +26,7 @@ from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.schedules import schedule_of
 from runtime import eight_bits, lora
+from runtime.branches import TOKENS
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.loss import IGNORED, Counted, Totals, divisor_near
@@ -89,7 +90,7 @@ class Engine:
             model,
             source=plan.model.source,
             seq_len=plan.seq_len,
-            dtype=activation_type(plan),
+            dtype=activation_type(plan.precision),
             device=device,
             seed=plan.training.seed,
             weights=weights,
@@ -233,7 +234,11 @@ class Engine:
                 self._totals.clear()
                 _, self._norm = self._late_update(self._pipeline)
                 self._counts.pop()  # no step has begun
-        return self._optimizer.state()
+        state: dict[str, Tensor] = self._optimizer.state()
+        if self.plan.training.lora is None:
+            for part in self._parts:
+                state |= {f"model.{name}": buffer for name, buffer in part.buffers.items()}
+        return state
 
     def _inputs_and_targets(self, tokens: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         samples = len(self.plan.samples_of(self.data_rank))
@@ -383,7 +388,7 @@ class Engine:
             group=place.axis("pipeline").get_group(),
             device=self.device,
             loss=self._micro_batch_loss,
-            tokens_everywhere=bool(self._adapter.model.edges),
+            everywhere=TOKENS if self._adapter.model.edges else None,
         )
 
 

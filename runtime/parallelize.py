@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
+from planner.cluster import Precision
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.plan import Plan
@@ -31,7 +32,7 @@ from runtime.eight_bits import EightBits
 from runtime.experts import Load
 from runtime.factory import FactoryModel
 from runtime.gradient_wire import narrow
-from runtime.initialize import materialize
+from runtime.initialize import first_buffer, materialize
 from runtime.mesh import DataRanks, Place, wants_mesh
 from runtime.published import Region, Weights
 from runtime.torch_internals import replicate
@@ -63,13 +64,15 @@ class ParallelStage:
     """Where weight gradients wait, if the schedule makes them apart."""
     adapted: int
     """Modules with an adapter; 0 where the whole model is trained."""
+    buffers: Mapping[str, torch.Tensor]
+    """What a library's layers hold beside parameters, by published name; never divided."""
     replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...]
     """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
 
 
-def activation_type(plan: Plan) -> torch.dtype:
+def activation_type(precision: Precision) -> torch.dtype:
     """Return the type in which layers compute and pass activations on."""
-    return _HALVES.get(plan.precision, torch.float32)
+    return _HALVES.get(precision, torch.float32)
 
 
 def parallel_stage(
@@ -110,6 +113,7 @@ def parallel_stage(
     traffic = Traffic(device)
     moved = [False, *(item.activations == "offload" for item in placed), False]
     done: dict[int, nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
     for at, item in enumerate(placed):
         layer = layers[item.layer]
         materialize(
@@ -122,8 +126,7 @@ def parallel_stage(
             done=done,
             keeps=_shards(layer, plan, place) if sharded else {},
         )
-        for buffer_name, buffer in list(layer.named_buffers()):
-            _set_buffer(layer, buffer_name, buffer.to(device))
+        buffers |= _settle_buffers(item.layer, layer, adapter, weights, device)
         if wraps_experts:
             for module in experts.modules_of(layer).values():
                 over_data(module, plan, place.expert_data, device, root=False)
@@ -150,6 +153,7 @@ def parallel_stage(
         wrapped=wraps,
         store=store,
         adapted=adapted,
+        buffers=buffers,
         replicated=tuple(replicated(chain, plan, place)) if apart else (),
     )
 
@@ -398,6 +402,23 @@ def no_view(layer: nn.Module, inputs: object, output: Any) -> Any:
     return tree_map_only(
         torch.Tensor, lambda one: one.clone() if one._base is not None else one, output
     )
+
+
+def _settle_buffers(
+    name: str, layer: nn.Module, adapter: Adapter, weights: Weights | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Put a layer's buffers on the device; return those without values, by published name.
+
+    Such are the library's, and get their values here.
+    """
+    made = {}
+    for path, buffer in list(layer.named_buffers()):
+        value = buffer
+        if buffer.is_meta:
+            published = adapter.published_name(f"{name}.{path}")
+            value = made[published] = first_buffer(published, buffer, weights).to(device)
+        _set_buffer(layer, path, value.to(device))
+    return made
 
 
 def _set_buffer(layer: nn.Module, name: str, value: torch.Tensor) -> None:

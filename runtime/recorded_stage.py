@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,10 @@ class RecordedStage(nn.Module):
         self._programs: dict[int, _Program] = {}
         self.recompute: dict[str, Recompute] = {}
         """How each layer is recomputed; those that are not named keep what they made."""
+        self.micro_batches: Sequence[MicroBatch] = ()
+        """Those of the step that a pipeline runs."""
+        self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
+        """What the last stage makes of the module's outputs, if not the outputs themselves."""
         self.units: dict[str, nn.Module] = {}
         """Units that may be wrapped by themselves; their parameters are read by no one else.  A
         wrapper takes their place through `place`."""
@@ -156,8 +160,22 @@ class RecordedStage(nn.Module):
                 part.training = self._recorder.training_of(name)
         return self
 
-    def forward(self, *received: Tensor, micro: MicroBatch) -> Any:
-        """Run one micro-batch; return tensors in fixed order, or the module's own outputs."""
+    def forward(
+        self, *received: Tensor, micro: MicroBatch | None = None, at: Tensor | None = None
+    ) -> Any:
+        """Run one micro-batch, given or number `at` of those that a pipeline has at hand.
+
+        Returns tensors in fixed order.  The last stage returns the module's own outputs, or what
+        `loss` makes of them.
+        """
+        if micro is None:
+            assert at is not None
+            micro = self.micro_batches[int(at)]
+        # A pipeline hands its first stage the number too.
+        outputs = self._replayed(received if self._range[0] else (), micro)
+        return self.loss(outputs, micro) if self._is_last and self.loss else outputs
+
+    def _replayed(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
         training = self.training
         program = self._program(self._recorder.recording(micro.batch, training=training))
         run = _Run(self, program.recording, micro)
