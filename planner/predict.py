@@ -23,7 +23,6 @@ from planner.costs.layout_costs import CostTables, LayoutCosts
 from planner.costs.rank_memory import (
     has_room,
     host_bytes,
-    layer_bytes,
     rank_memory_parts,
     widest,
 )
@@ -366,7 +365,7 @@ def _rank_memory(
     seats: Seats, layout: Layout, rank: int, held: Sequence[int], placements: Sequence[Placement]
 ) -> dict[str, float]:
     costs = seats.stages[held[0]].costs
-    layers = {s: [layer_bytes(part) for part in _layers(costs, placements[s])] for s in held}
+    layers = {s: [part.layer_bytes for part in _layers(costs, placements[s])] for s in held}
     passing = widest([p for s in held if (p := seats.stages[s].passing) is not None])
     return rank_memory_parts(costs, layout, layers, rank=rank, passing=passing)
 

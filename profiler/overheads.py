@@ -277,7 +277,7 @@ def _micro_batch(
     else:
         chain.gradients_exist()
     begin = clock.moment()
-    loss = chain.adapter.loss(modules(tokens), targets)
+    loss, _ = chain.adapter.loss(modules(tokens), targets)
     middle = clock.moment()
     loss.backward()
     if replicas is not None:
@@ -333,11 +333,11 @@ def optimizer_s_per_parameter(chain: Chain, clock: Clock) -> float:
         summed=frozenset(),
         factors={},
     )
-    loss = torch.zeros((), device=clock.device)
+    totals = torch.ones(2, dtype=torch.float64, device=clock.device)
     times = _interleaved(
         {
             "micro-batch": partial(_micro_batch, chain, chain.module, clock),
-            "step": lambda: (clock.seconds(lambda: optimizer.step(loss)), 0.0),
+            "step": lambda: (clock.seconds(lambda: optimizer.step(totals)), 0.0),
         },
         rounds=OWN_LAYER_ROUNDS,
     )
@@ -363,9 +363,9 @@ def step_s(device: torch.device) -> float:
     first.register_forward_pre_hook(lambda *_: begun.append(clock.now_s()))
     update = engine._optimizer.step
 
-    def timed_update(loss: Tensor) -> Tensor:
+    def timed_update(totals: Tensor, earlier: Tensor | None = None) -> Tensor:
         updating.append(clock.now_s())
-        return update(loss)
+        return update(totals, earlier)
 
     engine._optimizer.step = timed_update  # type: ignore[method-assign]
 
@@ -398,9 +398,7 @@ def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -
     layers: dict[str, list[Seconds]] = {}
 
     def whole_step() -> Seconds:
-        losses = clock.seconds(
-            lambda: engine._through_pipeline(pipeline, tokens[:, :-1], tokens[:, 1:])
-        )
+        losses = clock.seconds(lambda: pipeline.run(tokens[:, :-1], tokens[:, 1:]))
         for part in engine._parts:
             part.chain.zero_grad()
         return losses, 0.0

@@ -275,6 +275,6 @@ class Reference:
         shape = (*tokens.shape, self.architecture.hidden_size)
         return torch.empty(shape, dtype=self._dtype, device="meta")
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | float]:
         """Next-token cross-entropy."""
         return next_token_loss(output, targets)

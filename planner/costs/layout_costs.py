@@ -9,8 +9,8 @@ boundaries at its ends, m micro-batches and q_s of them in flight, the solver op
 
     T     = (m - 1) max_s t_s + Σ_s t_s + max_s Σ sync_s + step_s
     t_s   = Σ (forward_s + backward_s) + boundary_s (one boundary at the ends, two between)
-    mem_s = fixed_bytes + slack (Σ resident_bytes + q_s Σ stored_bytes + max transient_bytes)
 
+and keeps what planner.costs.rank_memory counts within the device.
 `planner.predict` simulates the plan instead; for stages with no transfer time the two agree exactly
 where one stage is the slowest and stands last, and the closed form is above otherwise.
 
@@ -35,10 +35,8 @@ from planner.costs.rates import Rates, assumptions, host_assumptions, rates
 from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.sharding import Traffic
 from planner.costs.strategy import (
-    Holding,
     StrategyCost,
     StrategyParts,
-    neighbour_bytes,
     strategy_cost,
 )
 from planner.layers.kernels import kernels_of
@@ -125,7 +123,6 @@ class CostTables:
         )
         self._layers = {layer.kind: layer for layer in model.layers}
         self._figures = LayerFigures(model, cluster, profile, self._rates)
-        self._chain = list(model.chain_kinds)
         self._holding = HeldStates(model, job, self._rates.stack)
         self._boundaries = Boundaries(model)
         self._parts = LayerParts(
@@ -139,7 +136,6 @@ class CostTables:
         )
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
-        self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
         self.slack = self.tight = 1.0
         if not self._rates.on_cpu:
             rule = self._rates.stack.memory
@@ -164,12 +160,8 @@ class CostTables:
         shared = self._layouts.get(key)
         if shared is None:
             shared = self._layouts[key] = self._build(layout, linked=linked)
-        holding = holding_of(layout)
-        kinds = self._kinds.get((key, holding))
-        if kinds is None:
-            kinds = self._kinds[key, holding] = self._added_up(layout, shared, holding)
         return LayoutCosts(
-            kinds=kinds,
+            kinds=shared.kinds,
             boundary_s=shared.transfer_s + shared.action_s,
             fixed_bytes=shared.context_bytes,
             slack=self.slack,
@@ -295,9 +287,13 @@ class CostTables:
         parts = {kind: self.parts(kind, layout, linked=linked) for kind in self._layers}
         return _Shared(
             parts=parts,
-            neighbours=neighbour_bytes(parts, self._chain, any_order=bool(self.model.edges))
-            if "offload" in self.activations
-            else {kind: (0.0,) * len(choices) for kind, choices in parts.items()},
+            kinds={
+                kind: tuple(
+                    strategy_cost(part, action_s=action_s if kind in self.end_kinds else 0.0)
+                    for part in choices
+                )
+                for kind, choices in parts.items()
+            },
             transfer_s=transfer_s,
             action_s=action_s,
             boundary_bytes=boundary_bytes,
@@ -326,26 +322,6 @@ class CostTables:
             if layout.pipeline > 1
             else 0.0
         )
-
-    def _added_up(
-        self, layout: Layout, shared: _Shared, holding: Holding
-    ) -> dict[str, tuple[StrategyCost, ...]]:
-        """Return the parts of every strategy added up, as the solver wants them."""
-        first, last = self._holding.end_kinds
-        return {
-            kind: tuple(
-                strategy_cost(
-                    part,
-                    neighbour_bytes=beside,
-                    action_s=shared.action_s if kind in (first, last) else 0.0,
-                    holding=holding,
-                    last=kind == last,
-                    once=layout.micro_batches == 1,
-                )
-                for part, beside in zip(strategies, shared.neighbours[kind], strict=True)
-            )
-            for kind, strategies in shared.parts.items()
-        }
 
     def _of_host(self, layout: Layout) -> Iterator[Assumption]:
         if layout.offload != "none" or "offload" in self.activations:
@@ -386,7 +362,7 @@ class _Shared:
     """LayoutCosts without what schedule and number of micro-batches change."""
 
     parts: dict[str, tuple[StrategyParts, ...]]
-    neighbours: dict[str, tuple[float, ...]]
+    kinds: dict[str, tuple[StrategyCost, ...]]
     transfer_s: float
     action_s: float
     boundary_bytes: float
@@ -399,12 +375,3 @@ class _Shared:
 def counted_by_rank(layout: Layout) -> bool:
     """Whether planner.costs.rank_memory tells memory: several stages a rank, or split backwards."""
     return layout.virtual_stages > 1 or layout.executed.splits_backward
-
-
-def holding_of(layout: Layout) -> Holding:
-    schedule = layout.executed
-    if counted_by_rank(layout):
-        return "whole, last stage too" if schedule.last_waits else "whole"
-    if schedule.forwards_first:
-        return "all forwards first"
-    return "each backward later" if schedule.last_waits else "each backward soon"

@@ -243,7 +243,7 @@ def _shared(space: GroupSpace, found: Found[UnequalSolution]) -> Placed:
             number_of |= {id(cost): first + at for at, cost in enumerate(table)}
             if kind == like:
                 own = range(first, len(numbered))
-                order += sorted(own, key=lambda n: (numbered[n].stored_bytes, -n))
+                order += sorted(own, key=lambda n: (numbered[n].layer_bytes.stored, -n))
     choices: list[tuple[int, ...]] = []
     for rank, (first, end) in enumerate(itertools.pairwise(split.cuts)):
         problem = problems[found.split.stage_types[rank]]
