@@ -121,6 +121,9 @@ class AdamW:
                 moments=at.exp_avg,
                 squares=at.exp_avg_sq,
             )
+        if spoilt is not None and indices:
+            # torch itself would copy it to parameters on the host without waiting for it.
+            spoilt = spoilt.to(self.parameters[indices[0]].device)
         for matrix in (True, False):
             group = [
                 (self.parameters[index], grads[index], at)
