@@ -46,6 +46,7 @@ from planner.profile import Recompute
 from profiler.chain import plan_of, short_chain
 from profiler.layer_bytes import bytes_of
 from runtime import capped, huggingface
+from runtime.adapter import Adapter
 from runtime.mesh import Place, place_of
 from runtime.parallelize import parallel_stage
 from runtime.recompute import wrapped
@@ -274,7 +275,11 @@ def _runtime_layers(model: ModelGraph, plan: Plan, place: Place, kinds: Mapping[
     )
     stage = parallel_stage(plan, adapter, place, stage=0, device=CPU, weights=None)
     in_halves(stage.chain)
-    return {kinds[name]: layer for name, layer in stage.chain.layers.items()}, adapter.loss
+    return {kinds[name]: layer for name, layer in stage.chain.layers.items()}, _sum_of(adapter)
+
+
+def _sum_of(adapter: Adapter) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda output, targets: adapter.loss(output, targets)[0]
 
 
 def _library_layers(

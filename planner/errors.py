@@ -3,7 +3,10 @@
     MeshwrightError
     ├── DocumentError     a document or argument does not say what it must; carries file and path
     ├── NoPlanFits        the search ended without a plan; carries the closest miss
-    └── LaunchError       the plan is fine, this machine or this run is not
+    ├── LaunchError       the plan is fine, this machine or this run is not
+    ├── RecordError       a module's forward cannot be recorded; carries the line of its code
+    ├── BatchError        a batch, or what a loss made of it, is not what a step takes
+    └── OptimizerError    an optimizer cannot be used under this plan
 
 Anything else that escapes is a bug in Meshwright, and the command line says so.
 """
@@ -39,3 +42,20 @@ class NoneFaster(NoPlanFits):
 
 class LaunchError(MeshwrightError):
     """The plan is valid, but this machine or this run cannot carry it out."""
+
+
+class RecordError(MeshwrightError):
+    """A module's forward cannot be recorded: what it does, where, and the way out."""
+
+    def __init__(self, message: str, *, where: str | None = None) -> None:
+        self.message = message
+        self.where = where
+        super().__init__(": ".join(part for part in (where, message) if part))
+
+
+class BatchError(MeshwrightError):
+    """A batch, or what a loss made of it, is not what a step takes; names the leaf."""
+
+
+class OptimizerError(MeshwrightError):
+    """An optimizer cannot be made, or not over parameters that are divided; names it."""

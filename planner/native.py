@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from planner import schedule
 from planner.cluster import ClusterSpec
-from planner.model import Architecture, ModelGraph
+from planner.model import Architecture, ModelGraph, is_script
 from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Recompute
@@ -24,18 +24,38 @@ from planner.schedules import PLAIN, SCHEDULES, schedule_of
 
 FAMILIES = (
     "reference",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma",
     "gemma2",
+    "gemma3_text",
     "gpt2",
+    "gpt_oss",
+    "granite",
     "llama",
     "mistral",
     "mixtral",
+    "olmo2",
+    "olmo3",
+    "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "smollm3",
+    "starcoder2",
 )
 """Families that the runtime has an adapter for; other models can be planned, not launched."""
-UNDIVIDED = ("gpt2",)
-"""Those among them that tensor parallelism does not divide: their weights are transposed."""
+TRANSPOSED = ("gpt2",)
+"""Those among them whose linear layers keep their weights [input, output]."""
+UNDIVIDED = (*TRANSPOSED, "gpt_oss", "olmo2", "olmo3", "phi3")
+"""Those that tensor parallelism does not divide.
+
+Beside transposed weights: scores and biases of experts that belong to all ranks (GPT-OSS), norms
+over all heads (OLMo), queries, keys and values in one matrix (Phi-3).
+"""
+WHOLE_EXPERTS = ("gpt_oss",)
+"""Those whose experts stay together on a rank."""
 DEVICES = ("cuda", "rocm", "cpu")
 """Kinds of devices that the runtime runs on."""
 CAVEAT_SOURCE = "planner/native.py"
@@ -153,7 +173,7 @@ def _narrow_obstacles(cluster: ClusterSpec) -> Iterator[Obstacle]:
 
 def _eight_bit_obstacles(model: ModelGraph, job: Job) -> Iterator[Obstacle]:
     """Yield what products in 8 bits do not go with."""
-    if model.architecture is not None and model.architecture.family in UNDIVIDED:
+    if model.architecture is not None and model.architecture.family in TRANSPOSED:
         yield Obstacle(
             "precision",
             f"is fp8, and the products of {model.architecture.family} have transposed weights; use "
@@ -196,11 +216,17 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
         )
     if job.lora is not None:
         yield from _lora_obstacles(model, job, layout)
+    if is_script(model.source or ""):
+        yield from _script_obstacles(job, layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     if layout.expert > 1 and a is None:
         yield Obstacle(
             "mesh.expert", "a user's own modules cannot be divided by expert parallelism; use 1"
+        )
+    if layout.expert > 1 and a is not None and a.family in WHOLE_EXPERTS:
+        yield Obstacle(
+            "mesh.expert", f"expert parallelism does not divide the family {a.family}; use 1"
         )
     if layout.tensor > 1 and a is not None and a.family in UNDIVIDED:
         yield Obstacle(
@@ -241,6 +267,22 @@ def _lora_obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obs
         )
     if model.edges:
         yield Obstacle("training.lora", "adapters need a chain of layers, and this is a graph")
+
+
+def _script_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what meshwright.Engine does not train a script's module with."""
+    if job.precision not in ("fp32", "tf32", "bf16"):
+        yield Obstacle("precision", f"is {job.precision}; a script's module trains in fp32 or bf16")
+    if layout.offload != "none":
+        yield Obstacle("offload", f"is {layout.offload}; a script's module stays on the device")
+    if layout.gradient_wire != "full":
+        yield Obstacle(
+            "gradient_wire", f"is {layout.gradient_wire}; gradients of a script's module are full"
+        )
+    if schedule_of(layout.schedule).stale:
+        yield Obstacle(
+            "schedule", f"is {layout.schedule}, which a script's module does not train with"
+        )
 
 
 def _schedule_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iterator[Obstacle]:
@@ -430,8 +472,8 @@ def _adapter_obstacles(model: ModelGraph) -> Iterator[Obstacle]:
     if a.family not in FAMILIES:
         yield Obstacle(
             "model.architecture.family",
-            f"no adapter runs '{a.family}'; known: {', '.join(FAMILIES)}, or your own "
-            "file.py:factory",
+            f"no adapter runs '{a.family}'; known: {', '.join(FAMILIES)}. Train it from your own "
+            "script with meshwright.Engine, or give its layers as file.py:factory",
         )
     lack = _lack_of_reference(a) if a.family == "reference" else None
     if lack:

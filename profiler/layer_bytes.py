@@ -45,7 +45,7 @@ def layer_bytes(chain: Chain, case: Case) -> dict[str, Bytes]:
             values = [held[read] for read in chain.reads[name]]
             loss = None
             if index == len(layers) - 1:
-                loss = partial(chain.adapter.loss, targets=targets)
+                loss = partial(_loss, chain, targets)
             kind = chain.kinds[name]
             if measured.get(kind, 0) < SAME_KIND or loss is not None:
                 measured[kind] = measured.get(kind, 0) + 1
@@ -57,6 +57,10 @@ def layer_bytes(chain: Chain, case: Case) -> dict[str, Bytes]:
             for read in done[name]:
                 del held[read]
     return result
+
+
+def _loss(chain: Chain, targets: Tensor, output: Tensor) -> Tensor:
+    return chain.adapter.loss(output, targets)[0]
 
 
 def looks_at(chain: Chain) -> int:

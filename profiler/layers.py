@@ -260,7 +260,7 @@ def trial(
             for read in done[name]:
                 del held[read]
         held.clear()
-        loss = chain.adapter.loss(value, targets)
+        loss, _ = chain.adapter.loss(value, targets)
         del value
         middle = clock.moment()
         spans: dict[str, list[Moment]] = {}

@@ -138,7 +138,7 @@ def _through(stage: Chain, layers: dict[str, torch.nn.Module], tokens: Tensor) -
 def _rooted(stage: Chain, value: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return from where backward goes, and the gradient that arrives there."""
     if stage.whole:
-        return stage.adapter.loss(value, targets), None
+        return stage.adapter.loss(value, targets)[0], None
     return value, torch.ones_like(value)
 
 

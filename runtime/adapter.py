@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.model import ModelGraph
+from runtime.loss import IGNORED
 
 TensorStyle = Literal[
     "gather", "columns", "rows", "vocabulary", "logits", "mixture", "experts", "part"
@@ -53,8 +54,11 @@ class Adapter(Protocol):
     def boundary(self, layer: str, tokens: Tensor) -> Tensor:
         """Return a meta tensor of the shape and type that a layer makes of these tokens."""
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss over the samples of one micro-batch."""
+    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return the sum of the losses of one micro-batch, and over how many targets it is.
+
+        Targets that are runtime.loss.IGNORED do not count.
+        """
 
     def configuration(self) -> str | None:
         """Return the config.json of the model as a library has it, if one does."""
@@ -97,16 +101,26 @@ class Chain(nn.Module):
 class Head(nn.Module):
     """Final norm and output projection: hidden states in, logits out."""
 
-    def __init__(self, norm: nn.Module, output: nn.Linear, cap: float | None = None) -> None:
-        """No logit leaves (-cap, cap), if there is a cap."""
+    def __init__(
+        self,
+        norm: nn.Module,
+        output: nn.Linear,
+        cap: float | None = None,
+        *,
+        divisor: float = 1.0,
+    ) -> None:
+        """Logits are divided by `divisor`; none leaves (-cap, cap), if there is a cap."""
         super().__init__()
         self.norm = norm
         self.output = output
         self.cap = cap
+        self.divisor = divisor
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [sample, position, vocabulary]."""
         logits = self.output(self.norm(x))
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
         return logits if self.cap is None else _Capped.apply(logits, self.cap)
 
 
@@ -126,9 +140,12 @@ class _Capped(torch.autograd.Function):
         return capped.div(ctx.cap).square_().neg_().add_(1).mul_(grad), None
 
 
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy, in fp32, of targets [sample, position]."""
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+def next_token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed cross-entropy, in fp32, of targets [sample, position], and their count."""
+    total = functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=IGNORED
+    )
+    return total, (targets != IGNORED).sum()
 
 
 def parameter_names(layer_name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -1,8 +1,10 @@
-"""Attention with capped scores, as Gemma-2 has it: no score leaves (-cap, cap).
+"""Attention with capped scores (Gemma-2) or with sinks (GPT-OSS).
 
-    s = cap tanh(scale q k / cap),  p = softmax(s) over the keys that a query sees
+    s = cap tanh(scale q k / cap), or scale q k without a cap: no score leaves (-cap, cap)
+    p = softmax(s) over the keys that a query sees, and over the head's sink if it has one
 
-Fused kernels do not have the cap, so queries are taken in blocks: nothing of all queries times all
+A sink is a score of its own, one parameter per head, that takes part in the softmax and has no
+value.  Fused kernels have neither, so queries are taken in blocks: nothing of all queries times all
 keys is ever written out.  Forward keeps outputs and log-sums; backward makes each block's scores
 again.  A query sees the keys up to its own position, in a layer with a window only the last ones.
 Queries may be this rank's part of a sequence (runtime.context); keys are always all of it.
@@ -29,17 +31,18 @@ def attention(
     context: Context,
     *,
     scale: float,
-    cap: float,
+    cap: float = 0.0,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention of this rank's positions, [sample, head, position, head_dim].
 
     There may be fewer heads of keys and values than of queries.  `window` counts the keys that a
-    query sees, its own among them; 0 means all.
+    query sees, its own among them; 0 means all.  A `cap` of 0 is none.  `sinks` are [head].
     """
     if context.degree > 1:
         key, value = gathered(key, value, context)
-    return _Attention.apply(query, key, value, context, scale, cap, window)
+    return _Attention.apply(query, key, value, sinks, context, scale, cap, window)
 
 
 @torch.library.custom_op("meshwright::capped_attention", mutates_args=())
@@ -47,6 +50,7 @@ def _over_blocks(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    sinks: Tensor | None,
     rank: int,
     degree: int,
     scale: float,
@@ -62,6 +66,8 @@ def _over_blocks(
     for rows, seen, hidden in _blocks(query, rank, degree, window):
         scores = _scores(query[:, :, rows], keys[:, :, seen], hidden, scale, cap)
         log_sum = scores.logsumexp(-1, keepdim=True)
+        if sinks is not None:
+            log_sum = torch.logaddexp(log_sum, _of_heads(sinks, keys.shape[1]))
         weights = scores.sub_(log_sum).exp_().to(query.dtype)
         out[:, :, rows] = _joined(weights @ values[:, :, None, seen])
         log_sums[:, :, rows] = _joined(log_sum).squeeze(-1)
@@ -73,6 +79,7 @@ def _shapes(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    sinks: Tensor | None,
     rank: int,
     degree: int,
     scale: float,
@@ -89,21 +96,29 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         keys: Tensor,
         values: Tensor,
+        sinks: Tensor | None,
         context: Context,
         scale: float,
         cap: float,
         window: int,
     ) -> Tensor:
         figures = (context.rank, context.degree, scale, cap, window)
-        out, log_sums = _over_blocks(query, keys, values, *figures)
-        ctx.save_for_backward(query, keys, values, out, log_sums)
+        out, log_sums = _over_blocks(query, keys, values, sinks, *figures)
+        ctx.save_for_backward(query, keys, values, out, log_sums, sinks)
         ctx.figures = figures
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _grads_over_blocks(grad, *ctx.saved_tensors, *ctx.figures)
-        return (*grads, *(None for _ in range(4)))
+        *saved, sinks = ctx.saved_tensors
+        grads = _grads_over_blocks(grad, *saved, *ctx.figures)
+        d_sinks = None
+        if sinks is not None:
+            # A sink's value is nothing: ds = p (0 - Σ grad out), summed over samples and queries.
+            _, _, _, out, log_sums = saved
+            share = torch.exp(sinks.float()[:, None] - log_sums)
+            d_sinks = -(share * (grad.float() * out.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return (*grads, d_sinks, *(None for _ in range(4)))
 
 
 @torch.library.custom_op("meshwright::capped_attention_backward", mutates_args=())
@@ -122,7 +137,7 @@ def _grads_over_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys, values.
 
-    Of s = cap t: ds/d(scale q k) = 1 - t²; ds = p (dp - Σ grad out).
+    Of s = cap t: ds/d(scale q k) = 1 - t², without a cap 1; ds = p (dp - Σ grad out).
     """
     d_query = torch.empty_like(query)
     d_keys, d_values = (torch.zeros_like(t, dtype=torch.float32) for t in (keys, values))
@@ -135,14 +150,15 @@ def _grads_over_blocks(
         weights = scores - _shared(log_sums[:, :, rows].unsqueeze(-1), heads)
         weights.exp_()
         d_values[:, :, seen] += (weights.to(g.dtype).transpose(-2, -1) @ g).float().sum(2)
-        # A hidden score is -inf, and its weight 0.
-        slope = scores.div_(-cap).clamp_(max=1.0).square_().neg_().add_(1)
-        slope *= weights
-        del weights
+        if cap:
+            # A hidden score is -inf, and its weight 0.
+            slope = scores.div_(-cap).clamp_(max=1.0).square_().neg_().add_(1)
+            weights *= slope
+            del slope
         d_scores = (g @ v.transpose(-2, -1)).float()
         d_scores -= (g.float() * o.float()).sum(-1, keepdim=True)
-        d_scores = d_scores.mul_(slope).mul_(scale).to(q.dtype)
-        del slope, scores
+        d_scores = d_scores.mul_(weights).mul_(scale).to(q.dtype)
+        del weights, scores
         d_query[:, :, rows] = _joined(d_scores @ k)
         d_keys[:, :, seen] += (d_scores.transpose(-2, -1) @ q).float().sum(2)
     return d_query, d_keys.to(keys.dtype), d_values.to(values.dtype)
@@ -156,9 +172,10 @@ def _shapes_of_grads(
 
 
 def _scores(query: Tensor, keys: Tensor, hidden: Tensor, scale: float, cap: float) -> Tensor:
-    """Return capped scores in fp32, [sample, key head, query heads of it, query, key]."""
+    """Return scores in fp32, [sample, key head, query heads of it, query, key]."""
     scores = (_shared(query, keys.shape[1]) @ keys.unsqueeze(2).transpose(-2, -1)).float()
-    return scores.mul_(scale / cap).tanh_().mul_(cap).masked_fill_(hidden, -torch.inf)
+    scores = scores.mul_(scale / cap).tanh_().mul_(cap) if cap else scores.mul_(scale)
+    return scores.masked_fill_(hidden, -torch.inf)
 
 
 def _blocks(
@@ -179,6 +196,11 @@ def _blocks(
                 hidden |= others <= positions - window
             row = index * length + start
             yield slice(row, row + count), slice(begin, first + count), hidden
+
+
+def _of_heads(sinks: Tensor, groups: int) -> Tensor:
+    """Lay sinks [head] beside scores."""
+    return sinks.float().unflatten(0, (groups, -1))[None, :, :, None, None]
 
 
 def _shared(heads: Tensor, groups: int) -> Tensor:

@@ -8,6 +8,7 @@ Whatever the plan, the losses and weights are those of one process, to rounding.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never, cast
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from planner import schedule
@@ -26,8 +26,10 @@ from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.schedules import schedule_of
 from runtime import eight_bits, lora
+from runtime.branches import TOKENS
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
+from runtime.loss import IGNORED, Counted, Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
 from runtime.optimizer import Optimizer
@@ -51,11 +53,12 @@ class StepResult:
     """What one step reports, equal on every rank."""
 
     loss: float
-    """Mean over all tokens of the global batch, before the step."""
+    """Mean over all tokens of the global batch that count, before the step."""
     grad_norm: float
     """Of the whole model, before clipping.  With stale weights that of the step before, or 0."""
     skipped: bool = False
-    """Gradients overflowed in fp16: no weight moved, and the next step has a smaller loss scale."""
+    """No weight moved: nothing counted, or gradients overflowed in fp16, and the next step has a
+    smaller loss scale."""
     expert_load: float | None = None
     """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
 
@@ -87,7 +90,7 @@ class Engine:
             model,
             source=plan.model.source,
             seq_len=plan.seq_len,
-            dtype=activation_type(plan),
+            dtype=activation_type(plan.precision),
             device=device,
             seed=plan.training.seed,
             weights=weights,
@@ -118,9 +121,13 @@ class Engine:
             offload=plan.offload,
             scale=LossScale(device, active=plan.precision == "fp16"),
             mean=self._mean_over_replicas(),
+            divisor=divisor_near(plan.global_batch * plan.seq_len / self._place.replicas),
             summed=frozenset().union(*(part.summed for part in self._parts)),
             factors={name: factor for part in self._parts for name, factor in part.factors.items()},
         )
+        self._totals = Totals(device)
+        self._counts: deque[Tensor] = deque()
+        """Of the steps whose update waits, where weights are stale; oldest first."""
         self._norm = 0.0
         self._replicas = self._new_replicas()
         self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
@@ -160,59 +167,55 @@ class Engine:
         """Optimizer steps done so far; part of `state`, so a loaded engine continues to count."""
         return int(self._optimizer.steps)
 
-    def step(self, tokens: Tensor) -> StepResult:
+    def step(self, tokens: Tensor, counts: Tensor | None = None) -> StepResult:
         """Train on tokens [sample of this data rank, position], seq_len + 1 positions long.
 
         They are the samples that `plan.samples_of` names.  All tensor, context and pipeline ranks
-        of a data rank pass the same tokens.
+        of a data rank pass the same tokens.  `counts` says of each token but the first whether the
+        loss counts it, [sample, seq_len]; without it all count.
         """
-        inputs, targets = self._inputs_and_targets(tokens)
+        inputs, targets = self._inputs_and_targets(tokens, counts)
+        self._totals.clear()
         with self._loss_context():
-            loss = (
+            if self._pipeline is None:
                 self._all_micro_batches(inputs, targets)
-                if self._pipeline is None
-                else self._through_pipeline(self._pipeline, inputs, targets)
-            )
+            else:
+                self._pipeline.run(inputs, targets)
         if self._replicas is not None:
             self._replicas.finish()
-        # Every rank that has tokens of its own, and each of its tensor ranks, holds their mean.
-        holders = self._place.replicas * self.plan.mesh.tensor
-        loss = self._optimizer.scale.taken_off(loss) / holders
         if isinstance(self._pipeline, StalePipeline):
-            mean, self._norm = self._late_update(self._pipeline, loss)
+            mean, self._norm = self._late_update(self._pipeline)
             return StepResult(mean, self._norm, expert_load=self._expert_load())
-        loss, norm = self._optimizer.step(loss).tolist()
+        loss, norm, count = self._optimizer.step(self._own_totals()).tolist()
         return StepResult(
             loss,
             norm,
-            skipped=self._optimizer.scale.skips(norm),
+            skipped=count == 0 or self._optimizer.scale.skips(norm),
             expert_load=self._expert_load(),
         )
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor) -> float:
+    def evaluate(self, tokens: Tensor, counts: Tensor | None = None) -> float:
         """Return the mean loss of a batch like a step's, on every rank, and learn nothing."""
-        inputs, targets = self._inputs_and_targets(tokens)
+        inputs, targets = self._inputs_and_targets(tokens, counts)
+        self._totals.clear()
         with self._loss_context():
             if self._pipeline is None:
                 count = self.plan.micro_batches_of(self.data_rank)
-                pairs = zip(inputs.chunk(count), targets.chunk(count), strict=True)
-                losses = [self._micro_batch_loss(self._parts[0].chain(x), y) for x, y in pairs]
+                for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
+                    self._micro_batch_loss(self._parts[0].chain(x), y)
             else:
-                losses = self._pipeline.evaluate(inputs, targets)
+                self._pipeline.evaluate(inputs, targets)
         for part in self._parts:
             for module in part.chain.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # what no backward follows stays gathered
             for load in part.loads.values():
                 load.taken()  # a step reports its own
-        total = sum((_plain(loss) for loss in losses), torch.zeros((), device=self.device))
-        total = self._optimizer.scale.taken_off(total) / (
-            self._place.replicas * self.plan.mesh.tensor
-        )
+        totals = self._own_totals()
         if self._place.mesh is not None:
-            dist.all_reduce(total)
-        return float(total)
+            dist.all_reduce(totals)
+        return float(totals[0] / totals[1])
 
     def configuration(self) -> str | None:
         """Return the config.json of the model as a library has it, if one does."""
@@ -228,37 +231,40 @@ class Engine:
         if isinstance(self._pipeline, StalePipeline):
             self._pipeline.drain()
             if self._pipeline.due():
-                _, self._norm = self._late_update(
-                    self._pipeline, torch.zeros((), device=self.device)
-                )
-        return self._optimizer.state()
+                self._totals.clear()
+                _, self._norm = self._late_update(self._pipeline)
+                self._counts.pop()  # no step has begun
+        state: dict[str, Tensor] = self._optimizer.state()
+        if self.plan.training.lora is None:
+            for part in self._parts:
+                state |= {f"model.{name}": buffer for name, buffer in part.buffers.items()}
+        return state
 
-    def _inputs_and_targets(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _inputs_and_targets(self, tokens: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         samples = len(self.plan.samples_of(self.data_rank))
         expected = (samples, self.plan.seq_len + 1)
         if tuple(tokens.shape) != expected:
             raise LaunchError(f"a step takes tokens of shape {expected}, not {tuple(tokens.shape)}")
         tokens = tokens.to(self.device, non_blocking=True)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if counts is not None:
+            if counts.shape != targets.shape or counts.dtype != torch.bool:
+                raise LaunchError(
+                    f"counts are booleans of shape {tuple(targets.shape)}, one for each target; "
+                    f"these are {counts.dtype} of shape {tuple(counts.shape)}"
+                )
+            targets = targets.where(counts.to(self.device, non_blocking=True), IGNORED)
         if self.plan.mesh.context > 1:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]
         return inputs, targets
 
-    def _all_micro_batches(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward without a pipeline; return the mean loss.
-
-        A rank with a share of its own returns the sum over it, divided by the mean share: the mean
-        over all ranks, of losses and of gradients, is then that over all samples.
-        """
+    def _all_micro_batches(self, inputs: Tensor, targets: Tensor) -> None:
+        """Forward and backward without a pipeline."""
         count = self.plan.micro_batches_of(self.data_rank)
-        total = torch.zeros((), device=self.device)
         pairs = zip(inputs.chunk(count), targets.chunk(count), strict=True)
         for index, (batch, target) in enumerate(pairs):
             self._before_micro_batch(last=index == count - 1)
-            loss = self._micro_batch_loss(self._parts[0].chain(batch), target)
-            loss.backward()
-            total += _plain(loss)
-        return total
+            self._micro_batch_loss(self._parts[0].chain(batch), target).backward()
 
     def _expert_load(self) -> float | None:
         """Return how unevenly tokens fall on experts, of the whole global batch."""
@@ -282,20 +288,26 @@ class Engine:
             chain.set_requires_gradient_sync(last or reduces_at_once(self.plan, self._place))
             chain.set_reshard_after_backward(last or gathers_anew(self.plan, self._place))
 
-    def _through_pipeline(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> Tensor:
-        losses = pipeline.run(inputs, targets)
-        if not losses:
-            return torch.zeros((), device=self.device)
-        return torch.stack([_plain(loss) for loss in losses]).sum()
+    def _own_totals(self) -> Tensor:
+        """Return this rank's [sum, count] of the loss; one of the ranks that know them gives them.
 
-    def _late_update(self, pipeline: StalePipeline, loss: Tensor) -> tuple[float, float]:
+        All tensor ranks of a stage have the same.
+        """
+        totals = self._totals.values
+        return torch.zeros_like(totals) if self._place.along("tensor") else totals.clone()
+
+    def _late_update(self, pipeline: StalePipeline) -> tuple[float, float]:
         """Update by a step that is due, if any; return the loss of all ranks and the last norm."""
+        totals = self._own_totals()
         if not pipeline.due():
-            dist.all_reduce(loss)
-            return float(loss), self._norm
+            dist.all_reduce(totals)
+            self._counts.append(totals[1])
+            return float(totals[0] / totals[1]), self._norm
         pipeline.begin_update()
         self._optimizer.follow()
-        mean, norm = self._optimizer.step(loss).tolist()
+        report = self._optimizer.step(totals, self._counts.popleft())
+        self._counts.append(report[2])
+        mean, norm, _ = report.tolist()
         return mean, norm
 
     def _mean_over_replicas(self) -> Mean | None:
@@ -319,9 +331,10 @@ class Engine:
         return Replicas(replicated, backwards=backwards)
 
     def _micro_batch_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        plan = self.plan
-        mean_share = plan.global_batch / (plan.micro_batch * self.data_degree)
-        return self._optimizer.scale.applied(self._adapter.loss(output, target) / mean_share)
+        """Note what a micro-batch adds to the loss; return where its backward begins."""
+        one = Counted(*self._adapter.loss(output, target))
+        self._totals.add(one)
+        return self._optimizer.scale.applied(one.total / self._optimizer.divisor)
 
     def _boundary(self, stage: int, tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return meta tensors of what a stage hands on: this rank's part of the positions."""
@@ -375,7 +388,7 @@ class Engine:
             group=place.axis("pipeline").get_group(),
             device=self.device,
             loss=self._micro_batch_loss,
-            tokens_everywhere=bool(self._adapter.model.edges),
+            everywhere=TOKENS if self._adapter.model.edges else None,
         )
 
 
@@ -384,8 +397,3 @@ def _set_precision(plan: Plan, device: torch.device) -> None:
         eight_bits.require(device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
-
-
-def _plain(loss: Tensor) -> Tensor:
-    loss = loss.detach()
-    return loss.to_local() if isinstance(loss, DTensor) else loss

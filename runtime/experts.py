@@ -180,9 +180,20 @@ def _exchanged(
 def _outputs(module: nn.Module, x: Tensor, rows: Tensor) -> Tensor:
     """Return what experts make of the tokens x [row, hidden], of which each has `rows` in order."""
     into, out = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
+    if "gate_up_proj_bias" in module._parameters:
+        return _biased_outputs(module, x, rows)
     act_fn = cast(Callable[[Tensor], Tensor], module.act_fn)
     gate, up = _product(x, into, rows).chunk(2, dim=-1)
     return _product(act_fn(gate) * up, out, rows)
+
+
+def _biased_outputs(module: Any, x: Tensor, rows: Tensor) -> Tensor:
+    """Return the same of GPT-OSS: matrices [expert, input, output], gate and up interleaved."""
+    owner = torch.arange(len(rows), device=x.device).repeat_interleave(rows, output_size=len(x))
+    both = _product(x, module.gate_up_proj.transpose(1, 2), rows) + module.gate_up_proj_bias[owner]
+    gated = module._apply_gate(both)
+    made = _product(gated, module.down_proj.transpose(1, 2), rows)
+    return made + module.down_proj_bias[owner]
 
 
 def _product(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:

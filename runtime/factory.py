@@ -17,8 +17,9 @@
 Each module takes one tensor, or those that it reads in that order, and returns one.  `tokens` are
 token numbers [sample, position], what the first module of a chain gets.  The last module, which
 nobody reads, returns logits [sample, position, vocabulary]; or the file has its own
-`loss(output, targets)`, a mean over the samples, for targets [sample, position] that are the tokens
-one position on.  A module in a dict stands behind all that it reads.
+`loss(output, targets)`, a sum and what it counts or a mean over the samples, for targets
+[sample, position] that are the tokens one position on (-100 where a position does not count).  A
+module in a dict stands behind all that it reads.
 
 The factory runs on the CPU in every rank, under the plan's seed, so that all start alike; a rank
 then keeps its own layers only.  It also runs with fake tensors, to learn shapes and costs.
@@ -43,6 +44,7 @@ from planner.model import Edge, Layer, LayerTrace, ModelGraph
 from planner.units import name_of
 from runtime.adapter import TensorStyle, next_token_loss
 from runtime.branches import TOKENS, Branches
+from runtime.loss import counted
 from runtime.trace import traced
 from runtime.unfold import Piece, layers_of
 from runtime.user_code import UserFiles
@@ -132,10 +134,10 @@ class FactoryModel:
             for name in self._layers
         }
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return the file's own loss, or next-token cross-entropy."""
-        result: Tensor = self._loss(output, targets)
-        return result
+        one = counted(self._loss(output, targets), len(targets))
+        return one.total, one.count
 
 
 def graph_of_factory(
@@ -155,7 +157,10 @@ def graph_of_factory(
             tokens = torch.zeros((1, seq_len), dtype=torch.int64)
             loss_of = getattr(file, "loss", next_token_loss)
             every = traced(
-                modules, tokens, made.places, loss=lambda output: loss_of(output, tokens)
+                modules,
+                tokens,
+                made.places,
+                loss=lambda output: counted(loss_of(output, tokens), len(tokens)).total,
             )
             figures = [layer.figures for layer in every]
     except DocumentError:

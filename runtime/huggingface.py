@@ -7,6 +7,7 @@ projection.  Dropout is off: its masks would depend on the plan.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
@@ -17,36 +18,76 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from planner.errors import LaunchError
-from planner.model import Architecture, ModelGraph
-from runtime import capped
+from planner.model import Architecture, Experts, ModelGraph
+from runtime import capped, experts
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
 from runtime.context import WHOLE, Context, attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Names of one model family in transformers."""
+    """What one model family is called in transformers, and how it differs from Llama there."""
 
     classes: str
     """Prefix of its classes."""
+    module: str = ""
+    """Of transformers.models, where it is not the family's name."""
     prefix: str = "model"
     """Attribute of the base model in the causal language model; parameter names begin with it."""
     embedding: str = "embed_tokens"
     layers: str = "layers"
     norm: str = "norm"
+    norm_epsilon: str = "rms_norm_eps"
+    """The configuration's name for what norms add to the variance."""
+    scaled_embedding: bool = False
+    """Token vectors are multiplied by the root of the hidden size, rounded to their type."""
+    norms_add_one: bool = False
+    """A norm multiplies by 1 + weight."""
+    rotary_of_type: bool = False
+    """Sliding layers rotate by other angles than those that attend to all tokens."""
+    own_attention: bool = False
+    """Scores are capped or share their softmax with a sink: attention is runtime.capped's."""
 
 
 FAMILIES = {
-    "gemma2": Family(classes="Gemma2"),
-    "gpt2": Family(classes="GPT2", prefix="transformer", embedding="wte", layers="h", norm="ln_f"),
+    "deepseek_v2": Family(classes="DeepseekV2"),
+    "deepseek_v3": Family(classes="DeepseekV3"),
+    "gemma": Family(classes="Gemma", scaled_embedding=True, norms_add_one=True),
+    "gemma2": Family(
+        classes="Gemma2", scaled_embedding=True, norms_add_one=True, own_attention=True
+    ),
+    "gemma3_text": Family(
+        classes="Gemma3",
+        module="gemma3",
+        scaled_embedding=True,
+        norms_add_one=True,
+        rotary_of_type=True,
+    ),
+    "gpt2": Family(
+        classes="GPT2",
+        prefix="transformer",
+        embedding="wte",
+        layers="h",
+        norm="ln_f",
+        norm_epsilon="layer_norm_epsilon",
+    ),
+    "gpt_oss": Family(classes="GptOss", own_attention=True),
+    "granite": Family(classes="Granite"),
     "llama": Family(classes="Llama"),
     "mistral": Family(classes="Mistral"),
     "mixtral": Family(classes="Mixtral"),
+    "olmo2": Family(classes="Olmo2"),
+    "olmo3": Family(classes="Olmo3", rotary_of_type=True),
+    "phi3": Family(classes="Phi3"),
     "qwen2": Family(classes="Qwen2"),
+    "qwen2_moe": Family(classes="Qwen2Moe"),
     "qwen3": Family(classes="Qwen3"),
     "qwen3_moe": Family(classes="Qwen3Moe"),
+    "smollm3": Family(classes="SmolLM3"),
+    "starcoder2": Family(classes="Starcoder2", norm_epsilon="norm_epsilon"),
 }
 
 _STYLES: dict[str, TensorStyle | None] = {
@@ -54,12 +95,22 @@ _STYLES: dict[str, TensorStyle | None] = {
     "rowwise": "rows",
     # A norm over one head: replicated weights, as all that no style names are.
     "replicated_with_grad_allreduce": None,
+    # The one key that all heads share: each rank makes it whole and uses it for its own heads.
+    "mla_kv_a_proj": None,
 }
+_LATENT_STYLES: dict[str, TensorStyle] = {
+    "layer.self_attn": "gather",
+    "layer.self_attn.q_proj": "columns",
+    "layer.self_attn.q_b_proj": "columns",
+    "layer.self_attn.kv_b_proj": "columns",
+    "layer.self_attn.o_proj": "rows",
+}
+"""Of latent attention, for which the library's plans are not complete."""
 
 _CONTEXT_ATTENTION = "meshwright_context"
 """What the library calls our attention over divided sequences."""
 _CAPPED_ATTENTION = "meshwright_capped"
-"""And our attention with capped scores."""
+"""And our attention with capped scores or sinks."""
 
 
 class Embedding(nn.Module):
@@ -70,19 +121,23 @@ class Embedding(nn.Module):
         tokens: nn.Embedding,
         positions: nn.Embedding | None,
         context: Context = WHOLE,
+        *,
         scale: float = 1.0,
+        rounded: bool = False,
     ) -> None:
+        """`rounded`: the scale is rounded to the vectors' type before they are multiplied."""
         super().__init__()
         self.tokens = tokens
         self.positions = positions
         self.context = context
         self.scale = scale
+        self.rounded = rounded
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return [sample, position, hidden]."""
         x = self.tokens(tokens)
         if self.scale != 1.0:
-            x = x * torch.tensor(self.scale, dtype=x.dtype)  # rounded first, as the library does
+            x = x * (torch.tensor(self.scale, dtype=x.dtype) if self.rounded else self.scale)
         if self.positions is None:
             return x
         if self.context.degree == 1:
@@ -129,6 +184,7 @@ class HuggingFace:
         )
         name = model.architecture.family
         # Takes seconds to import, so not at the top.
+        name = self.family.module or name
         self._modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         self._seq_len, self._dtype, self._device = seq_len, dtype, device
         self._context = context
@@ -138,12 +194,12 @@ class HuggingFace:
 
             AttentionInterface.register(_CONTEXT_ATTENTION, _over_context)
             self.config._attn_implementation = _CONTEXT_ATTENTION
-        if self.family.classes == "Gemma2":
+        if self.family.own_attention:
             from transformers import AttentionInterface  # noqa: PLC0415 - as above
 
             AttentionInterface.register(_CAPPED_ATTENTION, _capped)
             self.config._attn_implementation = _CAPPED_ATTENTION
-        self._rotary = self._rotary_tables()
+        self._rotary: dict[str | None, Any] = {}
         self._masks: dict[int, Tensor] = {}
 
     def layer(self, name: str) -> nn.Module:
@@ -156,17 +212,25 @@ class HuggingFace:
                     nn.Embedding(a.vocab_size, a.hidden_size),
                     nn.Embedding(a.max_positions, a.hidden_size) if learned else None,
                     self._context,
-                    a.hidden_size**0.5 if self.family.classes == "Gemma2" else 1.0,
+                    scale=a.hidden_size**0.5
+                    if self.family.scaled_embedding
+                    else float(getattr(self.config, "embedding_multiplier", 1.0)),
+                    rounded=self.family.scaled_embedding,
                 )
         if name == HEAD:
             with torch.device("meta"):
                 output = nn.Linear(a.hidden_size, a.vocab_size, bias=False)
                 cap = getattr(self.config, "final_logit_softcapping", None)
-                return Head(self._norm(), output, cap)
+                divisor = float(getattr(self.config, "logits_scaling", 1.0))
+                return Head(self._norm(), output, cap, divisor=divisor)
         index = _index(name)
         kind = "Block" if self.family.classes == "GPT2" else "DecoderLayer"
         with torch.device("meta"):
             layer = getattr(self._modeling, self.family.classes + kind)(self.config, index)
+        if a.family == "gpt_oss":
+            # The library's own adds biases in place to what selective recompute keeps.
+            inner = layer.mlp.experts
+            inner.forward = functools.partial(experts.mixed, inner)
         return Block(layer, self._fixed(index))
 
     def configuration(self) -> str | None:
@@ -184,11 +248,13 @@ class HuggingFace:
     def fill(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Give the values that the library's `_init_weights` would draw."""
         std = self.config.initializer_range
-        if name.endswith("bias"):
+        drawn = name.endswith(("sinks", "router.bias"))
+        if name.endswith("bias") and not drawn:
             parameter.zero_()
-        elif parameter.ndim == 1:  # Gemma's norms add the 1 by themselves
-            parameter.fill_(0.0 if self.family.classes == "Gemma2" else 1.0)
-        elif name.endswith("c_proj.weight"):  # GPT-2 scales what enters the residual stream
+        elif parameter.ndim == 1 and not drawn:
+            parameter.fill_(0.0 if self.family.norms_add_one else 1.0)
+        elif self.architecture.family == "gpt2" and name.endswith("c_proj.weight"):
+            # GPT-2 scales what enters the residual stream.
             depth = 2 * self.architecture.layers
             parameter.normal_(0.0, std / depth**0.5, generator=generator)
         else:
@@ -200,13 +266,16 @@ class HuggingFace:
             return {"tokens": "vocabulary"}
         if layer == HEAD:
             return {"output": "logits"}
-        result: dict[str, TensorStyle] = {}
         mixed = self._has_experts(layer)
+        latent = self.architecture.latent is not None
+        result: dict[str, TensorStyle] = {}
         for path, style in (self.config.base_model_tp_plan or {}).items():
             module = path.removeprefix("layers.*.")
             if module == path or (mixed and module.startswith("mlp.")):
                 continue
-            if module.startswith("mlp.experts"):
+            if module.startswith(("mlp.experts", "mlp.shared_experts")) or (
+                latent and module.startswith("self_attn.")
+            ):
                 continue
             if style not in _STYLES:
                 raise LaunchError(f"transformers asks to divide {path} '{style}', unknown here")
@@ -215,9 +284,25 @@ class HuggingFace:
                 result[f"layer.{module}"] = translated
             if translated == "columns":
                 result[f"layer.{module.rpartition('.')[0]}"] = "gather"
+        if latent:
+            absent = "q_proj" if self.config.q_lora_rank else "q_b_proj"
+            result |= {k: v for k, v in _LATENT_STYLES.items() if not k.endswith(f".{absent}")}
         if mixed:
             result |= {"layer.mlp": "mixture", "layer.mlp.experts": "experts"}
+            result |= self._shared_styles()
         return result
+
+    def _shared_styles(self) -> dict[str, TensorStyle]:
+        """Return the styles of experts that all tokens go to, whose outputs stay partial."""
+        routed = self.architecture.experts
+        if routed is None or not (routed.shared or routed.shared_ffn_size):
+            return {}
+        shared = "shared_expert" if self.architecture.family == "qwen2_moe" else "shared_experts"
+        return {
+            f"layer.mlp.{shared}.gate_proj": "columns",
+            f"layer.mlp.{shared}.up_proj": "columns",
+            f"layer.mlp.{shared}.down_proj": "part",
+        }
 
     def published_name(self, name: str) -> str:
         """Return the library's own name, as in published checkpoints."""
@@ -236,43 +321,51 @@ class HuggingFace:
 
     def pieces(self, name: str) -> int:
         """Experts keep their gate and up projections in one parameter [expert, 2 ffn, hidden]."""
-        return 2 if name.endswith("experts.gate_up_proj") else 1
+        transposed = self.architecture.family == "gpt_oss"
+        return 2 if name.endswith("experts.gate_up_proj") and not transposed else 1
 
     def boundary(self, layer: str, tokens: Tensor) -> Tensor:
         """Every layer but the head returns hidden states."""
         shape = (*tokens.shape, self.architecture.hidden_size)
         return torch.empty(shape, dtype=self._dtype, device="meta")
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | float]:
         """Next-token cross-entropy."""
         return next_token_loss(output, targets)
 
     def _has_experts(self, layer: str) -> bool:
-        experts = self.architecture.experts
-        return experts is not None and _index(layer) >= experts.dense_layers
+        routed = self.architecture.experts
+        return routed is not None and _index(layer) >= routed.dense_layers
 
     def _norm(self) -> nn.Module:
+        epsilon = getattr(self.config, self.family.norm_epsilon)
         if self.architecture.norm == "layer":
-            return nn.LayerNorm(self.architecture.hidden_size, eps=self.config.layer_norm_epsilon)
+            return nn.LayerNorm(self.architecture.hidden_size, eps=epsilon)
         made: nn.Module = getattr(self._modeling, f"{self.family.classes}RMSNorm")(
-            self.architecture.hidden_size, eps=self.config.rms_norm_eps
+            self.architecture.hidden_size, eps=epsilon
         )
         return made
 
-    def _rotary_tables(self) -> tuple[Tensor, Tensor] | None:
-        if self.architecture.positions != "rotary":
-            return None
-        rotary = getattr(self._modeling, f"{self.family.classes}RotaryEmbedding")(self.config)
-        cos, sin = rotary(torch.zeros(1, dtype=self._dtype), self._positions.unsqueeze(0))
-        return cos.to(self._device), sin.to(self._device)
+    def _rotary_table(self, index: int) -> Any:
+        """Return what a block rotates its positions by: cosines and sines, or both in one."""
+        kind = self.config.layer_types[index] if self.family.rotary_of_type else None
+        if kind not in self._rotary:
+            rotary = getattr(self._modeling, f"{self.family.classes}RotaryEmbedding")(self.config)
+            # Of the whole sequence: some tables depend on how long it is.
+            positions = torch.arange(self._seq_len).unsqueeze(0)
+            like = torch.zeros(1, dtype=self._dtype)
+            whole = rotary(like, positions, *([kind] if kind else []))
+            own = functools.partial(torch.index_select, dim=1, index=self._positions)
+            self._rotary[kind] = tree_map(lambda table: own(table).to(self._device), whole)
+        return self._rotary[kind]
 
     def _fixed(self, index: int) -> dict[str, Any]:
-        masked = self.family.classes != "Gemma2"  # which is told its window, and makes no mask
-        mask = self._mask(index) if masked else None
+        own = self.family.own_attention  # which is told its window, and makes no mask
+        mask = None if own else self._mask(index)
         fixed: dict[str, Any] = {"use_cache": False, "attention_mask": mask}
-        if self._rotary is not None:
-            fixed["position_embeddings"] = self._rotary
-        if self._context.degree > 1 or not masked:
+        if self.architecture.positions == "rotary":
+            fixed["position_embeddings"] = self._rotary_table(index)
+        if self._context.degree > 1 or own:
             fixed["context"] = self._context
         return fixed
 
@@ -317,13 +410,22 @@ def _capped(
     *,
     context: Context,
     scaling: float,
-    softcap: float,
+    softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with capped scores, called and answering as `_over_context`."""
-    window = sliding_window or 0
-    mixed = capped.attention(query, key, value, context, scale=scaling, cap=softcap, window=window)
+    """Attention with capped scores or sinks, called and answering as `_over_context`."""
+    mixed = capped.attention(
+        query,
+        key,
+        value,
+        context,
+        scale=scaling,
+        cap=softcap or 0.0,
+        window=sliding_window or 0,
+        sinks=s_aux,
+    )
     return mixed.transpose(1, 2).contiguous(), None
 
 
@@ -350,15 +452,16 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
         "max_position_embeddings": a.max_positions,
         "tie_word_embeddings": a.tied_embeddings,
     }
-    experts_only = a.experts if a.family == "mixtral" else None
+    experts_only = a.experts if a.family in ("gpt_oss", "mixtral") else None
     if a.family == "gpt2":
         figures["n_inner"] = a.ffn_size
     else:
         figures |= {
             "intermediate_size": experts_only.ffn_size if experts_only else a.ffn_size,
             "num_key_value_heads": a.kv_heads,
-            "head_dim": a.head_dim,
         }
+        if a.latent is None:
+            figures["head_dim"] = a.head_dim
     if folder is not None:
         # Without a word transformers asks on the terminal whether to run a folder's code.
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -368,7 +471,8 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
                 raise LaunchError(f"{folder}: {name} is {known}, and the plan's model has {figure}")
     else:
         figures |= _figures_left_open(a)
-        config = AutoConfig.for_model(a.family, **figures, bos_token_id=None, eos_token_id=None)
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        config = AutoConfig.for_model(a.family, **{**ends, **figures})
     if a.family == "gemma2" and (
         not config.attn_logit_softcapping or config.use_bidirectional_attention
     ):
@@ -379,7 +483,7 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
         if hasattr(config, name):
             setattr(config, name, 0.0)
     # Fused kernels do not cap scores; the library's own attention does.
-    config._attn_implementation = "eager" if a.family == "gemma2" else "sdpa"
+    config._attn_implementation = "eager" if FAMILIES[a.family].own_attention else "sdpa"
     if a.experts is not None:
         config._experts_implementation = "grouped_mm"
     return config
@@ -387,28 +491,71 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
 
 def _figures_left_open(a: Architecture) -> dict[str, Any]:
     """Return what a family's configuration says beside the sizes that all have."""
+    if a.family == "gpt_oss":
+        raise LaunchError(
+            "the sizes alone do not say which blocks of GPT-OSS slide: plan from the folder of its "
+            "config.json, or name that as --weights"
+        )
     result: dict[str, Any] = {}
-    if a.family == "llama":
+    if a.family in ("llama", "granite", "smollm3"):
         result |= {"attention_bias": a.qkv_bias, "mlp_bias": a.mlp_bias}
-    if a.family in ("gemma2", "qwen3", "qwen3_moe"):
+    if a.family in ("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "qwen3", "qwen3_moe"):
         result["attention_bias"] = a.qkv_bias
-    if a.family == "gemma2":
+    if a.family == "qwen2_moe":
+        result["qkv_bias"] = a.qkv_bias
+    if a.family == "starcoder2":
+        result["use_bias"] = a.mlp_bias
+    if a.family in ("gemma2", "gemma3_text", "olmo3"):
         # No window is one that is never left.
         result |= {"sliding_window": a.sliding_window or a.max_positions, "layer_types": _types(a)}
-        result |= {"query_pre_attn_scalar": a.head_dim, "pad_token_id": None}
-    if a.family in ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
+    if a.family in ("gemma2", "gemma3_text"):
+        result |= {"query_pre_attn_scalar": a.head_dim}
+    if a.family in ("mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "starcoder2"):
         result["sliding_window"] = a.sliding_window or None
     if a.family in ("qwen2", "qwen3"):
         result |= {"use_sliding_window": a.sliding_window > 0, "layer_types": _types(a)}
-    if a.experts is not None:
-        result["num_experts_per_tok"] = a.experts.per_token
-    if a.family == "mixtral" and a.experts is not None:
-        result["num_local_experts"] = a.experts.count
-    if a.family == "qwen3_moe" and a.experts is not None:
-        result["num_experts"] = a.experts.count
-        result["moe_intermediate_size"] = a.experts.ffn_size
-        result["mlp_only_layers"] = list(range(a.experts.dense_layers))
-        result["norm_topk_prob"] = True
+    if a.latent is not None:
+        result |= {
+            "q_lora_rank": a.latent.q_rank or None,
+            "kv_lora_rank": a.latent.kv_rank,
+            "qk_rope_head_dim": a.latent.rope_head_dim,
+            "qk_nope_head_dim": a.latent.nope_head_dim,
+            "v_head_dim": a.latent.value_head_dim,
+        }
+    return result | (_experts_left_open(a, a.experts) if a.experts is not None else {})
+
+
+_GROUPS: dict[tuple[str, int], dict[str, Any]] = {
+    ("deepseek_v2", 160): {
+        "n_group": 8,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+    },
+    ("deepseek_v3", 256): {"n_group": 8, "topk_group": 4},
+}
+"""Groups of experts among which a router chooses first, of the published models that have them."""
+
+
+def _experts_left_open(a: Architecture, routed: Experts) -> dict[str, Any]:
+    """Return the same of routed."""
+    result: dict[str, Any] = {"num_experts_per_tok": routed.per_token}
+    if a.family == "mixtral":
+        return result | {"num_local_experts": routed.count}
+    result["moe_intermediate_size"] = routed.ffn_size
+    if a.latent is not None:
+        return result | {
+            "n_routed_experts": routed.count,
+            "n_shared_experts": routed.shared,
+            "first_k_dense_replace": routed.dense_layers,
+            **_GROUPS.get((a.family, routed.count), {"n_group": 1, "topk_group": 1}),
+        }
+    result |= {
+        "num_experts": routed.count,
+        "mlp_only_layers": list(range(routed.dense_layers)),
+        "norm_topk_prob": True,
+    }
+    if a.family == "qwen2_moe":
+        result["shared_expert_intermediate_size"] = routed.shared_ffn_size
     return result
 
 

@@ -66,6 +66,13 @@ def materialize(
         module._parameters[attribute] = done[id(parameter)]
 
 
+def first_buffer(published: str, buffer: Tensor, weights: Weights | None) -> Tensor:
+    """Return the values of a library's buffer that has none yet: from files, or zeros."""
+    if weights is None:
+        return torch.zeros(buffer.shape, dtype=buffer.dtype)
+    return weights.read(published, buffer.shape, None).to(buffer.dtype)
+
+
 def _made(
     name: str,
     parameter: nn.Parameter,

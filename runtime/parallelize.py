@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
 
+from planner.cluster import Precision
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.plan import Plan
@@ -30,7 +32,7 @@ from runtime.eight_bits import EightBits
 from runtime.experts import Load
 from runtime.factory import FactoryModel
 from runtime.gradient_wire import narrow
-from runtime.initialize import materialize
+from runtime.initialize import first_buffer, materialize
 from runtime.mesh import DataRanks, Place, wants_mesh
 from runtime.published import Region, Weights
 from runtime.torch_internals import replicate
@@ -62,13 +64,15 @@ class ParallelStage:
     """Where weight gradients wait, if the schedule makes them apart."""
     adapted: int
     """Modules with an adapter; 0 where the whole model is trained."""
+    buffers: Mapping[str, torch.Tensor]
+    """What a library's layers hold beside parameters, by published name; never divided."""
     replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...]
     """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
 
 
-def activation_type(plan: Plan) -> torch.dtype:
+def activation_type(precision: Precision) -> torch.dtype:
     """Return the type in which layers compute and pass activations on."""
-    return _HALVES.get(plan.precision, torch.float32)
+    return _HALVES.get(precision, torch.float32)
 
 
 def parallel_stage(
@@ -109,6 +113,7 @@ def parallel_stage(
     traffic = Traffic(device)
     moved = [False, *(item.activations == "offload" for item in placed), False]
     done: dict[int, nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
     for at, item in enumerate(placed):
         layer = layers[item.layer]
         materialize(
@@ -121,11 +126,10 @@ def parallel_stage(
             done=done,
             keeps=_shards(layer, plan, place) if sharded else {},
         )
-        for buffer_name, buffer in list(layer.named_buffers()):
-            _set_buffer(layer, buffer_name, buffer.to(device))
+        buffers |= _settle_buffers(item.layer, layer, adapter, weights, device)
         if wraps_experts:
             for module in experts.modules_of(layer).values():
-                _over_data(module, plan, place.expert_data, device, root=False)
+                over_data(module, plan, place.expert_data, device, root=False)
         packing = activations.packing(
             layer, item.activations, traffic, first=not moved[at], last=not moved[at + 2]
         )
@@ -136,11 +140,11 @@ def parallel_stage(
         if plan.training.lora is not None and stage == at == 0:
             layer.register_forward_hook(lora.wants_gradient)
         if wraps:
-            layer.register_forward_hook(_no_view)
+            layer.register_forward_hook(no_view)
         if wraps and item.layer not in shared:
-            _over_data(layer, plan, place.data, device, root=False)
+            over_data(layer, plan, place.data, device, root=False)
     if wraps:
-        _over_data(chain, plan, place.data, device, root=True)
+        over_data(chain, plan, place.data, device, root=True)
     return ParallelStage(
         chain=chain,
         summed=frozenset(summed),
@@ -149,12 +153,13 @@ def parallel_stage(
         wrapped=wraps,
         store=store,
         adapted=adapted,
-        replicated=tuple(_replicated(chain, plan, place)) if apart else (),
+        buffers=buffers,
+        replicated=tuple(replicated(chain, plan, place)) if apart else (),
     )
 
 
-def _replicated(
-    chain: Chain, plan: Plan, place: Place
+def replicated(
+    chain: nn.Module, plan: Plan, place: Place
 ) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
     """Yield the parameters that other ranks hold too, each with the group of those ranks."""
     spread = {
@@ -247,7 +252,7 @@ def _shared(layers: dict[str, nn.Module]) -> set[str]:
     return {name for names in users.values() if len(names) > 1 for name in names}
 
 
-def _over_data(
+def over_data(
     module: nn.Module, plan: Plan, ranks: DataRanks, device: torch.device, *, root: bool
 ) -> None:
     """Let data parallelism hold a module, but for what it holds already and experts kept apart."""
@@ -388,13 +393,32 @@ def _shards(layer: nn.Module, plan: Plan, place: Place) -> dict[int, Region]:
     return result
 
 
-def _no_view(layer: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
-    """Copy an output that is a view.
+def no_view(layer: nn.Module, inputs: object, output: Any) -> Any:
+    """Copy outputs that are views.
 
     FSDP hangs the hook that gathers parameters for backward on the output tensor; if the next layer
     worked in place on a view, autograd would drop the hook in silence.
     """
-    return output.clone() if output._base is not None else output
+    return tree_map_only(
+        torch.Tensor, lambda one: one.clone() if one._base is not None else one, output
+    )
+
+
+def _settle_buffers(
+    name: str, layer: nn.Module, adapter: Adapter, weights: Weights | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Put a layer's buffers on the device; return those without values, by published name.
+
+    Such are the library's, and get their values here.
+    """
+    made = {}
+    for path, buffer in list(layer.named_buffers()):
+        value = buffer
+        if buffer.is_meta:
+            published = adapter.published_name(f"{name}.{path}")
+            value = made[published] = first_buffer(published, buffer, weights).to(device)
+        _set_buffer(layer, path, value.to(device))
+    return made
 
 
 def _set_buffer(layer: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -26,13 +26,15 @@ EXPERTS = {
         "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
         "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
     },
-    "qwen3_moe": {
+} | {
+    family: {
         "mlp.experts.gate_up_proj": (
             "mlp.experts.{}.gate_proj.weight",
             "mlp.experts.{}.up_proj.weight",
         ),
         "mlp.experts.down_proj": ("mlp.experts.{}.down_proj.weight",),
-    },
+    }
+    for family in ("deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_moe")
 }
 """By family and the end of the library's name: the ends of the names of its matrices in files."""
 

@@ -64,14 +64,14 @@ def wrapped(layer: nn.Module, recompute: Recompute, packing: Packing | None = No
                 layer,
                 checkpoint_impl=CheckpointImpl.NO_REENTRANT,
                 preserve_rng_state=False,
-                context_fn=functools.partial(_selective, packing),
+                context_fn=functools.partial(selective_contexts, packing),
             )
         case _:
             assert_never(recompute)
 
 
-def _selective(packing: Packing | None) -> tuple[Any, Any]:
-    """Return what surrounds the forward and what surrounds the recomputation."""
+def selective_contexts(packing: Packing | None = None) -> tuple[Any, Any]:
+    """Return what surrounds a forward that keeps costly results, and its recomputation."""
     keeping, reading = create_selective_checkpoint_contexts(_policy)
     if packing is not None:
         keeping.storage = reading.storage = defaultdict(functools.partial(_Packed, packing))

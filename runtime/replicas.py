@@ -55,12 +55,16 @@ class _Bucket:
         return sum(_local(parameter).nbytes for parameter in self.parameters)
 
     def views(self) -> list[Tensor]:
-        """Return where each gradient lies."""
+        """Return where each gradient lies, in the order in memory that its parameter has.
+
+        torch's fused optimizers run through memory and look at no strides: a convolution's weight
+        in channels_last would be updated by another element's gradient.
+        """
         assert self.flat is not None
         locals_ = [_local(parameter) for parameter in self.parameters]
         sizes = [local.numel() for local in locals_]
         parts = self.flat.split([*sizes, len(sizes)])
-        return [part.view(local.shape) for part, local in zip(parts, locals_, strict=False)]
+        return [_laid_out(part, local) for part, local in zip(parts, locals_, strict=False)]
 
     def take(self, index: int) -> None:
         """Let the gradient of a parameter lie in the bucket, if it does not yet."""
@@ -171,6 +175,14 @@ def _buckets(parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]]) -> li
     for bucket in every:
         bucket.empty()
     return every
+
+
+def _laid_out(flat: Tensor, like: Tensor) -> Tensor:
+    """Return flat memory as a tensor of the shape, and where there are no gaps the strides."""
+    if like.is_contiguous():
+        return flat.view(like.shape)
+    strides = torch.empty_like(like, device="meta").stride()  # dense, in the same order
+    return flat.as_strided(like.shape, strides, flat.storage_offset())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.errors import DocumentError
-from planner.model import Architecture, ModelGraph
+from planner.model import Architecture, LatentAttention, ModelGraph
 from planner.training import Lora
 
 EVERY_LINEAR = "all-linear"
@@ -42,7 +42,7 @@ def linears(a: Architecture, *, experts: bool) -> Iterator[Linear]:
 
     The matrices of experts and their router are none of them.
     """
-    h, heads, keys = a.hidden_size, a.heads * a.head_dim, a.kv_heads * a.head_dim
+    h = a.hidden_size
     if a.family == "gpt2":
         yield Linear(path="attn.c_attn", inputs=h, outputs=3 * h, rows=False)
         yield Linear(path="attn.c_proj", inputs=h, outputs=h, rows=True)
@@ -50,17 +50,9 @@ def linears(a: Architecture, *, experts: bool) -> Iterator[Linear]:
         yield Linear(path="mlp.c_proj", inputs=a.ffn_size, outputs=h, rows=True)
         return
     shapes = [
-        ("self_attn", "q_proj", h, heads, False),
-        ("self_attn", "k_proj", h, keys, False),
-        ("self_attn", "v_proj", h, keys, False),
-        ("self_attn", "o_proj", heads, h, True),
+        *(_attention(a) if a.latent is None else _latent_attention(a, a.latent)),
+        *_mlp(a, experts=experts),
     ]
-    if not experts:
-        shapes += [
-            ("mlp", "gate_proj", h, a.ffn_size, False),
-            ("mlp", "up_proj", h, a.ffn_size, False),
-            ("mlp", "down_proj", a.ffn_size, h, True),
-        ]
     own = a.family == "reference"
     for part, name, inputs, outputs, rows in shapes:
         path = (
@@ -69,6 +61,53 @@ def linears(a: Architecture, *, experts: bool) -> Iterator[Linear]:
             else (f"{part}.{name}")
         )
         yield Linear(path=path, inputs=inputs, outputs=outputs, rows=rows)
+
+
+_Shape = tuple[str, str, int, int, bool]
+"""A linear layer: module, name, inputs, outputs, whether its inputs are divided."""
+
+
+def _attention(a: Architecture) -> Iterator[_Shape]:
+    h, heads, keys = a.hidden_size, a.heads * a.head_dim, a.kv_heads * a.head_dim
+    if a.family == "phi3":
+        yield "self_attn", "qkv_proj", h, heads + 2 * keys, False
+    else:
+        yield "self_attn", "q_proj", h, heads, False
+        yield "self_attn", "k_proj", h, keys, False
+        yield "self_attn", "v_proj", h, keys, False
+    yield "self_attn", "o_proj", heads, h, True
+
+
+def _latent_attention(a: Architecture, latent: LatentAttention) -> Iterator[_Shape]:
+    h, queries = a.hidden_size, a.heads * (latent.nope_head_dim + latent.rope_head_dim)
+    if latent.q_rank:
+        yield "self_attn", "q_a_proj", h, latent.q_rank, False
+        yield "self_attn", "q_b_proj", latent.q_rank, queries, False
+    else:
+        yield "self_attn", "q_proj", h, queries, False
+    yield "self_attn", "kv_a_proj_with_mqa", h, latent.kv_rank + latent.rope_head_dim, False
+    wide = a.heads * (latent.nope_head_dim + latent.value_head_dim)
+    yield "self_attn", "kv_b_proj", latent.kv_rank, wide, False
+    yield "self_attn", "o_proj", a.heads * latent.value_head_dim, h, True
+
+
+def _mlp(a: Architecture, *, experts: bool) -> Iterator[_Shape]:
+    h, ffn, part = a.hidden_size, a.ffn_size, "mlp"
+    if experts and a.experts is not None:
+        ffn = a.experts.shared_ffn_size or a.experts.shared * a.experts.ffn_size
+        part = "mlp.shared_expert" if a.family == "qwen2_moe" else "mlp.shared_experts"
+        if a.experts.shared_gate:
+            yield "mlp", "shared_expert_gate", h, 1, False
+        if a.family == "reference" or not ffn:
+            return
+    if a.family == "phi3":
+        yield part, "gate_up_proj", h, 2 * ffn, False
+    elif a.gated_mlp:
+        yield part, "gate_proj", h, ffn, False
+        yield part, "up_proj", h, ffn, False
+    else:
+        yield part, "c_fc", h, ffn, False
+    yield part, "down_proj" if a.gated_mlp else "c_proj", ffn, h, True
 
 
 def adapter_parameters(model: ModelGraph, kind: str, lora: Lora, *, tensor: int = 1) -> float:

@@ -36,17 +36,19 @@ def _gemma3(config: Config) -> Architecture:
         qk_norm=True,
         post_norms=True,
         sliding_window=window,
-        sliding_every=_every(config) if window else 1,
+        sliding_every=_every(config, default=6) if window else 1,
     )
 
 
-def _every(config: Config) -> int:
+def _every(config: Config, *, default: int) -> int:
     """Return how many blocks there are for each that attends to all tokens."""
     types = config.get("layer_types")
     if types is None:
-        return optional(config, "sliding_window_pattern", 6) or 6
-    if not isinstance(types, list) or "full_attention" not in types:
-        raise DocumentError("layer_types", "must be a list with full_attention in it")
+        return optional(config, "sliding_window_pattern", default) or default
+    if not isinstance(types, list) or not {*types} <= {"sliding_attention", "full_attention"}:
+        raise DocumentError("layer_types", "must list sliding_attention and full_attention")
+    if "full_attention" not in types:
+        return 1
     every = types.index("full_attention") + 1
     expected = ["sliding_attention"] * (every - 1) + ["full_attention"]
     if any(kind != expected[index % every] for index, kind in enumerate(types)):
@@ -54,6 +56,42 @@ def _every(config: Config) -> int:
             "layer_types", "does not repeat; only every n-th block global has figures"
         )
     return every
+
+
+def _olmo2(config: Config, family: str) -> Architecture:
+    """Norms stand behind attention and MLP instead of before them: as many, of the same size."""
+    bias = flag(config, "attention_bias", False)
+    return Architecture(
+        **decoder(config, family),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+    )
+
+
+def _olmo3(config: Config) -> Architecture:
+    window = optional(config, "sliding_window", 4096) or 0
+    every = _every(config, default=4) if window else 1
+    figures = _olmo2(config, "olmo3")
+    return figures.model_copy(update={"sliding_window": window, "sliding_every": every})
+
+
+def _gpt_oss(config: Config) -> Architecture:
+    """Every block counts as one that attends to all tokens: experts have no local blocks here."""
+    bias = flag(config, "attention_bias", True)
+    return Architecture(
+        **decoder(config, "gpt_oss", kv_heads=8, head_dim=64),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=True,
+        experts=Experts(
+            count=experts_of(config, "num_local_experts"),
+            per_token=positive(config, "num_experts_per_tok"),
+            ffn_size=positive(config, "intermediate_size"),
+        ),
+    )
 
 
 def _phi3(config: Config) -> Architecture:
@@ -116,7 +154,10 @@ READERS: dict[str, Callable[[Config], Architecture]] = {
     "deepseek_v2": lambda config: deepseek(config, "deepseek_v2"),
     "gemma": _gemma,
     "gemma3_text": _gemma3,
+    "gpt_oss": _gpt_oss,
     "granite": lambda config: llama(config, "granite"),
+    "olmo2": lambda config: _olmo2(config, "olmo2"),
+    "olmo3": _olmo3,
     "phi3": _phi3,
     "qwen2_moe": _qwen2_moe,
     "smollm3": _smollm3,

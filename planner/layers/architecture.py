@@ -47,7 +47,8 @@ def architecture_of(config: Config, *, name: str) -> Architecture:
             "model_type",
             f"is '{kind[:60]}', which is not supported; {nearest(kind, sorted(_READERS))} "
             f"Supported: {', '.join(sorted(_READERS))}. "
-            "Any other model can be given as file.py:factory.",
+            "Any other model can be trained from your own script with meshwright.Engine, or given "
+            "as file.py:factory.",
         )
     try:
         return _READERS[kind](config)

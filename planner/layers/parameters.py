@@ -8,6 +8,12 @@ from __future__ import annotations
 
 from planner.model import Architecture, LatentAttention, Layer, ModelGraph
 
+WIDE_QK_NORM = ("olmo2", "olmo3")
+"""Families whose query and key norms are over all heads together, not over each."""
+SINKS = ("gpt_oss",)
+"""Families with one more score per head, a parameter, in each softmax of attention."""
+ROUTER_BIAS = ("gpt_oss",)
+"""Families whose router has a bias."""
 OPT_POSITION_OFFSET = 2
 """OPT's table of positions has two rows more than `max_position_embeddings`."""
 
@@ -99,6 +105,8 @@ def _block(a: Architecture, kind: str) -> int:
         return attention + _mlp(a, a.ffn_size) + norms
     experts = a.experts
     router = a.hidden_size * (experts.count + experts.shared_gate)
+    if a.family in ROUTER_BIAS:
+        router += experts.count
     shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
     routed = experts.count * _mlp(a, experts.ffn_size)
     return attention + router + routed + (_mlp(a, shared) if shared else 0) + norms
@@ -113,7 +121,10 @@ def _attention(a: Architecture) -> int:
     if a.output_bias:
         count += a.hidden_size
     if a.qk_norm:
-        count += 2 * a.head_dim
+        wide = a.family in WIDE_QK_NORM
+        count += queries + keys_and_values // 2 if wide else 2 * a.head_dim
+    if a.family in SINKS:
+        count += a.heads
     return count
 
 

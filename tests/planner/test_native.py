@@ -91,7 +91,7 @@ def test_an_obstacle_has_its_place_in_a_plan(llama: ModelGraph) -> None:
 def test_a_model_without_adapter_is_planned_with_a_caveat_and_not_launched(
     node: ClusterSpec,
 ) -> None:
-    model = resolve_model("deepseek-v3")
+    model = resolve_model("gpt-neox-20b")
     layout = Layout(data_replicate=8, micro_batches=8)
 
     assert refusal(model, node, JOB, layout) is None
@@ -118,12 +118,12 @@ def test_positions_that_a_model_never_learned_are_refused(node: ClusterSpec) -> 
 def test_a_family_without_an_adapter_is_planned_within_what_its_figures_divide(
     node: ClusterSpec,
 ) -> None:
-    deepseek = resolve_model("deepseek-v3")
-    divided = Layout(tensor=2, context=2, expert=8, data_shard=2, zero=1, micro_batches=32)
+    falcon = resolve_model("falcon-40b")
+    divided = Layout(tensor=2, context=2, data_shard=2, zero=1, micro_batches=32)
 
-    assert refusal(deepseek, node, JOB, divided) is None
-    assert "studied, not launched" in str(caveat(deepseek, node))
-    assert "not divide" in str(refusal(deepseek, node, JOB, Layout(tensor=3)))
+    assert refusal(falcon, node, JOB, divided) is None
+    assert "studied, not launched" in str(caveat(falcon, node))
+    assert "not divide" in str(refusal(falcon, node, JOB, Layout(tensor=3)))
 
 
 @pytest.mark.parametrize(

@@ -173,3 +173,24 @@ def test_a_name_with_options_is_that_stack_with_other_kernels() -> None:
     for name, said in (("megatron+flush", "did you mean"), ("native+compiled", "of its own")):
         with pytest.raises(DocumentError, match=said):
             stack(name)
+
+
+def test_figures_without_a_mechanism_stay_with_the_stack_whose_runs_they_are() -> None:
+    plain = dict(figures(Stack(name="plain", summary="the defaults")))
+    unexplained = {
+        (name, path)
+        for name, stack in stacks().items()
+        for entry in stack.basis
+        if entry.provenance == "unexplained"
+        for path in entry.fields
+    }
+
+    assert unexplained == {
+        ("deepspeed", "sharding.network_rate"),
+        ("nanotron", "pipeline.stalled_transfer_s"),
+        ("nanotron", "host.pipelined_s"),
+        ("nanotron", "host.ring_step_s"),
+    }
+    for owner, path in unexplained:
+        others = {dict(figures(stack))[path] for name, stack in stacks().items() if name != owner}
+        assert others == {plain[path]}

@@ -8,17 +8,38 @@ from typing import Any
 
 import torch
 
+from planner.layers.architecture import architecture_of
 from planner.layers.parameters import graph_of
 from planner.model import Architecture, Experts, ModelGraph
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
+from tests.runtime import families
 
+COVERED = (
+    "reference",
+    "gemma2",
+    "gpt2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Families that meet every choice of a plan in a row (tests/runtime/combinations.py).
+
+The others are built of the same parts: tests/runtime/test_families.py has their rows.
+"""
 MIXED = ("mixtral", "qwen3_moe")
-"""Families with a mixture of experts."""
+"""Those among them with a mixture of experts."""
 SEQ_LEN = 16
 GLOBAL_BATCH = 8
 
 
 def architecture(family: str = "reference", **changes: Any) -> Architecture:
+    if family in families.FAMILIES and family not in COVERED:
+        return architecture_of(families.FAMILIES[family]().to_dict(), name=family).model_copy(
+            update=changes
+        )
     figures: dict[str, Any] = {
         "family": family,
         "hidden_size": 32,
@@ -53,10 +74,10 @@ def transformer(family: str = "reference", **changes: Any) -> ModelGraph:
 def _epsilon(model: ModelGraph) -> float:
     """Return AdamW's: large, or it would blow rounding up to steps of the full learning rate.
 
-    The gradient of a key's bias, say, is zero in theory.  Gemma-2's norms begin at 0 and are after
+    The gradient of a key's bias, say, is zero in theory.  Gemma's norms begin at 0 and are after
     five steps nothing but the updates.
     """
-    gemma = model.architecture is not None and model.architecture.family == "gemma2"
+    gemma = model.architecture is not None and model.architecture.family.startswith("gemma")
     return 1e-4 if gemma else 1e-5
 
 

@@ -21,7 +21,7 @@ from planner import schedule
 from planner.cluster import Precision
 from planner.errors import DocumentError
 from planner.model import Experts, ModelGraph
-from planner.native import FAMILIES, obstacle
+from planner.native import obstacle
 from planner.plan import INSIDE_OUT, Axis, Job, Layout, Plan
 from planner.profile import Recompute
 from runtime.factory import graph_of_factory
@@ -245,7 +245,7 @@ def choices() -> dict[str, tuple[Any, ...]]:
         "offload": get_args(plan_types.Offload),
         "gradient_wire": get_args(plan_types.GradientWire),
         "precision": get_args(Precision),
-        "family": (*FAMILIES, OWN),
+        "family": (*cases.COVERED, OWN),
         "tied": (False, True),
         "uneven": (False, True),
         "outside_in": (False, True),

@@ -14,14 +14,26 @@ from tests.runtime.ranks import on_ranks
 SCALE, CAP, LENGTH = 0.7, 2.0, 16
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+def written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    cap: float = CAP,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return the formula as it stands."""
     shared = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(shared, dim=1) for t in (key, value))
-    scores = CAP * torch.tanh(SCALE * query @ key.transpose(-2, -1) / CAP)
+    scores = SCALE * query @ key.transpose(-2, -1)
+    scores = cap * torch.tanh(scores / cap) if cap else scores
     distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
     hidden = (distance < 0) | ((distance >= window) if window else torch.tensor(False))
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        beside = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, beside), -1).softmax(-1)[..., :-1] @ value
+    return scores.softmax(-1) @ value
 
 
 def inputs() -> list[Tensor]:
@@ -40,6 +52,26 @@ def test_blocks_make_what_the_formula_says(
 
     found = capped.attention(*ours, WHOLE, scale=SCALE, cap=CAP, window=window)
     expected = written_out(*plain, window)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("cap", "window"), [(0.0, 0), (0.0, 5), (CAP, 5)])
+def test_a_sink_takes_its_share_and_has_a_gradient(
+    cap: float, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capped, "BLOCK", 3)
+    torch.manual_seed(1)
+    sinks = torch.randn(4)
+    ours, plain = ([t.float().requires_grad_() for t in (*inputs(), sinks)] for _ in range(2))
+    weights = torch.randn(2, 4, LENGTH, 8)
+
+    found = capped.attention(*ours[:3], WHOLE, scale=SCALE, cap=cap, window=window, sinks=ours[3])
+    expected = written_out(*plain[:3], window, cap, plain[3])
     (found * weights).sum().backward()
     (expected * weights).sum().backward()
 

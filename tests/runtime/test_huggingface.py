@@ -21,7 +21,7 @@ from tests.runtime.ranks import on_ranks
 
 CPU = torch.device("cpu")
 VARIANTS = [
-    *((family, {}) for family in FAMILIES if family not in cases.MIXED),
+    *((family, {}) for family in cases.COVERED if family not in ("reference", *cases.MIXED)),
     ("gemma2", {"tied_embeddings": True, "sliding_window": 3}),
     ("llama", {"tied_embeddings": True}),
     ("llama", {"qkv_bias": True, "output_bias": True, "mlp_bias": True}),
@@ -92,7 +92,7 @@ def test_a_family_trains_like_the_library(
 def test_first_weights_have_the_library_spread() -> None:
     """Standard deviations of our first weights are those of the library's, kind by kind."""
     torch.manual_seed(0)
-    for family in FAMILIES:
+    for family in sorted({*FAMILIES} - {"gpt_oss"}):  # which has no configuration of figures alone
         figures = {"hidden_size": 64, "head_dim": 16, "ffn_size": 128, "vocab_size": 256}
         graph = cases.transformer(family, **figures)
         model = AutoModelForCausalLM.from_config(
@@ -102,8 +102,9 @@ def test_first_weights_have_the_library_spread() -> None:
 
         for name, parameter in model.named_parameters():
             ours = state[f"model.{name}"]
+            few = 4 / parameter.numel() ** 0.5  # two draws of few values lie further apart
             assert ours.std(correction=0).item() == pytest.approx(
-                parameter.std(correction=0).item(), rel=0.15
+                parameter.std(correction=0).item(), rel=max(0.15, few)
             ), name
             assert ours.mean().item() == pytest.approx(parameter.mean().item(), abs=5e-3), name
 

@@ -85,3 +85,24 @@ def sent_before_the_end() -> list[int]:
 @pytest.mark.ranks
 def test_all_is_under_way_when_the_last_backward_ends() -> None:
     assert on_ranks(2, sent_before_the_end) == [[0, 6], [0, 6]]
+
+
+def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
+    """torch's fused AdamW updates other weights where it does not, and says nothing."""
+    torch.manual_seed(0)
+    first = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    grads = [torch.randn(5), torch.randn(4, 3, 2, 2)]
+    results = []
+    for fused in (True, False):
+        weights = [nn.Parameter(torch.zeros(5)), nn.Parameter(first.clone())]
+        bucket = replicas._Bucket(weights, group=None)  # type: ignore[arg-type]
+        for index, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
+            weight.grad = grad.clone()
+            bucket.take(index)
+        assert weights[1].grad is not None
+        assert weights[1].grad.stride() == weights[1].stride()
+        torch.testing.assert_close(weights[1].grad, grads[1])
+        torch.optim.AdamW(weights, lr=0.1, fused=fused).step()
+        results.append(weights[1].detach())
+
+    torch.testing.assert_close(*results)

@@ -36,9 +36,10 @@ def simulated(graph: ModelGraph, steps: int = STEPS) -> Run:
     for step in range(steps):
         tokens = cases.global_tokens(step)
         put(parameters, history[max(0, step - 1)])
-        loss = engine._all_micro_batches(tokens[:, :-1], tokens[:, 1:])
+        engine._totals.clear()
+        engine._all_micro_batches(tokens[:, :-1], tokens[:, 1:])
         put(parameters, history[-1])
-        loss, norm = engine._optimizer.step(loss).tolist()
+        loss, norm, _ = engine._optimizer.step(engine._totals.values).tolist()
         losses.append(loss)
         norms.append(norm)
         history.append([p.detach().clone() for p in parameters])

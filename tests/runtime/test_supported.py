@@ -133,7 +133,7 @@ def test_every_family_is_supported_in_one_process(family: str) -> None:
             {"tensor": 4},
             "mesh.tensor: 4 leaves a rank 6 of an expert's 24 columns; torch's grouped product",
         ),
-        ("mamba", {}, {}, "no adapter runs 'mamba'; known: reference, gemma2"),
+        ("mamba", {}, {}, "no adapter runs 'mamba'; known: reference, deepseek_v2"),
         ("gpt2", {"max_positions": 8}, {}, "seq_len: is 16; the model has 8 learned positions"),
     ],
 )

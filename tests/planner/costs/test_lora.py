@@ -77,7 +77,7 @@ def test_adapters_fit_where_the_whole_model_does_not() -> None:
 
 
 def test_adapters_of_other_families_are_not_run_here() -> None:
-    model, machine = resolve_model("deepseek-v3"), resolve_cluster("8xh100-sxm-80gb")
+    model, machine = resolve_model("falcon-40b"), resolve_cluster("8xh100-sxm-80gb")
     job = Job(seq_len=2048, global_batch=8, lora=Lora(rank=4))
 
     found = refusal(model, machine, job, Layout(data_shard=8, zero=3))

@@ -77,7 +77,7 @@ def measured(graph: ModelGraph, name: str, precision: str, recompute: str) -> tu
     targets = torch.zeros(SAMPLES, POSITIONS, dtype=torch.int64)
 
     def run() -> Any:
-        return next_token_loss(layer(x), targets) if name == "head" else layer(x)
+        return next_token_loss(layer(x), targets)[0] if name == "head" else layer(x)
 
     run().sum().backward()
     x.grad = None

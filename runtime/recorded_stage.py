@@ -1,0 +1,378 @@
+"""A pipeline stage of a recorded module: it replays its part of the forward on one micro-batch.
+
+    stage = RecordedStage(module, recorder, 0, 2)      # layers 0 and 1, with the module's own parts
+    hidden = stage(micro=MicroBatch(batch))            # tensors for the next stage, in fixed order
+    outputs = last(*hidden, micro=MicroBatch(batch))   # of the last stage: what the module returns
+
+Parameters have the names of the user's module.  One that several stages read is held by each.
+What draws random numbers does so under a seed of the micro-batch and of the unit's name, so that
+masks depend on no plan, and a recomputation draws the same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_unflatten as unflatten
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from planner.errors import RecordError
+from planner.profile import Recompute
+from runtime.recompute import selective_contexts
+from runtime.recorder import Recorder, units_of
+from runtime.recording import (
+    Device,
+    Held,
+    Leaf,
+    Node,
+    Recording,
+    Value,
+    values_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What every stage has of a micro-batch."""
+
+    batch: Any
+    """The pytree, cut to this micro-batch."""
+    seed: int | None = None
+    """Of what is drawn (see `step_seed`); None draws from torch's own generator."""
+
+
+def step_seed(seed: int, step: int, first_sample: int) -> int:
+    """Return the seed of a micro-batch that begins with this sample of the global batch.
+
+    >>> step_seed(0, 1, 8) == step_seed(0, 1, 8) != step_seed(0, 1, 16)
+    True
+    """
+    return _hashed(f"{seed} {step} {first_sample}")
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None, name: str, device: torch.device) -> Iterator[None]:
+    """Draw under the seed of a micro-batch and the name of a unit; None changes nothing."""
+    if seed is None:
+        yield
+        return
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices=devices, device_type="cuda" if devices else "cpu"):
+        torch.manual_seed(_hashed(f"{seed} {name}"))
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One layer's nodes of a stage, with what they read and what is read behind them."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A stage under one recording."""
+
+    recording: Recording
+    derived: tuple[Node, ...]
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+    parts: tuple[_Part, ...]
+    done: tuple[tuple[int, ...], ...] = field(default=())
+    """[part] Values that nobody reads behind it."""
+
+
+class RecordedStage(nn.Module):
+    """Layers first to last of a recorded module, the last one left out."""
+
+    def __init__(self, module: nn.Module, recorder: Recorder, first: int, last: int) -> None:
+        """`module` gives the parts that are run; it and `recorder` are of one construction."""
+        super().__init__()
+        self._recorder = recorder
+        self._range = (first, last)
+        self._programs: dict[int, _Program] = {}
+        self.recompute: dict[str, Recompute] = {}
+        """How each layer is recomputed; those that are not named keep what they made."""
+        self.micro_batches: Sequence[MicroBatch] = ()
+        """Those of the step that a pipeline runs."""
+        self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
+        """What the last stage makes of the module's outputs, if not the outputs themselves."""
+        self.units: dict[str, nn.Module] = {}
+        """Units that may be wrapped by themselves; their parameters are read by no one else.  A
+        wrapper takes their place through `place`."""
+        recording = recorder.first
+        self.layers = recording.layers[first:last]
+        self._is_last = last == len(recording.layers)
+        program = self._program(recording)
+        nodes = [*program.derived, *(node for part in program.parts for node in part.nodes)]
+        names = dict.fromkeys(node.unit for node in nodes if node.unit is not None)
+        self._whole = (module,) if "" in names else ()
+        """A module that is one unit; its own tables are this one's."""
+        for one in self._whole:
+            self._modules, self._parameters = one._modules, one._parameters
+            self._buffers = one._buffers
+            names = dict.fromkeys(units_of(one))
+        for name in names:
+            self.place(name, module.get_submodule(name))
+        leaves = [leaf for node in nodes for leaf in node.leaves]
+        held = {leaf.name for leaf in (*leaves, *recording.result) if isinstance(leaf, Held)}
+        for name in sorted(held):
+            self._hold(name, module)
+        self.units = dict(self._alone(names, held))
+
+    def place(self, name: str, part: nn.Module) -> None:
+        """Put a unit under its path, in place of what stood there."""
+        path, _, attribute = name.rpartition(".")
+        # The user's names may be those of this class's own attributes.
+        self._parent(path)._modules[attribute] = part
+
+    def called(self, node: Node) -> Callable[..., Any]:
+        """Return what a node calls."""
+        if node.unit is None:
+            assert node.call is not None
+            return node.call
+        return self.part(node.unit) if node.unit else self._whole[0]
+
+    def part(self, name: str) -> nn.Module:
+        """Return a module by its path in the user's module."""
+        part: nn.Module = self
+        for step in name.split(".") if name else ():
+            found = part._modules[step]
+            assert found is not None
+            part = found
+        return part
+
+    def received(self) -> tuple[Tensor, ...]:
+        """Return meta tensors of what this stage gets from the one before it."""
+        first = self._range[0]
+        return self._recorder.first.sent(first - 1) if first else ()
+
+    def sent(self) -> tuple[Tensor, ...]:
+        """Return meta tensors of what this stage hands on; the last one's outputs are not."""
+        return () if self._is_last else self._recorder.first.sent(self._range[1] - 1)
+
+    def train(self, mode: bool = True) -> RecordedStage:
+        """Set the mode; parts that the user's module keeps in eval mode stay there."""
+        super().train(mode)
+        for one in self._whole:
+            one.train(mode)
+        if mode:
+            for name, part in self.named_modules():
+                part.training = self._recorder.training_of(name)
+            for one in self._whole:
+                one.training = self._recorder.training_of("")
+        return self
+
+    def forward(
+        self, *received: Tensor, micro: MicroBatch | None = None, at: Tensor | None = None
+    ) -> Any:
+        """Run one micro-batch, given or number `at` of those that a pipeline has at hand.
+
+        Returns tensors in fixed order.  The last stage returns the module's own outputs, or what
+        `loss` makes of them.
+        """
+        if micro is None:
+            assert at is not None
+            micro = self.micro_batches[int(at)]
+        # A pipeline hands its first stage the number too.
+        outputs = self._replayed(received if self._range[0] else (), micro)
+        return self.loss(outputs, micro) if self._is_last and self.loss else outputs
+
+    def _replayed(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
+        training = self.training
+        program = self._program(self._recorder.recording(micro.batch, training=training))
+        run = _Run(self, program.recording, micro)
+        run.values = dict(zip(program.received, received, strict=True))
+        for node in program.derived:
+            run.call(node)
+        for part, done in zip(program.parts, program.done, strict=True):
+            recompute = self.recompute.get(part.name, "none")
+            if recompute == "none" or not torch.is_grad_enabled():
+                for node in part.nodes:
+                    run.call(node)
+            else:
+                run.recomputed(part, recompute)
+            for value in done:
+                run.values.pop(value, None)
+        if self._is_last:
+            leaves = [run.value(leaf) for leaf in program.recording.result]
+            return unflatten(leaves, program.recording.result_spec)
+        # A tensor that is passed on must not be the leaf that its gradient is gathered in.
+        passed = set(program.received)
+        return tuple(
+            run.values[at].view_as(run.values[at]) if at in passed else run.values[at]
+            for at in program.sent
+        )
+
+    def held(self, name: str) -> Any:
+        """Return a parameter, buffer or attribute by its name in the user's module."""
+        path, _, attribute = name.rpartition(".")
+        owner = self.part(path)
+        for table in (owner._parameters, owner._buffers):
+            if attribute in table:
+                return table[attribute]
+        return getattr(owner, attribute)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this stage computes."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    def _program(self, recording: Recording) -> _Program:
+        if id(recording) not in self._programs:
+            self._programs[id(recording)] = self._new_program(recording)
+        return self._programs[id(recording)]
+
+    def _new_program(self, recording: Recording) -> _Program:
+        first, last = self._range
+        planned = [layer.name for layer in self._recorder.first.layers]
+        if [layer.name for layer in recording.layers] != planned:
+            raise RecordError(
+                "the forward runs other units than in the example (train or eval mode, or another "
+                "shape); use a plan without pipeline, or name units around what differs"
+            )
+        layers = recording.layers[first:last]
+        parts = []
+        for layer in layers:
+            nodes = tuple(
+                recording.nodes[at]
+                for at in range(layer.first, layer.last)
+                if at not in recording.derived
+            )
+            made = {value for node in nodes for _, value in node.made}
+            reads = {value for node in nodes for value in values_of(node.leaves)}
+            gives = sorted(v for v in made if recording.last_read.get(v, -1) >= layer.last)
+            parts.append(_Part(layer.name, nodes, tuple(sorted(reads - made)), tuple(gives)))
+        received, sent = recording.live(layers[0].first), recording.live(layers[-1].last)
+        wanted = {value for part in parts for value in part.takes}
+        if self._is_last:
+            wanted |= values_of(recording.result)
+        kept = {*sent, *(values_of(recording.result) if self._is_last else ())}
+        done: list[tuple[int, ...]] = []
+        later: set[int] = set(kept)
+        for part in reversed(parts):
+            here = {*part.takes, *(v for node in part.nodes for _, v in node.made)}
+            done.append(tuple(here - later))
+            later |= set(part.takes)
+        return _Program(
+            recording=recording,
+            derived=tuple(recording.nodes[at] for at in recording.needed(wanted)),
+            received=received,
+            sent=sent,
+            parts=tuple(parts),
+            done=tuple(reversed(done)),
+        )
+
+    def _parent(self, path: str) -> nn.Module:
+        parent: nn.Module = self
+        for step in path.split(".") if path else ():
+            parent = parent._modules.setdefault(step, nn.Module()) or parent
+        return parent
+
+    def _hold(self, name: str, module: nn.Module) -> None:
+        path, _, attribute = name.rpartition(".")
+        owner, parent = module.get_submodule(path), self._parent(path)
+        if parent is owner:
+            return  # inside a unit of this stage
+        tensor = getattr(owner, attribute)
+        if attribute in owner._parameters:
+            parent._parameters[attribute] = tensor
+        elif attribute in owner._buffers:
+            parent._buffers[attribute] = tensor
+            if attribute in owner._non_persistent_buffers_set:
+                parent._non_persistent_buffers_set.add(attribute)
+        else:
+            setattr(parent, attribute, tensor)
+
+    def _alone(self, names: Mapping[str, None], held: set[str]) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the units whose parameters nobody else in this stage reads."""
+        parts = {name: self.part(name) for name in names}
+        users: dict[int, int] = {}
+        for part in parts.values():
+            for parameter in set(part.parameters()):
+                users[id(parameter)] = users.get(id(parameter), 0) + 1
+        for name in held:
+            users[id(self.held(name))] = 2
+        for name, part in parts.items():
+            own = list(part.parameters())
+            if own and all(users[id(parameter)] == 1 for parameter in own):
+                yield name, part
+
+
+class _Run:
+    """One micro-batch on its way through a stage."""
+
+    def __init__(self, stage: RecordedStage, recording: Recording, micro: MicroBatch) -> None:
+        self._stage = stage
+        self._recording = recording
+        self._leaves = tree_leaves(micro.batch)
+        self._seed = micro.seed
+        self._device = stage.device
+        self.values: dict[int, Tensor] = {}
+
+    def value(self, leaf: Any) -> Any:
+        """Return what stands for an argument of a node."""
+        match leaf:
+            case Value(at):
+                return self.values[at]
+            case Leaf(at):
+                return self._leaves[at]
+            case Held(name):
+                return self._stage.held(name)
+            case Device():
+                return self._device
+            case Tensor():
+                return leaf.to(self._device)
+            case _:
+                return leaf
+
+    def call(self, node: Node) -> None:
+        """Run one node."""
+        args, kwargs = node.arguments(self.value)
+        called = self._stage.called(node)
+        drawing = (
+            seeded(self._seed, node.name, self._device) if node.draws else contextlib.nullcontext()
+        )
+        with drawing, contextlib.nullcontext() if node.grad else torch.no_grad():
+            made = tree_leaves(called(*args, **kwargs))
+        for place, value in node.made:
+            self.values[value] = made[place]
+
+    def recomputed(self, part: _Part, recompute: Recompute) -> None:
+        """Run a layer that keeps what it takes, and makes the rest again in backward."""
+
+        def layer(*taken: Tensor) -> tuple[Tensor, ...]:
+            inside = _Run.__new__(_Run)
+            inside.__dict__.update(self.__dict__)
+            inside.values = dict(zip(part.takes, taken, strict=True))
+            for node in part.nodes:
+                inside.call(node)
+            return tuple(inside.values[value] for value in part.gives)
+
+        taken = [self.values[value] for value in part.takes]
+        # What is changed in place cannot be kept; it is then made again with all else.
+        selective = recompute == "selective" and not any(node.changed for node in part.nodes)
+        made = checkpoint(
+            layer,
+            *taken,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=selective_contexts if selective else noop_context_fn,
+        )
+        self.values.update(zip(part.gives, made, strict=True))

@@ -1,0 +1,100 @@
+"""docs/models.md: the families that launch, from the tests' own list and the runtime's refusals.
+
+`python -m tests.runtime.family_table` writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from planner.layers.architecture import SUPPORTED, architecture_of
+from planner.layers.parameters import graph_of
+from planner.native import FAMILIES as LAUNCHED
+from planner.native import obstacle
+from planner.plan import Layout
+from planner.training import Lora
+from tests.runtime import cases, families
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PUBLISHED = {
+    "deepseek_v2": "DeepSeek-V2, V2-Lite",
+    "deepseek_v3": "DeepSeek-V3, R1",
+    "gemma": "Gemma 1",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3, its text models",
+    "gpt2": "GPT-2",
+    "gpt_oss": "GPT-OSS, its weights as bf16",
+    "granite": "Granite 3",
+    "llama": "Llama 1 to 3, and what is built alike",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "phi3": "Phi-3, Phi-4",
+    "qwen2": "Qwen 2, 2.5",
+    "qwen2_moe": "Qwen 1.5 and 2 with experts",
+    "qwen3": "Qwen 3",
+    "qwen3_moe": "Qwen 3 with experts",
+    "smollm3": "SmolLM 3",
+    "starcoder2": "StarCoder 2",
+}
+HEAD = """# Models
+
+Families of transformers that `launch --weights FOLDER` trains.  Each trains three steps like the
+library's own class in a plain loop (losses within 1e-6, fp32) in one process and under tensor
+parallelism, pipelines, split backward, ZeRO-3, context and expert parallelism on 2 ranks, where it
+is not refused: `tests/runtime/test_families.py`, whose list this page is written from
+(`python -m tests.runtime.family_table`).
+
+| model_type | models | tensor | context | experts | LoRA |
+|---|---|---|---|---|---|
+"""
+TAIL = """
+Data parallelism, ZeRO and pipelines take all of them.  Dropout is off.  Files may hold experts one
+by one, as they are published, or merged.
+
+What else holds:
+- DeepSeek: the router's correction bias is read, saved and exported, and stays as it is, as in the
+  library.
+- GPT-OSS: files in 4 bits are refused; convert them with transformers to bf16 first.  Plans count
+  every block's attention over all tokens.
+- Gemma 3: text models (`gemma3_text`) only; models that see images are trained with
+  `meshwright.Engine`.
+
+These can be planned and studied, not launched: {planned}.
+Encoders (BERT), models of images (ViT), of two sequences (T5) and all others are trained from your
+own script with `meshwright.Engine`, or given as `file.py:factory`.
+"""
+
+
+def text() -> str:
+    """Return the page."""
+    rows = "\n".join(_row(family) for family in families.FAMILIES)
+    planned = ", ".join(sorted(set(SUPPORTED) - set(LAUNCHED)))
+    return HEAD + rows + "\n" + TAIL.format(planned=planned)
+
+
+def _row(family: str) -> str:
+    config = families.FAMILIES[family]().to_dict()
+    graph = graph_of(architecture_of(config, name=family), name=family)
+    job = cases.plan(graph).job
+    layouts = {
+        "tensor": Layout(tensor=2, micro_batches=2),
+        "context": Layout(context=2, micro_batches=2),
+        "experts": Layout(data_shard=2, expert=2, zero=1, micro_batches=2),
+    }
+    with_lora = replace(job, lora=Lora(rank=4))
+    cells = [_cell(obstacle(graph, job, layout) is None) for layout in layouts.values()]
+    if graph.architecture is not None and graph.architecture.experts is None:
+        cells[-1] = ""
+    cells.append(_cell(obstacle(graph, with_lora, Layout()) is None))
+    return f"| `{family}` | {PUBLISHED[family]} | " + " | ".join(cells) + " |"
+
+
+def _cell(taken: bool) -> str:
+    return "yes" if taken else "no"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text(), encoding="utf-8")
