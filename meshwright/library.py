@@ -293,7 +293,7 @@ def export(
     >>> plan = meshwright.plan("gpt2-small", "2xa100-sxm-80gb", backend="megatron")
     >>> file = pathlib.Path(tempfile.mkdtemp(), "plan.yaml")
     >>> meshwright.save(plan, file)
-    >>> "--num-layers 12" in meshwright.export(file).text
+    >>> "--bf16" in meshwright.export(file).text
     True
     """
     return commands.export(str(source), to=to, output=output)

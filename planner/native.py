@@ -96,11 +96,11 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
     """
     if next(_adapter_obstacles(model), None):
         foreign = next(_foreign_choices(job, layout), None)
+        foreign = foreign or next(_unplanned(model, job, FAMILIES), None)
         return str(foreign) if foreign else limit(model, cluster, job, layout)
     found = next(_cluster_obstacles(cluster, job, layout), None)
-    found = (
-        found or next(_unplanned(model, job), None) or next(_obstacles(model, job, layout), None)
-    )
+    found = found or next(_unplanned(model, job, FAMILIES), None)
+    found = found or next(_obstacles(model, job, layout), None)
     return str(found) if found else None
 
 
@@ -137,12 +137,17 @@ def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activation
     return None
 
 
-def _unplanned(model: ModelGraph, job: Job) -> Iterator[Obstacle]:
+def _unplanned(model: ModelGraph, job: Job, families: tuple[str, ...] = ()) -> Iterator[Obstacle]:
     """Yield what is not priced; the runtime may train it all the same."""
     a = model.architecture
-    if job.lora is not None and (a is None or a.family not in FAMILIES):
-        known = ", ".join(FAMILIES)
-        yield Obstacle("training.lora", f"adapters are planned for the families {known}")
+    if job.lora is None:
+        return
+    if a is None:
+        yield Obstacle("training.lora", "adapters are planned for language models")
+    elif families and a.family not in families:
+        yield Obstacle(
+            "training.lora", f"adapters are planned for the families {', '.join(families)}"
+        )
 
 
 def _cluster_obstacles(cluster: ClusterSpec, job: Job, layout: Layout) -> Iterator[Obstacle]:

@@ -329,7 +329,7 @@ class Plan(Document):
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = written(self)
-        if self.batch is not None:
+        if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
         return fields
 

@@ -276,6 +276,8 @@ class Host(Part):
     pipelined_s: Pipelined = Pipelined()
     action_s: Amount = 0.0
     """Each forward and each backward of a micro-batch on a stage, beside its layers."""
+    action_of: Literal["stage", "rank"] = "stage"
+    """Whose it is where ranks have several stages: each stage's, or all of a rank's together."""
     actions: Literal["always", "pipeline"] = "always"
     """Whether a model of one stage has actions too, or a loop around its layers alone."""
     step_s: Amount = 0.0
@@ -287,9 +289,11 @@ class Host(Part):
 class OptimizerRule(Part):
     """The optimizer's step."""
 
-    moved_bytes: Rate = 38.0
-    """Memory traffic per parameter of fused AdamW: p, g, m, v read, p, m, v and the working weight
-    written, and what norm, clipping and zeroing of gradients read and write."""
+    clips: Flag = False
+    """Gradients are multiplied by what clips their norm at every step; else only where they are
+    too large, which is not counted."""
+    zeroed: Flag = True
+    """Gradients are set to zero in their buffers; else those are freed."""
 
 
 class OffloadRule(Part):

@@ -126,14 +126,14 @@ def few_samples(batch: Any, samples: int) -> Any:
 
 def _figures(recorder: Recorder, batch: Any, loss: Loss | None) -> Iterator[LayerTrace]:
     """Yield what each layer costs, forward and backward, the loss with the last one."""
-    with recorder.without_data(batch) as (module, batch):
+    with recorder.without_data(batch) as (module, given):
         passed: tuple[Tensor, ...] = ()
         count = len(recorder.first.layers)
         for at in range(count):
             stage = RecordedStage(module, recorder, at, at + 1)
             taken = tuple(x.detach().requires_grad_(x.requires_grad) for x in passed)
             figures, outputs = _figures_of(
-                stage, taken, batch, loss=loss if at == count - 1 else None
+                stage, taken, given, loss=loss if at == count - 1 else None
             )
             yield figures
             passed = outputs

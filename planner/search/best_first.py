@@ -20,16 +20,15 @@ choice; what one found is what the next has to beat, and one account counts all 
 
 from __future__ import annotations
 
-import gc
 import heapq
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
+from planner.collector import uncollected
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
 from planner.native import Rules
 from planner.pins import outside
@@ -80,22 +79,7 @@ Outcome = Solution | Infeasible | Fathomed | Unfinished
 Solve = Callable[[Instance, float], Outcome]
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Leave the cycle collector out: a search makes many objects that live, and few cycles.
-
-    It would go through all of them again and again, a sixth of a large search's seconds.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def search(
     request: Request,
     *,

@@ -23,7 +23,7 @@ import profiler.clock
 from planner.cluster import Collective
 from planner.plan import Plan
 from planner.profile import CollectiveCurve, LinkPoint
-from profiler import chain, layers, overheads, stages
+from profiler import chain, devices, layers, overheads, stages
 from profiler.chain import Case, Chain
 from runtime import experts
 from runtime.engine import Engine
@@ -89,7 +89,11 @@ def job(*plans: Plan, rank: int) -> Iterator[None]:
             WORLD.synced("list", WORLD.current().clock)
             return even(rows, sent)
 
-        with mock.patch.object(experts, "_by_rank", asked):
+        with (
+            mock.patch.object(experts, "_by_rank", asked),
+            # Messages that one side batches and the other does not take different communicators.
+            mock.patch("torch.distributed.batch_isend_irecv", side_effect=AssertionError),
+        ):
             yield
 
 
@@ -142,6 +146,13 @@ def sharing(precision: str) -> Callable[[], None]:
     return doing
 
 
+def device() -> None:
+    clock = profiler.clock.Clock(CUDA)
+    with mock.patch.object(devices, "PRODUCT_S", 0.0):
+        assert devices._product_flops(CUDA, clock) == [2 * 4096**3 / 1e-3] * devices.LEAST_PRODUCTS
+    devices._copies(CUDA, clock)
+
+
 def update() -> None:
     own = overheads._updated(a_chain("bf16"), cases.transformer(**FIGURES))
     overheads.optimizer_s_per_parameter(own, profiler.clock.Clock(CUDA))
@@ -184,6 +195,7 @@ PATHS: dict[str, Path] = {
     "profile: layers in fp16": measured(chain_alone("fp16")),
     "profile: data parallelism in bf16": measured(sharing("bf16"), 2),
     "profile: data parallelism in fp32": measured(sharing("fp32"), 2),
+    "profile: device": measured(device),
     "profile: units": measured(unit, 2),
     "profile: step": measured(step, 2),
     "profile: optimizer": measured(update),

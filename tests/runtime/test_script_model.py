@@ -121,7 +121,7 @@ def test_a_plan_is_of_one_module() -> None:
 
     check_module(plan, GPT(), batch)
     check_module(plan, GPT(), batch[:3])
-    with pytest.raises(PlanError, match="another module or batch .*shapes or calls differ"):
+    with pytest.raises(PlanError, match=r"another module or batch .*shapes or calls differ"):
         check_module(plan, Wider(), batch)
     with pytest.raises(PlanError, match="another module or batch"):
         check_module(plan, GPT(), batch[:, :5])
