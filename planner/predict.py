@@ -346,7 +346,7 @@ def placement_prediction(
             *(Assumption(what=what, provenance="assumed", source=TOLD) for what in assumed),
             *seats.assumptions,
             *unknown(tables.cluster, layout, on_host),
-            *((FULL_TIME,) if job.lora is not None else ()),
+            *((FULL_TIME,) if job.lora and not tables.prices_adapters else ()),
         ),
     )
 

@@ -26,6 +26,7 @@ from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.schedules import schedule_of
 from runtime import eight_bits, lora
+from runtime.branches import TOKENS
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.loss import IGNORED, Counted, Totals, divisor_near
@@ -89,7 +90,7 @@ class Engine:
             model,
             source=plan.model.source,
             seq_len=plan.seq_len,
-            dtype=activation_type(plan),
+            dtype=activation_type(plan.precision),
             device=device,
             seed=plan.training.seed,
             weights=weights,
@@ -387,7 +388,7 @@ class Engine:
             group=place.axis("pipeline").get_group(),
             device=self.device,
             loss=self._micro_batch_loss,
-            tokens_everywhere=bool(self._adapter.model.edges),
+            everywhere=TOKENS if self._adapter.model.edges else None,
         )
 
 

@@ -113,7 +113,9 @@ class CostTables:
         self.activations = activations
         a = model.architecture
         self._rates = rates(cluster, job, profile, request.stack, head_dim=a.head_dim if a else 128)
-        frozen = job.lora is not None and self._rates.stack.kernels.adapters != "none"
+        self.prices_adapters = self._rates.stack.kernels.adapters != "none"
+        """Whether frozen weights take less time; else they take that of trained ones."""
+        frozen = job.lora is not None and self.prices_adapters
         self._kernels = kernels_of(
             self._rates.stack,
             job.precision,
