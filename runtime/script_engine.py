@@ -29,6 +29,7 @@ from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
 from runtime import batches, checkpoint, script_checkpoint
 from runtime.averaged import Averaged
+from runtime.batch_norm import RunningStatistics
 from runtime.gradients import Measured, Slot, copies_of
 from runtime.loss import Totals, counted, divisor_near
 from runtime.loss_scale import LossScale
@@ -164,6 +165,7 @@ class Engine:
         self._replicas = (
             Replicas(replicated, backwards=None if apart else count) if replicated else None
         )
+        self._statistics = RunningStatistics([part.module for part in self._parts], self._place)
         self._checked = False
         self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
 
@@ -457,6 +459,7 @@ class Engine:
             self._one_after_another(micros)
         if self._replicas is not None:
             self._replicas.finish()
+        self._statistics.apply()
 
     def _one_after_another(self, micros: Sequence[MicroBatch]) -> None:
         part = self._parts[0]
