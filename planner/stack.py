@@ -30,7 +30,8 @@ parameters a shard is a part of them."""
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
 SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks"]
-Provenance = Literal["derived", "measured", "fitted", "assumed"]
+Provenance = Literal["derived", "measured", "fitted", "assumed", "unexplained"]
+"""`unexplained` is fitted, and no mechanism is known: it speaks of runs of one stack alone."""
 
 
 class Types(Part):
@@ -75,10 +76,8 @@ class Sharding(Part):
     """Share of the gradients' reduction that can hide behind the last micro-batch's backward."""
     gather_overlap: Amount = Field(default=0.0, le=1)
     """Share of the gather of updated parameters that can hide behind the next forward."""
-    node_rate: Fraction = 1.0
-    """Rate of ZeRO-3 collectives within a node over that of large contiguous ones."""
     network_rate: Fraction = 1.0
-    """The same between nodes."""
+    """Rate of ZeRO-3 collectives between nodes over that of large contiguous ones."""
     copies: Copies = "none"
     """Whether parameters and gradients are copied between their own tensors and the buffers of
     collectives (FSDP2), or are parts of those buffers."""
@@ -364,8 +363,8 @@ class Basis(Part):
 
     @model_validator(mode="after")
     def _told(self) -> Self:
-        if self.provenance == "fitted" and self.runs is None:
-            raise ValueError("is fitted and does not say to how many runs")
+        if self.provenance in ("fitted", "unexplained") and self.runs is None:
+            raise ValueError(f"is {self.provenance} and does not say to how many runs")
         return self
 
 

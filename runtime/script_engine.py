@@ -40,6 +40,7 @@ from runtime.recorded_stage import MicroBatch, step_seed
 from runtime.recorder import Inputs, Recorder
 from runtime.replicas import Replicas
 from runtime.script_checkpoint import Stateful
+from runtime.script_model import check_module, few_samples
 from runtime.script_plan import script_plan
 from runtime.script_stage import (
     check_layers,
@@ -119,8 +120,11 @@ class Engine:
             module = build()
         refuse_hooks(module)
         samples = plan.global_batch if isinstance(plan, Plan) else batches.samples_in(batch)
-        recorder = Recorder(module, batch, inputs, units=units)
-        if not isinstance(plan, Plan):
+        if isinstance(plan, Plan):
+            if plan.model.graph is not None:
+                check_module(plan, module, batch, inputs, units=units)
+        else:
+            recorder = Recorder.of(module, batch, inputs, units=units)
             name = getattr(build, "__name__", type(module).__name__)
             plan = script_plan(
                 recorder,
@@ -131,8 +135,8 @@ class Engine:
                 device=self.device.type,
             )
         self.plan = plan
-        example = batches.part_of(batch, range(plan.micro_batch))
-        self._recorder = Recorder(
+        example = few_samples(batch, plan.micro_batch)
+        self._recorder = Recorder.of(
             module, example, inputs, units=units, dtype=activation_type(plan.precision)
         )
         check_layers(plan, self._recorder)

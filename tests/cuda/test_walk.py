@@ -30,7 +30,7 @@ REPORT = {
     "copy of pageable memory to cuda at runtime/engine.py:_inputs_and_targets": 1,
     "item at runtime/engine.py:step": 3,
 }
-"""What the host waits for in a step: tokens that come, a loss, a norm and a count that go."""
+"""What the host waits for in a step: tokens that come, the three figures of its report that go."""
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,9 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
         "torch",
         "runtime/engine.py:_inputs_and_targets",
         "runtime/engine.py:step",
-        "runtime/gradients.py:_squared_norm",
+        "runtime/adamw.py:step",
         "runtime/gradients.py:_multiply",
-        "runtime/adamw.py:_update",
+        "runtime/gradients.py:_squared_norm",
     }
     # Each of two layers asks in two micro-batches how many tokens go where.
     assert more["experts"] == REPORT | {
@@ -109,6 +109,12 @@ def test_products_are_in_the_type_that_is_measured_and_trained(
     walked: dict[str, dict[str, Any]], path: str, dtype: str
 ) -> None:
     assert walked[path]["products"]["mm"] == [dtype]
+
+
+def test_attention_in_32_bits_shares_no_heads(walked: dict[str, dict[str, Any]]) -> None:
+    # No fused kernel does both.
+    assert walked["one device"]["products"]["attention"] == ["equal float32"]
+    assert walked["one device, bf16"]["products"]["attention"] == ["grouped bfloat16"]
 
 
 def test_a_profile_in_16_bits_updates_parameters_in_32(walked: dict[str, dict[str, Any]]) -> None:

@@ -89,7 +89,16 @@ def job(*plans: Plan, rank: int) -> Iterator[None]:
             WORLD.synced("list", WORLD.current().clock)
             return even(rows, sent)
 
+        attention = torch.nn.functional.scaled_dot_product_attention
+
+        def attended(query: torch.Tensor, key: torch.Tensor, *more: Any, **how: Any) -> Any:
+            grouped = "grouped" if query.shape[1] != key.shape[1] else "equal"
+            kind = f"{grouped} {query.dtype}".replace("torch.", "")
+            WORLD.products.setdefault("attention", set()).add(kind)
+            return attention(query, key, *more, **how)
+
         with (
+            mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attended),
             mock.patch.object(experts, "_by_rank", asked),
             # Messages that one side batches and the other does not take different communicators.
             mock.patch("torch.distributed.batch_isend_irecv", side_effect=AssertionError),
