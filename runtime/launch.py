@@ -226,6 +226,9 @@ def _write_orders(
         if rendezvous.node_rank.nodes == 1
         else f", {len(ready.local_ranks)} of them on this node"
     )
+    if corpus.kind == "conversations":
+        _tell_conversations(corpus, ready, say)
+        left_out = f", of which {count_text(corpus.counted)} count"
     say.print(
         f"{count_text(corpus.tokens)} tokens by {corpus.tokenizer}{left_out}; {ready.ranks} ranks "
         f"on {ready.device}{here}, {ready.plan.layout.text()}; in {ready.output}"
@@ -276,6 +279,32 @@ def _write_orders(
     write(ready.model, run.model_file(ready.output))
     write(orders, run.orders_file(ready.output))
     return orders
+
+
+def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) -> None:
+    """Print how conversations are laid into samples, and the first of them with what counts."""
+    from runtime.conversations import Conversations  # noqa: PLC0415 - imports transformers
+    from runtime.packing import PackedSamples  # noqa: PLC0415
+
+    assert ready.tokenizer is not None
+    plan = ready.plan
+    samples = PackedSamples(corpus, seq_len=plan.seq_len, seed=plan.training.seed)
+    rows = len(samples.rows)
+    notes = [f"{corpus.documents} conversations in {rows} samples of {plan.seq_len} tokens"]
+    if samples.cut:
+        notes.append(f"{samples.cut} are longer and cut off")
+    if corpus.skipped:
+        notes.append(f"{corpus.skipped} say nothing that counts and are left out")
+    say.print("; ".join(notes))
+    tokens, counts, starts = samples.batch(0, 1)
+    assert counts is not None
+    assert starts is not None
+    say.print(
+        f"the first sample has {len(set(starts[0].tolist()))} documents, and the loss counts "
+        f"{int(counts.sum())} of its {plan.seq_len} targets, which stand in [[ ]]:"
+    )
+    shown = Conversations(ready.tokenizer).shown(tokens[0].tolist(), [False, *counts[0].tolist()])
+    say.print(shown)
 
 
 def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: Orders, shown: _Shown) -> None:
