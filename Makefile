@@ -14,10 +14,10 @@ demo: .venv/installed  ## profile this machine, plan, train a small model on rea
 	$(BIN)/python -m meshwright.demo
 
 test: .venv/installed  ## run the tests (no GPU needed)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 oldest: $(OLDEST)/installed  ## run the tests of the runtime that torch's version could break, with the oldest that is allowed
-	$(OLDEST)/bin/python -m pytest -q -n 2 --dist worksteal $(addprefix tests/runtime/test_,torch_internals.py \
+	$(OLDEST)/bin/python -m pytest -q -n 2 --dist loadfile $(addprefix tests/runtime/test_,torch_internals.py \
 		pipeline.py schedules.py stale_pipeline.py branches.py rehearsal.py gradient_wire.py activations.py \
 		experts.py context.py lora.py checkpoint.py train.py)
 

@@ -4,7 +4,9 @@
     ├── DocumentError     a document or argument does not say what it must; carries file and path
     ├── NoPlanFits        the search ended without a plan; carries the closest miss
     ├── LaunchError       the plan is fine, this machine or this run is not
-    └── RecordError       a module's forward cannot be recorded; carries the line of its code
+    ├── RecordError       a module's forward cannot be recorded; carries the line of its code
+    ├── BatchError        a batch, or what a loss made of it, is not what a step takes
+    └── OptimizerError    an optimizer cannot be used under this plan
 
 Anything else that escapes is a bug in Meshwright, and the command line says so.
 """
@@ -49,3 +51,11 @@ class RecordError(MeshwrightError):
         self.message = message
         self.where = where
         super().__init__(": ".join(part for part in (where, message) if part))
+
+
+class BatchError(MeshwrightError):
+    """A batch, or what a loss made of it, is not what a step takes; names the leaf."""
+
+
+class OptimizerError(MeshwrightError):
+    """An optimizer cannot be made, or not over parameters that are divided; names it."""

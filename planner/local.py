@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,13 @@ class Device(NamedTuple):
 
     name: str
     memory_bytes: int
+    identifier: str = ""
+    """By which CUDA_VISIBLE_DEVICES may name it."""
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """What is equal of devices that are alike."""
+        return self.name, self.memory_bytes
 
 
 class Core(NamedTuple):
@@ -218,43 +226,74 @@ def nvidia_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device,
     command = shutil.which("nvidia-smi")
     if command is None:
         return ()
-    query = [command, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = [command, "--query-gpu=name,memory.total,uuid", "--format=csv,noheader,nounits"]
     try:
-        result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        rows, names = (
+            subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout
+            for asked in (query, [command, "-L"])
+        )
     except (OSError, subprocess.SubprocessError):
         return ()
-    return visible(listed(result.stdout), environment.get("CUDA_VISIBLE_DEVICES"))
+    return visible(listed(rows), environment.get("CUDA_VISIBLE_DEVICES"), instances(names))
 
 
 def listed(text: str) -> tuple[Device, ...]:
-    """Read the lines of `nvidia-smi --query-gpu=name,memory.total` (in MiB).
+    """Read the lines of `nvidia-smi --query-gpu=name,memory.total,uuid` (in MiB).
 
-    >>> listed("NVIDIA H100 80GB HBM3, 81559")
-    (Device(name='NVIDIA H100 80GB HBM3', memory_bytes=85520809984),)
+    >>> listed("NVIDIA H100 80GB HBM3, 81559, GPU-5c8")
+    (Device(name='NVIDIA H100 80GB HBM3', memory_bytes=85520809984, identifier='GPU-5c8'),)
     """
     devices = []
     for line in text.splitlines():
-        name, _, memory = line.rpartition(",")
-        if name and memory.strip().isdigit():
-            devices.append(Device(name.strip(), int(memory) * MIB))
+        name, memory, identifier = (part.strip() for part in f",,{line}".rsplit(",", 2))
+        name = name.removeprefix(",,")
+        if name and memory.isdigit():
+            devices.append(Device(name, int(memory) * MIB, identifier))
     return tuple(devices)
 
 
-def visible(devices: Sequence[Device], chosen: str | None) -> tuple[Device, ...]:
-    """Return the devices that a value of CUDA_VISIBLE_DEVICES names by index.
+def instances(text: str) -> tuple[Device, ...]:
+    """Read the parts of devices in the listing of `nvidia-smi -L`.
 
-    As in CUDA, the first entry that is no device ends the list; identifiers (GPU-...) are counted.
+    >>> (part,) = instances(
+    ...     "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5c8)\\n"
+    ...     "  MIG 1g.10gb     Device  0: (UUID: MIG-9f1)"
+    ... )
+    >>> part.name, part.memory_bytes, part.identifier
+    ('NVIDIA H100 80GB HBM3 MIG 1g.10gb', 10737418240, 'MIG-9f1')
+    """
+    found = []
+    name = ""
+    for line in text.splitlines():
+        if whole := re.match(r"GPU \d+: (.*) \(UUID", line):
+            name = whole[1]
+        elif part := re.match(r"\s+MIG (\S+\.(\d+)gb\S*)\s.*UUID: (MIG-[^)]+)", line):
+            found.append(Device(f"{name} MIG {part[1]}", int(part[2]) * 2**30, part[3]))
+    return tuple(found)
+
+
+def visible(
+    devices: Sequence[Device], chosen: str | None, parts: Sequence[Device] = ()
+) -> tuple[Device, ...]:
+    """Return the devices that a value of CUDA_VISIBLE_DEVICES names, in its order.
+
+    An entry is an index in the order of the bus, or the beginning of one device's identifier
+    (GPU-..., MIG-...).  As in CUDA, the first entry that is neither ends the list.
     """
     if chosen is None:
         return tuple(devices)
-    result = []
-    for position, entry in enumerate(part.strip() for part in chosen.split(",")):
-        if entry.startswith("GPU-") and position < len(devices):
-            result.append(devices[position])
-        elif entry.isdigit() and int(entry) < len(devices):
-            result.append(devices[int(entry)])
-        else:
+    result: list[Device] = []
+    for entry in (part.strip() for part in chosen.split(",")):
+        named = [
+            device
+            for device in (*devices, *parts)
+            if entry.startswith(("GPU-", "MIG-")) and device.identifier.startswith(entry)
+        ]
+        if entry.isdigit():
+            named = list(devices[int(entry) : int(entry) + 1])
+        if len(named) != 1:
             break
+        result += named
     return tuple(result)
 
 
@@ -262,8 +301,9 @@ def of_devices(devices: Sequence[Device]) -> ClusterSpec:
     """Return NVIDIA devices of one host as a cluster, a group for each run of equal ones."""
     groups: list[DeviceGroup] = []
     entries: list[AcceleratorEntry] = []
-    for device, run in groupby(devices):
-        count = len(list(run))
+    for _, run in groupby(devices, key=lambda device: device.kind):
+        device, *others = run
+        count = 1 + len(others)
         name, entry, known = _entry_of(device)
         entries.append(entry)
         accelerator = entry.accelerator(name if known else device.name)

@@ -30,7 +30,7 @@ from runtime import recompute as recomputing
 from runtime.adapter import Adapter
 from runtime.branches import TOKENS
 from runtime.mesh import Place
-from runtime.parallelize import parallel_stage
+from runtime.parallelize import activation_type, parallel_stage
 from runtime.source import adapter_of
 
 SAME_KIND = 2
@@ -119,7 +119,7 @@ class Chain:
         """It ends in the model's last layer, and so in a loss."""
         # Mixed precision belongs to data parallelism in the runtime; here the layers themselves
         # are in the type that they compute in.
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        dtype = activation_type(precision)
         # Of ZeRO, which experts on ranks of their own ask for, nothing is done: see `_place`.
         mesh = self.division.mesh
         plan = plan_of(
@@ -239,6 +239,7 @@ def plan_of(
     seq_len: int,
     mesh: Mesh,
     zero: int = 0,
+    precision: Precision = "fp32",
     micro_batches: int = 1,
 ) -> Plan:
     """Return a plan with these layers in each stage and micro-batches of one sample."""
@@ -248,7 +249,7 @@ def plan_of(
         cluster="local",
         seq_len=seq_len,
         global_batch=data * micro_batches,
-        precision="fp32",
+        precision=precision,
         mesh=mesh,
         zero=zero,
         schedule=PLAIN,

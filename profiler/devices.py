@@ -8,6 +8,7 @@ pieces until there is no more, which is what training can have of it.
 from __future__ import annotations
 
 import gc
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -51,14 +52,19 @@ def devices(device: torch.device, *, name: str) -> list[MeasuredDevice]:
 def _product_flops(device: torch.device, clock: Clock) -> list[float]:
     side = SIDE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left, right = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    # Random, since equal bits use less power and let clocks rise.
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     rates: list[float] = []
     torch.matmul(left, right, out=out)
     begin_s = clock.now_s()
-    while len(rates) < LEAST_PRODUCTS or clock.now_s() - begin_s < PRODUCT_S:
-        seconds = clock.seconds(lambda: torch.matmul(left, right, out=out))
-        rates.append(2 * side**3 / seconds)
+    while not rates or clock.now_s() - begin_s < PRODUCT_S:
+        # Queued together: a wait behind each would let the device idle before the next.
+        moments = [clock.moment()]
+        for _ in range(LEAST_PRODUCTS):
+            torch.matmul(left, right, out=out)
+            moments.append(clock.moment())
+        rates += [2 * side**3 / clock.between_s(*pair) for pair in itertools.pairwise(moments)]
     return rates
 
 

@@ -44,7 +44,7 @@ from profiler.layers import trial
 from runtime.engine import Engine
 from runtime.mesh import Place, place_of
 from runtime.optimizer import Optimizer
-from runtime.parallelize import ParallelStage, parallel_stage
+from runtime.parallelize import ParallelStage, activation_type, parallel_stage
 from runtime.replicas import Replicas
 
 SEQ_LEN = 8
@@ -55,6 +55,8 @@ OWN_LAYER_ROUNDS = 6
 LEAST_ROUNDS = 2
 MOST_S = 12.0
 """Of one comparison; a lap that has begun is ended, and the least are done all the same."""
+REDUCED_BYTES = 4
+"""Of an element of a gradient between ranks."""
 MICRO_BATCHES = 16
 """In the tiny pipeline: enough that filling it is a small part."""
 
@@ -95,7 +97,7 @@ def overheads(
     )
     return Overheads(
         step_s=step_s(device),
-        optimizer_s_per_parameter=optimizer_s_per_parameter(chain, clock),
+        optimizer_s_per_parameter=optimizer_s_per_parameter(_updated(chain, model), clock),
         pipeline_action_s=pipeline_action_s(curves, device) if world > 1 else 0.0,
         shard_unit_s=unit_s,
         overlap=sharing.overlap,
@@ -148,46 +150,59 @@ def shard_costs(
     Three differences, each of units u with p_u bytes of parameters, o the overlap:
 
         ZeRO-3 forward                  Σ (1 - o) gather(p_u)     + g p_u + unit_s
-        ZeRO-2 backward                 Σ (1 - o) reduce(p_u)     + r p_u + unit_s
-        replicas' backward              Σ (1 - o) all_reduce(p_u) + r p_u
+        ZeRO-2 backward                 Σ (1 - o) reduce(q_u)     + r q_u + unit_s
+        replicas' backward              Σ (1 - o) all_reduce(q_u) + r q_u
 
-    Where the differences are more than the collectives o is 0, else the copies g and r are.
+    Gradients have q_u bytes: they are reduced in 32 bits, also where parameters are gathered in 16.
+    In 16 bits FSDP holds replicas too, and their units take time as those of ZeRO do.  Where the
+    differences are more than the collectives o is 0, else the copies g and r are.
     """
     clock = Clock(device)
     zero_3 = _over_data(chain, model, zero=3, device=device).chain
     zero_2 = _over_data(chain, model, zero=2, device=device).chain
     whole = _over_data(chain, model, zero=0, device=device)
-    replicas = Replicas(whole.replicated, backwards=1)
+    replicas = Replicas(whole.replicated, backwards=1) if whole.replicated else None
+    reduced = partial(_micro_batch, chain, whole.chain, clock)
     times = _interleaved(
         {
             "plain": partial(_micro_batch, chain, chain.module, clock),
             "zero 3": partial(_micro_batch, chain, zero_3, clock, sync=True),
             "zero 2": partial(_micro_batch, chain, zero_2, clock, sync=True),
-            "replicas": partial(_micro_batch, chain, whole.chain, clock, replicas=replicas),
+            "replicas": partial(reduced, replicas=replicas)
+            if replicas
+            else partial(reduced, sync=True),
         },
         rounds=OWN_LAYER_ROUNDS,
     )
-    sizes = [
-        sum(p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad)
-        for layer in chain.module.layers.values()
-    ]
+    gathered, reduced_bytes = (
+        [
+            sum(p.numel() * width(p) for p in layer.parameters() if p.requires_grad)
+            for layer in chain.module.layers.values()
+        ]
+        for width in (Tensor.element_size, lambda _: REDUCED_BYTES)
+    )
     plain_forward_s, plain_backward_s = times["plain"]
-    units_s = len(sizes) * unit_s
+    units_s = len(gathered) * unit_s
     gather_s = times["zero 3"][0] - plain_forward_s - units_s
     reduce_s = times["zero 2"][1] - plain_backward_s - units_s
-    all_reduce_s = times["replicas"][1] - plain_backward_s
-    gathers_s = _collectives_s("all_gather", sizes, curves)
-    reductions_s = _collectives_s("reduce_scatter", sizes, curves)
-    all_reduces_s = _collectives_s("all_reduce", sizes, curves)
+    all_reduce_s = times["replicas"][1] - plain_backward_s - (units_s if whole.wrapped else 0.0)
+    gathers_s = _collectives_s("all_gather", gathered, curves)
+    reductions_s = _collectives_s("reduce_scatter", reduced_bytes, curves)
+    all_reduces_s = _collectives_s("all_reduce", reduced_bytes, curves)
     return sharing_of(
         gather=(gather_s, gathers_s),
         reduces=((reduce_s, reductions_s), (all_reduce_s, all_reduces_s)),
-        size_bytes=sum(sizes),
+        gathered_bytes=sum(gathered),
+        reduced_bytes=sum(reduced_bytes),
     )
 
 
 def sharing_of(
-    *, gather: tuple[float, float], reduces: Sequence[tuple[float, float]], size_bytes: float
+    *,
+    gather: tuple[float, float],
+    reduces: Sequence[tuple[float, float]],
+    gathered_bytes: float,
+    reduced_bytes: float,
 ) -> Sharing:
     """Divide the seconds seen (first of each pair) among collectives (second), copies, overlap.
 
@@ -207,8 +222,8 @@ def sharing_of(
     more_s = [max(0.0, seen - alone) for seen, alone in pairs]
     return Sharing(
         overlap=0.0,
-        gather_copy_s_per_byte=more_s[0] / size_bytes,
-        reduce_copy_s_per_byte=sum(more_s[1:]) / len(reduces) / size_bytes,
+        gather_copy_s_per_byte=more_s[0] / gathered_bytes,
+        reduce_copy_s_per_byte=sum(more_s[1:]) / len(reduces) / reduced_bytes,
     )
 
 
@@ -229,7 +244,14 @@ def _over_data(
     """Return the same layers anew, for data parallelism over all ranks."""
     world = dist.get_world_size()
     mesh = Mesh(data_shard=world) if zero else Mesh(data_replicate=world)
-    plan = plan_of(model, [list(chain.kinds)], seq_len=chain.seq_len, mesh=mesh, zero=zero)
+    plan = plan_of(
+        model,
+        [list(chain.kinds)],
+        seq_len=chain.seq_len,
+        mesh=mesh,
+        zero=zero,
+        precision=chain.precision,
+    )
     return parallel_stage(
         plan, chain.adapter, place_of(plan, device), stage=0, device=device, weights=None
     )
@@ -289,6 +311,13 @@ def _interleaved(
 # --- optimizer and step -----------------------------------------------------------------------
 
 
+def _updated(chain: Chain, model: ModelGraph) -> Chain:
+    """Return layers as the optimizer sees them: in 32 bits, whatever type they compute in."""
+    if activation_type(chain.precision) == torch.float32:
+        return chain
+    return Chain(model, seq_len=chain.seq_len, precision="fp32", device=chain.device)
+
+
 def optimizer_s_per_parameter(chain: Chain, clock: Clock) -> float:
     """Seconds per parameter of an optimizer step, norm and clipping included, all ranks at once.
 
@@ -334,9 +363,9 @@ def step_s(device: torch.device) -> float:
     first.register_forward_pre_hook(lambda *_: begun.append(clock.now_s()))
     update = engine._optimizer.step
 
-    def timed_update(totals: Tensor) -> Tensor:
+    def timed_update(totals: Tensor, earlier: Tensor | None = None) -> Tensor:
         updating.append(clock.now_s())
-        return update(totals)
+        return update(totals, earlier)
 
     engine._optimizer.step = timed_update  # type: ignore[method-assign]
 
@@ -363,7 +392,7 @@ def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -
     engine = Engine(plan, model, device=device)
     pipeline = engine._pipeline
     assert pipeline is not None
-    tokens = torch.zeros(MICRO_BATCHES, SEQ_LEN + 1, dtype=torch.int64)
+    tokens = torch.zeros(MICRO_BATCHES, SEQ_LEN + 1, dtype=torch.int64, device=device)
     clock = Clock(device)
     chain = Chain(model, seq_len=SEQ_LEN, precision="fp32", tensor=1, device=device)
     layers: dict[str, list[Seconds]] = {}

@@ -266,7 +266,7 @@ class _Moved:
     def fetch(self) -> None:
         """Start the way back."""
         if self._here is None and self._back is None:
-            # No wait for the way out: both ways are copies of one stream.
+            # Behind the way out: `leave` has let the current stream wait for it.
             self._back = host.to_device(self._home.tensor, self._traffic.device)
 
     def whole(self) -> Tensor:

@@ -72,8 +72,11 @@ class AdamW:
     ) -> None:
         """Update the parameters that have a gradient; none of them if `spoilt` is 1.
 
-        `spoilt` stays on the device: nobody waits for it.
+        `spoilt` stays where parameters are: on a device nobody waits for it.
         """
+        if spoilt is not None and self.parameters:
+            # torch would copy it to parameters on the host without a wait, and read it too early.
+            spoilt = spoilt.to(self.parameters[0].device)
         used = [
             index
             for index, grad in enumerate(grads)

@@ -27,6 +27,7 @@ from planner.plan import Plan
 from planner.schedules import PLAIN, schedule_of
 from runtime import eight_bits, lora
 from runtime.adapter import Adapter
+from runtime.branches import TOKENS
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.huggingface import HuggingFace
@@ -95,7 +96,7 @@ class Engine:
             model,
             source=plan.model.source,
             seq_len=plan.seq_len,
-            dtype=activation_type(plan),
+            dtype=activation_type(plan.precision),
             device=device,
             seed=plan.training.seed,
             weights=weights,
@@ -416,7 +417,7 @@ class Engine:
             group=place.axis("pipeline").get_group(),
             device=self.device,
             loss=self._micro_batch_loss,
-            tokens_everywhere=bool(self._adapter.model.edges) or self._documents,
+            everywhere=TOKENS if self._adapter.model.edges or self._documents else None,
         )
 
 

@@ -48,6 +48,10 @@ def _all_reduce_mean(gradients: Tensor, dtype: torch.dtype, group: dist.ProcessG
     sent = (gradients / group.size()).to(dtype)
     dist.all_reduce(sent, group=group)
     gradients.copy_(sent)
+    if gradients.is_cuda:
+        # Made on another stream, where FSDP may take their memory anew before this one is done:
+        # only of its own sum over replicas does it keep them until then.
+        gradients.record_stream(torch.cuda.current_stream())
 
 
 class _NarrowReduceScatter(ReduceScatter):

@@ -122,10 +122,14 @@ class Gradients:
         """Make them the gradients of the mean loss, no longer together than `clip_norm` if any."""
         factor = measured.factor
         if clip_norm > 0:
-            factor = factor * (clip_norm / (measured.norm + _NORM_EPSILON)).clamp(max=1.0)
-        if grads:
-            every = list(grads.values())
-            torch._foreach_mul_(every, factor.to(every[0].device))
+            factor = factor * _clipping(measured, clip_norm)
+        _multiply(grads, factor)
+
+    @torch.no_grad()
+    def clipped(self, grads: dict[Slot, Tensor], measured: Measured, clip_norm: float) -> None:
+        """Clip gradients that are of the mean loss already."""
+        if clip_norm > 0:
+            _multiply(grads, _clipping(measured, clip_norm))
 
     def dropped(self) -> None:
         """Forget the gradients."""
@@ -167,6 +171,16 @@ def _local_grad(parameter: nn.Parameter) -> Tensor:
         assert grad.placements == parameter.placements, (grad.placements, parameter.placements)
         return grad.to_local()
     return grad
+
+
+def _clipping(measured: Measured, clip_norm: float) -> Tensor:
+    return (clip_norm / (measured.norm + _NORM_EPSILON)).clamp(max=1.0)
+
+
+def _multiply(grads: dict[Slot, Tensor], factor: Tensor) -> None:
+    if grads:
+        every = list(grads.values())
+        torch._foreach_mul_(every, factor.to(every[0].device))
 
 
 def _squared_norm(grads: dict[Slot, Tensor], *, like: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Host memory beside a device: room to put tensors in, and the way there and back.
 
-On CUDA host memory is pinned and copies run on one side stream, beside computation.  Where the
+On CUDA host memory is pinned and copies run on side streams, beside computation: one for each
+direction, which a link carries at the same time.  Where the
 device is the CPU itself, the same copies are made between two places of the same memory, so that
 whatever uses this file does the same everywhere; room on the "host" is then made behind torch's
 back, and `on_host` tells it from what a device would hold.
@@ -16,6 +17,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -82,23 +84,32 @@ class Copied:
 
 def to_host(tensor: Tensor) -> Copied:
     """Start to copy a contiguous tensor into new host memory."""
-    return _copied(tensor, room(tensor.shape, tensor.dtype, tensor.device), tensor.device)
+    home = room(tensor.shape, tensor.dtype, tensor.device)
+    return _copied(tensor, home, tensor.device, "to host")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Copied:
     """Start to copy a tensor from host memory into new memory of the device."""
-    return _copied(tensor, torch.empty_like(tensor, device=device), device)
+    return _copied(tensor, torch.empty_like(tensor, device=device), device, "to device")
 
 
 def back_to_host(tensor: Tensor, home: Tensor) -> Copied:
     """Start to copy a tensor of the device over its copy on the host."""
-    return _copied(tensor, home, tensor.device)
+    return _copied(tensor, home, tensor.device, "to host")
 
 
-def _copied(source: Tensor, target: Tensor, device: torch.device) -> Copied:
+Way = Literal["to host", "to device"]
+
+
+def _copied(source: Tensor, target: Tensor, device: torch.device, way: Way) -> Copied:
+    """Start a copy behind all that the current stream was asked for.
+
+    A copy to the device therefore waits for one to the host only if the current stream has waited
+    for it (`Copied.wait`): whoever fetches what it sent away does so.
+    """
     if device.type != "cuda":
         return Copied(target.copy_(source))
-    side = _side_stream(device)
+    side = _side_stream(device, way)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         target.copy_(source, non_blocking=True)
@@ -106,5 +117,5 @@ def _copied(source: Tensor, target: Tensor, device: torch.device) -> Copied:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, way: Way) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -31,14 +31,14 @@ from planner.model import ModelGraph
 from planner.report.terminal import Terminal
 from planner.shown import lines
 from planner.units import bytes_text, count_text, seconds_text
-from runtime import checkpoint, data, run
+from runtime import checkpoint, data, faults, run
 from runtime.checkpoint import Progress
 from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import Preflight, preflight
 from runtime.rendezvous import Rendezvous
 from runtime.report import RunReport, summarise
 from runtime.run import Device, Failure, Orders, RankRecord, StepRecord
-from runtime.supervise import BadEnd, Exit, is_timeout, last_lines, supervised
+from runtime.supervise import BadEnd, Exit, is_timeout, last_lines, log_text, supervised
 
 
 class RankLost(LaunchError):  # noqa: N818 - reads as the sentence that it is
@@ -268,7 +268,7 @@ def _write_orders(
         tensorboard=ready.tensorboard,
         peak_step_s=peak_step_s,
     )
-    for left_behind in ("logs", "ranks"):
+    for left_behind in ("logs", "ranks", "flight"):
         shutil.rmtree(ready.output / left_behind, ignore_errors=True)
         (ready.output / left_behind).mkdir()
     run.forget_steps_after(
@@ -309,12 +309,13 @@ def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) ->
 
 def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: Orders, shown: _Shown) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
+    recorded = faults.recorder(ready.output) if ready.device == "cuda" else {}
     with _signals_interrupt():
         shown.follow(run.metrics_file(ready.output))
         bad = supervised(
             ready.command,
             list(ready.local_ranks),
-            lambda rank, port: ready.environment(rank, port=port),
+            lambda rank, port: {**ready.environment(rank, port=port), **recorded},
             folder=ready.output,
             world=ready.ranks,
             rendezvous=rendezvous,
@@ -334,6 +335,13 @@ def _bad_end(ready: Preflight, bad: BadEnd, *, after_step: int) -> Exception:
     if failure is not None and failure.kind in ("LaunchError", "NoPlanFits"):
         return LaunchError(failure.message)
     log = run.log_file(ready.output, ended.rank)
+    said = log_text(log)
+    waited = faults.hang(said)
+    if waited is not None:
+        late = faults.behind(ready.output, waited.group)
+        others = ", ".join(f"rank {rank} began {count}" for rank, count in late.items())
+        lead = f"{waited.text} after step {after_step}" + (f"; {others}" if others else "")
+        return LaunchError(f"{lead}{_way_on(ready)}. The end of {log}:{last_lines(log)}")
     if failure is not None and is_timeout(failure):
         seen = {seen.rank for seen in bad.seen}
         silent = [rank for rank in ready.local_ranks if rank not in seen]
@@ -343,21 +351,16 @@ def _bad_end(ready: Preflight, bad: BadEnd, *, after_step: int) -> Exception:
         how = _how(ended, failure)
     lead = f"rank {ended.rank} {how} after step {after_step}"
     message = f"{lead}{_way_on(ready)}. The end of {log}:{last_lines(log)}"
-    if _lost(ended, failure):
+    if faults.device_lost(ended.code, failure, said):
         return RankLost(message, lead=lead, local_rank=ready.local_ranks[ended.rank])
     return LaunchError(message)
-
-
-def _lost(ended: Exit, failure: Failure | None) -> bool:
-    """Whether a rank's device is gone rather than its program wrong."""
-    if failure is None:
-        return ended.code < 0
-    return failure.kind == "AcceleratorError" or "CUDA error" in failure.message
 
 
 def _how(ended: Exit, failure: Failure | None) -> str:
     if failure is not None and failure.kind == "OutOfMemoryError":
         return "ran out of device memory (plan again with less memory per device)"
+    if failure is not None and faults.assertion(failure):
+        return "stopped at a kernel's own check (an index out of range, as of a token or a target)"
     if failure is not None:
         first = (failure.message.splitlines() or [""])[0]
         return f"stopped with {failure.kind}: {first[:300]}"

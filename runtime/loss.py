@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from planner.errors import LaunchError
+from planner.errors import BatchError
 
 IGNORED = -100
 """The target of a position that does not count, as in torch's cross-entropy."""
@@ -58,18 +58,18 @@ def counted(returned: Any, samples: int) -> Counted:
     if isinstance(returned, Tensor):
         return Counted(_scalar(returned, "the loss") * samples, float(samples))
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
-        raise LaunchError(
+        raise BatchError(
             f"the loss returned {type(returned).__name__}; it returns (sum, count), "
             "(sum, count, metrics), or one tensor that is a mean over samples"
         )
     total, count = returned[:2]
     metrics = returned[2] if len(returned) == 3 else {}
     if not isinstance(total, Tensor):
-        raise LaunchError(
+        raise BatchError(
             f"the loss returned a sum of type {type(total).__name__}; it must be a tensor"
         )
     if not isinstance(metrics, Mapping):
-        raise LaunchError(
+        raise BatchError(
             f"the loss returned metrics of type {type(metrics).__name__}; give a dict of names"
         )
     if isinstance(count, Tensor):
@@ -79,7 +79,7 @@ def counted(returned: Any, samples: int) -> Counted:
 
 def _scalar(value: Tensor, what: str) -> Tensor:
     if value.numel() != 1:
-        raise LaunchError(f"{what} has shape {tuple(value.shape)}; it is one number: add .sum()")
+        raise BatchError(f"{what} has shape {tuple(value.shape)}; it is one number: add .sum()")
     return value.reshape(())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
 
+from planner.cluster import Precision
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.plan import Plan
@@ -68,9 +70,9 @@ class ParallelStage:
     """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
 
 
-def activation_type(plan: Plan) -> torch.dtype:
+def activation_type(precision: Precision) -> torch.dtype:
     """Return the type in which layers compute and pass activations on."""
-    return _HALVES.get(plan.precision, torch.float32)
+    return _HALVES.get(precision, torch.float32)
 
 
 def parallel_stage(
@@ -127,7 +129,7 @@ def parallel_stage(
         buffers |= _settle_buffers(item.layer, layer, adapter, weights, device)
         if wraps_experts:
             for module in experts.modules_of(layer).values():
-                _over_data(module, plan, place.expert_data, device, root=False)
+                over_data(module, plan, place.expert_data, device, root=False)
         packing = activations.packing(
             layer, item.activations, traffic, first=not moved[at], last=not moved[at + 2]
         )
@@ -138,11 +140,11 @@ def parallel_stage(
         if plan.training.lora is not None and stage == at == 0:
             layer.register_forward_hook(lora.wants_gradient)
         if wraps:
-            layer.register_forward_hook(_no_view)
+            layer.register_forward_hook(no_view)
         if wraps and item.layer not in shared:
-            _over_data(layer, plan, place.data, device, root=False)
+            over_data(layer, plan, place.data, device, root=False)
     if wraps:
-        _over_data(chain, plan, place.data, device, root=True)
+        over_data(chain, plan, place.data, device, root=True)
     return ParallelStage(
         chain=chain,
         summed=frozenset(summed),
@@ -152,12 +154,12 @@ def parallel_stage(
         store=store,
         adapted=adapted,
         buffers=buffers,
-        replicated=tuple(_replicated(chain, plan, place)) if apart else (),
+        replicated=tuple(replicated(chain, plan, place)) if apart else (),
     )
 
 
-def _replicated(
-    chain: Chain, plan: Plan, place: Place
+def replicated(
+    chain: nn.Module, plan: Plan, place: Place
 ) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
     """Yield the parameters that other ranks hold too, each with the group of those ranks."""
     spread = {
@@ -250,7 +252,7 @@ def _shared(layers: dict[str, nn.Module]) -> set[str]:
     return {name for names in users.values() if len(names) > 1 for name in names}
 
 
-def _over_data(
+def over_data(
     module: nn.Module, plan: Plan, ranks: DataRanks, device: torch.device, *, root: bool
 ) -> None:
     """Let data parallelism hold a module, but for what it holds already and experts kept apart."""
@@ -391,13 +393,15 @@ def _shards(layer: nn.Module, plan: Plan, place: Place) -> dict[int, Region]:
     return result
 
 
-def _no_view(layer: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
-    """Copy an output that is a view.
+def no_view(layer: nn.Module, inputs: object, output: Any) -> Any:
+    """Copy outputs that are views.
 
     FSDP hangs the hook that gathers parameters for backward on the output tensor; if the next layer
     worked in place on a view, autograd would drop the hook in silence.
     """
-    return output.clone() if output._base is not None else output
+    return tree_map_only(
+        torch.Tensor, lambda one: one.clone() if one._base is not None else one, output
+    )
 
 
 def _settle_buffers(

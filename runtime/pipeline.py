@@ -59,22 +59,14 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         loss: Callable[[Tensor, Tensor], Tensor],
-        tokens_everywhere: bool = False,
+        everywhere: str | None = None,
     ) -> None:
         """`loss` must already be divided by the number of micro-batches.
 
-        `tokens_everywhere` hands them to every stage, as an argument of that name.
+        `everywhere` hands the tokens to every stage, as an argument of that name.
         """
-        self._everywhere = tokens_everywhere
+        self._everywhere = everywhere
         count = 1 + max(action.stage for order in orders for action in order)
-        for part in parts:
-            for made in _tuple(part.outputs) if part.stage < count - 1 else ():
-                if not made.is_floating_point():
-                    # Its gradient would never be sent, and the next stage's be waited for.
-                    raise LaunchError(
-                        f"stage {part.stage} hands on {made.dtype}, which has no gradient; "
-                        "cut the model elsewhere"
-                    )
         self._parts = tuple(parts)
         self._rank_of = {
             action.stage: rank for rank, order in enumerate(orders) for action in order
@@ -96,7 +88,7 @@ class Pipeline:
         """Run one step on all micro-batches; return their losses on the last stage."""
         losses: list[Tensor] = []
         is_last = any(stage.is_last for stage in self._stages)
-        everywhere: dict[str, Any] = {"tokens": tokens} if self._everywhere else {}
+        everywhere: dict[str, Any] = {self._everywhere: tokens} if self._everywhere else {}
         self._schedule.step(
             *((tokens,) if any(stage.is_first for stage in self._stages) else ()),
             target=targets if is_last else None,
@@ -128,7 +120,9 @@ class Pipeline:
                 after = self._rank_of.get(part.stage + 1)
                 if before is not None and before != own:
                     x = tuple(self._received(one, before) for one in _tuple(part.inputs))
-                made = part.module(*_tuple(x), **({"tokens": batch} if self._everywhere else {}))
+                made = part.module(
+                    *_tuple(x), **({self._everywhere: batch} if self._everywhere else {})
+                )
                 x = made
                 if after is None:
                     losses.append(self._loss(made, target))
@@ -212,7 +206,10 @@ class _Stage(PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_last:
-            self._allocate(self.grad_recv_info[bwd_chunk_id], self._declared_outputs)
+            pairs = zip(self.grad_recv_info[bwd_chunk_id], self._declared_outputs, strict=True)
+            # What has no gradient (token numbers, a mask) gets none back.
+            coming = [(info, like) for info, like in pairs if like.requires_grad]
+            self._allocate(tuple(i for i, _ in coming), tuple(like for _, like in coming))
         receives = super().get_bwd_recv_ops(bwd_chunk_id)
         self._coming_gradients[bwd_chunk_id] = [_started(receive) for receive in receives]
         return []

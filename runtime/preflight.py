@@ -19,7 +19,7 @@ from pathlib import Path
 from planner.document import read
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside
-from planner.model import ModelGraph, is_factory
+from planner.model import ModelGraph, is_own
 from planner.plan import Plan, PlannedModel
 from planner.schedules import PLAIN, schedule_of
 from planner.training import check_lengths
@@ -76,6 +76,8 @@ class Preflight:
     def environment(self, rank: int, *, port: int | str = "<a free port>") -> dict[str, str]:
         """Return what a rank's environment has beside the launcher's own."""
         result = rank_environment(rank, ranks=len(self.local_ranks), port=port)
+        if self.device == "cuda":
+            result |= cuda_environment(os.environ)
         return {
             **result,
             "WORLD_SIZE": str(self.ranks),
@@ -89,6 +91,23 @@ class Preflight:
             settings = [f"{key}={shlex.quote(v)}" for key, v in self.environment(rank).items()]
             lines.append(" ".join([*settings, shlex.join(self.command)]))
         return "\n".join(lines)
+
+
+def cuda_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Return what ranks on CUDA are told, unless the user's environment says otherwise.
+
+    Segments of the allocator that grow leave less memory unused where sizes differ.  Devices have
+    the numbers that nvidia-smi gives them, which is how they were planned for.
+
+    >>> cuda_environment({"PYTORCH_CUDA_ALLOC_CONF": "", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
+    {}
+    """
+    result = {}
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & own.keys():
+        result["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if "CUDA_DEVICE_ORDER" not in own:
+        result["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    return result
 
 
 def rank_environment(rank: int, *, ranks: int, port: int | str) -> dict[str, str]:
@@ -359,7 +378,7 @@ def _own_tokenizer(plan: Plan, weights: Path | str | None) -> Path | None:
 
     A folder of weights counts only for the model that was planned from no folder.
     """
-    if is_factory(plan.model.source):
+    if is_own(plan.model.source):
         return None
     source = Path(plan.model.source)
     named = source.is_dir() or source.name == "config.json"

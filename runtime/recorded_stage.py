@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from planner.errors import RecordError
 from planner.profile import Recompute
 from runtime.recompute import selective_contexts
-from runtime.recorder import Recorder
+from runtime.recorder import Recorder, units_of
 from runtime.recording import (
     Device,
     Held,
@@ -107,6 +107,10 @@ class RecordedStage(nn.Module):
         self._programs: dict[int, _Program] = {}
         self.recompute: dict[str, Recompute] = {}
         """How each layer is recomputed; those that are not named keep what they made."""
+        self.micro_batches: Sequence[MicroBatch] = ()
+        """Those of the step that a pipeline runs."""
+        self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
+        """What the last stage makes of the module's outputs, if not the outputs themselves."""
         self.units: dict[str, nn.Module] = {}
         """Units that may be wrapped by themselves; their parameters are read by no one else.  A
         wrapper takes their place through `place`."""
@@ -116,6 +120,12 @@ class RecordedStage(nn.Module):
         program = self._program(recording)
         nodes = [*program.derived, *(node for part in program.parts for node in part.nodes)]
         names = dict.fromkeys(node.unit for node in nodes if node.unit is not None)
+        self._whole = (module,) if "" in names else ()
+        """A module that is one unit; its own tables are this one's."""
+        for one in self._whole:
+            self._modules, self._parameters = one._modules, one._parameters
+            self._buffers = one._buffers
+            names = dict.fromkeys(units_of(one))
         for name in names:
             self.place(name, module.get_submodule(name))
         leaves = [leaf for node in nodes for leaf in node.leaves]
@@ -129,6 +139,13 @@ class RecordedStage(nn.Module):
         path, _, attribute = name.rpartition(".")
         # The user's names may be those of this class's own attributes.
         self._parent(path)._modules[attribute] = part
+
+    def called(self, node: Node) -> Callable[..., Any]:
+        """Return what a node calls."""
+        if node.unit is None:
+            assert node.call is not None
+            return node.call
+        return self.part(node.unit) if node.unit else self._whole[0]
 
     def part(self, name: str) -> nn.Module:
         """Return a module by its path in the user's module."""
@@ -151,13 +168,31 @@ class RecordedStage(nn.Module):
     def train(self, mode: bool = True) -> RecordedStage:
         """Set the mode; parts that the user's module keeps in eval mode stay there."""
         super().train(mode)
+        for one in self._whole:
+            one.train(mode)
         if mode:
             for name, part in self.named_modules():
                 part.training = self._recorder.training_of(name)
+            for one in self._whole:
+                one.training = self._recorder.training_of("")
         return self
 
-    def forward(self, *received: Tensor, micro: MicroBatch) -> Any:
-        """Run one micro-batch; return tensors in fixed order, or the module's own outputs."""
+    def forward(
+        self, *received: Tensor, micro: MicroBatch | None = None, at: Tensor | None = None
+    ) -> Any:
+        """Run one micro-batch, given or number `at` of those that a pipeline has at hand.
+
+        Returns tensors in fixed order.  The last stage returns the module's own outputs, or what
+        `loss` makes of them.
+        """
+        if micro is None:
+            assert at is not None
+            micro = self.micro_batches[int(at)]
+        # A pipeline hands its first stage the number too.
+        outputs = self._replayed(received if self._range[0] else (), micro)
+        return self.loss(outputs, micro) if self._is_last and self.loss else outputs
+
+    def _replayed(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
         training = self.training
         program = self._program(self._recorder.recording(micro.batch, training=training))
         run = _Run(self, program.recording, micro)
@@ -310,8 +345,7 @@ class _Run:
     def call(self, node: Node) -> None:
         """Run one node."""
         args, kwargs = node.arguments(self.value)
-        called = self._stage.part(node.unit) if node.unit is not None else node.call
-        assert called is not None
+        called = self._stage.called(node)
         drawing = (
             seeded(self._seed, node.name, self._device) if node.draws else contextlib.nullcontext()
         )

@@ -61,6 +61,11 @@ class Attention(nn.Module):
         if self.context.degree > 1:
             mixed = attention(query, key, value, self.context)
         else:
+            if query.is_cuda and query.dtype == torch.float32:
+                # Fused kernels take groups of heads in 16 bits alone; without one there would be
+                # scores of every pair of positions in memory.
+                shared = query.shape[1] // key.shape[1]
+                key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
             mixed = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=True
             )

@@ -68,30 +68,41 @@ def rehearse(plan: Plan, model: ModelGraph, *, rank: int) -> Rehearsal:
 
     The process must not be in a process group; for the time of the call it is in a fake one.
     """
+    with fake_job(plan, rank=rank):
+        engine = Engine(plan, model, device=CPU)
+        samples = plan.micro_batch * plan.micro_batches
+        tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
+        engine.step(tokens)
+        with LiveMemory(_everything(engine)) as live:
+            engine.step(tokens)
+        found: list[Rehearsal] = []
+        look = _Look(engine, found)
+        with LiveMemory(_everything(engine), notice=(live.peak_change, look)) as again:
+            look.live = again
+            engine.step(tokens)
+    assert found and found[0].peak_bytes == live.peak_bytes, "two steps are not alike"
+    return found[0]
+
+
+@contextlib.contextmanager
+def fake_job(plan: Plan, *others: Plan, rank: int, device: torch.device = CPU) -> Iterator[None]:
+    """Be one rank of a job of fake tensors, whose collectives and messages send nothing.
+
+    `others` are plans of as many ranks that are run too.
+    """
     dist.init_process_group("fake", rank=rank, world_size=plan.mesh.devices, store=fake_store())
     try:
-        _make_groups(plan)
+        for each in (plan, *others):
+            _make_groups(each, device)
         with _shapes_apart(), _even_routes(), FakeTensorMode(), _NoValues():
-            engine = Engine(plan, model, device=CPU)
-            samples = plan.micro_batch * plan.micro_batches
-            tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
-            engine.step(tokens)
-            with LiveMemory(_everything(engine)) as live:
-                engine.step(tokens)
-            found: list[Rehearsal] = []
-            look = _Look(engine, found)
-            with LiveMemory(_everything(engine), notice=(live.peak_change, look)) as again:
-                look.live = again
-                engine.step(tokens)
-        assert found and found[0].peak_bytes == live.peak_bytes, "two steps are not alike"
-        return found[0]
+            yield
     finally:
         dist.destroy_process_group()
 
 
-def _make_groups(plan: Plan) -> None:
+def _make_groups(plan: Plan, device: torch.device) -> None:
     """Make the process groups while tensors still have values; the engine finds them again."""
-    place = place_of(plan, CPU)
+    place = place_of(plan, device)
     if place.mesh is not None:
         place.data.mesh  # noqa: B018 - made on first use, and kept
         if plan.mesh.pipeline > 1:

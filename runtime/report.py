@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -22,6 +22,9 @@ class StageMeasurement(Part):
 
     peak_memory_bytes: Count | None = None
     memory_source: Text
+    reserved_memory_bytes: Count | None = None
+    device_memory_bytes: Count | None = None
+    """Beside the peak of tensors: what ends a run for lack of memory is all of it."""
 
 
 class Evaluation(Part):
@@ -182,8 +185,13 @@ def spread(values: Sequence[float]) -> float | None:
 
 def _stage(pipeline_rank: int, ranks: Sequence[RankRecord]) -> StageMeasurement:
     own = [rank for rank in ranks if rank.stage == pipeline_rank]
-    peaks = [rank.peak_memory_bytes for rank in own if rank.peak_memory_bytes is not None]
+
+    def most(of_rank: Callable[[RankRecord], int | None]) -> int | None:
+        return max((found for rank in own if (found := of_rank(rank)) is not None), default=None)
+
     return StageMeasurement(
-        peak_memory_bytes=max(peaks, default=None),
+        peak_memory_bytes=most(lambda rank: rank.peak_memory_bytes),
         memory_source=own[0].memory_source if own else "no rank",
+        reserved_memory_bytes=most(lambda rank: rank.reserved_memory_bytes),
+        device_memory_bytes=most(lambda rank: rank.device_memory_bytes),
     )

@@ -96,6 +96,10 @@ class RankRecord(Document):
     """Steps that something other than training slowed down."""
     peak_memory_bytes: Count | None = None
     memory_source: Text = "not measured"
+    reserved_memory_bytes: Count | None = None
+    """The most that the device's allocator had taken."""
+    device_memory_bytes: Count | None = None
+    """In use on the device at the end, by everybody."""
     stopped: Literal["steps", "max_seconds"] = "steps"
     checkpoint: Text | None = None
     """The last one that this run completed."""

@@ -50,7 +50,9 @@ class Saver:
         self._plan, self._model, self._config = plan, model, config
         self._group = dist.new_group(backend="gloo")
         # On GPUs the copy goes to pinned memory, which is taken once and kept.
-        self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+        on_cuda = torch.cuda.is_available()
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=on_cuda)
+        self._device = torch.cuda.current_device() if on_cuda else None
         self._thread: threading.Thread | None = None
         self._error: LaunchError | None = None
 
@@ -79,6 +81,9 @@ class Saver:
             raise self._error
 
     def _write(self, copied: dict[str, Tensor], done: Progress) -> None:
+        if self._device is not None:
+            # A thread begins on device 0, and would open a context there.
+            torch.cuda.set_device(self._device)
         target = self._folder / f"step-{done.step:06}"
         temporary = self._folder / f".{target.name}.{self._run}"
         writer = TensorWriter(temporary, rank=dist.get_rank())

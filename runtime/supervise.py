@@ -245,13 +245,17 @@ def free_socket(address: str = "127.0.0.1") -> tuple[int, int]:
     return listening.detach(), port
 
 
-def last_lines(log: Path, count: int = 12) -> str:
-    """Return the end of a log, each line indented."""
+def log_text(log: Path) -> str:
+    """Return the last 64 KiB of a log; nothing if there is none."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 16384))
-            text = file.read().decode(errors="replace")
+            file.seek(max(0, log.stat().st_size - 65536))
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
-    lines = [line for line in text.splitlines() if line.strip()][-count:]
+
+
+def last_lines(log: Path, count: int = 12) -> str:
+    """Return the end of a log, each line indented."""
+    lines = [line for line in log_text(log).splitlines() if line.strip()][-count:]
     return "".join(f"\n    {line[:300]}" for line in lines)

@@ -122,11 +122,14 @@ def join(device: Device, *, rank: int, world_size: int, timeout_s: float) -> Non
     """Join the process group: over the launcher's socket, or as torchrun's environment says."""
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    own = None
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # Communicators form now, on this device, rather than inside the first step.
+        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(own)
     listening = os.environ.get("MESHWRIGHT_STORE_FD")
     if listening is None:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=own)
         return
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -137,7 +140,9 @@ def join(device: Device, *, rank: int, world_size: int, timeout_s: float) -> Non
         wait_for_workers=False,
         master_listen_fd=int(listening) if rank == 0 else None,
     )
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=own
+    )
 
 
 class Loop:
@@ -248,6 +253,8 @@ class Loop:
             untimed_steps=(watched,) if peak.slows else (),
             peak_memory_bytes=peak.so_far_bytes(),
             memory_source=peak.source,
+            reserved_memory_bytes=peak.reserved_bytes(),
+            device_memory_bytes=peak.device_bytes(),
             stopped=stopped,
             checkpoint=str(saved) if saved else None,
         )
@@ -259,7 +266,9 @@ class Loop:
         """
         own = self.plan.samples_of(self.engine.data_rank)
         batch = samples.batch(first + own.start, len(own))
-        return [torch.from_numpy(np.ascontiguousarray(part)) for part in batch if part is not None]
+        parts = [torch.from_numpy(np.ascontiguousarray(p)) for p in batch if p is not None]
+        # Pinned, or the host would wait until its copy is done.
+        return [part.pin_memory() if self.orders.device == "cuda" else part for part in parts]
 
     def _step(self) -> Result:
         tokens = self._own_batch(self.samples, self.next_sample)
@@ -383,6 +392,17 @@ class _Peak:
     def so_far_bytes(self) -> int | None:
         """Return the peak, or None before the watched step."""
         return torch.cuda.max_memory_allocated() if self._counting else self._bytes
+
+    def reserved_bytes(self) -> int | None:
+        """Return the most that the allocator took from the device, with what lies unused in it."""
+        return None if self.slows else torch.cuda.max_memory_reserved()
+
+    def device_bytes(self) -> int | None:
+        """Return what the device has in use now: by contexts, libraries and other programs too."""
+        if self.slows:
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return total - free
 
 
 def step_seed(seed: int, *, step: int, stage: int, data_rank: int) -> int:

@@ -9,8 +9,8 @@ boundaries at its ends, m micro-batches and q_s of them in flight, the solver op
 
     T     = (m - 1) max_s t_s + Σ_s t_s + max_s Σ sync_s + step_s
     t_s   = Σ (forward_s + backward_s) + boundary_s (one boundary at the ends, two between)
-    mem_s = fixed_bytes + slack (Σ resident_bytes + q_s Σ stored_bytes + max transient_bytes)
 
+and keeps what planner.costs.rank_memory counts within the device.
 `planner.predict` simulates the plan instead; for stages with no transfer time the two agree exactly
 where one stage is the slowest and stands last, and the closed form is above otherwise.
 
@@ -35,10 +35,8 @@ from planner.costs.rates import Rates, assumptions, host_assumptions, rates
 from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.sharding import Traffic
 from planner.costs.strategy import (
-    Holding,
     StrategyCost,
     StrategyParts,
-    neighbour_bytes,
     strategy_cost,
 )
 from planner.layers.kernels import kernels_of
@@ -46,6 +44,7 @@ from planner.layers.operator_table import RECOMPUTES, Setting
 from planner.native import caveat, refusal
 from planner.plan import Activations, Layout
 from planner.prediction import Assumption
+from planner.profile import Recompute
 from planner.request import Request
 
 __all__ = [
@@ -96,10 +95,15 @@ class LayoutCosts:
 class CostTables:
     """Costs of a model on a cluster of devices that are alike, for any layout."""
 
-    def __init__(self, request: Request, activations: tuple[Activations, ...] = ("keep",)) -> None:
-        """`activations` are the ways to treat them that layers may choose among.
+    def __init__(
+        self,
+        request: Request,
+        activations: tuple[Activations, ...] = ("keep",),
+        recomputes: tuple[Recompute, ...] = RECOMPUTES,
+    ) -> None:
+        """`activations` and `recomputes` are what layers may choose among, `none` first.
 
-        What the request pins is left to the search.
+        What the request pins is left to the search, which needs all ways to recompute.
         """
         self.request = request
         self.model = model = request.model
@@ -109,7 +113,9 @@ class CostTables:
         self.activations = activations
         a = model.architecture
         self._rates = rates(cluster, job, profile, request.stack, head_dim=a.head_dim if a else 128)
-        frozen = job.lora is not None and self._rates.stack.kernels.adapters != "none"
+        self.prices_adapters = self._rates.stack.kernels.adapters != "none"
+        """Whether frozen weights take less time; else they take that of trained ones."""
+        frozen = job.lora is not None and self.prices_adapters
         self._kernels = kernels_of(
             self._rates.stack,
             job.precision,
@@ -124,8 +130,7 @@ class CostTables:
             *((warning,) if warning else ()),
         )
         self._layers = {layer.kind: layer for layer in model.layers}
-        self._figures = LayerFigures(model, cluster, profile, self._rates)
-        self._chain = list(model.chain_kinds)
+        self._figures = LayerFigures(model, cluster, profile, self._rates, recomputes)
         self._holding = HeldStates(model, job, self._rates.stack)
         self._boundaries = Boundaries(model)
         self._parts = LayerParts(
@@ -136,10 +141,10 @@ class CostTables:
             self._holding,
             setting=self._setting,
             activations=activations,
+            recomputes=recomputes,
         )
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
-        self._kinds: dict[tuple[object, Holding], dict[str, tuple[StrategyCost, ...]]] = {}
         self.slack = self.tight = 1.0
         if not self._rates.on_cpu:
             rule = self._rates.stack.memory
@@ -160,16 +165,12 @@ class CostTables:
         return self._of(layout, linked=False)
 
     def _of(self, layout: Layout, *, linked: bool) -> LayoutCosts:
-        key = linked, *parts_key(layout)
+        key = linked, self._rates.action_share(layout.virtual_stages), *parts_key(layout)
         shared = self._layouts.get(key)
         if shared is None:
             shared = self._layouts[key] = self._build(layout, linked=linked)
-        holding = holding_of(layout)
-        kinds = self._kinds.get((key, holding))
-        if kinds is None:
-            kinds = self._kinds[key, holding] = self._added_up(layout, shared, holding)
         return LayoutCosts(
-            kinds=kinds,
+            kinds=shared.kinds,
             boundary_s=shared.transfer_s + shared.action_s,
             fixed_bytes=shared.context_bytes,
             slack=self.slack,
@@ -194,8 +195,12 @@ class CostTables:
 
     @property
     def action_s(self) -> float:
-        """Seconds that the runtime takes per pipeline action."""
+        """Seconds that the runtime takes per pipeline action, with one stage a rank."""
         return self._rates.action_s
+
+    def action_share(self, virtual_stages: int) -> float:
+        """Return the share of `action_s` that an action takes with several stages a rank."""
+        return self._rates.action_share(virtual_stages)
 
     def figures_together(self, layouts: Sequence[Layout]) -> KindFigures:
         """Return each kind's figures as arrays [layout], before anything is sharded."""
@@ -282,7 +287,7 @@ class CostTables:
         """Work out what layouts that differ only in schedule and step length have in common."""
         setting = self._setting(layout)
         links = self._parts.links(layout) if linked else None
-        transfer_s = action_s = boundary_bytes = least_bytes = 0.0
+        transfer_s = boundary_bytes = least_bytes = 0.0
         if layout.pipeline > 1:
             boundary_bytes, least_bytes = self._boundaries.crossing_bytes(setting)
             if links is not None:
@@ -290,14 +295,17 @@ class CostTables:
                 if divided and not setting.sequence_parallel:
                     least_bytes /= layout.tensor
                 transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
-        if layout.pipeline > 1 or self._rates.stack.host.actions == "always":
-            action_s = self._rates.action_s
+        action_s = self._action_s(layout)
         parts = {kind: self.parts(kind, layout, linked=linked) for kind in self._layers}
         return _Shared(
             parts=parts,
-            neighbours=neighbour_bytes(parts, self._chain, any_order=bool(self.model.edges))
-            if "offload" in self.activations
-            else {kind: (0.0,) * len(choices) for kind, choices in parts.items()},
+            kinds={
+                kind: tuple(
+                    strategy_cost(part, action_s=action_s if kind in self.end_kinds else 0.0)
+                    for part in choices
+                )
+                for kind, choices in parts.items()
+            },
             transfer_s=transfer_s,
             action_s=action_s,
             boundary_bytes=boundary_bytes,
@@ -327,25 +335,11 @@ class CostTables:
             else 0.0
         )
 
-    def _added_up(
-        self, layout: Layout, shared: _Shared, holding: Holding
-    ) -> dict[str, tuple[StrategyCost, ...]]:
-        """Return the parts of every strategy added up, as the solver wants them."""
-        first, last = self._holding.end_kinds
-        return {
-            kind: tuple(
-                strategy_cost(
-                    part,
-                    neighbour_bytes=beside,
-                    action_s=shared.action_s if kind in (first, last) else 0.0,
-                    holding=holding,
-                    last=kind == last,
-                    once=layout.micro_batches == 1,
-                )
-                for part, beside in zip(strategies, shared.neighbours[kind], strict=True)
-            )
-            for kind, strategies in shared.parts.items()
-        }
+    def _action_s(self, layout: Layout) -> float:
+        """Return what each forward and each backward of a layout's stages takes beside layers."""
+        if layout.pipeline == 1 and self._rates.stack.host.actions == "pipeline":
+            return 0.0
+        return self._rates.action_s * self._rates.action_share(layout.virtual_stages)
 
     def _of_host(self, layout: Layout) -> Iterator[Assumption]:
         if layout.offload != "none" or "offload" in self.activations:
@@ -386,7 +380,7 @@ class _Shared:
     """LayoutCosts without what schedule and number of micro-batches change."""
 
     parts: dict[str, tuple[StrategyParts, ...]]
-    neighbours: dict[str, tuple[float, ...]]
+    kinds: dict[str, tuple[StrategyCost, ...]]
     transfer_s: float
     action_s: float
     boundary_bytes: float
@@ -399,12 +393,3 @@ class _Shared:
 def counted_by_rank(layout: Layout) -> bool:
     """Whether planner.costs.rank_memory tells memory: several stages a rank, or split backwards."""
     return layout.virtual_stages > 1 or layout.executed.splits_backward
-
-
-def holding_of(layout: Layout) -> Holding:
-    schedule = layout.executed
-    if counted_by_rank(layout):
-        return "whole, last stage too" if schedule.last_waits else "whole"
-    if schedule.forwards_first:
-        return "all forwards first"
-    return "each backward later" if schedule.last_waits else "each backward soon"

@@ -14,63 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from planner.costs.layout_costs import counted_by_rank
 from planner.costs.memory import BUCKETS
-from planner.costs.strategy import StrategyParts
+from planner.costs.strategy import LayerBytes, StrategyParts
 from planner.fullest import Moments, moments
 from planner.plan import Layout
 from planner.schedule import Order
 from planner.schedules import Shape
 from planner.tolerances import SETTLED
-
-
-class LayerBytes(NamedTuple):
-    """What one layer of a stage holds: what this module reads of its StrategyParts."""
-
-    stored: float
-    kept: float
-    forward: float
-    backward: float
-    """Working memory of both passes."""
-    moving: float
-    """On the way to the host or back while it runs."""
-    parameters: float
-    gathered: float
-    gradients: float
-    """Made by its backward."""
-    gradient_buffers: float
-    """There from the start."""
-    optimizer: float
-    host: float
-    bucket: float
-    offloaded: bool
-    stores_input: bool
-
-
-def layer_bytes(part: StrategyParts) -> LayerBytes:
-    """Return what a layer holds under one choice."""
-    states, offloaded = part.states, part.activations == "offload"
-    return LayerBytes(
-        stored=part.stored_bytes,
-        kept=part.figures.kept_bytes,
-        forward=part.forward_transient_bytes,
-        backward=part.backward_transient_bytes,
-        moving=part.treated.moving_bytes if offloaded else 0.0,
-        parameters=states.parameters_bytes,
-        gathered=states.gathered_bytes,
-        gradients=states.gradients_bytes,
-        gradient_buffers=states.gradient_buffers_bytes,
-        optimizer=states.optimizer_bytes,
-        host=states.host_bytes,
-        bucket=states.bucket_bytes,
-        offloaded=offloaded,
-        stores_input=part.stores_input,
-    )
-
 
 Layers = Sequence[LayerBytes]
 
@@ -200,7 +155,7 @@ def _of_one(
     if passing is not None:
         buffers = passing.kept_bytes(sent=costs.keeps_sent) * alive + passing.widest_bytes * 2
     elif not (first and last):
-        received = 0 if first or not layers or layers[0].stores_input else 1
+        received = 0 if first or not layers or not layers[0].receives else 1
         sent = 0 if last else int(costs.keeps_sent)
         buffers = ((received + sent) * alive + 2) * costs.boundary_bytes
     replacing = alive == layout.micro_batches
@@ -333,7 +288,7 @@ def _held(
         # At its end the layer itself has left its part for W too.
         input_backward = max(input_backward, (so_far + behind, working), key=sum)
         behind -= layer.kept
-    received = 0 if first or not layers or layers[0].stores_input else 1
+    received = 0 if first or not layers or not layers[0].receives else 1
     sent = 0 if last else int(keeps_sent)
     return _Held(
         stored=so_far,
@@ -360,6 +315,8 @@ def host_bytes(stages: Mapping[int, Sequence[StrategyParts]], order: Order) -> f
     each = {
         stage: sum(layer.treated.host_bytes for layer in layers) for stage, layers in stages.items()
     }
+    if not any(each.values()):
+        return resident
     alive = most = 0.0
     for stage, kind, _ in order:
         if kind == "F":

@@ -1,32 +1,56 @@
 """One layer kind under one choice of recomputation and of what becomes of its activations.
 
 `StrategyParts` has the choice's seconds and bytes by cause; `strategy_cost` adds them up into the
-`StrategyCost` that the solver chooses among.  Both take arrays as well: one number for each of
+`StrategyCost` that the solver chooses among.  Parts may be arrays as well: one number for each of
 many layouts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from typing import NamedTuple
 
 from planner.costs.activations import Treated
 from planner.costs.calibration import Figures
-from planner.costs.memory import BUCKETS, States
+from planner.costs.memory import States
 from planner.layers.operator_table import either, larger
 from planner.plan import Activations
 from planner.profile import Recompute
 from planner.solver.requirements import option_name
 
-Holding = Literal[
-    "all forwards first",
-    "each backward soon",
-    "each backward later",
-    "whole",
-    "whole, last stage too",
-]
-"""What a rank holds when: see `strategy_cost`."""
+
+class LayerBytes(NamedTuple):
+    """What one layer of a stage holds; a rank's bytes (planner.costs.rank_memory) grow in each."""
+
+    stored: float
+    kept: float
+    forward: float
+    backward: float
+    """Working memory of both passes."""
+    moving: float
+    """On the way to the host or back while it runs."""
+    parameters: float
+    gathered: float
+    gradients: float
+    """Made by its backward."""
+    gradient_buffers: float
+    """There from the start."""
+    optimizer: float
+    host: float
+    bucket: float
+    offloaded: bool
+    receives: bool
+    """Whether what it receives takes a buffer: it does not store that itself."""
+
+    @property
+    def states(self) -> float:
+        """Parameters, gradients and optimizer, all of which may be there at once."""
+        whole = self.parameters + self.gathered + self.gradients
+        return whole + self.gradient_buffers + self.optimizer
+
+    def no_more_than(self, other: LayerBytes) -> bool:
+        """Whether a rank holds no more with this layer than with the other."""
+        return all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +62,11 @@ class StrategyCost:
     forward_s: float
     backward_s: float
     """Includes recomputation."""
-    stored_bytes: float
-    """Kept on the device from forward to backward by each micro-batch in flight."""
-    transient_bytes: float
-    """Needed while this layer runs; of a stage's layers the largest counts, not the sum."""
-    resident_bytes: float
-    """Parameters, gradients and optimizer state on the device."""
     sync_s: float
     """Exposed gradient reduction, first gather and optimizer, per step."""
     host_bytes: float = 0.0
     """Kept on the host from forward to backward by each micro-batch in flight."""
-    host_resident_bytes: float = 0.0
-    """States that live on the host."""
+    layer_bytes: LayerBytes
 
     @property
     def name(self) -> str:
@@ -153,80 +170,42 @@ class StrategyParts:
         return working + self.treated.moving_bytes
 
     @property
-    def transient_bytes(self) -> float:
-        """Working memory of the worse pass."""
-        working = larger(self.forward_transient_bytes, self.backward_transient_bytes)
-        return larger(working, BUCKETS * self.states.bucket_bytes)
+    def layer_bytes(self) -> LayerBytes:
+        """What the layer holds."""
+        states, offloaded = self.states, self.activations == "offload"
+        return LayerBytes(
+            stored=self.stored_bytes,
+            kept=self.figures.kept_bytes,
+            forward=self.forward_transient_bytes,
+            backward=self.backward_transient_bytes,
+            moving=self.treated.moving_bytes if offloaded else 0.0,
+            parameters=states.parameters_bytes,
+            gathered=states.gathered_bytes,
+            gradients=states.gradients_bytes,
+            gradient_buffers=states.gradient_buffers_bytes,
+            optimizer=states.optimizer_bytes,
+            host=states.host_bytes,
+            bucket=states.bucket_bytes,
+            offloaded=offloaded,
+            receives=not self.stores_input,
+        )
 
 
-def strategy_cost(
-    part: StrategyParts,
-    *,
-    neighbour_bytes: float,
-    action_s: float,
-    holding: Holding,
-    last: bool,
-    once: bool,
-) -> StrategyCost:
+def strategy_cost(part: StrategyParts, *, action_s: float) -> StrategyCost:
     """Add a strategy's parts up.
 
     An end of the pipeline has one boundary but two actions: hence `action_s`, half of it in either
-    pass, as a boundary's is (planner.solver.instance).  `holds` says what the rest is for.  While
-    an offloaded layer runs, its neighbour's `neighbour_bytes` at most are on the way.
+    pass, as a boundary's is (planner.solver.instance).
     """
-    stored, resident, transient = holds(
-        part.stored_bytes,
-        part.transient_bytes,
-        part.states,
-        holding=holding,
-        last=last,
-        once=once,
-    )
     return StrategyCost(
         recompute=part.recompute,
         activations=part.activations,
         forward_s=part.forward_s + action_s / 2,
         backward_s=part.backward_s + action_s / 2,
-        stored_bytes=stored,
-        transient_bytes=transient + (neighbour_bytes if part.activations == "offload" else 0.0),
-        resident_bytes=resident,
         sync_s=part.once_s,
         host_bytes=part.treated.host_bytes,
-        host_resident_bytes=part.states.host_bytes,
+        layer_bytes=part.layer_bytes,
     )
-
-
-def holds(
-    stored_bytes: float,
-    transient_bytes: float,
-    states: States,
-    *,
-    holding: Holding,
-    last: bool,
-    once: bool,
-) -> tuple[float, float, float]:
-    """Stored, resident and transient bytes of a layer, from what it stores and works with.
-
-    The layer that is `last` in the model holds its activations only while it runs, unless something
-    else runs between its forward and its backward: all forwards, or whatever a schedule with
-    `last_waits` puts there.  What a backward gathers again, and where all forwards come first (or
-    there is but one, `once`) also gradients, appears as activations of that backward go: of the two
-    only the larger counts.  Where memory is counted by rank both are always there.
-    """
-    first = holding == "all forwards first"
-    waits = first or holding == "each backward later"
-    stored = 0.0 if last and not waits else stored_bytes
-    passing = stored_bytes - stored
-    if holding == "whole":
-        return stored, states.resident_bytes, transient_bytes + passing
-    if holding == "whole, last stage too":
-        return stored, states.resident_bytes + passing, transient_bytes + 0.0
-    late, early = states.gathered_bytes, states.gradients_bytes
-    at_once = late + early
-    late, early = (at_once, 0.0) if first else (either(once, at_once, late), either(once, 0, early))
-    held = states.parameters_bytes + states.optimizer_bytes + states.gradient_buffers_bytes
-    resident = held + early + larger(0.0, late - stored)
-    return stored, resident, transient_bytes + passing
 
 
 def least_resident(states: States, *, whole: bool, forwards_first: bool, once: bool) -> float:
@@ -241,29 +220,3 @@ def least_resident(states: States, *, whole: bool, forwards_first: bool, once: b
     held = states.parameters_bytes + states.optimizer_bytes + states.gradient_buffers_bytes
     late = states.gradients_bytes + (states.gathered_bytes if forwards_first else 0.0)
     return held + either(once, 0.0, late)
-
-
-def neighbour_bytes(
-    parts: dict[str, tuple[StrategyParts, ...]], chain: list[str], *, any_order: bool = False
-) -> dict[str, tuple[float, ...]]:
-    """Return for each kind and choice what the layer before it has on the way at most.
-
-    Inside a stage, layers of a kind in a row stand with later choices first, so the layer before
-    has the same choice or a later one; a layer of another kind may have any.  Where layers may be
-    taken in `any_order`, any kind may stand before.
-    """
-    moving = {
-        kind: [p.treated.moving_bytes if p.activations == "offload" else 0.0 for p in choices]
-        for kind, choices in parts.items()
-    }
-    before: dict[str, set[str]] = {kind: set() for kind in parts}
-    for earlier, later in pairwise(chain):
-        before[later].add(earlier)
-    if any_order:
-        before = {kind: set(parts) for kind in parts}
-    result = {}
-    for kind, own in moving.items():
-        others = max((max(moving[k]) for k in before[kind] if k != kind), default=0.0)
-        alike = [max(own[at:]) if kind in before[kind] else 0.0 for at in range(len(own))]
-        result[kind] = tuple(max(others, mine) for mine in alike)
-    return result

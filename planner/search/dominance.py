@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
-from planner.costs.rank_memory import layer_bytes
 from planner.plan import INSIDE_OUT, Layout
 from planner.schedules import Shape, schedule_of
 from planner.search.space import complexity
@@ -55,8 +54,8 @@ def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts)
                 return False
             faster = faster and mine.sync_s < other.sync_s
         for own, others in zip(by.parts[kind], costs.parts[kind], strict=True):
-            held, least = layer_bytes(own), layer_bytes(others)
-            if any(mine > other for mine, other in zip(held, least, strict=True)):
+            held = own.layer_bytes
+            if not held.no_more_than(others.layer_bytes):
                 return False
             if other_schedule and held.forward > held.backward:
                 return False

@@ -64,32 +64,27 @@ def _no_worse(other: StrategyCost, cost: StrategyCost, apart: bool, *, first: bo
     theirs, mine = _figures(other, apart), _figures(cost, apart)
     if other is cost or any(a > b for a, b in zip(theirs, mine, strict=True)):
         return False
-    return first or theirs != mine
+    if not other.layer_bytes.no_more_than(cost.layer_bytes):
+        return False
+    return first or theirs != mine or other.layer_bytes != cost.layer_bytes
 
 
 def _figures(cost: StrategyCost, apart: bool) -> tuple[float, ...]:
     return (
         cost.forward_s if apart else cost.forward_s + cost.backward_s,
         cost.backward_s if apart else 0.0,
-        cost.stored_bytes,
-        cost.transient_bytes,
-        cost.resident_bytes,
         cost.sync_s,
         cost.host_bytes,
-        cost.host_resident_bytes,
     )
 
 
 def option_of(cost: StrategyCost) -> Option:
-    """Return one choice as an option of a partition problem."""
+    """Return one choice as an option of a partition problem, but for its bytes on the device."""
     return Option(
         name=cost.name,
         forward_s=cost.forward_s,
         backward_s=cost.backward_s,
-        stored_bytes=cost.stored_bytes,
-        transient_bytes=cost.transient_bytes,
-        resident_bytes=cost.resident_bytes,
         sync_s=cost.sync_s,
         host_bytes=cost.host_bytes,
-        host_resident_bytes=cost.host_resident_bytes,
+        host_resident_bytes=cost.layer_bytes.host,
     )

@@ -7,6 +7,8 @@ import itertools
 from dataclasses import replace
 
 from planner.costs.hosts import USABLE
+from planner.costs.layout_costs import LayoutCosts
+from planner.model import ModelGraph
 from planner.plan import Layout
 from planner.predict import placement_prediction, placements_of
 from planner.prediction import Prediction
@@ -158,13 +160,7 @@ def _leanest(candidates: Candidates, count: int = MISSES_LOOKED_AT) -> list[Layo
             smallest[family.degrees] = family
 
     def least_bytes(layout: Layout) -> float:
-        table = candidates.costs(layout).kinds
-        held = sum(
-            layer.repeat * min(c.resident_bytes + c.stored_bytes for c in table[layer.kind])
-            for layer in candidates.model.layers
-        )
-        peak = max(min(c.transient_bytes for c in options) for options in table.values())
-        return held / layout.pipeline + peak
+        return mean_least_bytes(candidates.model, candidates.costs(layout), layout)
 
     lean = (
         layout
@@ -174,6 +170,17 @@ def _leanest(candidates: Candidates, count: int = MISSES_LOOKED_AT) -> list[Layo
         if candidates.refusal(layout) is None
     )
     return heapq.nsmallest(count, lean, key=least_bytes)
+
+
+def mean_least_bytes(model: ModelGraph, costs: LayoutCosts, layout: Layout) -> float:
+    """Bytes of a mean stage with the choices that hold least, one micro-batch in flight."""
+    held = {kind: [cost.layer_bytes for cost in table] for kind, table in costs.kinds.items()}
+    layers = sum(
+        layer.repeat * min(one.states + one.stored for one in held[layer.kind])
+        for layer in model.layers
+    )
+    working = max(min(max(one.forward, one.backward) for one in table) for table in held.values())
+    return layers / layout.pipeline + working
 
 
 def _least_bytes(candidates: Candidates, layout: Layout) -> float:

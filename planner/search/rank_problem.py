@@ -12,15 +12,9 @@ from functools import cached_property
 from typing import Literal
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
-from planner.costs.rank_memory import (
-    LayerBytes,
-    Passing,
-    dynamic_parts,
-    in_flight_at_most,
-    layer_bytes,
-)
+from planner.costs.rank_memory import Passing, dynamic_parts, in_flight_at_most
 from planner.costs.recomputes import Recomputes
-from planner.costs.strategy import StrategyCost, StrategyParts
+from planner.costs.strategy import LayerBytes, StrategyCost, StrategyParts
 from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.pipeline_model import Held, held, most_on_first_stage
@@ -151,7 +145,7 @@ class RankProblem:
         """[choice] What a layer of the chain holds."""
         kind = self._chain[at]
         if kind not in self._bytes:
-            self._bytes[kind] = [layer_bytes(part) for _, part in self._of(kind)]
+            self._bytes[kind] = [part.layer_bytes for _, part in self._of(kind)]
         return self._bytes[kind]
 
     def placed(self, solution: Solution) -> list[list[tuple[int, int]]]:

@@ -69,9 +69,12 @@ def test_available_memory_is_no_more_than_the_machine_has() -> None:
 
 
 def test_the_listing_of_nvidia_smi_is_read() -> None:
-    text = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 80GB HBM3, 81559\n\nNVIDIA GB10, [N/A]\n"
+    text = "NVIDIA H100 80GB HBM3, 81559, GPU-a\nNVIDIA H100 80GB HBM3, 81559, GPU-b\n\n"
 
-    assert listed(text) == (H100, H100)
+    found = listed(text + "NVIDIA GB10, [N/A], GPU-c\n")
+
+    assert [device.kind for device in found] == [H100.kind] * 2
+    assert [device.identifier for device in found] == ["GPU-a", "GPU-b"]
 
 
 @pytest.mark.parametrize(
@@ -83,13 +86,17 @@ def test_the_listing_of_nvidia_smi_is_read() -> None:
         ("2,0", [2, 0]),
         ("1, 2", [1, 2]),
         ("0,7,1", [0]),
-        ("GPU-aaa,GPU-bbb", [0, 1]),
+        ("GPU-2,GPU-0", [2, 0]),
+        ("GPU-1,GPU-x,GPU-2", [1]),
+        ("GPU-", []),  # more than one begins so
+        ("MIG-7,1", [3, 1]),
     ],
 )
 def test_chosen_devices_are_those_that_cuda_would_show(chosen: str | None, left: list[int]) -> None:
-    devices = [Device(str(i), 1) for i in range(3)]
+    devices = [Device(str(i), 1, f"GPU-{i}") for i in range(3)]
+    parts = [Device("part", 1, "MIG-7")]
 
-    assert visible(devices, chosen) == tuple(devices[i] for i in left)
+    assert visible(devices, chosen, parts) == tuple([*devices, *parts][i] for i in left)
 
 
 def test_known_devices_have_the_figures_of_the_catalogue_and_their_own_memory() -> None:
@@ -131,11 +138,11 @@ def test_devices_come_before_cores_and_no_more_than_there_are(
 
 def test_nvidia_smi_is_asked_and_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 24564'\n")
+    program.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 24564, GPU-7'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    assert nvidia_devices({}) == (RTX,)
+    assert [device.kind for device in nvidia_devices({})] == [RTX.kind]
     assert nvidia_devices({"CUDA_VISIBLE_DEVICES": ""}) == ()
     program.write_text("#!/bin/sh\nexit 9\n")
     assert nvidia_devices({}) == ()

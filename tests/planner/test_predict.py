@@ -150,7 +150,8 @@ def test_the_first_stage_keeps_as_many_micro_batches_as_there_are_stages(
 
     stages = layout_prediction(Request(llama, node, JOB), layout).stages
 
-    per_block = CostTables(Request(llama, node, JOB)).of(layout).kinds["block"][0].stored_bytes
+    costs = CostTables(Request(llama, node, JOB)).of(layout)
+    per_block = costs.kinds["block"][0].layer_bytes.stored
     blocks = round(stages[0].memory_parts["activations"] / per_block / 4)
     assert stages[0].memory_parts["activations"] == pytest.approx(4 * blocks * per_block, rel=0.01)
 

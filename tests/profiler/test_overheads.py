@@ -11,10 +11,11 @@ from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
 CPU = torch.device("cpu")
+SIZES = {"gathered_bytes": 2.0, "reduced_bytes": 4.0}
 
 
 def test_collectives_that_hide_whole_are_overlap_of_one() -> None:
-    found = overheads.sharing_of(gather=(0.0, 2.0), reduces=((-0.1, 2.0),), size_bytes=8.0)
+    found = overheads.sharing_of(gather=(0.0, 2.0), reduces=((-0.1, 2.0),), **SIZES)
 
     assert found == overheads.Sharing(
         overlap=1.0, gather_copy_s_per_byte=0.0, reduce_copy_s_per_byte=0.0
@@ -22,10 +23,10 @@ def test_collectives_that_hide_whole_are_overlap_of_one() -> None:
 
 
 def test_what_is_seen_beyond_the_collectives_is_copies() -> None:
-    found = overheads.sharing_of(gather=(6.0, 2.0), reduces=((4.0, 2.0), (9.0, 1.0)), size_bytes=2)
+    found = overheads.sharing_of(gather=(6.0, 2.0), reduces=((4.0, 2.0), (9.0, 1.0)), **SIZES)
 
     assert found == overheads.Sharing(
-        overlap=0.0, gather_copy_s_per_byte=2.0, reduce_copy_s_per_byte=2.5
+        overlap=0.0, gather_copy_s_per_byte=2.0, reduce_copy_s_per_byte=1.25
     )
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from tests.runtime.combinations import BOUNDS, EXACT, Property, Row, bound, by_axis
-from tests.runtime.runs import STEPS
 
+STEPS = 5
 TITLE = """# Equality
 
 Any plan trains to the same losses and weights as the same model in one process.  `make matrix`

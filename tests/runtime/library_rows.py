@@ -25,7 +25,7 @@ from tests.runtime.combinations import Bound
 from tests.runtime.library_runs import LibraryRun, Settings
 from tests.runtime.ranks import Crew
 
-STEPS = 10
+STEPS = 6
 TIE = 3e-5
 """Below this a difference of probabilities may be round-off.
 

@@ -75,7 +75,7 @@ MODELS: dict[str, Callable[[int], Any]] = {
 }
 """Small configurations by name, given the layers."""
 SEEDS = {"mixtral": 71, "qwen3_moe": 7}
-"""Of random weights (else 0) with which ten steps of 8 samples bring no token nearer to the border
+"""Of random weights (else 0) with which six steps of 8 samples bring no token nearer to the border
 between two experts than 2e-5; from float64 these gaps differ by 1e-7."""
 
 
@@ -84,15 +84,15 @@ class Settings:
     """AdamW, clipping, and a learning rate that warms up and then falls down a cosine."""
 
     highest: float = 3e-3
-    warmup: int = 3
-    end: int = 14
+    warmup: int = 2
+    end: int = 8
     floor: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
-    decay: float = 0.1
+    decay: float = 0.3
     clip: float = 2.0
-    """Of the norms of ten steps, some above and some below."""
+    """Of the norms of six steps, some above and some below."""
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, of which the first is 0."""

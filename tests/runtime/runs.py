@@ -16,7 +16,8 @@ from planner.plan import Plan
 from runtime.engine import Engine
 from tests.runtime import cases
 
-STEPS = 5
+STEPS = 3
+"""Enough for the moments of AdamW, an average of two iterations and what waits a step."""
 TOLERANCE = 1e-5
 """Relative, where nothing but the order of sums differs from one process."""
 
@@ -48,13 +49,15 @@ def train(plan: Plan, model: ModelGraph, steps: int = STEPS) -> Run:
     return Run(losses, norms, weights)
 
 
-def train_all(named: Sequence[tuple[str, Plan, ModelGraph]]) -> list[tuple[Run, float]]:
+def train_all(
+    named: Sequence[tuple[str, Plan, ModelGraph]], steps: int = STEPS
+) -> list[tuple[Run, float]]:
     """Train one after another in this process; return each run and its seconds."""
     results = []
     for name, plan, model in named:
         start = time.perf_counter()
         try:
-            run = train(plan, model)
+            run = train(plan, model, steps)
         except Exception as error:
             error.add_note(f"in the case '{name}'")
             raise

@@ -52,7 +52,7 @@ BOUNDS = {
     # losses and 2.3e-2 in norms.  A launch rounds each micro-batch and each rank's part by itself.
     "bf16": Bound(6e-4, 5e-2, 1.0),
 }
-"""The largest relative distance of any of ten steps, by precision."""
+"""The largest relative distance of any step, by precision."""
 
 ROWS = (
     row("llama", "fp32", tensor=2, data_replicate=2),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from planner.errors import LaunchError
+from planner.errors import BatchError, LaunchError
 from planner.model import ModelGraph
 from runtime.engine import Engine
 from runtime.loss import Totals, counted
@@ -135,7 +135,7 @@ def test_a_loss_is_a_sum_and_a_count_or_a_mean_over_samples() -> None:
         (torch.zeros(2), r"has shape \(2,\); it is one number: add .sum()"),
         ((value, 1, 5), "metrics of type int"),
     ):
-        with pytest.raises(LaunchError, match=said):
+        with pytest.raises(BatchError, match=said):
             counted(wrong, 4)
 
 

@@ -24,7 +24,7 @@ from tests.runtime import cases, combinations, equality_table
 from tests.runtime.combinations import EXACT, Row, bound, by_axis, by_mesh, cover, pairs, reason
 from tests.runtime.equality_table import Failure, Records, Result
 from tests.runtime.ranks import Crew, on_ranks
-from tests.runtime.runs import Run, errors, train_all
+from tests.runtime.runs import STEPS, Run, errors, train_all
 
 PARTS = [(ranks, part, parts) for ranks, parts in ((2, 2), (4, 4)) for part in range(parts)]
 """(ranks, part, parts) of the small cover, for the processes that share `make test`."""
@@ -60,33 +60,32 @@ Alone = tuple[tuple[str, bool, int], str, int]
 
 
 @functools.cache
-def alone(wanted: Alone) -> Run:
+def alone(wanted: Alone, steps: int) -> Run:
     """Train in one process, in one micro-batch, with nothing else that plans can say."""
     model, precision, global_batch = wanted
     graph = combinations.graph_of(model)
     plan = cases.plan(graph, precision=precision, global_batch=global_batch, micro_batches=1)
     # In a process of its own: 16 bits need a process group.
-    ((run, _),) = on_ranks(1, train_all, [(graph.name, plan, graph)])[0]
+    ((run, _),) = on_ranks(1, train_all, [(graph.name, plan, graph)], steps)[0]
     return run
 
 
-def results_of(rows: Sequence[Row], ranks: int) -> Iterator[Result | Failure]:
+def results_of(rows: Sequence[Row], ranks: int, steps: int = STEPS) -> Iterator[Result | Failure]:
     """Train rows on so many ranks, one after another, and compare each with one process."""
     ready()
     for start in range(0, len(rows), ROWS_OF_A_CREW):
         with Crew(ranks) as crew:
             for row in rows[start : start + ROWS_OF_A_CREW]:
                 try:
-                    yield result_of(row, crew)
+                    yield result_of(row, crew, steps)
                 except (RuntimeError, TimeoutError) as error:
                     yield Failure(row, str(error))
 
 
-def result_of(row: Row, crew: Crew) -> Result:
-    runs = crew.do(train_all, [(row.text, row.plan(), row.graph())])
-    found = errors(
-        [run for ((run, _),) in runs], alone((row.model, row.precision, row.global_batch))
-    )
+def result_of(row: Row, crew: Crew, steps: int) -> Result:
+    runs = crew.do(train_all, [(row.text, row.plan(), row.graph())], steps)
+    expected = alone((row.model, row.precision, row.global_batch), steps)
+    found = errors([run for ((run, _),) in runs], expected)
     return Result(row, found, max(seconds for ((_, seconds),) in runs))
 
 
@@ -117,7 +116,7 @@ def test_every_mesh_trains_like_one_process(pytestconfig: pytest.Config) -> None
     written = time.monotonic()
 
     for ranks, rows in itertools.groupby(left, key=lambda row: row.ranks):
-        for result in results_of(list(rows), ranks):
+        for result in results_of(list(rows), ranks, equality_table.STEPS):
             records.add(result)
             if time.monotonic() - written > WRITE_EVERY_S:
                 TABLE.write_text(equality_table.text(records), encoding="utf-8")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, cast, get_args
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,11 @@ from planner.costs.activations import treated
 from planner.costs.calibration import taken
 from planner.costs.hosts import host_room_bytes
 from planner.costs.layer_figures import KindFigures
-from planner.costs.layout_costs import CostTables, counted_by_rank, holding_of
+from planner.costs.layout_costs import CostTables, counted_by_rank
 from planner.costs.memory import States
 from planner.costs.rank_memory import in_flight_at_most
 from planner.costs.recomputes import Recomputes, choices_of
-from planner.costs.strategy import Holding, StrategyParts, least_resident
+from planner.costs.strategy import StrategyParts, least_resident
 from planner.fullest import fullest
 from planner.layers.operator_table import RECOMPUTES, either
 from planner.plan import Layout
@@ -91,7 +91,7 @@ class _Ranks(NamedTuple):
     relieved: tuple[Floats, int] | None
     """Sizes [n, stage] of the rank that does not share evenly, and which it is."""
     holding: int
-    """Place in `_HOLDINGS`."""
+    """Place in `_HELD`."""
     least: tuple[float, float]
     """Least in flight, and least buffers."""
 
@@ -142,7 +142,9 @@ class Rooms:
         every = [ranks for own in each for ranks in own]
         of_unit = np.repeat(np.arange(len(units)), [len(own) for own in each])
         degree = np.array([unit.family.degrees.pipeline for unit in units])[of_unit]
-        costs = _Costs(self._tables, self._chain.figures, units, settings, self._recompute)
+        layouts = [_layout(unit) for unit in units]
+        figures, recompute = self._chain.figures, self._recompute
+        costs = LayersTogether(self._tables, figures, layouts, settings, recompute)
         holdings = np.array([ranks.holding for ranks in every])
         options = Options(
             **dict(zip(_FIGURES, costs.of(self._chain.commonest, holdings, of_unit), strict=True))
@@ -212,7 +214,7 @@ class Rooms:
         may: NDArray[np.bool_] = layers * lean <= free * (1 + SLACK)
         return may
 
-    def _working(self, options: Options, costs: _Costs, of_unit: Indices) -> Floats:
+    def _working(self, options: Options, costs: LayersTogether, of_unit: Indices) -> Floats:
         """[choice, timetable] Least working memory of a stage's last layer but the model's."""
         least = options.transient_bytes.min(axis=0)
         first = self._kinds.index(self._chain.commonest)
@@ -226,7 +228,7 @@ class Rooms:
         options: Options,
         degree: Indices,
         boundary_bytes: Floats,
-        costs: _Costs,
+        costs: LayersTogether,
         holdings: Indices,
         of_unit: Indices,
     ) -> Stages:
@@ -351,18 +353,18 @@ class Rooms:
         return found
 
 
-class _Costs:
+class LayersTogether:
     """What layers hold in many layouts, and their seconds without those of sharing."""
 
     def __init__(
         self,
         tables: CostTables,
         figures: KindFigures,
-        units: Sequence[Unit] | Sequence[Layout],
+        layouts: Sequence[Layout],
         settings: Indices,
         recompute: Recomputes,
     ) -> None:
-        layouts = [_layout(unit) if isinstance(unit, Unit) else unit for unit in units]
+        """`settings` [layout] are places in the arrays `figures`."""
         self._tables = tables
         self._figures = figures
         self._settings = settings
@@ -384,12 +386,9 @@ class _Costs:
             passes_s = part.forward_s + part.backward_s
             stored = part.stored_bytes
             for number, at in some:
-                whole = _HOLDINGS[number] in COUNTED_BY_RANK
+                whole, first = _HELD[number]
                 resident = least_resident(
-                    part.states,
-                    whole=whole,
-                    forwards_first=_HOLDINGS[number] == "all forwards first",
-                    once=self._once,
+                    part.states, whole=whole, forwards_first=first, once=self._once
                 )
                 working, kept = part.backward_transient_bytes, part.figures.kept_bytes
                 of = layouts[at]
@@ -443,24 +442,16 @@ class _Costs:
                 )
 
 
-def costs_together(
-    tables: CostTables,
-    figures: KindFigures,
-    layouts: Sequence[Layout],
-    kind: str,
-    recompute: Recomputes = None,
-) -> Floats:
-    """[figure, choice, layout] Seconds, stored, resident, transient and kept bytes of one kind.
-
-    Each layout holds things as its own timetable does; `figures` are arrays [layout].
-    """
-    every = np.arange(len(layouts))
-    holdings = np.array([_HOLDINGS.index(holding_of(layout)) for layout in layouts])
-    return _Costs(tables, figures, layouts, every, recompute).of(kind, holdings, every)
+_HELD = ((False, False), (False, True), (True, False))
+"""How ranks hold states: counted by rank, all forwards first (`least_resident`)."""
 
 
-_HOLDINGS: tuple[Holding, ...] = get_args(Holding)
-COUNTED_BY_RANK: tuple[Holding, ...] = ("whole", "whole, last stage too")
+def how_held(layout: Layout) -> int:
+    """Return the place in `_HELD` of a layout."""
+    whole = counted_by_rank(layout)
+    return _HELD.index((whole, layout.executed.forwards_first and not whole))
+
+
 _FIGURES = ("time_s", "stored_bytes", "resident_bytes", "transient_bytes", "kept_bytes")
 
 _BELOW = 1.0 - SLACK
@@ -528,7 +519,7 @@ def _ranks(
         waiting,
         np.stack([buffers, first, last, acting, bare]),
         relieved,
-        _HOLDINGS.index(holding_of(layout)),
+        how_held(layout),
         least,
     )
 

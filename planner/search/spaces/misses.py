@@ -15,7 +15,7 @@ from typing import Any
 from planner.plan import Layout
 from planner.request import Request
 from planner.search.layout_queue import Bundle, Found
-from planner.search.misses import nothing_runs
+from planner.search.misses import mean_least_bytes, nothing_runs
 from planner.search.ranked import Ranked
 from planner.search.spaces.search import Misses, Refusals, Space, runnable
 from planner.search.ways_out import ways_out
@@ -38,19 +38,9 @@ def _leanest(request: Request, build: Build) -> list[tuple[Space[Any], Layout]]:
     every: list[tuple[float, int, Space[Any], Layout]] = []
     for space in build(request):
         for layout in _lean_layouts(space):
-            every.append((_least_bytes(request, space, layout), len(every), space, layout))
+            least = mean_least_bytes(request.model, space.costs_of(layout)[0], layout)
+            every.append((least, len(every), space, layout))
     return [(space, layout) for _, _, space, layout in heapq.nsmallest(LOOKED_AT, every)]
-
-
-def _least_bytes(request: Request, space: Space[Any], layout: Layout) -> float:
-    """Mean bytes of a stage in the leanest options."""
-    kinds = space.costs_of(layout)[0].kinds
-    held = sum(
-        layer.repeat * min(c.resident_bytes + c.stored_bytes for c in kinds[layer.kind])
-        for layer in request.model.layers
-    )
-    peak = max(min(c.transient_bytes for c in table) for table in kinds.values())
-    return held / layout.pipeline + peak
 
 
 def _fitting(build: Build, request: Request) -> Layout | None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from planner.costs.crossings import in_order
-from planner.costs.rank_memory import dynamic_parts, layer_bytes, room_bytes, widest
+from planner.costs.rank_memory import dynamic_parts, room_bytes, widest
 from planner.costs.seats import alike, branching
 from planner.costs.strategy import StrategyCost, StrategyParts
 from planner.model import ModelGraph
@@ -136,7 +136,7 @@ class RoundSpace(AlikeSpace):
         ranks, chain = layout.pipeline, [layer.kind for _, layer in model.chain]
         numbers = {kind: at for at, kind in enumerate(dict.fromkeys(chain))}
         parts = {kind: self._parts(layout, kind) for kind in numbers}
-        held = {kind: [layer_bytes(part) for part in own] for kind, own in parts.items()}
+        held = {kind: [part.layer_bytes for part in own] for kind, own in parts.items()}
         kinds = []
         for kind, own in parts.items():
             kept = min(part.figures.kept_bytes for part in own) if split else 0.0

@@ -85,11 +85,6 @@ def runnable(space: Space[Any], refused: Refusals) -> Iterator[Bundle]:
         yield replace(bundle, layouts=partial(within, bundle.layouts))
 
 
-def layouts_of(space: Space[Any]) -> list[Layout]:
-    """Return every layout of a space that can run."""
-    return [layout for bundle in runnable(space, {}) for layout in bundle.layouts()]
-
-
 def search_spaces(
     spaces: Iterable[Space[Any]],
     *,

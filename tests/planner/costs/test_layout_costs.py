@@ -45,7 +45,7 @@ def test_every_kind_has_its_three_choices_in_order(tables: CostTables) -> None:
 def test_recomputing_a_block_trades_seconds_for_bytes(tables: CostTables) -> None:
     none, selective, full = tables.of(Layout(data_shard=8, zero=3)).kinds["block"]
 
-    assert none.stored_bytes > selective.stored_bytes > full.stored_bytes
+    assert none.layer_bytes.stored > selective.layer_bytes.stored > full.layer_bytes.stored
     assert none.backward_s < selective.backward_s < full.backward_s
     assert none.forward_s == selective.forward_s == full.forward_s
     assert none.sync_s == selective.sync_s == full.sync_s
@@ -56,7 +56,9 @@ def test_resident_bytes_of_the_whole_model_are_16_per_parameter_over_the_shards(
 ) -> None:
     costs = tables.of(Layout(data_shard=8, zero=3, micro_batches=8))
 
-    held = sum(layer.repeat * costs.kinds[layer.kind][0].resident_bytes for layer in llama.layers)
+    held = sum(
+        layer.repeat * costs.kinds[layer.kind][0].layer_bytes.states for layer in llama.layers
+    )
 
     assert held == pytest.approx(16 * llama.parameters / 8)
 
@@ -64,9 +66,9 @@ def test_resident_bytes_of_the_whole_model_are_16_per_parameter_over_the_shards(
 def test_tensor_parallelism_divides_matrices_and_keeps_norms(
     tables: CostTables, llama: ModelGraph
 ) -> None:
-    whole = block(tables.of(Layout(data_replicate=8, micro_batches=8))).resident_bytes
+    whole = block(tables.of(Layout(data_replicate=8, micro_batches=8))).layer_bytes.states
     layout = Layout(tensor=2, data_replicate=4, micro_batches=16)
-    halved = block(tables.of(layout)).resident_bytes
+    halved = block(tables.of(layout)).layer_bytes.states
 
     norms = 2 * 4096
     parameters = next(layer.parameters for layer in llama.layers if layer.kind == "block")
@@ -80,7 +82,7 @@ def test_a_pipeline_of_a_tied_model_holds_the_embedding_at_both_ends(node: Clust
     alone = tables.of(Layout(data_replicate=8, micro_batches=8))
     piped = tables.of(Layout(data_replicate=4, pipeline=2, micro_batches=16))
 
-    more = piped.kinds["head"][0].resident_bytes - alone.kinds["head"][0].resident_bytes
+    more = piped.kinds["head"][0].layer_bytes.states - alone.kinds["head"][0].layer_bytes.states
     assert more == pytest.approx(18 * 50257 * 768)
 
 
@@ -112,27 +114,6 @@ def test_the_schedule_changes_bytes_and_no_seconds(tables: CostTables) -> None:
             assert after.sync_s == before.sync_s
     assert one.boundary_s == other.boundary_s > 0
     assert one.fixed_bytes == other.fixed_bytes == one.context_bytes
-
-
-def test_where_all_forwards_come_first_gradients_take_the_place_of_activations(
-    tables: CostTables,
-) -> None:
-    several = block(tables.of(Layout(data_replicate=8, micro_batches=8)))
-    single = block(tables.of(Layout(data_replicate=8, micro_batches=1)))
-
-    gradients = 4 * 218_112_000
-    assert several.stored_bytes > gradients / 2
-    freed = min(gradients, several.stored_bytes)
-    assert several.resident_bytes - single.resident_bytes == pytest.approx(freed)
-
-
-def test_the_last_layer_holds_its_activations_only_while_it_runs(tables: CostTables) -> None:
-    passing = tables.of(Layout(pipeline=2, data_replicate=4, micro_batches=8)).kinds["head"][0]
-    gpipe = Layout(pipeline=2, data_replicate=4, micro_batches=8, schedule="gpipe")
-    queued = tables.of(gpipe).kinds["head"][0]
-
-    assert passing.stored_bytes == 0
-    assert passing.transient_bytes == queued.transient_bytes + queued.stored_bytes
 
 
 def test_there_is_no_boundary_without_a_pipeline(tables: CostTables) -> None:
@@ -172,7 +153,7 @@ def test_faster_links_are_never_slower(
             assert after.forward_s <= before.forward_s
             assert after.backward_s <= before.backward_s
             assert after.sync_s <= before.sync_s
-            assert after.stored_bytes == before.stored_bytes
+            assert after.layer_bytes == before.layer_bytes
 
 
 def test_tensor_parallelism_across_nodes_is_slower_than_inside_one(llama: ModelGraph) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from planner.costs import rank_memory
 from planner.costs.layout_costs import CostTables
+from planner.costs.strategy import LayerBytes
 from planner.layers.operator_table import RECOMPUTES
 from planner.plan import Layout, Mesh
 from planner.predict import placements_of, predict, stage_seconds
@@ -26,8 +27,7 @@ def test_one_stage_with_whole_backwards_peaks_as_a_stage_does(recompute: str, st
     placement = placements_of(of, graph)[stage]
     layers = {
         stage: [
-            rank_memory.layer_bytes(costs.parts[kind][RECOMPUTES.index(choice)])
-            for kind, choice, _ in placement
+            costs.parts[kind][RECOMPUTES.index(choice)].layer_bytes for kind, choice, _ in placement
         ]
     }
 
@@ -65,7 +65,7 @@ def test_a_split_backward_takes_the_seconds_of_a_whole_one() -> None:
     assert predicted.step_time_s == pytest.approx(run.makespan_s + rest)
 
 
-LAYER = rank_memory.LayerBytes(
+LAYER = LayerBytes(
     stored=5.0,
     kept=0.0,
     forward=2.0,
@@ -79,7 +79,7 @@ LAYER = rank_memory.LayerBytes(
     host=0.0,
     bucket=0.0,
     offloaded=False,
-    stores_input=True,
+    receives=False,
 )
 
 
@@ -123,7 +123,7 @@ def test_buffers_of_gradients_lie_beside_all_activations() -> None:
 def test_a_rank_without_layers_holds_what_its_process_does() -> None:
     for layout in (Layout(pipeline=2, micro_batches=2), Layout(pipeline=2, micro_batches=2,
                    virtual_stages=2, schedule="interleaved")):  # fmt: skip
-        held: list[rank_memory.LayerBytes] = []
+        held: list[LayerBytes] = []
         stages = {1: held, 3: held} if layout.virtual_stages > 1 else {1: held}
 
         parts = rank_memory.rank_memory_parts(Process(boundary_bytes=0), layout, stages, rank=1)

@@ -73,17 +73,17 @@ EXPERTS = Case(
 TWO_KINDS = Case("gemma-2-2b", "8xrtx-4090", 4096, 32)
 ALL_AXES = Case(
     "mixtral-8x7b",
-    "2x8xh100-sxm-80gb",
+    "2x4xh200-sxm-141gb",
     4096,
-    16,
+    8,
     Pins(micro_batch=1, zero=3, pipeline=2),
     rules=limit,
 )
 DENSE_AND_EXPERTS = Case(
     "deepseek-v3",
-    "32x8xh100-sxm-80gb",
+    "16x8xh200-sxm-141gb",
     4096,
-    256,
+    128,
     Pins(micro_batch=1, zero=3, pipeline=4, data=8, schedule="interleaved"),
     rules=limit,
 )

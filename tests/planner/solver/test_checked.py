@@ -23,20 +23,24 @@ from planner.solver.instance import (
 from tests.planner.small_instances import all_splits, random_instance
 
 
-def with_more_bytes(instance: Instance, seed: int) -> Instance:
-    """Return the instance with stages that hold more, by what they hold and in which order."""
+def with_more_bytes(instance: Instance, seed: int, *, by_place: bool = False) -> Instance:
+    """Return the instance with stages that hold more, by what they hold and in which order.
+
+    With `by_place` the same kinds hold other bytes elsewhere in the chain.
+    """
 
     def used_bytes(
         stage: int, _: Sequence[int], held: Sequence[int], options: Sequence[int]
     ) -> float:
         first = held[0]
         kinds = instance.layers[first : first + len(options)]
-        rng = random.Random(f"{seed} {stage} {kinds} {tuple(options)}")
+        place = f" at {first}" if by_place else ""
+        rng = random.Random(f"{seed} {stage} {kinds} {tuple(options)}{place}")
         padded = [0] * first + list(options)
         sums = stage_bytes(instance, stage, range(first, first + len(options)), padded)
         return sums + rng.choice((0.0, 0.0, 1.0, 5.0, rng.uniform(0, 25)))
 
-    return replace(instance, used_bytes=UsedBytes(used_bytes))
+    return replace(instance, used_bytes=UsedBytes(used_bytes, by_place))
 
 
 def in_order(instance: Instance, solution: Solution) -> bool:
@@ -57,22 +61,9 @@ def test_the_best_split_that_fits_is_found(start: int, sync_by_option: bool) -> 
     compared = costs = 0
     for seed in range(start, start + 60):
         plain = random_instance(seed, sync_by_option=sync_by_option)
-        instance = with_more_bytes(plain, seed)
-        every = (priced(instance, *split) for split in all_splits(instance))
-        fitting = [one for one in every if fits(instance, one) and in_order(instance, one)]
-        best_s = min((one.objective_s for one in fitting), default=math.inf)
-
-        found = solve(instance)
-
+        best_s = is_best(with_more_bytes(plain, seed))
         if math.isinf(best_s):
-            assert isinstance(found, Infeasible), seed
-            assert found.reason
             continue
-        assert isinstance(found, Solution), seed
-        assert fits(instance, found)
-        # Ties may be told apart by options out of order, which are no slower.
-        assert found.objective_s == pytest.approx(best_s, rel=1e-9), seed
-        assert found.optimal
         compared += 1
         bounded = solve(plain)
         assert isinstance(bounded, Solution)
@@ -80,6 +71,37 @@ def test_the_best_split_that_fits_is_found(start: int, sync_by_option: bool) -> 
 
     assert compared > 20
     assert costs > 2
+
+
+def test_alike_layers_may_hold_other_bytes_elsewhere() -> None:
+    compared = 0
+    for seed in range(200):
+        plain = random_instance(seed)
+        if len(plain.stages) < 3:  # as many layers are in another place on middle stages alone
+            continue
+        alike = replace(plain, layers=(0,) * len(plain.layers))
+
+        compared += is_best(with_more_bytes(alike, seed, by_place=True)) < math.inf
+
+    assert compared > 10
+
+
+def is_best(instance: Instance) -> float:
+    """Solve, hold the answer against the best of all splits, and return its seconds."""
+    every = (priced(instance, *split) for split in all_splits(instance))
+    fitting = [one for one in every if fits(instance, one) and in_order(instance, one)]
+    best_s = min((one.objective_s for one in fitting), default=math.inf)
+    found = solve(instance)
+    if math.isinf(best_s):
+        assert isinstance(found, Infeasible)
+        assert found.reason
+        return best_s
+    assert isinstance(found, Solution)
+    assert fits(instance, found)
+    # Ties may be told apart by options out of order, which are no slower.
+    assert found.objective_s == pytest.approx(best_s, rel=1e-9)
+    assert found.optimal
+    return best_s
 
 
 @pytest.mark.parametrize("start", [0, 40])

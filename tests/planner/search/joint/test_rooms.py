@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from planner.costs.layout_costs import CostTables
@@ -11,7 +12,7 @@ from planner.plan import Job
 from planner.profile import Recompute
 from planner.request import Request
 from planner.search.candidates import Candidates
-from planner.search.joint.rooms import costs_together
+from planner.search.joint.rooms import LayersTogether, how_held
 
 CASES = [
     ("llama-3.2-1b", "2x8xa100-sxm-40gb", Job(seq_len=2048, global_batch=16), ("keep",)),
@@ -35,9 +36,11 @@ def test_what_layers_hold_together_is_what_each_layout_says(
     layouts = list(Candidates(Request(model, machine, job)).layouts())
     some = layouts[:: max(1, len(layouts) // 150)]
     figures = tables.figures_together(some)
+    held, every = np.array([how_held(layout) for layout in some]), np.arange(len(some))
+    layers = LayersTogether(tables, figures, some, every, recompute)
 
     for kind in figures:
-        together = costs_together(tables, figures, some, kind, recompute)
+        together = layers.of(kind, held, every)
         for at, layout in enumerate(some):
             costs = tables.unlinked(layout)
             action_s = costs.action_s if kind in tables.end_kinds else 0.0
@@ -55,7 +58,7 @@ def test_what_layers_hold_together_is_what_each_layout_says(
                 )
                 assert together[[0, 1, 4], choice, at] == pytest.approx(expected, rel=1e-12)
                 assert together[2, choice, at] <= part.states.resident_bytes
-                assert together[3, choice, at] <= part.transient_bytes
+                assert together[3, choice, at] <= part.layer_bytes.backward
 
 
 def test_the_sharing_of_many_layouts_is_that_of_each() -> None:

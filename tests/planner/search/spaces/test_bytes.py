@@ -25,8 +25,8 @@ from planner.search.layer_options import allowed
 from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.mixed import MixedGraphSpace, MixedSpace
 from planner.search.spaces.rounds import RoundSpace
-from planner.search.spaces.search import layouts_of
 from planner.solver.instance import Instance, UsedBytes
+from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.search.spaces.test_graph import JOB, random_model, unet
 from tests.planner.search.spaces.test_mixed import llama
 from tests.planner.search.spaces.test_rounds import unlike_chain

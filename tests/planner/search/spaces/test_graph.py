@@ -24,8 +24,8 @@ from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.spaces.graph import GraphSpace
-from planner.search.spaces.search import layouts_of
 from planner.simulate import timeline
+from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.small_graphs import least_objective_s, splits
 
 JOB = Job(seq_len=64, global_batch=12, precision="fp32")

@@ -13,6 +13,7 @@ import pytest
 from planner.cluster import ClusterSpec
 from planner.costs.group_costs import GroupCosts
 from planner.costs.layout_costs import CostTables
+from planner.costs.rank_memory import has_room, rank_memory_parts
 from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.operator_table import RECOMPUTES
@@ -26,8 +27,9 @@ from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.spaces.mixed import MixedSpace
-from planner.search.spaces.search import layouts_of, runnable
+from planner.search.spaces.search import runnable
 from planner.search.spaces.shares import ShareSpace
+from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.solver.unequal.test_unequal import least_objective_s
 
 
@@ -81,9 +83,8 @@ def least_shared_s(case: Case, cluster: ClusterSpec, layout: Layout) -> float:
         for group in cluster.groups:
             table = costs[group.name]
             held = [table.kinds[kind][option] for kind, option in zip(kinds, choice, strict=True)]
-            in_all = sum(cost.resident_bytes + cost.stored_bytes for cost in held)
-            in_all += max(cost.transient_bytes for cost in held)
-            if table.fixed_bytes + table.slack * in_all > group.accelerator.memory_bytes:
+            parts = rank_memory_parts(table, layout, {0: [c.layer_bytes for c in held]}, rank=0)
+            if not has_room(group.accelerator.memory_bytes, sum(parts.values()), table):
                 break
             ranks = group.devices // layout.tensor
             seconds += [sum(cost.forward_s + cost.backward_s for cost in held)] * ranks

@@ -16,8 +16,9 @@ from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.ranks import run_of
 from planner.search.spaces.rounds import RoundSpace, unlike
-from planner.search.spaces.search import layouts_of, runnable
+from planner.search.spaces.search import runnable
 from tests.planner.rounds.test_solve import least_objective_s
+from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.search.spaces.test_graph import layer, towers, unet
 
 JOB = Job(seq_len=64, global_batch=16, precision="fp32")

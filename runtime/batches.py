@@ -1,0 +1,82 @@
+"""Batches: pytrees of tensors, cut along their samples.
+
+A leaf that is a tensor with a dim has its samples along dim 0, and all such leaves have as many.
+Everything else (numbers, strings, None, tensors without dims) goes to each micro-batch whole.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+
+from planner.errors import BatchError
+
+
+def samples_in(batch: Any) -> int:
+    """Return how many samples a batch has.
+
+    Raises BatchError where its leaves differ in that, or none has samples.
+
+    >>> samples_in({"x": torch.zeros(4, 2), "y": torch.zeros(4), "temperature": 0.5})
+    4
+    """
+    counts: dict[int, str] = {}
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            counts.setdefault(len(leaf), keystr(path) or "it")
+    if len(counts) > 1:
+        said = " and ".join(f"{name} has {count} samples" for count, name in counts.items())
+        raise BatchError(f"batch: {said} along dim 0; give all leaves the same samples")
+    if not counts:
+        raise BatchError("batch: has no tensor with samples along dim 0")
+    return next(iter(counts))
+
+
+def part_of(batch: Any, samples: range) -> Any:
+    """Return some samples of a batch, as views.
+
+    >>> part_of((torch.arange(6), "all"), range(2, 4))
+    (tensor([2, 3]), 'all')
+    """
+    return tree_map(
+        lambda leaf: (
+            leaf[samples.start : samples.stop] if isinstance(leaf, Tensor) and leaf.ndim else leaf
+        ),
+        batch,
+    )
+
+
+def micro_batches(batch: Any, *, size: int, count: int) -> list[Any]:
+    """Cut this rank's slice of a batch into micro-batches.
+
+    Raises BatchError where the slice is not of `size` x `count` samples.
+    """
+    found = samples_in(batch)
+    if found != size * count:
+        raise BatchError(
+            f"batch: has {found} samples, and this rank's slice of a step is {count} micro-batches "
+            f"of {size}; give engine.slice(batch) of the global batch, and drop the last batch of "
+            "an epoch if it is smaller (drop_last=True)"
+        )
+    return [part_of(batch, range(at, at + size)) for at in range(0, found, size)]
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch whose tensors are on a device."""
+    return tree_map(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
+    )
+
+
+def fingerprint(batch: Any) -> int:
+    """Return a number that two batches of different values hardly share."""
+    found = 0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            elements = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            found = zlib.crc32(elements.numpy().tobytes(), found)
+    return found

@@ -1,0 +1,81 @@
+"""Stages of a recorded module under a schedule: what crosses is theirs, the batch is everywhere.
+
+Every rank gives all micro-batches of its slice to `run`, and torch moves only numbers of
+micro-batches along the schedule; a stage takes the micro-batch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.schedule import Order
+from runtime.pipeline import Pipeline, StagePart
+from runtime.recorded_stage import MicroBatch, RecordedStage
+from runtime.weight_gradients import WeightGradients
+
+
+class RecordedPipeline(Pipeline):
+    """This rank's stages of a recorded module, and the schedule that drives them."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, RecordedStage],
+        orders: tuple[Order, ...],
+        *,
+        micro_batches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        loss: Callable[[Any, MicroBatch], Tensor],
+        stores: Mapping[int, WeightGradients] | None = None,
+    ) -> None:
+        """`loss` of the module's outputs, as one number; gradients are those of its sum.
+
+        `stores` are by stage, where the schedule makes weight gradients apart.
+        """
+        self._recorded = tuple(stages.values())
+        number = torch.empty(1, dtype=torch.int64, device="meta")
+        for stage in self._recorded:
+            stage.loss = loss
+        parts = [
+            StagePart(
+                stage=at,
+                module=stage,
+                inputs=stage.received() or (number,),
+                outputs=stage.sent() or torch.empty((), device="meta", requires_grad=True),
+                store=stores[at] if stores else None,
+            )
+            for at, stage in stages.items()
+        ]
+        super().__init__(
+            parts,
+            orders,
+            micro_batches=micro_batches,
+            group=group,
+            device=device,
+            loss=lambda made, _: made,
+            everywhere="at",
+        )
+
+    def run_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Run one step on all micro-batches; return their losses on the last stage."""
+        numbers = self._given(micro_batches)
+        losses = self.run(numbers, numbers)
+        self._given(())
+        return losses
+
+    def evaluate_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Run all micro-batches forward only; return their losses on the last stage."""
+        numbers = self._given(micro_batches)
+        losses = self.evaluate(numbers, numbers)
+        self._given(())
+        return losses
+
+    def _given(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        for stage in self._recorded:
+            stage.micro_batches = tuple(micro_batches)
+        return torch.arange(len(micro_batches))

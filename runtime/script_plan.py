@@ -1,0 +1,92 @@
+"""Plans without a search: a layout's fields, for a module that a script builds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from planner.errors import DocumentError
+from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.training import Training
+from planner.units import name_of
+from runtime.recorder import Recorder
+
+FIELDS = (
+    "zero",
+    "pipeline",
+    "data_replicate",
+    "schedule",
+    "virtual_stages",
+    "micro_batch",
+    "micro_batches",
+    "recompute",
+    "precision",
+    "seed",
+    "cuts",
+)
+"""What may be said of a layout; ranks that nothing else takes are data-parallel."""
+
+
+def script_plan(
+    recorder: Recorder,
+    layout: Mapping[str, Any],
+    *,
+    name: str,
+    ranks: int,
+    global_batch: int,
+    device: str,
+) -> Plan:
+    """Return the plan of a layout: layers in equal numbers on each stage, unless `cuts` says.
+
+    Without `micro_batch` or `micro_batches` a pipeline has two micro-batches for each stage, and
+    data parallelism one.  Raises DocumentError where the fields do not go together.
+    """
+    unknown = [field for field in layout if field not in FIELDS]
+    if unknown:
+        raise DocumentError(
+            "plan", f"has no field '{unknown[0]}'; a layout has {', '.join(FIELDS)}"
+        )
+    zero, pipeline = layout.get("zero", 0), layout.get("pipeline", 1)
+    if ranks % pipeline:
+        raise DocumentError("plan.pipeline", f"{pipeline} does not divide {ranks} ranks")
+    data = ranks // pipeline
+    replicate = layout.get("data_replicate", 1 if zero else data)
+    if data % replicate:
+        raise DocumentError(
+            "plan.data_replicate", f"{replicate} does not divide {data} data-parallel ranks"
+        )
+    if global_batch % data:
+        raise DocumentError("batch", f"has {global_batch} samples for {data} data-parallel ranks")
+    own = global_batch // data
+    stages = pipeline * layout.get("virtual_stages", 1)
+    if "micro_batch" in layout:
+        size = layout["micro_batch"]
+        count = layout.get("micro_batches", own // size)
+    else:
+        count = layout.get("micro_batches", min(2 * stages, own) if pipeline > 1 else 1)
+        size = own // count
+    layers = [layer.name for layer in recorder.first.layers]
+    least, more = divmod(len(layers), stages)
+    cuts = layout.get("cuts") or [least + (stage < more) for stage in range(stages)]
+    ends = list(itertools.accumulate(cuts))
+    placed = [PlacedLayer(layer=one, recompute=layout.get("recompute", "none")) for one in layers]
+    label = name_of(name)
+    return Plan(
+        model=PlannedModel(name=label, source=f"script:{label}", digest=recorder.first.digest),
+        cluster=f"{ranks} x {device}",
+        seq_len=1,
+        global_batch=global_batch,
+        precision=layout.get("precision", "fp32"),
+        mesh=Mesh(data_replicate=replicate, data_shard=data // replicate, pipeline=pipeline),
+        zero=zero,
+        schedule=layout.get("schedule", "1f1b"),
+        virtual_stages=layout.get("virtual_stages", 1),
+        micro_batch=size,
+        micro_batches=count,
+        training=Training(seed=layout.get("seed", 0)),
+        stages=tuple(
+            Stage(layers=tuple(placed[begin:end]))
+            for begin, end in zip([0, *ends], ends, strict=False)
+        ),
+    )

@@ -1,0 +1,116 @@
+"""Stages of a user's own module made parallel: units over data, the rest with the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.errors import LaunchError
+from planner.plan import Plan
+from planner.schedules import schedule_of
+from runtime.mesh import Place, wants_mesh
+from runtime.parallelize import no_view, over_data, reduces_apart, replicated
+from runtime.recorded_stage import RecordedStage
+from runtime.recorder import Recorder
+from runtime.weight_gradients import PLAIN, WeightGradients, defer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptStage:
+    """One of this rank's stages."""
+
+    module: RecordedStage
+    wrapped: bool
+    """FSDP is at work (the module is an FSDPModule)."""
+    store: WeightGradients | None
+    """Where weight gradients wait, if the schedule makes them apart."""
+    replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...]
+    """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
+
+
+def check_layers(plan: Plan, recorder: Recorder) -> None:
+    """Refuse a plan that places other layers than the module has."""
+    planned = [item.layer for stage in plan.stages for item in stage.layers]
+    found = [layer.name for layer in recorder.first.layers]
+    if planned != found:
+        at = next((i for i, (a, b) in enumerate(zip(planned, found)) if a != b), len(planned))  # noqa: B905
+        raise LaunchError(
+            f"the plan has {len(planned)} layers and the module {len(found)}; the first that "
+            f"differs is number {at}: {[*planned, 'none'][min(at, len(planned))]} in the plan, "
+            f"{[*found, 'none'][min(at, len(found))]} in the module; plan again with this module"
+        )
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Refuse hooks on parameters: those that data parallelism puts in their place have none."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks:
+            raise LaunchError(
+                f"{name}: has a gradient hook, which would never be called once parameters are "
+                "divided; change gradients between engine.gradients() and engine.optimizer_step()"
+            )
+
+
+def script_stage(
+    plan: Plan,
+    module: nn.Module,
+    recorder: Recorder,
+    place: Place,
+    *,
+    stage: int,
+    device: torch.device,
+) -> ScriptStage:
+    """Make one of this rank's stages parallel.  `module` is on the CPU or on the device."""
+    sizes = [len(one.layers) for one in plan.stages]
+    first = sum(sizes[:stage])
+    made = RecordedStage(module, recorder, first, first + sizes[stage])
+    for item in plan.stages[stage].layers:
+        made.recompute[item.layer] = item.recompute
+        if item.activations != "keep":
+            raise LaunchError(
+                f"stages[{stage}].layers: {item.layer}: activations are {item.activations}, and "
+                "those of a module of your own are kept on the device; use keep or recompute"
+            )
+    made.to(device)
+    store = WeightGradients() if schedule_of(plan.schedule).splits_backward else None
+    if store is not None:
+        for unit in made.units.values():
+            defer(unit, store, PLAIN)
+    apart = reduces_apart(plan, place)
+    wraps = place.mesh is not None and ((place.replicas > 1 and not apart) or wants_mesh(plan))
+    if wraps:
+        _make_contiguous(made)
+        for unit in made.units.values():
+            unit.register_forward_hook(no_view)
+            over_data(unit, plan, place.data, device, root=False)
+        over_data(made, plan, place.data, device, root=True)
+    return ScriptStage(
+        module=made,
+        wrapped=wraps,
+        store=store,
+        replicated=tuple(replicated(made, plan, place)) if apart else (),
+    )
+
+
+def _make_contiguous(module: nn.Module) -> None:
+    """FSDP divides parameters through memory."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()
+
+
+def frozen_and_buffers(stages: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint keeps beside trained parameters, by name, sharing live memory."""
+    result: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if not parameter.requires_grad:
+                result[name] = parameter.detach()
+        for prefix, part in stage.named_modules():
+            for attribute, buffer in part._buffers.items():
+                if buffer is not None and attribute not in part._non_persistent_buffers_set:
+                    result[f"{prefix}.{attribute}" if prefix else attribute] = buffer
+    return result

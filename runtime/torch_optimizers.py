@@ -1,0 +1,364 @@
+"""Any optimizer of torch over what a rank holds of the parameters.
+
+    optimizer(groups)    is called with a list of {"params": [...], **settings}, as torch's classes
+                         are, and returns a torch.optim.Optimizer
+
+The parameters that it gets are plain, and share memory with the rank's parts of the model's.  That
+is right for an update that treats each element by itself.  Whether one does is tried at the start,
+on a small matrix that is whole, cut in rows, and all on one side.  An update that looks at a whole
+matrix (Muon, Adafactor) is made by one owner of each matrix, which gathers the gradient, steps, and
+sends the others their parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from planner.errors import OptimizerError
+from runtime.gradient_wire import Mean
+from runtime.gradients import Gradients, Measured, Slot, whole_part
+from runtime.loss_scale import LossScale
+from runtime.mesh import Place
+
+Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
+"""Settings of a parameter by its name, as a group of torch's optimizers has them (`lr`,
+`weight_decay`); `optimizer` among them is a factory for this group instead of the engine's."""
+
+PROBE_ROWS, PROBE_COLUMNS, PROBE_STEPS = 6, 5, 4
+PROBE_CUTS = ((2, 4), (6, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters with the same settings, by name, in the model's order; equal on all ranks."""
+
+    factory: Factory
+    settings: Mapping[str, Any]
+    names: tuple[str, ...]
+
+
+def grouped(
+    parameters: Iterable[tuple[str, nn.Parameter]], factory: Factory, group_of: GroupOf | None
+) -> list[Group]:
+    """Put the parameters that are trained into groups by their settings."""
+    found: dict[Any, tuple[Factory, dict[str, Any], list[str]]] = {}
+    for name, parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        settings = dict(group_of(name, parameter)) if group_of is not None else {}
+        own = settings.pop("optimizer", factory)
+        key = (id(own), tuple(sorted((k, repr(v)) for k, v in settings.items())))
+        found.setdefault(key, (own, settings, []))[2].append(name)
+    return [Group(own, settings, tuple(names)) for own, settings, names in found.values()]
+
+
+def made(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Call a factory; what goes wrong there is told by its name."""
+    try:
+        optimizer = factory(groups)
+    except Exception as error:
+        raise OptimizerError(
+            f"optimizer {name_of(factory)} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"optimizer {name_of(factory)} returned {type(optimizer).__name__}; it must return a "
+            "torch.optim.Optimizer"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptimizerError(
+            "LBFGS calls the loss again and again in one step, and a plan has one forward and "
+            "backward per step; use another optimizer"
+        )
+    given = {id(parameter) for group in groups for parameter in group["params"]}
+    used = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if used != given:
+        raise OptimizerError(
+            f"optimizer {name_of(factory)} was given {len(given)} parameters and has {len(used)}; "
+            "it must take the groups as they are"
+        )
+    return optimizer
+
+
+def name_of(factory: Factory) -> str:
+    """Return how a factory is called in messages."""
+    return getattr(factory, "__qualname__", type(factory).__name__)
+
+
+def is_elementwise(factory: Factory, settings: Mapping[str, Any]) -> bool:
+    """Tell whether an update treats each element by itself: it is tried.
+
+    >>> is_elementwise(torch.optim.Adam, {"lr": 0.1}), is_elementwise(torch.optim.Adafactor, {})
+    (True, False)
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (PROBE_ROWS, PROBE_COLUMNS)
+    first = torch.randn(shape, generator=generator)
+    grads = [torch.randn(shape, generator=generator) for _ in range(PROBE_STEPS)]
+    whole = _probed(factory, settings, first, grads, slice(0, PROBE_ROWS))
+    for rows, _ in PROBE_CUTS:
+        parts = [slice(0, rows), *([slice(rows, PROBE_ROWS)] if rows < PROBE_ROWS else [])]
+        pieces = [_probed(factory, settings, first, grads, part) for part in parts]
+        if any(not made_alike for _, made_alike in (whole, *pieces)):
+            return False
+        if not torch.equal(torch.cat([value for value, _ in pieces]), whole[0]):
+            return False
+    return True
+
+
+def _probed(
+    factory: Factory,
+    settings: Mapping[str, Any],
+    first: Tensor,
+    grads: Sequence[Tensor],
+    rows: slice,
+) -> tuple[Tensor, bool]:
+    """Return some rows after a few steps, and whether the state has their shape or is numbers."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(first[rows].clone())
+        optimizer = made(factory, [{"params": [parameter], **settings}])
+        for grad in grads:
+            parameter.grad = grad[rows].clone()
+            optimizer.step()
+    alike = all(
+        not isinstance(value, Tensor) or value.ndim == 0 or value.shape == parameter.shape
+        for value in optimizer.state[parameter].values()
+    )
+    return parameter.detach(), alike
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """One parameter as its optimizer has it."""
+
+    slot: Slot
+    plain: nn.Parameter
+    """This rank's part, or at its owner the whole of a matrix that is gathered."""
+    owner: int | None = None
+    """Rank along the division of a matrix that is gathered; None: each rank steps its part."""
+    owned: bool = True
+
+
+class TorchOptimizers(Gradients):
+    """A user's optimizers over this rank's parameters, and the gradients that they use."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        groups: Sequence[Group],
+        place: Place,
+        *,
+        device: torch.device,
+        divisor: float,
+        scale: LossScale | None = None,
+        mean: Mean | None = None,
+        gather: bool = True,
+    ) -> None:
+        """Without `gather` an update that is not element-wise is refused where it would move."""
+        super().__init__(slots, place, device=device, divisor=divisor, scale=scale, mean=mean)
+        self.steps = torch.zeros((), dtype=torch.int64)
+        self._groups = list(groups)
+        self._parts: dict[str, _Part] = {}
+        self._load: dict[Any, int] = {}
+        by_name = {slot.name: slot for slot in self.slots}
+        own: dict[int, tuple[Factory, list[dict[str, Any]]]] = {}
+        for group in self._groups:
+            held = [by_name[name] for name in group.names if name in by_name]
+            gathered = any(_is_divided(slot) for slot in held) and not is_elementwise(
+                group.factory, group.settings
+            )
+            if gathered and not gather:
+                raise OptimizerError(
+                    f"optimizer {name_of(group.factory)} looks at whole matrices, and this plan "
+                    "divides them (ZeRO); allow gather=True or use a plan with zero 0"
+                )
+            parts = self._parts_of(held, gathered=gathered)
+            self._parts |= {part.slot.name: part for part in parts}
+            own.setdefault(id(group.factory), (group.factory, []))[1].append(
+                {
+                    "params": [p.plain for p in parts if p.owned and p.plain.numel()],
+                    **group.settings,
+                }
+            )
+        self.optimizers = tuple(made(factory, listed) for factory, listed in own.values())
+        """Of each factory one, over the groups in the order in which the model has them."""
+        self._users = {
+            parameter: optimizer
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def _parts_of(self, held: Sequence[Slot], *, gathered: bool) -> list[_Part]:
+        parts = []
+        # The largest first, each to the owner that has the least so far; the same on all ranks.
+        order = sorted(held, key=lambda slot: -slot.parameter.numel()) if gathered else held
+        for slot in order:
+            if not (gathered and _is_divided(slot)):
+                parts.append(_Part(slot, nn.Parameter(slot.local)))
+                continue
+            group, _ = _division(slot)
+            loads = [self._load.get((id(group), rank), 0) for rank in range(group.size())]
+            owner = loads.index(min(loads))
+            self._load[id(group), owner] = loads[owner] + slot.parameter.numel()
+            owned = group.rank() == owner
+            shape = slot.parameter.shape if owned else (0,)
+            plain = nn.Parameter(torch.empty(shape, dtype=slot.local.dtype, device=self.device))
+            parts.append(_Part(slot, plain, owner, owned))
+        at = {slot: index for index, slot in enumerate(held)}
+        return sorted(parts, key=lambda part: at[part.slot])
+
+    @torch.no_grad()
+    def update(self, grads: Mapping[Slot, Tensor], measured: Measured) -> bool:
+        """Step with gradients of the mean loss; return whether weights moved.
+
+        They do not where nothing counted, nor, in fp16, where gradients overflowed.
+        """
+        spoilt = self.scale.spoilt(measured.norm)
+        self.scale.update(spoilt)
+        self.steps += 1
+        if float(measured.count) == 0 or (spoilt is not None and float(spoilt)):
+            self.dropped()
+            return False
+        for part in self._parts.values():
+            grad = grads.get(part.slot)
+            if grad is None:
+                continue
+            if part.owner is not None:
+                self._gather(part, grad)
+            elif grad.stride() != part.plain.stride():
+                # Fused updates run through memory and look at no strides.
+                part.plain.grad = torch.empty_like(part.plain).copy_(grad)
+            else:
+                part.plain.grad = grad
+        with torch.enable_grad():
+            for optimizer in self.optimizers:
+                optimizer.step()
+        for part in self._parts.values():
+            if part.owner is not None and part.slot in grads:
+                self._scatter(part)
+            part.plain.grad = None
+        self.dropped()
+        return True
+
+    def _gather(self, part: _Part, grad: Tensor) -> None:
+        """Bring a whole matrix and its gradient to the owner."""
+        whole = [_whole_of(part.slot, local) for local in (grad, part.slot.local)]
+        if part.owned:
+            part.plain.grad = whole[0]
+            part.plain.data.copy_(whole[1])
+
+    def _scatter(self, part: _Part) -> None:
+        """Take this rank's part of what the owner made."""
+        group, dim = _division(part.slot)
+        slot = part.slot
+        whole = part.plain.data if part.owned else torch.empty_like(slot.parameter, device="meta")
+        if not part.owned:
+            whole = torch.empty(whole.shape, dtype=slot.local.dtype, device=self.device)
+        dist.broadcast(whole, group=group, group_src=part.owner)
+        length = -(-whole.shape[dim] // group.size())
+        begin = min(group.rank() * length, whole.shape[dim])
+        slot.local.copy_(whole.narrow(dim, begin, slot.local.shape[dim]))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return parameters and optimizer state by name, sharing the live memory.
+
+        Parts of a divided parameter are DTensors, so any other plan can load them.  Numbers of an
+        optimizer's state are tensors here; `loaded` puts them back.
+        """
+        result: dict[str, Tensor] = {"train.step": self.steps, **self.scale.state()}
+        for slot in self.slots:
+            result[f"model.{slot.name}"] = whole_part(slot, slot.local)
+        for name, key, value in self._states():
+            slot = self._parts[name].slot
+            saved = value
+            if not isinstance(value, Tensor):
+                saved = torch.tensor(float(value), dtype=torch.float64)
+            elif value.ndim and value.shape == slot.local.shape and self._parts[name].owner is None:
+                saved = whole_part(slot, value)
+            result[f"optim.{name}.{key}"] = saved
+        return result
+
+    def _states(self) -> Iterator[tuple[str, str, Any]]:
+        of = {id(part.plain): name for name, part in self._parts.items()}
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor | float | int):
+                        yield of[id(parameter)], key, value
+
+    def expect(self, stored: Iterable[str]) -> None:
+        """Make the state that a checkpoint has of these tensors, to be filled in place.
+
+        Names and shapes come from a step with gradients of zero on copies that are thrown away.
+        """
+        having = {name.removeprefix("optim.").rpartition(".")[0] for name in stored}
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        for group in self._groups:
+            for name in group.names:
+                part = self._parts.get(name)
+                if part is None or not part.owned or not part.plain.numel() or name not in having:
+                    continue
+                copy = nn.Parameter(torch.zeros_like(part.plain))
+                copy.grad = torch.zeros_like(copy)
+                thrown = made(group.factory, [{"params": [copy], **group.settings}])
+                thrown.step()
+                self._optimizer_of(part).state[part.plain] = dict(thrown.state[copy])
+
+    def loaded(self, state: Mapping[str, Tensor]) -> None:
+        """Take over numbers from a state that was filled."""
+        for name, key, value in list(self._states()):
+            if not isinstance(value, Tensor):
+                found = float(state[f"optim.{name}.{key}"])
+                part = self._parts[name]
+                self._optimizer_of(part).state[part.plain][key] = type(value)(found)
+
+    def _optimizer_of(self, part: _Part) -> torch.optim.Optimizer:
+        return self._users[part.plain]
+
+    def settings(self) -> list[list[dict[str, Any]]]:
+        """Return the groups' settings of each optimizer, without their parameters."""
+        return [
+            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
+
+    def take_settings(self, settings: list[list[dict[str, Any]]]) -> None:
+        """Put the groups' settings back."""
+        if [len(groups) for groups in settings] != [len(o.param_groups) for o in self.optimizers]:
+            raise OptimizerError("the checkpoint has other groups of parameters than this engine")
+        for optimizer, groups in zip(self.optimizers, settings, strict=True):
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                group.update(saved)
+
+
+def _is_divided(slot: Slot) -> bool:
+    return isinstance(slot.parameter, DTensor) and any(
+        isinstance(p, Shard) for p in slot.parameter.placements
+    )
+
+
+def _division(slot: Slot) -> tuple[dist.ProcessGroup, int]:
+    """Return the ranks that divide a parameter, and along which dim."""
+    parameter = slot.parameter
+    assert isinstance(parameter, DTensor)
+    for at, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            return parameter.device_mesh.get_group(at), placement.dim
+    raise AssertionError(slot.name)
+
+
+def _whole_of(slot: Slot, local: Tensor) -> Tensor:
+    part = whole_part(slot, local)
+    assert isinstance(part, DTensor)
+    return part.full_tensor()

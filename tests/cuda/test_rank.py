@@ -1,0 +1,84 @@
+"""How a rank takes its device, without one: what it asks torch for is noted."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from runtime import train
+from runtime.preflight import cuda_environment
+from runtime.saving import Saver
+from tests.runtime.test_report import rank, report
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Note devices by the thread that takes them."""
+    taken: list[tuple[str, Any]] = []
+
+    def take(device: object) -> None:
+        taken.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(torch.cuda, "set_device", take)
+    return taken
+
+
+def test_communicators_form_on_the_ranks_own_device(
+    chosen: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: joined.update(how))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.delenv("MESHWRIGHT_STORE_FD", raising=False)
+
+    train.join("cuda", rank=3, world_size=4, timeout_s=1.0)
+
+    assert joined["device_id"] == torch.device("cuda", 3)
+    assert [device for _, device in chosen] == [torch.device("cuda", 3)]
+    train.join("cpu", rank=3, world_size=4, timeout_s=1.0)
+    assert joined["device_id"] is None
+
+
+def test_the_thread_that_saves_is_on_the_ranks_device(chosen: list[tuple[str, Any]]) -> None:
+    saver: Any = SimpleNamespace(_device=3, _folder=Path("saved"), _run="run")
+    failed: list[Exception] = []
+
+    def write() -> None:
+        try:
+            Saver._write(saver, {}, cast(Any, SimpleNamespace(step=1)))
+        except ValueError as error:  # no process group: nothing is written
+            failed.append(error)
+
+    thread = threading.Thread(target=write, name="saving")
+    thread.start()
+    thread.join()
+
+    assert chosen == [("saving", 3)]
+    assert len(failed) == 1
+
+
+def test_a_report_has_what_ends_a_run_beside_its_tensors() -> None:
+    own = [
+        rank(0, [1.0, 1.0], 700).model_copy(update={"reserved_memory_bytes": 800}),
+        rank(1, [1.0, 1.0], 900).model_copy(
+            update={"reserved_memory_bytes": 950, "device_memory_bytes": 990}
+        ),
+    ]
+
+    stages = report(*own).stages
+
+    assert [stage.reserved_memory_bytes for stage in stages] == [800, 950]
+    assert [stage.device_memory_bytes for stage in stages] == [None, 990]
+
+
+def test_ranks_are_told_the_order_of_devices_and_how_to_allocate() -> None:
+    assert cuda_environment({}) == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }

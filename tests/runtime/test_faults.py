@@ -1,0 +1,107 @@
+"""Why a rank ended, from what NCCL, CUDA and the driver really write."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from planner.errors import LaunchError
+from runtime import faults, launch
+from runtime.run import Failure, log_file
+from runtime.supervise import BadEnd, Exit
+
+WATCHDOG = (
+    "[rank3]:[E1018 09:01:57.220 ProcessGroupNCCL.cpp:685] [PG ID 2 PG GUID 5(mesh_tensor) Rank 3] "
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=17, OpType=ALLREDUCE, "
+    "NumelIn=8192, NumelOut=8192, Timeout(ms)=600000) ran for 600029 milliseconds before timing "
+    "out.\nterminate called after throwing an instance of 'c10::DistBackendError'\n"
+)
+
+
+def failure(message: str, kind: str = "AcceleratorError") -> Failure:
+    return Failure(rank=0, kind=kind, message=message, at_unix_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "log"),
+    [
+        (1, "CUDA error: uncorrectable ECC error encountered", ""),
+        (1, "CUDA error: unknown error", "NVRM: Xid (PCI:0000:3b:00): 79, GPU has gone"),
+        (1, "CUDA error: unspecified launch failure", "Xid (PCI:0000:3b:00): 48, DBE"),
+        (1, "CUDA error: CUDA-capable device(s) is/are busy or unavailable", ""),
+        (-signal.SIGKILL, None, ""),
+    ],
+)
+def test_hardware_that_fails_is_a_lost_device(code: int, said: str | None, log: str) -> None:
+    assert faults.device_lost(code, failure(said) if said else None, log)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "log"),
+    [
+        (1, "CUDA error: device-side assert triggered", "Xid (PCI:0000:3b:00): 43"),
+        (1, "CUDA error: an illegal memory access was encountered", "Xid (PCI:0000:3b): 31, pid"),
+        (1, "CUDA error: invalid configuration argument", ""),
+        (-signal.SIGABRT, None, WATCHDOG),
+        (-signal.SIGSEGV, None, "Fatal Python error: Segmentation fault"),
+        (1, None, ""),
+    ],
+)
+def test_a_hang_and_a_wrong_program_lose_no_device(code: int, said: str | None, log: str) -> None:
+    assert not faults.device_lost(code, failure(said) if said else None, log)
+
+
+def ended(tmp_path: Path, *, code: int, log: str, said: Failure | None = None) -> Exception:
+    file = log_file(tmp_path, 3)
+    file.parent.mkdir(parents=True)
+    file.write_text(log)
+    ready: Any = SimpleNamespace(output=tmp_path, checkpoint=None, local_ranks={3: 1})
+    cause = Exit(rank=3, code=code)
+    return launch._bad_end(ready, BadEnd(seen=(cause,), cause=cause, failure=said), after_step=5)
+
+
+def test_a_hang_is_told_with_rank_collective_and_who_is_behind(tmp_path: Path) -> None:
+    (tmp_path / "flight").mkdir()
+    for rank, begun in ((2, 17), (3, 17), (5, 16)):
+        record = {"pg_status": {"2": {"last_enqueued_collective": begun}}, "entries": []}
+        (tmp_path / "flight" / f"rank-{rank}").write_bytes(pickle.dumps(record, protocol=2))
+    (tmp_path / "flight" / "rank-7").write_bytes(pickle.dumps(Path("x")))  # names a class
+
+    error = ended(tmp_path, code=-signal.SIGABRT, log=WATCHDOG)
+
+    assert type(error) is LaunchError  # no device is taken out
+    assert str(error).startswith(
+        "rank 3 waited 600.029 s in collective 17 of its group (ALLREDUCE) after step 5; "
+        "rank 5 began 16; nothing was saved"
+    )
+
+
+def test_a_kernels_own_check_is_told_as_the_programs(tmp_path: Path) -> None:
+    error = ended(
+        tmp_path, code=1, log="", said=failure("CUDA error: device-side assert triggered\nmore")
+    )
+
+    assert type(error) is LaunchError
+    assert "rank 3 stopped at a kernel's own check (an index out of range" in str(error)
+
+
+def test_a_lost_device_names_its_place(tmp_path: Path) -> None:
+    said = failure("CUDA error: uncorrectable ECC error encountered")
+
+    error = ended(tmp_path, code=1, log="", said=said)
+
+    assert isinstance(error, launch.RankLost)
+    assert cast(Any, error).local_rank == 1
+
+
+def test_every_rank_writes_down_its_collectives(tmp_path: Path) -> None:
+    environment = faults.recorder(tmp_path)
+
+    assert environment["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "flight" / "rank-")
+    assert int(environment["TORCH_FR_BUFFER_SIZE"]) > 0
+    assert faults.behind(tmp_path, "0") == {}

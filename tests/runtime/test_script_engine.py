@@ -1,0 +1,200 @@
+"""Modules, losses and optimizers of a script train under any plan as in a plain loop of torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from planner.errors import BatchError, DocumentError, LaunchError
+from runtime.script_engine import Engine, StepResult
+from tests.runtime import own_modules
+from tests.runtime.own_modules import WORDS
+from tests.runtime.ranks import on_ranks
+
+SAMPLES, LENGTH, STEPS = 8, 7, 3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "replicated, two micro-batches": {"micro_batches": 2},
+    "zero 1": {"zero": 1, "micro_batches": 2},
+    "zero 2": {"zero": 2, "micro_batches": 2},
+    "zero 3": {"zero": 3},
+    "zero 3, recompute": {"zero": 3, "micro_batches": 2, "recompute": "full"},
+}
+build = functools.partial(own_modules.GPT, tied="module")
+
+
+def batch_of(step: int) -> dict[str, Any]:
+    """Return ids, and which of them count: of the first sample none, of later ones more."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
+    counts = torch.arange(LENGTH) < torch.arange(SAMPLES).unsqueeze(1)
+    return {"ids": ids, "counts": counts, "temperature": 1.0}
+
+
+def loss(logits: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return the loss of predicting each token itself, where it counts."""
+    counts = batch["counts"]
+    each = functional.cross_entropy(logits.transpose(1, 2), batch["ids"], reduction="none")
+    right = (logits.argmax(-1) == batch["ids"]) & counts
+    longest = (torch.tensor(float(len(counts))), len(counts))
+    return (each * counts).sum(), counts.sum(), {"right": right.sum(), "one": longest}
+
+
+def groups(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    return {"weight_decay": 0.1 if parameter.ndim > 1 else 0.0}
+
+
+def adamw(listed: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(listed, lr=1e-2, eps=1e-4)
+
+
+def inputs(batch: Mapping[str, Any]) -> Any:
+    return {"ids": batch["ids"]}
+
+
+def new_engine(plan: Any, **changes: Any) -> Engine:
+    settings: dict[str, Any] = {
+        "loss": loss,
+        "optimizer": adamw,
+        "batch": batch_of(0),
+        "groups": groups,
+        "clip_norm": 0.5,
+    }
+    return Engine(build, plan, **{**settings, **changes})
+
+
+Run = tuple[list[StepResult], dict[str, Tensor]]
+
+
+def trained(plan: Any) -> Run:
+    engine = new_engine(plan)
+    results = []
+    for step in range(STEPS):
+        batch = engine.slice(batch_of(step))
+        before = engine.evaluate(batch)
+        results.append(engine.step(batch))
+        assert before.loss == pytest.approx(results[-1].loss, rel=1e-5)
+    return results, engine.state_dict()
+
+
+def apart(plan: Any) -> Run:
+    """Train with two halves of a batch, gradients looked at, clipped and used one by one."""
+    engine = new_engine(plan)
+    results = []
+    for step in range(STEPS):
+        batch = engine.slice(batch_of(step))
+        first = engine.forward_backward(batch)
+        second = engine.forward_backward(batch)
+        assert first == second
+        assert first.count == batch_of(step)["counts"].sum()
+        assert engine.gradients().keys() <= dict(build().named_parameters()).keys()
+        with pytest.raises(LaunchError, match="gradients\\(\\) was called"):
+            engine.forward_backward(batch)
+        results.append(engine.optimizer_step(clip_norm=0.5))
+    return results, engine.state_dict()
+
+
+def plainly() -> tuple[list[float], list[float], list[float], dict[str, Tensor]]:
+    """Train as torch's own loop does: losses, norms, shares of right ones and weights."""
+    torch.manual_seed(0)
+    model = build()
+    by: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        by.setdefault(groups(name, parameter)["weight_decay"], []).append(parameter)
+    optimizer = adamw([{"params": ps, "weight_decay": decay} for decay, ps in by.items()])
+    losses, norms, right = [], [], []
+    for step in range(STEPS):
+        batch = batch_of(step)
+        total, count, metrics = loss(model(batch["ids"]), batch)
+        (total / count).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item() / count.item())
+        right.append(float(metrics["right"] / count))
+    return losses, norms, right, dict(model.state_dict())
+
+
+def everywhere() -> dict[str, Run]:
+    found = {name: trained(plan) for name, plan in LAYOUTS.items()}
+    return found | {f"{name}, apart": apart(LAYOUTS[name]) for name in ("zero 3", "replicated")}
+
+
+def check(run: Run, expected: Any, name: str = "") -> None:
+    losses, norms, right, weights = expected
+    results, found = run
+    assert [r.loss for r in results] == pytest.approx(losses, rel=1e-6), name
+    assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-5), name
+    assert [r.metrics["right"] for r in results] == pytest.approx(right, rel=1e-6), name
+    assert [r.metrics["one"] for r in results] == [1.0] * STEPS, name
+    assert found.keys() == weights.keys()
+    for key, value in weights.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
+
+
+def test_one_process_trains_as_a_plain_loop() -> None:
+    expected = plainly()
+
+    check(trained({}), expected)
+    check(trained({"micro_batches": 4, "recompute": "full"}), expected)
+    check(apart({}), expected)
+
+
+@pytest.mark.ranks
+def test_two_ranks_train_as_a_plain_loop() -> None:
+    expected = plainly()
+
+    for runs in on_ranks(2, everywhere):
+        for name, run in runs.items():
+            check(run, expected, name)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"ids": torch.zeros(4, 7)}, "has 4 samples, and this rank's slice of a step is 2 micro"),
+        ((torch.zeros(8), torch.zeros(6)), r"\[0\] has 8 samples and \[1\] has 6 samples"),
+        ({"a": 1}, "has no tensor with samples"),
+    ],
+)
+def test_a_batch_that_no_step_takes_is_refused(batch: Any, said: str) -> None:
+    engine = new_engine({"micro_batches": 2})
+
+    with pytest.raises(BatchError, match=said):
+        engine.step(batch)
+
+
+def test_what_a_plan_cannot_be_is_refused() -> None:
+    with pytest.raises(DocumentError, match="has no field 'tensor'"):
+        new_engine({"tensor": 2})
+    plan = new_engine({}).plan
+    with pytest.raises(
+        LaunchError, match="the first that differs is number 0: words in the plan, conv1"
+    ):
+        Engine(own_modules.ResNet, plan, loss=loss, optimizer=adamw, batch=torch.zeros(8, 3, 8, 8))
+
+
+def test_gradient_hooks_are_refused_with_the_place_where_gradients_are() -> None:
+    def hooked() -> nn.Module:
+        model = build()
+        next(iter(model.parameters())).register_hook(lambda grad: grad)
+        return model
+
+    with pytest.raises(LaunchError, match="would never be called"):
+        Engine(hooked, loss=loss, optimizer=adamw, batch=batch_of(0))
+
+
+def test_a_step_in_which_nothing_counts_moves_nothing() -> None:
+    engine = new_engine({})
+    before = engine.state_dict()
+
+    result = engine.step({**batch_of(0), "counts": torch.zeros(SAMPLES, LENGTH, dtype=torch.bool)})
+
+    assert result.skipped
+    assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
