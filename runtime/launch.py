@@ -296,14 +296,16 @@ def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) ->
     if corpus.skipped:
         notes.append(f"{corpus.skipped} say nothing that counts and are left out")
     say.print("; ".join(notes))
-    tokens, counts, starts = samples.batch(0, 1)
-    assert counts is not None
-    assert starts is not None
+    first = samples.batch(0, 1)
+    assert first.counts is not None
+    places = samples.places(0)
+    length = sum(length for _, length in places)
     say.print(
-        f"the first sample has {len(set(starts[0].tolist()))} documents, and the loss counts "
-        f"{int(counts.sum())} of its {plan.seq_len} targets, which stand in [[ ]]:"
+        f"the first sample has {len(places)} of them, and the loss counts "
+        f"{int(first.counts.sum())} of its {plan.seq_len} targets, which stand in [[ ]]:"
     )
-    shown = Conversations(ready.tokenizer).shown(tokens[0].tolist(), [False, *counts[0].tolist()])
+    marks = [False, *first.counts[0].tolist()]
+    shown = Conversations(ready.tokenizer).shown(first.tokens[0].tolist()[:length], marks)
     say.print(shown)
 
 

@@ -79,9 +79,7 @@ class PackedSamples:
         starts = np.zeros((count, room), np.int64)
         for at in range(count):
             filled = 0
-            for document in self._row(first + at):
-                begin, end = self.corpus.starts[document : document + 2]
-                length = min(int(end - begin), room)
+            for begin, length in self.places(first + at):
                 place = slice(filled, filled + length)
                 tokens[at, place] = self.corpus.stream[begin : begin + length]
                 counts[at, place] = self.corpus.counts[begin : begin + length]
@@ -94,6 +92,14 @@ class PackedSamples:
     def epoch(self, sample: int) -> int:
         """Return how many epochs are complete before a sample."""
         return sample // len(self.rows)
+
+    def places(self, sample: int) -> list[tuple[int, int]]:
+        """Return where in the corpus each document of a sample begins, and its length here."""
+        result = []
+        for document in self._row(sample):
+            begin, end = self.corpus.starts[document : document + 2].tolist()
+            result.append((begin, min(end - begin, self.seq_len + 1)))
+        return result
 
     def _row(self, sample: int) -> list[int]:
         epoch, place = divmod(sample, len(self.rows))
