@@ -262,6 +262,7 @@ def _write_orders(
         keep_checkpoints=ready.keep_checkpoints,
         resume=str(ready.resume) if ready.resume else None,
         weights=str(ready.weights) if ready.weights else None,
+        tokenizer=str(ready.tokenizer.resolve()) if ready.tokenizer else None,
         evaluate=str(held_out.folder.resolve()) if held_out else None,
         evaluate_every=ready.evaluate_every,
         evaluate_batches=ready.evaluate_batches,

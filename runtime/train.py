@@ -23,7 +23,7 @@ from planner.document import read
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime import checkpoint, run
+from runtime import checkpoint, companions, run
 from runtime.checkpoint import Progress
 from runtime.data import Corpus, Samples
 from runtime.learning_rate import learning_rate
@@ -179,6 +179,7 @@ class Loop:
                 run=orders.run,
                 config=engine.configuration(),
                 keep=orders.keep_checkpoints,
+                companions=companions.found(orders.tokenizer, orders.weights, plan.model.source),
             )
             if orders.checkpoint
             else None

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import transformers
 
 from runtime import launch as launching
 from runtime import run
@@ -54,6 +55,13 @@ def test_the_example_trains_like_peft_and_goes_on_where_it_stopped(
     told = capsys.readouterr().err
     assert "16 conversations in 8 samples of 96 tokens" in told
     assert "<|assistant|>[[No, it does not.<|end|>]]<|user|>" in told
+
+    # The adapters' folder has the tokenizer and its template beside them.
+    exported = tmp_path / "example" / "1" / "adapters"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    original = transformers.AutoTokenizer.from_pretrained(tmp_path / "example" / "model")
+    talk = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}]
+    assert tokenizer.apply_chat_template(talk) == original.apply_chat_template(talk)
 
     # Resumed under another plan, the last step is that of the run that did not stop.
     model, home = tmp_path / "example" / "model", tmp_path / "example"
