@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import LaunchError
+from planner.plan import Axis
 from runtime.mesh import Place
 from runtime.torch_internals import in_backward
 
+AXES: tuple[Axis, ...] = ("data_shard", "data_replicate")
+"""Of data ranks, innermost first."""
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
@@ -59,9 +62,11 @@ class RunningStatistics:
     @torch.no_grad()
     def apply(self) -> None:
         """Move running statistics by what all data ranks have seen, in the order of samples."""
-        used = [norm for norm in self._norms if self._seen[norm]]
-        if not used:
-            return
+        for rows in sorted({len(seen) for seen in self._seen.values() if seen}):
+            # A norm that runs twice in a micro-batch has twice the rows.
+            self._apply([norm for norm in self._norms if len(self._seen[norm]) == rows])
+
+    def _apply(self, used: list[_BatchNorm]) -> None:
         sizes = [norm.num_features for norm in used]
         # [micro-batch, mean and variance, feature of all norms]
         own = torch.cat([torch.stack(self._seen[norm]) for norm in used], dim=-1)
@@ -86,8 +91,8 @@ class RunningStatistics:
         """Return the rows of all data ranks, in the order of their slices."""
         if self._place.mesh is None:
             return own
-        for axis in ("data_shard", "data_replicate"):
-            group = self._place.axis(axis).get_group()  # type: ignore[arg-type]
+        for axis in AXES:
+            group = self._place.axis(axis).get_group()
             if group.size() > 1:
                 parts = [torch.empty_like(own) for _ in range(group.size())]
                 dist.all_gather(parts, own.contiguous(), group=group)
