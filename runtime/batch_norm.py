@@ -1,4 +1,7 @@
-"""BatchNorm under a plan: each micro-batch is normalised by itself, and running statistics agree.
+"""BatchNorm under a plan: what is normalised together, and running statistics that agree.
+
+Each micro-batch is normalised by itself, as under DDP; or, synchronised, with those of the other
+data ranks that run at the same time, so that results follow micro-batch x slices.
 
 A forward puts the mean and variance of its micro-batch aside.  Behind the last backward those of
 all data ranks are applied in the order of samples, as one process that runs all micro-batches one
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,19 +23,26 @@ from torch.nn import functional
 from planner.errors import LaunchError
 from planner.plan import Axis
 from runtime.mesh import Place
+from runtime.synchronised_norm import synchronised_batch_norm
 from runtime.torch_internals import in_backward
 
-AXES: tuple[Axis, ...] = ("data_shard", "data_replicate")
-"""Of data ranks, innermost first."""
 _BatchNorm = nn.modules.batchnorm._BatchNorm
+Kind = Literal["per_micro_batch", "synchronised"]
+"""What is normalised together."""
 
 
 class RunningStatistics:
     """What the BatchNorms of this rank's stages have seen since `apply`."""
 
-    def __init__(self, modules: Iterable[nn.Module], place: Place) -> None:
-        """Take over every BatchNorm in these modules that keeps running statistics."""
+    def __init__(
+        self, modules: Iterable[nn.Module], place: Place, *, kind: Kind = "per_micro_batch"
+    ) -> None:
+        """Take over every BatchNorm in these modules that keeps running statistics.
+
+        `synchronised` takes the others too, and needs ranks with as many micro-batches each.
+        """
         self._place = place
+        self._synchronised = kind == "synchronised" and place.data_degree > 1
         self._norms: list[_BatchNorm] = []
         self._seen: dict[_BatchNorm, list[Tensor]] = {}
         for module in modules:
@@ -39,9 +50,11 @@ class RunningStatistics:
                 if isinstance(part, nn.SyncBatchNorm):
                     raise LaunchError(
                         f"{name}: is a SyncBatchNorm, which knows nothing of a plan's ranks; "
-                        "use BatchNorm, which normalises each micro-batch by itself"
+                        'use BatchNorm, and batch_norm="synchronised" of the engine'
                     )
-                if isinstance(part, _BatchNorm) and part.running_mean is not None:
+                if isinstance(part, _BatchNorm) and (
+                    part.running_mean is not None or self._synchronised
+                ):
                     self._norms.append(part)
                     self._seen[part] = []
                     part.forward = functools.partial(self._forward, part)  # type: ignore[method-assign]
@@ -50,29 +63,31 @@ class RunningStatistics:
         if not norm.training:
             return type(norm).forward(norm, x)
         norm._check_input_dim(x)
-        assert norm.running_mean is not None and norm.running_var is not None
-        mean, variance = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
-        made = functional.batch_norm(
-            x, mean, variance, norm.weight, norm.bias, training=True, momentum=1.0, eps=norm.eps
+        made, mean, variance = (
+            synchronised_batch_norm(x, norm.weight, norm.bias, eps=norm.eps, groups=self._groups())
+            if self._synchronised
+            else _batch_norm(norm, x)
         )
-        if not in_backward():  # a recomputation sees nothing new
+        if norm.running_mean is not None and not in_backward():  # a recomputation sees nothing new
             self._seen[norm].append(torch.stack((mean, variance)))
         return made
 
     @torch.no_grad()
     def apply(self) -> None:
         """Move running statistics by what all data ranks have seen, in the order of samples."""
-        for rows in sorted({len(seen) for seen in self._seen.values() if seen}):
-            # A norm that runs twice in a micro-batch has twice the rows.
-            self._apply([norm for norm in self._norms if len(self._seen[norm]) == rows])
-
-    def _apply(self, used: list[_BatchNorm]) -> None:
-        sizes = [norm.num_features for norm in used]
-        # [micro-batch, mean and variance, feature of all norms]
-        own = torch.cat([torch.stack(self._seen[norm]) for norm in used], dim=-1)
-        for parts, norm in zip(self._gathered(own).split(sizes, dim=-1), used, strict=True):
+        used = [norm for norm in self._norms if self._seen[norm]]
+        if not used:
+            return
+        # A norm that runs twice in a micro-batch has two rows of it.
+        own = [
+            torch.stack(self._seen[norm]) for norm in used
+        ]  # [norm][row, mean/variance, feature]
+        flat = torch.cat([rows.flatten() for rows in own])
+        sizes = [rows.numel() for rows in own]
+        every = [part.split(sizes) for part in self._of_all_slices(flat)]
+        for at, norm in enumerate(used):
             assert norm.running_mean is not None and norm.running_var is not None
-            for mean, variance in parts:
+            for mean, variance in torch.cat([parts[at].view_as(own[at]) for parts in every]):
                 weight = norm.momentum
                 if norm.num_batches_tracked is not None:
                     norm.num_batches_tracked += 1
@@ -87,14 +102,31 @@ class RunningStatistics:
         for seen in self._seen.values():
             seen.clear()
 
-    def _gathered(self, own: Tensor) -> Tensor:
-        """Return the rows of all data ranks, in the order of their slices."""
+    def _groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Return this rank's groups along the axes over which samples are divided."""
         if self._place.mesh is None:
-            return own
-        for axis in AXES:
-            group = self._place.axis(axis).get_group()
-            if group.size() > 1:
-                parts = [torch.empty_like(own) for _ in range(group.size())]
-                dist.all_gather(parts, own.contiguous(), group=group)
-                own = torch.cat(parts)
-        return own
+            return ()
+        axes: tuple[Axis, ...] = ("data_shard", "data_replicate")
+        groups = (self._place.axis(axis).get_group() for axis in axes)
+        return tuple(group for group in groups if group.size() > 1)
+
+    def _of_all_slices(self, own: Tensor) -> tuple[Tensor, ...]:
+        """Return what the data ranks have, in the order of their slices."""
+        if self._synchronised:
+            return (own,)  # all ranks have the same
+        rows = own[None]
+        for group in self._groups():
+            parts = [torch.empty_like(rows) for _ in range(group.size())]
+            dist.all_gather(parts, rows.contiguous(), group=group)
+            rows = torch.cat(parts)
+        return tuple(rows)
+
+
+def _batch_norm(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a norm makes of one micro-batch, and its mean and variance [feature]."""
+    mean = torch.zeros(norm.num_features, device=x.device, dtype=torch.float32)
+    variance = torch.zeros_like(mean)
+    made = functional.batch_norm(
+        x, mean, variance, norm.weight, norm.bias, training=True, momentum=1.0, eps=norm.eps
+    )
+    return made, mean, variance

@@ -29,7 +29,7 @@ from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
 from runtime import batches, checkpoint, script_checkpoint
 from runtime.averaged import Averaged
-from runtime.batch_norm import RunningStatistics
+from runtime.batch_norm import Kind, RunningStatistics
 from runtime.gradients import Measured, Slot, copies_of
 from runtime.loss import Totals, counted, divisor_near
 from runtime.loss_scale import LossScale
@@ -90,6 +90,7 @@ class Engine:
         units: Sequence[str] | None = None,
         clip_norm: float = 0.0,
         gather: bool = True,
+        batch_norm: Kind = "per_micro_batch",
         device: torch.device | str | None = None,
     ) -> None:
         """Build the module on every rank, and keep this rank's part of it.
@@ -106,7 +107,8 @@ class Engine:
 
         `optimizer(groups)` is any class of torch.optim or a callable; `groups(name, parameter)`
         returns the settings of a parameter's group.  `units` names the modules that stay whole.
-        Gradients are clipped to `clip_norm` where it is above 0.
+        Gradients are clipped to `clip_norm` where it is above 0.  `batch_norm` "synchronised"
+        normalises the micro-batches of all slices together, as torch's SyncBatchNorm.
 
         Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
         plan and running ranks, do not go together.
@@ -176,7 +178,9 @@ class Engine:
         self._replicas = (
             Replicas(replicated, backwards=None if apart else count) if replicated else None
         )
-        self._statistics = RunningStatistics([part.module for part in self._parts], self._place)
+        self._statistics = RunningStatistics(
+            [part.module for part in self._parts], self._place, kind=batch_norm
+        )
         self._checked = False
         self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
 

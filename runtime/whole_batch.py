@@ -19,10 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from runtime.batch_norm import AXES
+from planner.plan import Axis
 from runtime.batches import part_of
 from runtime.loss import Counted, counted
 from runtime.mesh import Place
+
+
+AXES: tuple[Axis, ...] = ("data_shard", "data_replicate")
+"""Of data ranks, innermost first."""
 
 
 @dataclass(frozen=True, slots=True)
