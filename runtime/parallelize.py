@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -253,15 +253,24 @@ def _shared(layers: dict[str, nn.Module]) -> set[str]:
 
 
 def over_data(
-    module: nn.Module, plan: Plan, ranks: DataRanks, device: torch.device, *, root: bool
+    module: nn.Module,
+    plan: Plan,
+    ranks: DataRanks,
+    device: torch.device,
+    *,
+    root: bool,
+    besides: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Let data parallelism hold a module, but for what it holds already and experts kept apart."""
+    """Let data parallelism hold a module, but for what it holds already and experts kept apart.
+
+    It leaves out what is `besides` too.
+    """
     policy = MixedPrecisionPolicy()
     if plan.precision in _HALVES:
         policy = MixedPrecisionPolicy(
             param_dtype=_HALVES[plan.precision], reduce_dtype=torch.float32
         )
-    others = _of_no_replica(module) if plan.mesh.expert > 1 else set()
+    others = {*besides, *(_of_no_replica(module) if plan.mesh.expert > 1 else ())}
     plain = plan.offload != "parameters" and plan.gradient_wire == "full"
     if plain and not ranks.sharded:
         replicate(module, mesh=ranks.mesh, mp_policy=policy, ignored_params=others)

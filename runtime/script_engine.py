@@ -51,6 +51,9 @@ from runtime.script_stage import (
     script_stage,
 )
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers, grouped
+from runtime.whole_batch import gradients_by_output, of_all_slices, surrogate, whole_batch
+
+__all__ = ["Engine", "StepResult", "whole_batch"]
 
 PLAN_VARIABLE = "MESHWRIGHT_PLAN"
 """Names the plan's file for scripts that `meshwright run` starts."""
@@ -165,6 +168,8 @@ class Engine:
         self._totals = Totals(self.device)
         self._taken: list[Any] | None = None
         """What the module makes, while it is asked for."""
+        self._by_output: dict[int, list[Tensor | None]] = {}
+        """Gradients of a loss over the whole batch, by micro-batch."""
         self._metric_names: tuple[str, ...] | None = None
         self._whole: tuple[dict[Slot, Tensor], Measured] | None = None
         self._averages: list[Averaged] = []
@@ -279,7 +284,9 @@ class Engine:
             for module in modules:
                 module.eval()
             micros = self._micro_batches(batch, drawing=False)
-            if self._pipeline is not None:
+            if isinstance(self._loss, whole_batch):
+                self._whole_gradients(self._loss, micros)
+            elif self._pipeline is not None:
                 self._pipeline.evaluate_all(micros)
             else:
                 for micro in micros:
@@ -303,23 +310,13 @@ class Engine:
         Its leaves have the samples of the slice.  Through a pipeline the ranks of the last stage
         send them to the others.
         """
-        micros = self._micro_batches(batch)
-        made: list[Any] = []
-        if self._pipeline is None:
-            made = [self._parts[0].module(micro=micro) for micro in micros]
-            self._let_go()
-        else:
-            self._taken = made
-            try:
-                self._pipeline.evaluate_all(micros)
-            finally:
-                self._taken = None
+        made = self._outputs(self._micro_batches(batch))
+        if self._pipeline is not None:
             group = self._place.axis("pipeline").get_group()
             last = self.plan.rank_of_stage(len(self.plan.stages) - 1)
             every: list[Any] = [made]
             dist.broadcast_object_list(every, group=group, group_src=last)
             made = every[0]
-        self._statistics.forget()
         return batches.joined(made)
 
     def averaged(self, decay: float) -> Averaged:
@@ -511,6 +508,8 @@ class Engine:
                 "before the next forward_backward()"
             )
         micros = self._micro_batches(batch)
+        if isinstance(self._loss, whole_batch):
+            self._whole_gradients(self._loss, micros)
         if self._pipeline is not None:
             self._pipeline.run_all(micros)
         else:
@@ -548,6 +547,46 @@ class Engine:
             stores={stage: part.store for stage, part in parts.items() if part.store} or None,
         )
 
+    @torch.no_grad()
+    def _outputs(self, micros: Sequence[MicroBatch]) -> list[Any]:
+        """Return what the module makes of each micro-batch, where this rank has the last stage."""
+        made: list[Any] = []
+        self._taken = made
+        try:
+            if self._pipeline is not None:
+                self._pipeline.evaluate_all(micros)
+            else:
+                for micro in micros:
+                    self._micro_loss(self._parts[0].module(micro=micro), micro)
+        finally:
+            self._taken = None
+        self._let_go()
+        self._statistics.forget()
+        return made
+
+    def _whole_gradients(self, loss: whole_batch, micros: Sequence[MicroBatch]) -> None:
+        """Note the loss of the whole batch, and its gradient by the outputs of each micro-batch."""
+        made = self._outputs(micros)
+        if not made:
+            return
+        outputs = of_all_slices(batches.joined(made), self._place)
+        batch = of_all_slices(batches.joined([micro.batch for micro in micros]), self._place)
+        if not torch.is_grad_enabled():
+            if self.slice_rank == 0:
+                self._totals.add(counted(loss(outputs, batch), self.plan.global_batch))
+            return
+        one, grads = gradients_by_output(
+            loss,
+            outputs,
+            batch,
+            own=self.plan.samples_of(self.slice_rank),
+            size=self.plan.micro_batch,
+            parts=self.plan.global_batch // self.plan.micro_batch,
+        )
+        if self.slice_rank == 0:  # all have the same
+            self._totals.add(one)
+        self._by_output = {id(m): grad for m, grad in zip(micros, grads, strict=True)}
+
     def _let_go(self) -> None:
         """Divide parameters again: what no backward follows stays gathered."""
         for inner in (inner for part in self._parts for inner in part.module.modules()):
@@ -559,6 +598,9 @@ class Engine:
         if self._taken is not None:
             self._taken.append(outputs)
             return torch.zeros((), device=self.device)
+        if isinstance(self._loss, whole_batch):
+            made = surrogate(outputs, self._by_output[id(micro)])
+            return self._optimizers.scale.applied(made / self._optimizers.divisor)
         one = counted(self._loss(outputs, micro.batch), self.plan.micro_batch)
         self._totals.add(one)
         return self._optimizers.scale.applied(one.total / self._optimizers.divisor)
