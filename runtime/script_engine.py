@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from planner import schedule
 from planner.document import read
 from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
@@ -33,12 +34,20 @@ from runtime.loss import Totals, counted, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
 from runtime.parallelize import activation_type, gathers_anew, reduces_at_once
+from runtime.recorded_pipeline import RecordedPipeline
 from runtime.recorded_stage import MicroBatch, step_seed
 from runtime.recorder import Inputs, Recorder
 from runtime.replicas import Replicas
 from runtime.script_checkpoint import Stateful
 from runtime.script_plan import script_plan
-from runtime.script_stage import check_layers, frozen_and_buffers, refuse_hooks, script_stage
+from runtime.script_stage import (
+    check_layers,
+    frozen_and_buffers,
+    holders_of,
+    refuse_hooks,
+    refuse_plan,
+    script_stage,
+)
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers, grouped
 
 PLAN_VARIABLE = "MESHWRIGHT_PLAN"
@@ -122,9 +131,13 @@ class Engine:
             )
         self.plan = plan
         example = batches.part_of(batch, range(plan.micro_batch))
-        self._recorder = Recorder(module, example, inputs, units=units, dtype=activation_type(plan.precision))
+        self._recorder = Recorder(
+            module, example, inputs, units=units, dtype=activation_type(plan.precision)
+        )
         check_layers(plan, self._recorder)
+        refuse_plan(plan)
         self._place = place_of(plan, self.device)
+        self._holders = holders_of(plan, self._recorder, self._place)
         every = grouped(module.named_parameters(), optimizer, groups)
         self.stages = plan.stages_of_rank(self._place.stage)
         self._parts = tuple(
@@ -152,6 +165,7 @@ class Engine:
             Replicas(replicated, backwards=None if apart else count) if replicated else None
         )
         self._checked = False
+        self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
 
     # --- where this rank stands -------------------------------------------------------------
 
@@ -251,11 +265,15 @@ class Engine:
         try:
             for module in modules:
                 module.eval()
-            for micro in self._micro_batches(batch, drawing=False):
-                self._micro_loss(modules[0](micro=micro), micro)
-            for module in (inner for one in modules for inner in one.modules()):
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # what no backward follows stays gathered
+            micros = self._micro_batches(batch, drawing=False)
+            if self._pipeline is not None:
+                self._pipeline.evaluate_all(micros)
+            else:
+                for micro in micros:
+                    self._micro_loss(modules[0](micro=micro), micro)
+            for inner in (inner for one in modules for inner in one.modules()):
+                if isinstance(inner, FSDPModule):
+                    inner.reshard()  # what no backward follows stays gathered
             total, count = self._of_all(self._totals.values).tolist()
             return StepResult(
                 loss=total / count if count else float("nan"),
@@ -373,21 +391,27 @@ class Engine:
     # --- inside -----------------------------------------------------------------------------
 
     def _slots(self) -> Iterator[Slot]:
-        world = 1 if self._place.mesh is None else self.plan.mesh.devices // self.plan.mesh.pipeline
+        degrees = self.plan.mesh
+        world = 1 if self._place.mesh is None else degrees.devices // degrees.pipeline
+        seen: set[str] = set()
         for part in self._parts:
-            for name, parameter in part.module.named_parameters():
-                if parameter.requires_grad:
-                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                    yield Slot(
-                        name=name,
-                        parameter=parameter,
-                        local=local.detach(),
-                        copies=copies_of(parameter, world),
-                        partial=False,
-                        pieces=1,
-                        tied=None,
-                        factor=1.0,
-                    )
+            for path, parameter in part.module.named_parameters():
+                name = self._recorder.aliases.get(path, path)
+                if not parameter.requires_grad or name in seen:
+                    continue
+                seen.add(name)
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                tied = self._holders.get(name)
+                yield Slot(
+                    name=name,
+                    parameter=parameter,
+                    local=local.detach(),
+                    copies=copies_of(parameter, world) * (tied.size() if tied else 1),
+                    partial=False,
+                    pieces=1,
+                    tied=tied,
+                    factor=1.0,
+                )
 
     def _micro_batches(self, batch: Any, *, drawing: bool = True) -> list[MicroBatch]:
         size, count = self.plan.micro_batch, self.plan.micro_batches_of(self.slice_rank)
@@ -427,6 +451,14 @@ class Engine:
                 "before the next forward_backward()"
             )
         micros = self._micro_batches(batch)
+        if self._pipeline is not None:
+            self._pipeline.run_all(micros)
+        else:
+            self._one_after_another(micros)
+        if self._replicas is not None:
+            self._replicas.finish()
+
+    def _one_after_another(self, micros: Sequence[MicroBatch]) -> None:
         part = self._parts[0]
         for index, micro in enumerate(micros):
             if part.wrapped:
@@ -436,8 +468,24 @@ class Engine:
                 module.set_requires_gradient_sync(last or reduces_at_once(self.plan, self._place))
                 module.set_reshard_after_backward(last or gathers_anew(self.plan, self._place))
             self._micro_loss(part.module(micro=micro), micro).backward()
-        if self._replicas is not None:
-            self._replicas.finish()
+
+    def _new_pipeline(self) -> RecordedPipeline:
+        plan = self.plan
+        parts = dict(zip(self.stages, self._parts, strict=True))
+        return RecordedPipeline(
+            {stage: part.module for stage, part in parts.items()},
+            schedule.orders(
+                plan.schedule,
+                stages=len(plan.stages),
+                micro_batches=plan.micro_batches,
+                virtual_stages=plan.virtual_stages,
+            ),
+            micro_batches=plan.micro_batches,
+            group=self._place.axis("pipeline").get_group(),
+            device=self.device,
+            loss=self._micro_loss,
+            stores={stage: part.store for stage, part in parts.items() if part.store} or None,
+        )
 
     def _micro_loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Note what a micro-batch adds to the loss; return where its backward begins."""
