@@ -181,8 +181,8 @@ def every_degrees(request: Request) -> Iterator[Degrees]:
     devices, in_node = request.cluster.devices, request.cluster.groups[0].devices_per_node
 
     def within(axis: Axis, degrees: list[int]) -> list[int]:
-        most = space.most(axis, in_node)
-        return degrees if most is None else [degree for degree in degrees if degree <= most]
+        most, least = space.most(axis, in_node), 2 if axis in pins.divided else 1
+        return [n for n in degrees if least <= n and (most is None or n <= most)]
 
     for tensor in _allowed(within("tensor", divisors(devices)), pins.tensor):
         if tensor > _most_tensor_parallel(model):
