@@ -24,7 +24,6 @@ from runtime.batches import part_of
 from runtime.loss import Counted, counted
 from runtime.mesh import Place
 
-
 AXES: tuple[Axis, ...] = ("data_shard", "data_replicate")
 """Of data ranks, innermost first."""
 
