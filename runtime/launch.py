@@ -73,6 +73,7 @@ def launch(
     evaluate_every: int | None = None,
     evaluate_batches: int = 8,
     tensorboard: bool = False,
+    wandb: str | None = None,
     peak_step_s: float | None = None,
     node_rank: NodeRank = ALONE,
     nodes: Sequence[int] = (),
@@ -114,6 +115,7 @@ def launch(
         evaluate_every=evaluate_every,
         evaluate_batches=evaluate_batches,
         tensorboard=tensorboard,
+        wandb=wandb,
         node=node_rank.node,
         nodes=nodes,
     )
@@ -267,6 +269,7 @@ def _write_orders(
         evaluate_every=ready.evaluate_every,
         evaluate_batches=ready.evaluate_batches,
         tensorboard=ready.tensorboard,
+        wandb=ready.wandb,
         peak_step_s=peak_step_s,
     )
     for left_behind in ("logs", "ranks", "flight"):
