@@ -239,6 +239,11 @@ def _write_orders(
     for text in (corpus, held_out):
         if text is not None and ready.model.architecture is not None:
             text.check_vocabulary(ready.model.architecture.vocab_size)
+    if held_out is not None and held_out.kind != corpus.kind:
+        raise LaunchError(
+            f"evaluate: {held_out.source} holds {held_out.kind}, and training is on {corpus.kind}; "
+            "hold out what is of the same kind"
+        )
     if held_out is not None and held_out.digest == corpus.digest:
         raise LaunchError(f"evaluate: {held_out.source} is what is trained on; hold other text out")
     if ready.resume is not None:
