@@ -337,6 +337,9 @@ def launch(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write events for TensorBoard too")
     ] = False,
+    wandb: Annotated[
+        str | None, typer.Option("--wandb", help="Log to this project on Weights & Biases too")
+    ] = None,
     profile: ProfileOption = None,
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
@@ -372,6 +375,7 @@ def launch(
         evaluate_every=evaluate_every,
         evaluate_batches=evaluate_batches,
         tensorboard=tensorboard,
+        wandb=wandb,
         profile=profile,
         output=output,
         dry_run=dry_run,
