@@ -378,16 +378,16 @@ def _errors(score: ErrorScore) -> list[str]:
 
 
 def _worst(row: ScoredRow) -> str:
-    assert row.estimate is not None
+    assert row.prediction is not None
     assert row.setup is not None
     parts = ", ".join(
         f"{name} {seconds_text(size)}"
-        for name, size in row.estimate.step_parts.items()
-        if size > 0.05 * row.estimate.step_time_s
+        for name, size in row.prediction.step_parts.items()
+        if size > 0.05 * row.prediction.step_time_s
     )
     return (
         f"- `{row.measured.id}`, {row.measured.model} on {row.setup.request.cluster.name}, "
-        f"{row.setup.text}: predicted {seconds_text(row.estimate.step_time_s)} ({parts}), "
+        f"{row.setup.text}: predicted {seconds_text(row.prediction.step_time_s)} ({parts}), "
         f"measured {seconds_text(row.measured.step_time_s or 0.0)}"
     )
 

@@ -71,7 +71,7 @@ def faster_memory() -> Fact:
     """H100 and H200 on LoRA of a 70B model, 8 devices."""
     model, job = resolve_model("llama-2-70b"), Job(seq_len=8192, global_batch=8, precision="fp8")
     steps = [
-        tuned(Request(model, resolve_cluster(name), job), quantised=False)
+        tuned(Request(model, resolve_cluster(name), job), quantised=False).prediction
         for name in ("8xh100-sxm-80gb", "8xh200-sxm")
     ]
     ratio = steps[0].step_time_s / steps[1].step_time_s
@@ -107,7 +107,7 @@ def wide_domain() -> Fact:
     joined = changed(nodes, "domain", 9.0)
     assert joined is not None
     apart, together = (
-        tuned(Request(model, cluster, job), quantised=False).step_time_s
+        tuned(Request(model, cluster, job), quantised=False).prediction.step_time_s
         for cluster in (nodes, joined)
     )
     return Fact(

@@ -154,7 +154,7 @@ def predict(
     wanted_layout = pinned_layout(request, idle=idle)
     notes = tuple(without_effect(pins, wanted_layout))
     if backend != "native":
-        from planner.backends.prediction import (  # noqa: PLC0415 - rules of every framework
+        from planner.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
             backend_prediction,
         )
 

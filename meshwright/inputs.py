@@ -11,7 +11,7 @@ from planner.cluster import ClusterSpec
 from planner.document import nearest
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside, resolve_cluster, resolve_model
-from planner.model import ModelGraph, is_factory
+from planner.model import ModelGraph, is_factory, is_own
 from planner.plan import Plan, check_size
 from planner.profile import Profile, Profiles
 from planner.request import FACTORY_SEQ_LEN
@@ -41,7 +41,7 @@ def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
     said = wanted.model
     try:
         _check_backend(wanted)
-        if not is_factory(said.source):
+        if not is_own(said.source):
             graph = resolve_beside(said.source, plan_path or "")
         elif said.graph is not None:
             graph = said.graph

@@ -13,7 +13,9 @@ A backward is either one B, or an I and some time later its W.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import repeat
 from typing import Literal, NamedTuple, cast
 
 from planner.errors import DocumentError
@@ -34,6 +36,21 @@ class Action(NamedTuple):
 
 
 Order = tuple[Action, ...]
+
+
+def actions(stages: int | Iterable[int], kind: Kind, micro_batches: Iterable[int]) -> list[Action]:
+    """Return actions of one kind, of one stage or of one each.
+
+    Orders of a table's rows are millions of actions; one by one they take several times as long.
+
+    >>> list(map(str, actions(2, "F", range(3))))
+    ['2F0', '2F1', '2F2']
+    """
+    each = repeat(stages) if isinstance(stages, int) else stages
+    return list(map(_OF, zip(each, repeat(kind), micro_batches)))
+
+
+_OF = partial(tuple.__new__, Action)
 
 
 def read_action(text: str) -> Action:

@@ -40,7 +40,7 @@ from planner.document import (
 from planner.errors import DocumentError
 from planner.layers.architecture import architecture_of
 from planner.layers.parameters import graph_of
-from planner.model import ModelGraph, is_factory
+from planner.model import ModelGraph, is_factory, is_script
 from planner.units import MOST_DEVICES, name_of
 
 ROUND_S = 3e-6
@@ -66,6 +66,10 @@ def resolve_model(text: str) -> ModelGraph:
     if is_factory(text):
         raise DocumentError(
             "", f"'{text}' is a Python function; it needs torch, which plans are made without"
+        )
+    if is_script(text):
+        raise DocumentError(
+            "", f"'{text}' is a function of a script; the plan that the script made has its figures"
         )
     if _is_path(text):
         return _model_at(_path(text), text)

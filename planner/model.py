@@ -33,6 +33,28 @@ def is_factory(text: str) -> bool:
     return re.fullmatch(r".+\.py:[^\W\d]\w*", text) is not None
 
 
+def is_script(text: str) -> bool:
+    """Tell whether MODEL is a function of a script that trains with meshwright.Engine itself.
+
+    >>> is_script("script:build"), is_script("models/mine.py:build")
+    (True, False)
+    """
+    return re.fullmatch(r"script:[^\W\d]\w*", text) is not None
+
+
+def is_own(text: str) -> bool:
+    """Tell whether MODEL is the user's own code, of which documents carry the figures."""
+    return is_factory(text) or is_script(text)
+
+
+class BatchLeaf(Part):
+    """A tensor of a batch, as one sample has it."""
+
+    shape: tuple[Count, ...] | None = None
+    """Without the dim of samples; none for a tensor that is not cut, as it has no dims."""
+    dtype: Line
+
+
 class Experts(Part):
     """The mixture-of-experts part of a model's blocks."""
 
@@ -182,10 +204,13 @@ class ModelGraph(Document):
 
     name: Name
     source: Line | None = None
-    """How the runtime finds the modules: a catalogue name, a folder, or `file.py:factory`."""
+    """How the runtime finds the modules: a catalogue name, a folder, `file.py:factory`, or
+    `script:build` where the user's script hands them to meshwright.Engine."""
     files: dict[Line, FileDigest] | None = None
     """The Python files that made the modules of `file.py:factory`: the file, and what it imported
     from its folder.  Paths are relative to that folder.  No other content of them is run."""
+    recording: FileDigest | None = None
+    """What the forward of a script's module does with which shapes (runtime.recording)."""
     architecture: Architecture | None = None
     layers: tuple[Layer, ...]
     edges: tuple[Edge, ...] = ()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from planner import schedule
 from planner.cluster import ClusterSpec
-from planner.model import Architecture, ModelGraph
+from planner.model import Architecture, ModelGraph, is_script
 from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Recompute
@@ -96,11 +96,11 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
     """
     if next(_adapter_obstacles(model), None):
         foreign = next(_foreign_choices(job, layout), None)
+        foreign = foreign or next(_unplanned(model, job, FAMILIES), None)
         return str(foreign) if foreign else limit(model, cluster, job, layout)
     found = next(_cluster_obstacles(cluster, job, layout), None)
-    found = (
-        found or next(_unplanned(model, job), None) or next(_obstacles(model, job, layout), None)
-    )
+    found = found or next(_unplanned(model, job, FAMILIES), None)
+    found = found or next(_obstacles(model, job, layout), None)
     return str(found) if found else None
 
 
@@ -137,12 +137,17 @@ def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activation
     return None
 
 
-def _unplanned(model: ModelGraph, job: Job) -> Iterator[Obstacle]:
+def _unplanned(model: ModelGraph, job: Job, families: tuple[str, ...] = ()) -> Iterator[Obstacle]:
     """Yield what is not priced; the runtime may train it all the same."""
     a = model.architecture
-    if job.lora is not None and (a is None or a.family not in FAMILIES):
-        known = ", ".join(FAMILIES)
-        yield Obstacle("training.lora", f"adapters are planned for the families {known}")
+    if job.lora is None:
+        return
+    if a is None:
+        yield Obstacle("training.lora", "adapters are planned for language models")
+    elif families and a.family not in families:
+        yield Obstacle(
+            "training.lora", f"adapters are planned for the families {', '.join(families)}"
+        )
 
 
 def _cluster_obstacles(cluster: ClusterSpec, job: Job, layout: Layout) -> Iterator[Obstacle]:
@@ -211,6 +216,8 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
         )
     if job.lora is not None:
         yield from _lora_obstacles(model, job, layout)
+    if is_script(model.source or ""):
+        yield from _script_obstacles(job, layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     if layout.expert > 1 and a is None:
@@ -260,6 +267,22 @@ def _lora_obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obs
         )
     if model.edges:
         yield Obstacle("training.lora", "adapters need a chain of layers, and this is a graph")
+
+
+def _script_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what meshwright.Engine does not train a script's module with."""
+    if job.precision not in ("fp32", "tf32", "bf16"):
+        yield Obstacle("precision", f"is {job.precision}; a script's module trains in fp32 or bf16")
+    if layout.offload != "none":
+        yield Obstacle("offload", f"is {layout.offload}; a script's module stays on the device")
+    if layout.gradient_wire != "full":
+        yield Obstacle(
+            "gradient_wire", f"is {layout.gradient_wire}; gradients of a script's module are full"
+        )
+    if schedule_of(layout.schedule).stale:
+        yield Obstacle(
+            "schedule", f"is {layout.schedule}, which a script's module does not train with"
+        )
 
 
 def _schedule_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iterator[Obstacle]:

@@ -20,7 +20,7 @@ from pydantic import (
 from planner.cluster import Precision
 from planner.document import Document, Part, nearest
 from planner.errors import DocumentError
-from planner.model import ModelGraph, is_factory
+from planner.model import BatchLeaf, ModelGraph, is_own
 from planner.profile import Recompute
 from planner.schedule import obstacle, rank_of_stage, too_long
 from planner.schedules import PLAIN, SCHEDULES, Schedule
@@ -261,16 +261,17 @@ class PlannedModel(Part):
 
     name: Name
     source: Line
-    """A catalogue name, a Hugging Face folder or config.json, or `file.py:factory`."""
+    """A catalogue name, a Hugging Face folder or config.json, `file.py:factory`, or `script:build`.
+    """
     digest: Line
     graph: ModelGraph | None = None
-    """Its figures, where they would take running a `file.py:factory`, and the file's digest."""
+    """Its figures, where they would take running the user's code, and that code's digest."""
 
     @classmethod
     def of(cls, model: ModelGraph) -> Self:
         """Return what a plan says of a model."""
         source = model.source or model.name
-        graph = model if is_factory(source) else None
+        graph = model if is_own(source) else None
         return cls(name=model.name, source=source, digest=model.digest, graph=graph)
 
     @model_validator(mode="after")
@@ -295,7 +296,10 @@ class Plan(Document):
     cluster: Line
     backend: Text = "native"
     """The stack that trains it (planner/catalog/stacks); `planner.catalog.stack` finds it."""
-    seq_len: SampleTokens
+    seq_len: SampleTokens = 1
+    """Tokens of a sample; left out where `batch` says what a sample is."""
+    batch: dict[Line, BatchLeaf] | None = None
+    """One sample of a batch of the user's own, by the leaves' places in its pytree."""
     global_batch: Samples
     precision: Precision
     mesh: Mesh
@@ -321,9 +325,18 @@ class Plan(Document):
     stages: tuple[Stage, ...]
     """In the order in which the model runs through them."""
 
+    @model_serializer(mode="wrap")
+    def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = written(self)
+        if self.batch is not None:
+            del fields["seq_len"]
+        return fields
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         mesh = self.mesh
+        if self.batch is None and "seq_len" not in self.model_fields_set:
+            raise ValueError("seq_len: is missing; a plan says it, or what a batch is")
         if len(self.stages) != mesh.pipeline * self.virtual_stages:
             each = "its stage" if self.virtual_stages == 1 else f"{self.virtual_stages} stages"
             raise ValueError(

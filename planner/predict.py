@@ -9,7 +9,7 @@ and at most 20 % above or 3 % below otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
@@ -49,6 +49,9 @@ FULL_TIME = Assumption(
     source="planner/costs/lora.py",
 )
 """What a prediction for adapters says."""
+
+TOLD = "not told of the run"
+"""Source of what is assumed of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,29 +260,37 @@ def placement_prediction(
     layout: Layout,
     placements: Sequence[Placement],
     seats: Seats | None = None,
+    *,
+    assumed: Sequence[str] = (),
 ) -> Prediction:
-    """Return what given stages should do under a layout; without `seats` they sit alike."""
+    """Return what given stages should do under a layout; without `seats` they sit alike.
+
+    `assumed` is what nobody said of the run: its range is wider by it.
+    """
     model, job = tables.model, tables.job
     seats = seats or alike(tables, layout)
     costs = seats.stages[0].costs
-    stages = _seconds(seats, placements)
+    layers = [
+        _layers(seat.costs, placement)
+        for seat, placement in zip(seats.stages, placements, strict=True)
+    ]
+    stages = [
+        _stage_seconds(seat.costs, of_stage)
+        for seat, of_stage in zip(seats.stages, layers, strict=True)
+    ]
     run = _run(seats, layout, stages)
     capacities = [float(seat.accelerator.memory_bytes) for seat in seats.stages]
     home = rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
     )
     memory_of_rank = [
-        _rank_memory(seats, layout, rank, [s for s, r in enumerate(home) if r == rank], placements)
+        _rank_memory(seats, layout, rank, {s: layers[s] for s, r in enumerate(home) if r == rank})
         for rank in range(layout.pipeline)
     ]
     memory = [memory_of_rank[rank] for rank in home]
     on_host = [
         host_bytes(
-            {
-                s: _layers(seats.stages[s].costs, placements[s])
-                for s, r in enumerate(home)
-                if r == rank
-            },
+            {s: layers[s] for s, r in enumerate(home) if r == rank},
             order,
         )
         for rank, order in enumerate(run.orders)
@@ -290,11 +301,13 @@ def placement_prediction(
     ]
     parts = step_parts(ranks, run, layout, costs)
     step_s = sum(parts.values())
-    low_s, high_s = step_range(
+    low_s, high_s, basis = step_range(
+        tables.request,
+        layout,
         parts,
         max(stage.spread for stage in stages),
         measured=tables.profile is not None,
-        experts=model.architecture is not None and model.architecture.experts is not None,
+        assumed=bool(assumed),
     )
     flops = step_flops(
         model, seq_len=job.seq_len, global_batch=job.global_batch, frozen=job.lora is not None
@@ -329,9 +342,11 @@ def placement_prediction(
             )
         ),
         assumptions=(
+            *((basis,) if basis is not None else ()),
+            *(Assumption(what=what, provenance="assumed", source=TOLD) for what in assumed),
             *seats.assumptions,
             *unknown(tables.cluster, layout, on_host),
-            *((FULL_TIME,) if job.lora is not None else ()),
+            *((FULL_TIME,) if job.lora and not tables.prices_adapters else ()),
         ),
     )
 
@@ -362,17 +377,22 @@ def _seconds(seats: Seats, placements: Sequence[Placement]) -> list[StageSeconds
 
 
 def _rank_memory(
-    seats: Seats, layout: Layout, rank: int, held: Sequence[int], placements: Sequence[Placement]
+    seats: Seats, layout: Layout, rank: int, held: Mapping[int, Sequence[StrategyParts]]
 ) -> dict[str, float]:
-    costs = seats.stages[held[0]].costs
-    layers = {s: [part.layer_bytes for part in _layers(costs, placements[s])] for s in held}
+    costs = seats.stages[next(iter(held))].costs
+    parts = {id(part): part for of_stage in held.values() for part in of_stage}
+    sizes = {key: part.layer_bytes for key, part in parts.items()}
+    layers = {s: [sizes[id(part)] for part in of_stage] for s, of_stage in held.items()}
     passing = widest([p for s in held if (p := seats.stages[s].passing) is not None])
     return rank_memory_parts(costs, layout, layers, rank=rank, passing=passing)
 
 
 def stage_seconds(costs: LayoutCosts, placement: Placement) -> StageSeconds:
     """Add up the layers of a stage."""
-    layers = _layers(costs, placement)
+    return _stage_seconds(costs, _layers(costs, placement))
+
+
+def _stage_seconds(costs: LayoutCosts, layers: Sequence[StrategyParts]) -> StageSeconds:
     figures = [layer.figures for layer in layers]
     computing = sum(f.whole_forward_s + f.whole_backward_s for f in figures)
     uncertain = sum((f.whole_forward_s + f.whole_backward_s) * f.spread for f in figures)

@@ -21,6 +21,13 @@ class StagePrediction(Part):
     host_bytes: Finite = 0.0
     """On the host, of one rank."""
 
+    def memory_bytes(self, kind: str) -> float:
+        """Return the peak of what a kind of measurement sees: allocated, reserved or device."""
+        size = self.peak_memory_bytes
+        if kind != "device":
+            size -= self.memory_parts["context"]
+        return size - self.memory_parts["slack"] if kind == "allocated" else size
+
 
 class Assumption(Part):
     """A figure that was not measured on this machine for this model, and where it came from."""
@@ -51,6 +58,16 @@ class Prediction(Document):
     """Devices of the cluster that no rank uses."""
     notes: tuple[Text, ...] = ()
     """What must be said beside the figures: idle devices, choices of the user without effect."""
+
+    def memory_bytes(self, kind: str, rank: str) -> float:
+        """Return the peak of a kind of memory (allocated, reserved, device) on a rank.
+
+        `rank` is first or last; any other means the fullest.
+        """
+        values = [stage.memory_bytes(kind) for stage in self.stages]
+        if rank == "first":
+            return values[0]
+        return values[-1] if rank == "last" else max(values)
 
     def noted(self, *notes: str) -> Self:
         """Return the prediction with more notes."""

@@ -26,21 +26,9 @@ class Setup:
     recompute: Recomputed | None = "none"
     """None where nobody says: nothing if that fits, else everything."""
     activations: Activations = "keep"
-    framework: str = ""
-    """As it was named."""
     known: bool = True
     """Whether its stack is the framework's own, and not the closest one."""
-    tuned: bool = False
-    """Whether weights were trained before, all of them or adapters now."""
     assumed: tuple[str, ...] = ()
-
-    @property
-    def task(self) -> str:
-        """What is trained, in a word."""
-        lora = self.request.job.lora
-        if lora is None:
-            return "full_finetune" if self.tuned else "pretrain"
-        return "qlora" if lora.quantised else "lora"
 
     @property
     def text(self) -> str:

@@ -30,7 +30,8 @@ parameters a shard is a part of them."""
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
 SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks"]
-Provenance = Literal["derived", "measured", "fitted", "assumed"]
+Provenance = Literal["derived", "measured", "fitted", "assumed", "unexplained"]
+"""`unexplained` is fitted, and no mechanism is known: it speaks of runs of one stack alone."""
 
 
 class Types(Part):
@@ -75,10 +76,8 @@ class Sharding(Part):
     """Share of the gradients' reduction that can hide behind the last micro-batch's backward."""
     gather_overlap: Amount = Field(default=0.0, le=1)
     """Share of the gather of updated parameters that can hide behind the next forward."""
-    node_rate: Fraction = 1.0
-    """Rate of ZeRO-3 collectives within a node over that of large contiguous ones."""
     network_rate: Fraction = 1.0
-    """The same between nodes."""
+    """Rate of ZeRO-3 collectives between nodes over that of large contiguous ones."""
     copies: Copies = "none"
     """Whether parameters and gradients are copied between their own tensors and the buffers of
     collectives (FSDP2), or are parts of those buffers."""
@@ -276,6 +275,8 @@ class Host(Part):
     pipelined_s: Pipelined = Pipelined()
     action_s: Amount = 0.0
     """Each forward and each backward of a micro-batch on a stage, beside its layers."""
+    action_of: Literal["stage", "rank"] = "stage"
+    """Whose it is where ranks have several stages: each stage's, or all of a rank's together."""
     actions: Literal["always", "pipeline"] = "always"
     """Whether a model of one stage has actions too, or a loop around its layers alone."""
     step_s: Amount = 0.0
@@ -287,9 +288,11 @@ class Host(Part):
 class OptimizerRule(Part):
     """The optimizer's step."""
 
-    moved_bytes: Rate = 38.0
-    """Memory traffic per parameter of fused AdamW: p, g, m, v read, p, m, v and the working weight
-    written, and what norm, clipping and zeroing of gradients read and write."""
+    clips: Flag = False
+    """Gradients are multiplied by what clips their norm at every step; else only where they are
+    too large, which is not counted."""
+    zeroed: Flag = True
+    """Gradients are set to zero in their buffers; else those are freed."""
 
 
 class OffloadRule(Part):
@@ -360,8 +363,8 @@ class Basis(Part):
 
     @model_validator(mode="after")
     def _told(self) -> Self:
-        if self.provenance == "fitted" and self.runs is None:
-            raise ValueError("is fitted and does not say to how many runs")
+        if self.provenance in ("fitted", "unexplained") and self.runs is None:
+            raise ValueError(f"is {self.provenance} and does not say to how many runs")
         return self
 
 

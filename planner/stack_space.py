@@ -71,6 +71,11 @@ def _experts(facts: Facts) -> Value:
     return a.experts.count if a is not None and a.experts is not None else 0
 
 
+def _adapters(facts: Facts) -> Value:
+    lora = facts.job.lora
+    return "no" if lora is None else "qlora" if lora.quantised else "lora"
+
+
 def _attention(facts: Facts) -> Value:
     a = facts.model.architecture
     return "none" if a is None else a.attention
@@ -80,7 +85,7 @@ FACTS: dict[str, Callable[[Facts], Value]] = {
     **{name: attrgetter(f"layout.{name}") for name in (*_OF_LAYOUTS, *_OF_DEGREES)},
     **{name: attrgetter(f"job.{name}") for name in _OF_JOBS},
     **{name: attrgetter(f"model.architecture.{name}") for name in _OF_MODELS},
-    "adapters": lambda facts: "no" if facts.job.lora is None else "yes",
+    "adapters": _adapters,
     "attention": _attention,
     "experts": _experts,
     "devices_per_node": lambda facts: facts.cluster.groups[0].devices_per_node,

@@ -5,6 +5,7 @@
     ├── tensors.json             where each tensor lies in them (runtime.tensor_index)
     ├── plan.yaml  model.yaml    what was trained, and how
     ├── config.json              the model as Hugging Face transformers knows it, if it does
+    ├── user-00000.pt ...        of a script: its own state, from each slice of the batch
     └── meta.json                written last: step, position in the data, size and checksum of
                                  every file, and a checksum of itself
 
@@ -244,21 +245,25 @@ def commit(
     *,
     tensors: Sequence[WrittenFile],
     plan: Plan,
-    model: ModelGraph,
+    model: ModelGraph | None,
     config: str | None,
     keep: int,
+    others: Sequence[str] = (),
 ) -> None:
     """Make a written checkpoint count: on the disk, under its own name, the oldest gone.
 
     One rank does it, when all have written their parts, `tensors`, and have them on the disk.
+    `others` are files that ranks have written beside.
     """
     write(plan, temporary / PLAN)
-    write(model, temporary / MODEL)
+    if model is not None:
+        write(model, temporary / MODEL)
     if config is not None:
         write_text(config, temporary / CONFIG)
     sizes = {file.name: file.size_bytes for file in tensors}
     written = {file.name: file.checksum for file in tensors}
-    for name in (INDEX, PLAN, MODEL, *((CONFIG,) if config is not None else ())):
+    small = (INDEX, PLAN, MODEL if model else None, CONFIG if config is not None else None)
+    for name in (*(one for one in small if one is not None), *others):
         _to_disk(temporary / name)
         sizes[name] = (temporary / name).stat().st_size
         written[name] = checksums.of_file(temporary / name)

@@ -19,7 +19,7 @@ from pathlib import Path
 from planner.document import read
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside
-from planner.model import ModelGraph, is_factory
+from planner.model import ModelGraph, is_own
 from planner.plan import Plan, PlannedModel
 from planner.schedules import PLAIN, schedule_of
 from planner.training import check_lengths
@@ -374,7 +374,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _own_tokenizer(plan: Plan) -> Path | None:
-    if is_factory(plan.model.source):
+    if is_own(plan.model.source):
         return None
     source = Path(plan.model.source)
     folder = source if source.is_dir() else source.parent

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from planner.errors import RecordError
 from planner.profile import Recompute
 from runtime.recompute import selective_contexts
-from runtime.recorder import Recorder
+from runtime.recorder import Recorder, units_of
 from runtime.recording import (
     Device,
     Held,
@@ -120,6 +120,12 @@ class RecordedStage(nn.Module):
         program = self._program(recording)
         nodes = [*program.derived, *(node for part in program.parts for node in part.nodes)]
         names = dict.fromkeys(node.unit for node in nodes if node.unit is not None)
+        self._whole = (module,) if "" in names else ()
+        """A module that is one unit; its own tables are this one's."""
+        for one in self._whole:
+            self._modules, self._parameters = one._modules, one._parameters
+            self._buffers = one._buffers
+            names = dict.fromkeys(units_of(one))
         for name in names:
             self.place(name, module.get_submodule(name))
         leaves = [leaf for node in nodes for leaf in node.leaves]
@@ -133,6 +139,13 @@ class RecordedStage(nn.Module):
         path, _, attribute = name.rpartition(".")
         # The user's names may be those of this class's own attributes.
         self._parent(path)._modules[attribute] = part
+
+    def called(self, node: Node) -> Callable[..., Any]:
+        """Return what a node calls."""
+        if node.unit is None:
+            assert node.call is not None
+            return node.call
+        return self.part(node.unit) if node.unit else self._whole[0]
 
     def part(self, name: str) -> nn.Module:
         """Return a module by its path in the user's module."""
@@ -155,9 +168,13 @@ class RecordedStage(nn.Module):
     def train(self, mode: bool = True) -> RecordedStage:
         """Set the mode; parts that the user's module keeps in eval mode stay there."""
         super().train(mode)
+        for one in self._whole:
+            one.train(mode)
         if mode:
             for name, part in self.named_modules():
                 part.training = self._recorder.training_of(name)
+            for one in self._whole:
+                one.training = self._recorder.training_of("")
         return self
 
     def forward(
@@ -328,8 +345,7 @@ class _Run:
     def call(self, node: Node) -> None:
         """Run one node."""
         args, kwargs = node.arguments(self.value)
-        called = self._stage.part(node.unit) if node.unit is not None else node.call
-        assert called is not None
+        called = self._stage.called(node)
         drawing = (
             seeded(self._seed, node.name, self._device) if node.draws else contextlib.nullcontext()
         )

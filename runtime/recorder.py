@@ -75,16 +75,20 @@ class Recorder:
         *,
         units: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
+        whole: bool = False,
     ) -> None:
         """`batch` may hold tensors without data.  `dtype` is the type of computation.
 
-        Raises RecordError where `units` names no module, or the forward cannot be recorded.
+        `whole` makes the module one unit.  Raises RecordError where `units` names no module, or the
+        forward cannot be recorded.
         """
+        self.refused: str | None = None
+        """Why a module that `of` was asked for is one unit."""
         self.inputs = inputs or _default_inputs(module)
         self._dtype = dtype
         self._modes = {name: part.training for name, part in module.named_modules()}
         self.aliases = _aliases(module)
-        self.opened = _opened(module, units)
+        self.opened = frozenset() if whole else _opened(module, units)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._module = self._skeleton(module)
         self._real: nn.Module | None = None
@@ -105,6 +109,29 @@ class Recorder:
             except Exception as error:
                 raise _failed(module, error) from error
 
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        batch: Any,
+        inputs: Inputs | None = None,
+        *,
+        units: Sequence[str] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Recorder:
+        """Return a recorder of units, or of the whole module where units cannot be told apart.
+
+        With one unit there is no pipeline; `refused` says why.
+        """
+        try:
+            return cls(module, batch, inputs, units=units, dtype=dtype)
+        except RecordError as error:
+            if units is not None:
+                raise
+            recorder = cls(module, batch, inputs, dtype=dtype, whole=True)
+            recorder.refused = str(error)
+            return recorder
+
     def recording(self, batch: Any, *, training: bool = True) -> Recording:
         """Return what the forward does with a batch of these shapes."""
         key = (key_of(batch), training)
@@ -115,6 +142,25 @@ class Recorder:
     def training_of(self, name: str) -> bool:
         """Return the mode that a module is in while the whole one trains."""
         return self._modes[name]
+
+    @contextlib.contextmanager
+    def without_data(self, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+        """Give the module in training mode and a batch, both without data if they can be.
+
+        What runs while this is open changes nothing of the user's module.
+        """
+        module = self._module if self._real is None else self._real
+        for name, part in module.named_modules():
+            part.training = self._modes[name]
+        with contextlib.ExitStack() as stack:
+            if self._real is None:
+                stack.enter_context(self._fake)
+                batch = tree_map(self._leaf, batch)
+            else:
+                stack.enter_context(_unchanged(module))
+            stack.enter_context(torch.random.fork_rng(devices=()))
+            stack.enter_context(torch.enable_grad())
+            yield module, batch
 
     def _skeleton(self, module: nn.Module) -> nn.Module:
         """Copy a module with parameters and buffers that have no data."""
@@ -139,23 +185,14 @@ class Recorder:
         return made
 
     def _recorded(self, batch: Any, *, training: bool) -> Recording:
-        module = self._module if self._real is None else self._real
-        for name, part in module.named_modules():
-            part.training = self._modes[name] if training else False
-        with contextlib.ExitStack() as stack:
-            if self._real is None:
-                stack.enter_context(self._fake)
-                batch = tree_map(self._leaf, batch)
-            else:
-                stack.enter_context(_unchanged(module))
+        with self.without_data(batch) as (module, batch):
+            if not training:
+                module.eval()
             notes = _Notes(module, self.opened, batch)
-            stack.enter_context(torch.random.fork_rng(devices=()))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(notes.listening())
-            taken = self.inputs(batch)
-            args, kwargs = arguments(taken)
-            result = module(*args, **kwargs)
-        return notes.recording(result)
+            with notes.listening():
+                args, kwargs = arguments(self.inputs(batch))
+                result = module(*args, **kwargs)
+            return notes.recording(result)
 
     def _leaf(self, leaf: Any) -> Any:
         """Return a leaf of the batch without data, in the type in which it is computed with."""
@@ -204,7 +241,7 @@ def _default_inputs(module: nn.Module) -> Inputs:
 def _opened(module: nn.Module, units: Sequence[str] | None) -> frozenset[str]:
     """Return the paths of the modules whose forward is looked into; all others are units."""
     if units is None:
-        found = set(_units_of(module))
+        found = set(units_of(module))
     else:
         known = dict(module.named_modules())
         for name in units:
@@ -218,14 +255,14 @@ def _opened(module: nn.Module, units: Sequence[str] | None) -> frozenset[str]:
     return frozenset(opened - found)
 
 
-def _units_of(module: nn.Module, path: str = "") -> Iterator[str]:
+def units_of(module: nn.Module, path: str = "") -> Iterator[str]:
     """Yield the paths of the children of ModuleLists and of Sequentials of like blocks."""
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
         if (_is_list(module) and not _is_list(child)) or (not path and _is_list(module)):
             yield below
         else:
-            yield from _units_of(child, below)
+            yield from units_of(child, below)
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -392,8 +429,9 @@ class _Notes:
         return result
 
     def _name(self, unit: str) -> str:
-        self._calls[unit] = self._calls.get(unit, 0) + 1
-        return unit if self._calls[unit] == 1 else f"{unit}@{self._calls[unit]}"
+        calls = self._calls[unit] = self._calls.get(unit, 0) + 1
+        unit = unit or WHOLE
+        return unit if calls == 1 else f"{unit}@{calls}"
 
     def _new_value(self, tensor: Tensor) -> int:
         number = len(self._values)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from planner.document import read
 from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
-from runtime import batches
+from runtime import batches, checkpoint, script_checkpoint
 from runtime.averaged import Averaged
 from runtime.gradients import Measured, Slot, copies_of
 from runtime.loss import Totals, counted, divisor_near
@@ -36,6 +36,7 @@ from runtime.parallelize import activation_type, gathers_anew, reduces_at_once
 from runtime.recorded_stage import MicroBatch, step_seed
 from runtime.recorder import Inputs, Recorder
 from runtime.replicas import Replicas
+from runtime.script_checkpoint import Stateful
 from runtime.script_plan import script_plan
 from runtime.script_stage import check_layers, frozen_and_buffers, refuse_hooks, script_stage
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers, grouped
@@ -121,7 +122,7 @@ class Engine:
             )
         self.plan = plan
         example = batches.part_of(batch, range(plan.micro_batch))
-        self._recorder = Recorder(module, example, inputs, units=units, dtype=activation_type(plan))
+        self._recorder = Recorder(module, example, inputs, units=units, dtype=activation_type(plan.precision))
         check_layers(plan, self._recorder)
         self._place = place_of(plan, self.device)
         every = grouped(module.named_parameters(), optimizer, groups)
@@ -282,6 +283,70 @@ class Engine:
         for at, average in enumerate(self._averages):
             result |= average.state(f"ema{at or ''}")
         return result
+
+    def save(
+        self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None, keep: int = 2
+    ) -> Path:
+        """Write a checkpoint that any plan goes on from, with all ranks; return where it is.
+
+        `extra` is state of the script's own by name: a scheduler, a loader, anything that has
+        state_dict and load_state_dict.  Only the last `keep` checkpoints of a folder stay.
+
+        Raises LaunchError where it cannot be written.
+        """
+        own = None
+        if self._place.stage == 0:
+            own = {
+                "groups": self._optimizers.settings(),
+                "extra": {name: one.state_dict() for name, one in (extra or {}).items()},
+            }
+        return script_checkpoint.save(
+            Path(folder),
+            self.state(),
+            own,
+            plan=self.plan,
+            slice_rank=self.slice_rank,
+            step=self.steps,
+            keep=keep,
+        )
+
+    def load(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> Path:
+        """Go on from a checkpoint, or the newest one of a folder, that any plan wrote.
+
+        Objects of `extra` get the state that was saved under their names.
+
+        Raises LaunchError where there is none, or it is of another model.
+        """
+        place = script_checkpoint.found(Path(folder))
+        if place is None:
+            raise LaunchError(f"{folder}: has no complete checkpoint; engine.resume() starts anew")
+        stored = set(script_checkpoint.stored_names(place))
+        self._optimizers.expect(stored)
+        state = self.state()
+        lacking = [name for name in state if name.startswith("model.") and name not in stored]
+        if lacking:
+            raise LaunchError(
+                f"{place}: has no '{lacking[0].removeprefix('model.')}'; it is of another model"
+            )
+        state = {name: value for name, value in state.items() if name in stored}
+        checkpoint.load(place, state)
+        self._optimizers.loaded(state)
+        own = script_checkpoint.own_state(place, self.slice_rank)
+        self._optimizers.take_settings(own["groups"])
+        for name, one in (extra or {}).items():
+            if name not in own["extra"]:
+                raise LaunchError(
+                    f"{place}: has no state of '{name}'; it has {', '.join(own['extra']) or 'none'}"
+                )
+            one.load_state_dict(own["extra"][name])
+        return place
+
+    def resume(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> bool:
+        """Go on from the newest checkpoint of a folder, if there is one; tell whether there is."""
+        if script_checkpoint.found(Path(folder)) is None:
+            return False
+        self.load(folder, extra=extra)
+        return True
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and buffers on the CPU of every rank, by name.

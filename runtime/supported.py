@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.model import ModelGraph, is_factory
+from planner.model import ModelGraph, is_factory, is_script
 from planner.native import layer_obstacle, obstacle
 from planner.plan import Plan
 
@@ -32,6 +32,11 @@ def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
     other = foreign(plan)
     if other:
         yield other
+    if is_script(plan.model.source):
+        yield (
+            f"model.source: is {plan.model.source}, which its own script trains: "
+            "meshwright run --plan PLAN SCRIPT.py"
+        )
     own_modules = is_factory(plan.model.source)
     if own_modules:
         # What runs is the user's code; figures of an architecture say nothing about it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -50,38 +51,59 @@ def traced(
             x.detach().requires_grad_(x.is_floating_point())
             for x in (made[place] if place >= 0 else inputs for place in places)
         ]
-        owned = {_key(t) for t in (*layer.parameters(), *layer.buffers())}
-        saved: dict[int, int] = {}
-        flops, forward = FlopCounterMode(display=False), _Allocations()
-        with _saved_storages(saved, owned), flops, forward:
-            output = layer(*taken)
-            if not isinstance(output, Tensor):
-                kind = type(output).__name__
-                raise TypeError(f"{type(layer).__name__} returns {kind}, no tensor")
-            output_bytes = output.untyped_storage().nbytes()
-            if loss is not None and at == len(layers) - 1:
-                output = loss(output)
-        backward_transient = _backward_peak(layer, output) if output.requires_grad else 0
-        yield TracedLayer(
-            LayerTrace(
-                forward_flops=float(flops.get_total_flops()),
-                stored_bytes=sum(saved.values()),
-                transient_bytes=max(forward.peak() - forward.remaining(), backward_transient),
-                output_bytes=output_bytes,
-            ),
-            output,
+        last = at == len(layers) - 1
+        figures, output = traced_call(
+            functools.partial(_output_of, layer, taken),
+            owned=(*layer.parameters(), *layer.buffers()),
+            loss=loss if last else None,
         )
-        made.append(output.detach())
+        yield TracedLayer(figures, output[0])
+        made.append(output[0].detach())
 
 
-def _backward_peak(layer: nn.Module, output: Tensor) -> int:
+def traced_call(
+    call: Callable[[], tuple[Tensor, ...]],
+    *,
+    owned: Sequence[Tensor],
+    loss: Callable[..., Tensor] | None = None,
+) -> tuple[LayerTrace, tuple[Tensor, ...]]:
+    """Return what a forward and its backward cost, and its outputs or the loss made of them.
+
+    `owned` are parameters and buffers, which count neither as stored nor, their gradients, as
+    transient.  The rest is as `traced` has it.
+    """
+    saved: dict[int, int] = {}
+    flops, forward = FlopCounterMode(display=False), _Allocations()
+    with _saved_storages(saved, {_key(tensor) for tensor in owned}), flops, forward:
+        outputs = call()
+        handed_on = {_key(one): one.untyped_storage().nbytes() for one in outputs}
+        if loss is not None:
+            outputs = (loss(*outputs),)
+    needing = [one for one in outputs if one.requires_grad]
+    backward_transient = _backward_peak(needing, owned) if needing else 0
+    figures = LayerTrace(
+        forward_flops=float(flops.get_total_flops()),
+        stored_bytes=sum(saved.values()),
+        transient_bytes=max(forward.peak() - forward.remaining(), backward_transient),
+        output_bytes=sum(handed_on.values()),
+    )
+    return figures, outputs
+
+
+def _output_of(layer: nn.Module, taken: Sequence[Tensor]) -> tuple[Tensor]:
+    output = layer(*taken)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"{type(layer).__name__} returns {type(output).__name__}, no tensor")
+    return (output,)
+
+
+def _backward_peak(outputs: Sequence[Tensor], owned: Sequence[Tensor]) -> int:
     backward = _Allocations()
     with backward:
-        torch.autograd.backward(output, torch.empty_like(output))
-    gradients = [p.grad for p in layer.parameters() if p.grad is not None]
-    peak = backward.peak(without=gradients)
-    for parameter in layer.parameters():
-        parameter.grad = None
+        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+    peak = backward.peak(without=[tensor.grad for tensor in owned if tensor.grad is not None])
+    for tensor in owned:
+        tensor.grad = None
     return peak
 
 

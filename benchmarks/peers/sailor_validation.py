@@ -5,7 +5,7 @@ Two predictions of ours, neither fitted to these runs:
     simulated     the seconds of layers and links that Sailor measured beforehand, played by our
                   event simulator, both ends busy with a transfer; then the optimizer and the
                   gradients' all-reduce
-    data sheets   nothing measured: Megatron-DeepSpeed in fp32 by `planner.backends` on the
+    data sheets   nothing measured: Megatron-DeepSpeed in fp32 by `planner.tables` on the
                   catalogue's GH200, with the links of Alps' nodes as HPE and NVIDIA publish them,
                   and the blocks spread evenly, which is not always how they were
 
@@ -26,17 +26,18 @@ from typing import Any
 
 from benchmarks.peers.comparison import read_case, require_score
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
-from planner.backends.estimate import Estimate, estimate
 from planner.catalog import stacks
 from planner.cluster import ClusterSpec, LinkTier
 from planner.expressions import cluster_of
 from planner.layers.architecture import graph_of
 from planner.model import Architecture
 from planner.plan import Job, Layout
+from planner.prediction import Prediction
 from planner.request import Request
 from planner.schedule import orders
 from planner.setup import Setup
 from planner.simulate import timeline
+from planner.tables.predictions import predicted
 
 # Four GH200 in a node, each pair joined by six NVLinks; one Slingshot port of 200 Gb/s for each.
 NVLINK = {"latency_s": 6e-6, "bytes_per_s": 450e9, "peer_bytes_per_s": 150e9}
@@ -144,7 +145,7 @@ def alps(devices: int, per_node: int) -> ClusterSpec:
     return ClusterSpec(name="alps", groups=(group,), tiers=tuple(tiers))
 
 
-def from_data_sheets(raw: dict[str, Any], plan: dict[str, Any], batch: int) -> Estimate:
+def from_data_sheets(raw: dict[str, Any], plan: dict[str, Any], batch: int) -> Prediction:
     """Return what the planner says of a run of whose parts nothing was measured."""
     config: dict[str, Any] = raw["model"]["config"]
     [pipeline] = plan["pipelines"]
@@ -168,7 +169,7 @@ def from_data_sheets(raw: dict[str, Any], plan: dict[str, Any], batch: int) -> E
         output_bias=True,
         mlp_bias=True,
     )
-    return estimate(
+    return predicted(
         Setup(
             request=Request(
                 graph_of(architecture, name="sailor"),
@@ -184,7 +185,6 @@ def from_data_sheets(raw: dict[str, Any], plan: dict[str, Any], batch: int) -> E
                 micro_batches=-(-batch // (data * plan["mbs"])),
                 sequence_parallel=False,
             ),
-            framework="megatron-deepspeed",
         )
     )
 

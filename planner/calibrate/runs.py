@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.backends.estimate import Estimate, estimate
 from planner.calibrate.constants import (
     ACTION,
     SLACK,
@@ -23,9 +22,11 @@ from planner.errors import DocumentError
 from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.predict import predict
+from planner.prediction import Prediction
 from planner.profile import Birth, Calibration, Profile
 from planner.setup import Setup
 from planner.stack import with_figures
+from planner.tables.predictions import predicted
 from planner.tables.rows import each, read_rows
 from planner.units import GIB
 
@@ -83,14 +84,14 @@ def of_table(path: Path) -> list[Observed]:
 
 
 def _table_seconds(setup: Setup) -> Callable[[Constants], float]:
-    return lambda values: _estimate(setup, values).step_time_s
+    return lambda values: _predicted(setup, values).step_time_s
 
 
 def _table_bytes(setup: Setup, kind: str, rank: str) -> Callable[[Constants], float]:
-    return lambda values: _estimate(setup, values).memory_bytes(kind, rank)
+    return lambda values: _predicted(setup, values).memory_bytes(kind, rank)
 
 
-def _estimate(setup: Setup, values: Constants) -> Estimate:
+def _predicted(setup: Setup, values: Constants) -> Prediction:
     request = setup.request
     stack = request.stack
     changed = with_figures(
@@ -102,7 +103,7 @@ def _estimate(setup: Setup, values: Constants) -> Estimate:
         },
     )
     cluster = calibrated(request.cluster, as_calibration(values, request.cluster))
-    return estimate(replace(setup, request=replace(request, cluster=cluster, stack=changed)))
+    return predicted(replace(setup, request=replace(request, cluster=cluster, stack=changed)))
 
 
 def of_launch(

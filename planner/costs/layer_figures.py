@@ -62,12 +62,18 @@ class LayerFigures:
     """The figures of a model's layer kinds on a cluster, each setting worked out once."""
 
     def __init__(
-        self, model: ModelGraph, cluster: ClusterSpec, profile: Profile | None, rates: Rates
+        self,
+        model: ModelGraph,
+        cluster: ClusterSpec,
+        profile: Profile | None,
+        rates: Rates,
+        recomputes: tuple[Recompute, ...] = RECOMPUTES,
     ) -> None:
         self.model = model
         self.cluster = cluster
         self.profile = profile
         self._rates = rates
+        self._recomputes = recomputes
         stack = rates.stack
         self._seen = [link_rule(stack, sequence_parallel=divided) for divided in (False, True)]
         self._devices_per_node = cluster.groups[0].devices_per_node
@@ -105,7 +111,7 @@ class LayerFigures:
         return {
             kind: tuple(
                 joined([(indices, found[kind][choice]) for indices, found in apart], len(places))
-                for choice in range(len(RECOMPUTES))
+                for choice in range(len(self._recomputes))
             )
             for kind in self._layers
         }
@@ -119,7 +125,8 @@ class LayerFigures:
         for kind, layer in self._layers.items():
             table = arithmetic.table(self.model, layer, settings)
             figures[kind] = tuple(
-                self._computed(layer, settings, table, choice, link_s) for choice in RECOMPUTES
+                self._computed(layer, settings, table, choice, link_s)
+                for choice in self._recomputes
             )
         for index, (setting, _) in enumerate(places):
             self._together[_key(setting, groups[index])] = figures, index
@@ -174,18 +181,19 @@ class LayerFigures:
         here = computed_in(near if measurements else groups)
         result = tuple(
             calibrated(measurements, layer.kind, setting, recompute, here)
-            for recompute in RECOMPUTES
+            for recompute in self._recomputes
         )
         if measurements and _spans(near[0]) != _spans(groups[0]):
             there = computed_in(groups)
             result = tuple(
                 _moved(figures, here(setting, recompute), there(setting, recompute))
-                for figures, recompute in zip(result, RECOMPUTES, strict=True)
+                for figures, recompute in zip(result, self._recomputes, strict=True)
             )
         if self.profile is None or not self.profile.stages or not measurements:
             return result
         factors = [
-            stage_factors(self.profile, self._kinds, setting, recompute) for recompute in RECOMPUTES
+            stage_factors(self.profile, self._kinds, setting, recompute)
+            for recompute in self._recomputes
         ]
         return tuple(map(of_whole_stages, result, factors))
 

@@ -28,7 +28,7 @@ from planner.costs.sharding import (
     traffic,
 )
 from planner.costs.strategy import StrategyParts
-from planner.layers.operator_table import RECOMPUTES, Setting
+from planner.layers.operator_table import Setting
 from planner.model import Layer, ModelGraph
 from planner.plan import Activations, Axis, Layout
 from planner.profile import Recompute
@@ -49,6 +49,7 @@ class LayerParts:
         *,
         setting: Callable[[Layout], Setting],
         activations: tuple[Activations, ...],
+        recomputes: tuple[Recompute, ...],
     ) -> None:
         """`setting` tells what of a layout the computation inside layers depends on."""
         self._cluster = cluster
@@ -57,6 +58,7 @@ class LayerParts:
         self._holding = holding
         self._setting = setting
         self._activations = activations
+        self._recomputes = recomputes
         self._layers = {layer.kind: layer for layer in model.layers}
         self._traffic: dict[tuple[object, ...], Traffic] = {}
         self._known_moved: dict[tuple[object, ...], _Moved] = {}
@@ -128,7 +130,7 @@ class LayerParts:
         sharing = self._holding.sharing(layout)
         last = layout.pipeline > 1 and layer.kind == self._holding.end_kinds[1]
         last = last and self._rates.stack.pipeline.keeps_results
-        optimizer_s = self._rates.optimizer_s(held.optimized)
+        optimizer_s = self._rates.optimizer_s(held.optimized, sharing.types)
         stream_s = 0.0
         match layout.offload:
             case "none":
@@ -138,11 +140,11 @@ class LayerParts:
                     case "streamed":
                         stream_s = 2 * self._rates.host_copy_s(held.states.host_bytes)
                     case "on_host":
-                        optimizer_s = self._rates.host_optimizer_s(held.optimized)
+                        optimizer_s = self._rates.host_optimizer_s(held.optimized, sharing.types)
                         size = sharing.types.working * held.optimized
                         stream_s = self._rates.host_exchange_s(size, figures[0].backward_s)
             case "parameters":
-                optimizer_s = self._rates.host_optimizer_s(held.optimized)
+                optimizer_s = self._rates.host_optimizer_s(held.optimized, sharing.types)
             case _:
                 assert_never(layout.offload)
         once = Seen(0.0, 0.0)
@@ -170,7 +172,7 @@ class LayerParts:
                 stream_s=stream_s + once.host_s,
                 optimizer_s=optimizer_s,
             )
-            for recompute, choice in zip(RECOMPUTES, figures, strict=True)
+            for recompute, choice in zip(self._recomputes, figures, strict=True)
             for activations in self._activations
         )
 

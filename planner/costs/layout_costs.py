@@ -44,6 +44,7 @@ from planner.layers.operator_table import RECOMPUTES, Setting
 from planner.native import caveat, refusal
 from planner.plan import Activations, Layout
 from planner.prediction import Assumption
+from planner.profile import Recompute
 from planner.request import Request
 
 __all__ = [
@@ -94,10 +95,15 @@ class LayoutCosts:
 class CostTables:
     """Costs of a model on a cluster of devices that are alike, for any layout."""
 
-    def __init__(self, request: Request, activations: tuple[Activations, ...] = ("keep",)) -> None:
-        """`activations` are the ways to treat them that layers may choose among.
+    def __init__(
+        self,
+        request: Request,
+        activations: tuple[Activations, ...] = ("keep",),
+        recomputes: tuple[Recompute, ...] = RECOMPUTES,
+    ) -> None:
+        """`activations` and `recomputes` are what layers may choose among, `none` first.
 
-        What the request pins is left to the search.
+        What the request pins is left to the search, which needs all ways to recompute.
         """
         self.request = request
         self.model = model = request.model
@@ -107,7 +113,9 @@ class CostTables:
         self.activations = activations
         a = model.architecture
         self._rates = rates(cluster, job, profile, request.stack, head_dim=a.head_dim if a else 128)
-        frozen = job.lora is not None and self._rates.stack.kernels.adapters != "none"
+        self.prices_adapters = self._rates.stack.kernels.adapters != "none"
+        """Whether frozen weights take less time; else they take that of trained ones."""
+        frozen = job.lora is not None and self.prices_adapters
         self._kernels = kernels_of(
             self._rates.stack,
             job.precision,
@@ -122,7 +130,7 @@ class CostTables:
             *((warning,) if warning else ()),
         )
         self._layers = {layer.kind: layer for layer in model.layers}
-        self._figures = LayerFigures(model, cluster, profile, self._rates)
+        self._figures = LayerFigures(model, cluster, profile, self._rates, recomputes)
         self._holding = HeldStates(model, job, self._rates.stack)
         self._boundaries = Boundaries(model)
         self._parts = LayerParts(
@@ -133,6 +141,7 @@ class CostTables:
             self._holding,
             setting=self._setting,
             activations=activations,
+            recomputes=recomputes,
         )
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
         self._layouts: dict[tuple[object, ...], _Shared] = {}
@@ -156,7 +165,7 @@ class CostTables:
         return self._of(layout, linked=False)
 
     def _of(self, layout: Layout, *, linked: bool) -> LayoutCosts:
-        key = linked, *parts_key(layout)
+        key = linked, self._rates.action_share(layout.virtual_stages), *parts_key(layout)
         shared = self._layouts.get(key)
         if shared is None:
             shared = self._layouts[key] = self._build(layout, linked=linked)
@@ -186,8 +195,12 @@ class CostTables:
 
     @property
     def action_s(self) -> float:
-        """Seconds that the runtime takes per pipeline action."""
+        """Seconds that the runtime takes per pipeline action, with one stage a rank."""
         return self._rates.action_s
+
+    def action_share(self, virtual_stages: int) -> float:
+        """Return the share of `action_s` that an action takes with several stages a rank."""
+        return self._rates.action_share(virtual_stages)
 
     def figures_together(self, layouts: Sequence[Layout]) -> KindFigures:
         """Return each kind's figures as arrays [layout], before anything is sharded."""
@@ -274,7 +287,7 @@ class CostTables:
         """Work out what layouts that differ only in schedule and step length have in common."""
         setting = self._setting(layout)
         links = self._parts.links(layout) if linked else None
-        transfer_s = action_s = boundary_bytes = least_bytes = 0.0
+        transfer_s = boundary_bytes = least_bytes = 0.0
         if layout.pipeline > 1:
             boundary_bytes, least_bytes = self._boundaries.crossing_bytes(setting)
             if links is not None:
@@ -282,8 +295,7 @@ class CostTables:
                 if divided and not setting.sequence_parallel:
                     least_bytes /= layout.tensor
                 transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
-        if layout.pipeline > 1 or self._rates.stack.host.actions == "always":
-            action_s = self._rates.action_s
+        action_s = self._action_s(layout)
         parts = {kind: self.parts(kind, layout, linked=linked) for kind in self._layers}
         return _Shared(
             parts=parts,
@@ -322,6 +334,12 @@ class CostTables:
             if layout.pipeline > 1
             else 0.0
         )
+
+    def _action_s(self, layout: Layout) -> float:
+        """Return what each forward and each backward of a layout's stages takes beside layers."""
+        if layout.pipeline == 1 and self._rates.stack.host.actions == "pipeline":
+            return 0.0
+        return self._rates.action_s * self._rates.action_share(layout.virtual_stages)
 
     def _of_host(self, layout: Layout) -> Iterator[Assumption]:
         if layout.offload != "none" or "offload" in self.activations:

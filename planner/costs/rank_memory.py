@@ -315,6 +315,8 @@ def host_bytes(stages: Mapping[int, Sequence[StrategyParts]], order: Order) -> f
     each = {
         stage: sum(layer.treated.host_bytes for layer in layers) for stage, layers in stages.items()
     }
+    if not any(each.values()):
+        return resident
     alive = most = 0.0
     for stage, kind, _ in order:
         if kind == "F":

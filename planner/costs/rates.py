@@ -15,6 +15,7 @@ from planner.cluster import ClusterSpec, Collective
 from planner.costs import compute
 from planner.costs.collectives import Amount, Curves, Levels, collective_s, curves_by_name
 from planner.costs.layer_seconds import shown_s
+from planner.costs.memory import StateTypes, updated_bytes
 from planner.errors import DocumentError
 from planner.layers.operator_table import larger
 from planner.plan import Job, Layout
@@ -59,6 +60,10 @@ class Rates:
             return self.overheads.pipeline_action_s
         found = self.calibration.action_s if self.calibration else None
         return self.stack.host.action_s if found is None else found
+
+    def action_share(self, virtual_stages: int) -> float:
+        """Return the share of an action's seconds that each of a rank's stages takes."""
+        return 1 / virtual_stages if self.stack.host.action_of == "rank" else 1.0
 
     @property
     def slack(self) -> float | None:
@@ -127,15 +132,15 @@ class Rates:
         copy_s = self.host_copy_s(working_bytes)
         return larger(0.0, copy_s - backward_s) + copy_s
 
-    def host_optimizer_s(self, parameters: float) -> float:
+    def host_optimizer_s(self, parameters: float, types: StateTypes) -> float:
         """Seconds of clipping and AdamW by the host, for parameters held by a rank."""
-        return self.host_memory_s(self.stack.optimizer.moved_bytes * parameters)
+        return self.host_memory_s(updated_bytes(types, self.stack.optimizer) * parameters)
 
-    def optimizer_s(self, parameters: float) -> float:
+    def optimizer_s(self, parameters: float, types: StateTypes) -> float:
         """Seconds of clipping and AdamW for parameters held by a rank."""
         if self.overheads:
             return self.overheads.optimizer_s_per_parameter * parameters
-        return self.memory_s(self.stack.optimizer.moved_bytes * parameters)
+        return self.memory_s(updated_bytes(types, self.stack.optimizer) * parameters)
 
     def exposed_s(self, communication_s: float, window_s: float, hidden: Hidden = "units") -> float:
         """Seconds of a sharding collective that computation of `window_s` does not hide."""
@@ -284,7 +289,7 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
     overlap = "nothing" if used.on_cpu else f"{used.stack.sharding.overlap:.0%}"
     yield Assumption(
         what=f"{overlap} of sharding communication can hide behind computation; the optimizer "
-        f"moves {used.stack.optimizer.moved_bytes:g} bytes per parameter; a pipeline action takes "
+        "reads and writes each of its states once; a pipeline action takes "
         f"{1e3 * used.action_s:g} ms of the host, a step {1e3 * used.step_s:g} ms beside layers",
         provenance="assumed",
         source=f"stack {used.stack.name}",

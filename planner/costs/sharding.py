@@ -180,9 +180,8 @@ def _collectives_s(
         reduce_s = rates.link_s("reduce_scatter", each, links.shard)
         reduce_s += rates.link_s("all_reduce", each / sharing.shard, links.replicate)
         reduce_s = calls * reduce_s
-        if sharing.gathers_again:
-            rate = rule.network_rate if len(links.shard) > 1 else rule.node_rate
-            gather_s, reduce_s = gather_s / rate, reduce_s / rate
+        if sharing.gathers_again and len(links.shard) > 1:
+            gather_s, reduce_s = gather_s / rule.network_rate, reduce_s / rule.network_rate
         return gather_s, reduce_s, 0.0
     if sharing.data == 1:
         return 0.0, 0.0, 0.0

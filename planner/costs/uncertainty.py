@@ -1,15 +1,21 @@
 """How far a step may lie from its prediction: 80 % ranges, as docs/accuracy.md found them.
 
-On a machine whose kernels and links were measured, each cause misses by its own share.  Without
-that, rates of kernels come from other software and sheets, and what holds is how far steps of
-sources lie that no constant was fitted to.  Layouts of one model on one machine share those rates,
-so what tells them apart is the first range, not the second.
+On a machine whose kernels and links were measured, each cause misses by its own share.  Elsewhere
+rates of kernels come from other software and sheets, and what holds is how far runs lay from their
+predictions: residuals of the stack's own runs where this one is like them, else those of sources
+that were left out of the fit.  Layouts of one model on one machine share those rates, so what tells
+them apart is the first range, not the second.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
+
+from planner.plan import Layout
+from planner.prediction import Assumption
+from planner.request import Request
 
 LINK_SPREAD = 0.15
 """Relative error of collective seconds: the alpha-beta model misses NCCL's curves by 7-21 %."""
@@ -22,6 +28,21 @@ sources (docs/accuracy.md, leaving sources out).  Steps are rather slower than p
 faster, since what nobody knows of takes time."""
 EXPERTS_SPREAD = 0.35
 """Logarithm: spread of steps with experts, since routing is as skewed as the data makes it."""
+QUOTED_SPREAD = 0.05
+"""Logarithm: what a device without measured kernels adds."""
+ASSUMED_SPREAD = 0.05
+"""Logarithm: what a run adds of which not all is told."""
+BEYOND = 2.0
+"""Factor by which sizes may pass those of a stack's runs and still count as like them."""
+
+
+class StepRange(NamedTuple):
+    """Where a step should end, in 80 of 100 runs."""
+
+    low_s: float
+    high_s: float
+    basis: Assumption | None
+    """Whose residuals the range is made of; None on a measured machine."""
 
 
 def link_seconds(parts: Mapping[str, float]) -> float:
@@ -42,27 +63,76 @@ def own_miss(parts: Mapping[str, float], spread: float = UNMODELLED_SPREAD) -> f
 
 
 def step_range(
-    parts: Mapping[str, float], spread: float, *, measured: bool, experts: bool = False
-) -> tuple[float, float]:
-    """Return the ends of the range of a step, in seconds.
+    request: Request,
+    layout: Layout,
+    parts: Mapping[str, float],
+    spread: float,
+    *,
+    measured: bool,
+    assumed: bool = False,
+) -> StepRange:
+    """Return the range of a step whose seconds by cause are `parts`.
 
-    `spread` is the relative error of its kernels; `measured` says that a profile of this machine
-    is behind them.
-
-    >>> low_s, high_s = step_range({"forward": 10.0}, 0.1, measured=True)
-    >>> round(low_s, 3), round(high_s, 3)
-    (9.0, 11.0)
-    >>> low_s, high_s = step_range({"forward": 10.0}, 0.1, measured=False)
-    >>> round(low_s, 2), round(high_s, 2)
-    (8.19, 14.92)
+    `spread` is the relative error of its kernels; `measured` says that a profile of this machine is
+    behind them, `assumed` that not all of the run was told.
     """
     step_s, miss = sum(parts.values()), own_miss(parts, spread)
-    low, high = max(0.0, 1 - miss), 1 + miss
-    if not measured:
-        low, high = (
-            min(low, math.exp(-UNMEASURED_BELOW)),
-            max(high, math.exp(UNMEASURED_ABOVE)),
-        )
-    if experts and not measured:
-        low = min(low, math.exp(-EXPERTS_SPREAD))
-    return low * step_s, high * step_s
+    if measured:
+        return StepRange(max(0.0, 1 - miss) * step_s, (1 + miss) * step_s, None)
+    outside = outside_of(request, layout)
+    below, above = _widths(request, layout, miss if outside else None, assumed=assumed)
+    said = "its own runs"
+    if outside:
+        said = f"sources left out of the fit, since outside its runs are {', '.join(outside)}"
+    basis = Assumption(
+        what=f"range of the step: residuals of {said}",
+        provenance=f"stack {request.stack.name}",
+        source="docs/accuracy.md",
+    )
+    return StepRange(step_s * math.exp(-below), step_s * math.exp(above), basis)
+
+
+def _widths(
+    request: Request, layout: Layout, miss: float | None, *, assumed: bool
+) -> tuple[float, float]:
+    """Return the logarithms of the range below and above a step on a machine of sheets.
+
+    `miss` is that of its causes, of a run that is like none of the stack's; None of one that is.
+    """
+    accuracy, groups = request.stack.accuracy, request.cluster.groups
+    below = above = accuracy.spread
+    if miss is not None:
+        below = max(below, UNMEASURED_BELOW, -math.log1p(-min(miss, 0.5)))
+        above = max(above, UNMEASURED_ABOVE, math.log1p(miss))
+    a = request.model.architecture
+    if a is not None and a.experts is not None:
+        below, above = max(below, EXPERTS_SPREAD), max(above, EXPERTS_SPREAD)
+    more = ASSUMED_SPREAD * assumed
+    if any(group.accelerator.curve.provenance == "quoted" for group in groups):
+        more += QUOTED_SPREAD
+    if layout.pipeline > 1 and sum(group.nodes for group in groups) > 1:
+        above = max(above, accuracy.pipelined_spread)
+    return below + more, above + more
+
+
+def outside_of(request: Request, layout: Layout) -> tuple[str, ...]:
+    """Return what of a run is unlike the measured ones of its stack; empty: nothing."""
+    job, seen = request.job, request.stack.accuracy.seen
+    if seen is None:
+        return (f"all of stack {request.stack.name}",)
+    accelerators = {group.accelerator.name for group in request.cluster.groups}
+    parameters = float(request.model.parameters)
+    task = "pretraining" if job.lora is None else "adapters"
+    found = {
+        " and ".join(sorted(accelerators)): not accelerators <= set(seen.accelerators),
+        f"{parameters / 1e9:.2g}B parameters": _beyond(parameters, seen.parameters),
+        f"{layout.devices} devices": _beyond(layout.devices, seen.devices),
+        f"sequences of {job.seq_len}": _beyond(job.seq_len, seen.seq_len),
+        task: not (seen.pretraining if job.lora is None else seen.tuning),
+    }
+    return tuple(name for name, is_out in found.items() if is_out)
+
+
+def _beyond(value: float, measured: tuple[float, float]) -> bool:
+    low, high = measured
+    return not low / BEYOND <= value <= high * BEYOND

@@ -38,7 +38,7 @@ def page(validation: Validation) -> str:
         validation=validation,
         figures=figures,
         average=macro(validation.sources.values()),
-        predicted=sum(row.estimate is not None for row in validation.rows),
+        predicted=sum(row.prediction is not None for row in validation.rows),
     )
 
 

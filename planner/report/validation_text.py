@@ -14,7 +14,7 @@ from planner.units import seconds_text
 
 def validation_text(validation: Validation) -> RenderableType:
     """Return scores by source, their averages, what was skipped, the rows missed most."""
-    predicted = sum(row.estimate is not None for row in validation.rows)
+    predicted = sum(row.prediction is not None for row in validation.rows)
     lines: list[RenderableType] = [f"{predicted} of {len(validation.rows)} rows predicted"]
     for reason, count in validation.skipped.items():
         lines.append(f"  {count} not: {reason}")
@@ -26,17 +26,17 @@ def validation_text(validation: Validation) -> RenderableType:
         lines += [_table("rows with gaps in their inputs", validation.incomplete), ""]
     lines.append("missed most, with predicted parts:")
     for row in validation.worst:
-        assert row.estimate is not None
+        assert row.prediction is not None
         assert row.setup is not None
         seen = row.measured
         parts = ", ".join(
             f"{name} {seconds_text(size)}"
-            for name, size in row.estimate.step_parts.items()
-            if size > 0.02 * row.estimate.step_time_s
+            for name, size in row.prediction.step_parts.items()
+            if size > 0.02 * row.prediction.step_time_s
         )
         lines.append(
             f"  {seen.id} ({seen.model} on {row.setup.request.cluster.name}, {row.setup.text}): "
-            f"predicted {seconds_text(row.estimate.step_time_s)}, "
+            f"predicted {seconds_text(row.prediction.step_time_s)}, "
             f"measured {seconds_text(seen.step_time_s or 0.0)}: {parts}"
         )
     return Group(*lines)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.actions import Action, Kind, Order
+from planner.actions import Action, Kind, Order, actions
 from planner.schedules.record import (
     DEFERRED,
     LATE,
@@ -68,16 +68,20 @@ def zero_bubble(rank: int, shape: Shape) -> Order:
 def _forwards(rank: int, shape: Shape) -> list[Action]:
     ranks, micro_batches, virtual_stages = shape
     return [
-        Action(stage, "F", m)
+        action
         for group in range(0, micro_batches, ranks)
         for stage in range(rank, virtual_stages * ranks, ranks)
-        for m in range(group, min(group + ranks, micro_batches))
+        for action in actions(stage, "F", range(group, min(group + ranks, micro_batches)))
     ]
 
 
 def _backwards(kind: Kind, forwards: Sequence[Action], rank: int, shape: Shape) -> list[Action]:
     last = (shape.virtual_stages - 1) * shape.ranks + 2 * rank
-    return [Action(last - stage, kind, m) for stage, _, m in forwards]
+    return actions(
+        (last - action.stage for action in forwards),
+        kind,
+        (action.micro_batch for action in forwards),
+    )
 
 
 def _warm_up_and_one(rank: int, shape: Shape) -> InFlight:

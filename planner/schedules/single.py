@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from planner.actions import Action, Order
+from itertools import chain
+
+from planner.actions import Order, actions
 from planner.schedules.record import DRAINED, Coefficients, InFlight, Schedule, Shape
 
 
 def gpipe(rank: int, shape: Shape) -> Order:
     """All forwards, then all backwards in the same order (Huang et al., 2019)."""
     return (
-        *(Action(rank, "F", m) for m in range(shape.micro_batches)),
-        *(Action(rank, "B", m) for m in range(shape.micro_batches)),
+        *actions(rank, "F", range(shape.micro_batches)),
+        *actions(rank, "B", range(shape.micro_batches)),
     )
 
 
@@ -18,11 +20,10 @@ def one_forward_one_backward(rank: int, shape: Shape) -> Order:
     """Warm up with as many forwards as stages follow, then alternate (PipeDream-flush, 2021)."""
     micro_batches = shape.micro_batches
     warm_up = min(micro_batches, shape.ranks - rank - 1)
-    result = [Action(rank, "F", m) for m in range(warm_up)]
-    for m in range(micro_batches - warm_up):
-        result += [Action(rank, "F", warm_up + m), Action(rank, "B", m)]
-    result += [Action(rank, "B", m) for m in range(micro_batches - warm_up, micro_batches)]
-    return tuple(result)
+    forwards = actions(rank, "F", range(micro_batches))
+    backwards = actions(rank, "B", range(micro_batches))
+    alternating = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
+    return (*forwards[:warm_up], *alternating, *backwards[micro_batches - warm_up :])
 
 
 def _stages_behind(rank: int, shape: Shape) -> InFlight:

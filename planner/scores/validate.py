@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.backends.estimate import Estimate, estimate
+from planner.collector import uncollected
 from planner.errors import DocumentError
+from planner.prediction import Prediction
 from planner.scores.statistics import (
     ErrorScore,
     OutOfMemoryScore,
@@ -27,8 +28,8 @@ from planner.scores.statistics import (
 )
 from planner.setup import Setup
 from planner.shown import cell
+from planner.tables.predictions import Tables, predicted
 from planner.tables.rows import Measured, Skipped, each, read_rows
-from planner.tables.stages import Tables
 from planner.units import GIB
 
 Told = Callable[[int, int], None]
@@ -50,36 +51,36 @@ class ScoredRow:
 
     measured: Measured
     setup: Setup | None
-    estimate: Estimate | None
+    prediction: Prediction | None
     reason: str = ""
 
     @property
     def step_time_s(self) -> float | None:
         """Predicted."""
-        return self.estimate.step_time_s if self.estimate else None
+        return self.prediction.step_time_s if self.prediction else None
 
     @property
     def peak_memory_gib(self) -> float | None:
         """Predicted, of the kind and rank that the row names."""
-        if self.estimate is None:
+        if self.prediction is None:
             return None
         seen = self.measured
-        return self.estimate.memory_bytes(seen.memory_kind, seen.memory_rank) / GIB
+        return self.prediction.memory_bytes(seen.memory_kind, seen.memory_rank) / GIB
 
     @property
     def times(self) -> tuple[float, float] | None:
         """Predicted and measured seconds, where both exist."""
-        if self.estimate is None or not self.measured.step_time_s:
+        if self.prediction is None or not self.measured.step_time_s:
             return None
-        return self.estimate.step_time_s, self.measured.step_time_s
+        return self.prediction.step_time_s, self.measured.step_time_s
 
     @property
     def memories(self) -> tuple[float, float] | None:
         """Predicted and measured GiB, where both exist."""
-        predicted = self.peak_memory_gib
-        if predicted is None or not self.measured.peak_memory_gib:
+        peak = self.peak_memory_gib
+        if peak is None or not self.measured.peak_memory_gib:
             return None
-        return predicted, self.measured.peak_memory_gib
+        return peak, self.measured.peak_memory_gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,7 @@ class Validation:
         return result[:WORST]
 
 
+@uncollected()
 def validate(path: Path, *, told: Told | None = None, unknown: Collection[str] = ()) -> Validation:
     """Predict every row of a table of runs and score the predictions.
 
@@ -129,24 +131,26 @@ def validate(path: Path, *, told: Told | None = None, unknown: Collection[str] =
     """
     table = read_rows(path)
     rows: list[ScoredRow] = []
-    known: dict[tuple[tuple[str, str], ...], Estimate] = {}
+    known: dict[tuple[tuple[str, str], ...], Prediction] = {}
     tables = Tables()
     for index, (measured, setup) in enumerate(each(table, unknown=unknown)):
         if told is not None and index % 16 == 0:
             told(index, len(table))
         if isinstance(setup, Skipped):
             rows.append(
-                ScoredRow(measured=measured, setup=None, estimate=None, reason=setup.reason)
+                ScoredRow(measured=measured, setup=None, prediction=None, reason=setup.reason)
             )
             continue
         key = tuple((k, v) for k, v in table[index].items() if k not in _SEEN)
         try:
             if key not in known:
-                known[key] = estimate(setup, tables)
+                known[key] = predicted(setup, tables)
         except DocumentError as error:  # a precision that the accelerator has no peak for
-            rows.append(ScoredRow(measured=measured, setup=None, estimate=None, reason=str(error)))
+            rows.append(
+                ScoredRow(measured=measured, setup=None, prediction=None, reason=str(error))
+            )
             continue
-        rows.append(ScoredRow(measured=measured, setup=setup, estimate=known[key]))
+        rows.append(ScoredRow(measured=measured, setup=setup, prediction=known[key]))
     if told is not None:
         told(len(table), len(table))
     return scored(rows)
@@ -184,13 +188,13 @@ def scored(rows: Sequence[ScoredRow]) -> Validation:
     fallbacks = Counter(
         row.measured.framework or "not named"
         for row in rows
-        if row.estimate and row.setup and not row.setup.known
+        if row.prediction and row.setup and not row.setup.known
     )
     return Validation(
         rows=tuple(rows),
         sources={name: score(complete[name]) for name in sorted(complete)},
         incomplete={name: score(incomplete[name]) for name in sorted(incomplete)},
-        skipped=dict(Counter(row.reason for row in rows if row.estimate is None)),
+        skipped=dict(Counter(row.reason for row in rows if row.prediction is None)),
         fallbacks=dict(fallbacks),
     )
 
@@ -204,9 +208,9 @@ def score(rows: Iterable[ScoredRow]) -> Score:
         if row.measured.sweep and row.measured.judge_rank and row.times:
             sweeps[row.measured.sweep].append(row.times)
     inside = [
-        row.estimate.low_s <= row.times[1] <= row.estimate.high_s
+        row.prediction.step_time_low_s <= row.times[1] <= row.prediction.step_time_high_s
         for row in timed
-        if row.estimate and row.times
+        if row.prediction and row.times
     ]
     return Score(
         step_time=error_score([row.times for row in timed if row.times]),
@@ -215,9 +219,9 @@ def score(rows: Iterable[ScoredRow]) -> Score:
         ),
         out_of_memory=out_of_memory_score(
             [
-                (row.estimate.fits, row.measured.out_of_memory)
+                (row.prediction.fits, row.measured.out_of_memory)
                 for row in rows
-                if row.estimate and row.measured.out_of_memory is not None
+                if row.prediction and row.measured.out_of_memory is not None
             ]
         ),
         ranking=rank_score(list(sweeps.values())),
@@ -254,7 +258,7 @@ def validation_json(validation: Validation) -> dict[str, Any]:
             "sources": {name: _score_json(s) for name, s in validation.incomplete.items()},
         },
         "rows": len(validation.rows),
-        "predicted": sum(row.estimate is not None for row in validation.rows),
+        "predicted": sum(row.prediction is not None for row in validation.rows),
         "skipped": validation.skipped,
         "unknown_frameworks": validation.fallbacks,
         "worst": [worst_json(row) for row in validation.worst],
@@ -267,15 +271,15 @@ def _score_json(score: Score) -> dict[str, Any]:
 
 def worst_json(row: ScoredRow) -> dict[str, Any]:
     """Return a row with its predicted parts."""
-    assert row.estimate is not None
+    assert row.prediction is not None
     return {
         "id": row.measured.id,
         "model": row.measured.model,
         "accelerator": row.measured.accelerator,
         "layout": row.setup.text if row.setup else "",
-        "predicted_s": row.estimate.step_time_s,
+        "predicted_s": row.prediction.step_time_s,
         "measured_s": row.measured.step_time_s,
-        "parts": {name: size for name, size in row.estimate.step_parts.items() if size},
+        "parts": {name: size for name, size in row.prediction.step_parts.items() if size},
     }
 
 
@@ -285,17 +289,17 @@ def rows_csv(validation: Validation) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(ROW_COLUMNS)
     for row in validation.rows:
-        predicted = row.estimate
-        if predicted is None:
+        found = row.prediction
+        if found is None:
             writer.writerow([cell(row.measured.id), "", "", "", "", "", cell(row.reason)])
             continue
-        times = (predicted.step_time_s, predicted.low_s, predicted.high_s)
+        times = (found.step_time_s, found.step_time_low_s, found.step_time_high_s)
         writer.writerow(
             [
                 cell(row.measured.id),
                 *(f"{seconds:.6g}" for seconds in times),
                 f"{row.peak_memory_gib:.6g}",
-                int(predicted.fits),
+                int(found.fits),
                 "",
             ]
         )

@@ -20,16 +20,17 @@ choice; what one found is what the next has to beat, and one account counts all 
 
 from __future__ import annotations
 
-import gc
 import heapq
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
+from planner.collector import uncollected
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
 from planner.native import Rules
 from planner.pins import outside
@@ -55,7 +56,7 @@ from planner.search.certificate import (
     Account,
     space_text,
 )
-from planner.search.finalists import MARGIN, finalists, simulated
+from planner.search.finalists import MARGIN, Near, finalists, simulated
 from planner.search.layer_options import recomputes_of
 from planner.search.layout_queue import Found, may_beat, ranking, wins
 from planner.search.misses import closest_miss, nothing_keeps, nothing_runs
@@ -80,22 +81,7 @@ Outcome = Solution | Infeasible | Fathomed | Unfinished
 Solve = Callable[[Instance, float], Outcome]
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Leave the cycle collector out: a search makes many objects that live, and few cycles.
-
-    It would go through all of them again and again, a sixth of a large search's seconds.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def search(
     request: Request,
     *,
@@ -150,8 +136,9 @@ def search(
     winner, closed_form = bests[0], every[0]
     candidates = hunt.owner(winner)
     hunt = next(one for one in hunts if one.candidates is candidates)
-    order = finalists(candidates, closed_form, hunt.near(), hunt.solve)
-    chosen = order[0]
+    near = ((hunt.owner(best), best.layout) for best in hunts[-1].ranking_all())
+    order = finalists(candidates, closed_form, itertools.chain(near, _left(hunts)), hunt.solve)
+    chosen = order[0][1]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
     top_plans = (chosen, *others)[:top]
     certificate = hunt.account.certificate(
@@ -162,7 +149,7 @@ def search(
     ).model_copy(
         update={
             "layout": winner.layout.text(),
-            "simulated": simulated(candidates, order, closed_form),
+            "simulated": simulated(order, closed_form),
         }
     )
     answer = Answer(
@@ -291,22 +278,20 @@ class _Hunt:
         families = self._candidates.families
         self.account.counts[BOUNDS[COMPUTATION]] += sum(families[i].size for _, i in self._waiting)
 
-    def near(self) -> Iterator[Layout]:
-        """Yield the best of other kinds, then layouts that were left, the lowest bound first.
+    def left(self) -> Iterator[tuple[float, Layout]]:
+        """Yield layouts that were left with their bounds, the lowest bound first.
 
-        Layouts are those with a bound within the margin of finalists that nothing dominates, of
-        families whose sharing was looked at.
+        Those are within the margin of finalists, nothing dominates them, and the sharing of their
+        family was looked at.
         """
-        bests = self._ranking_all()
-        for best in bests:
-            yield best.layout
+        bests = self.ranking_all()
         onward = copy(self)
         onward.account = Account()
         onward._queue, onward._waiting = self._left, []
         limit_s = bests[0].objective_s * (1 + MARGIN)
         while (entry := onward._next()) is not None and entry.bound_s <= limit_s:
             if isinstance(entry.item, Layout) and entry.known == MEMORY:
-                yield entry.item
+                yield entry.bound_s, entry.item
             else:
                 onward._deepen(entry)
 
@@ -462,7 +447,7 @@ class _Hunt:
     def _rival(self, layout: Layout) -> _Solved | None:
         """Return the best that a configuration has to beat to be among the `top`, if any."""
         own = self._bests.get(kind(layout))
-        bests = self._ranking_all()
+        bests = self.ranking_all()
         worst = bests[self._top - 1] if len(bests) >= self._top else None
         if own is None or worst is None:
             return own or worst
@@ -470,23 +455,34 @@ class _Hunt:
 
     def _settled(self, bound_s: float) -> bool:
         """Whether no configuration with at least this bound can enter the ranking."""
-        bests = self._ranking_all()
+        bests = self.ranking_all()
         if len(bests) < self._top:
             return False
         return bound_s > bests[self._top - 1].objective_s * (1 + EQUAL)
 
-    def _ranking_all(self) -> list[_Solved]:
+    def ranking_all(self) -> list[_Solved]:
+        """Return the best of each kind, fastest first."""
         return sorted(self._bests.values(), key=lambda best: best.rank)
 
     def ranking(self) -> list[_Solved]:
         """Return the best of each kind, fastest first; losers go to the account."""
-        bests = self._ranking_all()
+        bests = self.ranking_all()
         order = [bests[at] for at in ranking(bests)]
         if order:
             self.account.counts[CHOSEN] = 1
         for best in order[1:]:
             self.account.lost(SLOWER, best.layout, objective_s=best.objective_s)
         return order[: self._top]
+
+
+def _left(hunts: Sequence[_Hunt]) -> Iterator[Near]:
+    """Yield the layouts that several searches left, the lowest bound first."""
+
+    def of(hunt: _Hunt) -> Iterator[tuple[float, Candidates, Layout]]:
+        return ((bound_s, hunt.candidates, layout) for bound_s, layout in hunt.left())
+
+    for _, candidates, layout in heapq.merge(*map(of, hunts), key=itemgetter(0)):
+        yield candidates, layout
 
 
 def _first_of(coming: list[_Coming], most: int) -> list[Family]:

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.layout_costs import CostTables, LayoutCosts, fastest_s, least_credits_s
+from planner.costs.memory import state_types
 from planner.costs.recomputes import Recomputes, choices_of
 from planner.executable import rules_of
 from planner.native import Rules
@@ -107,6 +108,7 @@ class Candidates:
         """By the id of the sharings, which those of one family and level have in common."""
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self._rates = self.tables.rates
+        self._types = state_types(self._rates.stack, request.job.precision)
         self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
         self.families = list(self._families())
 
@@ -226,7 +228,7 @@ class Candidates:
         return [computing_s + self._added_s(saving) for saving in family.savings]
 
     def _added_s(self, saving: Saving) -> float:
-        added_s = least_s(saving, self._parameters, self.cluster.devices, self._rates)
+        added_s = least_s(saving, self._parameters, self.cluster.devices, self._rates, self._types)
         return (1 - SLACK) * added_s
 
     def _timetables_s(self, families: Sequence[Family]) -> bounds.Floats:
@@ -252,7 +254,8 @@ class Candidates:
     def _paces(
         self, pipeline: int, count: int, found: tuple[Timetable, ...]
     ) -> NDArray[np.float64]:
-        """[timetable, 5] Steady, fill, what a credit counts for; actions of all, of the least rank.
+        """[timetable, 5] Steady, fill, what a credit counts for; actions of all, of the least rank,
+        counted by the seconds of one with one stage a rank.
 
         Those at the ends of the model are left out (planner.search.formulation.boundaries_s).
         """
@@ -272,13 +275,14 @@ class Candidates:
                 schedule = schedule_of(name)
                 splits = schedule.splits_backward
                 actions = (3 if splits else 2) * virtual if pipeline > 1 else 0
+                share = self.tables.action_share(virtual)
                 rows.append(
                     (
                         steady,
                         fill,
                         fill if splits else 0.0,
-                        max(0, pipeline * actions - 2),
-                        max(0, actions - (2 if schedule.placement == "v" else 1)),
+                        share * max(0, pipeline * actions - 2),
+                        share * max(0, actions - (2 if schedule.placement == "v" else 1)),
                     )
                 )
             self._known_paces[key] = np.array(rows)

@@ -11,7 +11,8 @@ What is proven in the simulator's terms is less: no split of a 1F1B configuratio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from planner.plan import Layout
@@ -37,19 +38,19 @@ MOST_ACTIONS = 20_000
 Solve = Callable[[Instance, float], object]
 
 
-def finalists(
-    candidates: Candidates,
-    best: Ranked,
-    near: Iterable[Layout],
-    solve: Solve,
-) -> list[Ranked]:
-    """Return `best` and the plans near it, the fastest simulated first.
+Near = tuple[Candidates, Layout]
+"""A layout near the optimum, and the candidates that it is of."""
+Solved = tuple[Candidates, Ranked]
+
+
+def finalists(owner: Candidates, best: Ranked, near: Iterable[Near], solve: Solve) -> list[Solved]:
+    """Return `best` and the plans near it, the fastest simulated first, each with its candidates.
 
     Of plans equally fast `best` comes first, then the simplest.
     """
     limit_s = best.objective_s * (1 + MARGIN)
-    found, solved = [best], 0
-    for layout in _layouts(candidates, best.plan.layout, near):
+    found, solved = [(owner, best)], 0
+    for candidates, layout in _layouts(owner, best.plan.layout, near):
         if solved >= MOST_SOLVED:
             break
         if 2 * layout.micro_batches * layout.stages > MOST_ACTIONS:
@@ -60,43 +61,43 @@ def finalists(
         step_s = candidates.costs(layout).step_s
         solution = solve(candidates.instance(layout), limit_s - step_s)
         if isinstance(solution, Solution):
-            found.append(ranked(candidates, layout, solution))
-    fitting = [one for one in found if one is best or one.prediction.fits]
-    least_s = min(one.prediction.step_time_s for one in fitting)
+            found.append((candidates, ranked(candidates, layout, solution)))
+    fitting = [one for one in found if one[1] is best or one[1].prediction.fits]
+    least_s = min(one.prediction.step_time_s for _, one in fitting)
     return sorted(
         fitting,
         key=lambda one: (
             # What is within the tie of the fastest counts as equal to it.
-            max(one.prediction.step_time_s, least_s * (1 + EQUAL)),
-            one is not best,
-            complexity(one.plan.layout),
+            max(one[1].prediction.step_time_s, least_s * (1 + EQUAL)),
+            one[1] is not best,
+            complexity(one[1].plan.layout),
         ),
     )
 
 
-def _layouts(candidates: Candidates, best: Layout, near: Iterable[Layout]) -> Iterator[Layout]:
+def _layouts(owner: Candidates, best: Layout, near: Iterable[Near]) -> Iterator[Near]:
     """Yield the optimum's layout under other timetables, then those near it, each once."""
-    seen = {best}
+    seen = {(id(owner), best)}
     others = [
-        replace(best, schedule=name, virtual_stages=virtual)
+        (owner, replace(best, schedule=name, virtual_stages=virtual))
         for name, virtual in timetables(
-            candidates.model,
+            owner.model,
             best.pipeline,
             best.micro_batches,
-            candidates.pins,
-            space=candidates.request.space,
+            owner.pins,
+            space=owner.request.space,
         )
     ]
-    for layout in (*others, *near):
+    for candidates, layout in itertools.chain(others, near):
         same = layout if candidates.pins.order else canonical(candidates.cluster, layout)
-        if same not in seen and candidates.refusal(same) is None:
-            seen.add(same)
-            yield same
+        if (id(candidates), same) not in seen and candidates.refusal(same) is None:
+            seen.add((id(candidates), same))
+            yield candidates, same
 
 
-def simulated(candidates: Candidates, order: list[Ranked], closed_form: Ranked) -> Simulated:
+def simulated(order: list[Solved], closed_form: Ranked) -> Simulated:
     """Return what the simulator says of the finalists, and what is proven of the first."""
-    chosen = order[0]
+    candidates, chosen = order[0]
     bound_s = simulated_bound_s(candidates, chosen.plan.layout)
     step_s = chosen.prediction.step_time_s
     named = f"the optimum of the closed form, {closed_form.prediction.layout}"
@@ -121,13 +122,21 @@ def simulated(candidates: Candidates, order: list[Ranked], closed_form: Ranked) 
         margin=MARGIN,
         finalists=tuple(
             Finalist(
-                layout=one.prediction.layout,
+                layout=one.prediction.layout + _recompute(own),
                 objective_s=one.objective_s,
                 step_time_s=one.prediction.step_time_s,
             )
-            for one in order
+            for own, one in order
         ),
     )
+
+
+def _recompute(candidates: Candidates) -> str:
+    """Say what blocks recompute, where all must do the same and there is a choice."""
+    if not isinstance(candidates.recompute, Mapping) or candidates.pins.recompute:
+        return ""
+    choices = {choice for each in candidates.recompute.values() for choice in each} - {"none"}
+    return f" recompute={'|'.join(sorted(choices)) or 'none'}"
 
 
 def simulated_bound_s(candidates: Candidates, layout: Layout) -> float | None:

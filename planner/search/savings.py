@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, assert_never
 
 from planner.cluster import ClusterSpec
+from planner.costs.memory import StateTypes
 from planner.costs.rates import Rates
 from planner.model import ModelGraph
 from planner.pins import Pins
@@ -79,7 +80,9 @@ def _activations(cluster: ClusterSpec, pins: Pins) -> Iterator[Activations]:
         yield "compress"
 
 
-def least_s(saving: Saving, parameters: float, devices: int, rates: Rates) -> float:
+def least_s(
+    saving: Saving, parameters: float, devices: int, rates: Rates, types: StateTypes
+) -> float:
     """Least seconds that offloaded states add to a step: no rank holds less than the mean.
 
     Moments cross the link twice, 16 bytes per parameter; parameters on the host are updated there.
@@ -91,6 +94,6 @@ def least_s(saving: Saving, parameters: float, devices: int, rates: Rates) -> fl
         case "optimizer":
             return rates.host_copy_s(16 * share)
         case "parameters":
-            return rates.host_optimizer_s(share)
+            return rates.host_optimizer_s(share, types)
         case _:
             assert_never(saving.offload)

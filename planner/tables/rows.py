@@ -158,7 +158,7 @@ def _setup(row: Row, unknown: Collection[str]) -> Setup:
     if zero and any(part in word(row.get("zero_stage", "")) for part in ("hsdp", "hybrid")):
         in_node = max(1, cluster.groups[0].devices_per_node // (tensor * pipeline))
         shard = max(1, math.gcd(data * context, in_node) // context)
-    virtual = _chunks(row, architecture.layers, pipeline, assumed)
+    virtual = _chunks(row, architecture.layers, pipeline, micro_batches, assumed)
     on_host = cells.offloaded(row.get("offload", ""))
     lora = None
     if task in ("lora", "qlora"):
@@ -203,9 +203,7 @@ def _setup(row: Row, unknown: Collection[str]) -> Setup:
         ),
         recompute=recompute,
         activations="offload" if "activations" in on_host else "keep",
-        framework=framework,
         known=known,
-        tuned=task != "pretrain",
         assumed=tuple(assumed),
     )
 
@@ -273,15 +271,19 @@ def _told(
 MOST_CHUNKS = 6
 
 
-def _chunks(row: Row, layers: int, pipeline: int, assumed: list[str]) -> int:
-    """Return model chunks per rank; large Megatron-LM runs that do not say are interleaved."""
+def _chunks(row: Row, layers: int, pipeline: int, micro_batches: int, assumed: list[str]) -> int:
+    """Return model chunks per rank.
+
+    Megatron-LM runs that do not say are interleaved, if their micro-batches go through in rounds.
+    """
     known = optional(row, "vpp")
     each = max(1, layers // pipeline)
     most = -(-(layers + 2) // pipeline)  # embedding and loss may count as layers
     if known is not None and known > most:
         assumed.append(f"{most} chunks on each pipeline rank")
         return most
-    if known is not None or pipeline == 1 or word(row.get("framework", "")) != "megatron":
+    rounds = pipeline > 1 and micro_batches % pipeline == 0
+    if known is not None or not rounds or word(row.get("framework", "")) != "megatron":
         return max(1, known or 1)
     chunks = next(n for n in range(min(MOST_CHUNKS, each), 0, -1) if each % n == 0)
     assumed.append(f"{chunks} chunks on each pipeline rank")

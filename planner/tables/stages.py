@@ -12,20 +12,15 @@ from itertools import pairwise
 
 from planner.catalog import accelerators
 from planner.cluster import ClusterSpec
-from planner.costs.layout_costs import CostTables
-from planner.plan import Activations, Layout, PlacedLayer, Plan, Stage
-from planner.predict import Placement, placement_prediction
-from planner.prediction import Prediction
+from planner.layers.operator_table import RECOMPUTES
+from planner.plan import Layout
+from planner.predict import Placement
 from planner.profile import Recompute
-from planner.search.formulation import plan_with
 from planner.setup import Setup
 from planner.stage_rules import by_products, ends_of
 
 USUAL_LINK_BYTES_PER_S = 3.2e10
 """PCIe 4, of a host link that the catalogue does not know."""
-
-MOST_TABLES = 256
-"""Costs kept at a time."""
 
 
 def placements(setup: Setup, layout: Layout) -> list[Placement]:
@@ -60,6 +55,14 @@ def placements(setup: Setup, layout: Layout) -> list[Placement]:
     ]
 
 
+def recomputes(setup: Setup) -> tuple[Recompute, ...]:
+    """Return what layers of a run may recompute, `none` first."""
+    found = {"none", _recompute(setup, 0), _recompute(setup, 1)}
+    if setup.recompute is None:
+        found.add("full")
+    return tuple(choice for choice in RECOMPUTES if choice in found)
+
+
 def _recompute(setup: Setup, block: int) -> Recompute:
     """Return what a block recomputes."""
     kernels, rule = setup.request.stack.kernels, setup.request.stack.recompute
@@ -74,19 +77,6 @@ def _recompute(setup: Setup, block: int) -> Recompute:
             return "selective"
         case _:
             return "full" if block % 2 == 0 else "none"
-
-
-def runnable(setup: Setup) -> tuple[Layout, tuple[str, ...]]:
-    """Return the layout with a schedule that can be listed, and what had to be assumed for it."""
-    layout = setup.layout
-    ranks, count = layout.pipeline, layout.micro_batches
-    if layout.virtual_stages == 1 or count % ranks == 0:
-        return layout, ()
-    whole = -(-count // ranks) * ranks
-    return (
-        replace(layout, micro_batches=whole),
-        (f"{whole} micro-batches where interleaved stages have {count}",),
-    )
 
 
 def linked(setup: Setup) -> Setup:
@@ -113,48 +103,3 @@ def _without_bridge(cluster: ClusterSpec) -> ClusterSpec:
     others = tuple(tier for tier in tiers[1:] if tier.name != "pcie")
     in_node = pcie.model_copy(update={"devices": group.devices_per_node})
     return cluster.model_copy(update={"tiers": (in_node, *others)})
-
-
-class Tables:
-    """Costs by which runs are predicted; the runs of a sweep share them."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], CostTables] = {}
-
-    def of(self, setup: Setup) -> CostTables:
-        """Return the costs of a run, known ones where model, cluster and stack are those of one."""
-        request = setup.request
-        key = (id(request.model), id(request.cluster), request.job, id(request.stack))
-        found = self._known.get((*key, setup.activations))
-        if found is None:
-            if len(self._known) >= MOST_TABLES:
-                self._known.clear()
-            kept: tuple[Activations, ...] = ("keep",)
-            choices = kept if setup.activations == "keep" else (*kept, setup.activations)
-            found = self._known[*key, setup.activations] = CostTables(request, choices)
-        return found
-
-
-def predicted(setup: Setup) -> Prediction:
-    """Return what `planner.predict` has of the plan made of a run; what nobody says is none."""
-    setup = linked(setup)
-    layout, assumed = runnable(setup)
-    found = placement_prediction(Tables().of(setup), layout, placements(setup, layout))
-    return found.noted(*setup.assumed, *assumed)
-
-
-def plan_of(setup: Setup) -> Plan:
-    """Return a run as a plan, where its schedule and stages are ones that a plan can say."""
-    setup = linked(setup)
-    layout, _ = runnable(setup)
-    names = iter(name for name, _ in setup.request.model.chain)
-    stages = tuple(
-        Stage(
-            layers=tuple(
-                PlacedLayer(layer=next(names), recompute=recompute, activations=activations)
-                for _, recompute, activations in placement
-            )
-        )
-        for placement in placements(setup, layout)
-    )
-    return plan_with(setup.request, layout, stages, step_s=predicted(setup).step_time_s)

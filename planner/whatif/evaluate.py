@@ -245,10 +245,10 @@ def binding_of(prediction: Prediction) -> str:
     return "; ".join(said)
 
 
-def _best(request: Request, candidate: Candidate) -> tuple[Plan | None, Prediction, bool]:
+def _best(request: Request, candidate: Candidate) -> tuple[Plan, Prediction, bool]:
     if candidate.tuning in ("lora", "qlora"):
-        prediction = tuned(request, quantised=candidate.tuning == "qlora")
-        return None, prediction, False
+        answer = tuned(request, quantised=candidate.tuning == "qlora")
+        return answer.plan, answer.prediction, answer.certificate.optimal
     found: Answer | None = None
     reason: NoPlanFits | None = None
     try:

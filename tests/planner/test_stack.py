@@ -159,3 +159,24 @@ def test_a_stack_is_added_by_adding_one_file(
     again = predict(mine.plan, model, cluster)
     assert again == mine.prediction
     assert again.stages[0].memory_parts["context"] >= 3.0e9
+
+
+def test_figures_without_a_mechanism_stay_with_the_stack_whose_runs_they_are() -> None:
+    plain = dict(figures(Stack(name="plain", summary="the defaults")))
+    unexplained = {
+        (name, path)
+        for name, stack in stacks().items()
+        for entry in stack.basis
+        if entry.provenance == "unexplained"
+        for path in entry.fields
+    }
+
+    assert unexplained == {
+        ("deepspeed", "sharding.network_rate"),
+        ("nanotron", "pipeline.stalled_transfer_s"),
+        ("nanotron", "host.pipelined_s"),
+        ("nanotron", "host.ring_step_s"),
+    }
+    for owner, path in unexplained:
+        others = {dict(figures(stack))[path] for name, stack in stacks().items() if name != owner}
+        assert others == {plain[path]}

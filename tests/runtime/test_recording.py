@@ -150,6 +150,23 @@ def test_a_value_read_between_units_is_refused_with_its_line() -> None:
     assert "if x.mean() > 0" in Path(path).read_text().splitlines()[int(line) - 1]
 
 
+def test_a_module_that_cannot_be_recorded_is_one_unit() -> None:
+    torch.manual_seed(0)
+    module = Undecided()
+    batch = torch.randn(4, WIDTH)
+    recorder = Recorder.of(module, batch)
+    (stage,) = stages_of(module, recorder)
+
+    assert "bool reads the value" in str(recorder.refused)
+    assert [layer.name for layer in recorder.first.layers] == ["model"]
+    assert dict(stage.named_parameters()).keys() == dict(module.named_parameters()).keys()
+    assert stage.units.keys() == {"parts.0", "parts.1"}
+    for one in (batch, -batch):
+        assert torch.equal(through([stage], one), module(one))
+    with pytest.raises(RecordError, match="cannot be run on the example"):
+        Recorder.of(module, batch.to("meta"))
+
+
 class Cached(nn.Module):
     def __init__(self) -> None:
         super().__init__()

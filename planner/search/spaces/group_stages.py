@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from planner.costs.group_costs import GroupCosts
 from planner.costs.hosts import host_room_bytes
-from planner.costs.layout_costs import counted_by_rank
+from planner.costs.layout_costs import CostTables, counted_by_rank
 from planner.costs.strategy import StrategyCost
 from planner.model import ModelGraph
 from planner.plan import Layout, PlacedLayer, Plan, Stage
@@ -50,7 +50,7 @@ def stages_problem(
                     replace(stage, exposed_s=exposed_s)
                     for stage, exposed_s in zip(
                         chain.stages,
-                        _exposed_s(layout, costs.tables[name].action_s, widest_s),
+                        _exposed_s(layout, costs.tables[name], widest_s),
                         strict=True,
                     )
                 ),
@@ -149,7 +149,7 @@ def _cuts_s(costs: GroupCosts, layout: Layout, crossings_s: list[list[float]]) -
     ]
 
 
-def _exposed_s(layout: Layout, action_s: float, widest_s: float) -> list[float]:
+def _exposed_s(layout: Layout, tables: CostTables, widest_s: float) -> list[float]:
     """[rank] Seconds of a micro-batch that neither layers nor neighbours count.
 
     These are actions, of which the layers at the ends of the model count one each, and the way
@@ -158,6 +158,7 @@ def _exposed_s(layout: Layout, action_s: float, widest_s: float) -> list[float]:
     ranks, virtual = layout.pipeline, layout.virtual_stages
     if not counted_by_rank(layout):
         return [0.0] * ranks
+    action_s = tables.action_s * tables.action_share(virtual)
     home = rank_of_stage(layout.schedule, stages=layout.stages, virtual_stages=virtual)
     schedule = schedule_of(layout.schedule)
     result = [virtual * (3 if schedule.splits_backward else 2) * action_s] * ranks

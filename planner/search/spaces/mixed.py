@@ -200,6 +200,7 @@ class MixedSpace(GroupSpace):
         fastest_s, credits_s = self._passes_s(layout)
         action_s = min(tables.action_s for tables in self.costs.tables.values())
         actions = 2 * layout.virtual_stages * layout.pipeline - 2 if layout.pipeline > 1 else 0
+        action_s *= next(iter(self.costs.tables.values())).action_share(layout.virtual_stages)
         return self._least_s(layout, fastest_s, credits_s, exposed_s=actions * action_s)
 
     def bound_s(self, layout: Layout) -> float:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from planner.backends.estimate import estimate
 from planner.calibrate import runs
 from planner.calibrate.calibration import calibrate, calibrated_json
 from planner.calibrate.constants import calibrated
 from planner.errors import DocumentError
 from planner.profile import Calibration, TierCalibration
 from planner.setup import Setup
+from planner.tables.predictions import predicted
 from planner.tables.rows import each, read_rows
 
 HEADER = (
@@ -42,7 +42,7 @@ def table(path: Path, truth: Calibration, slack: float = 1.05) -> Path:
         assert isinstance(setup, Setup)
         request = setup.request
         changed = replace(request, cluster=calibrated(request.cluster, truth))
-        told = estimate(replace(setup, request=changed))
+        told = predicted(replace(setup, request=changed))
         memory = told.memory_bytes("reserved", "max") / 2**30 * slack / 1.05
         found.append((told.step_time_s, memory))
     path.write_text(HEADER + "".join(line(n, seen) for n, seen in enumerate(found)))

@@ -3,6 +3,7 @@
 import pytest
 
 from planner.catalog import native
+from planner.costs.memory import state_types
 from planner.costs.rates import Rates, assumptions, rates
 from planner.expressions import resolve_cluster
 from planner.plan import Job
@@ -73,7 +74,9 @@ def test_the_host_costs_nothing_where_the_device_is_behind(quoted: Rates) -> Non
 def test_adamw_moves_forty_bytes_per_parameter(quoted: Rates) -> None:
     memory_bytes_per_s = 3.35e12 * quoted.device.curve.memory
 
-    assert quoted.optimizer_s(1e9) == pytest.approx(40e9 / memory_bytes_per_s)
+    assert quoted.optimizer_s(1e9, state_types(native(), "bf16")) == pytest.approx(
+        40e9 / memory_bytes_per_s
+    )
 
 
 def test_every_fallback_is_named(quoted: Rates) -> None:

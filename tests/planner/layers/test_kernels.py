@@ -11,7 +11,7 @@ from planner.layers.arithmetic import table
 from planner.layers.kernels import MODULES, Kernels, kernels_of
 from planner.layers.operator_table import ManySettings, Setting, Table
 from planner.stack import Stack, with_figures
-from tests.planner.test_backends import GPT
+from tests.planner.tables.test_predictions import GPT
 
 S, B = 2048, 2
 TOKENS = S * B

@@ -157,5 +157,5 @@ def test_a_precision_that_the_accelerator_lacks_is_a_reason(tmp_path: Path) -> N
 
     found = validate(table)
 
-    assert [row.estimate is not None for row in found.rows] == [False, True]
+    assert [row.prediction is not None for row in found.rows] == [False, True]
     assert list(found.skipped) == ["precision: is tf32, which tpu-v5e has no peak for; it has bf16"]

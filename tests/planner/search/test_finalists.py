@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from planner.catalog import stacks
 from planner.expressions import resolve_cluster, resolve_model
 from planner.pins import Pins
 from planner.plan import Job
@@ -94,3 +96,27 @@ def test_a_single_stage_is_bounded_by_what_it_takes() -> None:
 
     assert finals is not None
     assert finals.lower_bound_s == pytest.approx(finals.step_time_s, rel=1e-9)
+
+
+def test_finalists_recompute_differently_where_all_blocks_do_the_same() -> None:
+    """Every choice of recompute has plans within the margin: its own search finds them too."""
+    node = resolve_cluster("8xa100-sxm-40gb")
+    [group] = node.groups
+    small = group.accelerator.model_copy(update={"memory_bytes": 13 * 10**9})
+    cluster = node.model_copy(update={"groups": (group.model_copy(update={"accelerator": small}),)})
+    asked = Request(
+        resolve_model("llama-3.2-3b"),
+        cluster,
+        Job(seq_len=4096, global_batch=32),
+        stack=stacks()["torchtitan"],
+    )
+
+    found = search(asked)
+
+    assert found.certificate.simulated is not None
+    listed = {one.layout: one for one in found.certificate.simulated.finalists}
+    assert {text.rpartition("=")[2] for text in listed} == {"selective", "full"}
+    for recompute in ("selective", "full"):
+        alone = search(replace(asked, pins=Pins(recompute=recompute)))
+        closest = listed[f"{alone.certificate.layout} recompute={recompute}"]
+        assert closest.objective_s == pytest.approx(alone.certificate.objective_s, rel=1e-12)

@@ -84,9 +84,10 @@ def test_quantised_weights_stand_beside_the_precision_of_the_arithmetic() -> Non
     assert job.precision == "bf16"
     assert job.lora is not None
     assert job.lora.quantised
-    assert row.task == "qlora"
-    assert setup(task="lora").task == "lora"
-    assert setup(task="full_finetune").task == "full_finetune"
+    plain = setup(task="lora").request.job.lora
+    assert plain is not None
+    assert not plain.quantised
+    assert setup(task="full_finetune").request.job.lora is None
 
 
 def test_a_level_of_zero_that_is_not_said_is_the_frameworks_own() -> None:

@@ -17,7 +17,7 @@ from planner.plan import Plan
 from planner.predict import predict
 from planner.request import Request
 from planner.search.best_first import search
-from tests.planner.backends import frameworks
+from tests.planner.formats import frameworks
 
 TABLE = (
     ("llama-3.1-8b", "8xh100-sxm-80gb"),

@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from planner.backends.estimate import Estimate, estimate
 from planner.catalog import accelerators, stacks
+from planner.prediction import Prediction
 from planner.setup import Setup
+from planner.tables import predictions
 from planner.tables.rows import setup_of
 
 PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "bf16+quantised-weights", "")
@@ -53,13 +54,13 @@ def row(seed: int) -> dict[str, str]:
     return cells
 
 
-def predicted(cells: dict[str, str]) -> Estimate:
+def predicted(cells: dict[str, str]) -> Prediction:
     setup = setup_of(cells)
     assert isinstance(setup, Setup), setup
-    return estimate(setup)
+    return predictions.predicted(setup)
 
 
-def peak(found: Estimate) -> float:
+def peak(found: Prediction) -> float:
     return found.memory_bytes("allocated", "max")
 
 
@@ -69,7 +70,7 @@ def test_every_legal_row_is_predicted_and_more_work_takes_longer(seed: int) -> N
         cells = row(each)
         found = predicted(cells)
 
-        assert 0 < found.low_s <= found.step_time_s <= found.high_s < math.inf
+        assert 0 < found.step_time_low_s <= found.step_time_s <= found.step_time_high_s < math.inf
         assert 0 < peak(found) < math.inf
         deeper = predicted({**cells, "layers": str(2 * int(cells["layers"]))})
         fuller = predicted({**cells, "global_batch_size": str(2 * int(cells["global_batch_size"]))})

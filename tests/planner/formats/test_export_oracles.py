@@ -19,7 +19,7 @@ from planner.formats.configuration import configuration, in_the_script
 from planner.plan import INSIDE_OUT, Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.training import Training
 from runtime.learning_rate import learning_rate
-from tests.planner.backends import frameworks
+from tests.planner.formats import frameworks
 
 MODEL = resolve_model("llama-3.2-1b")
 BLOCKS = 16

@@ -1,1 +1,0 @@
-"""What training frameworks do with a model: their accounting rules, and runs priced by them."""

@@ -1,0 +1,166 @@
+"""A module of the user's own script as a ModelGraph: its recorded layers, and what each costs.
+
+Nothing is computed: parameters and the batch have no data, and figures are of two samples, halved.
+A forward that cannot be recorded is one layer, which a plan may train without a pipeline.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+
+from planner.errors import DocumentError
+from planner.model import BatchLeaf, Layer, LayerTrace, ModelGraph
+from planner.units import name_of
+from runtime.loss import counted
+from runtime.recorded_stage import MicroBatch, RecordedStage
+from runtime.recorder import Inputs, Recorder
+from runtime.recording import Recording, called_name
+from runtime.trace import traced_call
+
+SAMPLES = 2
+"""Of the batch that is priced: with one alone, a norm over samples has no variance."""
+Loss = Callable[[Any, Any], Any]
+"""`loss(outputs, batch)`: a sum and a count, with or without metrics, or one mean."""
+
+
+def script_model(
+    module: nn.Module,
+    batch: Any,
+    inputs: Inputs | None = None,
+    *,
+    loss: Loss | None = None,
+    units: Sequence[str] | None = None,
+    name: str,
+) -> ModelGraph:
+    """Return the ModelGraph of a module whose batch looks like `batch`.
+
+    Raises RecordError where the forward runs neither without data nor with it, and DocumentError
+    where the batch has no samples.
+    """
+    source = f"script:{name}"
+    few = few_samples(batch, SAMPLES)
+    recorder = Recorder.of(module, few, inputs, units=units)
+    recording = recorder.first
+    figures = [_halved(figures) for figures in _figures(recorder, few, loss)]
+    kinds = _kinds(module, recording, figures)
+    counted_once: set[str] = set()
+    layers = []
+    for layer, kind, trace in zip(recording.layers, kinds, figures, strict=True):
+        own = [name for name in layer.parameters if name not in counted_once]
+        counted_once |= set(own)
+        count = sum(module.get_parameter(name).numel() for name in own)
+        layers.append(Layer(name=layer.name, kind=kind, parameters=count, trace=trace))
+    return ModelGraph(
+        name=name_of(name), source=source, recording=recording.digest, layers=tuple(layers)
+    )
+
+
+def batch_leaves(batch: Any) -> dict[str, BatchLeaf]:
+    """Return shape and type of one sample's leaves, by their place in the batch.
+
+    >>> leaves = batch_leaves({"x": torch.ones(8, 3), "beta": torch.tensor(0.5), "name": "a"})
+    >>> [(place, leaf.shape, leaf.dtype) for place, leaf in leaves.items()]
+    [("['x']", (3,), 'float32'), ("['beta']", None, 'float32')]
+    """
+    return {
+        keystr(path) or "batch": BatchLeaf(
+            shape=tuple(leaf.shape[1:]) if leaf.ndim else None,
+            dtype=str(leaf.dtype).removeprefix("torch."),
+        )
+        for path, leaf in tree_flatten_with_path(batch)[0]
+        if isinstance(leaf, Tensor)
+    }
+
+
+def few_samples(batch: Any, samples: int) -> Any:
+    """Return a batch like this one with so many samples, its values those of the first ones.
+
+    Leaves without a dim stay whole.  Raises DocumentError if no leaf has samples.
+    """
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    if not leaves:
+        raise DocumentError("batch", "has no tensor with a dim of samples")
+    lengths = sorted({len(leaf) for leaf in leaves})
+    if len(lengths) > 1:
+        named = {
+            keystr(path): len(leaf)
+            for path, leaf in tree_flatten_with_path(batch)[0]
+            if isinstance(leaf, Tensor) and leaf.ndim
+        }
+        raise DocumentError("batch", f"has leaves of unequal numbers of samples: {named}")
+    if lengths[0] == 0:
+        raise DocumentError("batch", "has no samples")
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            return leaf
+        return leaf[[at % len(leaf) for at in range(samples)]]
+
+    return tree_map(cut, batch)
+
+
+def _figures(recorder: Recorder, batch: Any, loss: Loss | None) -> Iterator[LayerTrace]:
+    """Yield what each layer costs, forward and backward, the loss with the last one."""
+    with recorder.without_data(batch) as (module, batch):
+        passed: tuple[Tensor, ...] = ()
+        count = len(recorder.first.layers)
+        for at in range(count):
+            stage = RecordedStage(module, recorder, at, at + 1)
+            taken = tuple(x.detach().requires_grad_(x.requires_grad) for x in passed)
+            figures, outputs = _figures_of(
+                stage, taken, batch, loss=loss if at == count - 1 else None
+            )
+            yield figures
+            passed = outputs
+
+
+def _figures_of(
+    stage: RecordedStage, taken: tuple[Tensor, ...], batch: Any, *, loss: Loss | None
+) -> tuple[LayerTrace, tuple[Tensor, ...]]:
+    made: list[Any] = []
+
+    def call() -> tuple[Tensor, ...]:
+        made.append(stage(*taken, micro=MicroBatch(batch)))
+        return tuple(leaf for leaf in tree_leaves(made[0]) if isinstance(leaf, Tensor))
+
+    def total(*_: Tensor) -> Tensor:
+        assert loss is not None
+        return counted(loss(made[0], batch), SAMPLES).total
+
+    owned = (*stage.parameters(), *stage.buffers())
+    return traced_call(call, owned=owned, loss=total if loss is not None else None)
+
+
+def _halved(figures: LayerTrace) -> LayerTrace:
+    return LayerTrace(
+        forward_flops=figures.forward_flops / SAMPLES,
+        stored_bytes=figures.stored_bytes // SAMPLES,
+        transient_bytes=figures.transient_bytes // SAMPLES,
+        output_bytes=figures.output_bytes // SAMPLES,
+    )
+
+
+def _kinds(module: nn.Module, recording: Recording, figures: Sequence[LayerTrace]) -> list[str]:
+    """Name each layer's kind: the class of its first unit, numbered from the second kind on."""
+    names: dict[Any, str] = {}
+    used: dict[str, int] = {}
+    result = []
+    for layer, trace in zip(recording.layers, figures, strict=True):
+        parts = [module.get_submodule(unit) for unit in layer.units]
+        shapes = tuple(tuple(module.get_parameter(name).shape) for name in layer.parameters)
+        nodes = recording.nodes[layer.first : layer.last]
+        calls = tuple(called_name(node.call) for node in nodes if node.unit is None)
+        identity = (*map(type, parts), shapes, calls, trace)
+        if identity not in names:
+            called = type(parts[0] if parts else module).__name__
+            name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", called).lower()
+            used[name] = used.get(name, 0) + 1
+            names[identity] = name if used[name] == 1 else f"{name}_{used[name]}"
+        result.append(names[identity])
+    return result

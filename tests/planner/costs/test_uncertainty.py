@@ -1,0 +1,122 @@
+"""Ranges are those of a framework's own runs among them, and of sources left out elsewhere."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from planner.catalog import accelerators, stacks
+from planner.costs.uncertainty import (
+    ASSUMED_SPREAD,
+    UNMEASURED_ABOVE,
+    UNMEASURED_BELOW,
+    outside_of,
+    step_range,
+)
+from planner.prediction import Prediction
+from planner.setup import Setup
+from planner.tables.predictions import backend_prediction, predicted
+from planner.tables.rows import setup_of
+
+ROW = {
+    "id": "x",
+    "source": "made_up",
+    "layers": "32",
+    "hidden_size": "4096",
+    "ffn_size": "14336",
+    "n_heads": "32",
+    "n_kv_heads": "8",
+    "vocab_size": "128256",
+    "seq_len": "4096",
+    "accelerator": "h100-sxm-80gb",
+    "n_devices": "64",
+    "tp": "2",
+    "micro_batch_size": "1",
+    "global_batch_size": "256",
+    "recompute": "none",
+    "precision": "bf16",
+    "framework": "nanotron",
+}
+
+
+def setup(**cells: str) -> Setup:
+    found = setup_of(ROW | cells)
+    assert isinstance(found, Setup)
+    return found
+
+
+def widths(found: Prediction) -> tuple[float, float]:
+    step_s = found.step_time_s
+    return (
+        math.log(step_s / found.step_time_low_s),
+        math.log(found.step_time_high_s / step_s),
+    )
+
+
+def outside(run: Setup) -> tuple[str, ...]:
+    return outside_of(run.request, run.layout)
+
+
+def test_a_run_among_the_measured_ones_has_its_stacks_residuals() -> None:
+    run = setup()
+    found = predicted(run)
+
+    assert outside(run) == ()
+    assert widths(found) == pytest.approx((stacks()["nanotron"].accuracy.spread,) * 2)
+    assert found.assumptions[0].what == "range of the step: residuals of its own runs"
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ({"accelerator": "l40s"}, "l40s"),
+        ({"layers": "126", "hidden_size": "16384"}, "B parameters"),
+        ({"seq_len": "65536"}, "sequences of 65536"),
+        ({"task": "lora"}, "adapters"),
+        ({"framework": "torchtitan"}, "all of stack torchtitan"),
+        ({"framework": "mystery"}, "all of stack unknown"),
+    ],
+)
+def test_what_was_never_measured_has_a_wider_range_and_says_so(
+    cells: dict[str, str], said: str
+) -> None:
+    run = setup(**cells)
+    found = predicted(run)
+    below, above = widths(found)
+
+    assert any(said in each for each in outside(run))
+    assert said in found.assumptions[0].what
+    assert below >= UNMEASURED_BELOW - 1e-9
+    assert above >= UNMEASURED_ABOVE - 1e-9
+
+
+def test_what_is_left_open_widens_a_range_by_its_share() -> None:
+    told, open_one = (predicted(setup(precision=said)) for said in ("bf16", ""))
+
+    assert open_one.step_time_s == told.step_time_s
+    assert widths(open_one) == pytest.approx([w + ASSUMED_SPREAD for w in widths(told)])
+
+
+def test_a_measured_machine_misses_by_its_causes_alone() -> None:
+    run = setup(framework="mystery", n_experts="8", experts_per_token="2")
+    parts = {"forward": 6.0, "data communication": 4.0}
+
+    low_s, high_s, basis = step_range(run.request, run.layout, parts, 0.2, measured=True)
+
+    assert (low_s, high_s) == pytest.approx((10 - 1.2 - 0.6, 10 + 1.2 + 0.6))
+    assert basis is None
+
+
+def test_a_layout_of_another_stack_has_the_range_of_the_same_row() -> None:
+    run = setup(tp="2", pp="2")
+
+    assert widths(backend_prediction(run.request, run.layout)) == pytest.approx(
+        widths(predicted(run))
+    )
+
+
+def test_what_was_measured_names_frameworks_and_accelerators_that_exist() -> None:
+    seen = [stack.accuracy.seen for stack in stacks().values() if stack.accuracy.seen]
+
+    assert set().union(*(one.accelerators for one in seen)) <= accelerators().keys()
