@@ -347,6 +347,11 @@ def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what no backend can do as the planner describes it."""
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
+    if layout.loss is not None:
+        if layout.pipeline > 1:
+            yield Obstacle("loss", "is in chunks, which pipelines do not compute; leave it out")
+        if model.architecture is None or model.edges:
+            yield Obstacle("loss", "is in chunks, and the model is no known chain; leave it out")
     shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}
     if layout.stages > 1:
         found = schedule.obstacle(layout.schedule, virtual_stages=layout.virtual_stages, **shape)

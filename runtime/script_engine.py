@@ -122,7 +122,9 @@ class Engine:
             )
         self.plan = plan
         example = batches.part_of(batch, range(plan.micro_batch))
-        self._recorder = Recorder(module, example, inputs, units=units, dtype=activation_type(plan.precision))
+        self._recorder = Recorder(
+            module, example, inputs, units=units, dtype=activation_type(plan.precision)
+        )
         check_layers(plan, self._recorder)
         self._place = place_of(plan, self.device)
         every = grouped(module.named_parameters(), optimizer, groups)
