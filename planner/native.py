@@ -279,6 +279,8 @@ def _script_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
         yield Obstacle(
             "gradient_wire", f"is {layout.gradient_wire}; gradients of a script's module are full"
         )
+    if layout.loss is not None:
+        yield Obstacle("loss", "is in chunks; a script's loss is its own, leave it out")
     if schedule_of(layout.schedule).stale:
         yield Obstacle(
             "schedule", f"is {layout.schedule}, which a script's module does not train with"

@@ -10,10 +10,11 @@ For rows x [row, hidden] and weights W [vocabulary, hidden], of each chunk of r 
 `precomputed` gradients are made in forward, where the chunk's logits are at hand, and wait for
 backward, which multiplies them with the gradient that arrives.  `recomputed` ones are made in
 backward from new logits, and nothing but x waits.  Bytes above x and W, of N rows, H hidden and V
-outputs of a rank, e bytes an element (e = 4: no copies in fp32 beside the logits):
+outputs of a rank, e bytes an element and l of a logit (4 in fp32; 6 in 16 bits, with what it was
+made from or becomes; 4 more where a model caps):
 
-    precomputed     forward e V H + e N H + (4 + e) r V + ..., held e V H + e N H
-    recomputed      the same in backward alone, held nothing
+    precomputed     forward e V H + e N H + l r V, held e V H + e N H, backward no more
+    recomputed      forward l r V, held nothing, backward e V H + e N H + l r V
 
 Over a tensor axis every rank has its part of the vocabulary: per chunk one all-gather of two
 numbers a row, and dx is this rank's part of a sum.
@@ -171,13 +172,17 @@ def _passed(
         a, target = x[part], targets[part]
         z = _logits(a, weight, bias, rule, exact)
         own, here = _own(target, rule.first(weight), len(weight))
-        largest, at = _of_all(z, own, here, rule)
+        at = z.gather(1, own[:, None]).squeeze(1).masked_fill(~here, 0.0)
+        slope = None if rule.cap is None or not any(wanted) else _slope(z, rule.cap)
+        largest = z.amax(-1)
+        z.sub_(largest[:, None]).exp_()  # in place: a chunk of logits exists once
+        sums, at = _of_all(z.sum(-1).log_() + largest, at, rule)
         counts = target != IGNORED
-        total += torch.where(counts, largest - at, 0.0).sum()
+        total += torch.where(counts, sums - at, 0.0).sum()
         if not any(wanted):
+            del z  # before the next chunk's are made
             continue
-        slope = None if rule.cap is None else z.div(rule.cap).square_().neg_().add_(1)
-        z.sub_(largest[:, None]).exp_()
+        z.mul_((largest - sums).exp_()[:, None])
         z.scatter_add_(1, own[:, None], -here.to(exact)[:, None])
         z.mul_((counts / rule.divisor).to(exact)[:, None])
         if slope is not None:
@@ -190,6 +195,7 @@ def _passed(
             dw.addmm_(g.t(), a)
         if db is not None:
             db += g.sum(0)
+        del g
     return total, (dx, dw, db)
 
 
@@ -210,13 +216,16 @@ def _own(target: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return index.masked_fill(~here, 0), here
 
 
-def _of_all(z: Tensor, own: Tensor, here: Tensor, rule: _Rule) -> tuple[Tensor, Tensor]:
+def _slope(z: Tensor, cap: float) -> Tensor:
+    """Return the derivative of the cap at capped logits."""
+    return z.div(cap).square_().neg_().add_(1)
+
+
+def _of_all(sums: Tensor, at: Tensor, rule: _Rule) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp of all ranks' logits and the target's logit, [row]."""
-    largest = z.logsumexp(-1)
-    at = z.gather(1, own[:, None]).squeeze(1).masked_fill(~here, 0.0)
     if rule.group is None:
-        return largest, at
-    both = torch.stack((largest, at))
+        return sums, at
+    both = torch.stack((sums, at))
     ops = torch.ops._c10d_functional
     whole = ops.all_gather_into_tensor(both, rule.group.size(), rule.group.group_name)
     every = ops.wait_tensor(whole).unflatten(0, (rule.group.size(), 2))
