@@ -45,6 +45,7 @@ from planner.solver.instance import Fathomed, Infeasible, Solution
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
 from planner.solver.sided import solve as solve_exactly
+from planner.stack import base_of
 from planner.units import bytes_text, count_text, duration_s
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def _configured(source: str, to: str | None, output: str | None) -> Configured:
 
     wanted = document.read(Plan, source)
     graph = plan_model(wanted, source)
-    to = to or wanted.backend
+    to = to or base_of(wanted.backend)
     if to == "native":
         raise DocumentError("to", "is missing: a native plan is launched; name a framework")
     machine = machine_of(wanted.cluster, None) if to in NEED_NODES else None

@@ -6,7 +6,7 @@ import importlib.util
 
 from planner import document
 from planner.calibrate.constants import calibrated
-from planner.catalog import stacks
+from planner.catalog import stack, stacks
 from planner.cluster import ClusterSpec
 from planner.document import nearest
 from planner.errors import DocumentError, LaunchError
@@ -15,6 +15,7 @@ from planner.model import ModelGraph, is_factory, is_own
 from planner.plan import Plan, check_size
 from planner.profile import Profile, Profiles
 from planner.request import FACTORY_SEQ_LEN
+from planner.stack import base_of
 from planner.units import MOST_TOKENS
 
 
@@ -59,10 +60,11 @@ def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:
 
 def _check_backend(wanted: Plan) -> None:
     """Refuse a plan for a stack that the catalogue does not have."""
-    if wanted.backend not in stacks():
+    if base_of(wanted.backend) not in stacks():
         raise DocumentError(
             "backend", f"is '{wanted.backend:.40}'; {nearest(wanted.backend, list(stacks()))}"
         )
+    stack(wanted.backend)
 
 
 def check_code(graph: ModelGraph, document_path: str) -> None:

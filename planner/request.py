@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.catalog import native, stack, stack_name, stacks
+from planner.catalog import native
+from planner.catalog import stack as stack_called
 from planner.cluster import ClusterSpec, DeviceGroup, Precision
 from planner.document import nearest
 from planner.errors import DocumentError
@@ -93,7 +94,7 @@ class Request:
             precision=cluster.precision_for(precision),
             lora=Training().changed([f"lora.{setting}" for setting in lora]).lora,
         )
-        own = stacks()[stack_name(stack)]
+        own = stack_called(stack)
         measured = profile if own.name == "native" else None
         return cls(model, cluster, job, pins or Pins(), measured, own, called)
 
@@ -102,7 +103,7 @@ class Request:
         cls, plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
     ) -> Request:
         """Return what a plan answers; layers measured in our runtime are no other stack's."""
-        own = stack(plan.backend)
+        own = stack_called(plan.backend)
         measured = profile if own.name == "native" else None
         return cls(model, cluster, plan.job, profile=measured, stack=own)
 

@@ -11,12 +11,12 @@ where there is no neutral value, that of mixed precision in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from planner.document import Document, Part
+from planner.document import Document, Part, nearest
 from planner.errors import DocumentError
 from planner.stack_space import Space, StageRule
 from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
@@ -450,6 +450,38 @@ def with_figures(stack: Stack, values: Mapping[str, object]) -> Stack:
         groups.setdefault(group, {})[name] = value
     parts = {group: getattr(stack, group).model_copy(update=new) for group, new in groups.items()}
     return stack.model_copy(update=parts)
+
+
+OPTIONS: Mapping[str, Mapping[str, object]] = {
+    "flash": {"kernels.flash_attention": True},
+    "eager-attention": {"kernels.flash_attention": False},
+    "compiled": {f"kernels.{part}": "fused" for part in ("norm", "gate", "rotary")},
+}
+"""What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""
+
+
+def base_of(name: str) -> str:
+    """Return the stack's own name, without options.
+
+    >>> base_of("fsdp+compiled"), base_of("megatron")
+    ('fsdp', 'megatron')
+    """
+    return name.partition("+")[0]
+
+
+def with_options(stack: Stack, options: Sequence[str]) -> Stack:
+    """Return a stack with other kernels, of which its name then tells."""
+    for option in options:
+        if option not in OPTIONS:
+            raise DocumentError(
+                "backend", f"'{option:.40}' is no option; {nearest(option, list(OPTIONS))}"
+            )
+        if stack.name == "native":
+            raise DocumentError("backend", f"native has kernels of its own, so no '{option}'")
+        changed = with_figures(stack, OPTIONS[option])
+        if changed != stack:
+            stack = changed.model_copy(update={"name": f"{stack.name}+{option}"})
+    return stack
 
 
 def without_basis(stack: Stack) -> list[str]:

@@ -141,6 +141,13 @@ class Place:
             return self.mesh[used[0]]
         return self.mesh[tuple(used)]._flatten(f"{data} x {other}")
 
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """The ranks of every pipeline, by their place along it."""
+        assert self.mesh is not None
+        ranks: list[list[int]] = _pipelines(self.mesh).t().tolist()
+        return ranks
+
     def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Return two groups of this rank's pipeline, for messages that must not meet."""
         second = _kept(("second", self.degrees), lambda: _pipeline_groups(self.mesh))  # type: ignore[arg-type]

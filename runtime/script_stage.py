@@ -45,6 +45,58 @@ def check_layers(plan: Plan, recorder: Recorder) -> None:
         )
 
 
+def refuse_plan(plan: Plan) -> None:
+    """Refuse what is not executed for modules of a script."""
+    degrees = {name: getattr(plan.mesh, name) for name in ("tensor", "context", "expert")}
+    reason = next((f"mesh.{name}: is {size}" for name, size in degrees.items() if size > 1), "")
+    if plan.offload != "none":
+        reason = f"offload: is {plan.offload}"
+    if plan.gradient_wire != "full":
+        reason = f"gradient_wire: is {plan.gradient_wire}"
+    if plan.shares is not None:
+        reason = "shares: are unequal"
+    if plan.mesh.pipeline > 1 and schedule_of(plan.schedule).stale:
+        reason = f"schedule: is {plan.schedule}"
+    if plan.precision == "fp8":
+        reason = "precision: is fp8"
+    if plan.training.lora is not None:
+        reason = "training.lora: is set"
+    if reason:
+        raise LaunchError(
+            f"{reason}, which is not executed for a module of a script; use data parallelism, "
+            "ZeRO, pipelines and recompute"
+        )
+
+
+def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.ProcessGroup]:
+    """Return the ranks that hold a copy each of a parameter that several stages read, by name.
+
+    All ranks call it together; the groups of a rank are those of its pipeline.
+    """
+    if place.mesh is None or plan.mesh.pipeline == 1:
+        return {}
+    layers = iter(recorder.first.layers)
+    holders: dict[str, set[int]] = {}
+    for stage, one in enumerate(plan.stages):
+        for _ in one.layers:
+            for name in next(layers).parameters:
+                holders.setdefault(recorder.aliases[name], set()).add(plan.rank_of_stage(stage))
+    result: dict[str, dist.ProcessGroup] = {}
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for name, ranks in sorted(holders.items()):
+        at = tuple(sorted(ranks))
+        if len(at) == 1:
+            continue
+        if at not in made:
+            for pipeline in place.pipelines:
+                group = dist.new_group([pipeline[rank] for rank in at])
+                if dist.get_rank() in pipeline:
+                    made[at] = group
+        if place.stage in at:
+            result[name] = made[at]
+    return result
+
+
 def refuse_hooks(module: nn.Module) -> None:
     """Refuse hooks on parameters: those that data parallelism puts in their place have none."""
     for name, parameter in module.named_parameters():

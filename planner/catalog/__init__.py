@@ -24,7 +24,7 @@ from planner.cluster import (
 )
 from planner.document import Document, Part, nearest, plain
 from planner.errors import DocumentError
-from planner.stack import Stack, stack_of
+from planner.stack import Stack, stack_of, with_options
 from planner.units import (
     Amount,
     Count,
@@ -305,8 +305,13 @@ def read_stacks(folder: Traversable) -> dict[str, Stack]:
 
 
 def stack(text: str) -> Stack:
-    """Return the stack that a name or alias stands for; DocumentError with the nearest if none."""
-    return stacks()[stack_name(text)]
+    """Return the stack that a name or alias stands for; DocumentError with the nearest if none.
+
+    >>> stack("fsdp2+compiled").name, stack("fsdp2+compiled").kernels.norm
+    ('fsdp+compiled', 'fused')
+    """
+    name, *options = text.split("+")
+    return with_options(stacks()[stack_name(name)], options)
 
 
 def native() -> Stack:

@@ -15,6 +15,7 @@ from planner.formats.wanted import (
     whole_experts,
 )
 from planner.schedules import schedule_of
+from planner.stack import base_of
 
 
 def obstacles(wanted: Wanted) -> Iterator[str]:
@@ -43,7 +44,7 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
 
 def _own(wanted: Wanted) -> bool:
     """Whether a plan speaks of torchtitan's own operators: its float8, its selective recompute."""
-    return wanted.plan.backend == "torchtitan"
+    return base_of(wanted.plan.backend) == "torchtitan"
 
 
 def text(wanted: Wanted) -> str:

@@ -23,7 +23,7 @@ from planner.plan import Job, Layout
 from planner.request import Request
 from planner.schedules import PLAIN, looped
 from planner.setup import Setup
-from planner.stack import Stack, with_figures
+from planner.stack import Stack, with_options
 from planner.tables import cells
 from planner.tables.cells import Row, degree, flag, number, optional, seen, word
 from planner.tables.figures import architecture_of_row
@@ -235,13 +235,11 @@ def _own_stack(framework: str) -> Stack | None:
 
 @lru_cache(maxsize=256)
 def _with_options(name: str, flash_attention: bool | None, compiled: bool) -> Stack:
-    """Return a stack with what a row says of its kernels."""
-    values: dict[str, object] = {}
-    if flash_attention is not None:
-        values["kernels.flash_attention"] = flash_attention
-    if compiled:
-        values |= {f"kernels.{part}": "fused" for part in ("norm", "gate", "rotary")}
-    return with_figures(stacks()[name], values) if values else stacks()[name]
+    """Return a stack with what a row says of its kernels; `native` has none to choose."""
+    if name == "native":
+        return stacks()[name]
+    options = [] if flash_attention is None else ["flash" if flash_attention else "eager-attention"]
+    return with_options(stacks()[name], [*options, *(["compiled"] if compiled else [])])
 
 
 @lru_cache(maxsize=1024)

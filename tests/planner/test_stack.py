@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from planner import catalog
-from planner.catalog import stack_name, stacks
+from planner.catalog import stack, stack_name, stacks
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.predict import predict
 from planner.request import Request
 from planner.search.best_first import search
-from planner.stack import Stack, figures, merged, stack_of, with_figures, without_basis
+from planner.stack import Stack, base_of, figures, merged, stack_of, with_figures, without_basis
 
 PLAIN = {"format": 1, "name": "plain", "summary": "the defaults"}
 
@@ -159,6 +159,20 @@ def test_a_stack_is_added_by_adding_one_file(
     again = predict(mine.plan, model, cluster)
     assert again == mine.prediction
     assert again.stages[0].memory_parts["context"] >= 3.0e9
+
+
+def test_a_name_with_options_is_that_stack_with_other_kernels() -> None:
+    plain, written = stack("fsdp"), stack("FSDP2+eager-attention+compiled")
+
+    assert written.name == "fsdp+eager-attention+compiled"
+    assert base_of(written.name) == "fsdp"
+    assert not written.kernels.flash_attention
+    assert (written.kernels.norm, plain.kernels.flash_attention) == ("fused", True)
+    assert stack("fsdp+flash") == plain
+    assert written.model_copy(update={"name": "fsdp", "kernels": plain.kernels}) == plain
+    for name, said in (("megatron+flush", "did you mean"), ("native+compiled", "of its own")):
+        with pytest.raises(DocumentError, match=said):
+            stack(name)
 
 
 def test_figures_without_a_mechanism_stay_with_the_stack_whose_runs_they_are() -> None:

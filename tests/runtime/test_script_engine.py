@@ -24,6 +24,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 1": {"zero": 1, "micro_batches": 2},
     "zero 2": {"zero": 2, "micro_batches": 2},
     "zero 3": {"zero": 3},
+    "two stages": {"pipeline": 2},
+    "two stages, gpipe, recompute": {"pipeline": 2, "schedule": "gpipe", "recompute": "full"},
     "zero 3, recompute": {"zero": 3, "micro_batches": 2, "recompute": "full"},
 }
 build = functools.partial(own_modules.GPT, tied="module")

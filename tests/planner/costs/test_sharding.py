@@ -93,10 +93,14 @@ def test_hybrid_sharding_reduces_the_shards_over_the_replicas(quoted: Rates) -> 
     assert moving.reduce_per_step_s == pytest.approx(expected)
 
 
-def test_one_rank_in_fp32_moves_nothing(quoted: Rates) -> None:
-    alone = Sharing(types=FP32, zero=0, shard=1, data=1, pipelined=False, accumulated=True)
+def test_one_rank_in_fp32_moves_nothing_but_sums_of_micro_batches(quoted: Rates) -> None:
+    alone = Sharing(types=FP32, zero=0, shard=1, data=1, pipelined=False, accumulated=False)
+    nothing = Links(shard=(), replicate=(), neighbours=())
 
-    assert traffic(N, alone, Links(shard=(), replicate=(), neighbours=()), quoted) == Traffic()
+    moved = traffic(N, replace(alone, accumulated=True), nothing, quoted)
+
+    assert traffic(N, alone, nothing, quoted) == Traffic()
+    assert moved == Traffic(backward_copies_s=quoted.memory_s((4 + 4 + 4) * N))
 
 
 def test_one_rank_in_bf16_copies_parameters_and_gradients_once(quoted: Rates) -> None:
@@ -185,7 +189,7 @@ def test_what_is_seen_is_what_computation_leaves_and_at_least_what_cannot_hide()
 @pytest.mark.parametrize(
     ("stack", "precision", "bytes_moved"),
     [
-        ("native", "bf16", 0),
+        ("native", "bf16", 2 + 4 + 4),
         ("megatron", "bf16", 4),  # 8 in the weight-gradient product, half hidden
         ("megatron-deepspeed", "bf16", 2 + 4 + 4 + 4 + 4),
         ("megatron-deepspeed", "fp16", 2 + 2 + 2),
@@ -226,12 +230,12 @@ def test_units_add_up_only_what_waits_for_the_last_micro_batch(
     zero: int, pipelined: bool, accumulated: bool, adds: bool
 ) -> None:
     """FSDP2 reduces a micro-batch's gradients at once where they need not wait."""
-    summing = with_figures(native(), {"sharding.accumulation": "into_sum"})
-    used = rates(NODE, Job(seq_len=1, global_batch=8), None, summing)
+    used = rates(NODE, Job(seq_len=1, global_batch=8), None)
+    none = with_figures(native(), {"sharding.accumulation": "none"})
     one = replace(sharing(zero, pipelined=pipelined), accumulated=accumulated)
     links = SHARDED if zero else REPLICATED
 
     more_s = traffic(N, one, links, used).backward_copies_s
-    more_s -= traffic(N, one, links, replace(used, stack=native())).backward_copies_s
+    more_s -= traffic(N, one, links, replace(used, stack=none)).backward_copies_s
 
     assert more_s == pytest.approx(used.memory_s(10 * N) if adds else 0.0)
