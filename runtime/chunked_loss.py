@@ -78,7 +78,7 @@ def in_chunks(
             group=group,
         )
 
-    head.forward = forward  # type: ignore[method-assign]
+    head.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _local(parameter: Tensor | None) -> Tensor | None:
@@ -143,9 +143,11 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        made = ctx.saved_tensors
-        if not ctx.rule.makes:
-            _, made = _passed(*made, ctx.rule, ctx.needs_input_grad[:3])
+        if ctx.rule.makes:
+            made = ctx.saved_tensors
+        else:
+            x, weight, bias, targets = ctx.saved_tensors
+            _, made = _passed(x, weight, bias, targets, ctx.rule, ctx.needs_input_grad[:3])
         for one in made:  # in place: torch refuses a second backward over what forward made
             if one is not None:
                 one.mul_(grad.to(one.dtype) if one.ndim else grad)

@@ -95,7 +95,7 @@ class Setting:
             self.spreads_experts,
             self.batched,
             self.sequence_parallel,
-            self.loss,
+            self.loss is not None,
             self.pipelined,
         )
 
