@@ -1,1 +1,117 @@
-"""meshwright is the front door: one function and one command for each thing a user asks."""
+"""meshwright finds the fastest way to train your model on your machines, proves it, and runs it.
+
+    import meshwright
+
+    plan = meshwright.plan(build, "local:2", batch=example, loss=loss, global_batch=64)
+    engine = meshwright.Engine(build, plan, loss=loss, optimizer=sgd, batch=example)
+    for batch in loader:
+        result = engine.step(engine.slice(batch))
+
+One function here, and one command, for each thing a user asks.  Nothing is imported before it is
+used: torch only by `Engine`, and by `plan` of a module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.library import (
+        compare,
+        export,
+        load,
+        plan,
+        predict,
+        profile,
+        save,
+        search,
+        whatif,
+    )
+    from planner.cluster import ClusterSpec
+    from planner.errors import (
+        BatchError,
+        DocumentError,
+        LaunchError,
+        MeshwrightError,
+        NoPlanFits,
+        OptimizerError,
+        PlanError,
+        RecordError,
+    )
+    from planner.model import ModelGraph
+    from planner.plan import Plan
+    from planner.prediction import Certificate, Prediction
+    from planner.profile import Profile
+    from planner.search.answer import Answer
+    from planner.stack import Stack
+    from planner.whatif.study import Study
+    from runtime.script_engine import Engine, StepResult
+
+__all__ = [
+    "Answer",
+    "BatchError",
+    "Certificate",
+    "ClusterSpec",
+    "DocumentError",
+    "Engine",
+    "LaunchError",
+    "MeshwrightError",
+    "ModelGraph",
+    "NoPlanFits",
+    "OptimizerError",
+    "Plan",
+    "PlanError",
+    "Prediction",
+    "Profile",
+    "RecordError",
+    "Stack",
+    "StepResult",
+    "Study",
+    "compare",
+    "export",
+    "load",
+    "plan",
+    "predict",
+    "profile",
+    "save",
+    "search",
+    "whatif",
+]
+
+_FILES = {
+    "Answer": "planner.search.answer",
+    "BatchError": "planner.errors",
+    "Certificate": "planner.prediction",
+    "ClusterSpec": "planner.cluster",
+    "DocumentError": "planner.errors",
+    "Engine": "runtime.script_engine",
+    "LaunchError": "planner.errors",
+    "MeshwrightError": "planner.errors",
+    "ModelGraph": "planner.model",
+    "NoPlanFits": "planner.errors",
+    "OptimizerError": "planner.errors",
+    "Plan": "planner.plan",
+    "PlanError": "planner.errors",
+    "Prediction": "planner.prediction",
+    "Profile": "planner.profile",
+    "RecordError": "planner.errors",
+    "Stack": "planner.stack",
+    "StepResult": "runtime.script_engine",
+    "Study": "planner.whatif.study",
+}
+"""Where what is not in meshwright.library stands."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
+    found = getattr(importlib.import_module(_FILES.get(name, "meshwright.library")), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """List what there is, imported or not."""
+    return __all__

@@ -4,6 +4,7 @@
     ├── DocumentError     a document or argument does not say what it must; carries file and path
     ├── NoPlanFits        the search ended without a plan; carries the closest miss
     ├── LaunchError       the plan is fine, this machine or this run is not
+    │   └── PlanError     the plan is of another module or batch, or of other ranks
     ├── RecordError       a module's forward cannot be recorded; carries the line of its code
     ├── BatchError        a batch, or what a loss made of it, is not what a step takes
     └── OptimizerError    an optimizer cannot be used under this plan
@@ -42,6 +43,10 @@ class NoneFaster(NoPlanFits):
 
 class LaunchError(MeshwrightError):
     """The plan is valid, but this machine or this run cannot carry it out."""
+
+
+class PlanError(LaunchError):
+    """A plan was made for another module, another batch or other ranks than are here."""
 
 
 class RecordError(MeshwrightError):

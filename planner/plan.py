@@ -24,6 +24,7 @@ from planner.model import BatchLeaf, ModelGraph, is_own
 from planner.profile import Recompute
 from planner.schedule import obstacle, rank_of_stage, too_long
 from planner.schedules import PLAIN, SCHEDULES, Schedule
+from planner.shown import html_table
 from planner.training import Lora, Training
 from planner.units import (
     MOST_DEVICES,
@@ -328,7 +329,7 @@ class Plan(Document):
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = written(self)
-        if self.batch is not None:
+        if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
         return fields
 
@@ -467,6 +468,24 @@ class Plan(Document):
             expert_tensor=mesh.expert_tensor,
             sequence_parallel=mesh.sequence_parallel,
         )
+
+    def with_batch(self, batch: dict[str, BatchLeaf]) -> Self:
+        """Return the plan with what one sample of a batch is, in place of a length in tokens."""
+        return self.model_copy(update={"batch": batch})
+
+    def _repr_html_(self) -> str:
+        """Return the plan as notebooks show it: its stages as a table."""
+        rows = [
+            (
+                str(at),
+                str(len(stage.layers)),
+                f"{stage.layers[0].layer} to {stage.layers[-1].layer}",
+                ", ".join(dict.fromkeys(item.recompute for item in stage.layers)),
+            )
+            for at, stage in enumerate(self.stages)
+        ]
+        title = f"{self.model.name} on {self.cluster}: {self.layout.text()}"
+        return html_table(title, ("stage", "layers", "from, to", "recompute"), rows)
 
     def rank_of_stage(self, stage: int) -> int:
         """Return the pipeline rank that holds a stage."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from planner.document import Document, Part
-from planner.units import Count, Finite, Flag, Positive, Text
+from planner.shown import html_table
+from planner.units import Count, Finite, Flag, Positive, Text, bytes_text, seconds_text
 
 
 class StagePrediction(Part):
@@ -58,6 +59,24 @@ class Prediction(Document):
     """Devices of the cluster that no rank uses."""
     notes: tuple[Text, ...] = ()
     """What must be said beside the figures: idle devices, choices of the user without effect."""
+
+    def _repr_html_(self) -> str:
+        """Return the prediction as notebooks show it: seconds and memory of each stage."""
+        rows = [
+            (
+                str(at),
+                seconds_text(stage.forward_s),
+                seconds_text(stage.backward_s),
+                bytes_text(stage.peak_memory_bytes),
+                bytes_text(stage.memory_capacity_bytes),
+            )
+            for at, stage in enumerate(self.stages)
+        ]
+        span = f"{seconds_text(self.step_time_low_s)} to {seconds_text(self.step_time_high_s)}"
+        fits = "" if self.fits else "; does not fit in memory"
+        title = f"{self.layout}: step {seconds_text(self.step_time_s)} ({span}){fits}"
+        head = ("stage", "forward", "backward", "peak memory", "of")
+        return html_table(title, head, rows, self.notes)
 
     def memory_bytes(self, kind: str, rank: str) -> float:
         """Return the peak of a kind of memory (allocated, reserved, device) on a rank.
@@ -170,3 +189,8 @@ class Certificate(Document):
     """The closest configurations in the simulator, which chose the plan among them."""
     plan: PlanProof | None = None
     """The plan that is the answer; it may be another than the optimum of the closed form."""
+
+    def _repr_html_(self) -> str:
+        """Return the proof as notebooks show it: how many configurations fell to which argument."""
+        rows = [(reason, f"{count:,}") for reason, count in self.counts.items()]
+        return html_table(self.statement, ("argument", "configurations"), rows)

@@ -6,6 +6,9 @@ what they hold; only what is shown changes.
 
 from __future__ import annotations
 
+import html
+from collections.abc import Iterable, Sequence
+
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 """What a spreadsheet takes for the begin of a formula."""
 
@@ -49,6 +52,27 @@ def label(text: str) -> str:
     parts = [one_line(part) for part in text.split("<br>")]
     escaped = [p.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") for p in parts]
     return "<br>".join(escaped)
+
+
+def html_table(
+    title: str, head: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
+) -> str:
+    """Return a table as a notebook shows it, with all text escaped.
+
+    >>> html_table("<x>", ("a",), [("1 & 2",)])
+    '<p><b>&lt;x&gt;</b></p><table><tr><th>a</th></tr><tr><td>1 &amp; 2</td></tr></table>'
+    """
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "".join(f"<{tag}>{_escaped(text)}</{tag}>" for text in cells)
+
+    body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows)
+    said = "".join(f"<p>{_escaped(note)}</p>" for note in notes)
+    return f"<p><b>{_escaped(title)}</b></p><table><tr>{row(head, 'th')}</tr>{body}</table>{said}"
+
+
+def _escaped(text: str) -> str:
+    return html.escape(one_line(text))
 
 
 def _is_number(text: str) -> bool:

@@ -120,7 +120,7 @@ class RecordedStage(nn.Module):
         program = self._program(recording)
         nodes = [*program.derived, *(node for part in program.parts for node in part.nodes)]
         names = dict.fromkeys(node.unit for node in nodes if node.unit is not None)
-        self._whole = (module,) if "" in names else ()
+        self._whole: tuple[nn.Module, ...] = (module,) if "" in names else ()
         """A module that is one unit; its own tables are this one's."""
         for one in self._whole:
             self._modules, self._parameters = one._modules, one._parameters

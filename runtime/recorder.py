@@ -185,12 +185,12 @@ class Recorder:
         return made
 
     def _recorded(self, batch: Any, *, training: bool) -> Recording:
-        with self.without_data(batch) as (module, batch):
+        with self.without_data(batch) as (module, given):
             if not training:
                 module.eval()
-            notes = _Notes(module, self.opened, batch)
+            notes = _Notes(module, self.opened, given)
             with notes.listening():
-                args, kwargs = arguments(self.inputs(batch))
+                args, kwargs = arguments(self.inputs(given))
                 result = module(*args, **kwargs)
             return notes.recording(result)
 

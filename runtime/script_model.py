@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
-from planner.errors import DocumentError
+from planner.errors import BatchError, PlanError
 from planner.model import BatchLeaf, Layer, LayerTrace, ModelGraph
+from planner.plan import Plan
 from planner.units import name_of
+from runtime.batches import samples_in
 from runtime.loss import counted
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recorder import Inputs, Recorder
@@ -40,8 +41,8 @@ def script_model(
 ) -> ModelGraph:
     """Return the ModelGraph of a module whose batch looks like `batch`.
 
-    Raises RecordError where the forward runs neither without data nor with it, and DocumentError
-    where the batch has no samples.
+    Raises RecordError where the forward runs neither without data nor with it, and BatchError where
+    the batch has no samples.
     """
     source = f"script:{name}"
     few = few_samples(batch, SAMPLES)
@@ -59,6 +60,34 @@ def script_model(
     return ModelGraph(
         name=name_of(name), source=source, recording=recording.digest, layers=tuple(layers)
     )
+
+
+def check_module(
+    plan: Plan,
+    module: nn.Module,
+    batch: Any,
+    inputs: Inputs | None = None,
+    *,
+    units: Sequence[str] | None = None,
+) -> None:
+    """Refuse a module that does something else than the one that was planned.
+
+    What counts is names, shapes and calls, not the text of the source: a comment changes nothing.
+    """
+    graph = plan.model.graph
+    if graph is None or graph.recording is None:
+        return
+    found = Recorder.of(module, few_samples(batch, SAMPLES), inputs, units=units).first
+    if found.digest != graph.recording:
+        planned = {layer.name: layer.parameters for layer in graph.layers}
+        here = [layer.name for layer in found.layers]
+        named = [name for name in here if name not in planned]
+        named += [name for name in planned if name not in here]
+        other = f"it differs in {', '.join(named[:3])}" if named else "shapes or calls differ"
+        raise PlanError(
+            f"{plan.model.source}: the plan was made for another module or batch ({other}); plan "
+            "again with meshwright.plan"
+        )
 
 
 def batch_leaves(batch: Any) -> dict[str, BatchLeaf]:
@@ -81,40 +110,30 @@ def batch_leaves(batch: Any) -> dict[str, BatchLeaf]:
 def few_samples(batch: Any, samples: int) -> Any:
     """Return a batch like this one with so many samples, its values those of the first ones.
 
-    Leaves without a dim stay whole.  Raises DocumentError if no leaf has samples.
+    Leaves without a dim stay whole.  Raises BatchError if no leaf has samples.
     """
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    if not leaves:
-        raise DocumentError("batch", "has no tensor with a dim of samples")
-    lengths = sorted({len(leaf) for leaf in leaves})
-    if len(lengths) > 1:
-        named = {
-            keystr(path): len(leaf)
-            for path, leaf in tree_flatten_with_path(batch)[0]
-            if isinstance(leaf, Tensor) and leaf.ndim
-        }
-        raise DocumentError("batch", f"has leaves of unequal numbers of samples: {named}")
-    if lengths[0] == 0:
-        raise DocumentError("batch", "has no samples")
+    found = samples_in(batch)
+    if not found:
+        raise BatchError("batch: has no samples")
 
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.ndim:
             return leaf
-        return leaf[[at % len(leaf) for at in range(samples)]]
+        return leaf[[at % found for at in range(samples)]]
 
     return tree_map(cut, batch)
 
 
 def _figures(recorder: Recorder, batch: Any, loss: Loss | None) -> Iterator[LayerTrace]:
     """Yield what each layer costs, forward and backward, the loss with the last one."""
-    with recorder.without_data(batch) as (module, batch):
+    with recorder.without_data(batch) as (module, given):
         passed: tuple[Tensor, ...] = ()
         count = len(recorder.first.layers)
         for at in range(count):
             stage = RecordedStage(module, recorder, at, at + 1)
             taken = tuple(x.detach().requires_grad_(x.requires_grad) for x in passed)
             figures, outputs = _figures_of(
-                stage, taken, batch, loss=loss if at == count - 1 else None
+                stage, taken, given, loss=loss if at == count - 1 else None
             )
             yield figures
             passed = outputs

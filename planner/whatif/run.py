@@ -11,6 +11,8 @@ from typing import Any
 
 from planner.catalog import Rent
 from planner.errors import DocumentError
+from planner.shown import html_table
+from planner.units import seconds_text
 from planner.whatif.break_even import BreakEven, break_evens
 from planner.whatif.candidates import Candidate, candidates_of
 from planner.whatif.changes import WORDS, changed
@@ -62,6 +64,22 @@ class Result:
     """What marginal values and curves are against."""
     candidates: dict[str, Candidate] = field(default_factory=dict)
     break_even: tuple[BreakEven, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """Return the study as notebooks show it: every candidate, those that fit first."""
+        rows = [
+            (
+                one.model,
+                one.candidate,
+                one.layout or one.binding,
+                seconds_text(one.step_s.value) if one.step_s else "",
+                f"{one.usd.value:,.0f} USD" if one.usd else "",
+                "; ".join(one.misses),
+            )
+            for one in sorted(self.outcomes, key=lambda one: not one.fits)
+        ]
+        head = ("model", "candidate", "plan", "step", "cost", "misses")
+        return html_table(self.study.name, head, rows)
 
     @property
     def best(self) -> Outcome | None:

@@ -458,10 +458,10 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
 
 
 def test_a_missing_key_is_named() -> None:
-    with pytest.raises(DocumentError, match=r"seq_len: is missing") as caught:
+    with pytest.raises(DocumentError, match=r"global_batch: is missing") as caught:
         Plan.of({"model": {"name": "x", "source": "x", "digest": "x"}, "cluster": "x"})
 
-    assert caught.value.path == "seq_len"
+    assert caught.value.path == "global_batch"
     assert "more)" in caught.value.message
 
 

@@ -217,3 +217,13 @@ def test_a_layout_reads_as_people_write_it() -> None:
         Layout(tensor=2, context=2, expert=4, data_replicate=2, data_shard=4, zero=3).text()
         == "tp=2 pp=1 dp=8 cp=2 ep=4 zero=3 shard=4 micro_batch=1x1"
     )
+
+
+def test_a_sample_has_a_length_or_a_batch_says_what_it_is() -> None:
+    data = plan().model_dump(mode="json", exclude_none=True)
+    del data["seq_len"]
+    leaf = {"shape": [3, 8, 8], "dtype": "float32"}
+
+    with pytest.raises(DocumentError, match="seq_len: is missing; a plan says it, or what a batch"):
+        Plan.of(data)
+    assert Plan.of({**data, "batch": {"[0]": leaf}}).job.seq_len == 1

@@ -1,0 +1,340 @@
+"""What `import meshwright` offers, as functions over documents instead of files.
+
+    plan = meshwright.plan("gpt2-small", "8xa100-sxm-80gb", global_batch=64)
+    meshwright.predict(plan).step_time_s
+
+A model is text, as on the command line, or a function that builds a module of the caller's own.
+torch is imported only where a module is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright import commands, studies
+from meshwright.inputs import machine_of, need_torch, plan_model, profile_for
+from planner import document
+from planner.cluster import ClusterSpec, Precision
+from planner.document import Document
+from planner.errors import DocumentError
+from planner.model import ModelGraph
+from planner.pins import read_pins, without_effect
+from planner.plan import Plan
+from planner.predict import predict as predict_plan
+from planner.prediction import Certificate, Prediction
+from planner.profile import Profile
+from planner.request import Request
+from planner.search.answer import Answer
+from planner.search.best_first import search as search_all
+from planner.solver.requirements import read_requirements
+from planner.stack import Stack
+from planner.whatif.run import Result
+from planner.whatif.study import Study
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from runtime.export import Exported
+    from runtime.report import Comparison, RunReport
+
+DOCUMENTS: tuple[type[Document], ...] = (
+    Plan, Prediction, Certificate, ModelGraph, ClusterSpec, Profile, Study, Stack,
+)  # fmt: skip
+"""What `load` reads."""
+
+
+def plan(
+    model: str | Callable[[], nn.Module],
+    cluster: str = "local",
+    *,
+    batch: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
+    units: Sequence[str] | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+    fix: Sequence[str] = (),
+    allow: Sequence[str] = (),
+    require: Sequence[str] = (),
+    backend: str = "native",
+) -> Plan:
+    """Return the fastest plan that fits; `search` also returns its prediction and proof.
+
+    `model` is a name of the catalogue, a config.json, a folder or `file.py:factory`; or a function
+    that returns a module, whose `batch` is then a pytree of tensors, `loss(outputs, batch)` a sum
+    and a count, and `inputs(batch)` what the module is given (runtime.script_engine has all three).
+    Of the example `batch` only shapes and types count; without `global_batch` it is one.  A module
+    is planned in fp32 unless `precision` says otherwise, as a plain script trains.
+    `fix`, `allow` and `require` are as on the command line: "pipeline=2", "offload".
+
+    >>> import meshwright
+    >>> plan = meshwright.plan("gpt2-small", "8xa100-sxm-80gb", seq_len=1024, global_batch=64)
+    >>> plan.mesh.devices, plan.global_batch
+    (8, 64)
+
+    Raises NoPlanFits, DocumentError where an argument does not say what it must, and for a module
+    RecordError and BatchError.
+    """
+    return search(
+        model,
+        cluster,
+        batch=batch,
+        loss=loss,
+        inputs=inputs,
+        units=units,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        profile=profile,
+        fix=fix,
+        allow=allow,
+        require=require,
+        backend=backend,
+    ).plan
+
+
+def search(
+    model: str | Callable[[], nn.Module],
+    cluster: str = "local",
+    *,
+    batch: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
+    units: Sequence[str] | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+    fix: Sequence[str] = (),
+    allow: Sequence[str] = (),
+    require: Sequence[str] = (),
+    backend: str = "native",
+    top: int = 1,
+) -> Answer:
+    """Return the fastest plan with its prediction and its certificate; arguments as of `plan`.
+
+    `top` asks for the best plans of other meshes too.
+
+    >>> import meshwright
+    >>> found = meshwright.search("gpt2-small", "2xa100-sxm-80gb", seq_len=1024, global_batch=16)
+    >>> found.prediction.fits, found.certificate.gap < 0.01
+    (True, True)
+    """
+    if isinstance(model, str):
+        return commands.plan(
+            model,
+            cluster,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            precision=precision,
+            profile=profile,
+            fix=fix,
+            allow=allow,
+            require=require,
+            top=top,
+            backend=backend,
+        )
+    if seq_len is not None:
+        raise DocumentError("seq-len", "is said by the shapes of the example batch")
+    if backend != "native":
+        raise DocumentError("backend", f"is {backend}; a module of your own is trained natively")
+    if batch is None:
+        raise DocumentError("batch", "is missing; give an example of a global batch")
+    need_torch("building a module")
+    from runtime.batches import samples_in  # noqa: PLC0415 - needs torch
+    from runtime.script_model import batch_leaves, script_model  # noqa: PLC0415
+
+    graph: ModelGraph = script_model(
+        model(), batch, inputs, loss=loss, units=units, name=_name(model)
+    )
+    measured = profile_for(graph, profile)
+    machine = machine_of(cluster, measured)
+    names = [name for name, _ in graph.chain]
+    request = Request.of(
+        graph,
+        machine,
+        seq_len=1,
+        global_batch=samples_in(batch) if global_batch is None else global_batch,
+        precision=precision or "fp32",
+        pins=replace(read_pins(fix, allow), require=read_requirements(require, names)),
+        profile=measured,
+        called=cluster,
+    )
+    answer = search_all(request, top=top)
+    leaves = batch_leaves(batch)
+    said = answer.prediction.on(machine.devices, used=answer.plan.mesh.devices)
+    return replace(
+        answer,
+        plan=answer.plan.with_batch(leaves),
+        top=tuple(replace(one, plan=one.plan.with_batch(leaves)) for one in answer.top),
+        prediction=said.noted(*without_effect(request.pins, answer.plan.layout)),
+    )
+
+
+def predict(
+    model_or_plan: Plan | str | Path,
+    cluster: str | None = None,
+    *,
+    layout: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+    backend: str = "native",
+) -> Prediction:
+    """Say what a plan, or a layout of a model, will take in time and memory.
+
+    A plan, its file, or a model in text with a `layout` such as "tp=2 dp=4 zero=1".
+
+    >>> import meshwright
+    >>> told = meshwright.predict("gpt2-small", "8xa100-sxm-80gb", layout="dp=8", global_batch=64)
+    >>> told.fits, told.step_time_low_s <= told.step_time_s <= told.step_time_high_s
+    (True, True)
+    """
+    if not isinstance(model_or_plan, Plan):
+        return commands.predict(
+            str(model_or_plan),
+            cluster,
+            layout=layout,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            precision=precision,
+            profile=profile,
+            backend=backend,
+        )
+    given = {"layout": layout, "seq_len": seq_len, "global_batch": global_batch}
+    for name, value in given.items():
+        if value is not None:
+            raise DocumentError(name, "a plan has its own already; give a model instead")
+    graph = plan_model(model_or_plan)
+    measured = profile_for(graph, profile)
+    machine = machine_of(cluster or model_or_plan.cluster, measured)
+    return predict_plan(model_or_plan, graph, machine, measured)
+
+
+def compare(measured: RunReport | str | Path, predicted: Prediction) -> list[Comparison]:
+    """Return what a run measured beside what was predicted: step time, throughput, memory.
+
+    `measured` is a run's report, or the report.json that a run wrote.
+
+    >>> import meshwright
+    >>> told = meshwright.predict("gpt2-small", "8xa100-sxm-80gb", layout="dp=8", global_batch=64)
+    >>> rows = meshwright.compare("runs/gpt2/report.json", told)  # doctest: +SKIP
+    >>> [(row.quantity, row.error) for row in rows]  # doctest: +SKIP
+    """
+    need_torch("reading a run's report")
+    from runtime.report import RunReport, comparison  # noqa: PLC0415 - the runtime
+
+    if not isinstance(measured, RunReport):
+        measured = document.read(RunReport, measured)
+    return list(comparison(measured, predicted))
+
+
+def profile(
+    model: str,
+    cluster: str = "local",
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    budget: str | None = None,
+    fresh: bool = False,
+) -> Profile:
+    """Measure a model's layers and the links of these machines; the result is a document.
+
+    >>> import meshwright
+    >>> measured = meshwright.profile("gpt2-small", "local:2", budget="1min")  # doctest: +SKIP
+    >>> meshwright.save(measured, "profile.yaml")  # doctest: +SKIP
+    """
+    return commands.profile(
+        model,
+        cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        budget=budget,
+        fresh=fresh,
+        quiet=True,
+    )
+
+
+def whatif(study: Study | str | Path | None = None, **said: Any) -> Result:
+    """Compare clusters before they are bought or rented: time, cost, energy of the best plans.
+
+    A study, its file, or its words: `model`, `clusters`, `tokens`, `deadline_days`, `budget`, `by`.
+
+    >>> import meshwright
+    >>> found = meshwright.whatif(
+    ...     model="gpt2-small", clusters=["8xa100-sxm-80gb", "8xh100-sxm-80gb"], tokens=1e9
+    ... )
+    >>> found.best.accelerator, len(found.outcomes)
+    ('h100-sxm-80gb', 2)
+    """
+    if isinstance(study, Study):
+        from planner.whatif.run import run  # noqa: PLC0415 - all of it is needed only here
+
+        if said:
+            raise DocumentError("study", f"says everything itself; leave out {', '.join(said)}")
+        return run(study)
+    return studies.whatif(None if study is None else str(study), **said)
+
+
+def export(
+    source: str | Path, *, to: str | None = None, output: str | None = None
+) -> Exported | commands.Configured:
+    """Write a checkpoint in the form of another program, or a plan as its configuration.
+
+    >>> import meshwright, pathlib, tempfile
+    >>> plan = meshwright.plan("gpt2-small", "2xa100-sxm-80gb", backend="megatron")
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "plan.yaml")
+    >>> meshwright.save(plan, file)
+    >>> "--bf16" in meshwright.export(file).text
+    True
+    """
+    return commands.export(str(source), to=to, output=output)
+
+
+def load(path: str | Path) -> Document:
+    """Read a document of any kind; it says itself which one it is.
+
+    >>> import meshwright, pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "plan.yaml")
+    >>> meshwright.save(meshwright.plan("gpt2-small", "2xa100-sxm-80gb"), file)
+    >>> type(meshwright.load(file)).__name__
+    'Plan'
+
+    Raises DocumentError with the place in the file.
+    """
+    data = document.plain(document.read_text(path))
+    keys = set(data) if isinstance(data, dict) else set()
+    kind = max(DOCUMENTS, key=lambda one: _likeness(one, keys))
+    return document.read(kind, path)
+
+
+def save(written: Document, path: str | Path) -> None:
+    """Write a document as YAML; the file appears whole or not at all.
+
+    >>> import meshwright, pathlib, tempfile
+    >>> plan = meshwright.plan("gpt2-small", "2xa100-sxm-80gb")
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "plan.yaml")
+    >>> meshwright.save(plan, file)
+    >>> meshwright.load(file) == plan
+    True
+    """
+    document.write(written, path)
+
+
+def _likeness(kind: type[Document], keys: set[str]) -> tuple[int, int]:
+    """Tell how well keys fit a kind of document: required ones that are missing count first."""
+    required = {name for name, field in kind.model_fields.items() if field.is_required()}
+    return -len(required - keys), len(keys & set(kind.model_fields)) - len(keys)
+
+
+def _name(build: Callable[[], Any]) -> str:
+    name = getattr(build, "__name__", type(build).__name__)
+    return name if name.isidentifier() else "build"

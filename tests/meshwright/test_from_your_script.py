@@ -1,0 +1,115 @@
+"""The page "From your script": its diff is that of two scripts, which train alike."""
+
+from __future__ import annotations
+
+import difflib
+import multiprocessing
+import os
+import runpy
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright
+from planner import document
+from planner.errors import MeshwrightError
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PAGE = Path(__file__).parents[2] / "docs" / "from-your-script.md"
+
+
+def difference() -> list[str]:
+    before, after = ((SCRIPTS / name).read_text().splitlines() for name in ("ddp.py", "engine.py"))
+    return list(difflib.unified_diff(before, after, "before", "after", lineterm="", n=1))
+
+
+def test_ten_lines_are_new() -> None:
+    lines = difference()[2:]
+    assert len((SCRIPTS / "ddp.py").read_text().splitlines()) >= 60
+    assert sum(line.startswith("+") for line in lines) <= 10
+
+
+def test_the_page_shows_that_diff() -> None:
+    assert "\n".join(difference()[2:]) in PAGE.read_text()
+
+
+def _rank(script: Path, rank: int, environment: dict[str, str]) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    runpy.run_path(str(script), run_name="__main__")
+    os._exit(0)  # a forked child must not run the parent's exit handlers
+
+
+def run(script: str, **environment: str) -> None:
+    """Run a script on two ranks, with what torchrun sets."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    said = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **environment,
+    }
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank, args=(SCRIPTS / script, at, said)) for at in range(2)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(120)
+    assert [one.exitcode for one in ranks] == [0, 0]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds, as one process without a plan loads it."""
+    script = runpy.run_path(str(SCRIPTS / "engine.py"))
+    data = script["images"](64)
+    engine = meshwright.Engine(
+        script["Classifier"],
+        loss=lambda out, batch: (out.sum(), len(out)),
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+        batch=data[:64],
+    )
+    engine.load(folder)
+    return engine.state_dict()
+
+
+@pytest.mark.ranks
+def test_both_scripts_train_to_the_same_weights(tmp_path: Path) -> None:
+    run("ddp.py", OUT=str(tmp_path / "ddp.pt"))
+    wanted = torch.load(tmp_path / "ddp.pt")
+    script = runpy.run_path(str(SCRIPTS / "engine.py"))
+    example = script["images"](64)[:64]
+    staged = meshwright.plan(script["Classifier"], "local:2", batch=example, fix=["pp=2"])
+    meshwright.save(staged, tmp_path / "staged.yaml")
+    sharded = meshwright.plan(
+        script["Classifier"], "local:2", batch=example, fix=["dp=2", "zero=3", "micro_batch=32"]
+    )
+    meshwright.save(sharded, tmp_path / "sharded.yaml")
+
+    for name, plan in (("replicated", ""), ("staged", "staged.yaml"), ("zero", "sharded.yaml")):
+        said = {"MESHWRIGHT_PLAN": str(tmp_path / plan)} if plan else {}
+        run("engine.py", OUT=str(tmp_path / name), **said)
+        found = weights(tmp_path / name)
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=f"{name} {key}")
+
+
+def test_a_plan_of_another_module_is_refused(tmp_path: Path) -> None:
+    script = runpy.run_path(str(SCRIPTS / "engine.py"))
+    example = script["images"](64)[:64]
+    other = meshwright.plan(lambda: script["Classifier"](depth=3), "local:1", batch=example)
+    assert isinstance(other, document.Document)
+    with pytest.raises(MeshwrightError, match="plan again"):
+        meshwright.Engine(
+            script["Classifier"],
+            other,
+            loss=lambda out, batch: (out.sum(), len(out)),
+            optimizer=torch.optim.SGD,
+            batch=example,
+        )

@@ -1,0 +1,129 @@
+"""What a recorded module's layers cost is what the whole module costs, counted by others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from planner.errors import PlanError
+from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from runtime.recorder import arguments
+from runtime.script_model import check_module, few_samples, script_model
+from tests.runtime.own_modules import GPT, MODULES, WIDTH, WORDS, Undecided
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_layers_add_up_to_the_module(kind: str) -> None:
+    torch.manual_seed(0)
+    build, example, inputs = MODULES[kind]
+    module = build()
+    batch = few_samples(example(), 2)
+    graph = script_model(module, batch, inputs, name="build")
+    args, kwargs = arguments(inputs(batch))
+    with FlopCounterMode(display=False) as flops:
+        outputs = module(*args, **kwargs)
+
+    assert sum(layer.trace.forward_flops for layer in graph.layers if layer.trace) == (
+        flops.get_total_flops() / 2
+    )
+    assert graph.parameters == sum(p.numel() for p in module.parameters())
+    last = graph.layers[-1].trace
+    assert last is not None
+    made = {
+        x.data_ptr(): x.untyped_storage().nbytes()
+        for x in tree_leaves(outputs)
+        if isinstance(x, Tensor)
+    }
+    assert last.output_bytes == sum(made.values()) // 2
+
+
+def test_stored_bytes_are_what_autograd_saves() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    batch = torch.randn(2, 4)
+    graph = script_model(module, batch, name="build")
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(batch)
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    wanted = sum(size for key, size in saved.items() if key not in own)
+
+    # Tanh's result is saved by it and by what reads it, which are two layers.
+    found = sum(layer.trace.stored_bytes for layer in graph.layers if layer.trace)
+    assert found == wanted / 2 + 8 * 4
+
+
+def test_the_loss_is_of_the_last_layer() -> None:
+    batch = torch.randint(0, WORDS, (2, 7))
+
+    def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+        flat = functional.cross_entropy(outputs.flatten(0, 1), batch.flatten(), reduction="sum")
+        return flat, batch.numel()
+
+    plain = script_model(GPT(), batch, name="build").layers
+    with_loss = script_model(GPT(), batch, name="build", loss=loss).layers
+
+    assert plain[:-1] == with_loss[:-1]
+    assert plain[-1].trace is not None and with_loss[-1].trace is not None
+    assert with_loss[-1].trace.stored_bytes >= plain[-1].trace.stored_bytes + 7 * WORDS * 4
+
+
+def test_like_blocks_are_one_kind() -> None:
+    graph = script_model(GPT(), torch.ones(4, 7).long(), name="build")
+    assert graph.chain_kinds == ("embedding", *["block"] * 4, "layer_norm")
+
+
+def test_neither_values_nor_the_number_of_samples_count() -> None:
+    one = script_model(GPT(), torch.ones(4, 7).long(), name="build")
+    other = script_model(GPT(), torch.zeros(1, 7).long(), name="build")
+    assert one.digest == other.digest
+    assert script_model(GPT(), torch.ones(4, 8).long(), name="build").digest != one.digest
+
+
+def planned(module: nn.Module, batch: Any) -> Plan:
+    graph = script_model(module, batch, name="build")
+    layers = tuple(PlacedLayer(layer=name) for name, _ in graph.chain)
+    return Plan(
+        model=PlannedModel.of(graph),
+        cluster="local",
+        seq_len=1,
+        global_batch=4,
+        precision="fp32",
+        mesh=Mesh(),
+        zero=0,
+        schedule="1f1b",
+        micro_batch=4,
+        micro_batches=1,
+        stages=(Stage(layers=layers),),
+    )
+
+
+class Wider(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.blocks[1].down = nn.Linear(3 * WIDTH, WIDTH)
+
+
+def test_a_plan_is_of_one_module() -> None:
+    batch = torch.randint(0, WORDS, (4, 7))
+    plan = planned(GPT(), batch)
+
+    check_module(plan, GPT(), batch)
+    check_module(plan, GPT(), batch[:3])
+    with pytest.raises(PlanError, match=r"another module or batch .*shapes or calls differ"):
+        check_module(plan, Wider(), batch)
+    with pytest.raises(PlanError, match="another module or batch"):
+        check_module(plan, GPT(), batch[:, :5])
+    with pytest.raises(PlanError, match=r"it differs in model, words"):
+        check_module(plan, Undecided(), torch.randn(4, WIDTH))
