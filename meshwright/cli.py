@@ -282,7 +282,12 @@ def solve(
 def launch(
     plan: Annotated[str, typer.Argument(help="A plan.yaml")],
     data: Annotated[
-        str | None, typer.Option("--data", help="A text file or folder; default: Python's sources")
+        str | None,
+        typer.Option(
+            "--data",
+            help="Text, or rows (.jsonl, .parquet) of text or conversations; a file or a folder. "
+            "Default: Python's sources",
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", help="A local tokenizer folder; default: bytes")

@@ -70,6 +70,10 @@ class Adapter(Protocol):
 class Chain(nn.Module):
     """Layers run one after another; each stands under its own name (`block.0` nests)."""
 
+    documents = False
+    """Attention stays within documents: the model's input is [sample, 2 position], the tokens and
+    behind them where the document of each begins."""
+
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.names = tuple(layers)
@@ -91,10 +95,21 @@ class Chain(nn.Module):
         """The layers by name, in order."""
         return {name: self.get_submodule(name) for name in self.names}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run all layers on one micro-batch."""
+    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Run all layers on one micro-batch; `tokens` is the model's input, if `x` is not."""
+        if self.documents:
+            return self._in_documents(x, x if tokens is None else tokens)
         for name in self.names:
             x = self.get_submodule(name)(x)
+        return x
+
+    def _in_documents(self, x: Tensor, both: Tensor) -> Tensor:
+        tokens, starts = both.chunk(2, dim=1)
+        if self.names[0] == EMBEDDING:
+            x = tokens
+        for name in self.names:
+            layer = self.get_submodule(name)
+            x = layer(x) if name == HEAD else layer(x, starts)
         return x
 
 

@@ -7,6 +7,7 @@ Everything else (numbers, strings, None, tensors without dims) goes to each micr
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,6 +64,20 @@ def micro_batches(batch: Any, *, size: int, count: int) -> list[Any]:
             "an epoch if it is smaller (drop_last=True)"
         )
     return [part_of(batch, range(at, at + size)) for at in range(0, found, size)]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Put micro-batches of equal structure together along their samples.
+
+    >>> joined([(torch.ones(1), "a"), (torch.zeros(1), "a")])
+    (tensor([1., 0.]), 'a')
+    """
+
+    def whole(*leaves: Any) -> Any:
+        first = leaves[0]
+        return torch.cat(leaves) if isinstance(first, Tensor) and first.ndim else first
+
+    return tree_map(whole, parts[0], *parts[1:])
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

@@ -34,15 +34,17 @@ def attention(
     cap: float = 0.0,
     window: int = 0,
     sinks: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Return attention of this rank's positions, [sample, head, position, head_dim].
 
     There may be fewer heads of keys and values than of queries.  `window` counts the keys that a
     query sees, its own among them; 0 means all.  A `cap` of 0 is none.  `sinks` are [head].
+    `starts` [sample, position] is the first key that each query sees; without it, the sequence's.
     """
     if context.degree > 1:
         key, value = gathered(key, value, context)
-    return _Attention.apply(query, key, value, sinks, context, scale, cap, window)
+    return _Attention.apply(query, key, value, sinks, starts, context, scale, cap, window)
 
 
 @torch.library.custom_op("meshwright::capped_attention", mutates_args=())
@@ -51,6 +53,7 @@ def _over_blocks(
     keys: Tensor,
     values: Tensor,
     sinks: Tensor | None,
+    starts: Tensor | None,
     rank: int,
     degree: int,
     scale: float,
@@ -63,7 +66,7 @@ def _over_blocks(
     """
     out = torch.empty_like(query)
     log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-    for rows, seen, hidden in _blocks(query, rank, degree, window):
+    for rows, seen, hidden in _blocks(query, starts, rank, degree, window):
         scores = _scores(query[:, :, rows], keys[:, :, seen], hidden, scale, cap)
         log_sum = scores.logsumexp(-1, keepdim=True)
         if sinks is not None:
@@ -80,6 +83,7 @@ def _shapes(
     keys: Tensor,
     values: Tensor,
     sinks: Tensor | None,
+    starts: Tensor | None,
     rank: int,
     degree: int,
     scale: float,
@@ -97,14 +101,15 @@ class _Attention(torch.autograd.Function):
         keys: Tensor,
         values: Tensor,
         sinks: Tensor | None,
+        starts: Tensor | None,
         context: Context,
         scale: float,
         cap: float,
         window: int,
     ) -> Tensor:
         figures = (context.rank, context.degree, scale, cap, window)
-        out, log_sums = _over_blocks(query, keys, values, sinks, *figures)
-        ctx.save_for_backward(query, keys, values, out, log_sums, sinks)
+        out, log_sums = _over_blocks(query, keys, values, sinks, starts, *figures)
+        ctx.save_for_backward(query, keys, values, out, log_sums, starts, sinks)
         ctx.figures = figures
         return out
 
@@ -115,10 +120,10 @@ class _Attention(torch.autograd.Function):
         d_sinks = None
         if sinks is not None:
             # A sink's value is nothing: ds = p (0 - Σ grad out), summed over samples and queries.
-            _, _, _, out, log_sums = saved
+            _, _, _, out, log_sums, _ = saved
             share = torch.exp(sinks.float()[:, None] - log_sums)
             d_sinks = -(share * (grad.float() * out.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        return (*grads, d_sinks, *(None for _ in range(4)))
+        return (*grads, d_sinks, *(None for _ in range(5)))
 
 
 @torch.library.custom_op("meshwright::capped_attention_backward", mutates_args=())
@@ -129,6 +134,7 @@ def _grads_over_blocks(
     values: Tensor,
     out: Tensor,
     log_sums: Tensor,
+    starts: Tensor | None,
     rank: int,
     degree: int,
     scale: float,
@@ -143,7 +149,7 @@ def _grads_over_blocks(
     d_keys, d_values = (torch.zeros_like(t, dtype=torch.float32) for t in (keys, values))
     heads = keys.shape[1]
     # In place where it can be: a block's scores are what this needs most memory for.
-    for rows, seen, hidden in _blocks(query, rank, degree, window):
+    for rows, seen, hidden in _blocks(query, starts, rank, degree, window):
         q, g, o = (_shared(t[:, :, rows], heads) for t in (query, grad, out))
         k, v = keys[:, :, None, seen], values[:, :, None, seen]
         scores = _scores(query[:, :, rows], keys[:, :, seen], hidden, scale, cap)
@@ -179,7 +185,7 @@ def _scores(query: Tensor, keys: Tensor, hidden: Tensor, scale: float, cap: floa
 
 
 def _blocks(
-    query: Tensor, rank: int, degree: int, window: int
+    query: Tensor, starts: Tensor | None, rank: int, degree: int, window: int
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield a block of queries, the keys that any of them sees, and which each does not see."""
     chunks = 1 if degree == 1 else 2
@@ -195,6 +201,9 @@ def _blocks(
             if window:
                 hidden |= others <= positions - window
             row = index * length + start
+            if starts is not None:
+                firsts = starts[:, row : row + count, None]
+                hidden = (hidden | (others < firsts))[:, None, None]
             yield slice(row, row + count), slice(begin, first + count), hidden
 
 

@@ -5,6 +5,7 @@
     ├── tensors.json             where each tensor lies in them (runtime.tensor_index)
     ├── plan.yaml  model.yaml    what was trained, and how
     ├── config.json              the model as Hugging Face transformers knows it, if it does
+    ├── tokenizer.json, ...      what stands beside a model's weights (runtime.companions), if known
     ├── user-00000.pt ...        of a script: its own state, from each slice of the batch
     └── meta.json                written last: step, position in the data, size and checksum of
                                  every file, and a checksum of itself

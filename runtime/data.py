@@ -5,6 +5,9 @@ that training maps into memory.  The stream of training is epoch after epoch of 
 epoch in its own seeded order; sample i is the tokens [i L, i L + L] of that stream, L = seq_len, so
 each token is predicted once per epoch, and a sample depends on nothing but corpus, seed and i.
 
+Files of rows (JSON lines, parquet) hold texts, or conversations.  Of those the tokens that the loss
+counts are marked beside the tokens, and runtime.packing lays them into samples.
+
 What is done with the tokens, and on how many ranks, is not known here.
 """
 
@@ -22,13 +25,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.document import is_file, is_folder, is_there
 from planner.errors import DocumentError, LaunchError
+from runtime import records
+from runtime.conversations import Conversations
 
 END_OF_BYTES = 256
 """The token after each document when bytes are the tokens."""
@@ -37,8 +42,8 @@ PIECE_BYTES = 2**20
 NO_TEXT = ("__pycache__", "site-packages")
 """Folders that hold caches and other people's programs rather than the text of a corpus."""
 STRUCTURED = {
-    "JSON": (".json", ".jsonl", ".ndjson", ".ipynb"),
-    "a table": (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".orc", ".avro", ".xlsx"),
+    "JSON": (".json", ".ipynb"),
+    "a table": (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx"),
     "compressed": (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz"),
 }
 """Endings of files that hold text among other things, which a model would learn too."""
@@ -133,6 +138,8 @@ class Files:
     paths: tuple[Path, ...]
     single: bool
     """The user named this one file, so it must be text."""
+    rows: bool = False
+    """They hold rows (runtime.records) rather than plain text."""
 
 
 def standard_library() -> Path:
@@ -148,7 +155,7 @@ def files(source: Path, *, suffixes: Sequence[str] = ()) -> Files:
     """
     if is_file(source):
         refuse_structured(source)
-        return Files(source=source, paths=(source,), single=True)
+        return Files(source=source, paths=(source,), single=True, rows=_has_rows(source))
     if not is_there(source):
         raise DocumentError(
             "", "does not exist; give a text file or a folder of them", file=str(source)
@@ -161,7 +168,20 @@ def files(source: Path, *, suffixes: Sequence[str] = ()) -> Files:
         raise DocumentError("", f"has no {kind} to train on", file=str(source))
     for path in found:
         refuse_structured(path)
-    return Files(source=source, paths=tuple(found), single=False)
+    of_rows = [path for path in found if _has_rows(path)]
+    if of_rows and len(of_rows) < len(found):
+        other = next(path for path in found if path not in of_rows)
+        raise DocumentError(
+            "",
+            f"holds rows ({of_rows[0].name}) and other files ({other.name}); name a folder of one "
+            "kind, or one file",
+            file=str(source),
+        )
+    return Files(source=source, paths=tuple(found), single=False, rows=bool(of_rows))
+
+
+def _has_rows(path: Path) -> bool:
+    return path.suffix.lower() in records.ENDINGS
 
 
 def refuse_structured(path: Path) -> None:
@@ -174,8 +194,8 @@ def refuse_structured(path: Path) -> None:
 def _structured(path: Path, what: str) -> DocumentError:
     return DocumentError(
         "",
-        f"is {what}, not plain text; write the text that it holds to a .txt file and name that, or "
-        "move it out of the folder",
+        f"is {what}, not plain text; write the text that it holds to a .txt file and name that, "
+        "or its rows as lines of JSON (.jsonl), or move it out of the folder",
         file=str(path),
     )
 
@@ -215,10 +235,13 @@ class Corpus:
     vocabulary: int
     """One more than the largest token that occurs."""
     skipped: int
-    """Files of the folder that are not UTF-8 text."""
+    """Files of the folder that are not UTF-8 text, or conversations in which nothing counts."""
     dtype: str
     digest: str
     """Of the tokens and of where documents start."""
+    kind: records.Kind = "text"
+    counted: int = 0
+    """Tokens of conversations that the loss counts."""
 
     @classmethod
     def open(cls, folder: Path) -> Corpus:
@@ -247,6 +270,11 @@ class Corpus:
         starts: NDArray[np.int64] = np.load(self.folder / "starts.npy")
         return starts
 
+    @cached_property
+    def counts(self) -> NDArray[np.bool_]:
+        """Of each token of conversations whether the loss counts it, mapped from disk  [token]."""
+        return np.memmap(self.folder / "counts.bin", dtype=np.bool_, mode="r")
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse a model whose embedding has no row for some token."""
         if vocab_size < self.vocabulary:
@@ -271,7 +299,12 @@ def prepare(corpus: Files, *, tokenizer: Path | None = None, cache: Path | None 
     `tokenizer` is a Hugging Face folder; without one, bytes are tokens.  Only one piece of one
     document is in memory at a time.
     """
-    chosen: Tokenizer = Bytes() if tokenizer is None else Pretrained(tokenizer)
+    kind = _kind(corpus) if corpus.rows else "text"
+    chosen: Tokenizer | Conversations
+    if kind == "conversations":
+        chosen = _conversations(corpus, tokenizer)
+    else:
+        chosen = Bytes() if tokenizer is None else Pretrained(tokenizer)
     parent = (cache_folder() if cache is None else cache) / "corpora"
     folder = parent / _key(corpus, chosen.name)
     if folder.is_dir():
@@ -280,7 +313,10 @@ def prepare(corpus: Files, *, tokenizer: Path | None = None, cache: Path | None 
     try:
         parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=parent, prefix=".new."))
-        _tokenise(corpus, chosen, temporary)
+        if isinstance(chosen, Conversations):
+            _tokenise_conversations(corpus, chosen, temporary)
+        else:
+            _tokenise(corpus, chosen, temporary)
         try:
             temporary.rename(folder)
         except OSError:
@@ -317,7 +353,7 @@ def _tokenise(corpus: Files, tokenizer: Tokenizer, folder: Path) -> None:
             begin, lengths = out.tell(), array("q")
             file_digest = hashlib.sha256()
             try:
-                for piece in pieces(path):
+                for piece in _texts(path) if corpus.rows else pieces(path):
                     tokens = tokenizer.tokens(piece)
                     tokens = np.append(tokens, np.array(tokenizer.end, tokenizer.dtype))
                     largest = max(largest, int(tokens.max()))
@@ -348,6 +384,80 @@ def _tokenise(corpus: Files, tokenizer: Tokenizer, folder: Path) -> None:
         "skipped": skipped,
         "dtype": tokenizer.dtype.name,
         "digest": "sha256:" + digest.hexdigest()[:16],
+    }
+    (folder / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _kind(corpus: Files) -> records.Kind:
+    """Return what the rows of a corpus are, by the first of them."""
+    for path in corpus.paths:
+        for place, row in records.rows(path):
+            return records.kind_of(row, place, path)
+    raise DocumentError("", "has no rows to train on", file=str(corpus.source))
+
+
+def _texts(path: Path) -> Iterator[bytes]:
+    """Yield the texts of a file's rows."""
+    for place, row in records.rows(path):
+        text = row.get("text")
+        if not isinstance(text, str):
+            raise DocumentError(place, "has no 'text', as earlier rows have", file=str(path))
+        yield text.encode()
+
+
+def _conversations(corpus: Files, tokenizer: Path | None) -> Conversations:
+    if tokenizer is None:
+        raise DocumentError(
+            "tokenizer",
+            "is needed for conversations, whose chat template writes them: name its folder "
+            "(--tokenizer), or plan from a model's folder that has one",
+            file=str(corpus.source),
+        )
+    return Conversations(tokenizer)
+
+
+def _tokenise_conversations(corpus: Files, chosen: Conversations, folder: Path) -> None:
+    starts = array("q", [0])
+    largest, skipped, counted = chosen.end, 0, 0
+    dtype = np.dtype(np.uint16 if chosen.size <= 2**16 else np.uint32)
+    digest = hashlib.sha256()
+    with (folder / "tokens.bin").open("wb") as out, (folder / "counts.bin").open("wb") as marks:
+        for path in corpus.paths:
+            for place, row in records.rows(path):
+                if records.kind_of(row, place, path) != "conversations":
+                    raise DocumentError(
+                        place, "is no conversation, as earlier rows are", file=str(path)
+                    )
+                tokens, counts = chosen.tokens(row, place, path)
+                if not any(counts[1:]):
+                    skipped += 1
+                    continue
+                written = np.array(tokens, dtype), np.array(counts, np.bool_)
+                largest = max(largest, int(written[0].max()))
+                counted += int(written[1].sum())
+                for one, file in zip(written, (out, marks), strict=True):
+                    file.write(one.tobytes())
+                    digest.update(one.tobytes())
+                starts.append(starts[-1] + len(tokens))
+    if len(starts) == 1:
+        raise DocumentError(
+            "",
+            f"has nothing that an assistant says ({skipped} conversations without)",
+            file=str(corpus.source),
+        )
+    digest.update(starts.tobytes())
+    np.save(folder / "starts.npy", np.array(starts, np.int64))
+    about = {
+        "source": str(corpus.source),
+        "tokenizer": chosen.name,
+        "documents": len(starts) - 1,
+        "tokens": starts[-1],
+        "vocabulary": largest + 1,
+        "skipped": skipped,
+        "dtype": dtype.name,
+        "digest": "sha256:" + digest.hexdigest()[:16],
+        "kind": "conversations",
+        "counted": counted,
     }
     (folder / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
 
@@ -388,6 +498,17 @@ def _text(piece: bytes) -> bytes:
     return piece
 
 
+class Batch(NamedTuple):
+    """Samples, and where they hold documents what counts in them and where each begins."""
+
+    tokens: NDArray[np.int64]
+    """[sample, seq_len + 1]"""
+    counts: NDArray[np.bool_] | None = None
+    """Of each token but the first whether the loss counts it  [sample, seq_len]."""
+    starts: NDArray[np.int64] | None = None
+    """Of each token but the last where in the sample its document begins  [sample, seq_len]."""
+
+
 class Samples:
     """The samples of a corpus, by their index in the endless stream."""
 
@@ -397,12 +518,12 @@ class Samples:
         self.seed = seed
         self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
-    def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples first, first + 1, ...  [count, seq_len + 1]."""
+    def batch(self, first: int, count: int) -> Batch:
+        """Return samples first, first + 1, ..., `count` of them."""
         result = np.empty((count, self.seq_len + 1), np.int64)
         for row in range(count):
             self._read((first + row) * self.seq_len, result[row])
-        return result
+        return Batch(result)
 
     def epoch(self, sample: int) -> int:
         """Return how many epochs are complete before a sample."""
@@ -422,15 +543,21 @@ class Samples:
             done += count
 
     def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return an epoch's documents in their order, and where each ends in the epoch.
-
-        Sorted by keys from Philox, whose raw stream numpy promises not to change.
-        """
+        """Return an epoch's documents in their order, and where each ends in the epoch."""
         if epoch not in self._epochs:
-            keys = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
-            order = np.argsort(keys.random_raw(self.corpus.documents), kind="stable")
+            order = shuffled(self.corpus.documents, self.seed, epoch)
             ends = np.cumsum(np.diff(self.corpus.starts)[order])
             for old in [e for e in self._epochs if e < epoch - 1]:
                 del self._epochs[old]
             self._epochs[epoch] = (order, ends)
         return self._epochs[epoch]
+
+
+def shuffled(count: int, *seeds: int) -> NDArray[np.int64]:
+    """Return 0, 1, ... in an order that depends on the seeds alone.
+
+    Sorted by keys from Philox, whose raw stream numpy promises not to change.
+    """
+    keys = np.random.Philox(np.random.SeedSequence(seeds))
+    order: NDArray[np.int64] = np.argsort(keys.random_raw(count), kind="stable")
+    return order

@@ -24,11 +24,13 @@ from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
-from planner.schedules import schedule_of
+from planner.schedules import PLAIN, schedule_of
 from runtime import eight_bits, lora
+from runtime.adapter import Adapter
 from runtime.branches import TOKENS
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
+from runtime.huggingface import HuggingFace
 from runtime.loss import IGNORED, Counted, Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
@@ -76,8 +78,12 @@ class Engine:
         *,
         device: torch.device,
         weights: Path | None = None,
+        documents: bool = False,
     ) -> None:
-        """`weights` is a local folder of safetensors files; None starts from random weights."""
+        """`weights` is a local folder of safetensors files; None starts from random weights.
+
+        With `documents` samples hold several, and steps are told where each begins.
+        """
         plan.check_model(model)
         reason = supported(plan, model)
         if reason:
@@ -96,6 +102,9 @@ class Engine:
             weights=weights,
             context=self._place.context,
         )
+        self._documents = documents
+        if documents:
+            _check_documents(plan, self._adapter)
         self._positions = self._place.context.positions(plan.seq_len).to(device)
         self.stages = plan.stages_of_rank(self._place.stage)
         self._parts = tuple(
@@ -109,6 +118,8 @@ class Engine:
             )
             for stage in self.stages
         )
+        for part in self._parts:
+            part.chain.documents = documents
         if plan.training.lora is not None:
             adapted = sum(part.adapted for part in self._parts)
             lora.refuse_without_targets(adapted, plan.training.lora, self._place, model=model.name)
@@ -167,14 +178,17 @@ class Engine:
         """Optimizer steps done so far; part of `state`, so a loaded engine continues to count."""
         return int(self._optimizer.steps)
 
-    def step(self, tokens: Tensor, counts: Tensor | None = None) -> StepResult:
+    def step(
+        self, tokens: Tensor, counts: Tensor | None = None, starts: Tensor | None = None
+    ) -> StepResult:
         """Train on tokens [sample of this data rank, position], seq_len + 1 positions long.
 
         They are the samples that `plan.samples_of` names.  All tensor, context and pipeline ranks
         of a data rank pass the same tokens.  `counts` says of each token but the first whether the
-        loss counts it, [sample, seq_len]; without it all count.
+        loss counts it, [sample, seq_len]; without it all count.  `starts` says of each token but
+        the last where its document begins: attention does not reach behind that.
         """
-        inputs, targets = self._inputs_and_targets(tokens, counts)
+        inputs, targets = self._inputs_and_targets(tokens, counts, starts)
         self._totals.clear()
         with self._loss_context():
             if self._pipeline is None:
@@ -195,9 +209,11 @@ class Engine:
         )
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor, counts: Tensor | None = None) -> float:
+    def evaluate(
+        self, tokens: Tensor, counts: Tensor | None = None, starts: Tensor | None = None
+    ) -> float:
         """Return the mean loss of a batch like a step's, on every rank, and learn nothing."""
-        inputs, targets = self._inputs_and_targets(tokens, counts)
+        inputs, targets = self._inputs_and_targets(tokens, counts, starts)
         self._totals.clear()
         with self._loss_context():
             if self._pipeline is None:
@@ -240,7 +256,9 @@ class Engine:
                 state |= {f"model.{name}": buffer for name, buffer in part.buffers.items()}
         return state
 
-    def _inputs_and_targets(self, tokens: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _inputs_and_targets(
+        self, tokens: Tensor, counts: Tensor | None, starts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         samples = len(self.plan.samples_of(self.data_rank))
         expected = (samples, self.plan.seq_len + 1)
         if tuple(tokens.shape) != expected:
@@ -254,9 +272,19 @@ class Engine:
                     f"these are {counts.dtype} of shape {tuple(counts.shape)}"
                 )
             targets = targets.where(counts.to(self.device, non_blocking=True), IGNORED)
+        if (starts is not None) != self._documents or (
+            starts is not None and starts.shape != targets.shape
+        ):
+            raise LaunchError(
+                "starts say where the document of each input begins, [sample, seq_len], and are "
+                "given if and only if the engine was made for documents"
+            )
+        if starts is not None:
+            starts = starts.to(self.device, non_blocking=True)
         if self.plan.mesh.context > 1:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]
-        return inputs, targets
+            starts = None if starts is None else starts[:, self._positions]
+        return inputs if starts is None else torch.cat((inputs, starts), dim=1), targets
 
     def _all_micro_batches(self, inputs: Tensor, targets: Tensor) -> None:
         """Forward and backward without a pipeline."""
@@ -356,11 +384,12 @@ class Engine:
         plan, place = self.plan, self._place
         length = plan.seq_len // plan.mesh.context
         tokens = torch.empty(plan.micro_batch, length, dtype=torch.int64, device="meta")
+        given = torch.cat((tokens, tokens), dim=1) if self._documents else tokens
         parts = [
             StagePart(
                 stage=stage,
                 module=part.chain,
-                inputs=self._boundary(stage - 1, tokens) if stage else tokens,
+                inputs=self._boundary(stage - 1, tokens) if stage else given,
                 outputs=self._boundary(stage, tokens),
                 store=part.store,
             )
@@ -388,8 +417,19 @@ class Engine:
             group=place.axis("pipeline").get_group(),
             device=self.device,
             loss=self._micro_batch_loss,
-            everywhere=TOKENS if self._adapter.model.edges else None,
+            everywhere=TOKENS if self._adapter.model.edges or self._documents else None,
         )
+
+
+def _check_documents(plan: Plan, adapter: Adapter) -> None:
+    """Refuse what cannot keep attention within documents."""
+    if not isinstance(adapter, HuggingFace):
+        raise LaunchError(
+            f"documents: {plan.model.name} is no model of transformers, and attention of others is "
+            "not kept within documents here; train on text, or with meshwright.Engine"
+        )
+    if schedule_of(plan.schedule).stale:
+        raise LaunchError(f"schedule: {plan.schedule} does not take documents; use {PLAIN}")
 
 
 def _set_precision(plan: Plan, device: torch.device) -> None:

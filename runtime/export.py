@@ -16,7 +16,7 @@ from planner.document import read
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime import checkpoint, tensor_index
+from runtime import checkpoint, companions, tensor_index
 from runtime.checkpoint import CONFIG, MODEL, PLAN, Progress
 
 if TYPE_CHECKING:
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 DType = Literal["fp32", "bf16", "fp16"]
 FILE_BYTES = 5 * 10**9
 """The most that one file holds, if it holds more than one tensor."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +54,8 @@ def to_huggingface(
 ) -> Exported:
     """Write a checkpoint as a folder that transformers' `from_pretrained` reads.
 
-    `saved` is a checkpoint, or a folder of them whose newest counts.  The tokenizer's files come
-    along if the plan's model is a folder that has them.
+    `saved` is a checkpoint, or a folder of them whose newest counts.  The tokenizer, its chat
+    template and the generation config come along where they are known.
     """
     source, done = found(saved)
     model = read(ModelGraph, source / MODEL)
@@ -90,7 +84,7 @@ def to_huggingface(
             metadata={"total_size": width * total},
         )
         files.append(_configuration(source, temporary, dtype))
-        files += _tokenizer(model, temporary)
+        files += _companions(source, done, model.source, temporary)
         temporary.rename(output)
     except OSError as error:
         raise LaunchError(f"{output}: cannot be written: {error.strerror or error}") from error
@@ -133,12 +127,13 @@ def to_peft(saved: Path, output: Path) -> Exported:
     try:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         (temporary / "adapter_config.json").write_text(settings, encoding="utf-8")
+        beside = _companions(source, done, plan.model.source, temporary)
         temporary.rename(output)
     except OSError as error:
         raise LaunchError(f"{output}: cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    files = ("adapter_model.safetensors", "adapter_config.json")
+    files = ("adapter_model.safetensors", "adapter_config.json", *(one.name for one in beside))
     return Exported(
         checkpoint=source,
         step=done.step,
@@ -222,13 +217,11 @@ def _configuration(source: Path, folder: Path, dtype: DType) -> Path:
     return path
 
 
-def _tokenizer(model: ModelGraph, folder: Path) -> list[Path]:
-    source = Path(model.source or "")
-    source = source if source.is_dir() else source.parent
-    if not model.source or not (source / "tokenizer.json").is_file():
-        return []
-    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-    return [Path(shutil.copy(source / name, folder / name)) for name in names]
+def _companions(source: Path, done: Progress, model: str | None, folder: Path) -> list[Path]:
+    """Copy what stands beside the weights: as it was saved, else as the model's folder has it."""
+    saved = {name: source / name for name in companions.NAMES if name in done.files}
+    others = saved or companions.found(model)
+    return [Path(shutil.copyfile(file, folder / name)) for name, file in others.items()]
 
 
 def _new(output: Path) -> Path:

@@ -11,7 +11,7 @@ import functools
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -133,30 +133,42 @@ class Embedding(nn.Module):
         self.scale = scale
         self.rounded = rounded
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return [sample, position, hidden]."""
+    def forward(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Return [sample, position, hidden]; positions count from `starts` [sample, position]."""
         x = self.tokens(tokens)
         if self.scale != 1.0:
             x = x * (torch.tensor(self.scale, dtype=x.dtype) if self.rounded else self.scale)
         if self.positions is None:
             return x
-        if self.context.degree == 1:
+        if self.context.degree == 1 and starts is None:
             return x + self.positions.weight[: tokens.shape[1]]
-        held = self.context.positions(tokens.shape[1] * self.context.degree)
-        return x + self.positions(held.to(tokens.device))
+        held = self.context.positions(tokens.shape[1] * self.context.degree).to(tokens.device)
+        return x + self.positions(held if starts is None else held - starts)
 
 
 class Block(nn.Module):
     """One decoder layer of the library, with the fixed inputs it wants beside the hidden states."""
 
-    def __init__(self, layer: nn.Module, fixed: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        fixed: Mapping[str, Any],
+        in_documents: Callable[[Tensor], Mapping[str, Any]],
+    ) -> None:
+        """`in_documents` says what of it is another where attention stays within documents."""
         super().__init__()
         self.layer = layer
         self.fixed = fixed
+        self.in_documents = in_documents
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the residual stream after this layer."""
-        return self.layer(x, **self.fixed)
+    def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Return the residual stream after this layer.
+
+        `starts` [sample, position] says where the document of each position begins.
+        """
+        if starts is None:
+            return self.layer(x, **self.fixed)
+        return self.layer(x, **{**self.fixed, **self.in_documents(starts)})
 
 
 class HuggingFace:
@@ -231,7 +243,7 @@ class HuggingFace:
             # The library's own adds biases in place to what selective recompute keeps.
             inner = layer.mlp.experts
             inner.forward = functools.partial(experts.mixed, inner)
-        return Block(layer, self._fixed(index))
+        return Block(layer, self._fixed(index), functools.partial(self._in_documents, index))
 
     def configuration(self) -> str | None:
         """Return the library's configuration of the model that is trained."""
@@ -347,16 +359,15 @@ class HuggingFace:
         return made
 
     def _rotary_table(self, index: int) -> Any:
-        """Return what a block rotates its positions by: cosines and sines, or both in one."""
+        """Return what a block rotates by, of the whole sequence: cosines and sines, or both."""
         kind = self.config.layer_types[index] if self.family.rotary_of_type else None
         if kind not in self._rotary:
             rotary = getattr(self._modeling, f"{self.family.classes}RotaryEmbedding")(self.config)
-            # Of the whole sequence: some tables depend on how long it is.
+            # Some tables depend on how long the sequence is, so they are not made of a part of it.
             positions = torch.arange(self._seq_len).unsqueeze(0)
             like = torch.zeros(1, dtype=self._dtype)
-            whole = rotary(like, positions, *([kind] if kind else []))
-            own = functools.partial(torch.index_select, dim=1, index=self._positions)
-            self._rotary[kind] = tree_map(lambda table: own(table).to(self._device), whole)
+            table = rotary(like, positions, *([kind] if kind else []))
+            self._rotary[kind] = tree_map(lambda part: part[0].to(self._device), table)
         return self._rotary[kind]
 
     def _fixed(self, index: int) -> dict[str, Any]:
@@ -364,18 +375,44 @@ class HuggingFace:
         mask = None if own else self._mask(index)
         fixed: dict[str, Any] = {"use_cache": False, "attention_mask": mask}
         if self.architecture.positions == "rotary":
-            fixed["position_embeddings"] = self._rotary_table(index)
+            held = self._positions.to(self._device)
+            table = self._rotary_table(index)
+            fixed["position_embeddings"] = tree_map(lambda part: part[held].unsqueeze(0), table)
         if self._context.degree > 1 or own:
             fixed["context"] = self._context
         return fixed
 
-    def _mask(self, index: int) -> Tensor | None:
-        """Return which keys [1, 1, query, key] a sliding layer sees; None is plain causal."""
+    def _in_documents(self, index: int, starts: Tensor) -> dict[str, Any]:
+        """Return what of `_fixed` changes: positions count from `starts`, keys before are hidden.
+
+        A mask is written out, [sample, 1, query, key].
+        """
+        positions = self._positions.to(starts.device)
+        changed: dict[str, Any] = {}
+        if self.architecture.positions == "rotary":
+            table = self._rotary_table(index)
+            changed["position_embeddings"] = tree_map(lambda part: part[positions - starts], table)
+        if self.family.own_attention:
+            return changed | {"starts": starts}
+        keys = torch.arange(self._seq_len, device=starts.device)
+        first = starts
+        if window := self._window(index):
+            first = torch.maximum(starts, positions - window + 1)
+        seen = (keys <= positions[:, None]) & (keys >= first[:, :, None])
+        return changed | {"attention_mask": seen.unsqueeze(1)}
+
+    def _window(self, index: int) -> int:
+        """Return how many keys a query of a block sees, its own among them; 0 is all."""
         types = getattr(self.config, "layer_types", None)
         if types is not None and types[index] != "sliding_attention":
-            return None
-        window = getattr(self.config, "sliding_window", None)
-        if not window or window >= self._seq_len:
+            return 0
+        window = getattr(self.config, "sliding_window", None) or 0
+        return window if window < self._seq_len else 0
+
+    def _mask(self, index: int) -> Tensor | None:
+        """Return which keys [1, 1, query, key] a sliding layer sees; None is plain causal."""
+        window = self._window(index)
+        if not window:
             return None
         if window not in self._masks:
             distance = self._positions[:, None] - torch.arange(self._seq_len)
@@ -413,6 +450,7 @@ def _capped(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    starts: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """Attention with capped scores or sinks, called and answering as `_over_context`."""
@@ -425,6 +463,7 @@ def _capped(
         cap=softcap or 0.0,
         window=sliding_window or 0,
         sinks=s_aux,
+        starts=starts,
     )
     return mixed.transpose(1, 2).contiguous(), None
 

@@ -226,6 +226,9 @@ def _write_orders(
         if rendezvous.node_rank.nodes == 1
         else f", {len(ready.local_ranks)} of them on this node"
     )
+    if corpus.kind == "conversations":
+        _tell_conversations(corpus, ready, say)
+        left_out = f", of which {count_text(corpus.counted)} count"
     say.print(
         f"{count_text(corpus.tokens)} tokens by {corpus.tokenizer}{left_out}; {ready.ranks} ranks "
         f"on {ready.device}{here}, {ready.plan.layout.text()}; in {ready.output}"
@@ -259,6 +262,7 @@ def _write_orders(
         keep_checkpoints=ready.keep_checkpoints,
         resume=str(ready.resume) if ready.resume else None,
         weights=str(ready.weights) if ready.weights else None,
+        tokenizer=str(ready.tokenizer.resolve()) if ready.tokenizer else None,
         evaluate=str(held_out.folder.resolve()) if held_out else None,
         evaluate_every=ready.evaluate_every,
         evaluate_batches=ready.evaluate_batches,
@@ -276,6 +280,34 @@ def _write_orders(
     write(ready.model, run.model_file(ready.output))
     write(orders, run.orders_file(ready.output))
     return orders
+
+
+def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) -> None:
+    """Print how conversations are laid into samples, and the first of them with what counts."""
+    from runtime.conversations import Conversations  # noqa: PLC0415 - imports transformers
+    from runtime.packing import PackedSamples  # noqa: PLC0415
+
+    assert ready.tokenizer is not None
+    plan = ready.plan
+    samples = PackedSamples(corpus, seq_len=plan.seq_len, seed=plan.training.seed)
+    rows = len(samples.rows)
+    notes = [f"{corpus.documents} conversations in {rows} samples of {plan.seq_len} tokens"]
+    if samples.cut:
+        notes.append(f"{samples.cut} are longer and cut off")
+    if corpus.skipped:
+        notes.append(f"{corpus.skipped} say nothing that counts and are left out")
+    say.print("; ".join(notes))
+    first = samples.batch(0, 1)
+    assert first.counts is not None
+    places = samples.places(0)
+    length = sum(length for _, length in places)
+    say.print(
+        f"the first sample has {len(places)} of them, and the loss counts "
+        f"{int(first.counts.sum())} of its {plan.seq_len} targets, which stand in [[ ]]:"
+    )
+    marks = [False, *first.counts[0].tolist()]
+    shown = Conversations(ready.tokenizer).shown(first.tokens[0].tolist()[:length], marks)
+    say.print(shown)
 
 
 def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: Orders, shown: _Shown) -> None:

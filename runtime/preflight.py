@@ -221,7 +221,7 @@ def preflight(
         model=model,
         device=chosen,
         files=files,
-        tokenizer=Path(tokenizer) if tokenizer is not None else _own_tokenizer(plan),
+        tokenizer=Path(tokenizer) if tokenizer is not None else _own_tokenizer(plan, weights),
         steps=steps,
         checkpoint=Path(checkpoint_folder).resolve() if checkpoint_folder is not None else None,
         checkpoint_every=checkpoint_every,
@@ -373,10 +373,14 @@ def _check_writable(folder: Path) -> None:
         raise LaunchError(f"{folder}: cannot be written: {existing} is not yours to write")
 
 
-def _own_tokenizer(plan: Plan) -> Path | None:
+def _own_tokenizer(plan: Plan, weights: Path | str | None) -> Path | None:
+    """Return the folder of the model's own tokenizer: where the plan has it from, or its weights.
+
+    A folder of weights counts only for the model that was planned from no folder.
+    """
     if is_own(plan.model.source):
         return None
     source = Path(plan.model.source)
-    folder = source if source.is_dir() else source.parent
     named = source.is_dir() or source.name == "config.json"
-    return folder if named and (folder / "tokenizer.json").is_file() else None
+    folder = (source if source.is_dir() else source.parent) if named else weights and Path(weights)
+    return folder if folder and (folder / "tokenizer.json").is_file() else None

@@ -50,6 +50,8 @@ class Orders(Document):
     resume: Text | None = None
     """The one checkpoint to go on from."""
     weights: Text | None = None
+    tokenizer: Text | None = None
+    """The folder of the tokenizer that made the corpus; None where bytes are the tokens."""
     evaluate: Text | None = None
     """The folder of the prepared corpus that is held out."""
     evaluate_every: Positive | None = None

@@ -7,9 +7,11 @@ theirs meets training's collectives.  One checkpoint is under way at a time.
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -43,11 +45,14 @@ class Saver:
         run: str,
         config: str | None = None,
         keep: int = KEEP,
+        companions: Mapping[str, Path] = MappingProxyType({}),
     ) -> None:
+        """`companions` are files that are copied into every checkpoint, by their names there."""
         self.saved: Path | None = None
         """The last checkpoint that is complete."""
         self._folder, self._run, self._keep = folder, run, keep
         self._plan, self._model, self._config = plan, model, config
+        self._companions = dict(companions)
         self._group = dist.new_group(backend="gloo")
         # On GPUs the copy goes to pinned memory, which is taken once and kept.
         on_cuda = torch.cuda.is_available()
@@ -109,6 +114,8 @@ class Saver:
     ) -> str | None:
         """Commit a checkpoint; return what was wrong, if anything was."""
         try:
+            for name, file in self._companions.items():
+                shutil.copyfile(file, temporary / name)
             checkpoint.commit(
                 temporary,
                 target,
@@ -118,6 +125,7 @@ class Saver:
                 model=self._model,
                 config=self._config,
                 keep=self._keep,
+                others=list(self._companions),
             )
         except (OSError, MeshwrightError) as error:
             return f"{target}: the checkpoint cannot be written: {checkpoint.short(error)}"

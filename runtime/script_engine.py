@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner import schedule
 from planner.document import read
@@ -29,6 +29,7 @@ from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
 from runtime import batches, checkpoint, script_checkpoint
 from runtime.averaged import Averaged
+from runtime.batch_norm import Kind, RunningStatistics
 from runtime.gradients import Measured, Slot, copies_of
 from runtime.loss import Totals, counted, divisor_near
 from runtime.loss_scale import LossScale
@@ -39,6 +40,7 @@ from runtime.recorded_stage import MicroBatch, step_seed
 from runtime.recorder import Inputs, Recorder
 from runtime.replicas import Replicas
 from runtime.script_checkpoint import Stateful
+from runtime.script_model import check_module, few_samples
 from runtime.script_plan import script_plan
 from runtime.script_stage import (
     check_layers,
@@ -85,6 +87,7 @@ class Engine:
         units: Sequence[str] | None = None,
         clip_norm: float = 0.0,
         gather: bool = True,
+        batch_norm: Kind = "per_micro_batch",
         device: torch.device | str | None = None,
     ) -> None:
         """Build the module on every rank, and keep this rank's part of it.
@@ -101,7 +104,8 @@ class Engine:
 
         `optimizer(groups)` is any class of torch.optim or a callable; `groups(name, parameter)`
         returns the settings of a parameter's group.  `units` names the modules that stay whole.
-        Gradients are clipped to `clip_norm` where it is above 0.
+        Gradients are clipped to `clip_norm` where it is above 0.  `batch_norm` "synchronised"
+        normalises the micro-batches of all slices together, as torch's SyncBatchNorm.
 
         Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
         plan and running ranks, do not go together.
@@ -118,8 +122,11 @@ class Engine:
             module = build()
         refuse_hooks(module)
         samples = plan.global_batch if isinstance(plan, Plan) else batches.samples_in(batch)
-        recorder = Recorder(module, batch, inputs, units=units)
-        if not isinstance(plan, Plan):
+        if isinstance(plan, Plan):
+            if plan.model.graph is not None:
+                check_module(plan, module, batch, inputs, units=units)
+        else:
+            recorder = Recorder.of(module, batch, inputs, units=units)
             name = getattr(build, "__name__", type(module).__name__)
             plan = script_plan(
                 recorder,
@@ -130,8 +137,8 @@ class Engine:
                 device=self.device.type,
             )
         self.plan = plan
-        example = batches.part_of(batch, range(plan.micro_batch))
-        self._recorder = Recorder(
+        example = few_samples(batch, plan.micro_batch)
+        self._recorder = Recorder.of(
             module, example, inputs, units=units, dtype=activation_type(plan.precision)
         )
         check_layers(plan, self._recorder)
@@ -155,6 +162,8 @@ class Engine:
             gather=gather,
         )
         self._totals = Totals(self.device)
+        self._taken: list[Any] | None = None
+        """What the module makes, while it is asked for."""
         self._metric_names: tuple[str, ...] | None = None
         self._whole: tuple[dict[Slot, Tensor], Measured] | None = None
         self._averages: list[Averaged] = []
@@ -163,6 +172,9 @@ class Engine:
         count = plan.micro_batches_of(self._place.data_rank)
         self._replicas = (
             Replicas(replicated, backwards=None if apart else count) if replicated else None
+        )
+        self._statistics = RunningStatistics(
+            [part.module for part in self._parts], self._place, kind=batch_norm
         )
         self._checked = False
         self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
@@ -271,9 +283,7 @@ class Engine:
             else:
                 for micro in micros:
                     self._micro_loss(modules[0](micro=micro), micro)
-            for inner in (inner for one in modules for inner in one.modules()):
-                if isinstance(inner, FSDPModule):
-                    inner.reshard()  # what no backward follows stays gathered
+            self._let_go()
             total, count = self._of_all(self._totals.values).tolist()
             return StepResult(
                 loss=total / count if count else float("nan"),
@@ -284,6 +294,32 @@ class Engine:
             self._totals = kept
             for module in modules:
                 module.train()
+
+    @torch.no_grad()
+    def outputs(self, batch: Any) -> Any:
+        """Return what the module makes of a slice, without gradients, in train mode.
+
+        Its leaves have the samples of the slice.  Through a pipeline the ranks of the last stage
+        send them to the others.
+        """
+        micros = self._micro_batches(batch)
+        made: list[Any] = []
+        if self._pipeline is None:
+            made = [self._parts[0].module(micro=micro) for micro in micros]
+            self._let_go()
+        else:
+            self._taken = made
+            try:
+                self._pipeline.evaluate_all(micros)
+            finally:
+                self._taken = None
+            group = self._place.axis("pipeline").get_group()
+            last = self.plan.rank_of_stage(len(self.plan.stages) - 1)
+            every: list[Any] = [made]
+            dist.broadcast_object_list(every, group=group, group_src=last)
+            made = every[0]
+        self._statistics.forget()
+        return batches.joined(made)
 
     def averaged(self, decay: float) -> Averaged:
         """Return an exponential moving average of the weights, made anew behind each update."""
@@ -373,6 +409,29 @@ class Engine:
         """
         return self._whole_state("model")
 
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Give parameters and buffers the values of these whole tensors, by name.
+
+        What is not named stays as it is.  Raises LaunchError where a shape is another.
+        """
+        for name, value in self.state().items():
+            given = state.get(name.removeprefix("model."))
+            if not name.startswith("model.") or given is None:
+                continue
+            if given.shape != value.shape:
+                raise LaunchError(
+                    f"{name.removeprefix('model.')}: has shape {tuple(value.shape)}, and the given "
+                    f"one {tuple(given.shape)}"
+                )
+            if isinstance(value, DTensor):
+                copied = distribute_tensor(
+                    given.to(self.device), value.device_mesh, value.placements, src_data_rank=None
+                )
+                value.to_local().copy_(copied.to_local())
+            else:
+                value.copy_(given)
+
     def _whole_state(self, kind: str) -> dict[str, Tensor]:
         own = {}
         for name, value in self.state().items():
@@ -457,6 +516,7 @@ class Engine:
             self._one_after_another(micros)
         if self._replicas is not None:
             self._replicas.finish()
+        self._statistics.apply()
 
     def _one_after_another(self, micros: Sequence[MicroBatch]) -> None:
         part = self._parts[0]
@@ -487,8 +547,17 @@ class Engine:
             stores={stage: part.store for stage, part in parts.items() if part.store} or None,
         )
 
+    def _let_go(self) -> None:
+        """Divide parameters again: what no backward follows stays gathered."""
+        for inner in (inner for part in self._parts for inner in part.module.modules()):
+            if isinstance(inner, FSDPModule):
+                inner.reshard()
+
     def _micro_loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Note what a micro-batch adds to the loss; return where its backward begins."""
+        if self._taken is not None:
+            self._taken.append(outputs)
+            return torch.zeros((), device=self.device)
         one = counted(self._loss(outputs, micro.batch), self.plan.micro_batch)
         self._totals.add(one)
         return self._optimizers.scale.applied(one.total / self._optimizers.divisor)

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
@@ -41,10 +42,16 @@ __all__ = [
     "checkpoint_wrapper",
     "fake_store",
     "fsdp_parameters",
+    "in_backward",
     "reduce_scatter",
     "replicate",
     "shapes_found_in",
 ]
+
+
+def in_backward() -> bool:
+    """Tell whether autograd runs on this thread: what is called then is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def fake_store() -> dist.Store:

@@ -23,12 +23,13 @@ from planner.document import read
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime import checkpoint, run
+from runtime import checkpoint, companions, run
 from runtime.checkpoint import Progress
 from runtime.data import Corpus, Samples
 from runtime.learning_rate import learning_rate
 from runtime.live_memory import LiveMemory
 from runtime.metrics import Metrics
+from runtime.packing import PackedSamples, samples_of
 from runtime.run import Device, Orders, RankRecord, StepRecord
 from runtime.saving import Saver
 
@@ -78,11 +79,15 @@ class Steps(Protocol):
         """This rank's coordinate on the pipeline axis."""
         ...
 
-    def step(self, tokens: Tensor) -> Result:
+    def step(
+        self, tokens: Tensor, counts: Tensor | None = None, starts: Tensor | None = None
+    ) -> Result:
         """Train on this data rank's samples  [sample, seq_len + 1]."""
         ...
 
-    def evaluate(self, tokens: Tensor) -> float:
+    def evaluate(
+        self, tokens: Tensor, counts: Tensor | None = None, starts: Tensor | None = None
+    ) -> float:
         """Return the mean loss of samples like a step's, and learn nothing."""
         ...
 
@@ -105,7 +110,8 @@ def train(orders: Orders, *, rank: int, local_rank: int) -> RankRecord:
     corpus = Corpus.open(Path(orders.corpus))
     device = torch.device("cuda", local_rank) if orders.device == "cuda" else torch.device("cpu")
     weights = Path(orders.weights) if orders.weights else None
-    engine = Engine(plan, model, device=device, weights=weights)
+    documents = corpus.kind == "conversations"
+    engine = Engine(plan, model, device=device, weights=weights, documents=documents)
     loop = Loop(engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank)
     if orders.resume:
         loop.resume(Path(orders.resume))
@@ -159,7 +165,7 @@ class Loop:
         self.corpus = corpus
         self.orders = orders
         self.rank = rank
-        self.samples = Samples(corpus, seq_len=plan.seq_len, seed=plan.training.seed)
+        self.samples = samples_of(corpus, seq_len=plan.seq_len, seed=plan.training.seed)
         self.steps_done = 0
         self.next_sample = 0
         self.resumed: Path | None = None
@@ -173,13 +179,16 @@ class Loop:
                 run=orders.run,
                 config=engine.configuration(),
                 keep=orders.keep_checkpoints,
+                companions=companions.found(orders.tokenizer, orders.weights, plan.model.source),
             )
             if orders.checkpoint
             else None
         )
         held_out = Corpus.open(Path(orders.evaluate)) if orders.evaluate else None
         self._held_out = (
-            Samples(held_out, seq_len=plan.seq_len, seed=plan.training.seed) if held_out else None
+            samples_of(held_out, seq_len=plan.seq_len, seed=plan.training.seed)
+            if held_out
+            else None
         )
         self._now_s = now_s
 
@@ -251,12 +260,16 @@ class Loop:
             checkpoint=str(saved) if saved else None,
         )
 
-    def _own_batch(self, samples: Samples, first: int) -> Tensor:
-        """Return this data rank's part of the global batch that starts at sample `first`."""
+    def _own_batch(self, samples: Samples | PackedSamples, first: int) -> list[Tensor]:
+        """Return this data rank's part of the global batch that starts at sample `first`.
+
+        Tokens, and of conversations what counts and where documents begin.
+        """
         own = self.plan.samples_of(self.engine.data_rank)
-        tokens = torch.from_numpy(samples.batch(first + own.start, len(own)))
+        batch = samples.batch(first + own.start, len(own))
+        parts = [torch.from_numpy(np.ascontiguousarray(p)) for p in batch if p is not None]
         # Pinned, or the host would wait until its copy is done.
-        return tokens.pin_memory() if self.orders.device == "cuda" else tokens
+        return [part.pin_memory() if self.orders.device == "cuda" else part for part in parts]
 
     def _step(self) -> Result:
         tokens = self._own_batch(self.samples, self.next_sample)
@@ -269,7 +282,7 @@ class Loop:
                 data_rank=self.engine.data_rank,
             )
         )
-        result = self.engine.step(tokens)
+        result = self.engine.step(*tokens)
         if self.orders.device == "cuda":
             torch.cuda.synchronize()
         return result
@@ -287,7 +300,7 @@ class Loop:
         whole = self._held_out.corpus.tokens // batch_tokens
         count = min(self.orders.evaluate_batches, max(1, whole))
         losses = [
-            self.engine.evaluate(self._own_batch(self._held_out, batch * self.plan.global_batch))
+            self.engine.evaluate(*self._own_batch(self._held_out, batch * self.plan.global_batch))
             for batch in range(count)
         ]
         return sum(losses) / count

@@ -314,7 +314,7 @@ def test_each_wrong_input_gets_one_clear_message(
     [
         (["launch", "many.yaml"], "ranks"),
         (["launch", "good.yaml", "--data", "nowhere.txt"], "nowhere.txt"),
-        (["launch", "good.yaml", "--on", "slurm", "--data", "/there/chat.jsonl"], "chat.jsonl"),
+        (["launch", "good.yaml", "--on", "slurm", "--data", "/there/chat.json"], "chat.json"),
         (["launch", "good.yaml", "--on", "slurm", "--training", "beta2=1.0"], "beta2: is 1.0"),
         (["launch", "good.yaml", "--on", "slurm", "--steps", "0"], "steps: is 0"),
         (["launch", "good.yaml", "--data", "empty"], "empty"),

@@ -132,7 +132,7 @@ def batches(global_batch: int) -> tuple[torch.Tensor, ...]:
     corpus = data.prepare(data.files(TEXT), cache=home())
     samples = data.Samples(corpus, seq_len=cases.SEQ_LEN, seed=TRAINING.seed)
     every = (samples.batch(step * global_batch, global_batch) for step in range(STEPS))
-    return tuple(torch.from_numpy(batch) for batch in every)
+    return tuple(torch.from_numpy(batch.tokens) for batch in every)
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def test_a_sample_is_its_place_in_the_stream(
         (folder / f"{number}.txt").write_text(text)
     corpus = prepare(files(folder), cache=tmp_path_factory.mktemp("cache"))
 
-    batch = Samples(corpus, seq_len=seq_len, seed=seed).batch(first, 3)
+    batch = Samples(corpus, seq_len=seq_len, seed=seed).batch(first, 3).tokens
 
     length = (first + 3) * seq_len + 1
     tokens = stream(corpus, seed, length // corpus.tokens + 1)
@@ -129,7 +129,7 @@ def test_every_layout_sees_the_same_batches(
 ) -> None:
     corpus = library()
     samples = Samples(corpus, seq_len=16, seed=seed)
-    whole = samples.batch(step * 24, 24)
+    whole = samples.batch(step * 24, 24).tokens
 
     for degree, micro_batch in layouts:
         parts = []
@@ -137,7 +137,7 @@ def test_every_layout_sees_the_same_batches(
             share = 24 // degree
             own = range(step * 24 + rank * share, step * 24 + (rank + 1) * share)
             for begin in range(own.start, own.stop, micro_batch):
-                parts.append(samples.batch(begin, micro_batch))
+                parts.append(samples.batch(begin, micro_batch).tokens)
         assert np.array_equal(np.concatenate(parts), whole)
 
 
@@ -262,7 +262,7 @@ def test_a_single_file_that_is_no_text_is_refused(
     assert list((cache / "corpora").iterdir()) == []
 
 
-NAMES = ("chat.jsonl", "a.JSON", "b.csv", "c.tsv", "d.parquet", "e.arrow", "text.txt.gz", "f.zst")
+NAMES = ("chat.json", "a.JSON", "b.csv", "c.tsv", "d.feather", "e.arrow", "text.txt.gz", "f.zst")
 
 
 @pytest.mark.parametrize("name", NAMES)

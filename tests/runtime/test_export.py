@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from meshwright.cli import main
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime.checkpoint import Progress, load
+from runtime.companions import found
 from runtime.engine import Engine
 from runtime.export import to_huggingface
 from runtime.saving import Saver
-from tests.runtime import cases
+from tests.runtime import cases, chats
 from tests.runtime.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -169,3 +170,41 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
         "to: is 'onnx'; a checkpoint is exported to huggingface, its adapters to peft"
         in capsys.readouterr().err
     )
+
+
+def test_tokenizer_and_generation_config_are_exported_as_the_library_reads_them(
+    tmp_path: Path,
+) -> None:
+    """From the folder that made the tokens, wherever the model is from; weights give the rest."""
+    chats.save_tokenizer(tmp_path / "tokenizer")
+    weights = tmp_path / "weights"
+    GenerationConfig(max_new_tokens=7, temperature=0.5, do_sample=True).save_pretrained(weights)
+    chats.save_tokenizer(weights, template="{{ 'another' }}")
+    graph = cases.transformer("llama")
+    beside = found(tmp_path / "tokenizer", weights)
+    on_ranks(1, save_with_companions, graph, str(tmp_path / "saved"), beside)
+
+    result = to_huggingface(tmp_path / "saved", tmp_path / "out")
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == chats.TEMPLATE
+    assert GenerationConfig.from_pretrained(tmp_path / "out").max_new_tokens == 7
+    assert {"tokenizer.json", "chat_template.jinja", "generation_config.json"} <= set(result.files)
+    (tmp_path / "saved" / "step-000002" / "tokenizer.json").write_text("{}")
+    with pytest.raises(LaunchError, match=r"tokenizer\.json"):
+        to_huggingface(tmp_path / "saved", tmp_path / "again")
+
+
+def save_with_companions(graph: ModelGraph, folder: str, companions: dict[str, Path]) -> None:
+    made = cases.plan(graph)
+    engine = Engine(made, graph, device=CPU)
+    saver = Saver(
+        Path(folder),
+        plan=made,
+        model=graph,
+        run="test",
+        config=engine.configuration(),
+        companions=companions,
+    )
+    saver.begin(engine.state(), progress(made, graph))
+    saver.finish()

@@ -282,7 +282,7 @@ def test_held_out_text_is_evaluated_every_so_often_and_at_the_end(
 
     records = list(run.read_records(run.metrics_file(tmp_path / "out")))
     assert [record.eval_loss is not None for record in records] == [False, True, False, True, True]
-    batches = Samples(held_out, seq_len=10, seed=5).batch(0, 16).astype(float)
+    batches = Samples(held_out, seq_len=10, seed=5).batch(0, 16).tokens.astype(float)
     expected = records[-1].loss + (batches[:8].mean() + batches[8:].mean()) / 2
     assert records[-1].eval_loss == pytest.approx(expected)
     assert losses(tmp_path / "out") == losses(tmp_path / "without")
