@@ -122,7 +122,7 @@ def compare(plans: Sequence[str], cluster: str | None = None) -> tuple[Alternati
     return choices_of([(path, document.read(Plan, path), predict(path, cluster)) for path in plans])
 
 
-def choices_of(named: Sequence[tuple[str, Plan, Prediction]]) -> tuple[Choice, ...]:
+def choices_of(named: Sequence[tuple[str, Plan, Prediction]]) -> tuple[Alternative, ...]:
     """Return each plan beside the fastest that fits."""
     predictions = [prediction for _, _, prediction in named]
     fitting = [one for one in predictions if one.fits] or predictions
