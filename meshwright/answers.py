@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshwright.jobs import Submission
     from meshwright.launches import Run
     from planner.profile import CollectiveCurve, LayerMeasurement, Profile, StageMeasurement
-    from planner.search.answer import Answer, Choice
+    from planner.search.answer import Alternative, Answer
     from profiler.agenda import Wish
     from profiler.profile import Intended
     from runtime.export import Exported
@@ -126,7 +126,7 @@ def agenda_json(found: Intended) -> dict[str, Any]:
     }
 
 
-def choices_json(choices: Sequence[Choice]) -> list[dict[str, Any]]:
+def choices_json(choices: Sequence[Alternative]) -> list[dict[str, Any]]:
     """Return plans beside the fastest as plain data; `more` is time beyond its, relatively."""
     return [
         {
@@ -141,7 +141,7 @@ def choices_json(choices: Sequence[Choice]) -> list[dict[str, Any]]:
     ]
 
 
-def choices_table(choices: Sequence[Choice]) -> Table:
+def choices_table(choices: Sequence[Alternative]) -> Table:
     """Return plans beside the fastest: time, what they cost against it, memory, and why."""
     table = Table("", "plan", "step", "cost", "memory", "why")
     for choice in choices:

@@ -39,7 +39,7 @@ from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
 from planner.request import FACTORY_SEQ_LEN, Request, pinned_layout
-from planner.search.answer import Answer, Choice, Progress
+from planner.search.answer import Alternative, Answer, Progress
 from planner.search.best_first import search
 from planner.search.preferred import Prefer, compared, with_preference
 from planner.solver.instance import Fathomed, Infeasible, Solution
@@ -115,7 +115,7 @@ def plan(
     return replace(answer, prediction=said)
 
 
-def compare(plans: Sequence[str], cluster: str | None = None) -> tuple[Choice, ...]:
+def compare(plans: Sequence[str], cluster: str | None = None) -> tuple[Alternative, ...]:
     """Say what plans take beside the fastest of them, each on its own cluster or on one."""
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")

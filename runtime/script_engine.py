@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from planner import schedule
 from planner.document import read
 from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
-from runtime import batches, checkpoint, script_checkpoint
+from runtime import batches, checkpoint, run, script_checkpoint
 from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
 from runtime.gradients import Measured, Slot, copies_of
@@ -42,6 +43,7 @@ from runtime.replicas import Replicas
 from runtime.script_checkpoint import Stateful
 from runtime.script_model import check_module, check_replay, few_samples
 from runtime.script_plan import script_plan
+from runtime.script_rank import OUTPUT_VARIABLE
 from runtime.script_stage import (
     check_layers,
     frozen_and_buffers,
@@ -182,6 +184,8 @@ class Engine:
         self._statistics = RunningStatistics(
             [part.module for part in self._parts], self._place, kind=batch_norm
         )
+        self._begun_s: float | None = None
+        self._records = _Records.of_this_process() if self.leads else None
         self._checked = False
         self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
 
@@ -507,6 +511,8 @@ class Engine:
                 "gradients() was called, and they are scaled; call optimizer_step() or zero_grad() "
                 "before the next forward_backward()"
             )
+        if self._begun_s is None:
+            self._begun_s = time.perf_counter()
         micros = self._micro_batches(batch)
         if isinstance(self._loss, whole_batch):
             self._whole_gradients(self._loss, micros)
@@ -620,6 +626,11 @@ class Engine:
         self._whole = None
         self._totals.clear()
         loss, norm, count = measured.report.tolist()
+        if self._records is not None and self._begun_s is not None:
+            seconds = time.perf_counter() - self._begun_s
+            if moved:
+                self._records.write(self.plan, self.steps, loss, norm, seconds)
+        self._begun_s = None
         return StepResult(loss, count, norm, metrics, skipped=not moved)
 
     def _of_all(self, values: Tensor) -> Tensor:
@@ -654,6 +665,43 @@ class Engine:
             names = [None] * dist.get_world_size()
             dist.all_gather_object(names, tuple(self._totals.metrics))
         return tuple(dict.fromkeys(name for one in names for name in one))
+
+
+class _Records:
+    """Steps written down for `meshwright run`, which started this process."""
+
+    _taken = False
+
+    def __init__(self, output: Path) -> None:
+        self._file = run.metrics_file(output)
+        self._begun = False
+
+    @classmethod
+    def of_this_process(cls) -> _Records | None:
+        """Return where the first engine of a process writes; others write nothing."""
+        output = os.environ.get(OUTPUT_VARIABLE)
+        if output is None or cls._taken:
+            return None
+        cls._taken = True
+        return cls(Path(output))
+
+    def write(self, plan: Plan, step: int, loss: float, norm: float, step_s: float) -> None:
+        """Add a step; those that it does again, behind a restart, are forgotten first."""
+        if not self._begun:
+            run.forget_steps_after(step - 1, self._file)
+            self._begun = True
+        positions = plan.global_batch * plan.seq_len
+        run.append_record(
+            run.StepRecord(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                step_s=step_s,
+                tokens_per_s=positions / step_s,
+                epoch=0,
+            ),
+            self._file,
+        )
 
 
 def _read(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | Mapping[str, Any]:

@@ -17,7 +17,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Alternative:
     """One row of the table of choices."""
 
     what: str
@@ -47,7 +47,7 @@ class Answer:
     """The best plan of each kind, fastest first; the first is `plan`."""
     finalists: tuple[Ranked, ...] = ()
     """Those that were simulated, the fastest first."""
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[Alternative, ...] = ()
     """The plan beside the fastest and the usual ones (planner.search.preferred)."""
     closed_form: Ranked | None = None
     """The optimum of the closed form, where finalists were simulated; it may be `plan`."""

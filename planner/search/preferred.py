@@ -22,7 +22,7 @@ from planner.prediction import Prediction
 from planner.profile import Recompute
 from planner.request import Request
 from planner.schedules import PLAIN
-from planner.search.answer import Answer, Choice
+from planner.search.answer import Alternative, Answer
 from planner.search.best_first import search
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
@@ -180,13 +180,13 @@ def _open(pins: Pins, wanted: dict[str, int] | dict[str, int | str]) -> bool:
     return all(getattr(pins, name) in (None, value) for name, value in wanted.items())
 
 
-def _row(what: str, one: Ranked | None, fastest: Ranked) -> Choice:
+def _row(what: str, one: Ranked | None, fastest: Ranked) -> Alternative:
     if one is None:
-        return Choice(what=what, why="does not fit, or is not executed")
+        return Alternative(what=what, why="does not fit, or is not executed")
     return compared(what, one.plan, one.prediction, fastest.prediction)
 
 
-def compared(what: str, plan: Plan, prediction: Prediction, fastest: Prediction) -> Choice:
+def compared(what: str, plan: Plan, prediction: Prediction, fastest: Prediction) -> Alternative:
     """Return the row of a plan beside the fastest: what it needs, and where it takes longer."""
     step_s, least_s = prediction.step_time_s, fastest.step_time_s
     longer = {
@@ -202,7 +202,7 @@ def compared(what: str, plan: Plan, prediction: Prediction, fastest: Prediction)
     if not prediction.fits:
         said = ["does not fit in memory", *said]
     needs = ", ".join(features(plan)) or "data parallelism alone"
-    return Choice(
+    return Alternative(
         what=what,
         plan=plan,
         prediction=prediction,
