@@ -238,7 +238,7 @@ def compare(
     """
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")
-    return commands.choices_of(
+    return commands.alternatives_of(
         [
             (
                 one.layout.text() if isinstance(one, Plan) else str(one),

@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.errors import DocumentError
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.schedules import PLAIN
 from planner.training import Training
 from planner.units import name_of
 from runtime.recorder import Recorder
@@ -72,7 +73,6 @@ def script_plan(
     ends = list(itertools.accumulate(cuts))
     placed = [PlacedLayer(layer=one, recompute=layout.get("recompute", "none")) for one in layers]
     label = name_of(name)
-    said = {name: layout[name] for name in ("schedule", "virtual_stages") if name in layout}
     return Plan(
         model=PlannedModel(name=label, source=f"script:{label}", digest=recorder.first.digest),
         cluster=f"{ranks} x {device}",
@@ -81,6 +81,8 @@ def script_plan(
         precision=layout.get("precision", "fp32"),
         mesh=Mesh(data_replicate=replicate, data_shard=data // replicate, pipeline=pipeline),
         zero=zero,
+        schedule=layout.get("schedule", PLAIN),
+        virtual_stages=layout.get("virtual_stages", 1),
         micro_batch=size,
         micro_batches=count,
         training=Training(seed=layout.get("seed", 0)),
@@ -88,5 +90,4 @@ def script_plan(
             Stage(layers=tuple(placed[begin:end]))
             for begin, end in zip([0, *ends], ends, strict=False)
         ),
-        **said,
     )
