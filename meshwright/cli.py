@@ -18,12 +18,14 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from meshwright import commands, launches
+from meshwright import commands, launches, scripts
 from meshwright.answers import (
     agenda_json,
     agenda_lines,
     answer_json,
     as_json,
+    choices_json,
+    choices_table,
     comparison_table,
     export_json,
     job_json,
@@ -75,6 +77,13 @@ class Solver(StrEnum):
 
     EXACT = "exact"
     ILP = "ilp"
+
+
+class Preferred(StrEnum):
+    """Which of the plans near the fastest is taken."""
+
+    SIMPLEST = "simplest"
+    FASTEST = "fastest"
 
 
 ModelArgument = Annotated[
@@ -147,6 +156,9 @@ def plan(
             help="Who trains: native, megatron, torchtitan, deepspeed, nanotron, fsdp, accelerate",
         ),
     ] = "native",
+    prefer: Annotated[
+        Preferred, typer.Option("--prefer", help="Of plans within 1.5 % of the fastest")
+    ] = Preferred.SIMPLEST,
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Write the plan here")
     ] = None,
@@ -169,6 +181,7 @@ def plan(
             solver=solver.value,
             top=top,
             backend=backend,
+            prefer=prefer.value,
             output=output,
             progress=progress,
         )
@@ -178,6 +191,7 @@ def plan(
     out.print(answer_text(answer.plan, answer.prediction, answer.certificate, explain=explain))
     if top > 1:
         out.print(top_table(answer))
+    out.print(choices_table(answer.choices))
     out.print(f"searched in {answer.search_s:.2f} s of CPU")
     if output:
         studied = any(a.source == CAVEAT_SOURCE for a in answer.prediction.assumptions)
@@ -187,6 +201,22 @@ def plan(
         if answer.plan.backend != "native":
             then = f"its configuration: meshwright export {output}"
         out.print(f"plan written to {output}; {then}")
+
+
+@app.command()
+def compare(
+    plans: Annotated[list[str], typer.Argument(help="Two or more plan.yaml")],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="On this one (default: each on its own)")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say what plans take beside the fastest of them: time, cost, memory and why."""
+    found = commands.compare(plans, cluster)
+    if json:
+        print(as_json({"plans": choices_json(found)}))
+        return
+    out.print(choices_table(found))
 
 
 @app.command()
@@ -377,6 +407,33 @@ def launch(
     out.print(f"metrics {run.report.metrics}, logs {run.report.logs}")
     if run.report.checkpoint:
         out.print(f"checkpoint {run.report.checkpoint}")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def run(
+    script: Annotated[str, typer.Argument(help="Your script, which makes a meshwright.Engine")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="What the script is given")] = None,
+    plan: Annotated[str, typer.Option("--plan", help="A plan.yaml")] = "plan.yaml",
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option("--restarts", min=0, help="Start again so often if a rank fails")
+    ] = 0,
+) -> None:
+    """Run your own script on the ranks of a plan, and compare with the prediction.
+
+    Options stand before the script's name; what stands behind it is the script's.
+    """
+    done = scripts.run_script(plan, script, arguments or (), output=output, restarts=restarts)
+    steps = done.run.steps
+    if steps:
+        out.print(f"loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f} in {len(steps)} steps")
+    if done.run.restarts:
+        out.print(f"started again {done.run.restarts} times")
+    if done.rows:
+        out.print(comparison_table(done.rows))
+    out.print(f"metrics and logs in {done.run.output}")
 
 
 class DType(StrEnum):
