@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshwright.jobs import Submission
     from meshwright.launches import Run
     from planner.profile import CollectiveCurve, LayerMeasurement, Profile, StageMeasurement
-    from planner.search.answer import Answer
+    from planner.search.answer import Alternative, Answer
     from profiler.agenda import Wish
     from profiler.profile import Intended
     from runtime.export import Exported
@@ -53,6 +53,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
             }
             for ranked in answer.top
         ],
+        "choices": choices_json(answer.choices),
         "search_s": answer.search_s,
     }
 
@@ -123,6 +124,39 @@ def agenda_json(found: Intended) -> dict[str, Any]:
             for w in found.wishes
         ],
     }
+
+
+def choices_json(choices: Sequence[Alternative]) -> list[dict[str, Any]]:
+    """Return plans beside the fastest as plain data; `more` is time beyond its, relatively."""
+    return [
+        {
+            "what": choice.what,
+            "layout": choice.prediction.layout if choice.prediction else None,
+            "step_time_s": choice.prediction.step_time_s if choice.prediction else None,
+            "more": choice.more,
+            "peak_memory_bytes": choice.peak_bytes,
+            "why": choice.why,
+        }
+        for choice in choices
+    ]
+
+
+def choices_table(choices: Sequence[Alternative]) -> Table:
+    """Return plans beside the fastest: time, what they cost against it, memory, and why."""
+    table = Table("", "plan", "step", "cost", "memory", "why")
+    for choice in choices:
+        if choice.prediction is None:
+            table.add_row(choice.what, "", "", "", "", choice.why)
+            continue
+        table.add_row(
+            choice.what,
+            choice.prediction.layout,
+            seconds_text(choice.prediction.step_time_s),
+            f"{100 * choice.more:+.1f} %",
+            bytes_text(choice.peak_bytes),
+            choice.why,
+        )
+    return table
 
 
 def top_table(answer: Answer) -> Table:

@@ -24,6 +24,8 @@ from meshwright.answers import (
     agenda_lines,
     answer_json,
     as_json,
+    choices_json,
+    choices_table,
     comparison_table,
     export_json,
     job_json,
@@ -75,6 +77,13 @@ class Solver(StrEnum):
 
     EXACT = "exact"
     ILP = "ilp"
+
+
+class Preferred(StrEnum):
+    """Which of the plans near the fastest is taken."""
+
+    SIMPLEST = "simplest"
+    FASTEST = "fastest"
 
 
 ModelArgument = Annotated[
@@ -147,6 +156,9 @@ def plan(
             help="Who trains: native, megatron, torchtitan, deepspeed, nanotron, fsdp, accelerate",
         ),
     ] = "native",
+    prefer: Annotated[
+        Preferred, typer.Option("--prefer", help="Of plans within 1.5 % of the fastest")
+    ] = Preferred.SIMPLEST,
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Write the plan here")
     ] = None,
@@ -169,6 +181,7 @@ def plan(
             solver=solver.value,
             top=top,
             backend=backend,
+            prefer=prefer.value,
             output=output,
             progress=progress,
         )
@@ -178,6 +191,7 @@ def plan(
     out.print(answer_text(answer.plan, answer.prediction, answer.certificate, explain=explain))
     if top > 1:
         out.print(top_table(answer))
+    out.print(choices_table(answer.choices))
     out.print(f"searched in {answer.search_s:.2f} s of CPU")
     if output:
         studied = any(a.source == CAVEAT_SOURCE for a in answer.prediction.assumptions)
@@ -187,6 +201,22 @@ def plan(
         if answer.plan.backend != "native":
             then = f"its configuration: meshwright export {output}"
         out.print(f"plan written to {output}; {then}")
+
+
+@app.command()
+def compare(
+    plans: Annotated[list[str], typer.Argument(help="Two or more plan.yaml")],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="On this one (default: each on its own)")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say what plans take beside the fastest of them: time, cost, memory and why."""
+    found = commands.compare(plans, cluster)
+    if json:
+        print(as_json({"plans": choices_json(found)}))
+        return
+    out.print(choices_table(found))
 
 
 @app.command()
@@ -307,6 +337,9 @@ def launch(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write events for TensorBoard too")
     ] = False,
+    wandb: Annotated[
+        str | None, typer.Option("--wandb", help="Log to this project on Weights & Biases too")
+    ] = None,
     profile: ProfileOption = None,
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
@@ -342,6 +375,7 @@ def launch(
         evaluate_every=evaluate_every,
         evaluate_batches=evaluate_batches,
         tensorboard=tensorboard,
+        wandb=wandb,
         profile=profile,
         output=output,
         dry_run=dry_run,

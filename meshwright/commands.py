@@ -39,8 +39,9 @@ from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
 from planner.request import FACTORY_SEQ_LEN, Request, pinned_layout
-from planner.search.answer import Answer, Progress
+from planner.search.answer import Alternative, Answer, Progress
 from planner.search.best_first import search
+from planner.search.preferred import Prefer, compared, with_preference
 from planner.solver.instance import Fathomed, Infeasible, Solution
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
@@ -70,10 +71,13 @@ def plan(
     solver: str = "exact",
     top: int = 1,
     backend: str = "native",
+    prefer: Prefer = "simplest",
     output: str | None = None,
     progress: Progress | None = None,
 ) -> Answer:
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
+
+    Of plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
 
     `lora` are settings of adapters that alone are trained (`rank=16`).  `allow` names what the
     search may do beside: `offload` to the host, and what changes the arithmetic of training,
@@ -102,12 +106,28 @@ def plan(
         stack=backend,
         called=cluster,
     )
-    answer = search(request, solver=solver, top=top, progress=progress)
+    found = search(request, solver=solver, top=top, progress=progress)
+    answer = with_preference(request, found, prefer)
     said = answer.prediction.on(machine.devices, used=answer.plan.mesh.devices)
     said = said.noted(*without_effect(request.pins, answer.plan.layout))
     if output is not None:
         document.write(answer.plan, output)
     return replace(answer, prediction=said)
+
+
+def compare(plans: Sequence[str], cluster: str | None = None) -> tuple[Alternative, ...]:
+    """Say what plans take beside the fastest of them, each on its own cluster or on one."""
+    if len(plans) < 2:
+        raise DocumentError("plans", "are fewer than two; name those to be compared")
+    return choices_of([(path, document.read(Plan, path), predict(path, cluster)) for path in plans])
+
+
+def choices_of(named: Sequence[tuple[str, Plan, Prediction]]) -> tuple[Choice, ...]:
+    """Return each plan beside the fastest that fits."""
+    predictions = [prediction for _, _, prediction in named]
+    fitting = [one for one in predictions if one.fits] or predictions
+    fastest = min(fitting, key=lambda one: one.step_time_s)
+    return tuple(compared(*one, fastest) for one in named)
 
 
 def predict(

@@ -88,7 +88,7 @@ print(json.dumps({
 """
 
 
-class Device(NamedTuple):
+class LocalDevice(NamedTuple):
     """One line of `nvidia-smi`."""
 
     name: str
@@ -221,7 +221,7 @@ def available_bytes() -> int:
     return available
 
 
-def nvidia_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
+def nvidia_devices(environment: Mapping[str, str] = os.environ) -> tuple[LocalDevice, ...]:
     """Return the devices that `nvidia-smi` shows and CUDA_VISIBLE_DEVICES lets through."""
     command = shutil.which("nvidia-smi")
     if command is None:
@@ -237,22 +237,22 @@ def nvidia_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device,
     return visible(listed(rows), environment.get("CUDA_VISIBLE_DEVICES"), instances(names))
 
 
-def listed(text: str) -> tuple[Device, ...]:
+def listed(text: str) -> tuple[LocalDevice, ...]:
     """Read the lines of `nvidia-smi --query-gpu=name,memory.total,uuid` (in MiB).
 
     >>> listed("NVIDIA H100 80GB HBM3, 81559, GPU-5c8")
-    (Device(name='NVIDIA H100 80GB HBM3', memory_bytes=85520809984, identifier='GPU-5c8'),)
+    (LocalDevice(name='NVIDIA H100 80GB HBM3', memory_bytes=85520809984, identifier='GPU-5c8'),)
     """
     devices = []
     for line in text.splitlines():
         name, memory, identifier = (part.strip() for part in f",,{line}".rsplit(",", 2))
         name = name.removeprefix(",,")
         if name and memory.isdigit():
-            devices.append(Device(name, int(memory) * MIB, identifier))
+            devices.append(LocalDevice(name, int(memory) * MIB, identifier))
     return tuple(devices)
 
 
-def instances(text: str) -> tuple[Device, ...]:
+def instances(text: str) -> tuple[LocalDevice, ...]:
     """Read the parts of devices in the listing of `nvidia-smi -L`.
 
     >>> (part,) = instances(
@@ -268,13 +268,13 @@ def instances(text: str) -> tuple[Device, ...]:
         if whole := re.match(r"GPU \d+: (.*) \(UUID", line):
             name = whole[1]
         elif part := re.match(r"\s+MIG (\S+\.(\d+)gb\S*)\s.*UUID: (MIG-[^)]+)", line):
-            found.append(Device(f"{name} MIG {part[1]}", int(part[2]) * 2**30, part[3]))
+            found.append(LocalDevice(f"{name} MIG {part[1]}", int(part[2]) * 2**30, part[3]))
     return tuple(found)
 
 
 def visible(
-    devices: Sequence[Device], chosen: str | None, parts: Sequence[Device] = ()
-) -> tuple[Device, ...]:
+    devices: Sequence[LocalDevice], chosen: str | None, parts: Sequence[LocalDevice] = ()
+) -> tuple[LocalDevice, ...]:
     """Return the devices that a value of CUDA_VISIBLE_DEVICES names, in its order.
 
     An entry is an index in the order of the bus, or the beginning of one device's identifier
@@ -282,7 +282,7 @@ def visible(
     """
     if chosen is None:
         return tuple(devices)
-    result: list[Device] = []
+    result: list[LocalDevice] = []
     for entry in (part.strip() for part in chosen.split(",")):
         named = [
             device
@@ -297,7 +297,7 @@ def visible(
     return tuple(result)
 
 
-def of_devices(devices: Sequence[Device]) -> ClusterSpec:
+def of_devices(devices: Sequence[LocalDevice]) -> ClusterSpec:
     """Return NVIDIA devices of one host as a cluster, a group for each run of equal ones."""
     groups: list[DeviceGroup] = []
     entries: list[AcceleratorEntry] = []
@@ -343,7 +343,7 @@ def _tiers(entries: Sequence[AcceleratorEntry], devices: int) -> tuple[LinkTier,
     return (slowest.model_copy(update={"devices": devices}),)
 
 
-def _entry_of(device: Device) -> tuple[str, AcceleratorEntry, bool]:
+def _entry_of(device: LocalDevice) -> tuple[str, AcceleratorEntry, bool]:
     """Return the catalogue's name and entry for a device, and whether it is that device."""
     entries = [(name, e) for name, e in accelerators().items() if e.vendor == "NVIDIA"]
     for name, entry in entries:

@@ -82,6 +82,8 @@ class Pins:
     gradient_wire: GradientWire | None = None
     order: tuple[Axis, ...] | None = None
     """All axes, the innermost first."""
+    divided: frozenset[Axis] = frozenset()
+    """Axes that have more than one rank."""
     allowed: frozenset[Allowance] = frozenset()
     require: tuple[Requirement, ...] = ()
     """What a split must keep beside."""
@@ -103,7 +105,8 @@ class Pins:
             (self.gradient_wire, layout.gradient_wire),
             (self.order, layout.order),
         )
-        return all(pin in (None, value) for pin, value in pinned)
+        several = all(getattr(layout, axis) > 1 for axis in self.divided)
+        return several and all(pin in (None, value) for pin, value in pinned)
 
 
 def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
@@ -259,4 +262,6 @@ def _order(value: str, item: str) -> tuple[Axis, ...]:
     return (*axes, *(axis for axis in INSIDE_OUT if axis not in axes))
 
 
-assert {*SHORT_NAMES.values(), "allowed", "require"} == {field.name for field in fields(Pins)}
+assert {*SHORT_NAMES.values(), "divided", "allowed", "require"} == {
+    field.name for field in fields(Pins)
+}

@@ -110,7 +110,7 @@ def pace(
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class InFlightCounts:
     """How many micro-batches the stages of a rank hold at most, each stage's counted.
 
     `alive` counts from F to the end of I, `waiting` from the start of I to W.  Early stages hold
@@ -125,14 +125,16 @@ class Held:
     waiting: int
 
 
-def held(name: str, rank: int, *, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Held:
+def held(
+    name: str, rank: int, *, ranks: int, micro_batches: int, virtual_stages: int = 1
+) -> InFlightCounts:
     """Return what a rank holds under a schedule; tests count the orders of planner.schedule.
 
     >>> [held("zb-h1", rank, ranks=4, micro_batches=8).waiting for rank in range(4)]
     [1, 2, 3, 4]
     """
     counts = schedule_of(name).counts(rank, Shape(ranks, micro_batches, virtual_stages))
-    return Held(counts.alive, counts.deferred)
+    return InFlightCounts(counts.alive, counts.deferred)
 
 
 def most_on_first_stage(name: str, *, ranks: int, micro_batches: int, virtual_stages: int) -> int:

@@ -43,7 +43,7 @@ from runtime.recorded_stage import MicroBatch, step_seed
 from runtime.recorder import Inputs, Recorder
 from runtime.replicas import Replicas
 from runtime.script_checkpoint import Stateful
-from runtime.script_model import check_module, few_samples
+from runtime.script_model import check_module, check_replay, few_samples
 from runtime.script_plan import script_plan
 from runtime.script_rank import OUTPUT_VARIABLE
 from runtime.script_stage import (
@@ -129,6 +129,7 @@ class Engine:
             module = build()
         refuse_hooks(module)
         self._shapes = {name: (t.dtype, t.shape) for name, t in module.state_dict().items()}
+        check_replay(module, batch, inputs, units=units)
         samples = plan.global_batch if isinstance(plan, Plan) else batches.samples_in(batch)
         if isinstance(plan, Plan):
             if plan.model.graph is not None:

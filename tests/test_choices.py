@@ -45,7 +45,7 @@ def reduction(wire: Any) -> object:
         lambda: TABLE.stored(NEW),
         lambda: recompute.wrapped(nn.Identity(), NEW),
         lambda: states(8.0, replace(SHARING, offload=NEW)),
-        lambda: least_s(Saving(NEW, "full"), 1.0, 1, UNUSED),
+        lambda: least_s(Saving(NEW, "full"), 1.0, 1, UNUSED, UNUSED),
         lambda: replace(SHARING, wire=NEW).wire_bytes,
         lambda: reduction(NEW),
     ],

@@ -38,7 +38,7 @@ class InFlight(NamedTuple):
     """From F to B or W."""
     alive: int
     """From F to the end of B or I, and so many that of the last j of the V stages no more than
-    j / V of them are (planner.pipeline_model.Held)."""
+    j / V of them are (planner.pipeline_model.InFlightCounts)."""
     deferred: int
     """From the start of I to W."""
 

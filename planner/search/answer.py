@@ -17,6 +17,24 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """One row of the table of choices."""
+
+    what: str
+    plan: Plan | None = None
+    prediction: Prediction | None = None
+    more: float = 0.0
+    """Time, so also cost, beyond the fastest, relatively."""
+    why: str = ""
+
+    @property
+    def peak_bytes(self) -> float:
+        """Memory of the fullest device."""
+        stages = self.prediction.stages if self.prediction else ()
+        return max((stage.peak_memory_bytes for stage in stages), default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The fastest plan that a search found, with its prediction and its certificate."""
 
@@ -27,6 +45,10 @@ class Answer:
     """CPU seconds of the search itself."""
     top: tuple[Ranked, ...]
     """The best plan of each kind, fastest first; the first is `plan`."""
+    finalists: tuple[Ranked, ...] = ()
+    """Those that were simulated, the fastest first."""
+    choices: tuple[Alternative, ...] = ()
+    """The plan beside the fastest and the usual ones (planner.search.preferred)."""
     closed_form: Ranked | None = None
     """The optimum of the closed form, where finalists were simulated; it may be `plan`."""
     solved: int

@@ -158,6 +158,7 @@ def search(
         certificate=proven(certificate, chosen),
         search_s=time.process_time() - started,
         top=top_plans,
+        finalists=tuple(one for _, one in order),
         closed_form=closed_form,
         solved=sum(one.solved for one in hunts),
     )

@@ -45,12 +45,12 @@ from planner.search.formulation import (
     layout_pace,
     unkept,
 )
-from planner.search.joint.rooms import Chain, Paces, Rooms, Unit
+from planner.search.joint.rooms import ChainFigures, Paces, Rooms, Unit
 from planner.search.savings import Saving, activations, least_s, savings
 from planner.search.space import (
     Degrees,
     Family,
-    Sharing,
+    ShardingChoice,
     Timetable,
     canonical,
     every_degrees,
@@ -64,7 +64,7 @@ from planner.solver.instance import Instance
 from planner.stage_rules import Rows, rows
 from planner.tolerances import ROUNDING, SLACK
 
-Levels = list[tuple[tuple[Sharing, ...], bounds.Floats]]
+Levels = list[tuple[tuple[ShardingChoice, ...], bounds.Floats]]
 """Sharings of one ZeRO level, with a bound for each timetable."""
 Bounded = list[tuple[Layout, float]]
 """Layouts and the least seconds of each."""
@@ -198,7 +198,7 @@ class Candidates:
         self._divided = numbers
         figures = self.tables.figures_together(firsts)
         counts = np.array(list(self._counts.values()))
-        self._chain = Chain(
+        self._chain = ChainFigures(
             counts=self._counts,
             commonest=self._commonest[0],
             figures=figures,
@@ -495,7 +495,7 @@ def _plainest(job: Job, degrees: Degrees, pins: Pins) -> Layout:
 class _Moved(NamedTuple):
     """What sharing takes of one of the commonest layers; arrays [sharing]."""
 
-    sharings: tuple[Sharing, ...]
+    sharings: tuple[ShardingChoice, ...]
     passes_s: bounds.Floats
     """Fewest seconds of both passes."""
     once_s: bounds.Floats
@@ -517,12 +517,12 @@ def _all(seconds: float, layouts: Sequence[Layout]) -> bounds.Floats:
     return np.broadcast_to(np.asarray(seconds, dtype=float), (len(layouts),)).copy()
 
 
-def _levels(family: Family) -> list[tuple[Sharing, ...]]:
+def _levels(family: Family) -> list[tuple[ShardingChoice, ...]]:
     """Return a family's sharings by what ZeRO level states are divided by, the widest first.
 
     Under a pipeline, and where a step has one micro-batch, ZeRO-2 is ZeRO-1 (planner.costs.memory).
     """
-    result: dict[int, list[Sharing]] = {}
+    result: dict[int, list[ShardingChoice]] = {}
     for sharing in family.sharings:
         level = 1 if _alike(family) and sharing.zero == 2 else sharing.zero
         result.setdefault(level, []).append(sharing)

@@ -65,7 +65,7 @@ Solve = Callable[[Layout, float], Found[T] | Lost]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome(Generic[T]):
+class Searched(Generic[T]):
     """The best of each kind of layout, fastest first, not yet in the account; none if none fits."""
 
     best: tuple[Found[T], ...]
@@ -83,7 +83,7 @@ def best_first(
     top: int = 1,
     below_s: float = math.inf,
     progress: Callable[[int, int], None] | None = None,
-) -> Outcome[T]:
+) -> Searched[T]:
     """Find the best layouts; `bounds` are named by what a layout falls to, cheapest first.
 
     What is known of a bundle is the first of these bounds.  A bound of inf says that the layout
@@ -98,7 +98,7 @@ def best_first(
         if progress is not None:
             progress(max(0, count - len(queue.entries)), count)
     queue.leave_the_rest()
-    return Outcome(best=queue.ranking(), solved=queue.solved, misses=tuple(queue.misses))
+    return Searched(best=queue.ranking(), solved=queue.solved, misses=tuple(queue.misses))
 
 
 class _Entry(NamedTuple):

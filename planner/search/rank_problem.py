@@ -17,7 +17,7 @@ from planner.costs.recomputes import Recomputes
 from planner.costs.strategy import LayerBytes, StrategyCost, StrategyParts
 from planner.errors import DocumentError
 from planner.model import ModelGraph
-from planner.pipeline_model import Held, held, most_on_first_stage
+from planner.pipeline_model import InFlightCounts, held, most_on_first_stage
 from planner.plan import Layout
 from planner.schedule import splits_backward
 from planner.search.layer_options import allowed, option_of
@@ -202,7 +202,7 @@ class RankProblem:
             virtual_stages=self.layout.virtual_stages,
         )
 
-    def _held(self, rank: int) -> Held:
+    def _held(self, rank: int) -> InFlightCounts:
         layout = self.layout
         return held(
             layout.schedule,

@@ -53,7 +53,7 @@ class Degrees:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ShardingChoice:
     """ZeRO level, how the data axis is divided, and where the axes lie."""
 
     zero: int
@@ -72,7 +72,7 @@ class Family:
     degrees: Degrees
     micro_batch: int
     micro_batches: int
-    sharings: tuple[Sharing, ...]
+    sharings: tuple[ShardingChoice, ...]
     timetables: tuple[Timetable, ...]
     savings: tuple[Saving, ...] = (Saving(),)
     place: axis_orders.Spans = ()
@@ -101,7 +101,7 @@ class Family:
             yield replace(self, savings=(saving,))
 
     def layout(
-        self, sharing: Sharing, timetable: Timetable, saving: Saving | None = None
+        self, sharing: ShardingChoice, timetable: Timetable, saving: Saving | None = None
     ) -> Layout:
         """Return one layout; without `saving`, of the first."""
         saving = saving or self.savings[0]
@@ -130,7 +130,7 @@ class Family:
                 for saving in self.savings:
                     yield self.layout(sharing, timetable, saving)
 
-    def widest(self) -> Iterator[Sharing]:
+    def widest(self) -> Iterator[ShardingChoice]:
         """Yield the sharings that divide states among the most ranks, for each ZeRO level."""
         for level in {sharing.zero: None for sharing in self.sharings}:
             yield next(sharing for sharing in self.sharings if sharing.zero == level)
@@ -181,8 +181,8 @@ def every_degrees(request: Request) -> Iterator[Degrees]:
     devices, in_node = request.cluster.devices, request.cluster.groups[0].devices_per_node
 
     def within(axis: Axis, degrees: list[int]) -> list[int]:
-        most = space.most(axis, in_node)
-        return degrees if most is None else [degree for degree in degrees if degree <= most]
+        most, least = space.most(axis, in_node), 2 if axis in pins.divided else 1
+        return [n for n in degrees if least <= n and (most is None or n <= most)]
 
     for tensor in _allowed(within("tensor", divisors(devices)), pins.tensor):
         if tensor > _most_tensor_parallel(model):
@@ -295,14 +295,14 @@ def families(
     model, job, pins, space = request.model, request.job, request.pins, request.space
     tiers = tiers_of(request.cluster)
     divided = request.stack.tensor.sequence_parallel or degrees.tensor == 1
-    by_place: dict[axis_orders.Spans, list[Sharing]] = {}
+    by_place: dict[axis_orders.Spans, list[ShardingChoice]] = {}
     if space.axis_order == "fixed":
         pins = replace(pins, order=pins.order or INSIDE_OUT)
     for zero, shard in sharings(degrees, pins, space=space):
         replicate = degrees.data // shard
         for spans, order in _orders(tiers, degrees, shard, replicate, pins).items():
             inner = spans[:2]  # of tensor and context
-            by_place.setdefault(inner, []).append(Sharing(zero, shard, replicate, order))
+            by_place.setdefault(inner, []).append(ShardingChoice(zero, shard, replicate, order))
     for size, count in micro_batches(job, degrees, pins):
         every = timetables(model, degrees.pipeline, count, pins, space=space)
         for place, found in by_place.items() if every else ():

@@ -38,7 +38,7 @@ class Costs:
     steady: float
 
 
-class Priced(Protocol):
+class PricedSplit(Protocol):
     """A way and the parts of what it costs."""
 
     @property
@@ -58,7 +58,7 @@ class Priced(Protocol):
         """All that it costs."""
 
 
-P_co = TypeVar("P_co", bound=Priced, covariant=True)
+P_co = TypeVar("P_co", bound=PricedSplit, covariant=True)
 
 
 class Ways(Protocol[P_co]):

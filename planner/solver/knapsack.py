@@ -87,7 +87,7 @@ class OptionTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Family:
+class StageClass:
     """Stages that share Pareto sets: `stages` indexes them, `scale` divides their budgets.
 
     `load[kind, option]` are the bytes of a knapsack, `base_bytes[kind]` what any option holds.
@@ -193,13 +193,13 @@ class Knapsacks:
         self.host_limited = bool(np.isfinite(self.host_limit).any())
         _refuse_both(self.host_limited and self.sync_depends)
 
-    def _families(self) -> list[Family]:
+    def _families(self) -> list[StageClass]:
         options, families = self.options, []
         if options.constant(options.resident) and options.constant(options.kept):
             for waiting in sorted(set(self.waiting.tolist())):
                 stages = np.flatnonzero(self.waiting == waiting)
                 base = options.resident[:, 0] + waiting * options.kept[:, 0]
-                families.append(Family(stages, self.in_flight[stages], options.stored, base))
+                families.append(StageClass(stages, self.in_flight[stages], options.stored, base))
             return families
         pairs = zip(self.in_flight.tolist(), self.waiting.tolist(), strict=True)
         for in_flight, waiting in sorted(set(pairs)):
@@ -208,7 +208,7 @@ class Knapsacks:
             if waiting:
                 load = load + waiting * options.kept
             least = options.resident.min(axis=1)
-            families.append(Family(stages, np.ones(len(stages)), load - least[:, None], least))
+            families.append(StageClass(stages, np.ones(len(stages)), load - least[:, None], least))
         return families
 
     def content(self, first: int, count: int) -> list[tuple[int, int]]:
@@ -223,7 +223,7 @@ class Knapsacks:
         """What the Lagrangian bounds of each family are made of."""
         return [self._relaxed(family) for family in self.families]
 
-    def _relaxed(self, family: Family) -> Relaxed:
+    def _relaxed(self, family: StageClass) -> Relaxed:
         options = self.options
         kinds, depth = len(options.sizes), max(map(len, options.levels))
         every_level = sum(map(len, options.levels)) <= _HULLS
@@ -426,7 +426,7 @@ class Knapsacks:
             self._runs[family, kind, allowed] = runs
         return runs
 
-    def _budgets(self, family: Family, content: Content, level: float) -> Floats:
+    def _budgets(self, family: StageClass, content: Content, level: float) -> Floats:
         """Bytes, on the scale of the family, that the loads may use on each of its stages."""
         held = sum(float(family.base_bytes[kind]) * count for kind, count in content)
         budgets: Floats = (self.free_bytes[family.stages] - level - held) / family.scale

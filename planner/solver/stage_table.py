@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from planner.solver.checked import fastest_checked
 from planner.solver.cuts import Chain
 from planner.solver.descent import Costs
-from planner.solver.knapsack import Checked, Family, Fastest, Knapsacks, Relaxed
+from planner.solver.knapsack import Checked, Fastest, Knapsacks, Relaxed, StageClass
 from planner.tolerances import ROUNDING, SLACK
 
 Floats = NDArray[np.float64]
@@ -326,7 +326,7 @@ class StageTable:
         return [(float(part[0]), float(part[-1])) for part in np.array_split(levels, bins)]
 
     def _bound_within(
-        self, family: Family, relaxed: Relaxed, level: Floats, highest: float
+        self, family: StageClass, relaxed: Relaxed, level: Floats, highest: float
     ) -> Floats:
         """[stage of family, signature] Bound if the largest transient is `level` .. `highest`."""
         knapsacks = self._knapsacks

@@ -55,7 +55,7 @@ def test_text_says_how_the_configuration_is_written(
         (["--backend", "fsdp", "--fix", "tp=2"], "tp=2: fsdp has no such axis"),
         (["--backend", "torchtitan", "--fix", "zero=1"], "zero=1: torchtitan has 0 or 2 or 3"),
         (["--backend", "nanotron", "--fix", "v=2"], "v=2: nanotron has at most 1 stages"),
-        (["--backend", "megatron", "--lora", "rank=8"], "adapters are not planned for it"),
+        (["--backend", "torchtitan", "--lora", "rank=8"], "adapters are not planned for it"),
     ],
 )
 def test_what_a_framework_does_not_have_is_told(

@@ -252,3 +252,23 @@ def test_wrong_usage_exits_with_2(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan"]) == 2
     assert cli.main(["no-such-command"]) == 2
     assert capfd.readouterr().out == ""
+
+
+def test_plans_are_compared_with_the_fastest_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(tmp_path / f"{name}.yaml") for name in ("free", "divided")]
+    wanted = ["plan", "llama-3.2-1b", "--cluster", "8xh100-sxm-80gb", "--global-batch", "64"]
+    assert cli.main([*wanted, "-o", paths[0]]) == 0
+    assert cli.main([*wanted, "--fix", "tp=8", "-o", paths[1]]) == 0
+    capsys.readouterr()
+
+    assert cli.main(["compare", *paths, "--json"]) == 0
+
+    free, divided = json.loads(capsys.readouterr().out)["plans"]
+    assert (free["what"], divided["what"]) == tuple(paths)
+    assert free["more"] == 0.0
+    assert divided["more"] == pytest.approx(divided["step_time_s"] / free["step_time_s"] - 1)
+    assert "tensor communication +" in divided["why"]
+    assert cli.main(["compare", paths[0]]) == 1
+    assert "fewer than two" in capsys.readouterr().err

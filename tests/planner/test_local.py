@@ -11,11 +11,11 @@ from planner import local
 from planner.catalog import accelerators
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError, LaunchError
-from planner.local import Core, Device, listed, nvidia_devices, of_cores, of_devices, visible
+from planner.local import Core, LocalDevice, listed, nvidia_devices, of_cores, of_devices, visible
 
 CORE = Core(flops=1e11, bytes_per_s=2e10, link_latency_s=2e-5, link_bytes_per_s=3e9)
-H100 = Device("NVIDIA H100 80GB HBM3", 85520809984)
-RTX = Device("NVIDIA GeForce RTX 4090", 24564 * 2**20)
+H100 = LocalDevice("NVIDIA H100 80GB HBM3", 85520809984)
+RTX = LocalDevice("NVIDIA GeForce RTX 4090", 24564 * 2**20)
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +93,8 @@ def test_the_listing_of_nvidia_smi_is_read() -> None:
     ],
 )
 def test_chosen_devices_are_those_that_cuda_would_show(chosen: str | None, left: list[int]) -> None:
-    devices = [Device(str(i), 1, f"GPU-{i}") for i in range(3)]
-    parts = [Device("part", 1, "MIG-7")]
+    devices = [LocalDevice(str(i), 1, f"GPU-{i}") for i in range(3)]
+    parts = [LocalDevice("part", 1, "MIG-7")]
 
     assert visible(devices, chosen, parts) == tuple([*devices, *parts][i] for i in left)
 
@@ -110,7 +110,7 @@ def test_known_devices_have_the_figures_of_the_catalogue_and_their_own_memory() 
 
 
 def test_an_unknown_device_says_whose_figures_it_has() -> None:
-    accelerator = of_devices([Device("NVIDIA Quadro X", 24 * 2**30)]).groups[0].accelerator
+    accelerator = of_devices([LocalDevice("NVIDIA Quadro X", 24 * 2**30)]).groups[0].accelerator
 
     assert accelerator.name == "NVIDIA Quadro X"
     assert accelerator.curve.provenance == "quoted"

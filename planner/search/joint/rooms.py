@@ -35,7 +35,7 @@ from planner.search.joint.hosting import Options, Stages, hosted
 from planner.search.joint.spread import Spread
 from planner.search.least_bytes import sizes_of
 from planner.search.ranks import longest_run, shares_of
-from planner.search.space import Family, Sharing, Timetable
+from planner.search.space import Family, ShardingChoice, Timetable
 from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
@@ -47,7 +47,7 @@ class Unit(NamedTuple):
     sharing."""
 
     family: Family
-    leanest: Sharing
+    leanest: ShardingChoice
 
 
 class Paces(NamedTuple):
@@ -64,7 +64,7 @@ class Paces(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class ChainFigures:
     """The layers of a model by kind, and the settings that their seconds were worked out in."""
 
     counts: dict[str, int]
@@ -102,7 +102,7 @@ class Rooms:
     def __init__(
         self,
         tables: CostTables,
-        chain: Chain,
+        chain: ChainFigures,
         *,
         capacity_bytes: float,
         recompute: Recomputes,

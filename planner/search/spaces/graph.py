@@ -35,7 +35,7 @@ from planner.search.ranked import Ranked
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.misses import closest_miss
 from planner.search.spaces.rounds import RoundSpace, unlike
-from planner.search.spaces.search import Progress, Refusals, Space, search_spaces
+from planner.search.spaces.search import LayoutSpace, Progress, Refusals, search_spaces
 from planner.solver import sided
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
 from planner.solver.graphs.lattice import solve_graph
@@ -56,7 +56,7 @@ def search_graph(
     if solver != "exact":
         raise DocumentError("solver", f"is '{solver}'; graphs of layers need 'exact'")
 
-    def build(request: Request) -> list[Space[Any]]:
+    def build(request: Request) -> list[LayoutSpace[Any]]:
         return spaces_of(Candidates(request, candidates.rules))
 
     return search_spaces(
@@ -68,9 +68,9 @@ def search_graph(
     )
 
 
-def spaces_of(candidates: Candidates) -> list[Space[Any]]:
+def spaces_of(candidates: Candidates) -> list[LayoutSpace[Any]]:
     """Return one stage a rank, and two where the graph has one order."""
-    spaces: list[Space[Any]] = [GraphSpace(candidates)] if candidates.families else []
+    spaces: list[LayoutSpace[Any]] = [GraphSpace(candidates)] if candidates.families else []
     return [*spaces, RoundSpace(candidates)] if unlike(candidates.model) else spaces
 
 

@@ -17,7 +17,7 @@ from planner.request import Request
 from planner.search.layout_queue import Bundle, Found
 from planner.search.misses import mean_least_bytes, nothing_runs
 from planner.search.ranked import Ranked
-from planner.search.spaces.search import Misses, Refusals, Space, runnable
+from planner.search.spaces.search import LayoutSpace, Misses, Refusals, runnable
 from planner.search.ways_out import ways_out
 from planner.units import bytes_text
 
@@ -29,13 +29,13 @@ HAIR = 0.01
 """The least memory is found to this share of it."""
 
 
-Build = Callable[[Request], Sequence[Space[Any]]]
+Build = Callable[[Request], Sequence[LayoutSpace[Any]]]
 """The spaces of a request."""
 
 
-def _leanest(request: Request, build: Build) -> list[tuple[Space[Any], Layout]]:
+def _leanest(request: Request, build: Build) -> list[tuple[LayoutSpace[Any], Layout]]:
     """Return the layouts that hold least on a stage if layers could be divided evenly."""
-    every: list[tuple[float, int, Space[Any], Layout]] = []
+    every: list[tuple[float, int, LayoutSpace[Any], Layout]] = []
     for space in build(request):
         for layout in _lean_layouts(space):
             least = mean_least_bytes(request.model, space.costs_of(layout)[0], layout)
@@ -52,7 +52,7 @@ def _fitting(build: Build, request: Request) -> Layout | None:
 
 
 def _with_memory(
-    request: Request, build: Build, factor: float, like: Space[Any], layout: Layout
+    request: Request, build: Build, factor: float, like: LayoutSpace[Any], layout: Layout
 ) -> Ranked | None:
     """Return the best plan of a layout on devices with so many times the memory."""
     groups = []
@@ -111,7 +111,7 @@ def closest_miss(request: Request, build: Build, refused: Refusals, misses: Miss
     )
 
 
-def _lean_layouts(space: Space[Any]) -> Iterator[Layout]:
+def _lean_layouts(space: LayoutSpace[Any]) -> Iterator[Layout]:
     """Yield layouts of the smallest micro-batch, states divided all the way, for all degrees."""
     smallest: dict[tuple[int, ...], Bundle] = {}
     for bundle in runnable(space, {}):
@@ -130,7 +130,7 @@ def _lean_layouts(space: Space[Any]) -> Iterator[Layout]:
 
 
 def _least_memory(
-    request: Request, build: Build, space: Space[Any], layout: Layout, most: float
+    request: Request, build: Build, space: LayoutSpace[Any], layout: Layout, most: float
 ) -> tuple[float, Ranked] | None:
     """Return how many times the memory a layout needs, and its plan there; None if over `most`."""
     low, high = 1.0, 2.0

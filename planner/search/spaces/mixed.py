@@ -63,7 +63,7 @@ from planner.search.space import (
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace, leanest
 from planner.search.spaces.misses import closest_miss
-from planner.search.spaces.search import Progress, Refusals, Space, search_spaces
+from planner.search.spaces.search import LayoutSpace, Progress, Refusals, search_spaces
 from planner.search.spaces.shares import ShareSpace
 from planner.solver.graphs.graph_instance import Undecided
 from planner.solver.instance import Fathomed, Infeasible, Instance
@@ -450,7 +450,7 @@ def _divided(layout: Layout) -> tuple[int, ...]:
     return layout.tensor, layout.context, layout.expert, layout.micro_batch
 
 
-def _spaces(request: Request) -> Iterator[Space[Any]]:
+def _spaces(request: Request) -> Iterator[LayoutSpace[Any]]:
     """Yield the layouts of every set of groups, the largest first.
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.

@@ -40,7 +40,7 @@ class Proven(Protocol):
 S = TypeVar("S", bound=Proven)
 
 
-class Space(Protocol[S]):
+class LayoutSpace(Protocol[S]):
     """Layouts, and their best splits."""
 
     @property
@@ -70,7 +70,7 @@ class Space(Protocol[S]):
         """Return the plan of a split and its prediction."""
 
 
-def runnable(space: Space[Any], refused: Refusals) -> Iterator[Bundle]:
+def runnable(space: LayoutSpace[Any], refused: Refusals) -> Iterator[Bundle]:
     """Yield bundles of what can run; count by reason what was looked at and cannot."""
 
     def within(layouts: Callable[[], Iterable[Layout]]) -> Iterator[Layout]:
@@ -86,7 +86,7 @@ def runnable(space: Space[Any], refused: Refusals) -> Iterator[Bundle]:
 
 
 def search_spaces(
-    spaces: Iterable[Space[Any]],
+    spaces: Iterable[LayoutSpace[Any]],
     *,
     refused: Refusals,
     why_nothing: Callable[[Refusals, Misses], str],
@@ -99,7 +99,7 @@ def search_spaces(
     """
     started = time.process_time()
     account, refused = Account(), dict(refused)
-    found: list[tuple[Space[Any], Found[Any]]] = []
+    found: list[tuple[LayoutSpace[Any], Found[Any]]] = []
     misses: Misses = []
     solved = 0
     for space in spaces:

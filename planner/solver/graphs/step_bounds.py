@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.graphs.ideals import Ideals
-from planner.solver.knapsack import Family, Knapsacks, Relaxed
+from planner.solver.knapsack import Knapsacks, Relaxed, StageClass
 from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
@@ -137,7 +137,7 @@ class StepBounds:
             for family, relaxed in zip(knapsacks.families, knapsacks.relaxed, strict=True)
         ]
 
-    def _range(self, family: Family, relaxed: Relaxed, lowest: float, highest: float) -> _Range:
+    def _range(self, family: StageClass, relaxed: Relaxed, lowest: float, highest: float) -> _Range:
         options = self.knapsacks.options
         smallest = np.array([levels[0] for levels in options.levels])
         levels = np.unique(smallest[(smallest > lowest) & (smallest <= highest)])

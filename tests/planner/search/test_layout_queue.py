@@ -10,7 +10,7 @@ import pytest
 
 from planner.plan import Layout
 from planner.search.certificate import BOUNDS, CHOSEN, OUT_OF_MEMORY, SLOWER, Account
-from planner.search.layout_queue import Found, Lost, Outcome, best_first
+from planner.search.layout_queue import Found, Lost, Searched, best_first
 from planner.search.space import complexity, kind
 
 Seconds = dict[Layout, float]
@@ -35,7 +35,7 @@ def random_seconds(seed: int) -> Seconds:
 
 def hunted(
     seconds: Seconds, seed: int, *, top: int = 1, below_s: float = math.inf, proven: float = 1.0
-) -> tuple[Outcome[str], Account]:
+) -> tuple[Searched[str], Account]:
     """Search with bounds that are random parts of the objectives, the second at least the first."""
     rng = random.Random(seed)
     shares = {layout: sorted((rng.random(), rng.random())) for layout in seconds}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from planner.plan import Layout
-from planner.search.spaces.search import Space, runnable
+from planner.search.spaces.search import LayoutSpace, runnable
 
 
-def layouts_of(space: Space[Any]) -> list[Layout]:
+def layouts_of(space: LayoutSpace[Any]) -> list[Layout]:
     """Return every layout of a space that can run."""
     return [layout for bundle in runnable(space, {}) for layout in bundle.layouts()]

@@ -1,0 +1,105 @@
+"""The simplest plan near the fastest, against searches of every set of axes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from planner.catalog import stacks
+from planner.errors import NoPlanFits
+from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import Pins
+from planner.plan import Job
+from planner.request import Request
+from planner.search.answer import Answer
+from planner.search.best_first import search
+from planner.search.preferred import AXES, NEAR, features, with_preference
+
+CASES = [
+    ("llama-3.1-8b", "8xh100-sxm-80gb", 64, "native"),
+    ("llama-3.2-3b", "8xa100-sxm-40gb", 32, "native"),
+    ("llama-3.1-8b", "2x8xa100-sxm-40gb", 64, "torchtitan"),
+]
+
+
+def asked(name: str, cluster: str, batch: int, stack: str) -> Request:
+    job = Job(seq_len=4096, global_batch=batch)
+    return Request(resolve_model(name), resolve_cluster(cluster), job, stack=stacks()[stack])
+
+
+def pinned(request: Request, kept: tuple[str, ...], schedule: str | None) -> Answer | None:
+    """The fastest plan that has these axes at most, and this schedule."""
+    pins = replace(Pins(schedule=schedule), **{axis: 1 for axis in AXES if axis not in kept})
+    try:
+        return search(replace(request, pins=pins), below_s=1e30)  # no closest miss
+    except NoPlanFits:
+        return None
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_plan_near_the_fastest_asks_for_fewer_axes(case: tuple[str, str, int, str]) -> None:
+    request = asked(*case)
+    found = search(request)
+
+    answer = with_preference(request, found)
+
+    rows = {choice.what: choice for choice in answer.choices}
+    fastest = rows["fastest"].prediction
+    assert fastest is not None
+    limit_s = fastest.step_time_s * (1 + NEAR)
+    assert answer.prediction.fits
+    assert answer.prediction.step_time_s <= limit_s
+    own = sum(getattr(answer.plan.layout, axis) > 1 for axis in AXES)
+    for count, schedule in itertools.product(range(own), (None, "1f1b")):
+        for kept in itertools.combinations(AXES, count):
+            other = pinned(request, kept, schedule)
+            assert other is None or other.prediction.step_time_s > limit_s
+    # The proof is about the fastest, and says where the chosen plan stands.
+    assert answer.certificate.objective_s == found.certificate.objective_s
+    assert answer.certificate.plan is not None
+    assert answer.certificate.plan.layout == answer.plan.layout.text()
+    assert answer.certificate.plan.closed_form_s >= found.certificate.lower_bound_s
+
+
+def test_usual_plans_are_the_best_of_their_kind() -> None:
+    request = asked(*CASES[0])
+
+    answer = with_preference(request, search(request), "fastest")
+
+    rows = {choice.what: choice for choice in answer.choices}
+    assert rows["chosen"].plan == rows["fastest"].plan == answer.plan
+    plain = pinned(request, (), None)
+    assert plain is not None
+    assert rows["plain data parallel"].plan == plain.plan
+    both = rows["tensor + pipeline"]
+    assert both.prediction is not None
+    layouts = []
+    for tensor, pipeline in ((2, 2), (2, 4), (4, 2)):
+        pins = Pins(tensor=tensor, pipeline=pipeline, context=1)
+        layouts.append(search(replace(request, pins=pins)).prediction.step_time_s)
+    assert both.prediction.step_time_s == pytest.approx(min(layouts), rel=1e-12)
+    assert both.more == pytest.approx(min(layouts) / answer.prediction.step_time_s - 1)
+    assert both.why.startswith("needs tensor, pipeline")
+    assert "tensor communication +" in both.why
+
+
+def test_what_the_user_pins_stays_and_what_it_excludes_is_not_told() -> None:
+    request = replace(asked(*CASES[0]), pins=Pins(tensor=2))
+
+    answer = with_preference(request, search(request))
+
+    assert answer.plan.mesh.tensor == 2
+    assert {choice.what for choice in answer.choices} == {"chosen", "fastest", "tensor + pipeline"}
+
+
+def test_what_cannot_fit_is_said() -> None:
+    request = asked("llama-3.1-70b", "8x8xa100-sxm-40gb", 64, "megatron")
+
+    answer = with_preference(request, search(request))
+
+    rows = {choice.what: choice for choice in answer.choices}
+    assert rows["plain data parallel"].plan is None
+    assert "does not fit" in rows["plain data parallel"].why
+    assert "tensor" in features(answer.plan)
