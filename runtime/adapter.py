@@ -157,10 +157,11 @@ class _Capped(torch.autograd.Function):
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy, in fp32, of targets [sample, position], and their count."""
+    count = (targets != IGNORED).sum()  # before memory is at its fullest
     total = functional.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=IGNORED
     )
-    return total, (targets != IGNORED).sum()
+    return total, count
 
 
 def parameter_names(layer_name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

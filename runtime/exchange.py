@@ -8,6 +8,8 @@ that no rank makes another allocate without bound.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import LaunchError
+from runtime.tensor_index import ITEM_BYTES
 
 MAX_BYTES = 2**28
 """Of one rank's message."""
@@ -47,6 +50,26 @@ def broadcast_json(own: Any, *, source: int, group: dist.ProcessGroup | None = N
         message = torch.empty(count, dtype=torch.uint8)
     dist.broadcast(message, src=source, group=group)
     return _decoded(message, source)
+
+
+def broadcast_tensors(own: Sequence[Tensor] | None, *, source: int, group: Any) -> list[Tensor]:
+    """Return the tensors of the rank at place `source` of a group, on the CPU; all of it call it.
+
+    A tensor has at most MAX_BYTES.
+    """
+    first = dist.get_global_rank(group, source)
+    said = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in own or ()]
+    result = []
+    told = broadcast_json(said, source=first, group=group)
+    for at, (name, shape) in enumerate(told):
+        if name not in ITEM_BYTES or math.prod(shape) * ITEM_BYTES[name] > MAX_BYTES:
+            raise LaunchError(f"rank {first}: sends {name} {shape}, which is no tensor of a batch")
+        made = torch.empty(shape, dtype=getattr(torch, name))
+        if own is not None:
+            made.copy_(own[at])
+        dist.broadcast(made, src=first, group=group)
+        result.append(made)
+    return result
 
 
 def _encoded(data: Any) -> Tensor:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from planner import schedule
 from planner.document import read
@@ -31,6 +32,7 @@ from planner.plan import Plan
 from runtime import batches, checkpoint, run, script_checkpoint
 from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
+from runtime.exchange import all_gather_json, broadcast_tensors
 from runtime.gradients import Measured, Slot, copies_of
 from runtime.loss import Totals, counted, divisor_near
 from runtime.loss_scale import LossScale
@@ -126,6 +128,7 @@ class Engine:
             torch.manual_seed(seed)
             module = build()
         refuse_hooks(module)
+        self._shapes = {name: (t.dtype, t.shape) for name, t in module.state_dict().items()}
         check_replay(module, batch, inputs, units=units)
         samples = plan.global_batch if isinstance(plan, Plan) else batches.samples_in(batch)
         if isinstance(plan, Plan):
@@ -318,9 +321,18 @@ class Engine:
         if self._pipeline is not None:
             group = self._place.axis("pipeline").get_group()
             last = self.plan.rank_of_stage(len(self.plan.stages) - 1)
-            every: list[Any] = [made]
-            dist.broadcast_object_list(every, group=group, group_src=last)
-            made = every[0]
+            own = self._place.stage == last
+            leaves = tree_leaves(made) if own else []
+            if any(not isinstance(leaf, Tensor) for leaf in leaves):
+                raise LaunchError("outputs: are not all tensors, and cannot be sent to other ranks")
+            sent = broadcast_tensors(leaves if own else None, source=last, group=group)
+            # Every rank has recorded what the module returns.
+            spec = self._recorder.first.result_spec
+            each = spec.num_leaves
+            made = [
+                tree_unflatten([leaf.to(self.device) for leaf in sent[at : at + each]], spec)
+                for at in range(0, len(sent), each)
+            ]
         return batches.joined(made)
 
     def averaged(self, decay: float) -> Averaged:
@@ -441,9 +453,14 @@ class Engine:
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 own[name.removeprefix(f"{kind}.")] = whole.detach().cpu().clone()
         if self.plan.mesh.pipeline > 1:
-            every: list[dict[str, Tensor] | None] = [None] * self.plan.mesh.pipeline
-            dist.all_gather_object(every, own, group=self._place.axis("pipeline").get_group())
-            own = {name: value for one in every if one for name, value in one.items()}
+            group = self._place.axis("pipeline").get_group()
+            every = all_gather_json(list(own), group=group)
+            for name in sorted({name for names in every for name in names}):
+                dtype, shape = self._shapes[name]
+                value = own.get(name, torch.empty(shape, dtype=dtype))
+                holder = next(at for at, names in enumerate(every) if name in names)
+                dist.broadcast(value, group=group, group_src=holder)
+                own[name] = value
         for name, first in self._recorder.aliases.items():
             if first in own:
                 own.setdefault(name, own[first])
@@ -495,9 +512,7 @@ class Engine:
             return
         self._checked = True
         own = (self.slice_rank, batches.fingerprint(batch))
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-        for rank, (of_slice, print_) in enumerate(every):
+        for rank, (of_slice, print_) in enumerate(all_gather_json(own)):
             if of_slice == own[0] and print_ != own[1]:
                 raise BatchError(
                     f"batch: ranks {rank} and {dist.get_rank()} feed slice {of_slice} and have "
@@ -662,8 +677,7 @@ class Engine:
     def _agreed_names(self) -> tuple[str, ...]:
         names: list[Any] = [tuple(self._totals.metrics)]
         if self._place.mesh is not None:
-            names = [None] * dist.get_world_size()
-            dist.all_gather_object(names, tuple(self._totals.metrics))
+            names = all_gather_json(list(self._totals.metrics))
         return tuple(dict.fromkeys(name for one in names for name in one))
 
 
