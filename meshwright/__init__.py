@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from planner.stack import Stack
     from planner.whatif.study import Study
     from runtime.script_engine import Engine, StepResult
+    from runtime.whole_batch import whole_batch
 
 __all__ = [
     "Answer",
@@ -77,6 +78,7 @@ __all__ = [
     "save",
     "search",
     "whatif",
+    "whole_batch",
 ]
 
 _FILES = {
@@ -99,6 +101,7 @@ _FILES = {
     "Stack": "planner.stack",
     "StepResult": "runtime.script_engine",
     "Study": "planner.whatif.study",
+    "whole_batch": "runtime.whole_batch",
 }
 """Where what is not in meshwright.library stands."""
 

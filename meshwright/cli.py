@@ -18,7 +18,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from meshwright import commands, launches
+from meshwright import commands, launches, scripts
 from meshwright.answers import (
     agenda_json,
     agenda_lines,
@@ -337,6 +337,9 @@ def launch(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write events for TensorBoard too")
     ] = False,
+    wandb: Annotated[
+        str | None, typer.Option("--wandb", help="Log to this project on Weights & Biases too")
+    ] = None,
     profile: ProfileOption = None,
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
@@ -372,6 +375,7 @@ def launch(
         evaluate_every=evaluate_every,
         evaluate_batches=evaluate_batches,
         tensorboard=tensorboard,
+        wandb=wandb,
         profile=profile,
         output=output,
         dry_run=dry_run,
@@ -403,6 +407,33 @@ def launch(
     out.print(f"metrics {run.report.metrics}, logs {run.report.logs}")
     if run.report.checkpoint:
         out.print(f"checkpoint {run.report.checkpoint}")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def run(
+    script: Annotated[str, typer.Argument(help="Your script, which makes a meshwright.Engine")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="What the script is given")] = None,
+    plan: Annotated[str, typer.Option("--plan", help="A plan.yaml")] = "plan.yaml",
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option("--restarts", min=0, help="Start again so often if a rank fails")
+    ] = 0,
+) -> None:
+    """Run your own script on the ranks of a plan, and compare with the prediction.
+
+    Options stand before the script's name; what stands behind it is the script's.
+    """
+    done = scripts.run_script(plan, script, arguments or (), output=output, restarts=restarts)
+    steps = done.run.steps
+    if steps:
+        out.print(f"loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f} in {len(steps)} steps")
+    if done.run.restarts:
+        out.print(f"started again {done.run.restarts} times")
+    if done.rows:
+        out.print(comparison_table(done.rows))
+    out.print(f"metrics and logs in {done.run.output}")
 
 
 class DType(StrEnum):

@@ -119,14 +119,15 @@ def compare(plans: Sequence[str], cluster: str | None = None) -> tuple[Alternati
     """Say what plans take beside the fastest of them, each on its own cluster or on one."""
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")
-    wanted = [document.read(Plan, path) for path in plans]
-    predictions = [predict(path, cluster) for path in plans]
+    return choices_of([(path, document.read(Plan, path), predict(path, cluster)) for path in plans])
+
+
+def choices_of(named: Sequence[tuple[str, Plan, Prediction]]) -> tuple[Alternative, ...]:
+    """Return each plan beside the fastest that fits."""
+    predictions = [prediction for _, _, prediction in named]
     fitting = [one for one in predictions if one.fits] or predictions
     fastest = min(fitting, key=lambda one: one.step_time_s)
-    return tuple(
-        compared(path, plan, prediction, fastest)
-        for path, plan, prediction in zip(plans, wanted, predictions, strict=True)
-    )
+    return tuple(compared(*one, fastest) for one in named)
 
 
 def predict(

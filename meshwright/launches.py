@@ -63,6 +63,7 @@ def launch(
     evaluate_every: int | None = None,
     evaluate_batches: int = 8,
     tensorboard: bool = False,
+    wandb: str | None = None,
     profile: str | None = None,
     trust_code: bool = False,
     nodes: int | None = None,
@@ -109,6 +110,7 @@ def launch(
             "eval-every": evaluate_every,
             "eval-batches": evaluate_batches,
             "tensorboard": tensorboard,
+            "wandb": wandb,
             "profile": profile,
             "trust-code": trust_code,
             "output": output,
@@ -139,6 +141,7 @@ def launch(
         "evaluate_every": evaluate_every,
         "evaluate_batches": evaluate_batches,
         "tensorboard": tensorboard,
+        "wandb": wandb,
         "quiet": quiet,
     }
     fit = Fit.of(plan_path, profile)

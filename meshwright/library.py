@@ -27,8 +27,9 @@ from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
 from planner.request import Request
-from planner.search.answer import Answer
+from planner.search.answer import Alternative, Answer
 from planner.search.best_first import search as search_all
+from planner.search.preferred import Prefer, with_preference
 from planner.solver.requirements import read_requirements
 from planner.stack import Stack
 from planner.whatif.run import Result
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from runtime.export import Exported
-    from runtime.report import Comparison, RunReport
 
 DOCUMENTS: tuple[type[Document], ...] = (
     Plan, Prediction, Certificate, ModelGraph, ClusterSpec, Profile, Study, Stack,
@@ -62,14 +62,16 @@ def plan(
     allow: Sequence[str] = (),
     require: Sequence[str] = (),
     backend: str = "native",
+    prefer: Prefer = "simplest",
 ) -> Plan:
-    """Return the fastest plan that fits; `search` also returns its prediction and proof.
+    """Return the plan to train by; `search` also returns its prediction and proof.
 
     `model` is a name of the catalogue, a config.json, a folder or `file.py:factory`; or a function
     that returns a module, whose `batch` is then a pytree of tensors, `loss(outputs, batch)` a sum
     and a count, and `inputs(batch)` what the module is given (runtime.script_engine has all three).
     Of the example `batch` only shapes and types count; without `global_batch` it is one.  A module
     is planned in fp32 unless `precision` says otherwise, as a plain script trains.
+    Of plans within 1.5 % of the fastest the simplest is taken, unless the fastest is preferred.
     `fix`, `allow` and `require` are as on the command line: "pipeline=2", "offload".
 
     >>> import meshwright
@@ -95,6 +97,7 @@ def plan(
         allow=allow,
         require=require,
         backend=backend,
+        prefer=prefer,
     ).plan
 
 
@@ -114,6 +117,7 @@ def search(
     allow: Sequence[str] = (),
     require: Sequence[str] = (),
     backend: str = "native",
+    prefer: Prefer = "simplest",
     top: int = 1,
 ) -> Answer:
     """Return the fastest plan with its prediction and its certificate; arguments as of `plan`.
@@ -138,6 +142,7 @@ def search(
             require=require,
             top=top,
             backend=backend,
+            prefer=prefer,
         )
     if seq_len is not None:
         raise DocumentError("seq-len", "is said by the shapes of the example batch")
@@ -165,7 +170,7 @@ def search(
         profile=measured,
         called=cluster,
     )
-    answer = search_all(request, top=top)
+    answer = with_preference(request, search_all(request, top=top), prefer)
     leaves = batch_leaves(batch)
     said = answer.prediction.on(machine.devices, used=answer.plan.mesh.devices)
     return replace(
@@ -217,22 +222,32 @@ def predict(
     return predict_plan(model_or_plan, graph, machine, measured)
 
 
-def compare(measured: RunReport | str | Path, predicted: Prediction) -> list[Comparison]:
-    """Return what a run measured beside what was predicted: step time, throughput, memory.
-
-    `measured` is a run's report, or the report.json that a run wrote.
+def compare(
+    plans: Sequence[Plan | str | Path], cluster: str | None = None
+) -> tuple[Alternative, ...]:
+    """Say what plans take beside the fastest of them, each on its own cluster or on one.
 
     >>> import meshwright
-    >>> told = meshwright.predict("gpt2-small", "8xa100-sxm-80gb", layout="dp=8", global_batch=64)
-    >>> rows = meshwright.compare("runs/gpt2/report.json", told)  # doctest: +SKIP
-    >>> [(row.quantity, row.error) for row in rows]  # doctest: +SKIP
+    >>> plans = [
+    ...     meshwright.plan("gpt2-small", "2xa100-sxm-80gb", global_batch=16, fix=[degree])
+    ...     for degree in ("dp=2", "pp=2")
+    ... ]
+    >>> first, second = meshwright.compare(plans)
+    >>> first.more, second.more > 0, second.why != ""
+    (0.0, True, True)
     """
-    need_torch("reading a run's report")
-    from runtime.report import RunReport, comparison  # noqa: PLC0415 - the runtime
-
-    if not isinstance(measured, RunReport):
-        measured = document.read(RunReport, measured)
-    return list(comparison(measured, predicted))
+    if len(plans) < 2:
+        raise DocumentError("plans", "are fewer than two; name those to be compared")
+    return commands.choices_of(
+        [
+            (
+                one.layout.text() if isinstance(one, Plan) else str(one),
+                one if isinstance(one, Plan) else document.read(Plan, one),
+                predict(one, cluster),
+            )
+            for one in plans
+        ]
+    )
 
 
 def profile(

@@ -290,6 +290,8 @@ def _script_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
         yield Obstacle(
             "gradient_wire", f"is {layout.gradient_wire}; gradients of a script's module are full"
         )
+    if layout.loss is not None:
+        yield Obstacle("loss", "is in chunks; a script's loss is its own, leave it out")
     if schedule_of(layout.schedule).stale:
         yield Obstacle(
             "schedule", f"is {layout.schedule}, which a script's module does not train with"
@@ -360,6 +362,11 @@ def _limits(
     """Yield what no backend can do as the planner describes it."""
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
+    if layout.loss is not None:
+        if layout.pipeline > 1:
+            yield Obstacle("loss", "is in chunks, which pipelines do not compute; leave it out")
+        if model.architecture is None or model.edges:
+            yield Obstacle("loss", "is in chunks, and the model is no known chain; leave it out")
     shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}
     if layout.stages > 1:
         found = schedule.obstacle(layout.schedule, virtual_stages=layout.virtual_stages, **shape)

@@ -59,6 +59,7 @@ host memory, or packed into 8 bits."""
 Offload = Literal["none", "optimizer", "parameters"]
 """What lives on the host: nothing, optimizer state and step, or parameters and gradients too."""
 GradientWire = Literal["full", "bf16", "fp16", "powersgd"]
+LossGradients = Literal["precomputed", "recomputed"]
 """How gradients travel between data-parallel ranks: as they are, in 16 bits, or by low rank."""
 Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
 INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
@@ -86,6 +87,15 @@ class Job:
         check_size("global-batch", self.global_batch, MOST_SAMPLES)
 
 
+class ChunkedLoss(Part):
+    """Cross-entropy of the output projection, a few rows of logits at a time."""
+
+    rows: Positive
+    """Positions whose logits exist at once."""
+    gradients: LossGradients = "precomputed"
+    """Made in forward, where they wait for backward; or in backward, from logits made anew."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """One configuration: degrees, ZeRO level, schedule and micro-batch.
@@ -108,6 +118,8 @@ class Layout:
     """Pipeline stages on each rank."""
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
+    loss: ChunkedLoss | None = None
+    """How the loss of the output projection is computed; None: from all logits."""
     expert_tensor: int = 1
     """Ranks that divide each expert; they and the expert degree are among tensor x context x data.
     """
@@ -165,6 +177,8 @@ class Layout:
             parts.append(f"offload={self.offload}")
         if self.gradient_wire != "full":
             parts.append(f"gradients={self.gradient_wire}")
+        if self.loss is not None:
+            parts.append(f"loss={self.loss.gradients}/{self.loss.rows}")
         return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
 
     def _order_text(self) -> str:
@@ -316,6 +330,7 @@ class Plan(Document):
     """
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
+    loss: ChunkedLoss | None = None
     training: Training = Training()
     timeout_s: Timeout = 600.0
     """A collective that waits longer ends the run."""
@@ -465,6 +480,7 @@ class Plan(Document):
             virtual_stages=self.virtual_stages,
             offload=self.offload,
             gradient_wire=self.gradient_wire,
+            loss=self.loss,
             expert_tensor=mesh.expert_tensor,
             sequence_parallel=mesh.sequence_parallel,
         )

@@ -44,7 +44,7 @@ class Types(Part):
     fp16_gradient: Count = 2
     """The same in fp16 training, whose reduction is no wider."""
     fresh_gradients: Count = 0
-    """Gradients in the working type that stay beside that buffer until the reduction."""
+    """Gradients in the working type that stay beside that buffer, where that is of another type."""
     master: Count = 4
     """The fp32 weight beside the working one; 0 where the working one is trained."""
     moments: Count = 8

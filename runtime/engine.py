@@ -11,7 +11,7 @@ import contextlib
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import assert_never, cast
+from typing import Any, assert_never, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from planner.schedules import PLAIN, schedule_of
 from runtime import eight_bits, lora
 from runtime.adapter import Adapter
 from runtime.branches import TOKENS
+from runtime.chunked_loss import Targets
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.huggingface import HuggingFace
@@ -107,6 +108,7 @@ class Engine:
             _check_documents(plan, self._adapter)
         self._positions = self._place.context.positions(plan.seq_len).to(device)
         self.stages = plan.stages_of_rank(self._place.stage)
+        self._targets = Targets()
         self._parts = tuple(
             parallel_stage(
                 plan,
@@ -115,6 +117,7 @@ class Engine:
                 stage=stage,
                 device=device,
                 weights=Weights(weights) if weights else None,
+                targets=self._targets,
             )
             for stage in self.stages
         )
@@ -219,6 +222,7 @@ class Engine:
             if self._pipeline is None:
                 count = self.plan.micro_batches_of(self.data_rank)
                 for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
+                    self._targets.now = y
                     self._micro_batch_loss(self._parts[0].chain(x), y)
             else:
                 self._pipeline.evaluate(inputs, targets)
@@ -292,6 +296,7 @@ class Engine:
         pairs = zip(inputs.chunk(count), targets.chunk(count), strict=True)
         for index, (batch, target) in enumerate(pairs):
             self._before_micro_batch(last=index == count - 1)
+            self._targets.now = target
             self._micro_batch_loss(self._parts[0].chain(batch), target).backward()
 
     def _expert_load(self) -> float | None:
@@ -358,9 +363,9 @@ class Engine:
         backwards = None if apart else self.plan.micro_batches_of(self.data_rank)
         return Replicas(replicated, backwards=backwards)
 
-    def _micro_batch_loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def _micro_batch_loss(self, output: Any, target: Tensor) -> Tensor:
         """Note what a micro-batch adds to the loss; return where its backward begins."""
-        one = Counted(*self._adapter.loss(output, target))
+        one = Counted(*(self._adapter.loss(output, target) if self.plan.loss is None else output))
         self._totals.add(one)
         return self._optimizer.scale.applied(one.total / self._optimizer.divisor)
 

@@ -201,6 +201,7 @@ class HuggingFace:
         self._seq_len, self._dtype, self._device = seq_len, dtype, device
         self._context = context
         self._positions = context.positions(seq_len)
+        self._held = self._positions.to(device)
         if context.degree > 1:
             from transformers import AttentionInterface  # noqa: PLC0415 - as above
 
@@ -375,9 +376,10 @@ class HuggingFace:
         mask = None if own else self._mask(index)
         fixed: dict[str, Any] = {"use_cache": False, "attention_mask": mask}
         if self.architecture.positions == "rotary":
-            held = self._positions.to(self._device)
             table = self._rotary_table(index)
-            fixed["position_embeddings"] = tree_map(lambda part: part[held].unsqueeze(0), table)
+            fixed["position_embeddings"] = tree_map(
+                lambda part: part[self._held].unsqueeze(0), table
+            )
         if self._context.degree > 1 or own:
             fixed["context"] = self._context
         return fixed
@@ -387,7 +389,7 @@ class HuggingFace:
 
         A mask is written out, [sample, 1, query, key].
         """
-        positions = self._positions.to(starts.device)
+        positions = self._held
         changed: dict[str, Any] = {}
         if self.architecture.positions == "rotary":
             table = self._rotary_table(index)

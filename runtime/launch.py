@@ -73,6 +73,7 @@ def launch(
     evaluate_every: int | None = None,
     evaluate_batches: int = 8,
     tensorboard: bool = False,
+    wandb: str | None = None,
     peak_step_s: float | None = None,
     node_rank: NodeRank = ALONE,
     nodes: Sequence[int] = (),
@@ -114,6 +115,7 @@ def launch(
         evaluate_every=evaluate_every,
         evaluate_batches=evaluate_batches,
         tensorboard=tensorboard,
+        wandb=wandb,
         node=node_rank.node,
         nodes=nodes,
     )
@@ -237,6 +239,11 @@ def _write_orders(
     for text in (corpus, held_out):
         if text is not None and ready.model.architecture is not None:
             text.check_vocabulary(ready.model.architecture.vocab_size)
+    if held_out is not None and held_out.kind != corpus.kind:
+        raise LaunchError(
+            f"evaluate: {held_out.source} holds {held_out.kind}, and training is on {corpus.kind}; "
+            "hold out what is of the same kind"
+        )
     if held_out is not None and held_out.digest == corpus.digest:
         raise LaunchError(f"evaluate: {held_out.source} is what is trained on; hold other text out")
     if ready.resume is not None:
@@ -267,6 +274,7 @@ def _write_orders(
         evaluate_every=ready.evaluate_every,
         evaluate_batches=ready.evaluate_batches,
         tensorboard=ready.tensorboard,
+        wandb=ready.wandb,
         peak_step_s=peak_step_s,
     )
     for left_behind in ("logs", "ranks", "flight"):

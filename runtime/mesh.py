@@ -142,6 +142,11 @@ class Place:
         return self.mesh[tuple(used)]._flatten(f"{data} x {other}")
 
     @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks with slices of their own, whether ZeRO divides over them or not."""
+        return self._together("data_replicate", "data_shard").get_group()
+
+    @property
     def pipelines(self) -> list[list[int]]:
         """The ranks of every pipeline, by their place along it."""
         assert self.mesh is not None

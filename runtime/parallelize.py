@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -22,12 +22,13 @@ from torch.utils._pytree import tree_map_only
 from planner.cluster import Precision
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
-from planner.plan import Plan
+from planner.plan import PlacedLayer, Plan
 from planner.schedules import schedule_of
 from runtime import activations, experts, host, lora, recompute, tensor
 from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, HEAD, Adapter, Chain, parameter_names
 from runtime.branches import TOKENS, Branches
+from runtime.chunked_loss import Targets, in_chunks
 from runtime.eight_bits import EightBits
 from runtime.experts import Load
 from runtime.factory import FactoryModel
@@ -83,8 +84,9 @@ def parallel_stage(
     stage: int,
     device: torch.device,
     weights: Weights | None,
+    targets: Targets | None = None,
 ) -> ParallelStage:
-    """Build one of this rank's stages."""
+    """Build one of this rank's stages; a loss in chunks reads its `targets`."""
     placed = plan.stages[stage].layers
     layers = {item.layer: adapter.layer(item.layer) for item in placed}
     adapter.tie(layers)
@@ -101,6 +103,7 @@ def parallel_stage(
     loads = _loads(layers, device)
     factors = _over_experts(layers, plan, place) if plan.mesh.expert > 1 else {}
     summed = _over_tensor(layers, plan, adapter, place) if plan.mesh.tensor > 1 else set()
+    chunked = _chunk(layers, plan, place, targets)
     shared = _shared(layers)
     apart = reduces_apart(plan, place)
     reduces = place.replicas > 1 and not (reduces_in_step(plan) or apart)
@@ -130,6 +133,8 @@ def parallel_stage(
         if wraps_experts:
             for module in experts.modules_of(layer).values():
                 over_data(module, plan, place.expert_data, device, root=False)
+        if chunked and item.layer == HEAD:  # it keeps gradients, or recomputes by itself
+            item = PlacedLayer(layer=HEAD)  # noqa: PLW2901
         packing = activations.packing(
             layer, item.activations, traffic, first=not moved[at], last=not moved[at + 2]
         )
@@ -209,6 +214,18 @@ def _over_tensor(
     return summed
 
 
+def _chunk(
+    layers: Mapping[str, nn.Module], plan: Plan, place: Place, targets: Targets | None
+) -> bool:
+    """Let the head compute its loss in chunks, where a plan says so; say whether it does."""
+    if plan.loss is None or HEAD not in layers:
+        return False
+    assert targets is not None
+    group = place.axis("tensor").get_group() if plan.mesh.tensor > 1 else None
+    in_chunks(layers[HEAD], plan.loss, targets, group)
+    return True
+
+
 def _stage_module(plan: Plan, adapter: Adapter, stage: int, layers: dict[str, nn.Module]) -> Chain:
     """Return the layers in order, or with what crosses the stage's ends if they form a graph."""
     if not adapter.model.edges:
@@ -253,15 +270,24 @@ def _shared(layers: dict[str, nn.Module]) -> set[str]:
 
 
 def over_data(
-    module: nn.Module, plan: Plan, ranks: DataRanks, device: torch.device, *, root: bool
+    module: nn.Module,
+    plan: Plan,
+    ranks: DataRanks,
+    device: torch.device,
+    *,
+    root: bool,
+    besides: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Let data parallelism hold a module, but for what it holds already and experts kept apart."""
+    """Let data parallelism hold a module, but for what it holds already and experts kept apart.
+
+    It leaves out what is `besides` too.
+    """
     policy = MixedPrecisionPolicy()
     if plan.precision in _HALVES:
         policy = MixedPrecisionPolicy(
             param_dtype=_HALVES[plan.precision], reduce_dtype=torch.float32
         )
-    others = _of_no_replica(module) if plan.mesh.expert > 1 else set()
+    others = {*besides, *(_of_no_replica(module) if plan.mesh.expert > 1 else ())}
     plain = plan.offload != "parameters" and plan.gradient_wire == "full"
     if plain and not ranks.sharded:
         replicate(module, mesh=ranks.mesh, mp_policy=policy, ignored_params=others)

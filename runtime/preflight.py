@@ -53,6 +53,7 @@ class Preflight:
     evaluate_every: int | None
     evaluate_batches: int
     tensorboard: bool
+    wandb: str | None
     output: Path
     warnings: tuple[str, ...]
     local_ranks: dict[int, int]
@@ -159,6 +160,7 @@ def preflight(
     evaluate_every: int | None,
     evaluate_batches: int,
     tensorboard: bool,
+    wandb: str | None = None,
     node: int = 0,
     nodes: Sequence[int] = (),
 ) -> Preflight:
@@ -177,11 +179,12 @@ def preflight(
     plan = read(Plan, plan_path)
     plan = plan.model_copy(update={"training": plan.training.changed(training)})
     _check_evaluation(plan, evaluate=evaluate is not None, every=evaluate_every)
-    if tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise LaunchError(
-            "tensorboard: is not installed; install it with: pip install tensorboard, or read the "
-            "same figures in metrics.jsonl"
-        )
+    for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb is not None)):
+        if wanted and importlib.util.find_spec(name) is None:
+            raise LaunchError(
+                f"{name}: is not installed; install it with: pip install {name}, or read the same "
+                "figures in metrics.jsonl"
+            )
     if model is None:
         model = resolve_beside(plan.model.source, plan_path)
     try:
@@ -233,6 +236,7 @@ def preflight(
         evaluate_every=evaluate_every,
         evaluate_batches=evaluate_batches,
         tensorboard=tensorboard,
+        wandb=wandb,
         # Nodes may share the folder; each writes its own ranks' files.
         output=folder.resolve() if 0 in local_ranks else folder.resolve() / f"node-{node:05}",
         warnings=tuple(warnings),

@@ -57,6 +57,11 @@ def step_seed(seed: int, step: int, first_sample: int) -> int:
     return _hashed(f"{seed} {step} {first_sample}")
 
 
+def unit_seed(seed: int, name: str) -> int:
+    """Return the seed under which a unit, or a function between units, draws in a micro-batch."""
+    return _hashed(f"{seed} {name}")
+
+
 def _hashed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
@@ -69,7 +74,7 @@ def seeded(seed: int | None, name: str, device: torch.device) -> Iterator[None]:
         return
     devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices=devices, device_type="cuda" if devices else "cpu"):
-        torch.manual_seed(_hashed(f"{seed} {name}"))
+        torch.manual_seed(unit_seed(seed, name))
         yield
 
 

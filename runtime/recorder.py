@@ -99,7 +99,7 @@ class Recorder:
             raise
         except Exception as fake_error:
             # A kernel without fake tensors, or sizes that depend on values inside a unit.
-            if not _has_data(tree_leaves(batch)) or not _has_data(module.parameters()):
+            if not has_data(tree_leaves(batch)) or not has_data(module.parameters()):
                 raise _failed(module, fake_error) from fake_error
             self._real = copy.deepcopy(module)
             try:
@@ -157,7 +157,7 @@ class Recorder:
                 stack.enter_context(self._fake)
                 batch = tree_map(self._leaf, batch)
             else:
-                stack.enter_context(_unchanged(module))
+                stack.enter_context(unchanged(module))
             stack.enter_context(torch.random.fork_rng(devices=()))
             stack.enter_context(torch.enable_grad())
             yield module, batch
@@ -275,7 +275,8 @@ def _is_list(module: nn.Module) -> bool:
     return len(set(blocks)) < len(blocks)
 
 
-def _has_data(tensors: Iterable[Any]) -> bool:
+def has_data(tensors: Iterable[Any]) -> bool:
+    """Tell whether all tensors among these have values."""
     return not any(
         isinstance(one, Tensor) and (one.is_meta or isinstance(one, FakeTensor)) for one in tensors
     )
@@ -291,7 +292,7 @@ def _failed(module: nn.Module, error: Exception) -> RecordError:
 
 
 @contextlib.contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
+def unchanged(module: nn.Module) -> Iterator[None]:
     """Put buffers back as they were."""
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     try:

@@ -4,6 +4,7 @@
     ├── orders.yaml  plan.yaml  model.yaml   written before the ranks start
     ├── metrics.jsonl                        one line per step, by rank 0
     ├── tensorboard/                         the same as events, if asked for
+    ├── wandb/  wandb-id                     and for Weights & Biases
     ├── logs/rank-00000.log                  all that a rank prints
     ├── ranks/rank-00000.json                what a rank measured, written when it is done
     ├── ranks/rank-00000.failure.json        why a rank stopped before that
@@ -59,6 +60,8 @@ class Orders(Document):
     evaluate_batches: Positive = 8
     """Global batches that one evaluation takes."""
     tensorboard: Flag = False
+    wandb: Text | None = None
+    """The project on Weights & Biases that is told too."""
     peak_step_s: Rate | None = None
     """What a step would take with every device at its peak; divided by a step's time it is the
     MFU."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from planner import schedule
 from planner.document import read
 from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
-from runtime import batches, checkpoint, script_checkpoint
+from runtime import batches, checkpoint, run, script_checkpoint
 from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
 from runtime.gradients import Measured, Slot, copies_of
@@ -40,8 +41,9 @@ from runtime.recorded_stage import MicroBatch, step_seed
 from runtime.recorder import Inputs, Recorder
 from runtime.replicas import Replicas
 from runtime.script_checkpoint import Stateful
-from runtime.script_model import check_module, few_samples
+from runtime.script_model import check_module, check_replay, few_samples
 from runtime.script_plan import script_plan
+from runtime.script_rank import OUTPUT_VARIABLE
 from runtime.script_stage import (
     check_layers,
     frozen_and_buffers,
@@ -51,6 +53,9 @@ from runtime.script_stage import (
     script_stage,
 )
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers, grouped
+from runtime.whole_batch import gradients_by_output, of_all_slices, surrogate, whole_batch
+
+__all__ = ["Engine", "StepResult", "whole_batch"]
 
 PLAN_VARIABLE = "MESHWRIGHT_PLAN"
 """Names the plan's file for scripts that `meshwright run` starts."""
@@ -121,6 +126,7 @@ class Engine:
             torch.manual_seed(seed)
             module = build()
         refuse_hooks(module)
+        check_replay(module, batch, inputs, units=units)
         samples = plan.global_batch if isinstance(plan, Plan) else batches.samples_in(batch)
         if isinstance(plan, Plan):
             if plan.model.graph is not None:
@@ -164,6 +170,8 @@ class Engine:
         self._totals = Totals(self.device)
         self._taken: list[Any] | None = None
         """What the module makes, while it is asked for."""
+        self._by_output: dict[int, list[Tensor | None]] = {}
+        """Gradients of a loss over the whole batch, by micro-batch."""
         self._metric_names: tuple[str, ...] | None = None
         self._whole: tuple[dict[Slot, Tensor], Measured] | None = None
         self._averages: list[Averaged] = []
@@ -176,6 +184,8 @@ class Engine:
         self._statistics = RunningStatistics(
             [part.module for part in self._parts], self._place, kind=batch_norm
         )
+        self._begun_s: float | None = None
+        self._records = _Records.of_this_process() if self.leads else None
         self._checked = False
         self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
 
@@ -278,7 +288,9 @@ class Engine:
             for module in modules:
                 module.eval()
             micros = self._micro_batches(batch, drawing=False)
-            if self._pipeline is not None:
+            if isinstance(self._loss, whole_batch):
+                self._whole_gradients(self._loss, micros)
+            elif self._pipeline is not None:
                 self._pipeline.evaluate_all(micros)
             else:
                 for micro in micros:
@@ -302,23 +314,13 @@ class Engine:
         Its leaves have the samples of the slice.  Through a pipeline the ranks of the last stage
         send them to the others.
         """
-        micros = self._micro_batches(batch)
-        made: list[Any] = []
-        if self._pipeline is None:
-            made = [self._parts[0].module(micro=micro) for micro in micros]
-            self._let_go()
-        else:
-            self._taken = made
-            try:
-                self._pipeline.evaluate_all(micros)
-            finally:
-                self._taken = None
+        made = self._outputs(self._micro_batches(batch))
+        if self._pipeline is not None:
             group = self._place.axis("pipeline").get_group()
             last = self.plan.rank_of_stage(len(self.plan.stages) - 1)
             every: list[Any] = [made]
             dist.broadcast_object_list(every, group=group, group_src=last)
             made = every[0]
-        self._statistics.forget()
         return batches.joined(made)
 
     def averaged(self, decay: float) -> Averaged:
@@ -509,7 +511,11 @@ class Engine:
                 "gradients() was called, and they are scaled; call optimizer_step() or zero_grad() "
                 "before the next forward_backward()"
             )
+        if self._begun_s is None:
+            self._begun_s = time.perf_counter()
         micros = self._micro_batches(batch)
+        if isinstance(self._loss, whole_batch):
+            self._whole_gradients(self._loss, micros)
         if self._pipeline is not None:
             self._pipeline.run_all(micros)
         else:
@@ -547,6 +553,46 @@ class Engine:
             stores={stage: part.store for stage, part in parts.items() if part.store} or None,
         )
 
+    @torch.no_grad()
+    def _outputs(self, micros: Sequence[MicroBatch]) -> list[Any]:
+        """Return what the module makes of each micro-batch, where this rank has the last stage."""
+        made: list[Any] = []
+        self._taken = made
+        try:
+            if self._pipeline is not None:
+                self._pipeline.evaluate_all(micros)
+            else:
+                for micro in micros:
+                    self._micro_loss(self._parts[0].module(micro=micro), micro)
+        finally:
+            self._taken = None
+        self._let_go()
+        self._statistics.forget()
+        return made
+
+    def _whole_gradients(self, loss: whole_batch, micros: Sequence[MicroBatch]) -> None:
+        """Note the loss of the whole batch, and its gradient by the outputs of each micro-batch."""
+        made = self._outputs(micros)
+        if not made:
+            return
+        outputs = of_all_slices(batches.joined(made), self._place)
+        batch = of_all_slices(batches.joined([micro.batch for micro in micros]), self._place)
+        if not torch.is_grad_enabled():
+            if self.slice_rank == 0:
+                self._totals.add(counted(loss(outputs, batch), self.plan.global_batch))
+            return
+        one, grads = gradients_by_output(
+            loss,
+            outputs,
+            batch,
+            own=self.plan.samples_of(self.slice_rank),
+            size=self.plan.micro_batch,
+            parts=self.plan.global_batch // self.plan.micro_batch,
+        )
+        if self.slice_rank == 0:  # all have the same
+            self._totals.add(one)
+        self._by_output = {id(m): grad for m, grad in zip(micros, grads, strict=True)}
+
     def _let_go(self) -> None:
         """Divide parameters again: what no backward follows stays gathered."""
         for inner in (inner for part in self._parts for inner in part.module.modules()):
@@ -558,6 +604,9 @@ class Engine:
         if self._taken is not None:
             self._taken.append(outputs)
             return torch.zeros((), device=self.device)
+        if isinstance(self._loss, whole_batch):
+            made = surrogate(outputs, self._by_output[id(micro)])
+            return self._optimizers.scale.applied(made / self._optimizers.divisor)
         one = counted(self._loss(outputs, micro.batch), self.plan.micro_batch)
         self._totals.add(one)
         return self._optimizers.scale.applied(one.total / self._optimizers.divisor)
@@ -577,6 +626,11 @@ class Engine:
         self._whole = None
         self._totals.clear()
         loss, norm, count = measured.report.tolist()
+        if self._records is not None and self._begun_s is not None:
+            seconds = time.perf_counter() - self._begun_s
+            if moved:
+                self._records.write(self.plan, self.steps, loss, norm, seconds)
+        self._begun_s = None
         return StepResult(loss, count, norm, metrics, skipped=not moved)
 
     def _of_all(self, values: Tensor) -> Tensor:
@@ -611,6 +665,43 @@ class Engine:
             names = [None] * dist.get_world_size()
             dist.all_gather_object(names, tuple(self._totals.metrics))
         return tuple(dict.fromkeys(name for one in names for name in one))
+
+
+class _Records:
+    """Steps written down for `meshwright run`, which started this process."""
+
+    _taken = False
+
+    def __init__(self, output: Path) -> None:
+        self._file = run.metrics_file(output)
+        self._begun = False
+
+    @classmethod
+    def of_this_process(cls) -> _Records | None:
+        """Return where the first engine of a process writes; others write nothing."""
+        output = os.environ.get(OUTPUT_VARIABLE)
+        if output is None or cls._taken:
+            return None
+        cls._taken = True
+        return cls(Path(output))
+
+    def write(self, plan: Plan, step: int, loss: float, norm: float, step_s: float) -> None:
+        """Add a step; those that it does again, behind a restart, are forgotten first."""
+        if not self._begun:
+            run.forget_steps_after(step - 1, self._file)
+            self._begun = True
+        positions = plan.global_batch * plan.seq_len
+        run.append_record(
+            run.StepRecord(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                step_s=step_s,
+                tokens_per_s=positions / step_s,
+                epoch=0,
+            ),
+            self._file,
+        )
 
 
 def _read(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | Mapping[str, Any]:

@@ -10,20 +10,23 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
-from planner.errors import BatchError, PlanError
+from planner.errors import BatchError, PlanError, RecordError
 from planner.model import BatchLeaf, Layer, LayerTrace, ModelGraph
 from planner.plan import Plan
 from planner.units import name_of
 from runtime.batches import samples_in
 from runtime.loss import counted
 from runtime.recorded_stage import MicroBatch, RecordedStage
-from runtime.recorder import Inputs, Recorder
+from runtime.recorder import Inputs, Recorder, arguments, has_data, unchanged
 from runtime.recording import Recording, called_name
 from runtime.trace import traced_call
 
+MOST_CHECKED = 200_000_000
+"""Parameters of a module whose forward on the host costs seconds at most."""
 SAMPLES = 2
 """Of the batch that is priced: with one alone, a norm over samples has no variance."""
 Loss = Callable[[Any, Any], Any]
@@ -88,6 +91,51 @@ def check_module(
             f"{plan.model.source}: the plan was made for another module or batch ({other}); plan "
             "again with meshwright.plan"
         )
+
+
+def check_replay(
+    module: nn.Module,
+    batch: Any,
+    inputs: Inputs | None = None,
+    *,
+    units: Sequence[str] | None = None,
+) -> None:
+    """Refuse a module whose replayed forward makes something else than the module, on real data.
+
+    What a recording cannot see is Python's own state: a counter, a list, a random number of Python.
+    A module of more than MOST_CHECKED parameters, and one without data, is not tried.
+    """
+    count = sum(parameter.numel() for parameter in module.parameters())
+    if count > MOST_CHECKED or not has_data((*tree_leaves(batch), *module.parameters())):
+        return
+    few = few_samples(batch, SAMPLES)
+    recorder = Recorder.of(module, few, inputs, units=units)
+    stage = RecordedStage(module, recorder, 0, len(recorder.first.layers)).train()
+    args, kwargs = arguments(recorder.inputs(few))
+    # Twice: what counts its calls makes another thing each time.
+    runs: list[Callable[[], Any]] = [
+        lambda: module(*args, **kwargs),
+        lambda: stage(micro=MicroBatch(few)),
+        lambda: module(*args, **kwargs),
+    ]
+    made = []
+    for run in runs:
+        with torch.no_grad(), unchanged(module), torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            made.append(tree_leaves(run()))
+    for one, replayed, again in zip(*made, strict=True):
+        if not (_same(one, replayed) and _same(replayed, again)):
+            raise RecordError(
+                f"{type(module).__name__} makes something else than its replayed forward: what it "
+                "does depends on Python's own state, between units; keep state in buffers, or name "
+                "a unit around it with units="
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor):
+        return bool(one == other)
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def batch_leaves(batch: Any) -> dict[str, BatchLeaf]:

@@ -134,17 +134,29 @@ def script_stage(
             defer(unit, store, PLAIN)
     apart = reduces_apart(plan, place)
     wraps = place.mesh is not None and ((place.replicas > 1 and not apart) or wants_mesh(plan))
+    # FSDP divides along a dim, and these have none.
+    scalars = [parameter for parameter in made.parameters() if wraps and not parameter.ndim]
+    group = place.data_group if place.mesh is not None else None
     if wraps:
         _make_contiguous(made)
         for unit in made.units.values():
             unit.register_forward_hook(no_view)
-            over_data(unit, plan, place.data, device, root=False)
-        over_data(made, plan, place.data, device, root=True)
+            over_data(unit, plan, place.data, device, root=False, besides=scalars)
+        made.register_forward_hook(no_view)
+        over_data(made, plan, place.data, device, root=True, besides=scalars)
     return ScriptStage(
         module=made,
         wrapped=wraps,
         store=store,
-        replicated=tuple(replicated(made, plan, place)) if apart else (),
+        replicated=tuple(
+            replicated(made, plan, place)
+            if apart
+            else (
+                (parameter, group)
+                for parameter in scalars
+                if parameter.requires_grad and group is not None and group.size() > 1
+            )
+        ),
     )
 
 

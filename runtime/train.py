@@ -28,6 +28,7 @@ from runtime.checkpoint import Progress
 from runtime.data import Corpus, Samples
 from runtime.learning_rate import learning_rate
 from runtime.live_memory import LiveMemory
+from runtime.loggers import Logger, TensorBoard, WeightsAndBiases
 from runtime.metrics import Metrics
 from runtime.packing import PackedSamples, samples_of
 from runtime.run import Device, Orders, RankRecord, StepRecord
@@ -212,9 +213,7 @@ class Loop:
         first = self.steps_done + 1
         watched = min(first + MEMORY_STEP - 1, self.orders.steps)
         metrics = (
-            Metrics(Path(self.orders.output), first=first, tensorboard=self.orders.tensorboard)
-            if self.rank == 0
-            else None
+            Metrics(Path(self.orders.output), self._loggers(first)) if self.rank == 0 else None
         )
         step_s: list[float] = []
         peak = _Peak(self.orders.device)
@@ -259,6 +258,17 @@ class Loop:
             stopped=stopped,
             checkpoint=str(saved) if saved else None,
         )
+
+    def _loggers(self, first: int) -> list[Logger]:
+        """Return what is told the figures of the run, from step `first` on."""
+        output = Path(self.orders.output)
+        result: list[Logger] = []
+        if self.orders.tensorboard:
+            result.append(TensorBoard(run.tensorboard_folder(output), first=first))
+        if self.orders.wandb is not None:
+            config = self.plan.model_dump(mode="json", exclude={"stages"}, exclude_none=True)
+            result.append(WeightsAndBiases(self.orders.wandb, output=output, config=config))
+        return result
 
     def _own_batch(self, samples: Samples | PackedSamples, first: int) -> list[Tensor]:
         """Return this data rank's part of the global batch that starts at sample `first`.

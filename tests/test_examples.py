@@ -11,7 +11,15 @@ from torch import Tensor
 
 from tests.runtime.ranks import on_ranks
 
-EXAMPLES = ("image_classifier", "gpt_muon", "diffusion_unet", "gan")
+EXAMPLES = (
+    "image_classifier",
+    "gpt_muon",
+    "diffusion_unet",
+    "gan",
+    "two_towers",
+    "masked_lm",
+    "dpo",
+)
 PLANS: dict[str, dict[str, Any]] = {
     "replicated": {},
     "zero 3": {"zero": 3},

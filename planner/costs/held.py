@@ -107,7 +107,8 @@ class HeldStates:
             sharing,
             largest=largest,
             factors=POWERSGD_RANK * sides,
-            loss=a is not None and layer.kind == self.end_kinds[1],
+            # In chunks the loss works while the head's parameters are still gathered.
+            loss=a is not None and layer.kind == self.end_kinds[1] and layout.loss is None,
         )
         tied = a is not None and a.tied_embeddings and layer.kind == self.end_kinds[0]
         tied = tied and sharing.types.unit == "layer"

@@ -279,6 +279,7 @@ class CostTables:
             expert=layout.expert,
             expert_tensor=layout.expert_tensor,
             sequence_parallel=layout.sequence_parallel,
+            loss=layout.loss,
             pipelined=self._stalls and layout.pipeline > 1,
             kernels=self._kernels,
         )

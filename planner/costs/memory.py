@@ -130,7 +130,7 @@ def _state_types(
         frozen=1.0 if narrow else frozen,
         master=master,
         gradient=gradient,
-        fresh=float(types.fresh_gradients),
+        fresh=float(types.fresh_gradients) if gradient != working else 0.0,
         moments=moments,
         wire=wire,
         unit=unit,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.layers.kernels import MODULES
-from planner.layers.operator_table import FP32, Operator, Pass, Setting, Table, larger
+from planner.layers.operator_table import FP32, Operator, Pass, Setting, Table, larger, smaller
 from planner.layers.operators import gathered, matmul, norm, summed
 from planner.model import Architecture
+from planner.plan import ChunkedLoss
 
 INDEX = 8
 """Bytes of a token id."""
@@ -168,6 +169,13 @@ def head(a: Architecture, setting: Setting) -> Table:
         moved_bytes=(rows * width + width * outputs / t + logits) * e,
         weights=width * outputs / t,
     )
+    if setting.loss is not None and not a.classes:
+        # In fp32; what they were made from or become, where that is in 16 bits; a cap's slope.
+        each = FP32 + (e if e != FP32 else 0) + FP32 * (a.family == "gemma2")
+        chunk = each * smaller(float(setting.loss.rows), rows) * outputs / t
+        sizes = (rows * width + width * outputs / t) * e
+        operators += _chunked(product, setting.loss, logits, chunk, sizes)
+        return Table("head", tuple(operators), input_bytes=share, output="loss")
     kernels = setting.kernels
     if kernels is not MODULES:
         product = _as_trained(setting, product, source)
@@ -181,33 +189,9 @@ def head(a: Architecture, setting: Setting) -> Table:
             output="loss",
             outside=1,
         )
-    tensor = held = "logits"
-    if a.family == "gemma2":  # divided by the cap, tanh, times the cap
-        operators.append(
-            Operator(
-                name="cap",
-                kind="memory",
-                inputs=("logits",),
-                outputs={"capped": logits * e},
-                saved=("capped",),
-                moved_bytes=6 * logits * e,
-                backward_moved_bytes=9 * logits * e,
-                kernels=3,
-            )
-        )
-        tensor = held = "capped"
-    if a.family == "cohere":  # times a constant
-        operators.append(
-            Operator(
-                name="scaled_logits",
-                kind="memory",
-                inputs=("logits",),
-                outputs={"scaled_logits": logits * e},
-                moved_bytes=2 * logits * e,
-                backward_moved_bytes=2 * logits * e,
-            )
-        )
-        tensor = held = "scaled_logits"
+    changed = _scaled(a, logits * e)
+    operators += changed
+    tensor = held = next(iter(changed[-1].outputs)) if changed else "logits"
     if e != FP32:
         operators.append(
             Operator(
@@ -240,6 +224,35 @@ LOSS_BYTES, LOSS_BACKWARD_BYTES = 16, 12
 """Traffic per logit of a loss that is one operator."""
 
 
+def _scaled(a: Architecture, size: float) -> list[Operator]:
+    """What a family does to `size` bytes of logits before the loss."""
+    if a.family == "gemma2":  # divided by the cap, tanh, times the cap
+        return [
+            Operator(
+                name="cap",
+                kind="memory",
+                inputs=("logits",),
+                outputs={"capped": size},
+                saved=("capped",),
+                moved_bytes=6 * size,
+                backward_moved_bytes=9 * size,
+                kernels=3,
+            )
+        ]
+    if a.family == "cohere":  # times a constant
+        return [
+            Operator(
+                name="scaled_logits",
+                kind="memory",
+                inputs=("logits",),
+                outputs={"scaled_logits": size},
+                moved_bytes=2 * size,
+                backward_moved_bytes=2 * size,
+            )
+        ]
+    return []
+
+
 def _summed_gradient(source: str, size: float) -> Operator:
     """Each rank's columns give a part of the gradient of what all of them multiplied."""
     return Operator(
@@ -261,6 +274,43 @@ def _as_trained(setting: Setting, product: Operator, source: str) -> Operator:
     return replace(
         product, saved=saved, frozen=kernels.frozen is not None, backward_moved_bytes=moved
     )
+
+
+def _chunked(
+    product: Operator, loss: ChunkedLoss, logits: float, working: float, gradients: float
+) -> list[Operator]:
+    """The output projection and its loss, with `working` bytes for the chunk of logits at hand.
+
+    `gradients` are the bytes of those for the rows and for the weights.  Precomputed ones wait for
+    backward in place of the projection's input.  Their products are booked on backward all the
+    same: the sum of both passes is what a step takes.
+    """
+    early = loss.gradients == "precomputed"
+    product = replace(product, outputs={"logits": 0.0}, saved=() if early else product.inputs)
+    last = Operator(
+        name="loss",
+        kind="memory",
+        inputs=("logits",),
+        outputs={"loss": FP32},
+        saved=("gradients",) if early else (),
+        moved_bytes=LOSS_BYTES * logits,
+        backward_moved_bytes=2 * gradients
+        if early
+        else (LOSS_BYTES + LOSS_BACKWARD_BYTES) * logits,
+        workspace_bytes=0.0 if early else working,
+    )
+    if not early:
+        return [product, last]
+    # Nothing asks for a gradient of this one: its memory is of forward alone.
+    made = Operator(
+        name="chunks",
+        kind="memory",
+        inputs=("logits",),
+        outputs={"gradients": gradients},
+        moved_bytes=LOSS_BACKWARD_BYTES * logits,
+        workspace_bytes=working,
+    )
+    return [product, made, last]
 
 
 def _one_loss(setting: Setting, size: float, whole: float) -> Operator:

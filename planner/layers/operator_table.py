@@ -21,6 +21,7 @@ import numpy as np
 
 from planner.cluster import Collective, Precision
 from planner.layers.kernels import MODULES, Kernels
+from planner.plan import ChunkedLoss
 from planner.profile import Recompute
 from planner.stack import SelectiveRecompute
 
@@ -64,6 +65,8 @@ class Setting:
     """Ranks that divide each expert, where experts are on several."""
     sequence_parallel: bool = True
     """Tensor parallelism divides the residual stream along the sequence."""
+    loss: ChunkedLoss | None = None
+    """How the head's loss is computed; None: from all logits."""
     pipelined: bool = False
     """The layer is of a pipeline over several nodes, whose hosts wait for each other."""
     kernels: Kernels = field(default=MODULES, compare=False)
@@ -92,6 +95,7 @@ class Setting:
             self.spreads_experts,
             self.batched,
             self.sequence_parallel,
+            self.loss is not None,
             self.pipelined,
         )
 

@@ -20,7 +20,6 @@ _TRUE_WORDS = "1 true yes y on fa1 fa2 fa3 flash sdpa fused te cudnn compile tor
 _TRUE = frozenset(_TRUE_WORDS.split())
 _FALSE = frozenset({"0", "false", "no", "n", "off", "none", "eager", "math", "unfused"})
 
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 _PRECISION_WORDS = (
     (r"nvfp4|mxfp4|^fp4", "nvfp4"),
     (r"mxfp8", "mxfp8"),

@@ -21,7 +21,7 @@ import torch
 
 import profiler.clock
 from planner.cluster import Collective
-from planner.plan import Plan
+from planner.plan import ChunkedLoss, Plan
 from planner.profile import CollectiveCurve, LinkPoint
 from profiler import chain, devices, layers, overheads, stages
 from profiler.chain import Case, Chain
@@ -49,7 +49,9 @@ def stepped(rank: int = 0, *, family: str = "reference", steps: int = 2, **layou
 
     def path() -> None:
         graph = cases.transformer(family, **FIGURES)
+        loss = layout.pop("loss", None)
         plan = cases.plan(graph, **{"global_batch": 64, **layout})
+        plan = plan.model_copy(update={"loss": loss})
         with job(plan, rank=rank):
             engine = Engine(plan, graph, device=CUDA)
             count = len(plan.samples_of(engine.data_rank))
@@ -194,6 +196,7 @@ PATHS: dict[str, Path] = {
     "narrow gradients": stepped(data_replicate=2, data_shard=2, zero=2, gradient_wire="bf16"),
     "powersgd": stepped(data_replicate=2, gradient_wire="powersgd"),
     "tensor": stepped(tensor=2, steps=1),
+    "loss in chunks": stepped(tensor=2, steps=1, loss=ChunkedLoss(rows=100)),
     "context": stepped(context=2, precision="bf16", zero=1),
     "experts": stepped(family="mixtral", data_shard=2, expert=2, zero=1, precision="bf16"),
     "first stage": stepped(pipeline=2, precision="bf16"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from planner.errors import LaunchError
 from runtime import launch as launching
 from runtime import run
 from tests.runtime.library_rows import OnCrew
@@ -62,6 +63,17 @@ def test_the_example_trains_like_peft_and_goes_on_where_it_stopped(
     original = transformers.AutoTokenizer.from_pretrained(tmp_path / "example" / "model")
     talk = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}]
     assert tokenizer.apply_chat_template(talk) == original.apply_chat_template(talk)
+
+    (tmp_path / "text.txt").write_text("All happy families are alike.")
+    with pytest.raises(LaunchError, match="holds text, and training is on conversations"):
+        launching.launch(
+            tmp_path / "example" / "0" / "plan.yaml",
+            data=tmp_path / "example" / "model" / "chat.jsonl",
+            evaluate=tmp_path / "text.txt",
+            output=tmp_path / "refused",
+            device="cpu",
+            quiet=True,
+        )
 
     # Resumed under another plan, the last step is that of the run that did not stop.
     model, home = tmp_path / "example" / "model", tmp_path / "example"

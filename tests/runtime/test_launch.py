@@ -200,13 +200,14 @@ def test_text_that_is_trained_on_is_not_held_out(room: Room) -> None:
         room.run(plan_of(), evaluate=room.text)
 
 
-def test_tensorboard_that_is_not_installed_is_refused(
-    room: Room, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "value"), [("tensorboard", True), ("wandb", "my-project")])
+def test_a_logger_that_is_not_installed_is_refused(
+    name: str, value: object, room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
 
-    with pytest.raises(LaunchError, match="tensorboard: is not installed; install it with"):
-        room.run(plan_of(), tensorboard=True)
+    with pytest.raises(LaunchError, match=f"{name}: is not installed; install it with"):
+        room.run(plan_of(), **{name: value})
 
 
 def test_resuming_nothing_is_refused(room: Room) -> None:

@@ -11,10 +11,10 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.errors import PlanError
+from planner.errors import PlanError, RecordError
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from runtime.recorder import arguments
-from runtime.script_model import check_module, few_samples, script_model
+from runtime.script_model import check_module, check_replay, few_samples, script_model
 from tests.runtime.own_modules import GPT, MODULES, WIDTH, WORDS, Undecided
 
 
@@ -127,3 +127,28 @@ def test_a_plan_is_of_one_module() -> None:
         check_module(plan, GPT(), batch[:, :5])
     with pytest.raises(PlanError, match=r"it differs in model, words"):
         check_module(plan, Undecided(), torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize("kind", ["resnet", "experts", "two_towers", "changing", "lstm"])
+def test_a_replayed_forward_is_checked_on_real_data(kind: str) -> None:
+    build, example, inputs = MODULES[kind]
+    module = build()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+
+    check_replay(module, example(), inputs)
+
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+class Counting(GPT):
+    calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(ids) * self.calls
+
+
+def test_a_forward_that_counts_its_calls_is_refused() -> None:
+    with pytest.raises(RecordError, match="depends on Python's own state"):
+        check_replay(Counting(), torch.ones(4, 7).long())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -306,3 +308,41 @@ def test_tensorboard_reads_what_the_lines_say(corpus: Corpus, tmp_path: Path) ->
     seen = [(event.step, event.value) for event in events.Scalars("loss")]
     assert [step for step, _ in seen] == [1, 2, 3]
     assert [value for _, value in seen] == pytest.approx(losses(tmp_path / "out"))
+
+
+class Project:
+    """What wandb is for a run."""
+
+    def __init__(self) -> None:
+        self.begun: list[dict[str, Any]] = []
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+
+    def init(self, **settings: Any) -> Project:
+        self.begun.append(settings)
+        return self
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        self.rows.append((step, values))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_wandb_is_told_what_the_lines_say(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = Project()
+    monkeypatch.setitem(sys.modules, "wandb", project)
+
+    for folder, steps in (("out", 3), ("out", 3), ("other", 1)):
+        loop(Averaging(), corpus, tmp_path / folder, steps, wandb="my-project").run()
+
+    written = losses(tmp_path / "out")
+    assert [step for step, _ in project.rows] == [1, 2, 3, 1, 2, 3, 1]
+    assert [values["loss"] for _, values in project.rows[:6]] == pytest.approx(written)
+    assert [one["project"] for one in project.begun] == ["my-project"] * 3
+    first, again, other = (one["id"] for one in project.begun)
+    assert first == again != other
+    assert project.begun[0]["config"]["global_batch"] == plan(1).global_batch
+    assert project.finished == 3

@@ -132,6 +132,12 @@ def test_a_model_trained_in_16_bits_has_no_fp32_copy_but_under_deepspeed() -> No
 
 def test_fresh_gradients_wait_beside_their_sum() -> None:
     assert per_parameter(of("nanotron", zero=1)) == (2, 4 + 2, 12 / 8)
+    assert per_parameter(of("megatron-deepspeed", zero=1)) == (2, 4 + 2, 12 / 8)
+
+
+def test_gradients_that_are_summed_where_they_are_made_stand_beside_nothing() -> None:
+    assert per_parameter(of("megatron-deepspeed", "fp16", zero=1)) == (2, 2, 12 / 8)
+    assert per_parameter(of("nanotron", "fp32", zero=1)) == (4, 4, 8 / 8)
 
 
 def test_frozen_parameters_are_as_narrow_as_their_products_or_in_4_bits() -> None:

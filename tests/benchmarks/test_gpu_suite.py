@@ -1,0 +1,106 @@
+"""benchmarks/gpu/suite.py goes on where it was cut, and its report says what the lines say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import report, suite
+from benchmarks.gpu.suite import CASES, Case, read_lines, todo
+from planner.catalog import accelerators
+
+A, B, TWO = (
+    Case(name="a", seconds=90),
+    Case(name="b", seconds=30),
+    Case(name="2", seconds=1, devices=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "devices", "left_s", "expected"),
+    [
+        ([], 1, 540, A),
+        ([], 1, 20, B),  # a third of the first does not fit
+        ([{"case": "a", "done": True}], 1, 540, B),
+        ([{"case": "a", "key": "x", "failed": "a row's, not the case's"}], 1, 540, A),
+        ([{"case": "a", "failed": "no"}], 1, 540, B),  # tried again behind all others
+        ([{"case": "a", "failed": "no"}, {"case": "b", "done": True}], 1, 540, A),
+        ([{"case": "a", "failed": "no"}] * 2 + [{"case": "b", "done": True}], 1, 540, None),
+        ([{"case": "a", "cut": True}], 1, 540, A),
+        ([{"case": c, "done": True} for c in "ab"], 1, 540, None),
+        ([{"case": c, "done": True} for c in "ab"], 4, 540, TWO),
+    ],
+)
+def test_the_most_valuable_case_comes_first(
+    lines: list[dict[str, Any]], devices: int, left_s: float, expected: Case | None
+) -> None:
+    assert todo(lines, devices, left_s, (A, B, TWO)) == expected
+
+
+def test_half_a_line_is_no_line(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text('{"case": "a", "done": true}\n{"case": "b", "se')
+
+    assert read_lines(tmp_path / "lines") == [{"case": "a", "done": True}]
+    assert read_lines(tmp_path / "none") == []
+
+
+def test_a_dry_run_goes_on_at_the_row_that_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lines.jsonl"
+    known = {"case": "products", "key": "float32 64 x 64 x 64", "flops_per_s": 1.0}
+    file.write_text(json.dumps(known) + "\n")
+
+    suite.main(["--tiny", "--seconds", "100", "--cases", "products", "--out", str(tmp_path)])
+
+    lines = read_lines(file)
+    assert lines[0] == known
+    assert [line["key"] for line in lines[1:-1]] == [
+        "float32 16 x 64 x 64",
+        "float32 128 x 128 x 128",
+        "float32 32 x 128 x 128",
+    ]
+    assert all(line["flops_per_s"] > 0 for line in lines[1:-1])
+    assert lines[-1]["done"]
+    assert "1 of 1 cases done" in capsys.readouterr().out
+
+
+def seconds(value: float) -> list[float]:
+    return [value * factor for factor in (0.5, 1.0, 7.0)]
+
+
+def test_a_report_has_the_curve_that_was_measured() -> None:
+    entry = accelerators()["h100-sxm-80gb"]
+    peak, width = entry.peak_flops["bf16"], entry.memory_bytes_per_s
+
+    def row(case: str, key: str, **found: Any) -> dict[str, Any]:
+        return {"case": case, "key": key, **found}
+
+    attention = "attention forward and backward 8192 x 128"
+    lines = [
+        row("machine", "versions", device=entry.driver_names[0], date="2026-01-02", torch="2"),
+        row("products", "bfloat16 256 x 256 x 256", flops_per_s=0.1 * peak),
+        row("products", "bfloat16 8192 x 8192 x 8192", flops_per_s=0.7 * peak),
+        row("kernels", "launch", seconds=seconds(4e-6)),
+        row("kernels", "norm", bytes=0.8 * width, seconds=seconds(1.0)),
+        row("kernels", "attention forward 8192 x 128", flops=0.5 * peak, seconds=seconds(1.0)),
+        row("kernels", attention, flops=1.3 * peak, seconds=seconds(3.0)),
+        row("compile", "none", eager={"seconds": seconds(2.0)},
+            compiled={"seconds": seconds(1.5), "first_s": 30.0}),
+        row("plans", "a plan", measured_s=seconds(2.0), predicted_s=1.8, allocated_bytes=100.0,
+            predicted_bytes=110.0, reserved_bytes=130.0),
+        row("equality", "bad", failed="Traceback\nValueError: no"),
+    ]  # fmt: skip
+
+    text = report.page(report.Lines(lines))
+
+    assert "launch_s: 4e-06, matmul: 0.7, attention_forward: 0.5" in text
+    assert "attention_backward: 0.4, memory: 0.8" in text
+    assert "| compiled / eager step, recompute none | 0.75 |" in text
+    assert "-10.0 %" in text
+    assert "+10.0 %" in text
+    assert "- equality, bad: ValueError: no" in text
+    assert f"Not done: {', '.join(case.name for case in CASES)}." in text
