@@ -123,10 +123,7 @@ class Engine:
         self._loss = loss
         self.clip_norm = clip_norm
         plan = _read(plan)
-        seed = plan.training.seed if isinstance(plan, Plan) else int(plan.get("seed", 0))
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(seed)
-            module = build()
+        module = _built(build, plan)
         refuse_hooks(module)
         self._shapes = {name: (t.dtype, t.shape) for name, t in module.state_dict().items()}
         check_replay(module, batch, inputs, units=units)
@@ -716,6 +713,13 @@ class _Records:
             ),
             self._file,
         )
+
+
+def _built(build: Callable[[], nn.Module], plan: Plan | Mapping[str, Any]) -> nn.Module:
+    """Build the module under the plan's seed, and leave the caller's random numbers alone."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(plan.training.seed if isinstance(plan, Plan) else plan.get("seed", 0))
+        return build()
 
 
 def _read(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | Mapping[str, Any]:

@@ -192,6 +192,8 @@ def test_every_field_of_a_plan_is_a_field_of_the_rows() -> None:
     of_plan = {set_by_rows.get(name, name) for name in Plan.model_fields}
     no_choice = {"format", "model", "cluster", "backend", "seq_len", "global_batch", "mesh"}
     no_choice |= {"training", "timeout_s", "groups", "shares", "batch"}
+    # Under every axis in tests/runtime/test_chunked_loss.py.
+    no_choice |= {"loss"}
     # What other frameworks alone execute; planner/native.py refuses it by name.
     no_choice |= {"expert_tensor", "sequence_parallel"}
 
