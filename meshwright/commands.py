@@ -119,10 +119,12 @@ def compare(plans: Sequence[str], cluster: str | None = None) -> tuple[Alternati
     """Say what plans take beside the fastest of them, each on its own cluster or on one."""
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")
-    return choices_of([(path, document.read(Plan, path), predict(path, cluster)) for path in plans])
+    return alternatives_of(
+        [(path, document.read(Plan, path), predict(path, cluster)) for path in plans]
+    )
 
 
-def choices_of(named: Sequence[tuple[str, Plan, Prediction]]) -> tuple[Choice, ...]:
+def alternatives_of(named: Sequence[tuple[str, Plan, Prediction]]) -> tuple[Alternative, ...]:
     """Return each plan beside the fastest that fits."""
     predictions = [prediction for _, _, prediction in named]
     fitting = [one for one in predictions if one.fits] or predictions

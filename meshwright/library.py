@@ -27,7 +27,7 @@ from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
 from planner.request import Request
-from planner.search.answer import Answer, Choice
+from planner.search.answer import Alternative, Answer
 from planner.search.best_first import search as search_all
 from planner.search.preferred import Prefer, with_preference
 from planner.solver.requirements import read_requirements
@@ -222,7 +222,9 @@ def predict(
     return predict_plan(model_or_plan, graph, machine, measured)
 
 
-def compare(plans: Sequence[Plan | str | Path], cluster: str | None = None) -> tuple[Choice, ...]:
+def compare(
+    plans: Sequence[Plan | str | Path], cluster: str | None = None
+) -> tuple[Alternative, ...]:
     """Say what plans take beside the fastest of them, each on its own cluster or on one.
 
     >>> import meshwright
@@ -236,7 +238,7 @@ def compare(plans: Sequence[Plan | str | Path], cluster: str | None = None) -> t
     """
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")
-    return commands.choices_of(
+    return commands.alternatives_of(
         [
             (
                 one.layout.text() if isinstance(one, Plan) else str(one),

@@ -34,9 +34,10 @@ def _refusal(
     job: Job,
     layout: Layout,
 ) -> str | None:
-    found = limit(model, cluster, job, layout)
+    space = stack.space or EVERYTHING
+    found = limit(model, cluster, job, layout, pads_vocabulary=space.pads_vocabulary)
     if found is None:
         facts = Facts(model, cluster, job, layout)
-        found = next(obstacles(stack.space or EVERYTHING, facts, of_degrees=of_degrees), None)
+        found = next(obstacles(space, facts, of_degrees=of_degrees), None)
         found = f"{stack.name}: {found}" if found else None
     return found

@@ -104,10 +104,21 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
     return str(found) if found else None
 
 
-def limit(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> str | None:
-    """Return why no backend could run a layout as the planner describes it, or None."""
+def limit(
+    model: ModelGraph,
+    cluster: ClusterSpec,
+    job: Job,
+    layout: Layout,
+    *,
+    pads_vocabulary: bool = False,
+) -> str | None:
+    """Return why no backend could run a layout as the planner describes it, or None.
+
+    One that `pads_vocabulary` divides any.
+    """
     found = next(_cluster_obstacles(cluster, job, layout), None)
-    found = found or next(_unplanned(model, job), None) or next(_limits(model, job, layout), None)
+    found = found or next(_unplanned(model, job), None)
+    found = found or next(_limits(model, job, layout, pads_vocabulary=pads_vocabulary), None)
     return str(found) if found else None
 
 
@@ -345,7 +356,9 @@ def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iter
         )
 
 
-def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
+def _limits(
+    model: ModelGraph, job: Job, layout: Layout, *, pads_vocabulary: bool = False
+) -> Iterator[Obstacle]:
     """Yield what no backend can do as the planner describes it."""
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
@@ -375,7 +388,7 @@ def _limits(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     if layout.expert > 1:
         yield from _expert_limits(model.architecture, layout.expert)
     if layout.tensor > 1:
-        yield from _tensor_limits(model.architecture, job, layout)
+        yield from _tensor_limits(model.architecture, job, layout, pads_vocabulary)
 
 
 def _foreign_choices(job: Job, layout: Layout) -> Iterator[Obstacle]:
@@ -440,7 +453,9 @@ def _expert_limits(a: Architecture | None, degree: int) -> Iterator[Obstacle]:
         yield Obstacle("mesh.expert", f"{degree} does not divide {count} experts")
 
 
-def _tensor_limits(a: Architecture | None, job: Job, layout: Layout) -> Iterator[Obstacle]:
+def _tensor_limits(
+    a: Architecture | None, job: Job, layout: Layout, pads_vocabulary: bool
+) -> Iterator[Obstacle]:
     place = "mesh.tensor"
     if a is None:
         yield Obstacle(place, "a user's own modules cannot be divided by tensor parallelism; use 1")
@@ -452,7 +467,7 @@ def _tensor_limits(a: Architecture | None, job: Job, layout: Layout) -> Iterator
         "heads": a.heads,
         "kv_heads": a.kv_heads,
         "ffn_size": a.ffn_size,
-        "vocab_size": a.vocab_size,
+        "vocab_size": layout.tensor if pads_vocabulary else a.vocab_size,
     }
     if a.experts is not None and layout.expert == 1:
         figures["experts.ffn_size"] = a.experts.ffn_size

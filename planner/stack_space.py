@@ -231,6 +231,8 @@ class Space(Part):
     wires: tuple[GradientWire, ...] = ("full", "bf16", "fp16", "powersgd")
     precisions: tuple[Precision, ...] | None = None
     """None: every precision there is."""
+    pads_vocabulary: Flag = False
+    """A vocabulary that tensor ranks do not divide has rows added until they do."""
     divisible: tuple[Divisible, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.errors import DocumentError
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.schedules import PLAIN
 from planner.training import Training
 from planner.units import name_of
 from runtime.recorder import Recorder
@@ -80,7 +81,7 @@ def script_plan(
         precision=layout.get("precision", "fp32"),
         mesh=Mesh(data_replicate=replicate, data_shard=data // replicate, pipeline=pipeline),
         zero=zero,
-        schedule=layout.get("schedule", "1f1b"),
+        schedule=layout.get("schedule", PLAIN),
         virtual_stages=layout.get("virtual_stages", 1),
         micro_batch=size,
         micro_batches=count,

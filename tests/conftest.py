@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
+
+# Before torch is imported anywhere.  Tests run side by side on few cores, and threads of tiny
+# operators that wait for each other cost some tests five times their time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -191,7 +191,7 @@ def test_every_field_of_a_plan_is_a_field_of_the_rows() -> None:
     placed = set(PlacedLayer.model_fields) - {"layer"}
     of_plan = {set_by_rows.get(name, name) for name in Plan.model_fields}
     no_choice = {"format", "model", "cluster", "backend", "seq_len", "global_batch", "mesh"}
-    no_choice |= {"training", "timeout_s", "groups", "shares"}
+    no_choice |= {"training", "timeout_s", "groups", "shares", "batch"}
     # What other frameworks alone execute; planner/native.py refuses it by name.
     no_choice |= {"expert_tensor", "sequence_parallel"}
 

@@ -37,6 +37,48 @@ LLAMA = {
     "intermediate_size": 96,
     "vocab_size": 320,
 }
+UNLISTED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "hidden_size": 2880,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+        "sliding_window": 128,
+    },
+    "olmo2": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 11008,
+        "vocab_size": 100352,
+        "pad_token_id": 1,
+    },
+    "olmo3": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 11008,
+        "vocab_size": 100352,
+        "pad_token_id": 1,
+        "sliding_window": 4096,
+    },
+}
+"""Configurations of families of which the catalogue has no model."""
+
+
+def config_of(kind: str) -> dict[str, Any]:
+    """Return a configuration of a family."""
+    listed = (dict(e.config) for e in models().values() if e.config["model_type"] == kind)
+    return next(listed, {"model_type": kind, **UNLISTED.get(kind, {})})
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama with biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
     "llama with a wide head": LLAMA | {"head_dim": 32, "tie_word_embeddings": True},
@@ -202,14 +244,20 @@ def test_each_layer_of_a_variant_counts_as_transformers_builds_it(variant: str) 
 
 
 @needs_transformers
+@pytest.mark.parametrize("kind", sorted(UNLISTED))
+def test_each_layer_of_a_family_without_a_model_counts_as_transformers_builds_it(kind: str) -> None:
+    config = config_of(kind) | {"num_hidden_layers": 2}
+
+    assert our_counts(config) == counts_by_layer(dict(config))
+
+
+@needs_transformers
 @pytest.mark.parametrize("kind", SUPPORTED)
 def test_defaults_are_those_of_transformers(kind: str) -> None:
     """A configuration that leaves out all that may be left out means what transformers takes."""
     import transformers
 
-    required = next(
-        dict(entry.config) for entry in models().values() if entry.config["model_type"] == kind
-    )
+    required = config_of(kind)
     for key in (
         "tie_word_embeddings",
         "num_key_value_heads",
@@ -377,9 +425,9 @@ def test_a_wrong_figure_is_named_by_its_own_key(
     ),
 )
 def test_no_configuration_ends_in_a_traceback(kind: str, change: dict[str, Any]) -> None:
-    config = next(e.config for e in models().values() if e.config["model_type"] == kind)
+    config = config_of(kind)
     try:
-        architecture = architecture_of(dict(config) | change, name="x")
+        architecture = architecture_of(config | change, name="x")
     except DocumentError:
         return
     assert isinstance(architecture, Architecture)

@@ -17,9 +17,10 @@ import pytest
 from planner.catalog import stacks
 from planner.costs.layout_costs import CostTables
 from planner.errors import NoPlanFits
+from planner.executable import rules_of
 from planner.expressions import resolve_cluster, resolve_model
 from planner.native import limit
-from planner.pins import read_pins
+from planner.pins import Pins, read_pins
 from planner.plan import INSIDE_OUT, Job, Layout
 from planner.predict import predict
 from planner.profile import Recompute
@@ -242,3 +243,19 @@ def test_the_best_of_several_meshes_are_plans_of_the_framework() -> None:
     assert min(steps_s) == pytest.approx(answer.certificate.objective_s)
     assert all(megatron(ranked.plan.layout) for ranked in answer.top)
     assert {ranked.plan.backend for ranked in answer.top} == {"megatron"}
+
+
+@pytest.mark.parametrize("name", ["megatron", "megatron-deepspeed"])
+def test_a_vocabulary_that_is_padded_is_divided(name: str) -> None:
+    """GPT-3 was trained with 8 tensor ranks; its 50,257 words are no multiple of 2."""
+    model, cluster = resolve_model("gpt3-175b"), resolve_cluster("16x8xa100-sxm-80gb")
+    job = Job(seq_len=2048, global_batch=256)
+    layout = Layout(tensor=8, pipeline=16, micro_batches=256)
+    layout = replace(layout, sequence_parallel=name == "megatron")
+
+    assert limit(model, cluster, job, layout) == "mesh.tensor: 8 does not divide vocab_size 50257"
+    assert rules_of(stacks()[name])(model, cluster, job, layout) is None
+    pins = Pins(tensor=8)
+    found = search(Request(model, cluster, job, pins=pins, stack=stacks()[name]))
+    assert found.plan.mesh.tensor == 8
+    assert found.certificate.optimal
