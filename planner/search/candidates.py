@@ -21,6 +21,7 @@ and for a single layout:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -60,6 +61,7 @@ from planner.search.space import (
     timetables,
 )
 from planner.solver import bounds
+from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Instance
 from planner.stage_rules import Rows, rows
 from planner.tolerances import ROUNDING, SLACK
@@ -68,6 +70,8 @@ Levels = list[tuple[tuple[ShardingChoice, ...], bounds.Floats]]
 """Sharings of one ZeRO level, with a bound for each timetable."""
 Bounded = list[tuple[Layout, float]]
 """Layouts and the least seconds of each."""
+DEGREES = ("tensor", "context", "expert", "pipeline")
+"""Pins that leave whole families out."""
 
 
 class Candidates:
@@ -79,8 +83,10 @@ class Candidates:
         rules: Rules | None = None,
         recompute: Recomputes = None,
         tables: CostTables | None = None,
+        frontiers: FrontierStore | None = None,
     ) -> None:
-        """`rules` are those of the stack if no others are asked for, `tables` those of the request.
+        """`rules` are those of the stack if no others are asked for, `tables` those of the request,
+        under any pins that leave layers the same activations to choose among.
 
         `recompute` is what layers may recompute, by default what is pinned or anything.
         """
@@ -111,6 +117,40 @@ class Candidates:
         self._types = state_types(self._rates.stack, request.job.precision)
         self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
         self.families = list(self._families())
+        self.looked_at: dict[int, tuple[Family, Levels]] = {}
+        """Families whose bounds within memory are known, by their id."""
+        self.frontiers = FrontierStore() if frontiers is None else frontiers
+        self.opened: dict[int, tuple[Family, Bounded]] = {}
+        """Parts whose layouts are bounded, by their id."""
+        self._known_computation_s: dict[int, float] = {}
+        """By the id of a family."""
+        self._known_parts: dict[int, tuple[Family, list[tuple[Family, float]]]] = {}
+        """By the id of the family that they are of."""
+        self._known_communication_s: dict[Layout, float] = {}
+        self._known_memory_s: dict[Layout, float] = {}
+        self._known_instances: dict[Layout, Instance] = {}
+
+    def part(self, request: Request) -> Candidates | None:
+        """Return those that a request of the same under other pins has, with what is known of them.
+
+        None unless the pins differ only in degrees, which are pinned where they were not.
+        """
+        new, old = request.pins, self.pins
+        asked = {name: getattr(new, name) for name in DEGREES}
+        kept = all(getattr(old, name) in (None, value) for name, value in asked.items())
+        alike = replace(old, **asked, divided=new.divided) == new and old.divided <= new.divided
+        if not (kept and alike and replace(request, pins=old) == self.request):
+            return None
+        self.computation_s()
+        found = copy(self)
+        found.request, found.pins, found.refused = request, new, {}
+        found.families = [
+            family
+            for family in self.families
+            if all(value in (None, getattr(family.degrees, name)) for name, value in asked.items())
+            and all(getattr(family.first, axis) > 1 for axis in new.divided)
+        ]
+        return found
 
     def _families(self) -> Iterator[Family]:
         """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
@@ -191,6 +231,13 @@ class Candidates:
 
         A family of several timetables has the least of theirs.
         """
+        if len(self._known_computation_s) < len(self.families):
+            least_s = self._computation_s().tolist()
+            ids = map(id, self.families)
+            self._known_computation_s.update(zip(ids, least_s, strict=True))
+        return np.array([self._known_computation_s[id(family)] for family in self.families])
+
+    def _computation_s(self) -> bounds.Floats:
         numbers: dict[tuple[object, ...], int] = {}
         number = [numbers.setdefault(f.divided, len(numbers)) for f in self.families]
         some = dict(zip(number, self.families, strict=True))
@@ -288,6 +335,17 @@ class Candidates:
             self._known_paces[key] = np.array(rows)
         return self._known_paces[key]
 
+    def parts(self, family: Family, levels: Levels) -> list[tuple[Family, float]]:
+        """Return a family's part of each ZeRO level and timetable, with its bound of `levels`."""
+        if id(family) not in self._known_parts:
+            found = []
+            for sharings, rooms_s in levels:
+                level = replace(family, sharings=sharings)
+                for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
+                    found.append((replace(level, timetables=(timetable,)), room_s))
+            self._known_parts[id(family)] = family, found
+        return self._known_parts[id(family)][1]
+
     def rooms_s(self, families: Sequence[Family]) -> list[Levels]:
         """Least seconds within memory, of each family under every ZeRO level and timetable.
 
@@ -328,11 +386,12 @@ class Candidates:
         `part` has one ZeRO level and one timetable.  The other layers take their fewest seconds
         anywhere, and what crosses a boundary of the pipeline takes no time.
         """
-        shared = self._known_shared[id(part)] = self._shared(part)
-        return shared.least_s
+        return self._shared(part).least_s
 
     def _shared(self, part: Family) -> _Shared:
         """Return what sharing takes of the commonest layers."""
+        if id(part) in self._known_shared:
+            return self._known_shared[id(part)]
         number, moved = self._divided[part.divided], self._moved(part)
         commonest, layers = self._commonest
         rows = [
@@ -355,7 +414,8 @@ class Candidates:
             credits_s=credited * float(self._chain.credits_s[number]),
         )
         least_s = np.asarray(balanced_s * (1 - ROUNDING) + self.tables.step_s)
-        return _Shared(part, least_s, moved)
+        found = self._known_shared[id(part)] = _Shared(part, least_s, moved)
+        return found
 
     def _moved(self, part: Family) -> _Moved:
         """Return what sharing takes of one of the commonest layers: no matter of timetables.
@@ -390,7 +450,7 @@ class Candidates:
         result, units, once_s, seen_s = [], [], [], []
         members: list[tuple[bounds.Floats, list[int]]] = []
         for part in parts:
-            shared = self._known_shared.pop(id(part), None) or self._shared(part)
+            shared = self._shared(part)
             least_s, moved = shared.least_s.copy(), shared.moved
             many = max(1.0, self._commonest[1] / part.degrees.pipeline)
             groups: dict[tuple[int, int], list[int]] = {}
@@ -412,6 +472,11 @@ class Candidates:
 
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""
+        if layout not in self._known_communication_s:
+            self._known_communication_s[layout] = self._communication_s(layout)
+        return self._known_communication_s[layout]
+
+    def _communication_s(self, layout: Layout) -> float:
         costs = self.tables.of(layout)
         rows = []
         for kind, table in costs.kinds.items():
@@ -440,7 +505,10 @@ class Candidates:
 
     def memory_s(self, layout: Layout) -> float:
         """Least seconds with what each stage can hold; inf if the layout does not fit."""
-        return bounds.counted_s(self.instance(layout)) + self.tables.of(layout).step_s
+        if layout not in self._known_memory_s:
+            seconds = bounds.counted_s(self.instance(layout)) + self.tables.of(layout).step_s
+            self._known_memory_s[layout] = seconds
+        return self._known_memory_s[layout]
 
     def costs(self, layout: Layout) -> LayoutCosts:
         """Return the costs of a layout."""
@@ -448,6 +516,11 @@ class Candidates:
 
     def instance(self, layout: Layout) -> Instance:
         """Return the partition problem of a layout."""
+        if layout not in self._known_instances:
+            self._known_instances[layout] = self._instance(layout)
+        return self._known_instances[layout]
+
+    def _instance(self, layout: Layout) -> Instance:
         costs = self.tables.of(layout)
         pins = self.pins
         found = instance_of(self.model, self.cluster, layout, costs, self.recompute, pins.require)
@@ -475,6 +548,25 @@ class Candidates:
             if dominates(twin, self.tables.of(twin), layout, costs):
                 return twin
         return None
+
+
+def candidates_of(
+    request: Request,
+    rules: Rules | None,
+    recompute: Recomputes,
+    known: Sequence[Candidates],
+) -> Candidates:
+    """Return the candidates of a request; `known` are of the same under other pins."""
+    for one in known:
+        if one.rules is rules and one.recompute == recompute:
+            part = one.part(request)
+            if part is not None:
+                return part
+    treated = activations(request.cluster, request.pins, space=request.space)
+    shared = next((one for one in known if one.tables.activations == treated), None)
+    if shared is None:
+        return Candidates(request, rules, recompute)
+    return Candidates(request, rules, recompute, shared.tables, shared.frontiers)
 
 
 def _plainest(job: Job, degrees: Degrees, pins: Pins) -> Layout:
