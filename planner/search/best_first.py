@@ -26,7 +26,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 

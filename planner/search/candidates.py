@@ -144,12 +144,14 @@ class Candidates:
         self.computation_s()
         found = copy(self)
         found.request, found.pins, found.refused = request, new, {}
-        found.families = [
-            family
-            for family in self.families
-            if all(value in (None, getattr(family.degrees, name)) for name, value in asked.items())
-            and all(getattr(family.first, axis) > 1 for axis in new.divided)
-        ]
+        every = {family.degrees for family in self.families}
+        left = {
+            degrees
+            for degrees in every
+            if all(value in (None, getattr(degrees, name)) for name, value in asked.items())
+            and all(getattr(degrees, axis) > 1 for axis in new.divided)
+        }
+        found.families = [family for family in self.families if family.degrees in left]
         return found
 
     def _families(self) -> Iterator[Family]:

@@ -183,9 +183,7 @@ def _best(
         return None
     asked: Pins = replace(request.pins, **pins)
     try:
-        found = search(
-            replace(request, pins=asked), below_s=below_s, known=answer.candidates
-        )
+        found = search(replace(request, pins=asked), below_s=below_s, known=answer.candidates)
     except (NoPlanFits, DocumentError):
         return None
     return Ranked(
