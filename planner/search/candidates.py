@@ -28,6 +28,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.costs.layer_figures import KindFigures
 from planner.costs.layout_costs import CostTables, LayoutCosts, fastest_s, least_credits_s
 from planner.costs.memory import state_types
 from planner.costs.recomputes import Recomputes, choices_of
@@ -108,18 +109,57 @@ class Candidates:
         for layer in model.layers:
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
-        self._known_shared: dict[int, _Shared] = {}
-        """By the id of their part."""
-        self._known_moved: dict[tuple[int, int], _Moved] = {}
-        """By the id of the sharings, which those of one family and level have in common."""
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self._rates = self.tables.rates
         self._types = state_types(self._rates.stack, request.job.precision)
         self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
         self.families = list(self._families())
+        self._divided: dict[tuple[object, ...], int] = {}
+        """The place of each `Family.divided` among figures."""
+        self._by_degrees: dict[Degrees, list[Family]] = {}
+        for family in self.families:
+            self._by_degrees.setdefault(family.degrees, []).append(family)
+        self.frontiers = FrontierStore() if frontiers is None else frontiers
+        self._forget()
+
+    def part(self, request: Request) -> Candidates | None:
+        """Return those that a request of the same under other pins has, with what is known of them.
+
+        None unless the pins differ only in degrees and recomputation, pinned where they were not.
+        """
+        new, old = request.pins, self.pins
+        asked = {name: getattr(new, name) for name in (*DEGREES, "recompute")}
+        kept = all(getattr(old, name) in (None, value) for name, value in asked.items())
+        alike = replace(old, **asked, divided=new.divided) == new and old.divided <= new.divided
+        if not (kept and alike and replace(request, pins=old) == self.request):
+            return None
+        if not self._divided:
+            self.computation_s()
+        found = copy(self)
+        found.request, found.pins, found.refused = request, new, {}
+        found.families = [
+            family
+            for degrees, own in self._by_degrees.items()
+            if all(getattr(new, name) in (None, getattr(degrees, name)) for name in DEGREES)
+            and all(getattr(degrees, axis) > 1 for axis in new.divided)
+            for family in own
+        ]
+        if new.recompute != old.recompute and found.families:
+            if self.recompute != old.recompute:
+                return None
+            found.recompute = new.recompute
+            found._forget()
+            found._bound_by_figures(self._chain.figures)
+        return found
+
+    def _forget(self) -> None:
+        """Begin without what depends on recomputation."""
+        self._known_shared: dict[int, _Shared] = {}
+        """By the id of their part."""
+        self._known_moved: dict[tuple[int, int], _Moved] = {}
+        """By the id of the sharings, which those of one family and level have in common."""
         self.looked_at: dict[int, tuple[Family, Levels]] = {}
         """Families whose bounds within memory are known, by their id."""
-        self.frontiers = FrontierStore() if frontiers is None else frontiers
         self.opened: dict[int, tuple[Family, Bounded]] = {}
         """Parts whose layouts are bounded, by their id."""
         self._known_computation_s: dict[int, float] = {}
@@ -129,30 +169,6 @@ class Candidates:
         self._known_communication_s: dict[Layout, float] = {}
         self._known_memory_s: dict[Layout, float] = {}
         self._known_instances: dict[Layout, Instance] = {}
-
-    def part(self, request: Request) -> Candidates | None:
-        """Return those that a request of the same under other pins has, with what is known of them.
-
-        None unless the pins differ only in degrees, which are pinned where they were not.
-        """
-        new, old = request.pins, self.pins
-        asked = {name: getattr(new, name) for name in DEGREES}
-        kept = all(getattr(old, name) in (None, value) for name, value in asked.items())
-        alike = replace(old, **asked, divided=new.divided) == new and old.divided <= new.divided
-        if not (kept and alike and replace(request, pins=old) == self.request):
-            return None
-        self.computation_s()
-        found = copy(self)
-        found.request, found.pins, found.refused = request, new, {}
-        every = {family.degrees for family in self.families}
-        left = {
-            degrees
-            for degrees in every
-            if all(value in (None, getattr(degrees, name)) for name, value in asked.items())
-            and all(getattr(degrees, axis) > 1 for axis in new.divided)
-        }
-        found.families = [family for family in self.families if family.degrees in left]
-        return found
 
     def _families(self) -> Iterator[Family]:
         """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
@@ -233,19 +249,27 @@ class Candidates:
 
         A family of several timetables has the least of theirs.
         """
-        if len(self._known_computation_s) < len(self.families):
+        if not self._known_computation_s and self.families:
             least_s = self._computation_s().tolist()
             ids = map(id, self.families)
             self._known_computation_s.update(zip(ids, least_s, strict=True))
         return np.array([self._known_computation_s[id(family)] for family in self.families])
 
     def _computation_s(self) -> bounds.Floats:
-        numbers: dict[tuple[object, ...], int] = {}
-        number = [numbers.setdefault(f.divided, len(numbers)) for f in self.families]
-        some = dict(zip(number, self.families, strict=True))
-        firsts = [some[n].first for n in range(len(numbers))]
-        self._divided = numbers
-        figures = self.tables.figures_together(firsts)
+        if not self._divided:
+            numbers: dict[tuple[object, ...], int] = {}
+            number = [numbers.setdefault(f.divided, len(numbers)) for f in self.families]
+            some = dict(zip(number, self.families, strict=True))
+            firsts = [some[n].first for n in range(len(numbers))]
+            self._divided = numbers
+            self._bound_by_figures(self.tables.figures_together(firsts))
+        every_s = self._timetables_s(self.families)
+        firsts_at = np.cumsum([0, *(len(family.timetables) for family in self.families[:-1])])
+        least_s: bounds.Floats = np.minimum.reduceat(every_s, firsts_at)
+        return least_s
+
+    def _bound_by_figures(self, figures: KindFigures) -> None:
+        """Prepare the bounds of families from what layers take, [kind] of each division."""
         counts = np.array(list(self._counts.values()))
         self._chain = ChainFigures(
             counts=self._counts,
@@ -255,17 +279,14 @@ class Candidates:
             credits_s=counts @ least_credits_s(figures),
         )
         whole_bytes = self.cluster.groups[0].accelerator.memory_bytes
-        free_bytes = capacity_bytes(self.cluster, self.tables.unlinked(firsts[0]), whole_bytes)
+        some = self.tables.unlinked(self.families[0].first)
+        free_bytes = capacity_bytes(self.cluster, some, whole_bytes)
         self._rooms = Rooms(
             self.tables,
             self._chain,
             capacity_bytes=free_bytes * (1 + ROUNDING),
             recompute=self.recompute,
         )
-        every_s = self._timetables_s(self.families)
-        firsts_at = np.cumsum([0, *(len(family.timetables) for family in self.families[:-1])])
-        least_s: bounds.Floats = np.minimum.reduceat(every_s, firsts_at)
-        return least_s
 
     def timetables_s(self, family: Family) -> list[float]:
         """[timetable] `computation_s` of each timetable of a family."""
@@ -560,10 +581,9 @@ def candidates_of(
 ) -> Candidates:
     """Return the candidates of a request; `known` are of the same under other pins."""
     for one in known:
-        if one.rules is rules and one.recompute == recompute:
-            part = one.part(request)
-            if part is not None:
-                return part
+        part = one.part(request) if one.rules is rules else None
+        if part is not None and part.recompute == recompute:
+            return part
     treated = activations(request.cluster, request.pins, space=request.space)
     shared = next((one for one in known if one.tables.activations == treated), None)
     if shared is None:

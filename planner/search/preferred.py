@@ -36,8 +36,8 @@ AXES = ("tensor", "context", "expert", "pipeline")
 """What a layout may have beside data parallelism."""
 NOTABLE = 0.005
 """Share of the fastest step from which a cause of more seconds is named."""
-FURTHER = 1.25
-"""Times the fastest step within which the usual plans are looked for first."""
+FURTHER = (1.06, 1.2, math.inf)
+"""Times the fastest step within which the usual plans are looked for, one after the other."""
 LARGE_S = 1e30
 """Longer than any step; a search that may not take longer does not look for a closest miss."""
 
@@ -133,7 +133,7 @@ def _nearest(request: Request, answer: Answer, pins: dict[str, int]) -> Ranked |
 
     Problems without a plan to beat take longest, so the first limit is near the fastest.
     """
-    for limit in (FURTHER, math.inf):
+    for limit in FURTHER:
         below_s = min(answer.certificate.objective_s * limit, LARGE_S)
         found = _best(request, answer, pins, below_s=below_s)
         if found is not None:
