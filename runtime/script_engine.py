@@ -175,12 +175,7 @@ class Engine:
         self._metric_names: tuple[str, ...] | None = None
         self._whole: tuple[dict[Slot, Tensor], Measured] | None = None
         self._averages: list[Averaged] = []
-        replicated = [one for part in self._parts for one in part.replicated]
-        apart = any(part.store is not None for part in self._parts)
-        count = plan.micro_batches_of(self._place.data_rank)
-        self._replicas = (
-            Replicas(replicated, backwards=None if apart else count) if replicated else None
-        )
+        self._replicas = self._new_replicas()
         self._statistics = RunningStatistics(
             [part.module for part in self._parts], self._place, kind=batch_norm
         )
@@ -546,6 +541,14 @@ class Engine:
                 module.set_requires_gradient_sync(last or reduces_at_once(self.plan, self._place))
                 module.set_reshard_after_backward(last or gathers_anew(self.plan, self._place))
             self._micro_loss(part.module(micro=micro), micro).backward()
+
+    def _new_replicas(self) -> Replicas | None:
+        replicated = [one for part in self._parts for one in part.replicated]
+        if not replicated:
+            return None
+        apart = any(part.store is not None for part in self._parts)
+        count = self.plan.micro_batches_of(self._place.data_rank)
+        return Replicas(replicated, backwards=None if apart else count)
 
     def _new_pipeline(self) -> RecordedPipeline:
         plan = self.plan
