@@ -127,6 +127,8 @@ def script_stage(
                 f"stages[{stage}].layers: {item.layer}: activations are {item.activations}, and "
                 "those of a module of your own are kept on the device; use keep or recompute"
             )
+    # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
+    unused = made.keep(recorder.unused if stage == 0 else (), module)
     made.to(device)
     store = WeightGradients() if schedule_of(plan.schedule).splits_backward else None
     if store is not None:
@@ -136,26 +138,28 @@ def script_stage(
     wraps = place.mesh is not None and ((place.replicas > 1 and not apart) or wants_mesh(plan))
     # FSDP divides along a dim, and these have none.
     scalars = [parameter for parameter in made.parameters() if wraps and not parameter.ndim]
+    besides = [*scalars, *unused]
     group = place.data_group if place.mesh is not None else None
     if wraps:
         _make_contiguous(made)
         for unit in made.units.values():
             unit.register_forward_hook(no_view)
-            over_data(unit, plan, place.data, device, root=False, besides=scalars)
+            over_data(unit, plan, place.data, device, root=False, besides=besides)
         made.register_forward_hook(no_view)
-        over_data(made, plan, place.data, device, root=True, besides=scalars)
+        over_data(made, plan, place.data, device, root=True, besides=besides)
     return ScriptStage(
         module=made,
         wrapped=wraps,
         store=store,
         replicated=tuple(
-            replicated(made, plan, place)
-            if apart
-            else (
-                (parameter, group)
-                for parameter in scalars
-                if parameter.requires_grad and group is not None and group.size() > 1
+            (parameter, own)
+            for parameter, own in (
+                replicated(made, plan, place) if apart else ((one, group) for one in scalars)
             )
+            if parameter.requires_grad
+            and own is not None
+            and own.size() > 1
+            and all(parameter is not one for one in unused)
         ),
     )
 
