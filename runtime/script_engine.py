@@ -52,6 +52,7 @@ from runtime.script_stage import (
     holders_of,
     refuse_hooks,
     refuse_plan,
+    refuse_unequal_buffers,
     script_stage,
 )
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers, grouped
@@ -352,8 +353,9 @@ class Engine:
         `extra` is state of the script's own by name: a scheduler, a loader, anything that has
         state_dict and load_state_dict.  Only the last `keep` checkpoints of a folder stay.
 
-        Raises LaunchError where it cannot be written.
+        Raises LaunchError where it cannot be written, or ranks have buffers of different values.
         """
+        refuse_unequal_buffers([part.module for part in self._parts])
         own = None
         if self._place.stage == 0:
             own = {
