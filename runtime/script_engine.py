@@ -55,6 +55,7 @@ from runtime.script_stage import (
     refuse_unequal_buffers,
     script_stage,
 )
+from runtime.script_tensor import Styles, styles_by_name
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers, grouped
 from runtime.whole_batch import gradients_by_output, of_all_slices, surrogate, whole_batch
 
@@ -96,6 +97,7 @@ class Engine:
         clip_norm: float = 0.0,
         gather: bool = True,
         batch_norm: Kind = "per_micro_batch",
+        tensor: Styles | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         """Build the module on every rank, and keep this rank's part of it.
@@ -113,7 +115,9 @@ class Engine:
         `optimizer(groups)` is any class of torch.optim or a callable; `groups(name, parameter)`
         returns the settings of a parameter's group.  `units` names the modules that stay whole.
         Gradients are clipped to `clip_norm` where it is above 0.  `batch_norm` "synchronised"
-        normalises the micro-batches of all slices together, as torch's SyncBatchNorm.
+        normalises the micro-batches of all slices together, as torch's SyncBatchNorm.  `tensor`
+        says how modules are divided over the plan's tensor axis, in torch's own words:
+        {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}.
 
         Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
         plan and running ranks, do not go together.
@@ -150,12 +154,21 @@ class Engine:
         )
         check_layers(plan, self._recorder)
         refuse_plan(plan)
+        styles = styles_by_name(plan, module, self._recorder, tensor)
         self._place = place_of(plan, self.device)
         self._holders = holders_of(plan, self._recorder, self._place)
         every = grouped(module.named_parameters(), optimizer, groups)
         self.stages = plan.stages_of_rank(self._place.stage)
         self._parts = tuple(
-            script_stage(plan, module, self._recorder, self._place, stage=stage, device=self.device)
+            script_stage(
+                plan,
+                module,
+                self._recorder,
+                self._place,
+                stage=stage,
+                device=self.device,
+                styles=styles,
+            )
             for stage in self.stages
         )
         scale = LossScale(self.device, active=plan.precision == "fp16")
@@ -357,7 +370,7 @@ class Engine:
         """
         refuse_unequal_buffers([part.module for part in self._parts])
         own = None
-        if self._place.stage == 0:
+        if self._place.stage == 0 and self._place.along("tensor") == 0:
             own = {
                 "groups": self._optimizers.settings(),
                 "extra": {name: one.state_dict() for name, one in (extra or {}).items()},
@@ -502,7 +515,7 @@ class Engine:
 
     def _check_equal(self, batch: Any) -> None:
         """Compare the first batch of ranks that must give equal ones."""
-        if self._checked or self.plan.mesh.pipeline == 1:
+        if self._checked or self.plan.mesh.pipeline * self.plan.mesh.tensor == 1:
             return
         self._checked = True
         own = (self.slice_rank, batches.fingerprint(batch))
@@ -595,7 +608,7 @@ class Engine:
         outputs = of_all_slices(batches.joined(made), self._place)
         batch = of_all_slices(batches.joined([micro.batch for micro in micros]), self._place)
         if not torch.is_grad_enabled():
-            if self.slice_rank == 0:
+            if self.slice_rank == 0 and self._place.along("tensor") == 0:
                 self._totals.add(counted(loss(outputs, batch), self.plan.global_batch))
             return
         one, grads = gradients_by_output(
@@ -606,7 +619,7 @@ class Engine:
             size=self.plan.micro_batch,
             parts=self.plan.global_batch // self.plan.micro_batch,
         )
-        if self.slice_rank == 0:  # all have the same
+        if self.slice_rank == 0 and self._place.along("tensor") == 0:  # all have the same
             self._totals.add(one)
         self._by_output = {id(m): grad for m, grad in zip(micros, grads, strict=True)}
 
@@ -625,7 +638,8 @@ class Engine:
             made = surrogate(outputs, self._by_output[id(micro)])
             return self._optimizers.scale.applied(made / self._optimizers.divisor)
         one = counted(self._loss(outputs, micro.batch), self.plan.micro_batch)
-        self._totals.add(one)
+        if self._place.along("tensor") == 0:  # the others of a slice have the same
+            self._totals.add(one)
         return self._optimizers.scale.applied(one.total / self._optimizers.divisor)
 
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], Measured]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from planner.errors import LaunchError
 from planner.plan import Plan
@@ -18,6 +20,7 @@ from runtime.mesh import Place, wants_mesh
 from runtime.parallelize import no_view, over_data, reduces_apart, replicated
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
+from runtime.script_tensor import divide
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
 
@@ -49,7 +52,7 @@ def check_layers(plan: Plan, recorder: Recorder) -> None:
 
 def refuse_plan(plan: Plan) -> None:
     """Refuse what is not executed for modules of a script."""
-    degrees = {name: getattr(plan.mesh, name) for name in ("tensor", "context", "expert")}
+    degrees = {name: getattr(plan.mesh, name) for name in ("context", "expert")}
     reason = next((f"mesh.{name}: is {size}" for name, size in degrees.items() if size > 1), "")
     if plan.offload != "none":
         reason = f"offload: is {plan.offload}"
@@ -117,8 +120,12 @@ def script_stage(
     *,
     stage: int,
     device: torch.device,
+    styles: Mapping[str, ParallelStyle],
 ) -> ScriptStage:
-    """Make one of this rank's stages parallel.  `module` is on the CPU or on the device."""
+    """Make one of this rank's stages parallel.  `module` is on the CPU or on the device.
+
+    `styles` of modules by path divide them over the tensor axis.
+    """
     sizes = [len(one.layers) for one in plan.stages]
     first = sum(sizes[:stage])
     made = RecordedStage(module, recorder, first, first + sizes[stage])
@@ -132,6 +139,8 @@ def script_stage(
     # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
     unused = made.keep(recorder.unused if stage == 0 else (), module)
     made.to(device)
+    if styles:
+        divide(made, styles, place.axis("tensor"))
     store = WeightGradients() if schedule_of(plan.schedule).splits_backward else None
     if store is not None:
         for unit in made.units.values():
@@ -169,7 +178,8 @@ def script_stage(
 def _make_contiguous(module: nn.Module) -> None:
     """FSDP divides parameters through memory."""
     for parameter in module.parameters():
-        parameter.data = parameter.data.contiguous()
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.contiguous()
 
 
 def frozen_and_buffers(stages: Sequence[nn.Module]) -> dict[str, torch.Tensor]:

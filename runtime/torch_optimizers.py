@@ -379,6 +379,11 @@ def _division(slot: Slot) -> tuple[dist.ProcessGroup, int]:
     """Return the ranks that divide a parameter, and along which dim."""
     parameter = slot.parameter
     assert isinstance(parameter, DTensor)
+    if sum(isinstance(placement, Shard) for placement in parameter.placements) > 1:
+        raise OptimizerError(
+            f"{slot.name}: is divided over the tensor axis and by ZeRO, and its optimizer looks at "
+            "whole matrices; use zero 0, tensor 1, or another optimizer for it"
+        )
     for at, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
             return parameter.device_mesh.get_group(at), placement.dim

@@ -173,8 +173,8 @@ def test_a_batch_that_no_step_takes_is_refused(batch: Any, said: str) -> None:
 
 
 def test_what_a_plan_cannot_be_is_refused() -> None:
-    with pytest.raises(DocumentError, match="has no field 'tensor'"):
-        new_engine({"tensor": 2})
+    with pytest.raises(DocumentError, match="has no field 'expert'"):
+        new_engine({"expert": 2})
     plan = new_engine({}).plan
     with pytest.raises(
         LaunchError, match="the first that differs is number 0: words in the plan, conv1"
