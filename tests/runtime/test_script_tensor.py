@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
-from planner.errors import LaunchError
+from planner.errors import LaunchError, OptimizerError
 from runtime.recorder import Recorder
 from runtime.script_engine import Engine
 from runtime.script_plan import script_plan
@@ -105,7 +105,30 @@ def trained(layout: dict[str, Any], folder: Path) -> Run:
     return losses, norms, engine.state_dict()
 
 
+def adafactor_step(layout: dict[str, Any]) -> dict[str, Tensor]:
+    engine = new_engine(layout, tensor=STYLES, optimizer=torch.optim.Adafactor, clip_norm=0.0)
+    engine.step(engine.slice(batch_of(0)))
+    return engine.state_dict()
+
+
+def check_whole_matrices(ranks: int) -> None:
+    """An update of whole matrices gathers what one axis divides, and is refused for two."""
+    if ranks == 4:
+        with pytest.raises(OptimizerError, match="divided over the tensor axis and by ZeRO"):
+            adafactor_step({"tensor": 2, "zero": 3})
+        return
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    (loss(model(batch_of(0)), batch_of(0))[0] / SAMPLES).backward()
+    optimizer.step()
+    found = adafactor_step({"tensor": 2})
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5, msg=key)
+
+
 def every_layout(ranks: int, folder: str) -> dict[str, Run]:
+    check_whole_matrices(ranks)
     return {
         name: trained(layout, Path(folder, name))
         for name, (count, layout) in LAYOUTS.items()
