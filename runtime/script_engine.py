@@ -34,6 +34,7 @@ from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
 from runtime.exchange import all_gather_json, broadcast_tensors
 from runtime.gradients import Measured, Slot, copies_of
+from runtime.inner_loss import InnerLosses, running
 from runtime.loss import Totals, counted, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
@@ -283,13 +284,14 @@ class Engine:
             for module in modules:
                 module.eval()
             micros = self._micro_batches(batch, drawing=False)
-            if isinstance(self._loss, whole_batch):
-                self._whole_gradients(self._loss, micros)
-            elif self._pipeline is not None:
-                self._pipeline.evaluate_all(micros)
-            else:
-                for micro in micros:
-                    self._micro_loss(modules[0](micro=micro), micro)
+            with running(InnerLosses(self._totals.add_inner, None)):
+                if isinstance(self._loss, whole_batch):
+                    self._whole_gradients(self._loss, micros)
+                elif self._pipeline is not None:
+                    self._pipeline.evaluate_all(micros)
+                else:
+                    for micro in micros:
+                        self._micro_loss(modules[0](micro=micro), micro)
             self._let_go()
             total, count = self._of_all(self._totals.values).tolist()
             return StepResult(
@@ -523,10 +525,12 @@ class Engine:
         micros = self._micro_batches(batch)
         if isinstance(self._loss, whole_batch):
             self._whole_gradients(self._loss, micros)
-        if self._pipeline is not None:
-            self._pipeline.run_all(micros)
-        else:
-            self._one_after_another(micros)
+        one = self._backward_of(torch.ones((), device=self.device))
+        with running(InnerLosses(self._totals.add_inner, one)):
+            if self._pipeline is not None:
+                self._pipeline.run_all(micros)
+            else:
+                self._one_after_another(micros)
         if self._replicas is not None:
             self._replicas.finish()
         self._statistics.apply()
@@ -621,10 +625,14 @@ class Engine:
             return torch.zeros((), device=self.device)
         if isinstance(self._loss, whole_batch):
             made = surrogate(outputs, self._by_output[id(micro)])
-            return self._optimizers.scale.applied(made / self._optimizers.divisor)
+            return self._backward_of(made)
         one = counted(self._loss(outputs, micro.batch), self.plan.micro_batch)
         self._totals.add(one)
-        return self._optimizers.scale.applied(one.total / self._optimizers.divisor)
+        return self._backward_of(one.total)
+
+    def _backward_of(self, total: Tensor) -> Tensor:
+        """Return what backward of a sum of losses begins at."""
+        return self._optimizers.scale.applied(total / self._optimizers.divisor)
 
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], Measured]:
         grads = self._optimizers.whole()

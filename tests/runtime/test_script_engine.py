@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import BatchError, DocumentError, LaunchError
+from runtime.inner_loss import add_loss
 from runtime.script_engine import Engine, StepResult
 from tests.runtime import own_modules
 from tests.runtime.own_modules import WORDS
@@ -27,8 +28,48 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two stages": {"pipeline": 2},
     "two stages, gpipe, recompute": {"pipeline": 2, "schedule": "gpipe", "recompute": "full"},
     "zero 3, recompute": {"zero": 3, "micro_batches": 2, "recompute": "full"},
+    "tied stages of one rank": {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"},
 }
 build = functools.partial(own_modules.GPT, tied="module")
+INNERS: dict[str, dict[str, Any]] = {
+    "zero 3, recompute": LAYOUTS["zero 3, recompute"],
+    "two stages": LAYOUTS["two stages"],
+    "two stages, gpipe, recompute": LAYOUTS["two stages, gpipe, recompute"],
+    "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
+}
+INNER = ", losses inside the module"
+
+
+_apart: list[Tensor] | None = None
+"""Where a plain loop finds the losses inside its module; without it they go to the engine."""
+
+
+def penalised(x: Tensor, value: Tensor) -> Tensor:
+    if _apart is None:
+        return add_loss(x, value)
+    _apart.append(value)
+    return x
+
+
+class PenalisedBlock(own_modules.Block):
+    def forward(self, x: Tensor, memory: Tensor | None = None, **kwargs: Any) -> Tensor:
+        x = super().forward(x, memory, **kwargs)
+        return penalised(x, 0.05 * x.square().sum())
+
+
+class Penalised(own_modules.GPT):
+    """Blocks add a loss each, and one is added between units."""
+
+    def __init__(self) -> None:
+        super().__init__(tied="module")
+        self.blocks = nn.ModuleList(PenalisedBlock() for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x, causal=True)
+        x = self.norm(penalised(x, x.abs().sum()))
+        return self.head(x)
 
 
 def batch_of(step: int) -> dict[str, Any]:
@@ -60,7 +101,7 @@ def inputs(batch: Mapping[str, Any]) -> Any:
     return {"ids": batch["ids"]}
 
 
-def new_engine(plan: Any, **changes: Any) -> Engine:
+def new_engine(plan: Any, module: Callable[[], nn.Module] = build, **changes: Any) -> Engine:
     settings: dict[str, Any] = {
         "loss": loss,
         "optimizer": adamw,
@@ -68,14 +109,15 @@ def new_engine(plan: Any, **changes: Any) -> Engine:
         "groups": groups,
         "clip_norm": 0.5,
     }
-    return Engine(build, plan, **{**settings, **changes})
+    return Engine(module, plan, **{**settings, **changes})
 
 
 Run = tuple[list[StepResult], dict[str, Tensor]]
+Plain = tuple[list[float], list[float], list[float], dict[str, Tensor]]
 
 
-def trained(plan: Any) -> Run:
-    engine = new_engine(plan)
+def trained(plan: Any, module: Callable[[], nn.Module] = build) -> Run:
+    engine = new_engine(plan, module)
     results = []
     for step in range(STEPS):
         batch = engine.slice(batch_of(step))
@@ -102,10 +144,11 @@ def apart(plan: Any) -> Run:
     return results, engine.state_dict()
 
 
-def plainly() -> tuple[list[float], list[float], list[float], dict[str, Tensor]]:
+def plainly(module: Callable[[], nn.Module] = build) -> Plain:
     """Train as torch's own loop does: losses, norms, shares of right ones and weights."""
+    global _apart  # noqa: PLW0603
     torch.manual_seed(0)
-    model = build()
+    model = module()
     by: dict[float, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         by.setdefault(groups(name, parameter)["weight_decay"], []).append(parameter)
@@ -113,7 +156,10 @@ def plainly() -> tuple[list[float], list[float], list[float], dict[str, Tensor]]
     losses, norms, right = [], [], []
     for step in range(STEPS):
         batch = batch_of(step)
+        _apart = []
         total, count, metrics = loss(model(batch["ids"]), batch)
+        total = total + sum(_apart)
+        _apart = None
         (total / count).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
@@ -125,7 +171,8 @@ def plainly() -> tuple[list[float], list[float], list[float], dict[str, Tensor]]
 
 def everywhere() -> dict[str, Run]:
     found = {name: trained(plan) for name, plan in LAYOUTS.items()}
-    return found | {f"{name}, apart": apart(LAYOUTS[name]) for name in ("zero 3", "replicated")}
+    found |= {f"{name}, apart": apart(LAYOUTS[name]) for name in ("zero 3", "replicated")}
+    return found | {f"{name}{INNER}": trained(plan, Penalised) for name, plan in INNERS.items()}
 
 
 def check(run: Run, expected: Any, name: str = "") -> None:
@@ -146,15 +193,16 @@ def test_one_process_trains_as_a_plain_loop() -> None:
     check(trained({}), expected)
     check(trained({"micro_batches": 4, "recompute": "full"}), expected)
     check(apart({}), expected)
+    check(trained({"micro_batches": 2, "recompute": "full"}, Penalised), plainly(Penalised))
 
 
 @pytest.mark.ranks
 def test_two_ranks_train_as_a_plain_loop() -> None:
-    expected = plainly()
+    expected, with_inner = plainly(), plainly(Penalised)
 
     for runs in on_ranks(2, everywhere):
         for name, run in runs.items():
-            check(run, expected, name)
+            check(run, with_inner if name.endswith(INNER) else expected, name)
 
 
 @pytest.mark.parametrize(
@@ -200,3 +248,8 @@ def test_a_step_in_which_nothing_counts_moves_nothing() -> None:
 
     assert result.skipped
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+
+
+def test_a_loss_inside_that_is_no_number_is_refused() -> None:
+    with pytest.raises(BatchError, match=r"has shape \(2, 3\); it is one number: add .sum\(\)"):
+        add_loss(torch.ones(2), torch.ones(2, 3))
