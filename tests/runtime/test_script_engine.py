@@ -13,7 +13,10 @@ from torch.nn import functional
 
 from planner.errors import BatchError, DocumentError, LaunchError
 from runtime.inner_loss import add_loss
+from runtime.recorder import Recorder
 from runtime.script_engine import Engine, StepResult
+from runtime.script_plan import script_plan
+from runtime.script_stage import refuse_shared
 from tests.runtime import own_modules
 from tests.runtime.own_modules import WORDS
 from tests.runtime.ranks import on_ranks
@@ -228,6 +231,17 @@ def test_what_a_plan_cannot_be_is_refused() -> None:
         LaunchError, match="the first that differs is number 0: words in the plan, conv1"
     ):
         Engine(own_modules.ResNet, plan, loss=loss, optimizer=adamw, batch=torch.zeros(8, 3, 8, 8))
+
+
+@pytest.mark.parametrize("tied", ["module", "function"])
+def test_tied_stages_of_one_rank_that_are_divided_are_refused(tied: str) -> None:
+    recorder = Recorder.of(own_modules.GPT(tied=tied), batch_of(0))
+    layout = {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 3}
+    settings: dict[str, Any] = {"name": "gpt", "ranks": 4, "global_batch": 8, "device": "cpu"}
+
+    with pytest.raises(LaunchError, match=r"words\.weight: is read by stages 0 and 3 of one rank"):
+        refuse_shared(script_plan(recorder, layout, **settings), recorder)
+    refuse_shared(script_plan(recorder, {"pipeline": 2, "zero": 3}, **settings), recorder)
 
 
 def test_gradient_hooks_are_refused_with_the_place_where_gradients_are() -> None:
