@@ -81,8 +81,8 @@ def refuse_shared(plan: Plan, recorder: Recorder) -> None:
                     raise LaunchError(
                         f"{first}: is read by stages {before} and {stage} of one rank, and data "
                         f"parallelism would divide it in each; schedule: {plan.schedule} places "
-                        "both there; use schedule 1f1b, a mesh without data parallelism, or weights "
-                        "that are not tied"
+                        "both there; use schedule 1f1b, a mesh without data parallelism, or "
+                        "weights that are not tied"
                     )
 
 
