@@ -44,6 +44,7 @@ from runtime.recorded_stage import MicroBatch, step_seed
 from runtime.recorder import Inputs, Recorder
 from runtime.replicas import Replicas
 from runtime.script_checkpoint import Stateful
+from runtime.script_loader import Loader
 from runtime.script_model import check_module, check_replay, few_samples
 from runtime.script_plan import script_plan
 from runtime.script_rank import OUTPUT_VARIABLE
@@ -230,6 +231,26 @@ class Engine:
                 "; drop the last batch of an epoch if it is smaller (drop_last=True)"
             )
         return batches.part_of(batch, self.plan.samples_of(self.slice_rank))
+
+    def loader(
+        self, dataset: Any, *, shuffle: bool = True, seed: int | None = None, **settings: Any
+    ) -> Loader:
+        """Return a loader of this rank's slices of global batches, in an order no plan changes.
+
+        `dataset` has a length and samples by index; `settings` are those of torch's DataLoader:
+        collate_fn, num_workers, pin_memory.  Without `seed` it is the plan's.  In `extra` of save
+        and resume it goes on with the batch behind the last one that was handed out.
+
+        Raises BatchError where the dataset has fewer samples than a global batch.
+        """
+        return Loader(
+            dataset,
+            global_batch=self.plan.global_batch,
+            samples=self.plan.samples_of(self.slice_rank),
+            shuffle=shuffle,
+            seed=self.plan.training.seed if seed is None else seed,
+            **settings,
+        )
 
     # --- steps ------------------------------------------------------------------------------
 

@@ -41,6 +41,12 @@ INNERS: dict[str, dict[str, Any]] = {
     "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
 }
 INNER = ", losses inside the module"
+BF16: dict[str, Any] = {"precision": "bf16", "micro_batch": 2}
+BF16S: dict[str, dict[str, Any]] = {
+    "bf16, replicated": BF16,
+    "bf16, zero 3": {**BF16, "zero": 3},
+    "bf16, two stages": {**BF16, "pipeline": 2},
+}
 
 
 _apart: list[Tensor] | None = None
@@ -173,7 +179,7 @@ def plainly(module: Callable[[], nn.Module] = build) -> Plain:
 
 
 def everywhere() -> dict[str, Run]:
-    found = {name: trained(plan) for name, plan in LAYOUTS.items()}
+    found = {name: trained(plan) for name, plan in (LAYOUTS | BF16S).items()}
     found |= {f"{name}, apart": apart(LAYOUTS[name]) for name in ("zero 3", "replicated")}
     return found | {f"{name}{INNER}": trained(plan, Penalised) for name, plan in INNERS.items()}
 
@@ -190,6 +196,17 @@ def check(run: Run, expected: Any, name: str = "") -> None:
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
 
 
+def differences(run: Run, other: Run) -> tuple[float, float, float]:
+    """Return the largest ones of losses, gradient norms and weights."""
+    (results, found), (others, wanted) = run, other
+    pairs = list(zip(results, others, strict=True))
+    return (
+        max(abs(a.loss - b.loss) for a, b in pairs),
+        max(abs(a.grad_norm - b.grad_norm) for a, b in pairs),
+        max(float((found[name] - value).abs().max()) for name, value in wanted.items()),
+    )
+
+
 def test_one_process_trains_as_a_plain_loop() -> None:
     expected = plainly()
 
@@ -203,8 +220,18 @@ def test_one_process_trains_as_a_plain_loop() -> None:
 def test_two_ranks_train_as_a_plain_loop() -> None:
     expected, with_inner = plainly(), plainly(Penalised)
 
+    losses, norms, _, weights = expected
+    (one,) = on_ranks(1, trained, BF16)
+    wide = [StepResult(loss, 1.0, norm) for loss, norm in zip(losses, norms, strict=True)]
+    lost = differences(one, (wide, weights))
+    assert min(lost) > 1e-3  # it is another type of computation
+
     for runs in on_ranks(2, everywhere):
         for name, run in runs.items():
+            if name in BF16S:
+                far = differences(run, one)
+                assert all(a < b / 10 for a, b in zip(far, lost, strict=True)), (name, far, lost)
+                continue
             check(run, with_inner if name.endswith(INNER) else expected, name)
 
 
