@@ -206,9 +206,15 @@ def sharing_of(
 ) -> Sharing:
     """Divide the seconds seen (first of each pair) among collectives (second), copies, overlap.
 
-    >>> sharing_of(gather=(3.0, 2.0), reduces=((5.0, 4.0), (4.0, 2.0)), size_bytes=10.0)
+    >>> sharing_of(
+    ...     gather=(3.0, 2.0),
+    ...     reduces=((5.0, 4.0), (4.0, 2.0)),
+    ...     gathered_bytes=10.0,
+    ...     reduced_bytes=10.0,
+    ... )
     Sharing(overlap=0.0, gather_copy_s_per_byte=0.1, reduce_copy_s_per_byte=0.15)
-    >>> sharing_of(gather=(0.5, 2.0), reduces=((0.5, 2.0),), size_bytes=10.0).overlap
+    >>> hidden = {"gather": (0.5, 2.0), "reduces": ((0.5, 2.0),)}
+    >>> sharing_of(**hidden, gathered_bytes=10.0, reduced_bytes=10.0).overlap
     0.75
     """
     pairs = (gather, *reduces)

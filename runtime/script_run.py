@@ -96,9 +96,12 @@ def run_script(
     Raises LaunchError where the script is not there, or the ranks failed for good.
     """
     plan = read(Plan, plan_path)
-    if not script.is_file():
+    if not _is_file(script):
         raise LaunchError(f"{script}: is no file; name the script that trains")
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"--output {output}: {error}") from None
     write(plan, run.plan_file(output))
     run.metrics_file(output).unlink(missing_ok=True)
     ranks = plan.mesh.devices
@@ -120,6 +123,13 @@ def run_script(
             raise LaunchError(f"{how}. The end of its log:{end}")
         say(f"{how}; starting all ranks again ({attempt + 1} of {restarts})")
     raise AssertionError
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _supervised(

@@ -25,6 +25,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 3": {"zero": 3},
     "two stages": {"pipeline": 2},
 }
+WITHIN = {"gpt_muon": 1e-3}
+"""Of weights, else 1e-5.  torch's Muon makes matrices orthogonal in bf16: gradients that differ in
+the last bit of fp32 may round apart, by 2^-8 of an update of 0.02 and more in each of 4 steps."""
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
@@ -46,10 +49,15 @@ def test_examples_train_under_any_plan_as_their_plain_loops() -> None:
 
     for found in on_ranks(2, everywhere):
         for case, (losses, weights) in found.items():
-            wanted_losses, wanted = expected[case.partition(",")[0]]
+            example = case.partition(",")[0]
+            wanted_losses, wanted = expected[example]
             assert losses == pytest.approx(wanted_losses, rel=1e-5), case
             assert weights.keys() == wanted.keys(), case
             for name, value in wanted.items():
                 torch.testing.assert_close(
-                    weights[name], value, rtol=1e-5, atol=1e-5, msg=f"{case}: {name}"
+                    weights[name],
+                    value,
+                    rtol=1e-5,
+                    atol=WITHIN.get(example, 1e-5),
+                    msg=f"{case}: {name}",
                 )
