@@ -87,7 +87,7 @@ class _AddLoss(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         own = torch.ones_like(ctx.value)
         if _running is not None and _running.coefficient is not None:
             _running.note(ctx.value)
