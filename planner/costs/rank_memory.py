@@ -133,9 +133,17 @@ def dynamic_parts(
     """Return the same without what the process and its allocator take."""
     if counted_by_rank(layout):
         boundary_bytes = costs.boundary_bytes if passing is None else passing.widest_bytes
-        return _of_several(
-            layout, stages, rank, boundary_bytes=boundary_bytes, keeps_sent=costs.keeps_sent
-        )
+        held = [
+            stage_bytes(
+                layers,
+                boundary_bytes,
+                first=stage == 0,
+                last=stage == layout.stages - 1,
+                keeps_sent=costs.keeps_sent,
+            )
+            for stage, layers in sorted(stages.items())
+        ]
+        return parts_of_several(layout, held, rank, boundary_bytes=boundary_bytes)
     ((stage, layers),) = stages.items()
     return _of_one(costs, layout, layers, stage, passing)
 
@@ -209,9 +217,19 @@ def _moments(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """Bytes of one micro-batch on one stage.  Moments are (stored, working) at the fullest."""
+class StageBytes:
+    """Bytes of one stage, and of one micro-batch on it.
 
+    Moments are (stored, working) at the fullest.
+    """
+
+    parameters: float
+    """With gathered copies."""
+    gradients: float
+    optimizer: float
+    bucket: float
+    """Largest of the optimizer's buckets on the host."""
+    host: float
     stored: float
     kept: float
     forward: tuple[float, float]
@@ -220,27 +238,10 @@ class _Held:
     buffers: float
 
 
-def _of_several(
-    layout: Layout,
-    stages: Mapping[int, Layers],
-    rank: int,
-    *,
-    boundary_bytes: float,
-    keeps_sent: bool,
+def parts_of_several(
+    layout: Layout, held: Sequence[StageBytes], rank: int, *, boundary_bytes: float
 ) -> dict[str, float]:
-    """Return the peak of a rank of several stages, or of split backwards."""
-    last_stage = layout.stages - 1
-    held = [
-        _held(
-            layers,
-            boundary_bytes,
-            first=stage == 0,
-            last=stage == last_stage,
-            keeps_sent=keeps_sent,
-        )
-        for stage, layers in sorted(stages.items())
-    ]
-    every = [layer for layers in stages.values() for layer in layers]
+    """Return the peak of a rank of several stages in their order, or of split backwards."""
     found = moments(
         layout.schedule,
         rank,
@@ -248,20 +249,19 @@ def _of_several(
         micro_batches=layout.micro_batches,
         virtual_stages=layout.virtual_stages,
     )
-    activations, transient, buffers = max(
-        _at_most(found, held), (0.0, streamed_bytes(every), 0.0), key=sum
-    )
+    streamed = _streamed_bytes(max(one.bucket for one in held), sum(one.host for one in held))
+    activations, transient, buffers = max(_at_most(found, held), (0.0, streamed, 0.0), key=sum)
     return {
-        "parameters": sum(layer.parameters + layer.gathered for layer in every),
-        "gradients": sum(layer.gradients + layer.gradient_buffers for layer in every),
-        "optimizer": sum(layer.optimizer for layer in every),
+        "parameters": sum(one.parameters for one in held),
+        "gradients": sum(one.gradients for one in held),
+        "optimizer": sum(one.optimizer for one in held),
         "activations": activations,
         "transient": transient,
-        "pipeline buffers": buffers + 2 * len(stages) * boundary_bytes,
+        "pipeline buffers": buffers + 2 * len(held) * boundary_bytes,
     }
 
 
-def _at_most(found: Moments, held: Sequence[_Held]) -> tuple[float, float, float]:
+def _at_most(found: Moments, held: Sequence[StageBytes]) -> tuple[float, float, float]:
     """Return (activations, working memory, buffers of micro-batches in flight) at the peak."""
     acting = np.array(
         [[one.forward, one.backward, one.input_backward, (0.0, 0.0)] for one in held]
@@ -274,9 +274,10 @@ def _at_most(found: Moments, held: Sequence[_Held]) -> tuple[float, float, float
     return float(activations[most]), float(acting[most, 1]), float(buffers[most])
 
 
-def _held(
+def stage_bytes(
     layers: Layers, boundary_bytes: float, *, first: bool, last: bool, keeps_sent: bool
-) -> _Held:
+) -> StageBytes:
+    """Return what a stage holds; it may be the first or the last of the model."""
     so_far, behind = 0.0, sum(layer.kept for layer in layers)
     kept = behind
     forward = backward = input_backward = (0.0, 0.0)
@@ -290,7 +291,12 @@ def _held(
         behind -= layer.kept
     received = 0 if first or not layers or not layers[0].receives else 1
     sent = 0 if last else int(keeps_sent)
-    return _Held(
+    return StageBytes(
+        parameters=sum(layer.parameters + layer.gathered for layer in layers),
+        gradients=sum(layer.gradients + layer.gradient_buffers for layer in layers),
+        optimizer=sum(layer.optimizer for layer in layers),
+        bucket=max((layer.bucket for layer in layers), default=0.0),
+        host=sum(layer.host for layer in layers),
         stored=so_far,
         kept=kept,
         forward=forward,
@@ -330,4 +336,8 @@ def host_bytes(stages: Mapping[int, Sequence[StrategyParts]], order: Order) -> f
 def streamed_bytes(layers: Layers) -> float:
     """Return the most bytes of moments from the host that the optimizer's step has at a time."""
     bucket = max((layer.bucket for layer in layers), default=0.0)
-    return min(BUCKETS * bucket, sum(layer.host for layer in layers))
+    return _streamed_bytes(bucket, sum(layer.host for layer in layers))
+
+
+def _streamed_bytes(bucket: float, host: float) -> float:
+    return min(BUCKETS * bucket, host)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.plan import Plan
 from planner.prediction import Certificate, Prediction
+from planner.search.candidates import Candidates
 from planner.search.ranked import Ranked
 
 TIES_LIMIT_S = 60.0
@@ -53,3 +54,6 @@ class Answer:
     """The optimum of the closed form, where finalists were simulated; it may be `plan`."""
     solved: int
     """How many partition problems were solved."""
+    candidates: tuple[Candidates, ...] = field(default=(), repr=False, compare=False)
+    """What was searched, one for each way that all blocks recompute; other searches of the request
+    can go on from there."""

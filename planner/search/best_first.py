@@ -26,7 +26,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -37,7 +36,7 @@ from planner.pins import outside
 from planner.plan import Layout
 from planner.request import Request
 from planner.search.answer import TIES_LIMIT_S, Answer, Progress
-from planner.search.candidates import Bounded, Candidates, Levels
+from planner.search.candidates import Bounded, Candidates, Levels, candidates_of
 from planner.search.certificate import (
     BOUNDS,
     CHOSEN,
@@ -90,11 +89,13 @@ def search(
     progress: Progress | None = None,
     rules: Rules | None = None,
     below_s: float = math.inf,
+    known: Sequence[Candidates] = (),
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
 
     Where none can take less than `below_s` in the closed form, NoneFaster ends the search early, on
-    chains of like layers and devices.
+    chains of like layers and devices.  `known` are those of an answer to the same request under
+    other pins: what was worked out there is not worked out again.
     `top` plans are found if there are so many of different kinds (see planner.search.space.kind).
     `rules` say which layouts are refused, by default those of the request's stack.
     """
@@ -108,7 +109,7 @@ def search(
     if cluster.mixed:
         return search_mixed(request, solver=solver, top=top, progress=progress)
     first, *others_of = recomputes_of(model, request.space, pins.recompute)
-    candidates = Candidates(request, rules, first)
+    candidates = candidates_of(request, rules, first, known)
     if model.edges:
         return search_graph(candidates, solver=solver, top=top, progress=progress)
     unlike = run_of(model) is None and not pins.require and solver == "exact"
@@ -117,11 +118,12 @@ def search(
         return search_rounds(candidates, top=top, progress=progress)
     if not candidates.families:
         raise NoPlanFits(nothing_runs(request, candidates.refused))
-    hunt = _Hunt(candidates, _solver(solver), top=top, progress=progress, below_s=below_s)
+    solve = _solver(solver, candidates.frontiers)
+    hunt = _Hunt(candidates, solve, top=top, progress=progress, below_s=below_s)
     hunt.run()
     hunts = [hunt]
     for recompute in others_of:
-        more = Candidates(request, rules, recompute, candidates.tables)
+        more = candidates_of(request, rules, recompute, known or (candidates,))
         hunts.append(hunts[-1].onward(more))
         hunts[-1].run()
     bests = hunts[-1].ranking()
@@ -161,6 +163,7 @@ def search(
         finalists=tuple(one for _, one in order),
         closed_form=closed_form,
         solved=sum(one.solved for one in hunts),
+        candidates=tuple(one.candidates for one in hunts),
     )
     if unlike:
         return with_rounds(answer, candidates, progress)
@@ -231,13 +234,9 @@ class _Hunt:
         bounds_s = candidates.computation_s().tolist()
         self._waiting = sorted(((s, index) for index, s in enumerate(bounds_s)), reverse=True)
         """Families of which only the first bound is known, with their index; the lowest is last."""
-        self._looked_at: dict[int, tuple[Family, Levels]] = {}
-        """Families whose bounds within memory are known, by their id."""
         self._undivided: list[_Coming] = []
         self._unopened: list[_Coming] = []
         """Of the queue, families that may be bounded within memory next, and parts to be opened."""
-        self._opened: dict[int, tuple[Family, Bounded]] = {}
-        """Parts whose layouts are bounded, by their id."""
         self._left: list[_Entry] = []
         """What was in the queue when the search ended, with memory and sharing in its bounds."""
 
@@ -268,7 +267,7 @@ class _Hunt:
                 break
             self._advance(entry)
             if self._progress:
-                self._progress(len(self._looked_at), len(self._candidates.families))
+                self._progress(len(self._candidates.looked_at), len(self._candidates.families))
         self._left = [entry for entry in self._queue if entry.known >= SHARED]
         heapq.heapify(self._left)
         for _ in range(RUNNERS_UP):
@@ -347,37 +346,36 @@ class _Hunt:
             for part_s, part in zip(saved_s, family.by_saving(), strict=True):
                 self._push(max(bound_s, part_s), COMPUTATION, part)
             return
-        for sharings, rooms_s in self._levels(family):
-            level = replace(family, sharings=sharings)
-            for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
-                if math.isinf(room_s):
-                    self.account.counts[OUT_OF_MEMORY] += len(sharings)
-                else:
-                    part = replace(level, timetables=(timetable,))
-                    self._push(max(bound_s, room_s), ROOM, part)
+        for part, room_s in self._candidates.parts(family, self._levels(family)):
+            if math.isinf(room_s):
+                self.account.counts[OUT_OF_MEMORY] += part.size
+            else:
+                self._push(max(bound_s, room_s), ROOM, part)
 
     def _levels(self, family: Family) -> Levels:
         """Return a family's bounds within memory; those that come next are worked out with it."""
-        if id(family) not in self._looked_at:
+        looked_at = self._candidates.looked_at
+        if id(family) not in looked_at:
             every, lowest = self._candidates.families, self._waiting[: -_AHEAD - 1 : -1]
             waiting = (every[index] for _, index in lowest)
             ahead = [
                 f for f in (*_first_of(self._undivided, _AHEAD), *waiting) if len(f.savings) == 1
             ]
-            some = [family, *(f for f in ahead if id(f) not in self._looked_at)][:_AHEAD]
+            some = [family, *(f for f in ahead if id(f) not in looked_at)][:_AHEAD]
             for one, levels in zip(some, self._candidates.rooms_s(some), strict=True):
-                self._looked_at[id(one)] = one, levels
-        return self._looked_at[id(family)][1]
+                looked_at[id(one)] = one, levels
+        return looked_at[id(family)][1]
 
     def _layouts(self, part: Family) -> Bounded:
         """Return a part's layouts with their bounds; those of the next parts are worked out too."""
-        if id(part) not in self._opened:
+        opened = self._candidates.opened
+        if id(part) not in opened:
             ahead = _first_of(self._unopened, _OPENED)
-            coming = (one for one in ahead if one is not part and id(one) not in self._opened)
+            coming = (one for one in ahead if one is not part and id(one) not in opened)
             some = [part, *coming]
             for one, bounded in zip(some, self._candidates.shared_rooms_s(some), strict=True):
-                self._opened[id(one)] = one, bounded
-        return self._opened[id(part)][1]
+                opened[id(one)] = one, bounded
+        return opened[id(part)][1]
 
     def _enlist(self, bound_s: float, layout: Layout) -> None:
         """Let a layout of a family stand for itself."""
@@ -402,11 +400,12 @@ class _Hunt:
     def _try(self, layout: Layout, bound_s: float, rival: _Solved | None) -> None:
         """Solve a configuration; it has to beat its rival."""
         step_s = self._candidates.costs(layout).step_s
-        cutoff_s = math.inf
+        # What is within the margin of an answer below `below_s` may be one of its finalists.
+        cutoff_s = self._below_s * (1 + MARGIN) - step_s
         if rival is not None:
             simpler = complexity(layout) < complexity(rival.layout)
             hair = EQUAL if simpler else -EQUAL
-            cutoff_s = rival.objective_s * (1 + hair) - step_s
+            cutoff_s = min(cutoff_s, rival.objective_s * (1 + hair) - step_s)
         self.solved += 1
         found = self.solve(self._candidates.instance(layout), cutoff_s)
         if isinstance(found, Infeasible):
@@ -499,9 +498,8 @@ def _size(item: Family | Layout) -> int:
     return item.size if isinstance(item, Family) else 1
 
 
-def _solver(name: str) -> Solve:
+def _solver(name: str, frontiers: FrontierStore) -> Solve:
     """Return the function that solves a partition problem below a cutoff."""
-    frontiers = FrontierStore()
 
     def exactly(instance: Instance, cutoff_s: float) -> Outcome:
         return sided.solve(

@@ -21,12 +21,14 @@ and for a single layout:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.costs.layer_figures import KindFigures
 from planner.costs.layout_costs import CostTables, LayoutCosts, fastest_s, least_credits_s
 from planner.costs.memory import state_types
 from planner.costs.recomputes import Recomputes, choices_of
@@ -60,6 +62,7 @@ from planner.search.space import (
     timetables,
 )
 from planner.solver import bounds
+from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Instance
 from planner.stage_rules import Rows, rows
 from planner.tolerances import ROUNDING, SLACK
@@ -68,6 +71,8 @@ Levels = list[tuple[tuple[ShardingChoice, ...], bounds.Floats]]
 """Sharings of one ZeRO level, with a bound for each timetable."""
 Bounded = list[tuple[Layout, float]]
 """Layouts and the least seconds of each."""
+DEGREES = ("tensor", "context", "expert", "pipeline")
+"""Pins that leave whole families out."""
 
 
 class Candidates:
@@ -79,8 +84,10 @@ class Candidates:
         rules: Rules | None = None,
         recompute: Recomputes = None,
         tables: CostTables | None = None,
+        frontiers: FrontierStore | None = None,
     ) -> None:
-        """`rules` are those of the stack if no others are asked for, `tables` those of the request.
+        """`rules` are those of the stack if no others are asked for, `tables` those of the request,
+        under any pins that leave layers the same activations to choose among.
 
         `recompute` is what layers may recompute, by default what is pinned or anything.
         """
@@ -102,15 +109,66 @@ class Candidates:
         for layer in model.layers:
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
-        self._known_shared: dict[int, _Shared] = {}
-        """By the id of their part."""
-        self._known_moved: dict[tuple[int, int], _Moved] = {}
-        """By the id of the sharings, which those of one family and level have in common."""
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self._rates = self.tables.rates
         self._types = state_types(self._rates.stack, request.job.precision)
         self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
         self.families = list(self._families())
+        self._divided: dict[tuple[object, ...], int] = {}
+        """The place of each `Family.divided` among figures."""
+        self._by_degrees: dict[Degrees, list[Family]] = {}
+        for family in self.families:
+            self._by_degrees.setdefault(family.degrees, []).append(family)
+        self.frontiers = FrontierStore() if frontiers is None else frontiers
+        self._forget()
+
+    def part(self, request: Request) -> Candidates | None:
+        """Return those that a request of the same under other pins has, with what is known of them.
+
+        None unless the pins differ only in degrees and recomputation, pinned where they were not.
+        """
+        new, old = request.pins, self.pins
+        asked = {name: getattr(new, name) for name in (*DEGREES, "recompute")}
+        kept = all(getattr(old, name) in (None, value) for name, value in asked.items())
+        alike = replace(old, **asked, divided=new.divided) == new and old.divided <= new.divided
+        if not (kept and alike and replace(request, pins=old) == self.request):
+            return None
+        if not self._divided:
+            self.computation_s()
+        found = copy(self)
+        found.request, found.pins, found.refused = request, new, {}
+        found.families = [
+            family
+            for degrees, own in self._by_degrees.items()
+            if all(getattr(new, name) in (None, getattr(degrees, name)) for name in DEGREES)
+            and all(getattr(degrees, axis) > 1 for axis in new.divided)
+            for family in own
+        ]
+        if new.recompute != old.recompute and found.families:
+            if self.recompute != old.recompute:
+                return None
+            found.recompute = new.recompute
+            found._forget()
+            found._bound_by_figures(self._chain.figures)
+        return found
+
+    def _forget(self) -> None:
+        """Begin without what depends on recomputation."""
+        self._known_shared: dict[int, _Shared] = {}
+        """By the id of their part."""
+        self._known_moved: dict[tuple[int, int], _Moved] = {}
+        """By the id of the sharings, which those of one family and level have in common."""
+        self.looked_at: dict[int, tuple[Family, Levels]] = {}
+        """Families whose bounds within memory are known, by their id."""
+        self.opened: dict[int, tuple[Family, Bounded]] = {}
+        """Parts whose layouts are bounded, by their id."""
+        self._known_computation_s: dict[int, float] = {}
+        """By the id of a family."""
+        self._known_parts: dict[int, tuple[Family, list[tuple[Family, float]]]] = {}
+        """By the id of the family that they are of."""
+        self._known_communication_s: dict[Layout, float] = {}
+        self._known_memory_s: dict[Layout, float] = {}
+        self._known_instances: dict[Layout, Instance] = {}
 
     def _families(self) -> Iterator[Family]:
         """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
@@ -191,12 +249,27 @@ class Candidates:
 
         A family of several timetables has the least of theirs.
         """
-        numbers: dict[tuple[object, ...], int] = {}
-        number = [numbers.setdefault(f.divided, len(numbers)) for f in self.families]
-        some = dict(zip(number, self.families, strict=True))
-        firsts = [some[n].first for n in range(len(numbers))]
-        self._divided = numbers
-        figures = self.tables.figures_together(firsts)
+        if not self._known_computation_s and self.families:
+            least_s = self._computation_s().tolist()
+            ids = map(id, self.families)
+            self._known_computation_s.update(zip(ids, least_s, strict=True))
+        return np.array([self._known_computation_s[id(family)] for family in self.families])
+
+    def _computation_s(self) -> bounds.Floats:
+        if not self._divided:
+            numbers: dict[tuple[object, ...], int] = {}
+            number = [numbers.setdefault(f.divided, len(numbers)) for f in self.families]
+            some = dict(zip(number, self.families, strict=True))
+            firsts = [some[n].first for n in range(len(numbers))]
+            self._divided = numbers
+            self._bound_by_figures(self.tables.figures_together(firsts))
+        every_s = self._timetables_s(self.families)
+        firsts_at = np.cumsum([0, *(len(family.timetables) for family in self.families[:-1])])
+        least_s: bounds.Floats = np.minimum.reduceat(every_s, firsts_at)
+        return least_s
+
+    def _bound_by_figures(self, figures: KindFigures) -> None:
+        """Prepare the bounds of families from what layers take, [kind] of each division."""
         counts = np.array(list(self._counts.values()))
         self._chain = ChainFigures(
             counts=self._counts,
@@ -206,17 +279,14 @@ class Candidates:
             credits_s=counts @ least_credits_s(figures),
         )
         whole_bytes = self.cluster.groups[0].accelerator.memory_bytes
-        free_bytes = capacity_bytes(self.cluster, self.tables.unlinked(firsts[0]), whole_bytes)
+        some = self.tables.unlinked(self.families[0].first)
+        free_bytes = capacity_bytes(self.cluster, some, whole_bytes)
         self._rooms = Rooms(
             self.tables,
             self._chain,
             capacity_bytes=free_bytes * (1 + ROUNDING),
             recompute=self.recompute,
         )
-        every_s = self._timetables_s(self.families)
-        firsts_at = np.cumsum([0, *(len(family.timetables) for family in self.families[:-1])])
-        least_s: bounds.Floats = np.minimum.reduceat(every_s, firsts_at)
-        return least_s
 
     def timetables_s(self, family: Family) -> list[float]:
         """[timetable] `computation_s` of each timetable of a family."""
@@ -288,6 +358,17 @@ class Candidates:
             self._known_paces[key] = np.array(rows)
         return self._known_paces[key]
 
+    def parts(self, family: Family, levels: Levels) -> list[tuple[Family, float]]:
+        """Return a family's part of each ZeRO level and timetable, with its bound of `levels`."""
+        if id(family) not in self._known_parts:
+            found = []
+            for sharings, rooms_s in levels:
+                level = replace(family, sharings=sharings)
+                for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
+                    found.append((replace(level, timetables=(timetable,)), room_s))
+            self._known_parts[id(family)] = family, found
+        return self._known_parts[id(family)][1]
+
     def rooms_s(self, families: Sequence[Family]) -> list[Levels]:
         """Least seconds within memory, of each family under every ZeRO level and timetable.
 
@@ -328,11 +409,12 @@ class Candidates:
         `part` has one ZeRO level and one timetable.  The other layers take their fewest seconds
         anywhere, and what crosses a boundary of the pipeline takes no time.
         """
-        shared = self._known_shared[id(part)] = self._shared(part)
-        return shared.least_s
+        return self._shared(part).least_s
 
     def _shared(self, part: Family) -> _Shared:
         """Return what sharing takes of the commonest layers."""
+        if id(part) in self._known_shared:
+            return self._known_shared[id(part)]
         number, moved = self._divided[part.divided], self._moved(part)
         commonest, layers = self._commonest
         rows = [
@@ -355,7 +437,8 @@ class Candidates:
             credits_s=credited * float(self._chain.credits_s[number]),
         )
         least_s = np.asarray(balanced_s * (1 - ROUNDING) + self.tables.step_s)
-        return _Shared(part, least_s, moved)
+        found = self._known_shared[id(part)] = _Shared(part, least_s, moved)
+        return found
 
     def _moved(self, part: Family) -> _Moved:
         """Return what sharing takes of one of the commonest layers: no matter of timetables.
@@ -390,7 +473,7 @@ class Candidates:
         result, units, once_s, seen_s = [], [], [], []
         members: list[tuple[bounds.Floats, list[int]]] = []
         for part in parts:
-            shared = self._known_shared.pop(id(part), None) or self._shared(part)
+            shared = self._shared(part)
             least_s, moved = shared.least_s.copy(), shared.moved
             many = max(1.0, self._commonest[1] / part.degrees.pipeline)
             groups: dict[tuple[int, int], list[int]] = {}
@@ -412,6 +495,11 @@ class Candidates:
 
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""
+        if layout not in self._known_communication_s:
+            self._known_communication_s[layout] = self._communication_s(layout)
+        return self._known_communication_s[layout]
+
+    def _communication_s(self, layout: Layout) -> float:
         costs = self.tables.of(layout)
         rows = []
         for kind, table in costs.kinds.items():
@@ -440,7 +528,10 @@ class Candidates:
 
     def memory_s(self, layout: Layout) -> float:
         """Least seconds with what each stage can hold; inf if the layout does not fit."""
-        return bounds.counted_s(self.instance(layout)) + self.tables.of(layout).step_s
+        if layout not in self._known_memory_s:
+            seconds = bounds.counted_s(self.instance(layout)) + self.tables.of(layout).step_s
+            self._known_memory_s[layout] = seconds
+        return self._known_memory_s[layout]
 
     def costs(self, layout: Layout) -> LayoutCosts:
         """Return the costs of a layout."""
@@ -448,6 +539,11 @@ class Candidates:
 
     def instance(self, layout: Layout) -> Instance:
         """Return the partition problem of a layout."""
+        if layout not in self._known_instances:
+            self._known_instances[layout] = self._instance(layout)
+        return self._known_instances[layout]
+
+    def _instance(self, layout: Layout) -> Instance:
         costs = self.tables.of(layout)
         pins = self.pins
         found = instance_of(self.model, self.cluster, layout, costs, self.recompute, pins.require)
@@ -475,6 +571,24 @@ class Candidates:
             if dominates(twin, self.tables.of(twin), layout, costs):
                 return twin
         return None
+
+
+def candidates_of(
+    request: Request,
+    rules: Rules | None,
+    recompute: Recomputes,
+    known: Sequence[Candidates],
+) -> Candidates:
+    """Return the candidates of a request; `known` are of the same under other pins."""
+    for one in known:
+        part = one.part(request) if one.rules is rules else None
+        if part is not None and part.recompute == recompute:
+            return part
+    treated = activations(request.cluster, request.pins, space=request.space)
+    shared = next((one for one in known if one.tables.activations == treated), None)
+    if shared is None:
+        return Candidates(request, rules, recompute)
+    return Candidates(request, rules, recompute, shared.tables, shared.frontiers)
 
 
 def _plainest(job: Job, degrees: Degrees, pins: Pins) -> Layout:

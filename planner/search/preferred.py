@@ -36,6 +36,8 @@ AXES = ("tensor", "context", "expert", "pipeline")
 """What a layout may have beside data parallelism."""
 NOTABLE = 0.005
 """Share of the fastest step from which a cause of more seconds is named."""
+FURTHER = (1.06, 1.2, math.inf)
+"""Times the fastest step within which the usual plans are looked for, one after the other."""
 LARGE_S = 1e30
 """Longer than any step; a search that may not take longer does not look for a closest miss."""
 
@@ -74,7 +76,7 @@ def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest
     """
     started = time.process_time()
     quick = _quick(request)
-    usual = dict(_usual(request)) if quick else {}
+    usual = dict(_usual(request, answer)) if quick else {}
     every = [*answer.finalists, *answer.top, *(one for one in usual.values() if one)]
     if prefer == "simplest" and quick:
         every += _simpler(request, answer, _fastest(every))
@@ -92,6 +94,7 @@ def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest
         certificate=proven(answer.certificate, chosen),
         top=(chosen, *others)[: len(answer.top)],
         choices=tuple(_row(what, one, fastest) for what, one in rows.items()),
+        candidates=(),
         search_s=answer.search_s + time.process_time() - started,
     )
 
@@ -110,7 +113,7 @@ def _quick(request: Request) -> bool:
     return not (request.cluster.mixed or model.edges) and run_of(model) is not None
 
 
-def _usual(request: Request) -> Iterator[tuple[str, Ranked | None]]:
+def _usual(request: Request, answer: Answer) -> Iterator[tuple[str, Ranked | None]]:
     """Yield the best data-parallel plan and the best with tensor and pipeline parallelism.
 
     What the user's own pins exclude is left out.
@@ -118,11 +121,24 @@ def _usual(request: Request) -> Iterator[tuple[str, Ranked | None]]:
     pins = request.pins
     alone = dict.fromkeys(AXES, 1)
     if _open(pins, alone):
-        yield PLAIN_DATA, _best(request, alone)
+        yield PLAIN_DATA, _nearest(request, answer, alone)
     able = pins.tensor != 1 and pins.pipeline != 1 and request.cluster.devices > MOST_ALONE
     if able and _open(pins, {"context": 1}):
         both = replace(pins, divided=pins.divided | {"tensor", "pipeline"})
-        yield TENSOR_PIPELINE, _best(replace(request, pins=both), {"context": 1})
+        yield TENSOR_PIPELINE, _nearest(replace(request, pins=both), answer, {"context": 1})
+
+
+def _nearest(request: Request, answer: Answer, pins: dict[str, int]) -> Ranked | None:
+    """Return the fastest plan with some more choices pinned, however much slower it is.
+
+    Problems without a plan to beat take longest, so the first limit is near the fastest.
+    """
+    for limit in FURTHER:
+        below_s = min(answer.certificate.objective_s * limit, LARGE_S)
+        found = _best(request, answer, pins, below_s=below_s)
+        if found is not None:
+            return found
+    return None
 
 
 def _simpler(request: Request, answer: Answer, fastest: Ranked) -> Iterator[Ranked]:
@@ -132,7 +148,8 @@ def _simpler(request: Request, answer: Answer, fastest: Ranked) -> Iterator[Rank
     simplest: Ranked | None = None
     for count in range(1, used):
         for kept in itertools.combinations(AXES, count):
-            found = _best(request, {a: 1 for a in AXES if a not in kept}, below_s=below_s)
+            others = {axis: 1 for axis in AXES if axis not in kept}
+            found = _best(request, answer, others, below_s=below_s)
             if found is not None:
                 simplest = found
                 yield found
@@ -142,30 +159,31 @@ def _simpler(request: Request, answer: Answer, fastest: Ranked) -> Iterator[Rank
         if one is None or one.plan.layout.pipeline == 1:
             continue
         degrees = {axis: getattr(one.plan.layout, axis) for axis in AXES}
-        plainer = _best(request, {**degrees, "schedule": PLAIN}, below_s=below_s)
+        plainer = _best(request, answer, {**degrees, "schedule": PLAIN}, below_s=below_s)
         if plainer is not None:
             yield plainer
     choices: tuple[Recompute, ...] = ("none", "selective", "full")
     for one, recompute in itertools.product((fastest, simplest), choices):
         if one is not None and "layers that differ" in features(one.plan):
             degrees = {axis: getattr(one.plan.layout, axis) for axis in AXES}
-            alike = _best(request, {**degrees, "recompute": recompute}, below_s=below_s)
+            alike = _best(request, answer, {**degrees, "recompute": recompute}, below_s=below_s)
             if alike is not None:
                 yield alike
 
 
 def _best(
     request: Request,
+    answer: Answer,
     pins: dict[str, int] | dict[str, int | str],
     *,
-    below_s: float = LARGE_S,
+    below_s: float,
 ) -> Ranked | None:
     """Return the fastest plan with some more choices pinned; None if there is none."""
     if not _open(request.pins, pins):
         return None
     asked: Pins = replace(request.pins, **pins)
     try:
-        found = search(replace(request, pins=asked), below_s=below_s)
+        found = search(replace(request, pins=asked), below_s=below_s, known=answer.candidates)
     except (NoPlanFits, DocumentError):
         return None
     return Ranked(

@@ -12,7 +12,14 @@ from functools import cached_property
 from typing import Literal
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
-from planner.costs.rank_memory import Passing, dynamic_parts, in_flight_at_most
+from planner.costs.rank_memory import (
+    Passing,
+    StageBytes,
+    dynamic_parts,
+    in_flight_at_most,
+    parts_of_several,
+    stage_bytes,
+)
 from planner.costs.recomputes import Recomputes
 from planner.costs.strategy import LayerBytes, StrategyCost, StrategyParts
 from planner.errors import DocumentError
@@ -50,6 +57,8 @@ class RankProblem:
         self._shares: Shares | None = None
         self._bytes: dict[str, list[LayerBytes]] = {}
         self._used: dict[tuple[int, int, tuple[int, ...]], float] = {}
+        self._held_by_stage: dict[tuple[bool, bool, tuple[tuple[int, int], ...]], StageBytes] = {}
+        """By whether it is the first, the last, and its layers."""
         self._products: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
         self._crossing = Crossing(model, costs.output_bytes) if model.edges else None
         if layout.virtual_stages > 1:
@@ -122,24 +131,34 @@ class RankProblem:
         key = rank, first, tuple(options)
         found = self._used.get(key)
         if found is None:
-            stages = self._stages_of(rank, first, options)
-            parts = dynamic_parts(self.costs, self.layout, stages, rank=rank)
-            found = self._used[key] = sum(parts.values())
+            found = self._used[key] = sum(self._parts_of(rank, first, options).values())
         return found
 
-    def _stages_of(
-        self, rank: int, first: int, options: Sequence[int]
-    ) -> dict[int, list[LayerBytes]]:
-        """Return what the layers of every stage of a rank hold, in order."""
+    def _parts_of(self, rank: int, first: int, options: Sequence[int]) -> dict[str, float]:
+        """Return bytes of a rank by cause; those of stages that are alike are counted once."""
         if self._shares is None:
-            return {rank: [self._held_of(at)[option] for at, option in enumerate(options, first)]}
+            layers = [self._held_of(at)[option] for at, option in enumerate(options, first)]
+            return dynamic_parts(self.costs, self.layout, {rank: layers}, rank=rank)
         entries = range(first, first + len(options))
         chosen = [self._choices_of(at)[option] for at, option in zip(entries, options, strict=True)]
         placed = self._shares.of_rank(rank, entries, chosen, self._order)
-        return {
-            stage: [self._held_of(at)[choice] for at, choice in layers]
-            for stage, layers in placed.items()
-        }
+        held = [self._stage_bytes(stage, tuple(placed[stage])) for stage in sorted(placed)]
+        boundary_bytes = self.costs.boundary_bytes
+        return parts_of_several(self.layout, held, rank, boundary_bytes=boundary_bytes)
+
+    def _stage_bytes(self, stage: int, layers: tuple[tuple[int, int], ...]) -> StageBytes:
+        """Return what a stage holds with (position, choice) of its layers in order."""
+        first, last = stage == 0, stage == self.layout.stages - 1
+        key = first, last, layers
+        if key not in self._held_by_stage:
+            self._held_by_stage[key] = stage_bytes(
+                [self._held_of(at)[choice] for at, choice in layers],
+                self.costs.boundary_bytes,
+                first=first,
+                last=last,
+                keeps_sent=self.costs.keeps_sent,
+            )
+        return self._held_by_stage[key]
 
     def _held_of(self, at: int) -> list[LayerBytes]:
         """[choice] What a layer of the chain holds."""

@@ -135,31 +135,31 @@ class StageTable:
         if self._by_place:
             same = np.zeros_like(same)
             same[first, n - 1] = True
-        for at in np.flatnonzero(same.any(axis=1)).tolist():
-            for width in (np.flatnonzero(same[at]) + 1).tolist():
-                if self._kinds_of(at, width) != kinds:
-                    continue
-                place = stage, at, width - 1
-                self._checked[place] = True
-                if found is None:
-                    self.seconds[place] = np.inf
-                    continue
-                if found.at_least_s < found.time_s:
-                    self._loose[place] = self._staged_s(place, found.at_least_s)
-                staged_s = self._staged_s(place, found.time_s)
-                self.seconds[place] = max(float(self.seconds[place]), staged_s)
-                if knapsacks.sync_depends:
-                    self._sync_used_s[place] = found.sync_s
+        elif len(set(kinds)) > 1:
+            # Layers of the same kinds may come in another order.
+            for at, n_less_1 in np.argwhere(same).tolist():
+                same[at, n_less_1] = self._kinds_of(at, n_less_1 + 1) == kinds
+        self._checked[stage][same] = True
+        if found is None:
+            self.seconds[stage][same] = np.inf
+            return
+        if found.at_least_s < found.time_s:
+            loose_s = self._staged_s(stage, same, found.at_least_s).tolist()
+            for (at, n_less_1), seconds in zip(np.argwhere(same).tolist(), loose_s, strict=True):
+                self._loose[stage, at, n_less_1] = seconds
+        staged_s = self._staged_s(stage, same, found.time_s)
+        self.seconds[stage][same] = np.maximum(self.seconds[stage][same], staged_s)
+        if knapsacks.sync_depends:
+            self._sync_used_s[stage][same] = found.sync_s
 
-    def _staged_s(self, place: tuple[int, int, int], layers_s: float) -> float:
-        """Seconds of an entry from the unscaled ones of its layers."""
-        stage, first, n_less_1 = place
+    def _staged_s(self, stage: int, same: Booleans, layers_s: float) -> Floats:
+        """[entry of `same`] Seconds of entries from the unscaled ones of their layers."""
         knapsacks = self._knapsacks
         staged_s = layers_s * knapsacks.time_scale[stage] + knapsacks.exposed_s[stage]
-        extra_s = 0.0 if self._cut_s is None else float(self._cut_s[first, n_less_1])
+        extra_s = np.zeros(int(same.sum())) if self._cut_s is None else self._cut_s[same]
         if math.isinf(staged_s):
-            return math.inf
-        return float(_on_grid(np.array(staged_s + extra_s), self._whole_s))
+            return np.full(extra_s.shape, np.inf)
+        return _on_grid(staged_s + extra_s, self._whole_s)
 
     def least_costs(self) -> Costs | None:
         """Return costs that are no more than exact ones; None if those of `costs` are exact."""

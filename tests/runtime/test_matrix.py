@@ -24,13 +24,15 @@ from tests.runtime import cases, combinations, equality_table
 from tests.runtime.combinations import EXACT, Row, bound, by_axis, by_mesh, cover, pairs, reason
 from tests.runtime.equality_table import Failure, Records, Result
 from tests.runtime.ranks import Crew, on_ranks
-from tests.runtime.runs import STEPS, Run, errors, train_all
+from tests.runtime.runs import Run, errors, train_all
 
 PARTS = [(ranks, part, parts) for ranks, parts in ((2, 2), (4, 4)) for part in range(parts)]
 """(ranks, part, parts) of the small cover, for the processes that share `make test`."""
 TABLE = Path(__file__).parents[2] / "docs" / "equality.md"
 MOST_ROWS = 135
 """Of the small cover: each takes a second or two of `make test`."""
+STEPS = 2
+"""Of rows of the small cover: the second loss tells the first update, weights the second."""
 ROWS_OF_A_CREW = 40
 """Rows that the same processes train: each new mesh costs them sockets until they end."""
 WRITE_EVERY_S = 20.0

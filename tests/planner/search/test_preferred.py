@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import stacks
-from planner.errors import NoPlanFits
+from planner.errors import NoneFaster, NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.pins import Pins
 from planner.plan import Job
@@ -83,6 +83,37 @@ def test_usual_plans_are_the_best_of_their_kind() -> None:
     assert both.more == pytest.approx(min(layouts) / answer.prediction.step_time_s - 1)
     assert both.why.startswith("needs tensor, pipeline")
     assert "tensor communication +" in both.why
+
+
+PINNED = [
+    Pins(context=1, divided=frozenset({"tensor", "pipeline"})),
+    Pins(tensor=1, context=1, expert=1, pipeline=1),
+    Pins(context=1, recompute="full"),
+    Pins(tensor=2, schedule="1f1b"),
+    Pins(zero=3),
+]
+
+
+@pytest.mark.parametrize("stack", ["native", "torchtitan"])
+def test_a_search_that_goes_on_from_another_finds_what_one_from_scratch_does(stack: str) -> None:
+    request = asked("llama-3.1-8b", "8xh100-sxm-80gb", 64, stack)
+    known = search(request).candidates
+
+    for pins in PINNED:
+        other = replace(request, pins=pins)
+        scratch = search(other)
+        below_s = scratch.certificate.objective_s * 1.01
+        for limit_s in (1e30, below_s):
+            onward = search(other, known=known, below_s=limit_s)
+            assert onward.plan == scratch.plan
+            assert onward.prediction == scratch.prediction
+            assert {one.plan.digest for one in onward.finalists} == {
+                one.plan.digest for one in scratch.finalists
+            }
+        with pytest.raises(NoneFaster):
+            search(other, known=known, below_s=scratch.certificate.objective_s)
+    # What others have gone on from still answers the first request.
+    assert search(request, known=known).plan == search(request).plan
 
 
 def test_what_the_user_pins_stays_and_what_it_excludes_is_not_told() -> None:
