@@ -34,6 +34,7 @@ from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
 from runtime.exchange import all_gather_json, broadcast_tensors
 from runtime.gradients import Measured, Slot, copies_of
+from runtime.inner_loss import InnerLosses, running
 from runtime.loss import Totals, counted, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
@@ -43,6 +44,7 @@ from runtime.recorded_stage import MicroBatch, step_seed
 from runtime.recorder import Inputs, Recorder
 from runtime.replicas import Replicas
 from runtime.script_checkpoint import Stateful
+from runtime.script_loader import Loader
 from runtime.script_model import check_module, check_replay, few_samples
 from runtime.script_plan import script_plan
 from runtime.script_rank import OUTPUT_VARIABLE
@@ -244,6 +246,26 @@ class Engine:
             )
         return batches.part_of(batch, self.plan.samples_of(self.slice_rank))
 
+    def loader(
+        self, dataset: Any, *, shuffle: bool = True, seed: int | None = None, **settings: Any
+    ) -> Loader:
+        """Return a loader of this rank's slices of global batches, in an order no plan changes.
+
+        `dataset` has a length and samples by index; `settings` are those of torch's DataLoader:
+        collate_fn, num_workers, pin_memory.  Without `seed` it is the plan's.  In `extra` of save
+        and resume it goes on with the batch behind the last one that was handed out.
+
+        Raises BatchError where the dataset has fewer samples than a global batch.
+        """
+        return Loader(
+            dataset,
+            global_batch=self.plan.global_batch,
+            samples=self.plan.samples_of(self.slice_rank),
+            shuffle=shuffle,
+            seed=self.plan.training.seed if seed is None else seed,
+            **settings,
+        )
+
     # --- steps ------------------------------------------------------------------------------
 
     def step(self, batch: Any) -> StepResult:
@@ -297,13 +319,14 @@ class Engine:
             for module in modules:
                 module.eval()
             micros = self._micro_batches(batch, drawing=False)
-            if isinstance(self._loss, whole_batch):
-                self._whole_gradients(self._loss, micros)
-            elif self._pipeline is not None:
-                self._pipeline.evaluate_all(micros)
-            else:
-                for micro in micros:
-                    self._micro_loss(modules[0](micro=micro), micro)
+            with running(InnerLosses(self._note_inner, None)):
+                if isinstance(self._loss, whole_batch):
+                    self._whole_gradients(self._loss, micros)
+                elif self._pipeline is not None:
+                    self._pipeline.evaluate_all(micros)
+                else:
+                    for micro in micros:
+                        self._micro_loss(modules[0](micro=micro), micro)
             self._let_go()
             total, count = self._of_all(self._totals.values).tolist()
             return StepResult(
@@ -538,10 +561,12 @@ class Engine:
         micros = self._micro_batches(batch)
         if isinstance(self._loss, whole_batch):
             self._whole_gradients(self._loss, micros)
-        if self._pipeline is not None:
-            self._pipeline.run_all(micros)
-        else:
-            self._one_after_another(micros)
+        one = self._backward_of(torch.ones((), device=self.device))
+        with running(InnerLosses(self._note_inner, one)):
+            if self._pipeline is not None:
+                self._pipeline.run_all(micros)
+            else:
+                self._one_after_another(micros)
         if self._replicas is not None:
             self._replicas.finish()
         self._statistics.apply()
@@ -636,11 +661,19 @@ class Engine:
             return torch.zeros((), device=self.device)
         if isinstance(self._loss, whole_batch):
             made = surrogate(outputs, self._by_output[id(micro)])
-            return self._optimizers.scale.applied(made / self._optimizers.divisor)
+            return self._backward_of(made)
         one = counted(self._loss(outputs, micro.batch), self.plan.micro_batch)
         if self._place.along("tensor") == 0:  # the others of a slice have the same
             self._totals.add(one)
-        return self._optimizers.scale.applied(one.total / self._optimizers.divisor)
+        return self._backward_of(one.total)
+
+    def _note_inner(self, value: Tensor) -> None:
+        if self._place.along("tensor") == 0:
+            self._totals.add_inner(value)
+
+    def _backward_of(self, total: Tensor) -> Tensor:
+        """Return what backward of a sum of losses begins at."""
+        return self._optimizers.scale.applied(total / self._optimizers.divisor)
 
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], Measured]:
         grads = self._optimizers.whole()

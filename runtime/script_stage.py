@@ -73,6 +73,24 @@ def refuse_plan(plan: Plan) -> None:
         )
 
 
+def refuse_shared(plan: Plan, recorder: Recorder) -> None:
+    """Refuse a parameter that two stages of one rank read, where each stage would divide it."""
+    layers = iter(recorder.first.layers)
+    readers: dict[tuple[str, int], int] = {}
+    for stage, one in enumerate(plan.stages):
+        for _ in one.layers:
+            for name in next(layers).parameters:
+                first = recorder.aliases[name]
+                before = readers.setdefault((first, plan.rank_of_stage(stage)), stage)
+                if before != stage:
+                    raise LaunchError(
+                        f"{first}: is read by stages {before} and {stage} of one rank, and data "
+                        f"parallelism would divide it in each; schedule: {plan.schedule} places "
+                        "both there; use schedule 1f1b, a mesh without data parallelism, or "
+                        "weights that are not tied"
+                    )
+
+
 def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.ProcessGroup]:
     """Return the ranks that hold a copy each of a parameter that several stages read, by name.
 
@@ -147,6 +165,8 @@ def script_stage(
             defer(unit, store, PLAIN)
     apart = reduces_apart(plan, place)
     wraps = place.mesh is not None and ((place.replicas > 1 and not apart) or wants_mesh(plan))
+    if wraps:
+        refuse_shared(plan, recorder)
     # FSDP divides along a dim, and these have none.
     scalars = [parameter for parameter in made.parameters() if wraps and not parameter.ndim]
     besides = [*scalars, *unused]
