@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from planner.search.answer import Answer
     from planner.stack import Stack
     from planner.whatif.study import Study
+    from runtime.inner_loss import add_loss
     from runtime.script_engine import Engine, StepResult
     from runtime.whole_batch import whole_batch
 
@@ -69,6 +70,7 @@ __all__ = [
     "Stack",
     "StepResult",
     "Study",
+    "add_loss",
     "compare",
     "export",
     "load",
@@ -101,6 +103,7 @@ _FILES = {
     "Stack": "planner.stack",
     "StepResult": "runtime.script_engine",
     "Study": "planner.whatif.study",
+    "add_loss": "runtime.inner_loss",
     "whole_batch": "runtime.whole_batch",
 }
 """Where what is not in meshwright.library stands."""

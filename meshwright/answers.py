@@ -161,7 +161,7 @@ def choices_table(choices: Sequence[Alternative]) -> Table:
 
 def top_table(answer: Answer) -> Table:
     """Return the best plan of each mesh, fastest first."""
-    table = Table("", "plan", "closed form", "simulated", "tokens/s", "peak memory")
+    table = Table("", "plan", "closed form", "simulated", "throughput", "peak memory")
     for place, ranked in enumerate(answer.top, start=1):
         prediction = ranked.prediction
         table.add_row(
@@ -169,7 +169,7 @@ def top_table(answer: Answer) -> Table:
             prediction.layout,
             seconds_text(ranked.objective_s),
             seconds_text(prediction.step_time_s),
-            f"{prediction.tokens_per_s:,.0f}",
+            prediction.throughput_text,
             bytes_text(max(stage.peak_memory_bytes for stage in prediction.stages)),
         )
     return table
@@ -181,6 +181,7 @@ def comparison_cells(row: Comparison) -> tuple[str, str, str, str]:
         "s": seconds_text,
         "bytes": bytes_text,
         "tokens/s": lambda rate: f"{rate:,.0f} tokens/s",
+        "samples/s": lambda rate: f"{rate:,.0f} samples/s",
     }
     text = shown[row.unit]
     return row.quantity, text(row.predicted), text(row.measured), f"{100 * row.error:+.1f} %"

@@ -53,6 +53,8 @@ def plan(
     batch: Any = None,
     loss: Callable[[Any, Any], Any] | None = None,
     inputs: Callable[[Any], Any] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    groups: Callable[[str, Any], Any] | None = None,
     units: Sequence[str] | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
@@ -69,6 +71,8 @@ def plan(
     `model` is a name of the catalogue, a config.json, a folder or `file.py:factory`; or a function
     that returns a module, whose `batch` is then a pytree of tensors, `loss(outputs, batch)` a sum
     and a count, and `inputs(batch)` what the module is given (runtime.script_engine has all three).
+    `optimizer` and `groups` are as the Engine has them, and tried for the bytes of their state;
+    without them memory is that of AdamW.
     Of the example `batch` only shapes and types count; without `global_batch` it is one.  A module
     is planned in fp32 unless `precision` says otherwise, as a plain script trains.
     Of plans within 1.5 % of the fastest the simplest is taken, unless the fastest is preferred.
@@ -88,6 +92,8 @@ def plan(
         batch=batch,
         loss=loss,
         inputs=inputs,
+        optimizer=optimizer,
+        groups=groups,
         units=units,
         seq_len=seq_len,
         global_batch=global_batch,
@@ -108,6 +114,8 @@ def search(
     batch: Any = None,
     loss: Callable[[Any, Any], Any] | None = None,
     inputs: Callable[[Any], Any] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    groups: Callable[[str, Any], Any] | None = None,
     units: Sequence[str] | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
@@ -155,7 +163,14 @@ def search(
     from runtime.script_model import batch_leaves, script_model  # noqa: PLC0415
 
     graph: ModelGraph = script_model(
-        model(), batch, inputs, loss=loss, units=units, name=_name(model)
+        model(),
+        batch,
+        inputs,
+        loss=loss,
+        units=units,
+        name=_name(model),
+        optimizer=optimizer,
+        groups=groups,
     )
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)

@@ -211,6 +211,8 @@ class ModelGraph(Document):
     from its folder.  Paths are relative to that folder.  No other content of them is run."""
     recording: FileDigest | None = None
     """What the forward of a script's module does with which shapes (runtime.recording)."""
+    optimizer_bytes: Amount | None = None
+    """Of state per parameter, a mean over the model, where a script's optimizer is not AdamW."""
     architecture: Architecture | None = None
     layers: tuple[Layer, ...]
     edges: tuple[Edge, ...] = ()

@@ -31,7 +31,7 @@ from planner.costs.strategy import StrategyParts
 from planner.costs.uncertainty import step_range
 from planner.errors import DocumentError
 from planner.layers.arithmetic import step_flops
-from planner.model import ModelGraph
+from planner.model import ModelGraph, is_script
 from planner.plan import Activations, Layout, Plan
 from planner.prediction import Assumption, Prediction, StagePrediction
 from planner.profile import Profiles, Recompute
@@ -322,6 +322,9 @@ def placement_prediction(
         step_time_high_s=high_s,
         step_parts=parts,
         tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
+        samples_per_s=job.global_batch / step_s
+        if is_script(model.source or "") and step_s
+        else None,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
         fits=all(
             has_room(seat.accelerator.memory_bytes, size, seat.costs)

@@ -51,6 +51,8 @@ class Prediction(Document):
     step_parts: dict[Text, Finite]
     """Seconds of the critical stage by cause; they add up to step_time_s."""
     tokens_per_s: Finite
+    samples_per_s: Finite | None = None
+    """Where samples are not told apart into tokens: those of a script's own module."""
     mfu: Finite
     fits: Flag
     stages: tuple[StagePrediction, ...]
@@ -77,6 +79,19 @@ class Prediction(Document):
         title = f"{self.layout}: step {seconds_text(self.step_time_s)} ({span}){fits}"
         head = ("stage", "forward", "backward", "peak memory", "of")
         return html_table(title, head, rows, self.notes)
+
+    @property
+    def throughput(self) -> tuple[float, str]:
+        """What a second trains, and in which unit."""
+        if self.samples_per_s is not None:
+            return self.samples_per_s, "samples/s"
+        return self.tokens_per_s, "tokens/s"
+
+    @property
+    def throughput_text(self) -> str:
+        """The same as people read it."""
+        rate, unit = self.throughput
+        return f"{rate:,.0f} {unit}"
 
     def memory_bytes(self, kind: str, rank: str) -> float:
         """Return the peak of a kind of memory (allocated, reserved, device) on a rank.

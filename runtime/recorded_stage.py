@@ -145,6 +145,13 @@ class RecordedStage(nn.Module):
         # The user's names may be those of this class's own attributes.
         self._parent(path)._modules[attribute] = part
 
+    def keep(self, names: Sequence[str], module: nn.Module) -> list[nn.Parameter]:
+        """Hold tensors of `module` that no node reads; return the parameters among them."""
+        for name in names:
+            self._hold(name, module)
+        tensors = (self.held(name) for name in names)
+        return [one for one in tensors if isinstance(one, nn.Parameter)]
+
     def called(self, node: Node) -> Callable[..., Any]:
         """Return what a node calls."""
         if node.unit is None:

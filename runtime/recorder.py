@@ -109,6 +109,21 @@ class Recorder:
             except Exception as error:
                 raise _failed(module, error) from error
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Names of parameters and buffers that the forward never reads, nor any unit holds."""
+        used: set[int] = set()
+        for at, node in enumerate(self.first.nodes):
+            if at in self.first.derived:
+                continue
+            if node.unit is not None:
+                part = self._module.get_submodule(node.unit)
+                used |= {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
+        held = (leaf for node in self.first.nodes for leaf in node.leaves)
+        names = {leaf.name for leaf in (*held, *self.first.result) if isinstance(leaf, Held)}
+        every = (*self._module.named_parameters(), *self._module.named_buffers())
+        return tuple(name for name, tensor in every if id(tensor) not in used and name not in names)
+
     @classmethod
     def of(
         cls,

@@ -75,7 +75,7 @@ class Comparison:
     """One quantity, predicted and measured, in the SI unit that `unit` names."""
 
     quantity: str
-    unit: Literal["s", "tokens/s", "bytes"]
+    unit: Literal["s", "tokens/s", "samples/s", "bytes"]
     predicted: float
     measured: float
 
@@ -100,8 +100,8 @@ def comparison(report: RunReport, prediction: Prediction) -> list[Comparison]:
         rows.append(
             Comparison(
                 quantity="throughput",
-                unit="tokens/s",
-                predicted=prediction.tokens_per_s,
+                unit="tokens/s" if prediction.samples_per_s is None else "samples/s",
+                predicted=prediction.throughput[0],
                 measured=report.tokens_per_s,
             )
         )

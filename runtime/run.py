@@ -196,6 +196,22 @@ def read_records(path: Path) -> Iterator[StepRecord]:
             return
 
 
+_LONGEST_RECORD_BYTES = 1 << 16
+
+
+def newest_record(path: Path) -> StepRecord | None:
+    """Return the last whole line of a metrics file, of which only the end is read."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LONGEST_RECORD_BYTES))
+        *whole, _ = file.read().split(b"\n")
+    try:
+        return StepRecord.model_validate_json(whole[-1]) if whole else None
+    except ValueError:
+        return None
+
+
 def forget_steps_after(step: int, path: Path) -> None:
     """Drop the lines of steps that a resumed run will do again."""
     kept = [record for record in read_records(path) if record.step <= step]

@@ -34,6 +34,7 @@ from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
 from runtime.exchange import all_gather_json, broadcast_tensors
 from runtime.gradients import Measured, Slot, copies_of
+from runtime.inner_loss import InnerLosses, running
 from runtime.loss import Totals, counted, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
@@ -43,6 +44,7 @@ from runtime.recorded_stage import MicroBatch, step_seed
 from runtime.recorder import Inputs, Recorder
 from runtime.replicas import Replicas
 from runtime.script_checkpoint import Stateful
+from runtime.script_loader import Loader
 from runtime.script_model import check_module, check_replay, few_samples
 from runtime.script_plan import script_plan
 from runtime.script_rank import OUTPUT_VARIABLE
@@ -52,8 +54,10 @@ from runtime.script_stage import (
     holders_of,
     refuse_hooks,
     refuse_plan,
+    refuse_unequal_buffers,
     script_stage,
 )
+from runtime.script_tensor import Styles, styles_by_name
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers, grouped
 from runtime.whole_batch import gradients_by_output, of_all_slices, surrogate, whole_batch
 
@@ -95,6 +99,7 @@ class Engine:
         clip_norm: float = 0.0,
         gather: bool = True,
         batch_norm: Kind = "per_micro_batch",
+        tensor: Styles | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         """Build the module on every rank, and keep this rank's part of it.
@@ -112,7 +117,9 @@ class Engine:
         `optimizer(groups)` is any class of torch.optim or a callable; `groups(name, parameter)`
         returns the settings of a parameter's group.  `units` names the modules that stay whole.
         Gradients are clipped to `clip_norm` where it is above 0.  `batch_norm` "synchronised"
-        normalises the micro-batches of all slices together, as torch's SyncBatchNorm.
+        normalises the micro-batches of all slices together, as torch's SyncBatchNorm.  `tensor`
+        says how modules are divided over the plan's tensor axis, in torch's own words:
+        {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}.
 
         Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
         plan and running ranks, do not go together.
@@ -149,12 +156,21 @@ class Engine:
         )
         check_layers(plan, self._recorder)
         refuse_plan(plan)
+        styles = styles_by_name(plan, module, self._recorder, tensor)
         self._place = place_of(plan, self.device)
         self._holders = holders_of(plan, self._recorder, self._place)
         every = grouped(module.named_parameters(), optimizer, groups)
         self.stages = plan.stages_of_rank(self._place.stage)
         self._parts = tuple(
-            script_stage(plan, module, self._recorder, self._place, stage=stage, device=self.device)
+            script_stage(
+                plan,
+                module,
+                self._recorder,
+                self._place,
+                stage=stage,
+                device=self.device,
+                styles=styles,
+            )
             for stage in self.stages
         )
         scale = LossScale(self.device, active=plan.precision == "fp16")
@@ -230,6 +246,26 @@ class Engine:
             )
         return batches.part_of(batch, self.plan.samples_of(self.slice_rank))
 
+    def loader(
+        self, dataset: Any, *, shuffle: bool = True, seed: int | None = None, **settings: Any
+    ) -> Loader:
+        """Return a loader of this rank's slices of global batches, in an order no plan changes.
+
+        `dataset` has a length and samples by index; `settings` are those of torch's DataLoader:
+        collate_fn, num_workers, pin_memory.  Without `seed` it is the plan's.  In `extra` of save
+        and resume it goes on with the batch behind the last one that was handed out.
+
+        Raises BatchError where the dataset has fewer samples than a global batch.
+        """
+        return Loader(
+            dataset,
+            global_batch=self.plan.global_batch,
+            samples=self.plan.samples_of(self.slice_rank),
+            shuffle=shuffle,
+            seed=self.plan.training.seed if seed is None else seed,
+            **settings,
+        )
+
     # --- steps ------------------------------------------------------------------------------
 
     def step(self, batch: Any) -> StepResult:
@@ -283,13 +319,14 @@ class Engine:
             for module in modules:
                 module.eval()
             micros = self._micro_batches(batch, drawing=False)
-            if isinstance(self._loss, whole_batch):
-                self._whole_gradients(self._loss, micros)
-            elif self._pipeline is not None:
-                self._pipeline.evaluate_all(micros)
-            else:
-                for micro in micros:
-                    self._micro_loss(modules[0](micro=micro), micro)
+            with running(InnerLosses(self._note_inner, None)):
+                if isinstance(self._loss, whole_batch):
+                    self._whole_gradients(self._loss, micros)
+                elif self._pipeline is not None:
+                    self._pipeline.evaluate_all(micros)
+                else:
+                    for micro in micros:
+                        self._micro_loss(modules[0](micro=micro), micro)
             self._let_go()
             total, count = self._of_all(self._totals.values).tolist()
             return StepResult(
@@ -352,10 +389,11 @@ class Engine:
         `extra` is state of the script's own by name: a scheduler, a loader, anything that has
         state_dict and load_state_dict.  Only the last `keep` checkpoints of a folder stay.
 
-        Raises LaunchError where it cannot be written.
+        Raises LaunchError where it cannot be written, or ranks have buffers of different values.
         """
+        refuse_unequal_buffers([part.module for part in self._parts])
         own = None
-        if self._place.stage == 0:
+        if self._place.stage == 0 and self._place.along("tensor") == 0:
             own = {
                 "groups": self._optimizers.settings(),
                 "extra": {name: one.state_dict() for name, one in (extra or {}).items()},
@@ -500,7 +538,7 @@ class Engine:
 
     def _check_equal(self, batch: Any) -> None:
         """Compare the first batch of ranks that must give equal ones."""
-        if self._checked or self.plan.mesh.pipeline == 1:
+        if self._checked or self.plan.mesh.pipeline * self.plan.mesh.tensor == 1:
             return
         self._checked = True
         own = (self.slice_rank, batches.fingerprint(batch))
@@ -523,10 +561,12 @@ class Engine:
         micros = self._micro_batches(batch)
         if isinstance(self._loss, whole_batch):
             self._whole_gradients(self._loss, micros)
-        if self._pipeline is not None:
-            self._pipeline.run_all(micros)
-        else:
-            self._one_after_another(micros)
+        one = self._backward_of(torch.ones((), device=self.device))
+        with running(InnerLosses(self._note_inner, one)):
+            if self._pipeline is not None:
+                self._pipeline.run_all(micros)
+            else:
+                self._one_after_another(micros)
         if self._replicas is not None:
             self._replicas.finish()
         self._statistics.apply()
@@ -593,7 +633,7 @@ class Engine:
         outputs = of_all_slices(batches.joined(made), self._place)
         batch = of_all_slices(batches.joined([micro.batch for micro in micros]), self._place)
         if not torch.is_grad_enabled():
-            if self.slice_rank == 0:
+            if self.slice_rank == 0 and self._place.along("tensor") == 0:
                 self._totals.add(counted(loss(outputs, batch), self.plan.global_batch))
             return
         one, grads = gradients_by_output(
@@ -604,7 +644,7 @@ class Engine:
             size=self.plan.micro_batch,
             parts=self.plan.global_batch // self.plan.micro_batch,
         )
-        if self.slice_rank == 0:  # all have the same
+        if self.slice_rank == 0 and self._place.along("tensor") == 0:  # all have the same
             self._totals.add(one)
         self._by_output = {id(m): grad for m, grad in zip(micros, grads, strict=True)}
 
@@ -621,10 +661,19 @@ class Engine:
             return torch.zeros((), device=self.device)
         if isinstance(self._loss, whole_batch):
             made = surrogate(outputs, self._by_output[id(micro)])
-            return self._optimizers.scale.applied(made / self._optimizers.divisor)
+            return self._backward_of(made)
         one = counted(self._loss(outputs, micro.batch), self.plan.micro_batch)
-        self._totals.add(one)
-        return self._optimizers.scale.applied(one.total / self._optimizers.divisor)
+        if self._place.along("tensor") == 0:  # the others of a slice have the same
+            self._totals.add(one)
+        return self._backward_of(one.total)
+
+    def _note_inner(self, value: Tensor) -> None:
+        if self._place.along("tensor") == 0:
+            self._totals.add_inner(value)
+
+    def _backward_of(self, total: Tensor) -> Tensor:
+        """Return what backward of a sum of losses begins at."""
+        return self._optimizers.scale.applied(total / self._optimizers.divisor)
 
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], Measured]:
         grads = self._optimizers.whole()

@@ -23,6 +23,7 @@ from runtime.loss import counted
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recorder import Inputs, Recorder, arguments, has_data, unchanged
 from runtime.recording import Recording, called_name
+from runtime.torch_optimizers import Factory, GroupOf, grouped, state_bytes
 from runtime.trace import traced_call
 
 MOST_CHECKED = 200_000_000
@@ -41,8 +42,12 @@ def script_model(
     loss: Loss | None = None,
     units: Sequence[str] | None = None,
     name: str,
+    optimizer: Factory | None = None,
+    groups: GroupOf | None = None,
 ) -> ModelGraph:
     """Return the ModelGraph of a module whose batch looks like `batch`.
+
+    An `optimizer` is tried for the bytes of its state; without one they are AdamW's.
 
     Raises RecordError where the forward runs neither without data nor with it, and BatchError where
     the batch has no samples.
@@ -61,8 +66,23 @@ def script_model(
         count = sum(module.get_parameter(name).numel() for name in own)
         layers.append(Layer(name=layer.name, kind=kind, parameters=count, trace=trace))
     return ModelGraph(
-        name=name_of(name), source=source, recording=recording.digest, layers=tuple(layers)
+        name=name_of(name),
+        source=source,
+        recording=recording.digest,
+        optimizer_bytes=_optimizer_bytes(module, optimizer, groups) if optimizer else None,
+        layers=tuple(layers),
     )
+
+
+def _optimizer_bytes(module: nn.Module, optimizer: Factory, groups: GroupOf | None) -> float:
+    """Return the bytes of state per parameter; those that are not trained have none."""
+    count = sum(parameter.numel() for parameter in module.parameters())
+    listed = grouped(module.named_parameters(), optimizer, groups)
+    kept = (
+        state_bytes(group, [module.get_parameter(name).shape for name in group.names])
+        for group in listed
+    )
+    return sum(kept) / count if count else 0.0
 
 
 def check_module(

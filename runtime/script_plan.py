@@ -16,6 +16,7 @@ from runtime.recorder import Recorder
 FIELDS = (
     "zero",
     "pipeline",
+    "tensor",
     "data_replicate",
     "schedule",
     "virtual_stages",
@@ -49,9 +50,11 @@ def script_plan(
             "plan", f"has no field '{unknown[0]}'; a layout has {', '.join(FIELDS)}"
         )
     zero, pipeline = layout.get("zero", 0), layout.get("pipeline", 1)
-    if ranks % pipeline:
-        raise DocumentError("plan.pipeline", f"{pipeline} does not divide {ranks} ranks")
-    data = ranks // pipeline
+    tensor = layout.get("tensor", 1)
+    if ranks % (pipeline * tensor):
+        field, degree = ("tensor", tensor) if ranks % pipeline == 0 else ("pipeline", pipeline)
+        raise DocumentError(f"plan.{field}", f"{degree} does not divide {ranks} ranks")
+    data = ranks // (pipeline * tensor)
     replicate = layout.get("data_replicate", 1 if zero else data)
     if data % replicate:
         raise DocumentError(
@@ -79,7 +82,12 @@ def script_plan(
         seq_len=1,
         global_batch=global_batch,
         precision=layout.get("precision", "fp32"),
-        mesh=Mesh(data_replicate=replicate, data_shard=data // replicate, pipeline=pipeline),
+        mesh=Mesh(
+            tensor=tensor,
+            data_replicate=replicate,
+            data_shard=data // replicate,
+            pipeline=pipeline,
+        ),
         zero=zero,
         schedule=layout.get("schedule", PLAIN),
         virtual_stages=layout.get("virtual_stages", 1),

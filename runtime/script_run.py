@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from planner.document import read, write
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.prediction import Prediction
+from planner.units import seconds_text
 from runtime import run
 from runtime.nodes import ALONE
 from runtime.preflight import rank_environment
@@ -25,6 +27,9 @@ from runtime.report import WARM_UP_STEPS, Comparison
 from runtime.run import StepRecord
 from runtime.script_rank import OUTPUT_VARIABLE
 from runtime.supervise import BadEnd, last_lines, supervised
+
+PROGRESS_S = 5.0
+"""Between two lines of progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,32 @@ class ScriptRun:
         return [Comparison(quantity="step time", unit="s", predicted=predicted, measured=measured)]
 
 
+class _Progress:
+    """Says the newest step: the first at once, then one every few seconds, and the last.
+
+    How many there will be, only the script knows.
+    """
+
+    def __init__(self, metrics: Path, say: Callable[[str], None]) -> None:
+        self._metrics = metrics
+        self._say = say
+        self._said = 0
+        self._due_s = 0.0
+
+    def refresh(self, *, now: bool = False) -> None:
+        """Say the newest step if it is time to, or `now`."""
+        if not now and time.monotonic() < self._due_s:
+            return
+        record = run.newest_record(self._metrics)
+        if record is None or record.step == self._said:
+            return
+        self._say(
+            f"step {record.step}, loss {record.loss:.4f}, {seconds_text(record.step_s)} per step"
+        )
+        self._said = record.step
+        self._due_s = time.monotonic() + PROGRESS_S
+
+
 def run_script(
     plan_path: Path,
     script: Path,
@@ -74,11 +105,15 @@ def run_script(
     write(plan, run.plan_file(output))
     run.metrics_file(output).unlink(missing_ok=True)
     ranks = plan.mesh.devices
+    progress = _Progress(run.metrics_file(output), say)
     for attempt in range(restarts + 1):
         for folder in ("logs", "ranks"):
             shutil.rmtree(output / folder, ignore_errors=True)
             (output / folder).mkdir()
-        bad = _supervised(plan_path, script, arguments, output=output, ranks=ranks)
+        bad = _supervised(
+            plan_path, script, arguments, output=output, ranks=ranks, refresh=progress.refresh
+        )
+        progress.refresh(now=True)
         if bad is None:
             steps = tuple(run.read_records(run.metrics_file(output)))
             return ScriptRun(steps=steps, output=output, restarts=attempt)
@@ -98,7 +133,13 @@ def _is_file(path: Path) -> bool:
 
 
 def _supervised(
-    plan_path: Path, script: Path, arguments: Sequence[str], *, output: Path, ranks: int
+    plan_path: Path,
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    output: Path,
+    ranks: int,
+    refresh: Callable[[], None],
 ) -> BadEnd | None:
     told = {
         "MESHWRIGHT_PLAN": str(plan_path.resolve()),
@@ -114,7 +155,7 @@ def _supervised(
             rendezvous=rendezvous,
             leads=True,
             shared=told,
-            refresh=lambda: None,
+            refresh=refresh,
         )
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedules import schedule_of
+from runtime.batches import fingerprint
+from runtime.exchange import all_gather_json
 from runtime.mesh import Place, wants_mesh
 from runtime.parallelize import no_view, over_data, reduces_apart, replicated
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
+from runtime.script_tensor import divide
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
 
@@ -47,7 +52,7 @@ def check_layers(plan: Plan, recorder: Recorder) -> None:
 
 def refuse_plan(plan: Plan) -> None:
     """Refuse what is not executed for modules of a script."""
-    degrees = {name: getattr(plan.mesh, name) for name in ("tensor", "context", "expert")}
+    degrees = {name: getattr(plan.mesh, name) for name in ("context", "expert")}
     reason = next((f"mesh.{name}: is {size}" for name, size in degrees.items() if size > 1), "")
     if plan.offload != "none":
         reason = f"offload: is {plan.offload}"
@@ -66,6 +71,24 @@ def refuse_plan(plan: Plan) -> None:
             f"{reason}, which is not executed for a module of a script; use data parallelism, "
             "ZeRO, pipelines and recompute"
         )
+
+
+def refuse_shared(plan: Plan, recorder: Recorder) -> None:
+    """Refuse a parameter that two stages of one rank read, where each stage would divide it."""
+    layers = iter(recorder.first.layers)
+    readers: dict[tuple[str, int], int] = {}
+    for stage, one in enumerate(plan.stages):
+        for _ in one.layers:
+            for name in next(layers).parameters:
+                first = recorder.aliases[name]
+                before = readers.setdefault((first, plan.rank_of_stage(stage)), stage)
+                if before != stage:
+                    raise LaunchError(
+                        f"{first}: is read by stages {before} and {stage} of one rank, and data "
+                        f"parallelism would divide it in each; schedule: {plan.schedule} places "
+                        "both there; use schedule 1f1b, a mesh without data parallelism, or "
+                        "weights that are not tied"
+                    )
 
 
 def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.ProcessGroup]:
@@ -115,8 +138,12 @@ def script_stage(
     *,
     stage: int,
     device: torch.device,
+    styles: Mapping[str, ParallelStyle],
 ) -> ScriptStage:
-    """Make one of this rank's stages parallel.  `module` is on the CPU or on the device."""
+    """Make one of this rank's stages parallel.  `module` is on the CPU or on the device.
+
+    `styles` of modules by path divide them over the tensor axis.
+    """
     sizes = [len(one.layers) for one in plan.stages]
     first = sum(sizes[:stage])
     made = RecordedStage(module, recorder, first, first + sizes[stage])
@@ -127,35 +154,43 @@ def script_stage(
                 f"stages[{stage}].layers: {item.layer}: activations are {item.activations}, and "
                 "those of a module of your own are kept on the device; use keep or recompute"
             )
+    # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
+    unused = made.keep(recorder.unused if stage == 0 else (), module)
     made.to(device)
+    if styles:
+        divide(made, styles, place.axis("tensor"))
     store = WeightGradients() if schedule_of(plan.schedule).splits_backward else None
     if store is not None:
         for unit in made.units.values():
             defer(unit, store, PLAIN)
     apart = reduces_apart(plan, place)
     wraps = place.mesh is not None and ((place.replicas > 1 and not apart) or wants_mesh(plan))
+    if wraps:
+        refuse_shared(plan, recorder)
     # FSDP divides along a dim, and these have none.
     scalars = [parameter for parameter in made.parameters() if wraps and not parameter.ndim]
+    besides = [*scalars, *unused]
     group = place.data_group if place.mesh is not None else None
     if wraps:
         _make_contiguous(made)
         for unit in made.units.values():
             unit.register_forward_hook(no_view)
-            over_data(unit, plan, place.data, device, root=False, besides=scalars)
+            over_data(unit, plan, place.data, device, root=False, besides=besides)
         made.register_forward_hook(no_view)
-        over_data(made, plan, place.data, device, root=True, besides=scalars)
+        over_data(made, plan, place.data, device, root=True, besides=besides)
     return ScriptStage(
         module=made,
         wrapped=wraps,
         store=store,
         replicated=tuple(
-            replicated(made, plan, place)
-            if apart
-            else (
-                (parameter, group)
-                for parameter in scalars
-                if parameter.requires_grad and group is not None and group.size() > 1
+            (parameter, own)
+            for parameter, own in (
+                replicated(made, plan, place) if apart else ((one, group) for one in scalars)
             )
+            if parameter.requires_grad
+            and own is not None
+            and own.size() > 1
+            and all(parameter is not one for one in unused)
         ),
     )
 
@@ -163,7 +198,8 @@ def script_stage(
 def _make_contiguous(module: nn.Module) -> None:
     """FSDP divides parameters through memory."""
     for parameter in module.parameters():
-        parameter.data = parameter.data.contiguous()
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.contiguous()
 
 
 def frozen_and_buffers(stages: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -178,3 +214,36 @@ def frozen_and_buffers(stages: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
                 if buffer is not None and attribute not in part._non_persistent_buffers_set:
                     result[f"{prefix}.{attribute}" if prefix else attribute] = buffer
     return result
+
+
+def refuse_unequal_buffers(stages: Sequence[nn.Module]) -> None:
+    """Refuse to save buffers of which ranks have different values; all ranks call it together.
+
+    Those of BatchNorm are equal by construction (runtime/batch_norm.py).  Others are what each
+    rank's forward makes of its own samples, and a checkpoint has one of each.
+    """
+    if not dist.is_initialized():
+        return
+    norms = [
+        f"{name}."
+        for stage in stages
+        for name, part in stage.named_modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm)
+    ]
+    own = {
+        name: fingerprint(value)
+        for name, value in frozen_and_buffers(stages).items()
+        if name in {at for stage in stages for at, _ in stage.named_buffers()}
+        and not name.startswith(tuple(norms))
+    }
+    first: dict[str, tuple[int, int]] = {}
+    for rank, prints in enumerate(all_gather_json(own)):
+        for name, print_ in prints.items():
+            other, wanted = first.setdefault(name, (rank, print_))
+            if print_ != wanted:
+                raise LaunchError(
+                    f"{name}: ranks {other} and {rank} have different values of this buffer, and a "
+                    "checkpoint has one; make it of what all ranks have (sum over ranks in its "
+                    "forward), leave it out with register_buffer(persistent=False), or save it as "
+                    "state of your own with save(extra=...)"
+                )

@@ -12,6 +12,7 @@ sends the others their parts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +135,32 @@ def _probed(
         for value in optimizer.state[parameter].values()
     )
     return parameter.detach(), alike
+
+
+def state_bytes(group: Group, shapes: Iterable[torch.Size]) -> float:
+    """Return the bytes that an optimizer keeps beside fp32 parameters of these shapes: it is tried.
+
+    Numbers, such as a count of steps, are left out.  An update that looks at whole matrices is
+    tried on each shape once, others on a small matrix.
+
+    >>> sgd = Group(torch.optim.SGD, {"momentum": 0.9}, ())
+    >>> state_bytes(sgd, [torch.Size((3, 5))])
+    60.0
+    """
+
+    @functools.cache
+    def of(shape: torch.Size) -> int:
+        parameter = nn.Parameter(torch.zeros(shape))
+        parameter.grad = torch.zeros(shape)
+        optimizer = made(group.factory, [{"params": [parameter], **group.settings}])
+        optimizer.step()
+        kept = optimizer.state[parameter].values()
+        return sum(value.nbytes for value in kept if isinstance(value, Tensor) and value.ndim)
+
+    if is_elementwise(group.factory, group.settings):
+        small = torch.Size((PROBE_ROWS, PROBE_COLUMNS))
+        return sum(shape.numel() for shape in shapes) * of(small) / small.numel()
+    return float(sum(of(shape) for shape in shapes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -352,6 +379,11 @@ def _division(slot: Slot) -> tuple[dist.ProcessGroup, int]:
     """Return the ranks that divide a parameter, and along which dim."""
     parameter = slot.parameter
     assert isinstance(parameter, DTensor)
+    if sum(isinstance(placement, Shard) for placement in parameter.placements) > 1:
+        raise OptimizerError(
+            f"{slot.name}: is divided over the tensor axis and by ZeRO, and its optimizer looks at "
+            "whole matrices; use zero 0, tensor 1, or another optimizer for it"
+        )
     for at, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
             return parameter.device_mesh.get_group(at), placement.dim

@@ -19,6 +19,7 @@ EXAMPLES = (
     "two_towers",
     "masked_lm",
     "dpo",
+    "with_trainer",
 )
 PLANS: dict[str, dict[str, Any]] = {
     "replicated": {},

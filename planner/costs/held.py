@@ -54,11 +54,18 @@ class HeldStates:
         self._stack = stack
         quantised = job.lora is not None and job.lora.quantised
         self._types = [
-            memory.state_types(stack, job.precision, zero=zero, quantised=quantised)
+            memory.state_types(
+                stack,
+                job.precision,
+                zero=zero,
+                quantised=quantised,
+                moments=model.optimizer_bytes,
+            )
             for zero in range(4)
         ]
         self._types_of_ends = [
-            memory.state_types(stack, job.precision, zero=zero) for zero in range(4)
+            memory.state_types(stack, job.precision, zero=zero, moments=model.optimizer_bytes)
+            for zero in range(4)
         ]
         self._known: dict[tuple[object, ...], Held] = {}
 

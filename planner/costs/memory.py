@@ -98,9 +98,16 @@ class StateTypes:
 
 
 def state_types(
-    stack: Stack, precision: str, *, zero: int = 0, quantised: bool = False
+    stack: Stack,
+    precision: str,
+    *,
+    zero: int = 0,
+    quantised: bool = False,
+    moments: float | None = None,
 ) -> StateTypes:
     """Return the types of a stack in one precision; frozen parameters may be in 4 bits.
+
+    `moments` are bytes of another optimizer's state, in place of AdamW's.
 
     >>> from planner.catalog import stacks
     >>> found = state_types(stacks()["megatron"], "bf16")
@@ -109,12 +116,25 @@ def state_types(
     """
     types = Types() if stack.types.full_with_zero and zero else stack.types
     narrow = precision in EIGHT_BITS and stack.eight_bit.narrow_states
-    return _state_types(types, stack.sharding.unit, precision, narrow=narrow, quantised=quantised)
+    return _state_types(
+        types,
+        stack.sharding.unit,
+        precision,
+        narrow=narrow,
+        quantised=quantised,
+        own_moments=moments,
+    )
 
 
 @cache
 def _state_types(
-    types: Types, unit: Unit, precision: str, *, narrow: bool, quantised: bool
+    types: Types,
+    unit: Unit,
+    precision: str,
+    *,
+    narrow: bool,
+    quantised: bool,
+    own_moments: float | None,
 ) -> StateTypes:
     if precision in ("fp32", "tf32"):
         working, master, gradient, moments, wire = float(FP32), 0.0, 4.0, 8.0, 4.0
@@ -131,7 +151,7 @@ def _state_types(
         master=master,
         gradient=gradient,
         fresh=float(types.fresh_gradients) if gradient != working else 0.0,
-        moments=moments,
+        moments=moments if own_moments is None else own_moments,
         wire=wire,
         unit=unit,
     )

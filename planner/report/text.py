@@ -103,7 +103,7 @@ def prediction_lines(prediction: Prediction) -> list[RenderableType]:
         f"step {seconds_text(prediction.step_time_s)} "
         f"({seconds_text(prediction.step_time_low_s)} to "
         f"{seconds_text(prediction.step_time_high_s)}), "
-        f"{prediction.tokens_per_s:,.0f} tokens/s{mfu}",
+        f"{prediction.throughput_text}{mfu}",
         "time:   " + _shares(prediction.step_parts, seconds_text),
     ]
     fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)

@@ -111,7 +111,9 @@ class Candidates:
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
         self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self._rates = self.tables.rates
-        self._types = state_types(self._rates.stack, request.job.precision)
+        self._types = state_types(
+            self._rates.stack, request.job.precision, moments=model.optimizer_bytes
+        )
         self._parameters = float(sum(layer.parameters * layer.repeat for layer in model.layers))
         self.families = list(self._families())
         self._divided: dict[tuple[object, ...], int] = {}

@@ -24,6 +24,7 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Birth, Profile
+from planner.report.text import prediction_lines
 from planner.whatif.study import Study
 from tests.runtime.own_modules import GPT, WORDS, ResNet, Undecided
 
@@ -158,6 +159,17 @@ def test_a_scripts_plan_is_shown_and_not_launched_as_a_language_model(tmp_path: 
     assert shown.exit_code == 0, shown.output
     assert "build on local:2" in shown.output
     assert "meshwright run --plan" in str(launched.exception)
+
+
+def test_a_script_trains_samples_and_not_tokens() -> None:
+    plan = meshwright.plan(ResNet, "2xa100-sxm-80gb", batch=example(), loss=loss, global_batch=16)
+    told = meshwright.predict(plan)
+    text = str(prediction_lines(told)[0])
+
+    assert f"{16 / told.step_time_s:,.0f} samples/s" in text
+    assert "tokens" not in text
+    of_tokens = meshwright.predict(meshwright.plan("gpt2-small", "2xa100-sxm-80gb"))
+    assert f"{of_tokens.tokens_per_s:,.0f} tokens/s" in str(prediction_lines(of_tokens)[0])
 
 
 def test_every_kind_of_document_is_loaded_as_what_it_is(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import BatchError, DocumentError, LaunchError
+from runtime.inner_loss import add_loss
+from runtime.recorder import Recorder
 from runtime.script_engine import Engine, StepResult
+from runtime.script_plan import script_plan
+from runtime.script_stage import refuse_shared
 from tests.runtime import own_modules
 from tests.runtime.own_modules import WORDS
 from tests.runtime.ranks import on_ranks
@@ -27,8 +31,54 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two stages": {"pipeline": 2},
     "two stages, gpipe, recompute": {"pipeline": 2, "schedule": "gpipe", "recompute": "full"},
     "zero 3, recompute": {"zero": 3, "micro_batches": 2, "recompute": "full"},
+    "tied stages of one rank": {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"},
 }
 build = functools.partial(own_modules.GPT, tied="module")
+INNERS: dict[str, dict[str, Any]] = {
+    "zero 3, recompute": LAYOUTS["zero 3, recompute"],
+    "two stages": LAYOUTS["two stages"],
+    "two stages, gpipe, recompute": LAYOUTS["two stages, gpipe, recompute"],
+    "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
+}
+INNER = ", losses inside the module"
+BF16: dict[str, Any] = {"precision": "bf16", "micro_batch": 2}
+BF16S: dict[str, dict[str, Any]] = {
+    "bf16, replicated": BF16,
+    "bf16, zero 3": {**BF16, "zero": 3},
+    "bf16, two stages": {**BF16, "pipeline": 2},
+}
+
+
+_apart: list[Tensor] | None = None
+"""Where a plain loop finds the losses inside its module; without it they go to the engine."""
+
+
+def penalised(x: Tensor, value: Tensor) -> Tensor:
+    if _apart is None:
+        return add_loss(x, value)
+    _apart.append(value)
+    return x
+
+
+class PenalisedBlock(own_modules.Block):
+    def forward(self, x: Tensor, memory: Tensor | None = None, **kwargs: Any) -> Tensor:
+        x = super().forward(x, memory, **kwargs)
+        return penalised(x, 0.05 * x.square().sum())
+
+
+class Penalised(own_modules.GPT):
+    """Blocks add a loss each, and one is added between units."""
+
+    def __init__(self) -> None:
+        super().__init__(tied="module")
+        self.blocks = nn.ModuleList(PenalisedBlock() for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x, causal=True)
+        x = self.norm(penalised(x, x.abs().sum()))
+        return self.head(x)
 
 
 def batch_of(step: int) -> dict[str, Any]:
@@ -60,7 +110,7 @@ def inputs(batch: Mapping[str, Any]) -> Any:
     return {"ids": batch["ids"]}
 
 
-def new_engine(plan: Any, **changes: Any) -> Engine:
+def new_engine(plan: Any, module: Callable[[], nn.Module] = build, **changes: Any) -> Engine:
     settings: dict[str, Any] = {
         "loss": loss,
         "optimizer": adamw,
@@ -68,14 +118,15 @@ def new_engine(plan: Any, **changes: Any) -> Engine:
         "groups": groups,
         "clip_norm": 0.5,
     }
-    return Engine(build, plan, **{**settings, **changes})
+    return Engine(module, plan, **{**settings, **changes})
 
 
 Run = tuple[list[StepResult], dict[str, Tensor]]
+Plain = tuple[list[float], list[float], list[float], dict[str, Tensor]]
 
 
-def trained(plan: Any) -> Run:
-    engine = new_engine(plan)
+def trained(plan: Any, module: Callable[[], nn.Module] = build) -> Run:
+    engine = new_engine(plan, module)
     results = []
     for step in range(STEPS):
         batch = engine.slice(batch_of(step))
@@ -102,10 +153,11 @@ def apart(plan: Any) -> Run:
     return results, engine.state_dict()
 
 
-def plainly() -> tuple[list[float], list[float], list[float], dict[str, Tensor]]:
+def plainly(module: Callable[[], nn.Module] = build) -> Plain:
     """Train as torch's own loop does: losses, norms, shares of right ones and weights."""
+    global _apart  # noqa: PLW0603
     torch.manual_seed(0)
-    model = build()
+    model = module()
     by: dict[float, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         by.setdefault(groups(name, parameter)["weight_decay"], []).append(parameter)
@@ -113,7 +165,10 @@ def plainly() -> tuple[list[float], list[float], list[float], dict[str, Tensor]]
     losses, norms, right = [], [], []
     for step in range(STEPS):
         batch = batch_of(step)
+        _apart = []
         total, count, metrics = loss(model(batch["ids"]), batch)
+        total = total + sum(_apart)
+        _apart = None
         (total / count).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
@@ -124,8 +179,9 @@ def plainly() -> tuple[list[float], list[float], list[float], dict[str, Tensor]]
 
 
 def everywhere() -> dict[str, Run]:
-    found = {name: trained(plan) for name, plan in LAYOUTS.items()}
-    return found | {f"{name}, apart": apart(LAYOUTS[name]) for name in ("zero 3", "replicated")}
+    found = {name: trained(plan) for name, plan in (LAYOUTS | BF16S).items()}
+    found |= {f"{name}, apart": apart(LAYOUTS[name]) for name in ("zero 3", "replicated")}
+    return found | {f"{name}{INNER}": trained(plan, Penalised) for name, plan in INNERS.items()}
 
 
 def check(run: Run, expected: Any, name: str = "") -> None:
@@ -140,21 +196,43 @@ def check(run: Run, expected: Any, name: str = "") -> None:
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
 
 
+def differences(run: Run, other: Run) -> tuple[float, float, float]:
+    """Return the largest ones of losses, gradient norms and weights."""
+    (results, found), (others, wanted) = run, other
+    pairs = list(zip(results, others, strict=True))
+    return (
+        max(abs(a.loss - b.loss) for a, b in pairs),
+        max(abs(a.grad_norm - b.grad_norm) for a, b in pairs),
+        max(float((found[name] - value).abs().max()) for name, value in wanted.items()),
+    )
+
+
 def test_one_process_trains_as_a_plain_loop() -> None:
     expected = plainly()
 
     check(trained({}), expected)
     check(trained({"micro_batches": 4, "recompute": "full"}), expected)
     check(apart({}), expected)
+    check(trained({"micro_batches": 2, "recompute": "full"}, Penalised), plainly(Penalised))
 
 
 @pytest.mark.ranks
 def test_two_ranks_train_as_a_plain_loop() -> None:
-    expected = plainly()
+    expected, with_inner = plainly(), plainly(Penalised)
+
+    losses, norms, _, weights = expected
+    (one,) = on_ranks(1, trained, BF16)
+    wide = [StepResult(loss, 1.0, norm) for loss, norm in zip(losses, norms, strict=True)]
+    lost = differences(one, (wide, weights))
+    assert min(lost) > 1e-3  # it is another type of computation
 
     for runs in on_ranks(2, everywhere):
         for name, run in runs.items():
-            check(run, expected, name)
+            if name in BF16S:
+                far = differences(run, one)
+                assert all(a < b / 10 for a, b in zip(far, lost, strict=True)), (name, far, lost)
+                continue
+            check(run, with_inner if name.endswith(INNER) else expected, name)
 
 
 @pytest.mark.parametrize(
@@ -173,13 +251,24 @@ def test_a_batch_that_no_step_takes_is_refused(batch: Any, said: str) -> None:
 
 
 def test_what_a_plan_cannot_be_is_refused() -> None:
-    with pytest.raises(DocumentError, match="has no field 'tensor'"):
-        new_engine({"tensor": 2})
+    with pytest.raises(DocumentError, match="has no field 'expert'"):
+        new_engine({"expert": 2})
     plan = new_engine({}).plan
     with pytest.raises(
         LaunchError, match="the first that differs is number 0: words in the plan, conv1"
     ):
         Engine(own_modules.ResNet, plan, loss=loss, optimizer=adamw, batch=torch.zeros(8, 3, 8, 8))
+
+
+@pytest.mark.parametrize("tied", ["module", "function"])
+def test_tied_stages_of_one_rank_that_are_divided_are_refused(tied: str) -> None:
+    recorder = Recorder.of(own_modules.GPT(tied=tied), batch_of(0))
+    layout = {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 3}
+    settings: dict[str, Any] = {"name": "gpt", "ranks": 4, "global_batch": 8, "device": "cpu"}
+
+    with pytest.raises(LaunchError, match=r"words\.weight: is read by stages 0 and 3 of one rank"):
+        refuse_shared(script_plan(recorder, layout, **settings), recorder)
+    refuse_shared(script_plan(recorder, {"pipeline": 2, "zero": 3}, **settings), recorder)
 
 
 def test_gradient_hooks_are_refused_with_the_place_where_gradients_are() -> None:
@@ -200,3 +289,8 @@ def test_a_step_in_which_nothing_counts_moves_nothing() -> None:
 
     assert result.skipped
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+
+
+def test_a_loss_inside_that_is_no_number_is_refused() -> None:
+    with pytest.raises(BatchError, match=r"has shape \(2, 3\); it is one number: add .sum\(\)"):
+        add_loss(torch.ones(2), torch.ones(2, 3))

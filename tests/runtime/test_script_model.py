@@ -11,9 +11,11 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+import meshwright
 from planner.errors import PlanError, RecordError
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from runtime.recorder import arguments
+from runtime.script_engine import Engine
 from runtime.script_model import check_module, check_replay, few_samples, script_model
 from tests.runtime.own_modules import GPT, MODULES, WIDTH, WORDS, Undecided
 
@@ -152,3 +154,38 @@ class Counting(GPT):
 def test_a_forward_that_counts_its_calls_is_refused() -> None:
     with pytest.raises(RecordError, match="depends on Python's own state"):
         check_replay(Counting(), torch.ones(4, 7).long())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "wanted"),
+    [
+        (lambda groups: torch.optim.SGD(groups, lr=0.1), 0.0),
+        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), 4.0),
+        (torch.optim.AdamW, 8.0),
+        (lambda groups: torch.optim.AdamW(groups, amsgrad=True), 12.0),
+        (torch.optim.Adafactor, None),
+    ],
+)
+def test_memory_of_states_is_that_of_the_scripts_optimizer(optimizer: Any, wanted: Any) -> None:
+    batch = torch.randint(0, WORDS, (4, 7))
+
+    def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return outputs.square().sum(), batch.numel()
+
+    plan = meshwright.plan(
+        GPT, "4xa100-sxm-80gb", batch=batch, loss=loss, optimizer=optimizer, fix=["dp=4", "zero=0"]
+    )
+    told = meshwright.predict(plan)
+
+    engine = Engine(GPT, {}, loss=loss, optimizer=optimizer, batch=batch)
+    engine.step(batch)
+    kept = sum(
+        value.nbytes
+        for one in engine.optimizer.state.values()
+        for value in one.values()
+        if isinstance(value, Tensor) and value.ndim
+    )
+    found = told.stages[0].memory_parts.get("optimizer", 0.0)
+    assert found == pytest.approx(kept, rel=1e-9)
+    if wanted is not None:
+        assert kept == wanted * sum(p.numel() for p in GPT().parameters())

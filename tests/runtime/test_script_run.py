@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import meshwright
 from meshwright.scripts import run_script
 from planner.document import write
 from planner.errors import LaunchError
@@ -72,7 +74,7 @@ if __name__ == "__main__":
 
 @pytest.mark.ranks
 def test_a_killed_rank_costs_no_step_and_no_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script = tmp_path / "train.py"
@@ -81,13 +83,16 @@ def test_a_killed_rank_costs_no_step_and_no_state(
     exec(compile(SCRIPT, "train.py", "exec"), space)
     plain, _ = space["train"]()  # type: ignore[operator]
     expected = plain.state_dict()
-    two = plain.plan.model_copy(
-        update={
-            "mesh": plain.plan.mesh.model_copy(update={"data_shard": 2}),
-            "zero": 3,
-            "micro_batch": 4,
-        }
+    batch, loss = space["batch_of"](0), space["loss"]  # type: ignore[operator]
+    two = meshwright.plan(
+        space["build"],  # type: ignore[arg-type]
+        "local:2",
+        batch=batch,
+        loss=loss,  # type: ignore[arg-type]
+        global_batch=8,
+        fix=["zero=3"],
     )
+    assert two.mesh.data_shard == 2
     write(two, tmp_path / "plan.yaml")
 
     done = run_script(
@@ -96,7 +101,6 @@ def test_a_killed_rank_costs_no_step_and_no_state(
         [str(tmp_path), "--more", "3"],
         output=str(tmp_path / "out"),
         restarts=1,
-        quiet=True,
     )
 
     left = torch.load(tmp_path / "end.pt", weights_only=True)
@@ -106,7 +110,13 @@ def test_a_killed_rank_costs_no_step_and_no_state(
         torch.testing.assert_close(left["weights"][name], value, rtol=1e-5, atol=1e-6)
     assert done.run.restarts == 1
     assert [record.step for record in done.run.steps] == [1, 2, 3, 4, 5, 6]
-    assert done.run.step_time_s is not None
+    said = capsys.readouterr().err
+    assert re.search(r"meshwright: step \d, loss \d+\.\d{4}, \d.* per step\n", said)
+    assert f"meshwright: step 6, loss {done.run.steps[-1].loss:.4f}, " in said
+    assert "rank 1 was killed by SIGKILL after step 4; starting all ranks again (1 of 1)" in said
+    (row,) = done.rows
+    assert (row.quantity, row.unit, row.measured) == ("step time", "s", done.run.step_time_s)
+    assert row.predicted == meshwright.predict(two).step_time_s
 
 
 def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
