@@ -36,14 +36,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 build = functools.partial(own_modules.GPT, tied="module")
 INNERS: dict[str, dict[str, Any]] = {
     "zero 3, recompute": LAYOUTS["zero 3, recompute"],
-    "two stages": LAYOUTS["two stages"],
     "two stages, gpipe, recompute": LAYOUTS["two stages, gpipe, recompute"],
     "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
 }
 INNER = ", losses inside the module"
 BF16: dict[str, Any] = {"precision": "bf16", "micro_batch": 2}
 BF16S: dict[str, dict[str, Any]] = {
-    "bf16, replicated": BF16,
     "bf16, zero 3": {**BF16, "zero": 3},
     "bf16, two stages": {**BF16, "pipeline": 2},
 }
