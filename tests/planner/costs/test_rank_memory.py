@@ -32,12 +32,15 @@ def test_one_stage_with_whole_backwards_peaks_as_a_stage_does(recompute: str, st
     }
 
     as_a_stage = rank_memory.dynamic_parts(costs, of.layout, layers, rank=stage)
-    at_its_fullest = rank_memory._of_several(
-        of.layout,
-        layers,
-        stage,
-        boundary_bytes=costs.boundary_bytes,
+    held = rank_memory.stage_bytes(
+        layers[stage],
+        costs.boundary_bytes,
+        first=stage == 0,
+        last=stage == 1,
         keeps_sent=costs.keeps_sent,
+    )
+    at_its_fullest = rank_memory.parts_of_several(
+        of.layout, [held], stage, boundary_bytes=costs.boundary_bytes
     )
 
     assert at_its_fullest == pytest.approx(as_a_stage)
