@@ -50,8 +50,11 @@ def save(
 ) -> Path:
     """Write a checkpoint with all ranks; return where it is.
 
-    `own` is what this slice of the batch keeps beside, on one of its ranks.
+    `own` is what this slice of the batch keeps beside, on one of its ranks.  Raises LaunchError
+    before the first step.
     """
+    if step < 1:
+        raise LaunchError("nothing to save before the first step; build() makes the same weights")
     joined = dist.is_initialized()
     rank = dist.get_rank() if joined else 0
     run: Any = secrets.token_hex(4)

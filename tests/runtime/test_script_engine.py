@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -256,6 +257,13 @@ def test_what_a_plan_cannot_be_is_refused() -> None:
         LaunchError, match="the first that differs is number 0: words in the plan, conv1"
     ):
         Engine(own_modules.ResNet, plan, loss=loss, optimizer=adamw, batch=torch.zeros(8, 3, 8, 8))
+
+
+def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="nothing to save before the first step"):
+        new_engine({}).save(tmp_path / "saved")
+
+    assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("tied", ["module", "function"])
