@@ -106,13 +106,25 @@ def plan(
         stack=backend,
         called=cluster,
     )
-    found = search(request, solver=solver, top=top, progress=progress)
-    answer = with_preference(request, found, prefer)
-    said = answer.prediction.on(machine.devices, used=answer.plan.mesh.devices)
-    said = said.noted(*without_effect(request.pins, answer.plan.layout))
+    answer = answer_to(request, prefer, solver=solver, top=top, progress=progress)
     if output is not None:
         document.write(answer.plan, output)
-    return replace(answer, prediction=said)
+    return answer
+
+
+def answer_to(
+    request: Request,
+    prefer: Prefer,
+    *,
+    solver: str = "exact",
+    top: int = 1,
+    progress: Progress | None = None,
+) -> Answer:
+    """Search, choose, and note the devices left idle and the pins without effect."""
+    found = search(request, solver=solver, top=top, progress=progress)
+    answer = with_preference(request, found, prefer)
+    said = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
+    return replace(answer, prediction=said.noted(*without_effect(request.pins, answer.plan.layout)))
 
 
 def compare(plans: Sequence[str], cluster: str | None = None) -> tuple[Alternative, ...]:
@@ -130,6 +142,17 @@ def alternatives_of(named: Sequence[tuple[str, Plan, Prediction]]) -> tuple[Alte
     fitting = [one for one in predictions if one.fits] or predictions
     fastest = min(fitting, key=lambda one: one.step_time_s)
     return tuple(compared(*one, fastest) for one in named)
+
+
+def of_plan(
+    wanted: Plan, cluster: str | None, profile: str | None, *, path: str | None = None
+) -> Prediction:
+    """Say what a plan takes on its own cluster or another; `path` is the plan's file, if any."""
+    graph = plan_model(wanted, path)
+    measured = profile_for(graph, profile)
+    machine = machine_of(cluster or wanted.cluster, measured)
+    check_devices(wanted, machine)
+    return predict_plan(wanted, graph, machine, measured)
 
 
 def predict(
@@ -153,11 +176,7 @@ def predict(
             raise DocumentError("layout", "a plan has its layout already; give a model instead")
         if backend != "native":
             raise DocumentError("backend", "a plan has its backend already; give a model instead")
-        graph = plan_model(wanted, model_or_plan)
-        measured = profile_for(graph, profile)
-        machine = machine_of(cluster or wanted.cluster, measured)
-        check_devices(wanted, machine)
-        return predict_plan(wanted, graph, machine, measured)
+        return of_plan(wanted, cluster, profile, path=model_or_plan)
     if cluster is None:
         raise DocumentError("cluster", "is missing; say on which machine, as in --cluster local")
     graph = model_of(model_or_plan, seq_len=seq_len)

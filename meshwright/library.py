@@ -15,21 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import commands, studies
-from meshwright.inputs import machine_of, need_torch, plan_model, profile_for
+from meshwright.inputs import machine_of, need_torch, profile_for
 from planner import document
 from planner.cluster import ClusterSpec, Precision
 from planner.document import Document
 from planner.errors import DocumentError
 from planner.model import ModelGraph
-from planner.pins import read_pins, without_effect
+from planner.pins import read_pins
 from planner.plan import Plan
-from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
 from planner.request import Request
 from planner.search.answer import Alternative, Answer
-from planner.search.best_first import search as search_all
-from planner.search.preferred import Prefer, with_preference
+from planner.search.preferred import Prefer
 from planner.solver.requirements import read_requirements
 from planner.stack import Stack
 from planner.whatif.run import Result
@@ -185,14 +183,12 @@ def search(
         profile=measured,
         called=cluster,
     )
-    answer = with_preference(request, search_all(request, top=top), prefer)
+    answer = commands.answer_to(request, prefer, top=top)
     leaves = batch_leaves(batch)
-    said = answer.prediction.on(machine.devices, used=answer.plan.mesh.devices)
     return replace(
         answer,
         plan=answer.plan.with_batch(leaves),
         top=tuple(replace(one, plan=one.plan.with_batch(leaves)) for one in answer.top),
-        prediction=said.noted(*without_effect(request.pins, answer.plan.layout)),
     )
 
 
@@ -231,10 +227,7 @@ def predict(
     for name, value in given.items():
         if value is not None:
             raise DocumentError(name, "a plan has its own already; give a model instead")
-    graph = plan_model(model_or_plan)
-    measured = profile_for(graph, profile)
-    machine = machine_of(cluster or model_or_plan.cluster, measured)
-    return predict_plan(model_or_plan, graph, machine, measured)
+    return commands.of_plan(model_or_plan, cluster, profile)
 
 
 def compare(

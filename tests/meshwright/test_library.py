@@ -172,6 +172,18 @@ def test_a_script_trains_samples_and_not_tokens() -> None:
     assert f"{of_tokens.tokens_per_s:,.0f} tokens/s" in str(prediction_lines(of_tokens)[0])
 
 
+def test_a_plan_is_predicted_as_its_file_is(tmp_path: Path) -> None:
+    """Refused alike too, on a cluster that has not as many devices."""
+    plan = meshwright.plan("gpt2-small", "4xa100-sxm-80gb", seq_len=1024, global_batch=64)
+    file = tmp_path / "plan.yaml"
+    meshwright.save(plan, file)
+
+    assert meshwright.predict(plan) == meshwright.predict(file)
+    for one in (plan, file):
+        with pytest.raises(meshwright.DocumentError, match=r"takes 4 ranks, and .* has 2 dev"):
+            meshwright.predict(one, "2xa100-sxm-80gb")
+
+
 def test_every_kind_of_document_is_loaded_as_what_it_is(tmp_path: Path) -> None:
     found = meshwright.search("gpt2-small", "2xa100-sxm-80gb", seq_len=1024, global_batch=16)
     model, cluster = resolve_model("gpt2-small"), resolve_cluster("2xa100-sxm-80gb")
