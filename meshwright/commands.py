@@ -127,17 +127,18 @@ def answer_to(
     return replace(answer, prediction=said.noted(*without_effect(request.pins, answer.plan.layout)))
 
 
-def compare(plans: Sequence[str], cluster: str | None = None) -> tuple[Alternative, ...]:
-    """Say what plans take beside the fastest of them, each on its own cluster or on one."""
+def compare(
+    plans: Sequence[Plan | str | Path], cluster: str | None = None
+) -> tuple[Alternative, ...]:
+    """Say what plans take beside the fastest that fits, each on its own cluster or on one."""
     if len(plans) < 2:
         raise DocumentError("plans", "are fewer than two; name those to be compared")
-    return alternatives_of(
-        [(path, document.read(Plan, path), predict(path, cluster)) for path in plans]
-    )
-
-
-def alternatives_of(named: Sequence[tuple[str, Plan, Prediction]]) -> tuple[Alternative, ...]:
-    """Return each plan beside the fastest that fits."""
+    named = [
+        (one.layout.text(), one, of_plan(one, cluster, None))
+        if isinstance(one, Plan)
+        else (str(one), document.read(Plan, one), predict(str(one), cluster))
+        for one in plans
+    ]
     predictions = [prediction for _, _, prediction in named]
     fitting = [one for one in predictions if one.fits] or predictions
     fastest = min(fitting, key=lambda one: one.step_time_s)

@@ -244,18 +244,7 @@ def compare(
     >>> first.more, second.more > 0, second.why != ""
     (0.0, True, True)
     """
-    if len(plans) < 2:
-        raise DocumentError("plans", "are fewer than two; name those to be compared")
-    return commands.alternatives_of(
-        [
-            (
-                one.layout.text() if isinstance(one, Plan) else str(one),
-                one if isinstance(one, Plan) else document.read(Plan, one),
-                predict(one, cluster),
-            )
-            for one in plans
-        ]
-    )
+    return commands.compare(plans, cluster)
 
 
 def profile(
