@@ -11,20 +11,40 @@ The one place where a stack's operators become seconds, whether one setting is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 from planner.cluster import Collective
 from planner.costs import compute
 from planner.costs.compute import Device
-from planner.layers.operator_table import BACKWARD_OF, GroupAxis, Operator, Setting, Table, larger
+from planner.layers.operator_table import (
+    BACKWARD_OF,
+    GroupAxis,
+    Operator,
+    Setting,
+    Table,
+    larger,
+    share,
+)
+from planner.layers.routing import Routing
 from planner.profile import Recompute
 from planner.stack import Stack
 
 ENDS = ("embedding", "head")
-LinkSeconds = Callable[[Collective, float, GroupAxis], float]
-"""Seconds of a collective of so many bytes in the group of an axis."""
+
+
+class LinkSeconds(Protocol):
+    """Seconds of a collective of so many bytes in the group of an axis."""
+
+    def __call__(
+        self,
+        operation: Collective,
+        size_bytes: float,
+        axis: GroupAxis,
+        routing: Routing | None = None,
+    ) -> float:
+        """`routing` is that of an exchange between experts that sends each token once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +143,8 @@ class LinkRule:
     context: float = 1.0
     second_gather: float = 0.0
     """Of gathering a product's input again, for its weights' gradient."""
+    experts: float = 0.0
+    """Share of exchanges between experts that can hide behind another micro-batch."""
 
 
 def link_rule(stack: Stack, *, sequence_parallel: bool) -> LinkRule:
@@ -131,6 +153,7 @@ def link_rule(stack: Stack, *, sequence_parallel: bool) -> LinkRule:
         tensor=1 - (stack.tensor.overlap if sequence_parallel else 0.0),
         context=1 - stack.context.overlap,
         second_gather=stack.tensor.second_gather,
+        experts=stack.experts.overlap,
     )
 
 
@@ -142,10 +165,11 @@ def collectives(
     for operator in table.operators:
         if not operator.communicates:
             continue
-        size, axis = operator.moved_bytes, operator.axis
+        size, axis, routing = operator.moved_bytes, operator.axis, operator.routing
+        back = operator.backward_moved_bytes if operator.kind == "all_to_all" else size
         seen = _seen(axis, rule, end=end)
-        back_s = link_s(BACKWARD_OF[operator.kind], size, axis)
-        there_s = link_s(cast(Collective, operator.kind), size, axis)
+        back_s = link_s(BACKWARD_OF[operator.kind], back, axis, routing)
+        there_s = link_s(cast(Collective, operator.kind), size, axis, routing)
         if operator.only == "forward":
             back_s = 0.0 * back_s
         elif operator.only == "backward":
@@ -158,8 +182,30 @@ def collectives(
     for operator in again:
         if operator.communicates and operator.only != "backward":
             kind, axis = cast(Collective, operator.kind), operator.axis
-            back_s = link_s(kind, operator.moved_bytes, axis)
+            back_s = link_s(kind, operator.moved_bytes, axis, operator.routing)
             yield axis, 0.0, _seen(axis, rule, end=end) * back_s
+
+
+def seen_links(
+    each: Iterable[tuple[GroupAxis, float, float]], found: Passes, rule: LinkRule
+) -> tuple[float, float]:
+    """Return what is seen of a layer's collectives in its forward and in its backward.
+
+    Exchanges between experts may hide behind the passes of another micro-batch as well: of both
+    passes together c, behind both passes' w, max((1 - o) c, c - w) is seen.
+    """
+    forward_s = backward_s = there_all_s = back_all_s = 0.0
+    for axis, there_s, back_s in each:
+        if axis == "expert" and rule.experts:
+            there_all_s, back_all_s = there_all_s + there_s, back_all_s + back_s
+        else:
+            forward_s, backward_s = forward_s + there_s, backward_s + back_s
+    if rule.experts:
+        both_s = there_all_s + back_all_s
+        window_s = found.forward_s + found.backward_s + found.recompute_s
+        seen = share(shown_s(both_s, window_s, rule.experts), both_s)
+        forward_s, backward_s = forward_s + seen * there_all_s, backward_s + seen * back_all_s
+    return forward_s, backward_s
 
 
 def _seen(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:
