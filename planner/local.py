@@ -302,7 +302,7 @@ def visible(
 
 
 def nvidia_links() -> Links:
-    """Return what joins this machine's devices by `nvidia-smi topo -m`; {} where it does not say."""
+    """Return what joins this machine's devices by `nvidia-smi topo -m`; {} where it says none."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return {}
