@@ -6,6 +6,7 @@ written down.  Every rank runs the same loop and comes to the same decisions.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -198,12 +199,8 @@ class Loop:
             else None
         )
         self._now_s = now_s
-        on_cuda = orders.device == "cuda"  # where a new thread would pin memory for device 0
         self._ahead = ThreadPoolExecutor(
-            1,
-            thread_name_prefix="batch",
-            initializer=torch.cuda.set_device if on_cuda else None,
-            initargs=(torch.cuda.current_device(),) if on_cuda else (),
+            1, thread_name_prefix="batch", initializer=_on_this_device(orders.device)
         )
         self._coming: tuple[int, Future[list[Tensor]]] | None = None
 
@@ -412,6 +409,13 @@ class Loop:
             loss=loss,
             frozen=self._frozen,
         )
+
+
+def _on_this_device(device: run.Device) -> Callable[[], object]:
+    """Return what lets a new thread use this rank's device; it would begin on device 0."""
+    if device == "cpu":
+        return lambda: None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 class _Peak:
