@@ -18,7 +18,15 @@ from typing import Literal, cast
 from planner.cluster import Collective
 from planner.costs import compute
 from planner.costs.compute import Device
-from planner.layers.operator_table import BACKWARD_OF, GroupAxis, Operator, Setting, Table, larger
+from planner.layers.operator_table import (
+    BACKWARD_OF,
+    GroupAxis,
+    Operator,
+    Setting,
+    Table,
+    either,
+    larger,
+)
 from planner.profile import Recompute
 from planner.stack import Stack
 
@@ -99,14 +107,18 @@ def passes(table: Table, recompute: Recompute, on: Device) -> Passes:
 
 def forward_s(operator: Operator, on: Device, *, end: bool) -> float:
     """Seconds of an operator's forward; `end`: of embedding or head, which stay in 16 bits."""
-    narrow = compute.is_narrow(operator, on, end=end)
-    return (compute.narrow_forward_s if narrow else compute.forward_s)(operator, on)
+    wide_s = compute.forward_s(operator, on)
+    if not compute.is_narrow(operator, on, end=end):
+        return wide_s
+    return either(operator.aligned, compute.narrow_forward_s(operator, on), wide_s)
 
 
 def backward_s(operator: Operator, on: Device, *, end: bool) -> float:
     """Seconds of an operator's backward."""
-    narrow = compute.is_narrow(operator, on, end=end)
-    return (compute.narrow_backward_s if narrow else compute.backward_s)(operator, on)
+    wide_s = compute.backward_s(operator, on)
+    if not compute.is_narrow(operator, on, end=end):
+        return wide_s
+    return either(operator.aligned, compute.narrow_backward_s(operator, on), wide_s)
 
 
 def _kernels(operator: Operator, on: Device, *, end: bool) -> float:
@@ -123,14 +135,18 @@ class LinkRule:
     context: float = 1.0
     second_gather: float = 0.0
     """Of gathering a product's input again, for its weights' gradient."""
+    gathered: float = 1.0
+    """Bytes of what tensor-parallel ranks gather in blocks, over those in 16 bits."""
 
 
-def link_rule(stack: Stack, *, sequence_parallel: bool) -> LinkRule:
+def link_rule(stack: Stack, *, sequence_parallel: bool, eight_bits: bool = False) -> LinkRule:
     """Return what a stack hides of the collectives inside layers."""
+    narrow = eight_bits and "activations" in stack.eight_bit.gathered
     return LinkRule(
         tensor=1 - (stack.tensor.overlap if sequence_parallel else 0.0),
         context=1 - stack.context.overlap,
         second_gather=stack.tensor.second_gather,
+        gathered=0.5 if narrow else 1.0,
     )
 
 
@@ -139,13 +155,19 @@ def collectives(
 ) -> Iterator[tuple[GroupAxis, float, float]]:
     """Yield axis and exposed seconds of each collective, forward and backward with recompute."""
     end = table.kind in ENDS
+
+    def one_s(kind: Collective, operator: Operator) -> float:
+        narrow = kind == "all_gather" and operator.axis == "tensor" and not (end or operator.wide)
+        size = operator.moved_bytes * (rule.gathered if narrow else 1.0)
+        return link_s(kind, size, operator.axis)
+
     for operator in table.operators:
         if not operator.communicates:
             continue
-        size, axis = operator.moved_bytes, operator.axis
+        axis = operator.axis
         seen = _seen(axis, rule, end=end)
-        back_s = link_s(BACKWARD_OF[operator.kind], size, axis)
-        there_s = link_s(cast(Collective, operator.kind), size, axis)
+        back_s = one_s(BACKWARD_OF[operator.kind], operator)
+        there_s = one_s(cast(Collective, operator.kind), operator)
         if operator.only == "forward":
             back_s = 0.0 * back_s
         elif operator.only == "backward":
@@ -157,9 +179,8 @@ def collectives(
         yield axis, seen * there_s, seen * back_s
     for operator in again:
         if operator.communicates and operator.only != "backward":
-            kind, axis = cast(Collective, operator.kind), operator.axis
-            back_s = link_s(kind, operator.moved_bytes, axis)
-            yield axis, 0.0, _seen(axis, rule, end=end) * back_s
+            back_s = one_s(cast(Collective, operator.kind), operator)
+            yield operator.axis, 0.0, _seen(operator.axis, rule, end=end) * back_s
 
 
 def _seen(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:
