@@ -29,6 +29,7 @@ Unit = Literal["layer", "buffer"]
 parameters a shard is a part of them."""
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
+Sends = Literal["each", "once"]
 SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks"]
 Provenance = Literal["derived", "measured", "fitted", "assumed", "unexplained"]
 """`unexplained` is fitted, and no mechanism is known: it speaks of runs of one stack alone."""
@@ -212,6 +213,17 @@ class ExpertRule(Part):
     of modules that index rows."""
     grouped_share: Fraction = 1.0
     """Rate of products of many experts together over that of one product as large."""
+    sends: Sends = "each"
+    """A token is sent to each of its experts (all-to-all of the collective library), or once to
+    every node and there once to every rank that has some of them (DeepEP, HybridEP)."""
+    narrow_sends: Flag = False
+    """Tokens on their way to experts, and gradients on theirs, are in 8 bits where products are;
+    what is combined stays in 16."""
+    links_rate: Rate = 1.0
+    """Rate of these exchanges over that of the collective library's all-to-all."""
+    overlap: Amount = Field(default=0.0, le=1)
+    """Share of the exchanges that hides behind passes of another micro-batch (DualPipe, Megatron's
+    combined 1F1B); the rest is what multiprocessors that send do not compute."""
     skew: Rate = 1.0
     """Busiest expert rank over the mean."""
 

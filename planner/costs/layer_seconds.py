@@ -11,9 +11,9 @@ The one place where a stack's operators become seconds, whether one setting is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 from planner.cluster import Collective
 from planner.costs import compute
@@ -26,13 +26,26 @@ from planner.layers.operator_table import (
     Table,
     either,
     larger,
+    share,
 )
+from planner.layers.routing import Routing
 from planner.profile import Recompute
 from planner.stack import Stack
 
 ENDS = ("embedding", "head")
-LinkSeconds = Callable[[Collective, float, GroupAxis], float]
-"""Seconds of a collective of so many bytes in the group of an axis."""
+
+
+class LinkSeconds(Protocol):
+    """Seconds of a collective of so many bytes in the group of an axis."""
+
+    def __call__(
+        self,
+        operation: Collective,
+        size_bytes: float,
+        axis: GroupAxis,
+        routing: Routing | None = None,
+    ) -> float:
+        """`routing` is that of an exchange between experts that sends each token once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +150,8 @@ class LinkRule:
     """Of gathering a product's input again, for its weights' gradient."""
     gathered: float = 1.0
     """Bytes of what tensor-parallel ranks gather in blocks, over those in 16 bits."""
+    experts: float = 0.0
+    """Share of exchanges between experts that can hide behind another micro-batch."""
 
 
 def link_rule(stack: Stack, *, sequence_parallel: bool, eight_bits: bool = False) -> LinkRule:
@@ -147,6 +162,7 @@ def link_rule(stack: Stack, *, sequence_parallel: bool, eight_bits: bool = False
         context=1 - stack.context.overlap,
         second_gather=stack.tensor.second_gather,
         gathered=0.5 if narrow else 1.0,
+        experts=stack.experts.overlap,
     )
 
 
@@ -156,18 +172,19 @@ def collectives(
     """Yield axis and exposed seconds of each collective, forward and backward with recompute."""
     end = table.kind in ENDS
 
-    def one_s(kind: Collective, operator: Operator) -> float:
+    def one_s(kind: Collective, size: float, operator: Operator) -> float:
         narrow = kind == "all_gather" and operator.axis == "tensor" and not (end or operator.wide)
-        size = operator.moved_bytes * (rule.gathered if narrow else 1.0)
-        return link_s(kind, size, operator.axis)
+        size = size * rule.gathered if narrow else size
+        return link_s(kind, size, operator.axis, operator.routing)
 
     for operator in table.operators:
         if not operator.communicates:
             continue
-        axis = operator.axis
+        size, axis = operator.moved_bytes, operator.axis
+        back = operator.backward_moved_bytes if operator.kind == "all_to_all" else size
         seen = _seen(axis, rule, end=end)
-        back_s = one_s(BACKWARD_OF[operator.kind], operator)
-        there_s = one_s(cast(Collective, operator.kind), operator)
+        back_s = one_s(BACKWARD_OF[operator.kind], back, operator)
+        there_s = one_s(cast(Collective, operator.kind), size, operator)
         if operator.only == "forward":
             back_s = 0.0 * back_s
         elif operator.only == "backward":
@@ -179,8 +196,30 @@ def collectives(
         yield axis, seen * there_s, seen * back_s
     for operator in again:
         if operator.communicates and operator.only != "backward":
-            back_s = one_s(cast(Collective, operator.kind), operator)
+            back_s = one_s(cast(Collective, operator.kind), operator.moved_bytes, operator)
             yield operator.axis, 0.0, _seen(operator.axis, rule, end=end) * back_s
+
+
+def seen_links(
+    each: Iterable[tuple[GroupAxis, float, float]], found: Passes, rule: LinkRule
+) -> tuple[float, float]:
+    """Return what is seen of a layer's collectives in its forward and in its backward.
+
+    Exchanges between experts may hide behind the passes of another micro-batch as well: of both
+    passes together c, behind both passes' w, max((1 - o) c, c - w) is seen.
+    """
+    forward_s = backward_s = there_all_s = back_all_s = 0.0
+    for axis, there_s, back_s in each:
+        if axis == "expert" and rule.experts:
+            there_all_s, back_all_s = there_all_s + there_s, back_all_s + back_s
+        else:
+            forward_s, backward_s = forward_s + there_s, backward_s + back_s
+    if rule.experts:
+        both_s = there_all_s + back_all_s
+        window_s = found.forward_s + found.backward_s + found.recompute_s
+        seen = share(shown_s(both_s, window_s, rule.experts), both_s)
+        forward_s, backward_s = forward_s + seen * there_all_s, backward_s + seen * back_all_s
+    return forward_s, backward_s
 
 
 def _seen(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:

@@ -16,6 +16,7 @@ from planner.layers.operators import (
     row_wise,
     summed,
 )
+from planner.layers.routing import Routing
 from planner.model import Architecture
 
 
@@ -80,10 +81,14 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
             kernels=4,
         ),
     ]
+    routing = Routing(
+        experts.count, experts.per_token, experts.groups or 1, experts.groups_per_token or 1
+    )
     arrived, skew = "dispatched", 1.0
     if spread:
         skew = kernels.expert_skew
-        operators.append(exchange(setting, "dispatched", "arrived", sent * skew))
+        size = sent * skew
+        operators.append(exchange(setting, "dispatched", "arrived", size, routing, back=False))
         arrived = "arrived"
     count = tokens * experts.per_token * skew
     width = experts.ffn_size / divided
@@ -104,7 +109,8 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     operators += linear(setting, down, size=count * width * e, adapted=False)
     returned = "expert_down"
     if spread:
-        operators.append(exchange(setting, "expert_down", "returned", sent * skew))
+        size = sent * skew
+        operators.append(exchange(setting, "expert_down", "returned", size, routing, back=True))
         returned = "returned"
     routed = "mlp_out_partial" if partial else "mlp_out"
     shared = experts.shared_ffn_size or experts.shared * experts.ffn_size

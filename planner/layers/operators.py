@@ -8,6 +8,7 @@ from operator import and_
 
 from planner.layers.kernels import MODULES, Kernels
 from planner.layers.operator_table import FP32, Operator, Setting
+from planner.layers.routing import Routing
 from planner.model import Architecture
 
 NARROW_MULTIPLE = 16
@@ -328,15 +329,29 @@ def summed(setting: Setting, partial: str, name: str, size: float) -> Operator:
     )
 
 
-def exchange(setting: Setting, source: str, name: str, size: float) -> Operator:
-    """All-to-all between the ranks that hold different experts; each sends its own tokens."""
+def exchange(
+    setting: Setting, source: str, name: str, size: float, routing: Routing, *, back: bool
+) -> Operator:
+    """All-to-all between the ranks that hold different experts; each sends its own tokens.
+
+    `back`: it brings them back, and its backward sends gradients to experts.  Sent once, what moves
+    is a copy of each token; sent in 8 bits, it moves half as much on its way to experts, and all of
+    it to be combined (DeepSeek-V3, section 3.2.2, arXiv:2412.19437).
+    """
+    kernels = setting.kernels
+    moved = size / setting.expert_tensor
+    if kernels.expert_once:
+        moved = moved / routing.per_token
+    narrow = 0.5 if kernels.expert_narrow else 1.0
     return Operator(
         name=name,
         kind="all_to_all",
         inputs=(source,),
         outputs={name: size},
-        moved_bytes=size / setting.expert_tensor,
+        moved_bytes=moved * (1.0 if back else narrow),
+        backward_moved_bytes=moved * (narrow if back else 1.0),
         axis="expert",
+        routing=routing if kernels.expert_once else None,
     )
 
 

@@ -16,6 +16,7 @@ from planner.costs.layer_seconds import (
     host_passes,
     link_rule,
     passes,
+    seen_links,
     shown_s,
     with_host,
 )
@@ -43,7 +44,9 @@ def layer(kind: str, **changes: object) -> Table:
     return table(LLAMA, found, setting(**changes))
 
 
-def a_second_a_megabyte(operation: str, size_bytes: float, axis: str) -> float:
+def a_second_a_megabyte(
+    operation: str, size_bytes: float, axis: str, routing: object = None
+) -> float:
     return size_bytes / 1e6 * (2 if operation == "all_reduce" else 1)
 
 
@@ -187,3 +190,14 @@ def test_a_layer_waits_for_its_host_behind_all_that_its_device_does() -> None:
     assert together.waits_s == 1.0
     assert (apart.forward_s, apart.backward_s, apart.recompute_s) == (2.0, 3.0, 0.5)
     assert apart.waits_s == 0.0
+
+
+def test_exchanges_hide_behind_the_passes_of_another_micro_batch() -> None:
+    """Of 6 s a fifth keeps multiprocessors busy; behind 2 s of computation 4 s are left."""
+    links = [("expert", 2.0, 4.0), ("tensor", 1.0, 1.0)]
+    ample = Passes(forward_s=20.0, backward_s=40.0, recompute_s=0.0, kernels=0, kernels_again=0)
+    short = Passes(forward_s=0.5, backward_s=1.5, recompute_s=0.0, kernels=0, kernels_again=0)
+    hides = LinkRule(experts=0.8)
+    assert seen_links(links, ample, hides) == pytest.approx((1 + 0.4, 1 + 0.8))
+    assert seen_links(links, short, hides) == pytest.approx((1 + 4 / 3, 1 + 8 / 3))
+    assert seen_links(links, ample, LinkRule()) == (3.0, 5.0)
