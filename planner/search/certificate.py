@@ -155,13 +155,12 @@ def of_plan(
     bound_s, finals = certificate.lower_bound_s, certificate.simulated
     gap = max(0.0, 1 - bound_s / closed_form_s)
     other = "" if certificate.layout == layout.text() else "; the optimum is another plan"
-    low_s = None
-    if finals is not None and finals.layout == layout.text():
-        low_s = finals.lower_bound_s
+    low_s = gap_s = None
     proven = "no lower bound is proven"
-    if low_s is not None:
-        proven = f"no split of its layout takes less than {low_s:.6g} s"
-        proven += ", of other layouts nothing is proven"
+    if finals is not None:
+        low_s = min(finals.lower_bound_s, simulated_s)
+        gap_s = 1 - low_s / simulated_s if simulated_s else 0.0
+        proven = f"nothing in the space simulates below {low_s:.6g} s (gap {100 * gap_s:.2g} %)"
     proof = PlanProof(
         layout=layout.text(),
         closed_form_s=closed_form_s,
@@ -169,6 +168,7 @@ def of_plan(
         closed_form_gap=gap,
         simulated_s=simulated_s,
         simulated_bound_s=low_s,
+        simulated_gap=gap_s,
         closed_form=f"Closed form: the plan takes {closed_form_s:.6g} s a step, "
         f"none of {certificate.configurations:,} configurations less than {bound_s:.6g} s "
         f"(gap {100 * gap:.2g} %{other}).",
