@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.actions import Kind
+from planner.actions import Action, Kind
 from planner.schedule import orders, rank_of_stage
 from planner.steady_state import in_order, source_of, split_of
 
@@ -87,7 +87,7 @@ def graph_of(schedule: str, *, stages: int, micro_batches: int, virtual_stages: 
     home = rank_of_stage(schedule, **shape)
     lists = orders(schedule, micro_batches=micro_batches, **shape)
     split = split_of(lists)
-    before, place = [-1] * len(lists), {}
+    before, place = [-1] * len(lists), dict[Action, int]()
     nodes = []
     for at, (rank, action) in enumerate(in_order(lists, split, home)):
         source, boundary = source_of(action, stages, split), stages - 1

@@ -143,6 +143,7 @@ def search(
         [one.candidates for one in hunts],
         (candidates, closed_form),
         hunt.solve,
+        closed_form_s=hunt.account.proven_s(winner.objective_s, winner.lower_bound_s),
         effort=effort,
         told=told,
     )

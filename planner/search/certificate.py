@@ -99,11 +99,15 @@ class Account:
                 )
             )
 
+    def proven_s(self, objective_s: float, lower_bound_s: float) -> float:
+        """Return what no configuration takes less than; the bound is of the chosen layout alone."""
+        return min(objective_s, lower_bound_s, *self.unfinished_s)
+
     def certificate(
         self, *, objective_s: float, lower_bound_s: float, optimal: bool, solver: str
     ) -> Certificate:
         """Return the proof; `lower_bound_s` and `optimal` speak of the chosen layout alone."""
-        proven_s = min(objective_s, lower_bound_s, *self.unfinished_s)
+        proven_s = self.proven_s(objective_s, lower_bound_s)
         optimal = optimal and not self.unfinished_s
         gap = 0.0 if optimal else 1 - proven_s / objective_s
         total = sum(self.counts.values())

@@ -26,6 +26,7 @@ from planner.search.answer import Alternative, Answer
 from planner.search.best_first import search
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
+from planner.search.simulated_proof import BRIEF
 
 Prefer = Literal["simplest", "fastest"]
 NEAR = 0.015
@@ -183,7 +184,9 @@ def _best(
         return None
     asked: Pins = replace(request.pins, **pins)
     try:
-        found = search(replace(request, pins=asked), below_s=below_s, known=answer.candidates)
+        found = search(
+            replace(request, pins=asked), below_s=below_s, known=answer.candidates, effort=BRIEF
+        )
     except (NoPlanFits, DocumentError):
         return None
     return Ranked(

@@ -25,6 +25,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +41,6 @@ from planner.tolerances import ROUNDING
 MOST_ACTIONS = 30_000
 """Of a step whose paths are looked at."""
 MOST_COLUMNS = 6_000
-MOST_WAYS = 20_000
-"""In which the entries of a rank may have their options."""
 MOST_ROUNDS = 60
 CLOSE = 1e-6
 """Relative gap at which a program counts as solved; HiGHS keeps to rows within 1e-7."""
@@ -73,19 +72,21 @@ def optimum(
     limit_s: float,
     tried: Callable[[Solution], float],
     *,
+    ways: int,
     until: float = math.inf,
 ) -> float | None:
     """Return seconds that no plan of a layout simulates below, or `limit_s` if that is less.
 
-    `tried` simulates a solution and returns its step.  None where the program is too large, or the
-    layout has what it does not know; it stops when the process has used `until` CPU seconds.
+    `tried` simulates a solution and returns its step.  None where the program is too large (on a
+    rank, more than `ways` to choose options), or the layout has what it does not know; it stops
+    when the process has used `until` CPU seconds.
     """
     if 2 * layout.micro_batches * layout.stages > MOST_ACTIONS or layout.pipeline == 1:
         return None
     instance = candidates.instance(layout)
     if instance.sides or instance.hosts or instance.sizes or instance.used_bytes is None:
         return None
-    columns = _Columns(candidates, layout, instance, limit_s).every()
+    columns = _Columns(candidates, layout, instance, limit_s, ways).every()
     if columns is None:
         return None
     program = _Program(candidates, layout, instance, columns)
@@ -98,10 +99,16 @@ class _Columns:
     """The columns of a layout that are not as slow as the limit by themselves."""
 
     def __init__(
-        self, candidates: Candidates, layout: Layout, instance: Instance, limit_s: float
+        self,
+        candidates: Candidates,
+        layout: Layout,
+        instance: Instance,
+        limit_s: float,
+        ways: int,
     ) -> None:
         self._layout = layout
         self._instance = instance
+        self._ways = ways
         self._costs = candidates.costs(layout)
         self._problem = RankProblem(candidates.model, layout, self._costs, candidates.recompute)
         self._home = rank_of_stage(
@@ -162,7 +169,7 @@ class _Columns:
         tables = self._instance.kinds
         ways = [math.comb(counts[kind] + len(tables[kind]) - 1, counts[kind]) for kind in others]
         rows = math.comb(counts[main] + len(tables[main]) - 1, counts[main])
-        if math.prod(ways) * rows > MOST_WAYS:
+        if math.prod(ways) * rows > self._ways:
             return None
         each = (
             itertools.combinations_with_replacement(range(len(tables[kind])), counts[kind])
@@ -307,7 +314,7 @@ class _Program:
         if not self.feasible:
             return
         self._unit_s = layout.micro_batches * float(self._seconds[:, :2].sum(axis=(1, 2)).max())
-        self._highs = highspy.Highs()
+        self._highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         self._highs.setOptionValue("output_flag", False)
         self._highs.setOptionValue("threads", 1)
         self._highs.setOptionValue("mip_rel_gap", CLOSE / 4)
@@ -338,7 +345,8 @@ class _Program:
         ends = [column.end for column in self._columns]
         self._row(1.0, 1.0, *_ones(np.flatnonzero(self._rank == 0)))
         for rank in range(1, ranks):
-            before, own = np.flatnonzero(self._rank == rank - 1), np.flatnonzero(self._rank == rank)
+            before = np.flatnonzero(self._rank == rank - 1).tolist()
+            own = np.flatnonzero(self._rank == rank).tolist()
             for place in {*(ends[at] for at in before), *(firsts[at] for at in own)}:
                 ending = [at for at in before if ends[at] == place]
                 starting = [at for at in own if firsts[at] == place]
@@ -431,7 +439,7 @@ class _Program:
         return found
 
     def _solution(self, values: Floats) -> Solution:
-        chosen = [self._columns[at] for at in np.flatnonzero(values[:-2] > 0.5)]
+        chosen = [self._columns[at] for at in np.flatnonzero(values[:-2] > 0.5).tolist()]
         chosen.sort(key=lambda column: column.rank)
         cuts = (0, *(column.end for column in chosen))
         options = [option for column in chosen for option in column.options]

@@ -18,16 +18,17 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from planner.plan import Layout
 from planner.search.candidates import Candidates
 from planner.search.ranked import Ranked, ranked
 from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.simulated_program import optimum
-from planner.search.space import Family, complexity
+from planner.search.space import Family, canonical, complexity, timetables
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, priced
-from planner.tolerances import EQUAL
+from planner.tolerances import EQUAL, ROUNDING
 
 Solve = Callable[[Instance, float], object]
 Told = Callable[[float], None]
@@ -44,20 +45,32 @@ BATCH = {FAMILY: 96, PART: 24, SHARED: 12}
 class Effort:
     """How far a proof is followed."""
 
-    families: int = 400
+    schedules: int = 8
+    """Other schedules of the closed form's optimum that are solved and simulated."""
+    families: int = 600
     """Configuration groups and parts that are bounded."""
-    layouts: int = 60
+    layouts: int = 80
     """Layouts whose memory is looked at."""
     solved: int = 4
-    """Partition problems."""
-    programs: int = 0
+    """Layouts whose partition problems are solved."""
+    programs: int = 1
+    """Layouts whose programs are."""
+    ways: int = 1_500
+    """In which the layers of a rank may recompute, where a program is tried."""
     seconds: float = math.inf
     """CPU seconds, where the user has set a time."""
 
 
+NEAR = 0.03
+"""Beyond the closed form of the best plan, relatively: where its other schedules are solved."""
 USUAL = Effort()
-PROVE = Effort(families=1 << 30, layouts=1 << 30, solved=1 << 30, programs=1 << 30, seconds=100.0)
-"""What `--prove simulated` takes."""
+BRIEF = Effort(schedules=6, families=96, layouts=20, solved=2, programs=0)
+"""For plans beside the answer, of which nothing is proven."""
+_ALL = 1 << 30
+FULL = Effort(families=_ALL, layouts=_ALL, solved=_ALL, programs=_ALL, ways=20_000, seconds=100.0)
+Prove = Literal["usual", "simulated"]
+EFFORTS: dict[Prove, Effort] = {"usual": USUAL, "simulated": FULL}
+"""What a user may ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +94,16 @@ def prove(
     start: tuple[Candidates, Ranked],
     solve: Solve,
     *,
+    closed_form_s: float = 0.0,
     effort: Effort = USUAL,
     told: Told | None = None,
 ) -> Proof:
-    """Return what is proven of all candidates, beginning with the plan `start`."""
-    search = _Search(every, start, solve, effort)
+    """Return what is proven of all candidates, beginning with the plan `start`.
+
+    None of them takes less than `closed_form_s` in the closed form, which without a pipeline is the
+    simulated step.
+    """
+    search = _Search(every, start, solve, closed_form_s, effort)
     search.run(told)
     return search.proof()
 
@@ -102,14 +120,18 @@ class _Search:
         every: Sequence[Candidates],
         start: tuple[Candidates, Ranked],
         solve: Solve,
+        closed_form_s: float,
         effort: Effort,
     ) -> None:
         self._every = every
         self._bounded = [SimulatedCandidates.of(one) for one in every]
         self._solve = solve
+        self._unpiped_s = closed_form_s * (1 - ROUNDING)
         self._effort = effort
         self._owner, self._best = start
         self._found: list[tuple[Candidates, Ranked]] = []
+        self._polished: dict[tuple[int, Layout], float] = {}
+        """What programs have found before their turn."""
         self._numbers = itertools.count()
         self._left: list[list[_Entry]] = [[] for _ in range(SETTLED + 1)]
         self._spent = dict.fromkeys(range(SETTLED + 1), 0)
@@ -125,25 +147,68 @@ class _Search:
         return self._best.prediction.step_time_s * (1 - EQUAL)
 
     def _push(self, level: int, bound_s: float, place: int, item: Family | Layout) -> None:
+        first = item.first if isinstance(item, Family) else item
+        if first.pipeline == 1:
+            bound_s = max(bound_s, self._unpiped_s)
         if bound_s >= self._limit_s:
             return
-        simple = complexity(item.first if isinstance(item, Family) else item)
+        simple = complexity(first)
         heapq.heappush(self._left[level], (bound_s, simple, next(self._numbers), place, item))
 
     def run(self, told: Told | None) -> None:
-        """Bound what is left, the lowest first, while effort is left."""
-        while (level := self._lowest()) is not None and self._may(level):
+        """Look near the best, then bound what is left, the lowest first, while effort is left."""
+        self._reschedule()
+        self._polish()
+        while (level := self._lowest()) is not None:
             self._advance(level)
             if told is not None:
                 told(self._gap())
 
+    def _reschedule(self) -> None:
+        """Simulate the best plan's layout under its other schedules, where they may be faster."""
+        owner, best = self._owner, self._best.plan.layout
+        place = next(at for at, one in enumerate(self._every) if one is owner)
+        count = 0
+        for name, virtual in timetables(
+            owner.model,
+            best.pipeline,
+            best.micro_batches,
+            owner.pins,
+            space=owner.request.space,
+        ):
+            layout = replace(best, schedule=name, virtual_stages=virtual)
+            if not owner.pins.order:
+                layout = canonical(owner.cluster, layout)
+            if layout == best or count >= self._effort.schedules or owner.refusal(layout):
+                continue
+            limit_s = self._best.objective_s * (1 + NEAR)
+            if owner.communication_s(layout) > limit_s or owner.memory_s(layout) > limit_s:
+                continue
+            if self._bounded[place].memory_s(layout) < self._limit_s:
+                count += 1
+                step_s = owner.costs(layout).step_s
+                solution = self._solve(owner.instance(layout), limit_s - step_s)
+                if isinstance(solution, Solution):
+                    self._try(owner, layout, solution)
+
+    def _polish(self) -> None:
+        """Let the program of the best plan's layout choose its stages and recomputation."""
+        layout = self._best.plan.layout
+        if layout.pipeline > 1 and self._effort.programs:
+            self._spent[SOLVED] += 1
+            place = next(at for at, one in enumerate(self._every) if one is self._owner)
+            self._polished[place, layout] = self._settled_s(place, layout)
+
     def _lowest(self) -> int | None:
-        """Return the level of the lowest entry that is not settled; None if all that is left is."""
-        tops = [(heap[0][:2], level) for level, heap in enumerate(self._left) if heap]
-        if not tops:
+        """Return the level of the lowest entry that may get another bound; None if none may."""
+        tops = [
+            (heap[0][:2], level)
+            for level, heap in enumerate(self._left)
+            if heap and self._may(level)
+        ]
+        if not tops or min(tops)[0][0] >= self._limit_s:
             return None
-        (bound_s, _), level = min(tops)
-        return None if bound_s >= self._limit_s or level == SETTLED else level
+        return min(tops)[1]
 
     def _may(self, level: int) -> bool:
         effort, spent = self._effort, self._spent
@@ -151,11 +216,8 @@ class _Search:
             return False
         if level < LAYOUT:
             return sum(spent[one] for one in range(LAYOUT)) < effort.families
-        if level == LAYOUT:
-            return spent[LAYOUT] < effort.layouts
-        if level == WITHIN_MEMORY:
-            return spent[WITHIN_MEMORY] < effort.solved
-        return spent[SOLVED] < effort.programs
+        most = {LAYOUT: effort.layouts, WITHIN_MEMORY: effort.solved, SOLVED: effort.programs}
+        return spent[level] < most.get(level, 0)
 
     def _advance(self, level: int) -> None:
         """Give the lowest entries of a level their next bound."""
@@ -163,13 +225,8 @@ class _Search:
             bound_s, _, _, place, item = heapq.heappop(self._left[level])
             self._spent[level] += 1
             assert isinstance(item, Layout)
-            if level == LAYOUT:
-                better_s = self._bounded[place].memory_s(item)
-                self._push(WITHIN_MEMORY, max(bound_s, better_s), place, item)
-            elif level == WITHIN_MEMORY:
-                self._push(SOLVED, max(bound_s, self._solved_s(place, item)), place, item)
-            else:
-                self._push(SETTLED, max(bound_s, self._settled_s(place, item)), place, item)
+            better_s = self._layout_s(level, place, item)
+            self._push(level + 1, max(bound_s, better_s), place, item)
             return
         together: dict[int, list[tuple[float, Family]]] = {}
         heap = self._left[level]
@@ -190,6 +247,17 @@ class _Search:
             else:
                 self._open(place, some)
 
+    def _layout_s(self, level: int, place: int, layout: Layout) -> float:
+        """Return the next bound of a layout."""
+        if level == WITHIN_MEMORY:
+            return self._solved_s(place, layout)
+        if level == SOLVED:
+            known_s = self._polished.pop((place, layout), None)
+            return self._settled_s(place, layout) if known_s is None else known_s
+        bounded = self._bounded[place]
+        least_s = bounded.communication_s(layout)
+        return least_s if least_s >= self._limit_s else bounded.memory_s(layout)
+
     def _divide(self, place: int, some: Sequence[tuple[float, Family]]) -> None:
         """Put the parts of families in their place: savings first, then levels and timetables."""
         bounded = self._bounded[place]
@@ -205,8 +273,12 @@ class _Search:
             return
         rooms = bounded.rooms_s([family for _, family in single])
         for (bound_s, family), levels in zip(single, rooms, strict=True):
-            for part, room_s in bounded.parts(family, levels):
-                self._push(PART, max(bound_s, room_s), place, part)
+            for sharings, rooms_s in levels:
+                level = replace(family, sharings=sharings)
+                for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
+                    if room_s < self._limit_s:
+                        part = replace(level, timetables=(timetable,))
+                        self._push(PART, max(bound_s, room_s), place, part)
 
     def _open(self, place: int, some: Sequence[tuple[float, Family]]) -> None:
         """Put the layouts of parts in their place."""
@@ -226,7 +298,9 @@ class _Search:
         step_s = candidates.costs(layout).step_s
         most_s = -math.inf
         for instance in bounded.instances(layout):
-            solution = self._solve(instance, self._limit_s - step_s)
+            # Sums of bytes are no more than what ranks hold, and quicker.
+            relaxed = replace(instance, used_bytes=None)
+            solution = self._solve(relaxed, self._limit_s - step_s)
             if isinstance(solution, Infeasible):
                 return math.inf
             if isinstance(solution, Solution):
@@ -234,9 +308,9 @@ class _Search:
                 self._try(candidates, layout, solution)
             elif isinstance(solution, Fathomed):
                 most_s = max(most_s, solution.lower_bound_s + step_s)
-        if most_s < self._limit_s:
-            # The closed form may be above the simulated step by a fifth.
-            solution = self._solve(candidates.instance(layout), 1.3 * self._limit_s - step_s)
+        near_s = self._best.objective_s * (1 + NEAR)
+        if most_s < self._limit_s and candidates.memory_s(layout) <= near_s:
+            solution = self._solve(candidates.instance(layout), near_s - step_s)
             if isinstance(solution, Solution):
                 self._try(candidates, layout, solution)
         return most_s
@@ -260,6 +334,7 @@ class _Search:
             layout,
             self._limit_s,
             lambda solution: self._try(candidates, layout, solution),
+            ways=self._effort.ways,
             until=self._started + self._effort.seconds,
         )
         return 0.0 if found_s is None else found_s
