@@ -98,8 +98,8 @@ def test_a_single_stage_is_bounded_by_what_it_takes() -> None:
     assert finals.lower_bound_s == pytest.approx(finals.step_time_s, rel=1e-9)
 
 
-def test_finalists_recompute_differently_where_all_blocks_do_the_same() -> None:
-    """Every choice of recompute has plans within the margin: its own search finds them too."""
+def test_every_choice_of_recompute_counts_where_all_blocks_do_the_same() -> None:
+    """No choice alone has a faster plan, and the bound holds for each."""
     node = resolve_cluster("8xa100-sxm-40gb")
     [group] = node.groups
     small = group.accelerator.model_copy(update={"memory_bytes": 13 * 10**9})
@@ -113,10 +113,9 @@ def test_finalists_recompute_differently_where_all_blocks_do_the_same() -> None:
 
     found = search(asked)
 
-    assert found.certificate.simulated is not None
-    listed = {one.layout: one for one in found.certificate.simulated.finalists}
-    assert {text.rpartition("=")[2] for text in listed} == {"selective", "full"}
+    finals = found.certificate.simulated
+    assert finals is not None
     for recompute in ("selective", "full"):
-        alone = search(replace(asked, pins=Pins(recompute=recompute)))
-        closest = listed[f"{alone.certificate.layout} recompute={recompute}"]
-        assert closest.objective_s == pytest.approx(alone.certificate.objective_s, rel=1e-12)
+        alone = search(replace(asked, pins=Pins(recompute=recompute))).prediction.step_time_s
+        assert finals.lower_bound_s <= alone * (1 + 1e-9)
+        assert finals.step_time_s <= alone * 1.01
