@@ -149,9 +149,16 @@ class EightBit(Part):
     """Which products of a block are narrow: those of Linears, or of experts' matrices too."""
     large_rate: Flag = True
     """They reach the share of the curve that the device's large products do, else all of it."""
-    written_bytes: Amount = 2.0
-    """Memory traffic per element of an input that the operator before writes in 8 bits too, as is
-    and transposed."""
+    input_bytes: Amount = 2.0
+    """Memory traffic per element of bringing a product's input to 8 bits, as is and transposed for
+    the gradient of its weights."""
+    gradient_bytes: Amount = 4.0
+    """The same of the gradient of a product's output."""
+    weight_bytes: Amount = 0.0
+    """The same of a weight, in each forward and in each backward; 0 where a step casts it once."""
+    gathered: tuple[Literal["activations", "parameters"], ...] = ()
+    """What is gathered in 8 bits: activations and their gradients along the sequence between
+    tensor-parallel ranks, the blocks' parameters under ZeRO-3."""
     cast_bytes: Amount = 0.0
     """Memory traffic of rounding an operand, per element; 0 where another kernel writes it so."""
     cast_kernels: Count = 0

@@ -76,7 +76,11 @@ class LayerFigures:
         self._rates = rates
         self._recomputes = recomputes
         stack = rates.stack
-        self._seen = [link_rule(stack, sequence_parallel=divided) for divided in (False, True)]
+        eight_bits = rates.device.eight_bit_flops is not None
+        self._seen = [
+            link_rule(stack, sequence_parallel=divided, eight_bits=eight_bits)
+            for divided in (False, True)
+        ]
         self._devices_per_node = cluster.groups[0].devices_per_node
         self._layers = {layer.kind: layer for layer in model.layers}
         self._kinds = {name: layer.kind for name, layer in model.chain}

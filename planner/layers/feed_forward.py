@@ -26,7 +26,7 @@ def mlp(
     """Up projection (with a gate), activation, down projection."""
     tokens, width = setting.tokens, ffn_size / setting.tensor
     full = tokens * a.hidden_size * setting.element_bytes
-    operators, whole = gathered(setting, source, f"{name}_gather", full)
+    operators, whole = gathered(setting, source, f"{name}_gather", full, adapted=False)
     operators += _feed_forward(a, setting, source, whole, name, tokens=tokens, width=width)
     return [
         *operators,
@@ -53,7 +53,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     operators: list[Operator] = []
     whole = source
     if not spread:
-        operators, whole = gathered(setting, source, "mlp_gather", full)
+        operators, whole = gathered(setting, source, "mlp_gather", full, adapted=False)
     scores = tokens * experts.count * FP32
     sent = experts.per_token * full
     sorted_bytes = kernels.expert_moves / 2 * sent if kernels.expert_moves else 2 * sent
@@ -258,6 +258,7 @@ def _feed_forward(
         moved_bytes=(tokens * (a.hidden_size + width) + weights) * e,
         weights=weights,
         share=kernels.expert_share if name == "expert" else 1.0,
+        sides=(a.hidden_size, width),
     )
     gate, gated, product = f"{name}_gate", f"{name}_gated", f"{name}_product"
 

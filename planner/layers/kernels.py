@@ -70,6 +70,10 @@ class Kernels:
     restored_bytes: float = 0.0
     """Traffic per weight of bringing it to 16 bits before each product."""
 
+    def adapts(self, *, adapted: bool) -> bool:
+        """Whether a product has an adapter; `adapted` ones do where only attention's have."""
+        return self.frozen == "all" or (self.frozen == "attention" and adapted)
+
     def back(self, moved_bytes: float, own_bytes: float) -> float:
         """Return the traffic of a backward, of forward's and what is counted of its own."""
         return self.backward_traffic * moved_bytes if self.backward_traffic else own_bytes

@@ -223,6 +223,10 @@ class Operator:
     """The one pass that has a collective, where the other has none."""
     ring: bool = False
     """Whether a gather goes round with its use, and its backward twice: once with gradients."""
+    aligned: bool = True
+    """Whether a product's dimensions are multiples of what 8-bit kernels take."""
+    wide: bool = False
+    """Whether what a gather brings is needed in 16 bits, however its products are."""
     in_core: bool = False
     """Of written-out attention between its projections: scores, softmax, dropout, values."""
 
