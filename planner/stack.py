@@ -234,9 +234,13 @@ class ExpertRule(Part):
 class ContextRule(Part):
     """Context parallelism."""
 
-    kind: Literal["gather", "ring"] = "gather"
-    """Keys and values of all ranks are gathered before attention, or go round while it works, and
-    twice in backward, with gradients."""
+    kind: Literal["gather", "ring", "heads"] = "gather"
+    """Keys and values of all ranks are gathered before attention; or go round while it works, and
+    twice in backward, with gradients; or ranks exchange parts of the sequence for heads, before
+    attention and behind it (DeepSpeed-Ulysses)."""
+    balanced: Flag = True
+    """Each rank has a chunk from the front of the sequence and one from the back (or all of it, by
+    heads), so that all attend to as many keys; else the last rank attends to almost all of them."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of these collectives that hides behind attention."""
 
@@ -479,6 +483,8 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "eager-attention": {"kernels.flash_attention": False},
     "compiled": {f"kernels.{part}": "fused" for part in ("norm", "gate", "rotary")},
     "fa2": {"kernels.attention": "fa2"},
+    "ulysses": {"context.kind": "heads", "context.overlap": 0.0},
+    "gathered-context": {"context.kind": "gather", "context.overlap": 0.0},
     "deepep": {"experts.sends": "once", "experts.links_rate": 1.25},
     "expert-overlap": {"experts.overlap": 0.8},
     "cheap-recompute": {"recompute.selective": "cheap"},

@@ -49,8 +49,10 @@ class Kernels:
     """Traffic of a memory-bound operator's backward over its forward's; 0: each its own."""
     core_traffic: bool = True
     """Fused attention's reads and writes count beside its FLOPs."""
-    ring: bool = False
-    """Keys and values of other context-parallel ranks go round while attention works."""
+    context: Literal["gather", "ring", "heads"] = "gather"
+    """How attention over a divided sequence gets its keys (planner.stack.ContextRule)."""
+    balanced: bool = True
+    """Ranks of a divided sequence attend to as many keys each."""
     selective: SelectiveRecompute = "outputs"
     early_stop: bool = True
     expert_moves: float = 0.0
@@ -112,7 +114,8 @@ def kernels_of(
         divided_loss=stack.loss.divided,
         backward_traffic=rule.backward_traffic,
         core_traffic=rule.core_traffic,
-        ring=stack.context.kind == "ring",
+        context=stack.context.kind,
+        balanced=stack.context.balanced,
         selective=stack.recompute.selective,
         early_stop=stack.recompute.early_stop,
         expert_moves=stack.experts.moves,

@@ -130,7 +130,7 @@ def test_without_sequence_parallelism_ends_sum_in_one_pass_alone() -> None:
 
 
 def test_a_ring_of_keys_and_values_goes_round_once_and_twice() -> None:
-    found = layer("block", context=4, kernels=Kernels(scores="fused", ring=True))
+    found = layer("block", context=4, kernels=Kernels(scores="fused", context="ring"))
 
     there_s, back_s = both_passes(found, LinkRule(context=0.3))
 
