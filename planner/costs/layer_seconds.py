@@ -57,6 +57,8 @@ class Passes:
     recompute_s: float
     kernels: float
     kernels_again: float
+    attention_s: tuple[float, float] = (0.0, 0.0)
+    """Of the forward and of the backward, what attention between its projections takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +111,17 @@ def passes(table: Table, recompute: Recompute, on: Device) -> Passes:
     """Return the seconds of a layer's kernels."""
     operators, again = table.operators, table.recomputed(recompute)
     end = table.kind in ENDS
+    core = [op for op in operators if op.kind == "attention" or op.in_core]
     return Passes(
         forward_s=sum(forward_s(op, on, end=end) for op in operators),
         backward_s=sum(backward_s(op, on, end=end) for op in operators),
         recompute_s=sum(forward_s(op, on, end=end) for op in again),
         kernels=sum(_kernels(op, on, end=end) for op in operators),
         kernels_again=sum(_kernels(op, on, end=end) for op in again),
+        attention_s=(
+            sum(forward_s(op, on, end=end) for op in core),
+            sum(backward_s(op, on, end=end) for op in core),
+        ),
     )
 
 
@@ -145,7 +152,8 @@ class LinkRule:
 
     tensor: float = 1.0
     """Of tensor-parallel blocks whose residual stream is divided along the sequence."""
-    context: float = 1.0
+    context: float = 0.0
+    """Share of what goes round between context-parallel ranks that can hide behind attention."""
     second_gather: float = 0.0
     """Of gathering a product's input again, for its weights' gradient."""
     gathered: float = 1.0
@@ -159,7 +167,7 @@ def link_rule(stack: Stack, *, sequence_parallel: bool, eight_bits: bool = False
     narrow = eight_bits and "activations" in stack.eight_bit.gathered
     return LinkRule(
         tensor=1 - (stack.tensor.overlap if sequence_parallel else 0.0),
-        context=1 - stack.context.overlap,
+        context=stack.context.overlap,
         second_gather=stack.tensor.second_gather,
         gathered=0.5 if narrow else 1.0,
         experts=stack.experts.overlap,
@@ -205,15 +213,22 @@ def seen_links(
 ) -> tuple[float, float]:
     """Return what is seen of a layer's collectives in its forward and in its backward.
 
-    Exchanges between experts may hide behind the passes of another micro-batch as well: of both
+    What goes round between context-parallel ranks hides behind attention, block by block.
+    Exchanges between experts may hide behind the passes of another micro-batch: of both
     passes together c, behind both passes' w, max((1 - o) c, c - w) is seen.
     """
-    forward_s = backward_s = there_all_s = back_all_s = 0.0
+    forward_s = backward_s = there_all_s = back_all_s = there_ring_s = back_ring_s = 0.0
     for axis, there_s, back_s in each:
         if axis == "expert" and rule.experts:
             there_all_s, back_all_s = there_all_s + there_s, back_all_s + back_s
+        elif axis == "context" and rule.context:
+            there_ring_s, back_ring_s = there_ring_s + there_s, back_ring_s + back_s
         else:
             forward_s, backward_s = forward_s + there_s, backward_s + back_s
+    if rule.context:
+        window_s, window_back_s = found.attention_s
+        forward_s = forward_s + shown_s(there_ring_s, window_s, rule.context)
+        backward_s = backward_s + shown_s(back_ring_s, window_back_s, rule.context)
     if rule.experts:
         both_s = there_all_s + back_all_s
         window_s = found.forward_s + found.backward_s + found.recompute_s
@@ -223,8 +238,6 @@ def seen_links(
 
 
 def _seen(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:
-    if axis == "context":
-        return rule.context
     return rule.tensor if axis == "tensor" and not end else 1.0
 
 

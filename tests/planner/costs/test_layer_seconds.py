@@ -132,10 +132,33 @@ def test_without_sequence_parallelism_ends_sum_in_one_pass_alone() -> None:
 def test_a_ring_of_keys_and_values_goes_round_once_and_twice() -> None:
     found = layer("block", context=4, kernels=Kernels(scores="fused", context="ring"))
 
-    there_s, back_s = both_passes(found, LinkRule(context=0.3))
+    there_s, back_s = both_passes(found, LinkRule())
 
     keys_and_values = 2 * MB / 4  # a quarter as many heads
-    assert (there_s, back_s) == pytest.approx((0.3 * keys_and_values, 0.6 * keys_and_values))
+    assert (there_s, back_s) == pytest.approx((keys_and_values, 2 * keys_and_values))
+
+
+def test_a_ring_hides_behind_attention_alone() -> None:
+    """Of 2 and 4 s three tenths are seen beside long attention, beside a short one what is left."""
+    links = [("context", 2.0, 4.0), ("tensor", 1.0, 1.0)]
+    found = Passes(forward_s=9.0, backward_s=9.0, recompute_s=0.0, kernels=0, kernels_again=0)
+    hides = LinkRule(context=0.7)
+    ample, short = (replace(found, attention_s=window) for window in ((8.0, 8.0), (0.5, 1.5)))
+
+    assert seen_links(links, ample, hides) == pytest.approx((1 + 0.6, 1 + 1.2))
+    assert seen_links(links, short, hides) == pytest.approx((1 + 1.5, 1 + 2.5))
+    assert seen_links(links, ample, LinkRule()) == (3.0, 5.0)
+
+
+def test_attention_is_all_between_its_projections() -> None:
+    fused = passes(layer("block", kernels=Kernels(scores="fused")), "none", GPU)
+    written = passes(layer("block", kernels=Kernels(scores="written")), "none", GPU)
+    linear = passes(layer("embedding"), "none", GPU)
+
+    assert 0 < fused.attention_s[0] < fused.forward_s
+    assert written.attention_s[0] > fused.attention_s[0]  # no half of the keys is skipped
+    assert fused.attention_s[1] > 2 * fused.attention_s[0]
+    assert linear.attention_s == (0.0, 0.0)
 
 
 def test_recomputing_a_block_whole_sends_all_of_its_forward_again() -> None:
