@@ -216,6 +216,9 @@ class ExpertRule(Part):
     of modules that index rows."""
     grouped_share: Fraction = 1.0
     """Rate of products of many experts together over that of one product as large."""
+    tile_rows: Count = 0
+    """Rows of a tile of grouped products, to which each expert's tokens are filled up; 0: what is
+    filled up is in `grouped_share`."""
     sends: Sends = "each"
     """A token is sent to each of its experts (all-to-all of the collective library), or once to
     every node and there once to every rank that has some of them (DeepEP, HybridEP)."""

@@ -59,6 +59,8 @@ class Kernels:
     """Traffic of sorting tokens by experts and back, in sizes of what is sent; 0: the modules'."""
     expert_share: float = 1.0
     """Rate of grouped products over that of one product as large."""
+    expert_tile: float = 0.0
+    """Rows to which the tokens of each expert are filled up in grouped products."""
     expert_skew: float = 1.1
     """Busiest expert rank over the mean."""
     expert_once: bool = False
@@ -120,6 +122,7 @@ def kernels_of(
         early_stop=stack.recompute.early_stop,
         expert_moves=stack.experts.moves,
         expert_share=stack.experts.grouped_share,
+        expert_tile=float(stack.experts.tile_rows),
         expert_skew=stack.experts.skew,
         expert_once=stack.experts.sends == "once",
         expert_narrow=precision in EIGHT_BITS and stack.experts.narrow_sends,

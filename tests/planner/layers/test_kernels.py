@@ -401,3 +401,20 @@ def test_fused_attention_skips_what_is_outside_of_its_window() -> None:
 
     assert found[0].flops == 4 * B * 4096 * 4096 / 2 * 4096
     assert found[1].flops == pytest.approx(4 * B * counted * 4096, rel=1e-3)
+
+
+def test_the_last_tile_of_each_expert_is_half_empty() -> None:
+    """Against tokens dealt out to experts: rows that tiles have over rows that tokens fill."""
+    rng = np.random.default_rng(5)
+    for experts, tokens in ((8, 65536), (32, 16384), (64, 4096)):
+        rows = rng.multinomial(tokens, np.full(experts, 1 / experts), size=400)
+        filled = tokens / (np.ceil(rows / 128) * 128).sum(axis=1).mean()
+        share = tokens / (tokens + experts * 128 / 2)
+        assert share == pytest.approx(filled, rel=0.02)
+
+    # DeepSeek-V3 among 64 ranks: as many tokens as a rank has, 8 times, on 4 experts.
+    found = of("deepseek-v3", "moe_block", fused(expert_tile=128, expert_skew=1.0), expert=64)
+    rate = 8 * TOKENS / (8 * TOKENS + 4 * 64)
+    shares = {o.name: o.share for o in found.operators if o.kind == "matmul"}
+    assert shares["expert_up"] == shares["expert_down"] == pytest.approx(rate)
+    assert shares["shared_up"] == shares["router"] == 1.0
