@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,14 @@ INNERS: dict[str, dict[str, Any]] = {
     "zero 3, recompute": LAYOUTS["zero 3, recompute"],
     "two stages, gpipe, recompute": LAYOUTS["two stages, gpipe, recompute"],
     "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
+}
+LENGTHS = (LENGTH, 4, 5, 4)
+"""Of the batches of a run in which they vary."""
+VARYING: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "two stages": {"pipeline": 2},
+    "zero bubble, recompute": {"pipeline": 2, "schedule": "zb-h1", "recompute": "full"},
+    "a V": {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"},
 }
 INNER = ", losses inside the module"
 BF16: dict[str, Any] = {"precision": "bf16", "micro_batch": 2}
@@ -120,6 +128,12 @@ def new_engine(plan: Any, module: Callable[[], nn.Module] = build, **changes: An
     return Engine(module, plan, **{**settings, **changes})
 
 
+def cut_to(length: int, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return samples without what stands behind a length."""
+    cut = {name: batch[name][:, :length].contiguous() for name in ("ids", "counts")}
+    return {**batch, **cut}
+
+
 Run = tuple[list[StepResult], dict[str, Tensor]]
 Plain = tuple[list[float], list[float], list[float], dict[str, Tensor]]
 
@@ -152,7 +166,46 @@ def apart(plan: Any) -> Run:
     return results, engine.state_dict()
 
 
-def plainly(module: Callable[[], nn.Module] = build) -> Plain:
+def varying(plan: Any) -> Run:
+    """Train on batches as long as the example and shorter; the last length has come before."""
+    engine = new_engine(plan)
+    results = []
+    for step, length in enumerate(LENGTHS):
+        batch = engine.slice(cut_to(length, batch_of(step)))
+        before = engine.evaluate(batch)
+        results.append(engine.step(batch))
+        assert before.loss == pytest.approx(results[-1].loss, rel=1e-5)
+    return results, engine.state_dict()
+
+
+def unlike_slices() -> Run:
+    """Train with slices that are as long as what counts in them: 3 and 7 tokens."""
+    engine = new_engine({"zero": 3})
+    results = []
+    for step in range(STEPS):
+        batch = engine.slice(batch_of(step))
+        length = 3 if engine.slice_rank == 0 else LENGTH
+        results.append(engine.step(cut_to(length, batch)))
+    return results, engine.state_dict()
+
+
+def disagreeing() -> list[str]:
+    """Give the ranks of one pipeline other values, then other lengths; return what each says."""
+    engine = new_engine({"pipeline": 2})
+    rank = torch.distributed.get_rank()
+    given = [batch_of(rank), cut_to(5 + rank, batch_of(0))]
+    said = []
+    for batch in given:
+        with pytest.raises(BatchError) as error:
+            engine.step(engine.slice(batch))
+        said.append(str(error.value))
+    engine.step(engine.slice(batch_of(0)))  # nobody waits for a message of before
+    return said
+
+
+def plainly(
+    module: Callable[[], nn.Module] = build, lengths: Sequence[int] = (LENGTH,) * STEPS
+) -> Plain:
     """Train as torch's own loop does: losses, norms, shares of right ones and weights."""
     global _apart  # noqa: PLW0603
     torch.manual_seed(0)
@@ -162,8 +215,8 @@ def plainly(module: Callable[[], nn.Module] = build) -> Plain:
         by.setdefault(groups(name, parameter)["weight_decay"], []).append(parameter)
     optimizer = adamw([{"params": ps, "weight_decay": decay} for decay, ps in by.items()])
     losses, norms, right = [], [], []
-    for step in range(STEPS):
-        batch = batch_of(step)
+    for step, length in enumerate(lengths):
+        batch = cut_to(length, batch_of(step))
         _apart = []
         total, count, metrics = loss(model(batch["ids"]), batch)
         total = total + sum(_apart)
@@ -177,10 +230,12 @@ def plainly(module: Callable[[], nn.Module] = build) -> Plain:
     return losses, norms, right, dict(model.state_dict())
 
 
-def everywhere() -> dict[str, Run]:
+def everywhere() -> tuple[dict[str, Run], dict[str, Run], list[str]]:
     found = {name: trained(plan) for name, plan in (LAYOUTS | BF16S).items()}
     found |= {f"{name}, apart": apart(LAYOUTS[name]) for name in ("zero 3", "replicated")}
-    return found | {f"{name}{INNER}": trained(plan, Penalised) for name, plan in INNERS.items()}
+    found |= {f"{name}{INNER}": trained(plan, Penalised) for name, plan in INNERS.items()}
+    found["unlike slices"] = unlike_slices()
+    return found, {name: varying(plan) for name, plan in VARYING.items()}, disagreeing()
 
 
 def check(run: Run, expected: Any, name: str = "") -> None:
@@ -189,7 +244,7 @@ def check(run: Run, expected: Any, name: str = "") -> None:
     assert [r.loss for r in results] == pytest.approx(losses, rel=1e-6), name
     assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-5), name
     assert [r.metrics["right"] for r in results] == pytest.approx(right, rel=1e-6), name
-    assert [r.metrics["one"] for r in results] == [1.0] * STEPS, name
+    assert [r.metrics["one"] for r in results] == [1.0] * len(losses), name
     assert found.keys() == weights.keys()
     for key, value in weights.items():
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
@@ -225,7 +280,13 @@ def test_two_ranks_train_as_a_plain_loop() -> None:
     lost = differences(one, (wide, weights))
     assert min(lost) > 1e-3  # it is another type of computation
 
-    for runs in on_ranks(2, everywhere):
+    lengths = plainly(lengths=LENGTHS)
+
+    for runs, varied, said in on_ranks(2, everywhere):
+        assert ["different samples" in said[0], "different shapes" in said[1]] == [True, True], said
+        assert all("ranks 0 and 1 feed slice 0" in one for one in said)
+        for name, run in varied.items():
+            check(run, lengths, f"lengths: {name}")
         for name, run in runs.items():
             if name in BF16S:
                 far = differences(run, one)
@@ -240,6 +301,10 @@ def test_two_ranks_train_as_a_plain_loop() -> None:
         ({"ids": torch.zeros(4, 7)}, "has 4 samples, and this rank's slice of a step is 2 micro"),
         ((torch.zeros(8), torch.zeros(6)), r"\[0\] has 8 samples and \[1\] has 6 samples"),
         ({"a": 1}, "has no tensor with samples"),
+        (
+            {"ids": torch.zeros(8, 9), "counts": torch.zeros(8, 7)},
+            r"\['ids'\] has length 9 along dim 1, and the example of Engine\(batch=...\) 7",
+        ),
     ],
 )
 def test_a_batch_that_no_step_takes_is_refused(batch: Any, said: str) -> None:
