@@ -33,14 +33,13 @@ class ScriptRecords:
         if not self._begun:
             run.forget_steps_after(step - 1, self._file)
             self._begun = True
-        positions = plan.global_batch * plan.seq_len
         run.append_record(
             run.StepRecord(
                 step=step,
                 loss=loss,
                 grad_norm=norm,
                 step_s=step_s,
-                tokens_per_s=positions / step_s,
+                samples_per_s=plan.global_batch / step_s,
                 epoch=0,
             ),
             self._file,

@@ -14,9 +14,7 @@ from torch import nn
 
 from planner.document import read
 from planner.plan import Plan
-
-PLAN_VARIABLE = "MESHWRIGHT_PLAN"
-"""Names the plan's file for scripts that `meshwright run` starts."""
+from runtime.script_rank import PLAN_VARIABLE
 
 
 def plan_or_layout(
