@@ -277,7 +277,7 @@ class Passes:
             ),
             recording=self._recorder.recording(example),
             micro_batches=plan.micro_batches,
-            group=self._place.axis("pipeline").get_group(),
+            groups=self._place.pipeline_groups(),
             device=self._device,
             loss=self._micro_loss,
             stores={stage: part.store for stage, part in parts.items() if part.store} or None,
