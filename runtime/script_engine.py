@@ -136,7 +136,7 @@ class Engine:
         if dtype != torch.float32:
             recorder = Recorder.of(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
-        refuse_plan(plan)
+        refuse_plan(plan, module, loss)
         styles = styles_by_name(plan, module, recorder, tensor)
         self._place = place_of(plan, self.device)
         holders = holders_of(plan, recorder, self._place)
@@ -163,6 +163,7 @@ class Engine:
             divisor=divisor_near(plan.global_batch / self._place.replicas),
             scale=LossScale(self.device, active=plan.precision == "fp16"),
             gather=gather,
+            streamed=plan.offload == "optimizer",
         )
         self._whole: tuple[dict[Slot, Tensor], Measured] | None = None
         """Gradients that were asked for, made whole and scaled."""

@@ -28,6 +28,7 @@ from runtime.gradients import Gradients, Measured, Slot, whole_part
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
 from runtime.quantized_state import bytes_of, is_quantized, plain_values, take_values
+from runtime.streamed_state import StreamedState, steps_apart
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
@@ -198,13 +199,19 @@ class TorchOptimizers(Gradients):
         scale: LossScale | None = None,
         mean: Mean | None = None,
         gather: bool = True,
+        streamed: bool = False,
     ) -> None:
-        """Without `gather` an update that is not element-wise is refused where it would move."""
+        """Without `gather` an update that is not element-wise is refused where it would move.
+
+        With `streamed` the state lies on the host, and an optimizer that updates parameters
+        together is refused.
+        """
         super().__init__(slots, place, device=device, divisor=divisor, scale=scale, mean=mean)
         self.steps = torch.zeros((), dtype=torch.int64)
         self._groups = list(groups)
         self._parts: dict[str, _Part] = {}
         self._load: dict[Any, int] = {}
+        self._streamed = StreamedState(device) if streamed else None
         by_name = {slot.name: slot for slot in self.slots}
         own: dict[int, tuple[Factory, list[dict[str, Any]]]] = {}
         for group in self._groups:
@@ -216,6 +223,13 @@ class TorchOptimizers(Gradients):
                 raise OptimizerError(
                     f"optimizer {name_of(group.factory)} looks at whole matrices, and this plan "
                     "divides them (ZeRO); allow gather=True or use a plan with zero 0"
+                )
+            if streamed and not steps_apart(
+                lambda listed, of=group: made(of.factory, [{"params": listed, **of.settings}])
+            ):
+                raise OptimizerError(
+                    f"optimizer {name_of(group.factory)} updates parameters together, and offload "
+                    "'optimizer' one after the other; plan without offload"
                 )
             parts = self._parts_of(held, gathered=gathered)
             self._parts |= {part.slot.name: part for part in parts}
@@ -277,7 +291,9 @@ class TorchOptimizers(Gradients):
             else:
                 part.plain.grad = grad
         with torch.enable_grad():
-            for optimizer in self.optimizers:
+            if self._streamed is not None:
+                self._streamed.step(self._users)
+            for optimizer in () if self._streamed is not None else self.optimizers:
                 optimizer.step()
         for part in self._parts.values():
             if part.owner is not None and part.slot in grads:
@@ -312,6 +328,8 @@ class TorchOptimizers(Gradients):
         optimizer's state are tensors here, and what it keeps in few bits is fp32; `loaded` puts
         them back.
         """
+        if self._streamed is not None and self.device.type == "cuda":
+            torch.cuda.synchronize()  # what went to the host must have arrived
         result: dict[str, Tensor] = {"train.step": self.steps, **self.scale.state()}
         for slot in self.slots:
             result[f"model.{slot.name}"] = whole_part(slot, slot.local)

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.errors import BatchError, DocumentError, LaunchError
+from planner.errors import BatchError, DocumentError, LaunchError, OptimizerError
+from runtime import host, streamed_state
 from runtime.inner_loss import add_loss
 from runtime.recorder import Recorder
 from runtime.script_engine import Engine, StepResult
 from runtime.script_plan import script_plan
-from runtime.script_stage import refuse_shared
+from runtime.script_stage import refuse_plan, refuse_shared
+from runtime.whole_batch import whole_batch
 from tests.runtime import own_modules
 from tests.runtime.own_modules import WORDS
 from tests.runtime.ranks import on_ranks
@@ -32,6 +34,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two stages": {"pipeline": 2},
     "two stages, gpipe, recompute": {"pipeline": 2, "schedule": "gpipe", "recompute": "full"},
     "zero 3, recompute": {"zero": 3, "micro_batches": 2, "recompute": "full"},
+    "unequal shares": {"shares": [3, 1]},
+    "unequal shares, zero 1": {"zero": 1, "shares": [2, 6]},
+    "zero 1, state on the host": {"zero": 1, "offload": "optimizer"},
     "tied stages of one rank": {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"},
 }
 build = functools.partial(own_modules.GPT, tied="module")
@@ -268,6 +273,70 @@ def test_one_process_trains_as_a_plain_loop() -> None:
     check(trained({"micro_batches": 4, "recompute": "full"}), expected)
     check(apart({}), expected)
     check(trained({"micro_batches": 2, "recompute": "full"}, Penalised), plainly(Penalised))
+
+
+def test_state_on_the_host_comes_in_buckets_and_is_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(streamed_state, "BUCKET_BYTES", 1000)  # of four parameters or so
+    losses, norms, _, expected = plainly()
+    found = []
+    for _ in range(STEPS):  # each begins where the one before it saved
+        engine = new_engine({"offload": "optimizer"})
+        engine.resume(tmp_path)
+        found.append(engine.step(batch_of(engine.steps)))
+        engine.save(tmp_path)
+
+    assert [one.loss for one in found] == pytest.approx(losses, rel=1e-6)
+    assert [one.grad_norm for one in found] == pytest.approx(norms, rel=1e-5)
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+    states = [value for one in engine.optimizer.state.values() for value in one.values()]
+    assert all(host.on_host(value) for value in states if value.ndim)
+    assert any(value.ndim for value in states)
+
+
+class OneNorm(torch.optim.SGD):
+    """Divides all gradients by their common norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_updates_parameters_together_is_refused_with_its_state_on_the_host() -> (
+    None
+):
+    with pytest.raises(OptimizerError, match="OneNorm updates parameters together"):
+        new_engine({"offload": "optimizer"}, optimizer=OneNorm)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"offload": "parameters"}, "offload: is parameters, which .* use ZeRO 3, or offload: opt"),
+        ({"precision": "fp8"}, "precision: is fp8, .* convert modules in build"),
+        ({"gradient_wire": "powersgd"}, "gradient_wire: is powersgd, .* use full"),
+    ],
+)
+def test_what_is_not_executed_is_refused_with_the_way_out(
+    change: dict[str, Any], said: str
+) -> None:
+    plan = new_engine({}).plan.model_copy(update=change)
+
+    with pytest.raises(LaunchError, match=said):
+        new_engine(plan)
+
+
+def test_unequal_shares_refuse_what_gathers_as_much_from_each_rank() -> None:
+    plan = new_engine({"shares": [4]}).plan
+    build_norm = lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))  # noqa: E731
+
+    with pytest.raises(LaunchError, match="1 is a BatchNorm, whose statistics"):
+        refuse_plan(plan, build_norm(), loss)
+    with pytest.raises(LaunchError, match="a loss over the whole batch"):
+        refuse_plan(plan, build(), whole_batch(loss))
+    refuse_plan(plan, build(), loss)
 
 
 @pytest.mark.ranks
