@@ -36,7 +36,7 @@ ONE_SOURCE = (
     "internevo",
     "llm-foundry-fsdp",
     "fsdp_qlora",
-    "deepspeed",
+    "deepspeed@0.3",
     "megatron-deepspeed",
 )
 """Stacks whose figures come from one source: without it, each is one that nothing is known of."""
