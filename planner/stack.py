@@ -354,6 +354,7 @@ class Seen(Part):
     seq_len: tuple[Positive, Positive]
     pretraining: Flag = True
     tuning: Flag = False
+    eight_bits: Flag = False
 
 
 class Accuracy(Part):
