@@ -307,7 +307,7 @@ def placement_prediction(
         parts,
         max(stage.spread for stage in stages),
         measured=tables.profile is not None,
-        assumed=bool(assumed),
+        assumed=assumed,
     )
     flops = step_flops(
         model, seq_len=job.seq_len, global_batch=job.global_batch, frozen=job.lora is not None

@@ -70,9 +70,16 @@ class Sharding(Part):
     reduces_whole: Flag = False
     """ZeRO-1 sums all gradients on all ranks before each keeps its shard (no reduce-scatter)."""
     collectives_per_layer: Rate = 1.0
-    """Reductions of one layer's gradients: its tensors where nothing packs them into buckets."""
+    """Collectives for one layer's states: its tensors where nothing packs them into buckets."""
+    listed_s: Amount = 0.0
+    """Seconds of the host for each rank of such a collective whose parts are a list of tensors: a
+    view, checks and a copy each, before anything else is started."""
+    regathers: Flag = False
+    """A block that recomputes all of itself gathers its parameters for that and again for its
+    backward, since modules let go of them one by one."""
     overlap: Amount = Field(default=0.9, le=1)
-    """Share of ZeRO-3 collectives that can hide behind their neighbours' computation."""
+    """Share of ZeRO-3 collectives that can hide behind their neighbours' computation; the rest is
+    what kernels of collectives take of the device's multiprocessors beside it."""
     reduce_overlap: Amount = Field(default=0.0, le=1)
     """Share of the gradients' reduction that can hide behind the last micro-batch's backward."""
     gather_overlap: Amount = Field(default=0.0, le=1)
@@ -350,6 +357,7 @@ class Seen(Part):
     seq_len: tuple[Positive, Positive]
     pretraining: Flag = True
     tuning: Flag = False
+    eight_bits: Flag = False
 
 
 class Accuracy(Part):
@@ -368,6 +376,9 @@ class Versions(Part):
     of: Text
     since: Text | None = None
     until: Text | None = None
+    earlier: Text | None = None
+    """The stack of the releases before.  FlashAttention is of 2022: a run without fused attention
+    of a framework whose releases since then have it is read as one of those."""
 
 
 class Basis(Part):
