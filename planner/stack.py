@@ -31,6 +31,7 @@ Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
 Sends = Literal["each", "once"]
 SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "cheap"]
+Reported = Literal["allocated", "reserved"]
 Provenance = Literal["derived", "measured", "fitted", "assumed", "unexplained"]
 """`unexplained` is fitted, and no mechanism is known: it speaks of runs of one stack alone."""
 
@@ -210,6 +211,10 @@ class TensorRule(Part):
     collective; else the sequence is the first dimension of every activation."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of tensor-parallel collectives that hides behind the products around them."""
+    recorded: Amount = 0.0
+    """Undivided activations of each block that wait for their collective to end on the device
+    before the allocator gives their memory away again (c10d's record_stream), since the host runs a
+    pass ahead; the transfers of a pipeline hold it back."""
 
 
 class ExpertRule(Part):
@@ -346,6 +351,8 @@ class MemoryRule(Part):
     apart."""
     communicator_bytes: Amount = 0.0
     """Buffers of the collective library, of a process with more than one rank."""
+    reported: Reported = "allocated"
+    """Which peak runs tell that do not name it."""
 
 
 class Seen(Part):
