@@ -229,6 +229,8 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
         yield from _lora_obstacles(model, job, layout)
     if is_script(model.source or ""):
         yield from _script_obstacles(job, layout)
+    if layout.compile != "none":
+        yield from _compile_obstacles(layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     if layout.expert > 1 and a is None:
@@ -292,9 +294,31 @@ def _script_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
         )
     if layout.loss is not None:
         yield Obstacle("loss", "is in chunks; a script's loss is its own, leave it out")
+    if layout.compile != "none":
+        yield Obstacle("compile", "is block; a script compiles its own modules, leave it out")
     if schedule_of(layout.schedule).stale:
         yield Obstacle(
             "schedule", f"is {layout.schedule}, which a script's module does not train with"
+        )
+
+
+def _compile_obstacles(layout: Layout) -> Iterator[Obstacle]:
+    """Yield what a block does beside its graph, and cannot do inside it."""
+    place, executed = "compile", schedule_of(layout.schedule)
+    if layout.pipeline > 1 and executed.splits_backward:
+        yield Obstacle(
+            place,
+            f"is block, and {layout.schedule} puts weight gradients off inside the block; use none",
+        )
+    if layout.pipeline > 1 and executed.stale:
+        yield Obstacle(
+            place, f"is block, and {layout.schedule} changes weights behind the graph; use none"
+        )
+    if layout.expert > 1:
+        yield Obstacle(
+            place,
+            f"is block, and expert={layout.expert} sends as many tokens as the host counts inside "
+            "the block; use none",
         )
 
 

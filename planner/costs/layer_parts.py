@@ -330,7 +330,13 @@ _TRAFFIC_NAMES = tuple(field.name for field in fields(Traffic))
 
 def parts_key(layout: Layout) -> tuple[object, ...]:
     """What parts depend on."""
-    return layout.micro_batch, layout.sequence_parallel, *_sharing_key(layout)
+    return (
+        layout.micro_batch,
+        layout.sequence_parallel,
+        layout.loss,
+        layout.compile,
+        *_sharing_key(layout),
+    )
 
 
 def _sharing_key(layout: Layout) -> tuple[object, ...]:
@@ -348,5 +354,6 @@ def _sharing_key(layout: Layout) -> tuple[object, ...]:
         layout.micro_batches > 1,
         layout.offload,
         layout.gradient_wire,
+        layout.loss is None,
         weight_versions(layout),
     )
