@@ -429,6 +429,8 @@ class Engine:
         state = {name: value for name, value in state.items() if name in stored}
         checkpoint.load(place, state)
         self._optimizers.loaded(state)
+        for at, average in enumerate(self._averages):
+            average.loaded(f"ema{at or ''}", state)
         own = script_checkpoint.own_state(place, self.slice_rank)
         self._optimizers.take_settings(own["groups"])
         for name, one in (extra or {}).items():
@@ -459,7 +461,8 @@ class Engine:
 
         What is not named stays as it is.  Raises LaunchError where a shape is another.
         """
-        for name, value in self.state().items():
+        own = self.state()
+        for name, value in own.items():
             given = state.get(name.removeprefix("model."))
             if not name.startswith("model.") or given is None:
                 continue
@@ -475,6 +478,7 @@ class Engine:
                 value.to_local().copy_(copied.to_local())
             else:
                 value.copy_(given)
+        self._optimizers.loaded(own)
 
     def _whole_state(self, kind: str) -> dict[str, Tensor]:
         own = {}
@@ -515,8 +519,9 @@ class Engine:
                     parameter=parameter,
                     local=local.detach(),
                     copies=copies_of(parameter, world) * (tied.size() if tied else 1),
-                    partial=False,
+                    partial=name in part.divided.summed,
                     pieces=1,
+                    sections=part.divided.sections.get(name, ()),
                     tied=tied,
                     factor=1.0,
                 )

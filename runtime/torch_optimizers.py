@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from planner.errors import OptimizerError
 from runtime.gradient_wire import Mean
-from runtime.gradients import Gradients, Measured, Slot, whole_part
+from runtime.gradients import Gradients, Measured, Slot, take_sections, whole_part
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
 
@@ -292,6 +292,9 @@ class TorchOptimizers(Gradients):
         if not part.owned:
             whole = torch.empty(whole.shape, dtype=slot.local.dtype, device=self.device)
         dist.broadcast(whole, group=group, group_src=part.owner)
+        if slot.sections:
+            take_sections(slot, slot.local, whole)
+            return
         length = -(-whole.shape[dim] // group.size())
         begin = min(group.rank() * length, whole.shape[dim])
         slot.local.copy_(whole.narrow(dim, begin, slot.local.shape[dim]))
@@ -343,8 +346,14 @@ class TorchOptimizers(Gradients):
                 self._optimizer_of(part).state[part.plain] = dict(thrown.state[copy])
 
     def loaded(self, state: Mapping[str, Tensor]) -> None:
-        """Take over numbers from a state that was filled."""
+        """Take over from a state that was filled what does not share memory with it."""
+        for slot in self.slots:
+            if slot.sections and f"model.{slot.name}" in state:
+                take_sections(slot, slot.local, state[f"model.{slot.name}"])
         for name, key, value in list(self._states()):
+            slot, saved = self._parts[name].slot, state.get(f"optim.{name}.{key}")
+            if isinstance(value, Tensor) and slot.sections and saved is not None and value.ndim:
+                take_sections(slot, value, saved)
             if not isinstance(value, Tensor):
                 found = float(state[f"optim.{name}.{key}"])
                 part = self._parts[name]
@@ -392,5 +401,4 @@ def _division(slot: Slot) -> tuple[dist.ProcessGroup, int]:
 
 def _whole_of(slot: Slot, local: Tensor) -> Tensor:
     part = whole_part(slot, local)
-    assert isinstance(part, DTensor)
-    return part.full_tensor()
+    return part.full_tensor() if isinstance(part, DTensor) else part
