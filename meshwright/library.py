@@ -158,7 +158,7 @@ def search(
         raise DocumentError("batch", "is missing; give an example of a global batch")
     need_torch("building a module")
     from runtime.batches import samples_in  # noqa: PLC0415 - needs torch
-    from runtime.script_model import batch_leaves, script_model  # noqa: PLC0415
+    from runtime.script_model import DEGREES, batch_leaves, script_model  # noqa: PLC0415
 
     graph: ModelGraph = script_model(
         model(),
@@ -169,6 +169,7 @@ def search(
         name=_name(model),
         optimizer=optimizer,
         groups=groups,
+        degrees=DEGREES,
     )
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)

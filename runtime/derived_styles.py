@@ -40,7 +40,6 @@ from runtime.divided import (
     run_divided,
     shapes_of,
     shards,
-    surround,
     with_numbers,
     with_tensors,
 )
@@ -388,7 +387,9 @@ class _Logging(Sizes):
     def sized(self, func: Any, site: Site, args: Any, kwargs: Any) -> Any:
         made = func(*args, **kwargs)
         self._log.sized.setdefault(site, []).append((shapes_of((args, kwargs)), shapes_of(made)))
-        given = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        given = next(
+            (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None
+        )
         if id(given) in self._log.columns and isinstance(made, tuple | list) and given is not None:
             for dim in range(given.ndim):
                 sizes = tuple(one.shape[dim] for one in made)
@@ -448,7 +449,8 @@ class _Learning(Following):
         numbers = numbers_in((args, kwargs))
         places = [at for at, number in enumerate(numbers) if number > 1 and number % t == 0]
         subsets = [
-            chosen for size in range(min(len(places), 4) + 1)
+            chosen
+            for size in range(min(len(places), 4) + 1)
             for chosen in itertools.combinations(places, size)
         ]
         if name in ("narrow", "__getitem__"):  # a start alone does not show in shapes
@@ -465,7 +467,9 @@ class _Learning(Following):
             if _is_part(made, after, name, given, t):
                 return changes
         sizes = [number for number in numbers if number > 1]
-        raise _Refused(f"{name}({', '.join(map(str, sizes))}) makes no part of what the whole makes")
+        raise _Refused(
+            f"{name}({', '.join(map(str, sizes))}) makes no part of what the whole makes"
+        )
 
     def joined(self, name: str, site: Site, args: Any, kwargs: Any) -> tuple[Any, Any]:
         before = self._next(site, self._log.joined, name)
@@ -513,8 +517,10 @@ def _taken(
 
 def _divided_dim(here: Sequence[int], whole: Sequence[int], degree: int) -> int:
     differing = [at for at, (a, b) in enumerate(zip(here, whole, strict=False)) if a != b]
-    if len(here) != len(whole) or len(differing) != 1 or (
-        here[differing[0]] * degree != whole[differing[0]]
+    if (
+        len(here) != len(whole)
+        or len(differing) != 1
+        or (here[differing[0]] * degree != whole[differing[0]])
     ):
         raise _Refused(f"a tensor {list(whole)} is {list(here)} on a part")
     return differing[0]
@@ -754,7 +760,11 @@ class _Study:
         twin = copy.deepcopy(unit)
         for region in regions:
             log = logs[region.paths]
-            _note_outputs(twin, region, lambda path, out, log=log: log.columns.__setitem__(id(out), (out, path)))
+            _note_outputs(
+                twin,
+                region,
+                lambda path, out, log=log: log.columns.__setitem__(id(out), (out, path)),
+            )
             run_divided(twin, region, Rules(), watch, around=lambda log=log: _Logging(log, watch))
         return _run(twin, given, watch, training=training)
 
@@ -840,20 +850,23 @@ class _Study:
         return frozenset(partial)
 
 
-def part_unit(
-    unit: nn.Module, regions: Sequence[Region], rank: int, degree: int
-) -> nn.Module:
+def part_unit(unit: nn.Module, regions: Sequence[Region], rank: int, degree: int) -> nn.Module:
     """Return a copy of a unit with a rank's parts of what is divided."""
     twin = copy.deepcopy(unit)
+    take_parts(twin, regions, rank, degree)
+    return twin
+
+
+def take_parts(unit: nn.Module, regions: Sequence[Region], rank: int, degree: int) -> None:
+    """Leave a unit a rank's parts of what is divided."""
     for region in regions:
-        for name, dim, pieces in shards(twin, region):
+        for name, dim, pieces in list(shards(unit, region)):
             path, _, attribute = name.rpartition(".")
-            owner = twin.get_submodule(path)
+            owner = unit.get_submodule(path)
             whole = owner._parameters.get(attribute)
             if whole is not None:
                 part = part_of(whole.detach(), dim, pieces, rank, degree).clone()
                 owner._parameters[attribute] = nn.Parameter(part, whole.requires_grad)
-    return twin
 
 
 def _note_outputs(unit: nn.Module, region: Region, note: Callable[[str, Tensor], None]) -> None:
@@ -904,7 +917,14 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
         made = tree_leaves(unit(*args, **kwargs))
     except _Refused:
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, MeshwrightError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        IndexError,
+        AssertionError,
+        MeshwrightError,
+    ) as error:
         line = (str(error).splitlines() or [""])[0]
         raise _Refused(f"on a part: {type(error).__name__}: {line}") from error
     outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
@@ -913,7 +933,9 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
         needing = [one for one in outputs if one.requires_grad]
         grads = [torch.randn(one.shape, generator=generator) for one in needing]
         if needing:
-            torch.autograd.backward(needing, [g.to(o.dtype) for g, o in zip(grads, needing, strict=True)])
+            torch.autograd.backward(
+                needing, [g.to(o.dtype) for g, o in zip(grads, needing, strict=True)]
+            )
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return _Run(
         outputs=[one.detach() for one in outputs],
@@ -1005,7 +1027,9 @@ def _flow(unit: nn.Module, given: Any) -> _Flow:
         made = [leaf for leaf in tree_leaves(twin(*args, **kwargs)) if isinstance(leaf, Tensor)]
     except Exception as error:  # the user's code on random numbers may fail in any way
         line = (str(error).splitlines() or [""])[0]
-        raise _Refused(f"cannot be run on random numbers: {type(error).__name__}: {line}") from error
+        raise _Refused(
+            f"cannot be run on random numbers: {type(error).__name__}: {line}"
+        ) from error
     order = list(inputs)
     before = {path: _nearest(fn, outputs) for path, fn in inputs.items()}
     behind: dict[str, set[str]] = {path: set() for path in order}

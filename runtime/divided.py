@@ -321,7 +321,7 @@ def _heads(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Do what nn.MultiheadAttention does, with some of its heads; weights are means over all."""
-    if query.ndim != 3 or (need_weights and not average_attn_weights):  # noqa: PLR2004
+    if query.ndim != 3 or (need_weights and not average_attn_weights):
         raise RecordError("nn.MultiheadAttention without a batch, or with weights of each head")
     entered = _Entry(across)
     q, k, v = (
@@ -357,7 +357,7 @@ def _mask(
     """Return what is added to scores [sample, own head, query, key]."""
     found: Tensor | None = None
     if given is not None:
-        if given.ndim == 3:  # noqa: PLR2004 - of each sample and head
+        if given.ndim == 3:
             own = slice(across.rank * q.shape[1], (across.rank + 1) * q.shape[1])
             given = given.unflatten(0, (-1, heads))[:, own]
         found = _added(given, q)
@@ -380,11 +380,14 @@ def site_of(frame: types.FrameType | None) -> Site:
     """Return where a call stands, up to the forward of the region's owner."""
     found = []
     while frame is not None and frame.f_code is not _OF_REGION:
-        found.append((id(frame.f_code), frame.f_lasti))
+        # Calls of modules take other ways where there are hooks.
+        if frame.f_code.co_filename != _MODULE_FILE:
+            found.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
 
 
+_MODULE_FILE = nn.Module.__call__.__code__.co_filename
 _OF_REGION = next(
     one
     for one in surround.__code__.co_consts
@@ -541,7 +544,7 @@ def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether a function that may draw random numbers does."""
     if name in DROPOUTS:
         return probability(args, kwargs) > 0 and bool(
-            kwargs.get("training", args[2] if len(args) > 2 else True)  # noqa: PLR2004
+            kwargs.get("training", args[2] if len(args) > 2 else True)
         )
     return name == ATTENTION and attention_dropout(args, kwargs) > 0
 
@@ -553,7 +556,7 @@ def probability(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
 
 def attention_dropout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """Return how much of its shares an attention drops."""
-    return float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))  # noqa: PLR2004
+    return float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
 
 
 def drawn(
@@ -614,9 +617,7 @@ def _attention(
         scores = scores.masked_fill(~seen, float("-inf"))
     if attn_mask is not None:
         hidden = attn_mask.dtype == torch.bool
-        scores = (
-            scores.masked_fill(~attn_mask, float("-inf")) if hidden else scores + attn_mask
-        )
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if hidden else scores + attn_mask
     shares = torch.softmax(scores, -1)
     return shares * _noise(shares, dropout_p, -3, across) @ value
 

@@ -43,6 +43,7 @@ from planner.layers.operator_table import (
     Operator,
     Setting,
     Table,
+    either,
     larger,
     share,
 )
@@ -273,7 +274,7 @@ class LayerFigures:
         def link_s(operation: Collective, size_bytes: float, axis: GroupAxis) -> float:
             group = by_axis[axis]
             seconds = self._rates.link_s(operation, size_bytes, group)
-            return seconds + self._waits_s(operation, group, axis)
+            return either(size_bytes > 0, seconds + self._waits_s(operation, group, axis), 0.0)
 
         return link_s
 
@@ -297,7 +298,7 @@ class LayerFigures:
             for group, indices in members[axis].values():
                 seconds = self._rates.link_s(operation, sizes[indices], group)
                 result[indices] = seconds + self._waits_s(operation, group, axis)
-            return cast(float, result)
+            return cast(float, np.where(sizes > 0, result, 0.0))
 
         return link_s
 

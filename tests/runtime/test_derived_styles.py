@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from runtime.batches import part_of
 from runtime.derived_styles import DerivedStyles, style_text
 from runtime.recorder import Recorder
 from runtime.script_engine import Engine
 from runtime.script_model import few_samples
-from tests.runtime.divisible import MODULES, STYLES, WIDTH
+from tests.runtime.divisible import MODULES, STYLES
 from tests.runtime.ranks import on_ranks
 
 SAMPLES, STEPS = 8, 2
