@@ -68,11 +68,22 @@ class Experts(Part):
     """What shared experts give is weighed by a product with one vector (Qwen2-MoE)."""
     dense_layers: Count = 0
     """How many leading blocks have a plain MLP (of `Architecture.ffn_size`) instead."""
+    groups: Positive | None = None
+    """A token's experts are chosen from `groups_per_token` of so many groups, which is called
+    node-limited routing; None: from all experts."""
+    groups_per_token: Positive | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.per_token > self.count:
             raise ValueError(f"per_token is {self.per_token}, more than the {self.count} experts")
+        groups, chosen = self.groups or 1, self.groups_per_token or 1
+        if self.count % groups or chosen > groups:
+            raise ValueError(
+                f"groups_per_token is {chosen} of {groups} groups, of {self.count} experts"
+            )
+        if self.per_token > self.count // groups * chosen:
+            raise ValueError(f"per_token is {self.per_token}, more than {chosen} groups have")
         return self
 
 

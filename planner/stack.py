@@ -29,6 +29,7 @@ Unit = Literal["layer", "buffer"]
 parameters a shard is a part of them."""
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
+Sends = Literal["each", "once"]
 SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks"]
 Provenance = Literal["derived", "measured", "fitted", "assumed", "unexplained"]
 """`unexplained` is fitted, and no mechanism is known: it speaks of runs of one stack alone."""
@@ -146,9 +147,16 @@ class EightBit(Part):
     """Which products of a block are narrow: those of Linears, or of experts' matrices too."""
     large_rate: Flag = True
     """They reach the share of the curve that the device's large products do, else all of it."""
-    written_bytes: Amount = 2.0
-    """Memory traffic per element of an input that the operator before writes in 8 bits too, as is
-    and transposed."""
+    input_bytes: Amount = 2.0
+    """Memory traffic per element of bringing a product's input to 8 bits, as is and transposed for
+    the gradient of its weights."""
+    gradient_bytes: Amount = 4.0
+    """The same of the gradient of a product's output."""
+    weight_bytes: Amount = 0.0
+    """The same of a weight, in each forward and in each backward; 0 where a step casts it once."""
+    gathered: tuple[Literal["activations", "parameters"], ...] = ()
+    """What is gathered in 8 bits: activations and their gradients along the sequence between
+    tensor-parallel ranks, the blocks' parameters under ZeRO-3."""
     cast_bytes: Amount = 0.0
     """Memory traffic of rounding an operand, per element; 0 where another kernel writes it so."""
     cast_kernels: Count = 0
@@ -205,6 +213,17 @@ class ExpertRule(Part):
     of modules that index rows."""
     grouped_share: Fraction = 1.0
     """Rate of products of many experts together over that of one product as large."""
+    sends: Sends = "each"
+    """A token is sent to each of its experts (all-to-all of the collective library), or once to
+    every node and there once to every rank that has some of them (DeepEP, HybridEP)."""
+    narrow_sends: Flag = False
+    """Tokens on their way to experts, and gradients on theirs, are in 8 bits where products are;
+    what is combined stays in 16."""
+    links_rate: Rate = 1.0
+    """Rate of these exchanges over that of the collective library's all-to-all."""
+    overlap: Amount = Field(default=0.0, le=1)
+    """Share of the exchanges that hides behind passes of another micro-batch (DualPipe, Megatron's
+    combined 1F1B); the rest is what multiprocessors that send do not compute."""
     skew: Rate = 1.0
     """Busiest expert rank over the mean."""
 

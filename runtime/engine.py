@@ -419,7 +419,7 @@ class Engine:
                 virtual_stages=plan.virtual_stages,
             ),
             micro_batches=plan.micro_batches,
-            group=place.axis("pipeline").get_group(),
+            groups=place.pipeline_groups(),
             device=self.device,
             loss=self._micro_batch_loss,
             everywhere=TOKENS if self._adapter.model.edges or self._documents else None,

@@ -607,7 +607,7 @@ class Engine:
                 virtual_stages=plan.virtual_stages,
             ),
             micro_batches=plan.micro_batches,
-            group=self._place.axis("pipeline").get_group(),
+            groups=self._place.pipeline_groups(),
             device=self.device,
             loss=self._micro_loss,
             stores={stage: part.store for stage, part in parts.items() if part.store} or None,

@@ -57,12 +57,20 @@ class Kernels:
     """Rate of grouped products over that of one product as large."""
     expert_skew: float = 1.1
     """Busiest expert rank over the mean."""
+    expert_once: bool = False
+    """Tokens are sent once to every node and rank that has some of their experts."""
+    expert_narrow: bool = False
+    """Tokens sent to experts, and gradients, are in 8 bits."""
     shared_divided: bool = False
     """Experts that all tokens share are divided like a dense MLP beside experts on own ranks."""
     frozen: Adapters | None = None
     """Which products have adapters where weights are frozen; None: weights are trained."""
     restored_bytes: float = 0.0
     """Traffic per weight of bringing it to 16 bits before each product."""
+
+    def adapts(self, *, adapted: bool) -> bool:
+        """Whether a product has an adapter; `adapted` ones do where only attention's have."""
+        return self.frozen == "all" or (self.frozen == "attention" and adapted)
 
     def back(self, moved_bytes: float, own_bytes: float) -> float:
         """Return the traffic of a backward, of forward's and what is counted of its own."""
@@ -107,6 +115,8 @@ def kernels_of(
         expert_moves=stack.experts.moves,
         expert_share=stack.experts.grouped_share,
         expert_skew=stack.experts.skew,
+        expert_once=stack.experts.sends == "once",
+        expert_narrow=precision in EIGHT_BITS and stack.experts.narrow_sends,
         shared_divided=stack.experts.shared == "divided",
         frozen=rule.adapters if frozen and rule.adapters != "none" else None,
         restored_bytes=rule.restored_bytes if quantised else 0.0,

@@ -21,6 +21,7 @@ import numpy as np
 
 from planner.cluster import Collective, Precision
 from planner.layers.kernels import MODULES, Kernels
+from planner.layers.routing import Routing
 from planner.plan import ChunkedLoss
 from planner.profile import Recompute
 from planner.stack import SelectiveRecompute
@@ -179,7 +180,8 @@ class Operator:
     """One step of a layer's forward pass on one rank.
 
     For communication `moved_bytes` is the size in the sense of nccl-tests: gathered output,
-    scattered input, reduced buffer.
+    scattered input, reduced buffer; a backward's size differs in all-to-alls alone, which have
+    `backward_moved_bytes`.
     """
 
     name: str
@@ -208,10 +210,17 @@ class Operator:
     """Whether a product's weights have no gradient, which leaves one product to its backward."""
     share: float = 1.0
     """Rate over that of one product as large."""
+    routing: Routing | None = None
+    """Of an exchange in which each token is sent once to every node and rank that has some of its
+    experts: `moved_bytes` are those of one copy of each token."""
     only: Pass | None = None
     """The one pass that has a collective, where the other has none."""
     ring: bool = False
     """Whether a gather goes round with its use, and its backward twice: once with gradients."""
+    aligned: bool = True
+    """Whether a product's dimensions are multiples of what 8-bit kernels take."""
+    wide: bool = False
+    """Whether what a gather brings is needed in 16 bits, however its products are."""
     in_core: bool = False
     """Of written-out attention between its projections: scores, softmax, dropout, values."""
 

@@ -139,14 +139,17 @@ def test_what_fp8_does_not_round_runs_as_in_bf16() -> None:
     assert wide.eight_bit_flops is None
 
 
-def test_an_input_that_the_operator_before_wrote_narrow_costs_two_bytes_an_element() -> None:
-    # 8-bit operands read, the input written so as is and transposed, the result in 16 bits.
+def test_fused_casts_read_inputs_gradients_and_weights_once_in_each_pass() -> None:
+    # torchao's tensorwise casts under a compiler: of x 2 read and 1 + 1 written, of the output's
+    # gradient its largest beforehand too, of a weight that came in 8 bits the other order.
     narrow = Device(
         peak_flops=100e12,
         memory_bytes_per_s=1e12,
         curve=CURVE,
         eight_bit_flops=200e12,
-        written_bytes=2.0,
+        input_bytes=4.0,
+        gradient_bytes=6.0,
+        weight_bytes=2.0,
     )
     x, w, y = 1e9, 2e9, 3e9  # elements
     product = Operator(
@@ -158,12 +161,20 @@ def test_an_input_that_the_operator_before_wrote_narrow_costs_two_bytes_an_eleme
         moved_bytes=2 * (x + w + y),
         weights=w,
     )
+    three = replace(product, kernels=3, moved_bytes=2 * (3 * x + w + y))
 
-    forward = narrow_forward_s(product, narrow)
-
-    assert forward == pytest.approx(5e-6 + 1e12 / 100e12 + (x + w + 2 * x + 2 * y) / 0.8e12)
-    assert narrow_backward_s(product, narrow) == pytest.approx(2 * forward)
-    assert narrow_backward_s(replace(product, frozen=True), narrow) == pytest.approx(forward)
+    products_s, memory = 1e12 / 100e12, 0.8e12
+    forward_s, cast = products_s + 5e-6 + (x + w + 2 * y) / memory, (4 * x + 2 * w) / memory
+    assert narrow_forward_s(product, narrow) == pytest.approx(forward_s + cast)
+    # Three products of one input read it three times, and cast it once.
+    assert narrow_forward_s(three, narrow) - narrow_forward_s(product, narrow) == pytest.approx(
+        2 * 5e-6 + 2 * x / memory
+    )
+    back = (6 * y + 2 * w) / memory
+    assert narrow_backward_s(product, narrow) == pytest.approx(2 * forward_s + back)
+    assert narrow_backward_s(replace(product, frozen=True), narrow) == pytest.approx(
+        forward_s + back
+    )
 
 
 def test_frozen_weights_have_one_product_in_backward() -> None:

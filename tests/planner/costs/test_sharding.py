@@ -54,6 +54,17 @@ def step_s(moving: Traffic, micro_batches: int) -> float:
     return micro_batches * each + moving.gather_per_step_s + moving.reduce_per_step_s
 
 
+def test_parameters_that_are_gathered_in_eight_bits_are_half_as_large(quoted: Rates) -> None:
+    narrow = traffic(N, sharing(3), SHARDED, quoted, narrow=True)
+
+    assert narrow.forward_gather_s == pytest.approx(quoted.link_s("all_gather", N, EIGHT))
+    assert of(3, quoted).backward_s - narrow.backward_s == pytest.approx(
+        of(3, quoted).forward_gather_s - narrow.forward_gather_s
+    )
+    # What is gathered once a step are the parameters that it trains.
+    assert traffic(N, sharing(1), SHARDED, quoted, narrow=True) == of(1, quoted)
+
+
 @pytest.mark.parametrize(
     ("zero", "pipelined", "gathers", "reductions"),
     [
