@@ -21,7 +21,8 @@ from planner.model import BatchLeaf, DividedLayer, Layer, LayerTrace, ModelGraph
 from planner.plan import Plan
 from planner.units import name_of
 from runtime.batches import samples_in
-from runtime.derived_styles import DerivedStyles, take_parts
+from runtime.derived_styles import DerivedStyles
+from runtime.divided_trial import take_parts
 from runtime.loss import counted
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recorder import Inputs, Recorder, arguments, has_data, unchanged

@@ -21,8 +21,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedules import schedule_of
-from runtime.derived_styles import DerivedStyles, DividedUnit
+from runtime.derived_styles import DerivedStyles
 from runtime.divided import Ranks, part_of, shards
+from runtime.divided_trial import DividedUnit
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.recording import Held
@@ -137,9 +138,9 @@ def divide(stage: RecordedStage, styles: ScriptStyles, mesh: DeviceMesh) -> Divi
                 whole = holder._parameters.get(attribute)
                 if whole is None:
                     continue
-                part = part_of(whole.detach(), dim, pieces, group.rank(), group.size()).clone()
+                local = part_of(whole.detach(), dim, pieces, group.rank(), group.size()).clone()
                 holder._parameters[attribute] = nn.Parameter(
-                    DTensor.from_local(part, mesh, [Shard(dim)], run_check=False),
+                    DTensor.from_local(local, mesh, [Shard(dim)], run_check=False),
                     requires_grad=whole.requires_grad,
                 )
                 if len(pieces) > 1:

@@ -256,7 +256,8 @@ def traced(layer: Layer, setting: Setting) -> Table:
         backward_moved_bytes=4 * (stored + output),
         workspace_bytes=figure(lambda of: of.transient_bytes) * scale,
     )
-    operators, outside = (operator,), 0
+    operators: tuple[Operator, ...] = (operator,)
+    outside = 0
     if layer.divided and setting.divides_tensors:
         sums = [
             _sum_over_ranks(layer, setting, name, size * scale)
