@@ -58,7 +58,12 @@ class DividedUnit:
 
 
 def with_data(leaf: Any) -> Any:
-    """Return a tensor on the CPU; of one without data, random numbers, zeros or True."""
+    """Return a tensor on the CPU; of one without data, random numbers, zeros or True.
+
+    Those in 16 bits are in fp32, in which units are compared.
+    """
+    if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16):
+        leaf = leaf.float()
     if not isinstance(leaf, Tensor) or has_data((leaf,)):
         return leaf.cpu() if isinstance(leaf, Tensor) else leaf
     if leaf.is_floating_point():
@@ -494,10 +499,12 @@ def _refuse_indivisible(unit: nn.Module, region: Region, degree: int) -> None:
 def _with_random_numbers(unit: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in unit.parameters():
-        made = torch.randn(parameter.shape, dtype=parameter.dtype)
+        if not parameter.is_floating_point():
+            raise Refused("has weights that are no numbers in floating point")
+        made = torch.randn(parameter.shape)
         if parameter.ndim > 1:
             made /= math.sqrt(max(1, made.numel() // made.shape[0]))
-        memo[id(parameter)] = nn.Parameter(made) if made.is_floating_point() else parameter
+        memo[id(parameter)] = nn.Parameter(made)
     for buffer in unit.buffers():
         memo[id(buffer)] = with_data(buffer).clone()
     return copy.deepcopy(unit, memo)
