@@ -26,7 +26,6 @@ from planner.layers.operators import norm
 from planner.layers.parameters import OPT_POSITION_OFFSET, norm_parameters, norms_of_block
 from planner.model import Architecture, Layer, ModelGraph
 
-
 NORMS_BEHIND = ("olmo2", "olmo3")
 """Families whose norms read what attention and MLP return, which is as large as what they are said
 to read here."""
