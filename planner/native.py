@@ -286,8 +286,8 @@ def _script_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what meshwright.Engine does not train a script's module with."""
     if job.precision not in ("fp32", "tf32", "bf16"):
         yield Obstacle("precision", f"is {job.precision}; a script's module trains in fp32 or bf16")
-    if layout.offload != "none":
-        yield Obstacle("offload", f"is {layout.offload}; a script's module stays on the device")
+    if layout.offload == "parameters":
+        yield Obstacle("offload", "is parameters; those of a script's module stay on the device")
     if layout.gradient_wire != "full":
         yield Obstacle(
             "gradient_wire", f"is {layout.gradient_wire}; gradients of a script's module are full"

@@ -30,7 +30,7 @@ parameters a shard is a part of them."""
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
 Sends = Literal["each", "once"]
-SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks"]
+SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "cheap"]
 Provenance = Literal["derived", "measured", "fitted", "assumed", "unexplained"]
 """`unexplained` is fitted, and no mechanism is known: it speaks of runs of one stack alone."""
 
@@ -118,6 +118,8 @@ class Kernels(Part):
     core_traffic: Flag = False
     """That kernel's reads and writes count beside its FLOPs, at whose measured rate they are
     hidden."""
+    pads_values: Flag = False
+    """That kernel has one width of heads: narrower values are padded to the width of queries."""
     dropout: Flag = False
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
     adapters: Literal["none", "attention", "all"] = "all"
@@ -180,7 +182,8 @@ class RecomputeRule(Part):
     selective: SelectiveRecompute = "attention"
     """Selective recompute drops written-out attention's scores; all outputs but attention's and
     every second product's; all outputs but products', attention's and those of collectives that
-    shrink; or all of every second block."""
+    shrink; all of every second block; or what is `cheap` to make again: norms, gated products and
+    the projections up from latents."""
     early_stop: Flag = False
     """Recomputation stops when the last tensor that backward needs is there again."""
 
@@ -475,6 +478,10 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "flash": {"kernels.flash_attention": True},
     "eager-attention": {"kernels.flash_attention": False},
     "compiled": {f"kernels.{part}": "fused" for part in ("norm", "gate", "rotary")},
+    "fa2": {"kernels.attention": "fa2"},
+    "deepep": {"experts.sends": "once", "experts.links_rate": 1.25},
+    "expert-overlap": {"experts.overlap": 0.8},
+    "cheap-recompute": {"recompute.selective": "cheap"},
 }
 """What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""
 

@@ -107,8 +107,7 @@ def parallel_stage(
         if store is not None or eight:
             defer(layer, store, EightBits() if eight else PLAIN)
     loads = _loads(layers, device)
-    factors = _over_experts(layers, plan, place) if plan.mesh.expert > 1 else {}
-    summed = _over_tensor(layers, plan, adapter, place) if plan.mesh.tensor > 1 else set()
+    factors, summed = _divided(layers, plan, adapter, place)
     chunked = _chunk(layers, plan, place, targets)
     shared = _shared(layers)
     apart = reduces_apart(plan, place)
@@ -213,6 +212,21 @@ def _loads(layers: dict[str, nn.Module], device: torch.device) -> dict[str, Load
         for name, layer in layers.items()
         for module in experts.modules_of(layer).values()
     }
+
+
+def _divided(
+    layers: dict[str, nn.Module], plan: Plan, adapter: Adapter, place: Place
+) -> tuple[dict[str, float], set[str]]:
+    """Divide all layers over experts and the tensor axis.
+
+    Return what to multiply gradients with, and the parameters whose gradients are partial.
+    """
+    factors = _over_experts(layers, plan, place) if plan.mesh.expert > 1 else {}
+    summed = _over_tensor(layers, plan, adapter, place) if plan.mesh.tensor > 1 else set()
+    if plan.mesh.expert > 1:  # now that the input of a mixture is what its parts get
+        for layer in layers.values():
+            experts.compute_shared_meanwhile(layer)
+    return factors, summed
 
 
 def _over_experts(layers: dict[str, nn.Module], plan: Plan, place: Place) -> dict[str, float]:

@@ -85,22 +85,16 @@ def _optimizer_bytes(module: nn.Module, optimizer: Factory, groups: GroupOf | No
     return sum(kept) / count if count else 0.0
 
 
-def check_module(
-    plan: Plan,
-    module: nn.Module,
-    batch: Any,
-    inputs: Inputs | None = None,
-    *,
-    units: Sequence[str] | None = None,
-) -> None:
+def check_module(plan: Plan, recorder: Recorder) -> None:
     """Refuse a module that does something else than the one that was planned.
 
-    What counts is names, shapes and calls, not the text of the source: a comment changes nothing.
+    `recorder` has recorded it in fp32, with SAMPLES of a batch.  What counts is names, shapes and
+    calls, not the text of the source: a comment changes nothing.
     """
     graph = plan.model.graph
     if graph is None or graph.recording is None:
         return
-    found = Recorder.of(module, few_samples(batch, SAMPLES), inputs, units=units).first
+    found = recorder.first
     if found.digest != graph.recording:
         planned = {layer.name: layer.parameters for layer in graph.layers}
         here = [layer.name for layer in found.layers]
@@ -113,23 +107,16 @@ def check_module(
         )
 
 
-def check_replay(
-    module: nn.Module,
-    batch: Any,
-    inputs: Inputs | None = None,
-    *,
-    units: Sequence[str] | None = None,
-) -> None:
+def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> None:
     """Refuse a module whose replayed forward makes something else than the module, on real data.
 
     What a recording cannot see is Python's own state: a counter, a list, a random number of Python.
-    A module of more than MOST_CHECKED parameters, and one without data, is not tried.
+    `few` is the batch that `recorder` recorded.  A module of more than MOST_CHECKED parameters, and
+    one without data, is not tried.
     """
     count = sum(parameter.numel() for parameter in module.parameters())
-    if count > MOST_CHECKED or not has_data((*tree_leaves(batch), *module.parameters())):
+    if count > MOST_CHECKED or not has_data((*tree_leaves(few), *module.parameters())):
         return
-    few = few_samples(batch, SAMPLES)
-    recorder = Recorder.of(module, few, inputs, units=units)
     stage = RecordedStage(module, recorder, 0, len(recorder.first.layers)).train()
     args, kwargs = arguments(recorder.inputs(few))
     # Twice: what counts its calls makes another thing each time.

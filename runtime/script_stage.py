@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.script_tensor import divide
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
+from runtime.whole_batch import whole_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,27 +51,57 @@ def check_layers(plan: Plan, recorder: Recorder) -> None:
         )
 
 
-def refuse_plan(plan: Plan) -> None:
-    """Refuse what is not executed for modules of a script."""
-    degrees = {name: getattr(plan.mesh, name) for name in ("context", "expert")}
-    reason = next((f"mesh.{name}: is {size}" for name, size in degrees.items() if size > 1), "")
-    if plan.offload != "none":
-        reason = f"offload: is {plan.offload}"
-    if plan.gradient_wire != "full":
-        reason = f"gradient_wire: is {plan.gradient_wire}"
-    if plan.shares is not None:
-        reason = "shares: are unequal"
-    if plan.mesh.pipeline > 1 and schedule_of(plan.schedule).stale:
-        reason = f"schedule: is {plan.schedule}"
-    if plan.precision == "fp8":
-        reason = "precision: is fp8"
-    if plan.training.lora is not None:
-        reason = "training.lora: is set"
-    if reason:
-        raise LaunchError(
-            f"{reason}, which is not executed for a module of a script; use data parallelism, "
-            "ZeRO, pipelines and recompute"
+def refuse_plan(plan: Plan, module: nn.Module, loss: object) -> None:
+    """Refuse what is not executed for modules of a script, with the way out."""
+    for what, way_out in _refused(plan, module, loss):
+        raise LaunchError(f"{what}, which meshwright.Engine does not execute; {way_out}")
+
+
+def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[tuple[str, str]]:
+    """Yield each field that is refused, and what to do instead."""
+    if plan.mesh.context > 1:
+        yield (
+            f"mesh.context: is {plan.mesh.context}",
+            "attention of your own module sees the positions that it is given: divide samples or "
+            "layers, or recompute; `meshwright launch` divides positions of language models",
         )
+    if plan.mesh.expert > 1:
+        yield (
+            f"mesh.expert: is {plan.mesh.expert}",
+            "use ZeRO 3, which divides the weights of experts too; `meshwright launch` divides "
+            "experts of language models",
+        )
+    if plan.offload == "parameters":
+        yield "offload: is parameters", "use ZeRO 3, or offload: optimizer"
+    if plan.gradient_wire != "full":
+        yield f"gradient_wire: is {plan.gradient_wire}", "use full"
+    if plan.mesh.pipeline > 1 and schedule_of(plan.schedule).stale:
+        yield f"schedule: is {plan.schedule}", "use 1f1b, or zb-h1 for a smaller bubble"
+    if plan.precision == "fp8":
+        yield (
+            "precision: is fp8",
+            "use bf16, and convert modules in build() (torchao: convert_to_float8_training)",
+        )
+    if plan.training.lora is not None:
+        yield (
+            "training.lora: is set",
+            "adapt the module in build(), as get_peft_model of peft does: what is frozen has no "
+            "gradients and no state",
+        )
+    if plan.shares is not None:
+        norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
+        name = next((name for name, part in module.named_modules() if isinstance(part, norms)), "")
+        if name:
+            yield (
+                "shares: are unequal",
+                f"{name} is a BatchNorm, whose statistics are those of all ranks' micro-batches: "
+                "use equal shares, or another norm",
+            )
+        if isinstance(loss, whole_batch):
+            yield (
+                "shares: are unequal",
+                "a loss over the whole batch gathers as much from each rank: use equal shares",
+            )
 
 
 def refuse_shared(plan: Plan, recorder: Recorder) -> None:

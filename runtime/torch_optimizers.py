@@ -27,6 +27,8 @@ from runtime.gradient_wire import Mean
 from runtime.gradients import Gradients, Measured, Slot, whole_part
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
+from runtime.quantized_state import bytes_of, is_quantized, plain_values, take_values
+from runtime.streamed_state import StreamedState, steps_apart
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
@@ -35,6 +37,8 @@ GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
 PROBE_ROWS, PROBE_COLUMNS, PROBE_STEPS = 6, 5, 4
 PROBE_CUTS = ((2, 4), (6, 0))
+PROBE_ELEMENTS = 16384
+"""A power of two that is more than the blocks in which optimizers keep state in few bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ def _probed(
     rows: slice,
 ) -> tuple[Tensor, bool]:
     """Return some rows after a few steps, and whether the state has their shape or is numbers."""
-    with torch.random.fork_rng(devices=()):
+    with torch.random.fork_rng(devices=()), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         parameter = nn.Parameter(first[rows].clone())
         optimizer = made(factory, [{"params": [parameter], **settings}])
@@ -141,7 +145,7 @@ def state_bytes(group: Group, shapes: Iterable[torch.Size]) -> float:
     """Return the bytes that an optimizer keeps beside fp32 parameters of these shapes: it is tried.
 
     Numbers, such as a count of steps, are left out.  An update that looks at whole matrices is
-    tried on each shape once, others on a small matrix.
+    tried on each shape once, others on as many elements, or PROBE_ELEMENTS to twice those.
 
     >>> sgd = Group(torch.optim.SGD, {"momentum": 0.9}, ())
     >>> state_bytes(sgd, [torch.Size((3, 5))])
@@ -153,14 +157,20 @@ def state_bytes(group: Group, shapes: Iterable[torch.Size]) -> float:
         parameter = nn.Parameter(torch.zeros(shape))
         parameter.grad = torch.zeros(shape)
         optimizer = made(group.factory, [{"params": [parameter], **group.settings}])
-        optimizer.step()
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
         kept = optimizer.state[parameter].values()
-        return sum(value.nbytes for value in kept if isinstance(value, Tensor) and value.ndim)
+        return sum(bytes_of(value) for value in kept if isinstance(value, Tensor) and value.ndim)
 
-    if is_elementwise(group.factory, group.settings):
-        small = torch.Size((PROBE_ROWS, PROBE_COLUMNS))
-        return sum(shape.numel() for shape in shapes) * of(small) / small.numel()
-    return float(sum(of(shape) for shape in shapes))
+    if not is_elementwise(group.factory, group.settings):
+        return float(sum(of(shape) for shape in shapes))
+    total = 0.0
+    for shape in shapes:
+        # In blocks, of which a large tensor may have a whole number.
+        most = PROBE_ELEMENTS + shape.numel() % PROBE_ELEMENTS
+        tried = min(shape.numel(), most)
+        total += of(torch.Size((tried,))) * shape.numel() / tried if tried else 0.0
+    return total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,13 +199,19 @@ class TorchOptimizers(Gradients):
         scale: LossScale | None = None,
         mean: Mean | None = None,
         gather: bool = True,
+        streamed: bool = False,
     ) -> None:
-        """Without `gather` an update that is not element-wise is refused where it would move."""
+        """Without `gather` an update that is not element-wise is refused where it would move.
+
+        With `streamed` the state lies on the host, and an optimizer that updates parameters
+        together is refused.
+        """
         super().__init__(slots, place, device=device, divisor=divisor, scale=scale, mean=mean)
         self.steps = torch.zeros((), dtype=torch.int64)
         self._groups = list(groups)
         self._parts: dict[str, _Part] = {}
         self._load: dict[Any, int] = {}
+        self._streamed = StreamedState(device) if streamed else None
         by_name = {slot.name: slot for slot in self.slots}
         own: dict[int, tuple[Factory, list[dict[str, Any]]]] = {}
         for group in self._groups:
@@ -207,6 +223,13 @@ class TorchOptimizers(Gradients):
                 raise OptimizerError(
                     f"optimizer {name_of(group.factory)} looks at whole matrices, and this plan "
                     "divides them (ZeRO); allow gather=True or use a plan with zero 0"
+                )
+            if streamed and not steps_apart(
+                lambda listed, of=group: made(of.factory, [{"params": listed, **of.settings}])
+            ):
+                raise OptimizerError(
+                    f"optimizer {name_of(group.factory)} updates parameters together, and offload "
+                    "'optimizer' one after the other; plan without offload"
                 )
             parts = self._parts_of(held, gathered=gathered)
             self._parts |= {part.slot.name: part for part in parts}
@@ -268,7 +291,9 @@ class TorchOptimizers(Gradients):
             else:
                 part.plain.grad = grad
         with torch.enable_grad():
-            for optimizer in self.optimizers:
+            if self._streamed is not None:
+                self._streamed.step(self._users)
+            for optimizer in () if self._streamed is not None else self.optimizers:
                 optimizer.step()
         for part in self._parts.values():
             if part.owner is not None and part.slot in grads:
@@ -300,8 +325,11 @@ class TorchOptimizers(Gradients):
         """Return parameters and optimizer state by name, sharing the live memory.
 
         Parts of a divided parameter are DTensors, so any other plan can load them.  Numbers of an
-        optimizer's state are tensors here; `loaded` puts them back.
+        optimizer's state are tensors here, and what it keeps in few bits is fp32; `loaded` puts
+        them back.
         """
+        if self._streamed is not None and self.device.type == "cuda":
+            torch.cuda.synchronize()  # what went to the host must have arrived
         result: dict[str, Tensor] = {"train.step": self.steps, **self.scale.state()}
         for slot in self.slots:
             result[f"model.{slot.name}"] = whole_part(slot, slot.local)
@@ -311,7 +339,7 @@ class TorchOptimizers(Gradients):
             if not isinstance(value, Tensor):
                 saved = torch.tensor(float(value), dtype=torch.float64)
             elif value.ndim and value.shape == slot.local.shape and self._parts[name].owner is None:
-                saved = whole_part(slot, value)
+                saved = whole_part(slot, plain_values(value))
             result[f"optim.{name}.{key}"] = saved
         return result
 
@@ -343,10 +371,13 @@ class TorchOptimizers(Gradients):
                 self._optimizer_of(part).state[part.plain] = dict(thrown.state[copy])
 
     def loaded(self, state: Mapping[str, Tensor]) -> None:
-        """Take over numbers from a state that was filled."""
+        """Take over numbers, and what is kept in few bits, from a state that was filled."""
         for name, key, value in list(self._states()):
-            if not isinstance(value, Tensor):
-                found = float(state[f"optim.{name}.{key}"])
+            given = state[f"optim.{name}.{key}"]
+            if is_quantized(value):
+                take_values(value, given.to_local() if isinstance(given, DTensor) else given)
+            elif not isinstance(value, Tensor):
+                found = float(given)
                 part = self._parts[name]
                 self._optimizer_of(part).state[part.plain][key] = type(value)(found)
 

@@ -133,11 +133,15 @@ def attention_share(
 
         (1 + k / 8192) s / (s + k), and 0.85 of it for heads of 64
 
-    k are the tokens at which attention has half of its rate on endless sequences.
+    k are the tokens at which single kernels have half of their rate on endless sequences.  Beyond
+    8,192 tokens it stays: kernels alone still gain, but they fill the step, and power limits hold
+    them.  Published runs of 16 thousand to a million tokens with context parallelism reach what
+    those of 8 thousand do (docs/public-facts.md).
     """
     kernels = accelerator.kernels
     half = kernels.attention_half_tokens
-    length = (1 + half / LONG_SEQUENCE) * seq_len / (seq_len + half)
+    tokens = min(seq_len, LONG_SEQUENCE)
+    length = (1 + half / LONG_SEQUENCE) * tokens / (tokens + half)
     return length * kernels.attention[generation] * (SMALL_HEAD if head_dim < 96 else 1.0)
 
 

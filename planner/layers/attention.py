@@ -147,7 +147,7 @@ def _latent_attention(
         key=query,
         value=value,
         out=value,
-        width=(query_width + value_width) / 2,
+        width=query_width if setting.kernels.pads_values else (query_width + value_width) / 2,
     )
     return [*operators, *row_wise(a, setting, "core", "attention_out", width=value_width)]
 

@@ -32,6 +32,8 @@ class Kernels:
     scores: Scores = "module"
     fused_softmax: bool = True
     """Of written scores: scale, mask and softmax in 16 bits are one kernel."""
+    pads_values: bool = False
+    """Heads of values are as wide as those of queries in fused attention."""
     dropout: bool = False
     """Ungated models drop activations at random, which keeps masks."""
     keeps_gathered: bool = True
@@ -109,6 +111,7 @@ def kernels_of(
         fused_projections=rule.projections == "fused",
         scores=scores if flash else "written",
         fused_softmax=rule.softmax == "fused",
+        pads_values=rule.pads_values and flash,
         dropout=rule.dropout and not flash,
         keeps_gathered=stack.tensor.keeps_gathered,
         reorders=stack.tensor.copies,

@@ -38,6 +38,12 @@ KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
 )
 """Whose outputs selective recompute keeps; all others run a second time in backward."""
 
+CHEAP = frozenset({"q_linear", "kv_up", "rotary"})
+CHEAP_ENDS = ("_norm", "_latent", "_product")
+"""Operators that recompute of what is cheap drops: Megatron-LM's modules layernorm, mla_up_proj and
+moe_act; DeepSeek-V3, section 3.2.3 (arXiv:2412.19437).  Only families with latents have the first
+ones under these names."""
+
 BACKWARD_OF: dict[str, Collective] = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
@@ -286,6 +292,8 @@ class Table:
             case "selective":
                 if self.selective == "attention":
                     return tuple(op for op in self._inside if op.in_core)
+                if self.selective == "cheap":
+                    return self._cheap
                 again = self._inside[: self._needed_again]
                 kept = self._kept_outputs
                 return tuple(op for op in again if op.name not in kept)
@@ -299,7 +307,11 @@ class Table:
                 names = _saved(self.operators)
             case "full" | "selective":
                 names = {"x"} | (_saved(self._outside) - _outputs(self._inside))
-                if recompute == "selective" and self.selective == "attention":
+                if recompute == "selective" and self.selective == "cheap":
+                    made = _outputs(self._cheap)
+                    needed = {name for op in self._cheap for name in op.saved or op.inputs}
+                    names = (_saved(self.operators) | needed) - made
+                elif recompute == "selective" and self.selective == "attention":
                     core = [op for op in self._inside if op.in_core]
                     names = _saved(self.operators) - (_outputs(core[:-1]))
                 elif recompute == "selective":
@@ -387,6 +399,16 @@ class Table:
         passed = _outputs(self._inside[: self._needed_again]) - needed
         again = sum(self.sizes[name] for name in sorted(needed - kept.keys()))
         return again - sum(size for name, size in kept.items() if name in passed)
+
+    @cached_property
+    def _cheap(self) -> tuple[Operator, ...]:
+        """Norms, gated products, projections up from latents, and copies of theirs in 8 bits."""
+        names = {
+            op.name
+            for op in self._inside
+            if op.name in CHEAP or (op.name.endswith(CHEAP_ENDS) and op.kind == "memory")
+        }
+        return tuple(op for op in self._inside if op.name.removesuffix("_narrow") in names)
 
     @cached_property
     def _kept_outputs(self) -> frozenset[str]:
