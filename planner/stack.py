@@ -242,6 +242,9 @@ class ExpertRule(Part):
     overlap: Amount = Field(default=0.0, le=1)
     """Share of the exchanges that hides behind passes of another micro-batch (DualPipe, Megatron's
     combined 1F1B); the rest is what multiprocessors that send do not compute."""
+    shared_overlap: Amount = Field(default=0.0, le=1)
+    """Share of sending tokens to experts, and of bringing their gradients back, that hides behind
+    the products of experts that all tokens share."""
     skew: Rate = 1.0
     """Busiest expert rank over the mean."""
 
@@ -508,6 +511,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "gathered-context": {"context.kind": "gather", "context.overlap": 0.0},
     "deepep": {"experts.sends": "once", "experts.links_rate": 1.25},
     "expert-overlap": {"experts.overlap": 0.8},
+    "shared-expert-overlap": {"experts.shared_overlap": 0.9},
     "cheap-recompute": {"recompute.selective": "cheap"},
 }
 """What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""

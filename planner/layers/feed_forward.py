@@ -88,7 +88,19 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     if spread:
         skew = kernels.expert_skew
         size = sent * skew
-        operators.append(exchange(setting, "dispatched", "arrived", size, routing, back=False))
+        # Qwen2's shared expert comes before the routed ones.
+        beside = a.family != "qwen2_moe" and experts.shared + experts.shared_ffn_size > 0
+        operators.append(
+            exchange(
+                setting,
+                "dispatched",
+                "arrived",
+                size,
+                routing,
+                back=False,
+                beside_shared=beside,
+            )
+        )
         arrived = "arrived"
     count = tokens * experts.per_token * skew
     width = experts.ffn_size / divided
