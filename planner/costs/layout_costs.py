@@ -283,6 +283,7 @@ class CostTables:
             expert_tensor=layout.expert_tensor,
             sequence_parallel=layout.sequence_parallel,
             loss=layout.loss,
+            compiled=layout.compile == "block",
             pipelined=self._stalls and layout.pipeline > 1,
             kernels=self._kernels,
         )
