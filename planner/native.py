@@ -229,6 +229,8 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
         yield from _lora_obstacles(model, job, layout)
     if is_script(model.source or ""):
         yield from _script_obstacles(job, layout)
+    if layout.compile != "none":
+        yield from _compile_obstacles(layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     if layout.expert > 1 and a is None:
@@ -292,9 +294,37 @@ def _script_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
         )
     if layout.loss is not None:
         yield Obstacle("loss", "is in chunks; a script's loss is its own, leave it out")
+    if layout.compile != "none":
+        yield Obstacle("compile", "is block; a script compiles its own modules, leave it out")
     if schedule_of(layout.schedule).stale:
         yield Obstacle(
             "schedule", f"is {layout.schedule}, which a script's module does not train with"
+        )
+    if layout.tensor > 1 and layout.stages > 1 and schedule_of(layout.schedule).splits_backward:
+        yield Obstacle(
+            "schedule",
+            f"is {layout.schedule}, which makes weight gradients apart, and those of divided "
+            f"modules are not; use {PLAIN}",
+        )
+
+
+def _compile_obstacles(layout: Layout) -> Iterator[Obstacle]:
+    """Yield what a block does beside its graph, and cannot do inside it."""
+    place, executed = "compile", schedule_of(layout.schedule)
+    if layout.pipeline > 1 and executed.splits_backward:
+        yield Obstacle(
+            place,
+            f"is block, and {layout.schedule} puts weight gradients off inside the block; use none",
+        )
+    if layout.pipeline > 1 and executed.stale:
+        yield Obstacle(
+            place, f"is block, and {layout.schedule} changes weights behind the graph; use none"
+        )
+    if layout.expert > 1:
+        yield Obstacle(
+            place,
+            f"is block, and expert={layout.expert} sends as many tokens as the host counts inside "
+            "the block; use none",
         )
 
 
@@ -388,7 +418,7 @@ def _limits(
     if layout.expert > 1:
         yield from _expert_limits(model.architecture, layout.expert)
     if layout.tensor > 1:
-        yield from _tensor_limits(model.architecture, job, layout, pads_vocabulary)
+        yield from _tensor_limits(model, job, layout, pads_vocabulary)
 
 
 def _foreign_choices(job: Job, layout: Layout) -> Iterator[Obstacle]:
@@ -454,11 +484,18 @@ def _expert_limits(a: Architecture | None, degree: int) -> Iterator[Obstacle]:
 
 
 def _tensor_limits(
-    a: Architecture | None, job: Job, layout: Layout, pads_vocabulary: bool
+    model: ModelGraph, job: Job, layout: Layout, pads_vocabulary: bool
 ) -> Iterator[Obstacle]:
+    a = model.architecture
     place = "mesh.tensor"
     if a is None:
-        yield Obstacle(place, "a user's own modules cannot be divided by tensor parallelism; use 1")
+        degrees = [1, *model.tensor_degrees]
+        if layout.tensor not in degrees:
+            yield Obstacle(
+                place,
+                f"{layout.tensor} divides no layer of this module of your own; use "
+                f"{' or '.join(map(str, degrees))}",
+            )
         return
     if a.patches is not None or a.classes:
         yield Obstacle(place, "tensor parallelism does not divide patches and class heads; use 1")

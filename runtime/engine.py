@@ -28,6 +28,7 @@ from planner.schedules import schedule_of
 from runtime import eight_bits, lora
 from runtime.branches import TOKENS
 from runtime.chunked_loss import Targets
+from runtime.compiled import Compiler
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.loss import IGNORED, Counted, Totals, divisor_near
@@ -107,6 +108,8 @@ class Engine:
         self._positions = self._place.context.positions(plan.seq_len).to(device)
         self.stages = plan.stages_of_rank(self._place.stage)
         self._targets = Targets()
+        self.compiler = Compiler(device) if plan.compile == "block" else None
+        """What compiles layers, if the plan lets any be compiled."""
         self._parts = tuple(
             parallel_stage(
                 plan,
@@ -116,6 +119,7 @@ class Engine:
                 device=device,
                 weights=Weights(weights) if weights else None,
                 targets=self._targets,
+                compiler=self.compiler,
             )
             for stage in self.stages
         )

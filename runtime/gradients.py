@@ -7,13 +7,14 @@ that parameters lie on different meshes; `whole` puts the parts together again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from runtime.divided import part_of, whole_of
 from runtime.gradient_wire import Mean
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
@@ -39,6 +40,9 @@ class Slot:
     """Stages that hold a copy each, whose gradients must be summed."""
     factor: float
     """What the gradient must be multiplied with to be the mean over the global batch."""
+    sections: tuple[int, ...] = ()
+    """Sizes of the matrices that lie one behind the other in dim 0, of each of which this rank has
+    its part along the tensor axis; DTensor has no placement for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +200,12 @@ def _squared_norm(grads: dict[Slot, Tensor], *, like: Tensor) -> Tensor:
 
 
 def whole_part(slot: Slot, local: Tensor) -> Tensor:
-    """Return a local part as the same kind of tensor as its parameter, pieces in their own dim."""
+    """Return a local part as the same kind of tensor as its parameter, pieces in their own dim.
+
+    Of `sections` it is a plain copy of the whole, which all ranks make together.
+    """
+    if slot.sections:
+        return _whole_of_sections(slot, local)
     parameter = slot.parameter
     placements: tuple[Placement, ...] = ()
     shape = torch.empty(parameter.shape, device="meta")
@@ -214,3 +223,32 @@ def whole_part(slot: Slot, local: Tensor) -> Tensor:
     meta = TensorMeta(shape.shape, shape.stride(), local.dtype)
     spec = DTensorSpec(parameter.device_mesh, placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def _whole_of_sections(slot: Slot, local: Tensor) -> Tensor:
+    made = whole_part(replace(slot, sections=()), local)
+    assert isinstance(made, DTensor)
+    whole = made.full_tensor()
+    parts = whole.chunk(_tensor_degree(slot), 0)
+    return whole_of(parts, 0, slot.sections)
+
+
+def take_sections(slot: Slot, local: Tensor, whole: Tensor) -> None:
+    """Give a local part its numbers of the whole: the inverse of `whole_part` for `sections`."""
+    degree = _tensor_degree(slot)
+    parts = [part_of(whole, 0, slot.sections, rank, degree) for rank in range(degree)]
+    parameter = slot.parameter
+    assert isinstance(parameter, DTensor)
+    own = distribute_tensor(
+        torch.cat(parts).to(local.device),
+        parameter.device_mesh,
+        parameter.placements,
+        src_data_rank=None,
+    )
+    local.copy_(own.to_local())
+
+
+def _tensor_degree(slot: Slot) -> int:
+    assert isinstance(slot.parameter, DTensor)
+    mesh = slot.parameter.device_mesh
+    return mesh.size((mesh.mesh_dim_names or ()).index("tensor"))

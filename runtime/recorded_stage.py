@@ -161,6 +161,15 @@ class RecordedStage(nn.Module):
             return node.call
         return self.part(node.unit) if node.unit else self._whole[0]
 
+    def unit(self, name: str) -> nn.Module | None:
+        """Return a unit by its path; None where it is not on this stage."""
+        if not name:
+            return self._whole[0] if self._whole else None
+        try:
+            return self.part(name)
+        except KeyError:
+            return None
+
     def part(self, name: str) -> nn.Module:
         """Return a module by its path in the user's module."""
         part: nn.Module = self

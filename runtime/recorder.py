@@ -87,6 +87,8 @@ class Recorder:
         `whole` makes the module one unit.  Raises RecordError where `units` names no module, or the
         forward cannot be recorded.
         """
+        self.example = batch
+        """The batch of `first`."""
         self.refused: str | None = None
         """Why a module that `of` was asked for is one unit."""
         self.inputs = inputs or _default_inputs(module)

@@ -436,8 +436,9 @@ def _slots(
                 parameter=parameter,
                 local=local.detach(),
                 copies=copies_of(parameter, world) * (tied.size() if tied else 1),
-                partial=False,
+                partial=name in part.divided.summed,
                 pieces=1,
+                sections=part.divided.sections.get(name, ()),
                 tied=tied,
                 factor=1.0,
             )

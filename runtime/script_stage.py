@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from planner.errors import LaunchError
 from planner.plan import Plan
@@ -20,7 +19,7 @@ from runtime.mesh import Place, wants_mesh
 from runtime.parallelize import no_view, over_data, reduces_apart, replicated
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
-from runtime.script_tensor import divide
+from runtime.script_tensor import DividedStage, ScriptStyles, divide
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 from runtime.whole_batch import whole_batch
 
@@ -36,6 +35,8 @@ class ScriptStage:
     """Where weight gradients wait, if the schedule makes them apart."""
     replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...]
     """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
+    divided: DividedStage
+    """What of its parameters the tensor axis makes other than plain parts."""
 
 
 def check_layers(plan: Plan, recorder: Recorder) -> None:
@@ -169,12 +170,9 @@ def script_stage(
     *,
     stage: int,
     device: torch.device,
-    styles: Mapping[str, ParallelStyle],
+    styles: ScriptStyles,
 ) -> ScriptStage:
-    """Make one of this rank's stages parallel.  `module` is on the CPU or on the device.
-
-    `styles` of modules by path divide them over the tensor axis.
-    """
+    """Make one of this rank's stages parallel.  `module` is on the CPU or on the device."""
     sizes = [len(one.layers) for one in plan.stages]
     first = sum(sizes[:stage])
     made = RecordedStage(module, recorder, first, first + sizes[stage])
@@ -188,8 +186,7 @@ def script_stage(
     # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
     unused = made.keep(recorder.unused if stage == 0 else (), module)
     made.to(device)
-    if styles:
-        divide(made, styles, place.axis("tensor"))
+    divided = divide(made, styles, place.axis("tensor")) if styles else DividedStage()
     store = WeightGradients() if schedule_of(plan.schedule).splits_backward else None
     if store is not None:
         for unit in made.units.values():
@@ -213,6 +210,7 @@ def script_stage(
         module=made,
         wrapped=wraps,
         store=store,
+        divided=divided,
         replicated=tuple(
             (parameter, own)
             for parameter, own in (

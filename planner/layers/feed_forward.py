@@ -121,7 +121,8 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
             kind="memory",
             inputs=(returned, "weights"),
             outputs={combined: full},
-            saved=(returned, "weights"),
+            # Sent once, tokens are weighed by their experts, and what comes back is only added.
+            saved=("weights",) if kernels.expert_once and spread else (returned, "weights"),
             moved_bytes=combined_bytes,
             backward_moved_bytes=kernels.back(combined_bytes, 3 * sent + full),
             kernels=3,
