@@ -393,8 +393,10 @@ def _limits(
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
     if layout.loss is not None:
-        if layout.pipeline > 1:
-            yield Obstacle("loss", "is in chunks, which pipelines do not compute; leave it out")
+        if layout.pipeline > 1 and layout.executed.stale:
+            yield Obstacle(
+                "loss", f"is in chunks, which {layout.schedule} does not compute; leave it out"
+            )
         if model.architecture is None or model.edges:
             yield Obstacle("loss", "is in chunks, and the model is no known chain; leave it out")
     shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from runtime.gradients import Slot, take_sections, whole_part
+from runtime.gradients import Slot, share_values, take_sections, whole_part
 
 
 class Averaged:
@@ -50,6 +50,7 @@ class Averaged:
             kept = slot.local.clone()
             slot.local.copy_(value)
             value.copy_(kept)
+        share_values(self._slots)
 
     def loaded(self, kind: str, state: Mapping[str, Tensor]) -> None:
         """Take over from a state that was filled what does not share memory with it."""

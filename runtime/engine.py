@@ -425,6 +425,7 @@ class Engine:
             device=self.device,
             loss=self._micro_batch_loss,
             everywhere=TOKENS if self._adapter.model.edges or self._documents else None,
+            targets=self._targets,
         )
 
 

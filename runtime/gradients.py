@@ -6,7 +6,7 @@ that parameters lie on different meshes; `whole` puts the parts together again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +43,9 @@ class Slot:
     sections: tuple[int, ...] = ()
     """Sizes of the matrices that lie one behind the other in dim 0, of each of which this rank has
     its part along the tensor axis; DTensor has no placement for that."""
+    copies_here: tuple[tuple[nn.Parameter, Tensor], ...] = ()
+    """Those of a tied parameter on other stages of this rank, divided alike: parameter and local
+    part.  Their gradients are added to this one's, and they take its values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,8 @@ class Gradients:
     @torch.no_grad()
     def whole(self) -> dict[Slot, Tensor]:
         """Sum what lies on other ranks into the local gradients that there are; return those."""
+        for slot in self.slots:
+            _add_copies(slot)
         slots = [slot for slot in self.slots if slot.parameter.grad is not None]
         grads = [_local_grad(slot.parameter) for slot in slots]
         for slot, grad in zip(slots, grads, strict=True):
@@ -139,6 +144,8 @@ class Gradients:
         """Forget the gradients."""
         for slot in self.slots:
             slot.parameter.grad = None
+            for parameter, _ in slot.copies_here:
+                parameter.grad = None
 
     def _sum_partial(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         partial = [grad for slot, grad in zip(slots, grads, strict=True) if slot.partial]
@@ -156,6 +163,26 @@ class Gradients:
                 dist.all_reduce(whole, group=slot.tied)
                 if whole is not grad:
                     grad.copy_(whole)
+
+
+def _add_copies(slot: Slot) -> None:
+    """Add the gradients of a tied parameter's copies to its own."""
+    for parameter, _ in slot.copies_here:
+        if parameter.grad is None:
+            continue
+        if slot.parameter.grad is None:
+            slot.parameter.grad = parameter.grad
+        else:
+            _local_grad(slot.parameter).add_(_local_grad(parameter))
+        parameter.grad = None
+
+
+@torch.no_grad()
+def share_values(slots: Iterable[Slot]) -> None:
+    """Give copies of tied parameters the values that the first ones have now."""
+    for slot in slots:
+        for _, local in slot.copies_here:
+            local.copy_(slot.local)
 
 
 def copies_of(parameter: Tensor, world: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from runtime.script_stage import (
     ScriptStage,
     check_layers,
     holders_of,
+    modules_of,
     refuse_hooks,
     refuse_plan,
     script_stage,
@@ -146,14 +147,18 @@ class Engine:
         parts = tuple(
             script_stage(
                 plan,
-                module,
+                own,
                 recorder,
                 self._place,
                 stage=stage,
                 device=self.device,
                 styles=styles,
             )
-            for stage in self.stages
+            for stage, own in zip(
+                self.stages,
+                modules_of(plan, module, recorder, self._place, self.stages),
+                strict=True,
+            )
         )
         modules = [part.module for part in parts]
         self._optimizers = TorchOptimizers(
@@ -427,9 +432,15 @@ def _slots(
     for part in parts:
         for path, parameter in part.module.named_parameters():
             name = aliases.get(path, path)
-            if not parameter.requires_grad or name in found:
+            if not parameter.requires_grad:
                 continue
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if name in found:
+                first = found[name]
+                if parameter is not first.parameter:
+                    copies = (*first.copies_here, (parameter, local.detach()))
+                    found[name] = replace(first, copies_here=copies)
+                continue
             tied = holders.get(name)
             found[name] = Slot(
                 name=name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -105,22 +106,50 @@ def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[tuple[str,
             )
 
 
-def refuse_shared(plan: Plan, recorder: Recorder) -> None:
-    """Refuse a parameter that two stages of one rank read, where each stage would divide it."""
-    layers = iter(recorder.first.layers)
-    readers: dict[tuple[str, int], int] = {}
-    for stage, one in enumerate(plan.stages):
-        for _ in one.layers:
-            for name in next(layers).parameters:
-                first = recorder.aliases[name]
-                before = readers.setdefault((first, plan.rank_of_stage(stage)), stage)
-                if before != stage:
-                    raise LaunchError(
-                        f"{first}: is read by stages {before} and {stage} of one rank, and data "
-                        f"parallelism would divide it in each; schedule: {plan.schedule} places "
-                        "both there; use schedule 1f1b, a mesh without data parallelism, or "
-                        "weights that are not tied"
-                    )
+def modules_of(
+    plan: Plan, module: nn.Module, recorder: Recorder, place: Place, stages: Sequence[int]
+) -> list[nn.Module]:
+    """[stage of this rank] Return the module that each takes its parts of.
+
+    Data parallelism divides a parameter in each stage by itself: a stage that reads one which an
+    earlier stage of the rank reads too gets a module of its own, with copies (Slot.copies_here).
+
+    Raises LaunchError where such a parameter is not trained, or its unit has buffers.
+    """
+    if not wraps_stages(plan, place):
+        return [module] * len(stages)
+    sizes = [len(one.layers) for one in plan.stages]
+    known: set[str] = set()
+    result = []
+    for stage in stages:
+        first = sum(sizes[:stage])
+        layers = recorder.first.layers[first : first + sizes[stage]]
+        read = {recorder.aliases[name] for layer in layers for name in layer.parameters}
+        shared = sorted(read & known)
+        for name in shared:
+            _refuse_untrained(module, recorder, name, plan.schedule)
+        result.append(copy.deepcopy(module) if shared else module)
+        known |= read
+    return result
+
+
+def _refuse_untrained(module: nn.Module, recorder: Recorder, name: str, schedule: str) -> None:
+    units = {node.unit for node in recorder.first.nodes if node.unit is not None}
+    holding = [unit for unit in units if name.startswith(f"{unit}.") or not unit]
+    buffers = any(True for unit in holding for _ in module.get_submodule(unit).buffers())
+    if module.get_parameter(name).requires_grad and not buffers:
+        return
+    reason = "its module has buffers" if buffers else "is not trained"
+    raise LaunchError(
+        f"{name}: is read by two stages of one rank, is divided by data parallelism, and {reason}, "
+        f"which schedule {schedule} does not go with; use schedule 1f1b"
+    )
+
+
+def wraps_stages(plan: Plan, place: Place) -> bool:
+    """Tell whether FSDP is at work in this rank's stages."""
+    apart = reduces_apart(plan, place)
+    return place.mesh is not None and ((place.replicas > 1 and not apart) or wants_mesh(plan))
 
 
 def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.ProcessGroup]:
@@ -192,9 +221,7 @@ def script_stage(
         for unit in made.units.values():
             defer(unit, store, PLAIN)
     apart = reduces_apart(plan, place)
-    wraps = place.mesh is not None and ((place.replicas > 1 and not apart) or wants_mesh(plan))
-    if wraps:
-        refuse_shared(plan, recorder)
+    wraps = wraps_stages(plan, place)
     # FSDP divides along a dim, and these have none.
     scalars = [parameter for parameter in made.parameters() if wraps and not parameter.ndim]
     besides = [*scalars, *unused]

@@ -24,7 +24,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from planner.errors import OptimizerError
 from runtime.gradient_wire import Mean
-from runtime.gradients import Gradients, Measured, Slot, take_sections, whole_part
+from runtime.gradients import (
+    Gradients,
+    Measured,
+    Slot,
+    share_values,
+    take_sections,
+    whole_part,
+)
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
 from runtime.quantized_state import bytes_of, is_quantized, plain_values, take_values
@@ -301,6 +308,7 @@ class TorchOptimizers(Gradients):
             if part.owner is not None and part.slot in grads:
                 self._scatter(part)
             part.plain.grad = None
+        share_values(self.slots)
         self.dropped()
         return True
 
@@ -400,6 +408,7 @@ class TorchOptimizers(Gradients):
         for slot in self.slots:
             if slot.sections and f"model.{slot.name}" in state:
                 take_sections(slot, slot.local, state[f"model.{slot.name}"])
+        share_values(self.slots)
 
     def _optimizer_of(self, part: _Part) -> torch.optim.Optimizer:
         return self._users[part.plain]

@@ -84,8 +84,8 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     )
     merged = "core"
     # What was turned in part lies head by head, and so does the core; so do Phi-3's, turned whole.
-    apart = (a.rotary_dim or a.family == "phi3") and kernels.scores == "module"
-    if apart and not kernels.compiled:
+    by_head = bool(a.rotary_dim) or a.family == "phi3"
+    if by_head and kernels.scores == "module" and not kernels.compiled:
         merged = "core_merged"
         operators.append(elementwise(kernels, merged, ("core",), query))
     return [*operators, *row_wise(a, setting, merged, "attention_out", width=query_width)]

@@ -171,6 +171,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "vit": (own_modules.ViT, _images),
     "bert": (lambda: own_modules.Bert(P), _bert),
     "t5": (lambda: own_modules.T5(P), lambda: (_ids(), _ids())),
+    "tied": (lambda: own_modules.GPT(P, tied="module"), _ids),
     "convolutions": (Images, _images),
 }
 _ATTENTION = {
@@ -226,5 +227,6 @@ STYLES: dict[str, dict[str, str]] = {
         **_of("decoder.*.cross", _ATTENTION),
         **_of("decoder.*", _MLP),
     },
+    "tied": {**_of("blocks.*.attention", _ATTENTION), **_of("blocks.*", _MLP)},
     "convolutions": {"blocks.*.one": "ColwiseParallel()", "blocks.*.two": "RowwiseParallel()"},
 }

@@ -77,6 +77,7 @@ def trained(kind: str, layout: dict[str, Any], folder: Path | None = None) -> Ru
     return losses, engine.state_dict(), seen
 
 
+V = {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "tensor": (2, {"tensor": 2, "micro_batches": 2}, tuple(MODULES)),
     "tensor x zero 3, recompute": (
@@ -85,12 +86,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
         ("fused", "torch", "t5"),
     ),
     "tensor x two stages": (4, {"tensor": 2, "pipeline": 2, "micro_batches": 4}, ("bert",)),
+    "a V x zero 3": (4, {**V, "zero": 3, "micro_batches": 2}, ("tied", "t5")),
+    "a V x zero 1, recompute": (
+        4,
+        {**V, "zero": 1, "micro_batches": 2, "recompute": "full"},
+        ("tied",),
+    ),
 }
 
 
 def every(ranks: int, folder: str) -> dict[str, Run]:
     return {
-        f"{kind}: {name}": trained(kind, layout, Path(folder) if kind == "fused" else None)
+        f"{kind}: {name}": trained(
+            kind, layout, Path(folder, name) if kind in ("fused", "tied") else None
+        )
         for name, (count, layout, kinds) in LAYOUTS.items()
         if count == ranks
         for kind in kinds
@@ -109,7 +118,7 @@ def test_divided_modules_train_as_one_process(ranks: int) -> None:
         for results in on_ranks(ranks, every, ranks, folder):
             for name, (losses, state, seen) in results.items():
                 kind, layout = name.split(": ")
-                size = SAMPLES // (2 if layout == "tensor" else 4)
+                size = 4 if layout == "tensor" else 2
                 own_losses, weights, own_seen = expected(kind, size)
                 assert losses == pytest.approx(own_losses, rel=1e-5), name
                 assert seen == pytest.approx(own_seen, rel=1e-5), name

@@ -15,10 +15,8 @@ from torch.nn import functional
 from planner.errors import BatchError, DocumentError, LaunchError, OptimizerError
 from runtime import host, streamed_state
 from runtime.inner_loss import add_loss, batch_sum
-from runtime.recorder import Recorder
 from runtime.script_engine import Engine, StepResult
-from runtime.script_plan import script_plan
-from runtime.script_stage import refuse_plan, refuse_shared
+from runtime.script_stage import refuse_plan
 from runtime.whole_batch import whole_batch
 from tests.runtime import own_modules
 from tests.runtime.own_modules import WORDS
@@ -447,17 +445,6 @@ def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
         new_engine({}).save(tmp_path / "saved")
 
     assert not (tmp_path / "saved").exists()
-
-
-@pytest.mark.parametrize("tied", ["module", "function"])
-def test_tied_stages_of_one_rank_that_are_divided_are_refused(tied: str) -> None:
-    recorder = Recorder.of(own_modules.GPT(tied=tied), batch_of(0))
-    layout = {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 3}
-    settings: dict[str, Any] = {"name": "gpt", "ranks": 4, "global_batch": 8, "device": "cpu"}
-
-    with pytest.raises(LaunchError, match=r"words\.weight: is read by stages 0 and 3 of one rank"):
-        refuse_shared(script_plan(recorder, layout, **settings), recorder)
-    refuse_shared(script_plan(recorder, {"pipeline": 2, "zero": 3}, **settings), recorder)
 
 
 def test_gradient_hooks_are_refused_with_the_place_where_gradients_are() -> None:
