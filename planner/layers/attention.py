@@ -218,6 +218,15 @@ def _rotary(
 
 
 def _core(
+    a: Architecture, kind: str, setting: Setting, inputs: tuple[str, str, str], **sizes: float
+) -> list[Operator]:
+    """Attention between its projections, of these bytes of queries, keys, values and results."""
+    if setting.kernels.scores == "written":
+        return _written(a, setting, inputs, **sizes)
+    return _fused(a, kind, setting, inputs, **sizes)
+
+
+def _fused(
     a: Architecture,
     kind: str,
     setting: Setting,
@@ -229,13 +238,11 @@ def _core(
     out: float,
     width: float,
 ) -> list[Operator]:
-    """Fused attention; with context parallelism keys and values are gathered first.
+    """Fused attention; with context parallelism keys and values are brought first.
 
     FLOPs: 2 products of 2 b s (keys per query) a d, and a causal mask skips half of the keys.
     """
     q, k, v = inputs
-    if setting.kernels.scores == "written":
-        return _written(a, setting, inputs, query=query, key=key, value=value, out=out, width=width)
     operators = []
     saved: tuple[str, ...] = ("log_sum",)
     attended, kernels, workspace, scores = _attended(a, setting.seq_len), 1, 0.0, 0.0
