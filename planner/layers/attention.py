@@ -312,9 +312,7 @@ def _fused(
         attended = _skipping(a, kind, setting)
     core = "core_heads" if divided == "heads" else "core"
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
-    passes = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
-    if a.family != "gemma2":
-        passes = (passes[0] - CAP_PASSES[0], passes[1] - CAP_PASSES[1])
+    passes = _passes(a, setting)
     moved = query + key + value + out if setting.kernels.core_traffic else 0.0
     operators.append(
         Operator(
@@ -439,6 +437,13 @@ def _skipping(a: Architecture, kind: str, setting: Setting) -> float:
     if a.causal and setting.divides_sequence and not setting.kernels.balanced:
         attended = attended * (2 - 1 / setting.context)
     return attended
+
+
+def _passes(a: Architecture, setting: Setting) -> tuple[float, float]:
+    """Bytes of each score of attention in blocks that move, forward and backward."""
+    there, back = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
+    capped = a.family == "gemma2"
+    return (there, back) if capped else (there - CAP_PASSES[0], back - CAP_PASSES[1])
 
 
 def _exchanged(
