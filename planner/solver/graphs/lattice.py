@@ -32,6 +32,7 @@ import numpy as np
 
 from planner.on_use import OnUse
 from planner.solver.assembly import assembled
+from planner.solver.descent import Way
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.bands import Bands
@@ -44,7 +45,6 @@ from planner.solver.graphs.sweep import Aim, Sweep
 from planner.solver.inner import solve
 from planner.solver.instance import Infeasible, Solution, leanest_bytes
 from planner.solver.knapsack import Knapsacks
-from planner.solver.paths import Path
 from planner.solver.settled import best_split, loose_s
 from planner.units import bytes_text
 
@@ -176,11 +176,11 @@ class Lattice:
             counted=self._counted,
         )
 
-    def _assembled(self, table: StepTable, path: Path) -> GraphSolution:
+    def _assembled(self, table: StepTable, path: Way) -> GraphSolution:
         """Choose the options of every stage and evaluate the split as that of a chain."""
         problem = self._problem
-        stages = [table.layers(step) for step in path.steps]
-        options = [option for step in path.steps for option in table.options(step)]
+        stages = [table.layers(step) for step in path.way]
+        options = [option for step in path.way for option in table.options(step)]
         order = tuple(layer for held in stages for layer in held)
         cuts = tuple(accumulate((len(held) for held in stages), initial=0))
         return _named(problem, order, assembled(problem.chain_along(order), cuts, options))
