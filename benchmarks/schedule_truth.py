@@ -178,7 +178,7 @@ def measured(row: Row) -> list[float]:
         ],
         row.orders(),
         micro_batches=row.micro_batches,
-        group=dist.group.WORLD,
+        groups=(dist.group.WORLD, dist.new_group()),
         device=torch.device("cpu"),
         loss=lambda output, target: (output - target).sum(),
     )

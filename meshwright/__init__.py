@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         profile,
         save,
         search,
+        tensor_styles,
         whatif,
     )
     from planner.cluster import ClusterSpec
@@ -79,6 +80,7 @@ __all__ = [
     "profile",
     "save",
     "search",
+    "tensor_styles",
     "whatif",
     "whole_batch",
 ]

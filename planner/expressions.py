@@ -24,6 +24,7 @@ from planner.catalog import (
     model_name,
     node_name,
     nodes,
+    pcie,
     rents,
 )
 from planner.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
@@ -196,9 +197,9 @@ def cluster_of(
     if intra_link == "nvlink" and entry.bridge and all(t.name != "nvlink" for t in tiers):
         tiers = (entry.bridge, *tiers)
     elif intra_link == "pcie":
-        tiers = tuple(tier for tier in tiers if tier.name == "pcie") or _pcie(entry) or tiers
+        tiers = pcie(entry) or tiers
     if widened:
-        tiers = _widened(tiers or _pcie(entry), devices_per_node)
+        tiers = _widened(tiers or pcie(entry), devices_per_node)
     return _cluster(
         f"{nodes}x{devices_per_node}x{name}",
         name,
@@ -208,22 +209,6 @@ def cluster_of(
         devices_per_node=devices_per_node,
         host_memory_bytes=host_memory_bytes,
         network=_network(entry, devices_per_node, network_bytes_per_s),
-    )
-
-
-def _pcie(entry: AcceleratorEntry) -> tuple[LinkTier, ...]:
-    """Return the link over the host that cards without another one have."""
-    if entry.host_link_bytes_per_s is None:
-        return ()
-    usual = accelerators()["rtx-pro-6000"].tiers[0]
-    return (
-        usual.model_copy(
-            update={
-                "bytes_per_s": entry.host_link_bytes_per_s,
-                "provenance": "quoted",
-                "source": "host link; fractions as rtx-pro-6000",
-            }
-        ),
     )
 
 

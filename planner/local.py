@@ -20,9 +20,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from planner.catalog import AcceleratorEntry, accelerators
+from planner.catalog import AcceleratorEntry, accelerators, pcie
 from planner.cluster import Accelerator, ClusterSpec, DeviceCurve, DeviceGroup, LinkTier
 from planner.errors import DocumentError, LaunchError
+from planner.topology import Links, joined_by_nvlink, links
 
 MIB = 2**20
 MOST_CORES = 8
@@ -95,6 +96,8 @@ class LocalDevice(NamedTuple):
     memory_bytes: int
     identifier: str = ""
     """By which CUDA_VISIBLE_DEVICES may name it."""
+    number: int | None = None
+    """In the listings of `nvidia-smi`; None for a part of a device."""
 
     @property
     def kind(self) -> tuple[str, int]:
@@ -119,7 +122,7 @@ def cluster(ranks: int | None = None) -> ClusterSpec:
             raise DocumentError(
                 "", f"local:{ranks} asks for {ranks} devices; nvidia-smi shows {len(devices)} here"
             )
-        return of_devices(devices[:ranks])
+        return of_devices(devices[:ranks], links=nvidia_links())
     cores = len(os.sched_getaffinity(0))
     return of_cores(
         measured_core(),
@@ -241,14 +244,15 @@ def listed(text: str) -> tuple[LocalDevice, ...]:
     """Read the lines of `nvidia-smi --query-gpu=name,memory.total,uuid` (in MiB).
 
     >>> listed("NVIDIA H100 80GB HBM3, 81559, GPU-5c8")
-    (LocalDevice(name='NVIDIA H100 80GB HBM3', memory_bytes=85520809984, identifier='GPU-5c8'),)
+    (LocalDevice(name='NVIDIA H100 80GB HBM3', memory_bytes=85520809984, identifier='GPU-5c8', \
+number=0),)
     """
-    devices = []
-    for line in text.splitlines():
+    devices: list[LocalDevice] = []
+    for number, line in enumerate(text.splitlines()):
         name, memory, identifier = (part.strip() for part in f",,{line}".rsplit(",", 2))
         name = name.removeprefix(",,")
         if name and memory.isdigit():
-            devices.append(LocalDevice(name, int(memory) * MIB, identifier))
+            devices.append(LocalDevice(name, int(memory) * MIB, identifier, number))
     return tuple(devices)
 
 
@@ -297,8 +301,25 @@ def visible(
     return tuple(result)
 
 
-def of_devices(devices: Sequence[LocalDevice]) -> ClusterSpec:
-    """Return NVIDIA devices of one host as a cluster, a group for each run of equal ones."""
+def nvidia_links() -> Links:
+    """Return what joins this machine's devices by `nvidia-smi topo -m`; {} where it says none."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return {}
+    try:
+        asked = [command, "topo", "-m"]
+        return links(
+            subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def of_devices(devices: Sequence[LocalDevice], *, links: Links | None = None) -> ClusterSpec:
+    """Return NVIDIA devices of one host as a cluster, a group for each run of equal ones.
+
+    Without `links` they are joined as the catalogue's usual node is.
+    """
     groups: list[DeviceGroup] = []
     entries: list[AcceleratorEntry] = []
     for _, run in groupby(devices, key=lambda device: device.kind):
@@ -328,19 +349,41 @@ def of_devices(devices: Sequence[LocalDevice]) -> ClusterSpec:
     return ClusterSpec(
         name=f"local:{len(devices)}",
         groups=tuple(groups),
-        tiers=_tiers(entries, len(devices)),
+        tiers=_tiers(entries, devices, links or {}),
     )
 
 
-def _tiers(entries: Sequence[AcceleratorEntry], devices: int) -> tuple[LinkTier, ...]:
-    """Return the link that joins all devices of the host: the slowest kind among them."""
-    if devices == 1:
+def _tiers(
+    entries: Sequence[AcceleratorEntry], devices: Sequence[LocalDevice], links: Links
+) -> tuple[LinkTier, ...]:
+    """Return the links of the host, each as the slowest of its kind among the devices.
+
+    Where the driver tells what joins them: NVLink for as many neighbours as it joins, and the
+    host's link for the others.  Where it does not: the widest link of the catalogue's entries.
+    """
+    count = len(devices)
+    if count == 1:
         return ()
+    numbers = [device.number for device in devices if device.number is not None]
+    joined = joined_by_nvlink(links, numbers) if len(numbers) == count else None
+    fast = [
+        tier
+        for entry in entries
+        for tier in (*entry.tiers, entry.bridge)
+        if tier is not None and tier.name.startswith("nvl")
+    ]
+    slow = [tier for entry in entries for tier in pcie(entry)]
     widest = [entry.tiers[-1] for entry in entries if entry.tiers]
-    if not widest:
-        widest = [accelerators()["rtx-4090"].tiers[-1]]
-    slowest = min(widest, key=lambda tier: tier.bytes_per_s)
-    return (slowest.model_copy(update={"devices": devices}),)
+    if joined is None or (joined > 1 and not fast) or (joined < count and not slow):
+        return (_slowest(widest or [accelerators()["rtx-4090"].tiers[-1]], count),)
+    return (
+        *((_slowest(fast, joined),) if joined > 1 else ()),
+        *((_slowest(slow, count),) if joined < count else ()),
+    )
+
+
+def _slowest(tiers: Sequence[LinkTier], devices: int) -> LinkTier:
+    return min(tiers, key=lambda tier: tier.bytes_per_s).model_copy(update={"devices": devices})
 
 
 def _entry_of(device: LocalDevice) -> tuple[str, AcceleratorEntry, bool]:

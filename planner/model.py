@@ -68,11 +68,22 @@ class Experts(Part):
     """What shared experts give is weighed by a product with one vector (Qwen2-MoE)."""
     dense_layers: Count = 0
     """How many leading blocks have a plain MLP (of `Architecture.ffn_size`) instead."""
+    groups: Positive | None = None
+    """A token's experts are chosen from `groups_per_token` of so many groups, which is called
+    node-limited routing; None: from all experts."""
+    groups_per_token: Positive | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.per_token > self.count:
             raise ValueError(f"per_token is {self.per_token}, more than the {self.count} experts")
+        groups, chosen = self.groups or 1, self.groups_per_token or 1
+        if self.count % groups or chosen > groups:
+            raise ValueError(
+                f"groups_per_token is {chosen} of {groups} groups, of {self.count} experts"
+            )
+        if self.per_token > self.count // groups * chosen:
+            raise ValueError(f"per_token is {self.per_token}, more than {chosen} groups have")
         return self
 
 
@@ -177,6 +188,21 @@ class LayerTrace(Part):
     output_bytes: Count
 
 
+class DividedLayer(Part):
+    """What one rank of a tensor axis has of a traced layer, as traced in fp32 on one sample."""
+
+    tensor: Annotated[Positive, Field(ge=2)]
+    """Ranks that divide it."""
+    parameters: Count
+    trace: LayerTrace
+    sums_bytes: tuple[Count, ...] = ()
+    """Of activations that are summed over the ranks in forward, and again in a recomputation."""
+    last_sum_bytes: Count = 0
+    """Of the last sum, if a recomputation stops before it; 0: there is none such."""
+    copies_bytes: tuple[Count, ...] = ()
+    """Of activations whose gradients are summed in backward."""
+
+
 class Layer(Part):
     """One layer, or `repeat` layers in a row that are alike."""
 
@@ -187,6 +213,12 @@ class Layer(Part):
     parameters: Count
     """Of one such layer; a weight tied to another layer's counts there, not here."""
     trace: LayerTrace | None = None
+    divided: Annotated[tuple[DividedLayer, ...], Field(min_length=1)] | None = None
+    """By degree of a tensor axis that divides it; it is whole on each rank of others."""
+
+    def at(self, tensor: int) -> DividedLayer | None:
+        """Return what a rank of so many has, None where the layer is whole on each."""
+        return next((one for one in self.divided or () if one.tensor == tensor), None)
 
 
 class Edge(Part):
@@ -281,6 +313,11 @@ class ModelGraph(Document):
         else:
             graph.add_edges_from(itertools.pairwise(names))
         return graph
+
+    @property
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """Degrees of a tensor axis that divide some of the traced layers."""
+        return tuple(sorted({one.tensor for layer in self.layers for one in layer.divided or ()}))
 
     @property
     def parameters(self) -> int:

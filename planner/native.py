@@ -270,8 +270,10 @@ def _limits(
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
     if layout.loss is not None:
-        if layout.pipeline > 1:
-            yield Obstacle("loss", "is in chunks, which pipelines do not compute; leave it out")
+        if layout.pipeline > 1 and layout.executed.stale:
+            yield Obstacle(
+                "loss", f"is in chunks, which {layout.schedule} does not compute; leave it out"
+            )
         if model.architecture is None or model.edges:
             yield Obstacle("loss", "is in chunks, and the model is no known chain; leave it out")
     shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}
@@ -295,7 +297,7 @@ def _limits(
     if layout.expert > 1:
         yield from _expert_limits(model.architecture, layout.expert)
     if layout.tensor > 1:
-        yield from _tensor_limits(model.architecture, job, layout, pads_vocabulary)
+        yield from _tensor_limits(model, job, layout, pads_vocabulary)
 
 
 def _foreign_choices(job: Job, layout: Layout) -> Iterator[Obstacle]:
@@ -361,11 +363,18 @@ def _expert_limits(a: Architecture | None, degree: int) -> Iterator[Obstacle]:
 
 
 def _tensor_limits(
-    a: Architecture | None, job: Job, layout: Layout, pads_vocabulary: bool
+    model: ModelGraph, job: Job, layout: Layout, pads_vocabulary: bool
 ) -> Iterator[Obstacle]:
+    a = model.architecture
     place = "mesh.tensor"
     if a is None:
-        yield Obstacle(place, "a user's own modules cannot be divided by tensor parallelism; use 1")
+        degrees = [1, *model.tensor_degrees]
+        if layout.tensor not in degrees:
+            yield Obstacle(
+                place,
+                f"{layout.tensor} divides no layer of this module of your own; use "
+                f"{' or '.join(map(str, degrees))}",
+            )
         return
     if a.patches is not None or a.classes:
         yield Obstacle(place, "tensor parallelism does not divide patches and class heads; use 1")

@@ -29,7 +29,9 @@ Unit = Literal["layer", "buffer"]
 parameters a shard is a part of them."""
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
-SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks"]
+Sends = Literal["each", "once"]
+SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "cheap"]
+Reported = Literal["allocated", "reserved"]
 Provenance = Literal["derived", "measured", "fitted", "assumed", "unexplained"]
 """`unexplained` is fitted, and no mechanism is known: it speaks of runs of one stack alone."""
 
@@ -69,9 +71,16 @@ class Sharding(Part):
     reduces_whole: Flag = False
     """ZeRO-1 sums all gradients on all ranks before each keeps its shard (no reduce-scatter)."""
     collectives_per_layer: Rate = 1.0
-    """Reductions of one layer's gradients: its tensors where nothing packs them into buckets."""
+    """Collectives for one layer's states: its tensors where nothing packs them into buckets."""
+    listed_s: Amount = 0.0
+    """Seconds of the host for each rank of such a collective whose parts are a list of tensors: a
+    view, checks and a copy each, before anything else is started."""
+    regathers: Flag = False
+    """A block that recomputes all of itself gathers its parameters for that and again for its
+    backward, since modules let go of them one by one."""
     overlap: Amount = Field(default=0.9, le=1)
-    """Share of ZeRO-3 collectives that can hide behind their neighbours' computation."""
+    """Share of ZeRO-3 collectives that can hide behind their neighbours' computation; the rest is
+    what kernels of collectives take of the device's multiprocessors beside it."""
     reduce_overlap: Amount = Field(default=0.0, le=1)
     """Share of the gradients' reduction that can hide behind the last micro-batch's backward."""
     gather_overlap: Amount = Field(default=0.0, le=1)
@@ -117,6 +126,8 @@ class Kernels(Part):
     core_traffic: Flag = False
     """That kernel's reads and writes count beside its FLOPs, at whose measured rate they are
     hidden."""
+    pads_values: Flag = False
+    """That kernel has one width of heads: narrower values are padded to the width of queries."""
     dropout: Flag = False
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
     adapters: Literal["none", "attention", "all"] = "all"
@@ -146,9 +157,16 @@ class EightBit(Part):
     """Which products of a block are narrow: those of Linears, or of experts' matrices too."""
     large_rate: Flag = True
     """They reach the share of the curve that the device's large products do, else all of it."""
-    written_bytes: Amount = 2.0
-    """Memory traffic per element of an input that the operator before writes in 8 bits too, as is
-    and transposed."""
+    input_bytes: Amount = 2.0
+    """Memory traffic per element of bringing a product's input to 8 bits, as is and transposed for
+    the gradient of its weights."""
+    gradient_bytes: Amount = 4.0
+    """The same of the gradient of a product's output."""
+    weight_bytes: Amount = 0.0
+    """The same of a weight, in each forward and in each backward; 0 where a step casts it once."""
+    gathered: tuple[Literal["activations", "parameters"], ...] = ()
+    """What is gathered in 8 bits: activations and their gradients along the sequence between
+    tensor-parallel ranks, the blocks' parameters under ZeRO-3."""
     cast_bytes: Amount = 0.0
     """Memory traffic of rounding an operand, per element; 0 where another kernel writes it so."""
     cast_kernels: Count = 0
@@ -172,7 +190,8 @@ class RecomputeRule(Part):
     selective: SelectiveRecompute = "attention"
     """Selective recompute drops written-out attention's scores; all outputs but attention's and
     every second product's; all outputs but products', attention's and those of collectives that
-    shrink; or all of every second block."""
+    shrink; all of every second block; or what is `cheap` to make again: norms, gated products and
+    the projections up from latents."""
     early_stop: Flag = False
     """Recomputation stops when the last tensor that backward needs is there again."""
 
@@ -192,6 +211,10 @@ class TensorRule(Part):
     collective; else the sequence is the first dimension of every activation."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of tensor-parallel collectives that hides behind the products around them."""
+    recorded: Amount = 0.0
+    """Undivided activations of each block that wait for their collective to end on the device
+    before the allocator gives their memory away again (c10d's record_stream), since the host runs a
+    pass ahead; the transfers of a pipeline hold it back."""
 
 
 class ExpertRule(Part):
@@ -205,6 +228,17 @@ class ExpertRule(Part):
     of modules that index rows."""
     grouped_share: Fraction = 1.0
     """Rate of products of many experts together over that of one product as large."""
+    sends: Sends = "each"
+    """A token is sent to each of its experts (all-to-all of the collective library), or once to
+    every node and there once to every rank that has some of them (DeepEP, HybridEP)."""
+    narrow_sends: Flag = False
+    """Tokens on their way to experts, and gradients on theirs, are in 8 bits where products are;
+    what is combined stays in 16."""
+    links_rate: Rate = 1.0
+    """Rate of these exchanges over that of the collective library's all-to-all."""
+    overlap: Amount = Field(default=0.0, le=1)
+    """Share of the exchanges that hides behind passes of another micro-batch (DualPipe, Megatron's
+    combined 1F1B); the rest is what multiprocessors that send do not compute."""
     skew: Rate = 1.0
     """Busiest expert rank over the mean."""
 
@@ -317,6 +351,8 @@ class MemoryRule(Part):
     apart."""
     communicator_bytes: Amount = 0.0
     """Buffers of the collective library, of a process with more than one rank."""
+    reported: Reported = "allocated"
+    """Which peak runs tell that do not name it."""
 
 
 class Seen(Part):
@@ -328,6 +364,7 @@ class Seen(Part):
     seq_len: tuple[Positive, Positive]
     pretraining: Flag = True
     tuning: Flag = False
+    eight_bits: Flag = False
 
 
 class Accuracy(Part):
@@ -346,6 +383,9 @@ class Versions(Part):
     of: Text
     since: Text | None = None
     until: Text | None = None
+    earlier: Text | None = None
+    """The stack of the releases before.  FlashAttention is of 2022: a run without fused attention
+    of a framework whose releases since then have it is read as one of those."""
 
 
 class Basis(Part):
@@ -456,6 +496,10 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "flash": {"kernels.flash_attention": True},
     "eager-attention": {"kernels.flash_attention": False},
     "compiled": {f"kernels.{part}": "fused" for part in ("norm", "gate", "rotary")},
+    "fa2": {"kernels.attention": "fa2"},
+    "deepep": {"experts.sends": "once", "experts.links_rate": 1.25},
+    "expert-overlap": {"experts.overlap": 0.8},
+    "cheap-recompute": {"recompute.selective": "cheap"},
 }
 """What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""
 

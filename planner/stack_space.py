@@ -105,6 +105,8 @@ FACTS: dict[str, Callable[[Facts], Value]] = {
     "family": _family,
     "layers_form": lambda facts: "graph" if facts.model.edges else "chain",
     "loss": lambda facts: "whole" if facts.layout.loss is None else "chunks",
+    "compile": attrgetter("layout.compile"),
+    "backward": lambda facts: "split" if facts.layout.executed.splits_backward else "whole",
     "devices_per_node": _devices_per_node,
 }
 """By name: of a layout, a job, a language model, a cluster."""
@@ -119,6 +121,8 @@ WORDS = frozenset(
         "family",
         "layers_form",
         "loss",
+        "compile",
+        "backward",
     }
 )
 """Those that are words; the others are numbers."""
@@ -348,4 +352,8 @@ def _of_layouts(products: tuple[str, ...], conditions: tuple[str, ...]) -> bool:
     """Whether a rule speaks of anything that layouts of the same degrees do not share."""
     each = [product_of(text) for text in products]
     each += [condition_of(text).product for text in conditions]
-    return any(name in (*_OF_LAYOUTS, "loss") for product in each for name in product.names)
+    return any(
+        name in (*_OF_LAYOUTS, "loss", "compile", "backward")
+        for product in each
+        for name in product.names
+    )

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from planner.errors import LaunchError
 from planner.schedule import Order
+from runtime.chunked_loss import Targets
 from runtime.torch_internals import PipelineAction, PipelineRuntime, fsdp_parameters
 from runtime.weight_gradients import WeightGradients
 
@@ -56,24 +57,30 @@ class Pipeline:
         orders: tuple[Order, ...],
         *,
         micro_batches: int,
-        group: dist.ProcessGroup,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         device: torch.device,
         loss: Callable[[Tensor, Tensor], Tensor],
         everywhere: str | None = None,
+        targets: Targets | None = None,
     ) -> None:
         """`loss` must already be divided by the number of micro-batches.
 
+        `groups` are of the same ranks, one for activations and one for gradients: NCCL runs what a
+        group sends and receives in order, and a gradient would wait behind a receive that was
+        posted early.
         `everywhere` hands the tokens to every stage, as an argument of that name.
+        `targets` has those of the micro-batch that the last stage is about to see.
         """
+        self._targets = targets or Targets()
         self._everywhere = everywhere
         count = 1 + max(action.stage for order in orders for action in order)
         self._parts = tuple(parts)
         self._rank_of = {
             action.stage: rank for rank, order in enumerate(orders) for action in order
         }
-        self._group, self._device = group, device
+        self._group, self._device = groups[0], device
         self._micro_batches, self._loss = micro_batches, loss
-        self._stages = [_Stage(part, count, device, group) for part in parts]
+        self._stages = [_Stage(part, count, device, groups, self._targets) for part in parts]
         self._schedule = PipelineRuntime(
             self._stages, micro_batches, loss_fn=loss, scale_grads=False
         )
@@ -89,6 +96,8 @@ class Pipeline:
         losses: list[Tensor] = []
         is_last = any(stage.is_last for stage in self._stages)
         everywhere: dict[str, Any] = {self._everywhere: tokens} if self._everywhere else {}
+        for stage in self._stages:
+            stage.targets = targets.chunk(self._micro_batches)
         self._schedule.step(
             *((tokens,) if any(stage.is_first for stage in self._stages) else ()),
             target=targets if is_last else None,
@@ -120,6 +129,7 @@ class Pipeline:
                 after = self._rank_of.get(part.stage + 1)
                 if before is not None and before != own:
                     x = tuple(self._received(one, before) for one in _tuple(part.inputs))
+                self._targets.now = target
                 made = part.module(
                     *_tuple(x), **({self._everywhere: batch} if self._everywhere else {})
                 )
@@ -161,8 +171,14 @@ class _Stage(PipelineStage):
     """
 
     def __init__(
-        self, part: StagePart, stages: int, device: torch.device, group: dist.ProcessGroup
+        self,
+        part: StagePart,
+        stages: int,
+        device: torch.device,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        current: Targets,
     ) -> None:
+        """`current` is told the targets of each micro-batch that the last stage sees."""
         super().__init__(
             part.module,
             part.stage,
@@ -170,9 +186,13 @@ class _Stage(PipelineStage):
             device,
             input_args=part.inputs,
             output_args=part.outputs,
-            group=group,
+            group=groups[0],
             dw_builder=part.store.taken if part.store else None,
         )
+        self.targets: tuple[Tensor, ...] = ()
+        """Of the step's micro-batches."""
+        self._current = current
+        self._gradient_group = groups[1]
         self._store = part.store
         self._declared_inputs = _tuple(part.inputs)
         self._declared_outputs = _tuple(part.outputs)
@@ -201,7 +221,9 @@ class _Stage(PipelineStage):
         if not self.is_first:
             self._allocate(self.args_recv_info[fwd_chunk_id], self._declared_inputs)
         receives = super().get_fwd_recv_ops(fwd_chunk_id)
-        self._coming_activations[fwd_chunk_id] = [_started(receive) for receive in receives]
+        self._coming_activations[fwd_chunk_id] = [
+            _started(receive, receive.group) for receive in receives
+        ]
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -211,7 +233,9 @@ class _Stage(PipelineStage):
             coming = [(info, like) for info, like in pairs if like.requires_grad]
             self._allocate(tuple(i for i, _ in coming), tuple(like for _, like in coming))
         receives = super().get_bwd_recv_ops(bwd_chunk_id)
-        self._coming_gradients[bwd_chunk_id] = [_started(receive) for receive in receives]
+        self._coming_gradients[bwd_chunk_id] = [
+            _started(receive, self._gradient_group) for receive in receives
+        ]
         return []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -222,6 +246,8 @@ class _Stage(PipelineStage):
             for info, declared in pairs:
                 assert info.buffer is not None
                 info.buffer.requires_grad_(declared.requires_grad)
+        if self.is_last:
+            self._current.now = self.targets[fwd_chunk_id]
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_last:
             for one, declared in zip(_tuple(output), self._declared_outputs, strict=True):
@@ -289,13 +315,13 @@ class _Stage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         sends = super().get_fwd_send_ops(fwd_chunk_id)
         if sends:
-            self.sent_activations[fwd_chunk_id] = [_started(send) for send in sends]
+            self.sent_activations[fwd_chunk_id] = [_started(send, send.group) for send in sends]
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         sends = super().get_bwd_send_ops(bwd_chunk_id)
         if sends:
-            self.sent_gradients.append([_started(send) for send in sends])
+            self.sent_gradients.append([_started(send, self._gradient_group) for send in sends])
         while len(self.sent_gradients) > GRADIENTS_ON_THE_WAY:
             for work in self.sent_gradients.popleft():
                 work.wait()
@@ -328,11 +354,11 @@ def _tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
-def _started(message: dist.P2POp) -> dist.Work:
+def _started(message: dist.P2POp, group: dist.ProcessGroup | None) -> dist.Work:
     sends = message.op is dist.isend
     work: dist.Work = message.op(
         message.tensor.contiguous() if sends else message.tensor,
-        group=message.group,
+        group=group,
         tag=message.tag,
         **{"group_dst" if sends else "group_src": message.group_peer},
     )

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from runtime.rank import die_with_launcher
 
+PLAN_VARIABLE = "MESHWRIGHT_PLAN"
+"""Names the plan's file for a script's Engine."""
 OUTPUT_VARIABLE = "MESHWRIGHT_OUTPUT"
 """Names the folder where a script's Engine writes its metrics."""
 

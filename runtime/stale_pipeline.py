@@ -78,7 +78,7 @@ class StalePipeline(Pipeline):
             [part],
             schedule.orders(name, stages=stages, micro_batches=micro_batches),
             micro_batches=micro_batches,
-            group=groups[0],
+            groups=groups,
             device=device,
             loss=loss,
         )

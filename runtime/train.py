@@ -6,10 +6,13 @@ written down.  Every rank runs the same loop and comes to the same decisions.
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, Protocol
@@ -19,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from planner.collector import uncollected
 from planner.document import read
 from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime import checkpoint, companions, run
+from runtime import checkpoint, companions, near_cores, run
 from runtime.checkpoint import Progress
 from runtime.data import Corpus, Samples
 from runtime.learning_rate import learning_rate
@@ -34,6 +38,8 @@ from runtime.packing import PackedSamples, samples_of
 from runtime.run import Device, Orders, RankRecord, StepRecord
 from runtime.saving import Saver
 
+COLLECTED_EVERY = 50
+"""After how many steps all ranks look for objects in cycles, at the same moment."""
 MEMORY_STEP = 2
 """Which step of a run is watched for its peak memory: the first with the optimizer's state."""
 
@@ -128,6 +134,7 @@ def join(device: Device, *, rank: int, world_size: int, timeout_s: float) -> Non
         # Communicators form now, on this device, rather than inside the first step.
         own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(own)
+        near_cores.bind(own)
     listening = os.environ.get("MESHWRIGHT_STORE_FD")
     if listening is None:
         dist.init_process_group(backend, timeout=timeout, device_id=own)
@@ -192,6 +199,10 @@ class Loop:
             else None
         )
         self._now_s = now_s
+        self._ahead = ThreadPoolExecutor(
+            1, thread_name_prefix="batch", initializer=_on_this_device(orders.device)
+        )
+        self._coming: tuple[int, Future[list[Tensor]]] | None = None
 
     def resume(self, saved: Path) -> None:
         """Go on where a checkpoint ends."""
@@ -209,7 +220,17 @@ class Loop:
         self.resumed = saved
 
     def run(self) -> RankRecord:
-        """Train until the steps or the seconds are used up; return what was measured."""
+        """Train until the steps or the seconds are used up; return what was measured.
+
+        Ranks that look for cycles at moments of their own would let all others wait.
+        """
+        with uncollected():
+            try:
+                return self._run()
+            finally:
+                self._ahead.shutdown(cancel_futures=True)
+
+    def _run(self) -> RankRecord:
         first = self.steps_done + 1
         watched = min(first + MEMORY_STEP - 1, self.orders.steps)
         metrics = (
@@ -241,6 +262,8 @@ class Loop:
             if out_of_time:
                 stopped = "max_seconds"
                 break
+            if self.steps_done % COLLECTED_EVERY == 0:
+                gc.collect(1)
         self.engine.state()  # a pipeline that never drains does so now
         if metrics is not None:
             metrics.close()
@@ -281,8 +304,20 @@ class Loop:
         # Pinned, or the host would wait until its copy is done.
         return [part.pin_memory() if self.orders.device == "cuda" else part for part in parts]
 
+    def _next_batch(self) -> list[Tensor]:
+        """Return the batch of this step, and begin to read the next one's beside it."""
+        first = self.next_sample
+        if self._coming is None or self._coming[0] != first:
+            batch = self._own_batch(self.samples, first)
+        else:
+            batch = self._coming[1].result()
+        after = first + self.plan.global_batch
+        reading = self._ahead.submit(self._own_batch, self.samples, after)
+        self._coming = after, reading
+        return batch
+
     def _step(self) -> Result:
-        tokens = self._own_batch(self.samples, self.next_sample)
+        tokens = self._next_batch()
         # A step's random numbers depend on nothing before it, so none need to be saved.
         torch.manual_seed(
             step_seed(
@@ -374,6 +409,13 @@ class Loop:
             loss=loss,
             frozen=self._frozen,
         )
+
+
+def _on_this_device(device: run.Device) -> Callable[[], object]:
+    """Return what lets a new thread use this rank's device; it would begin on device 0."""
+    if device == "cpu":
+        return lambda: None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 class _Peak:

@@ -270,6 +270,23 @@ def accelerators() -> dict[str, AcceleratorEntry]:
     return _with_sources(_Accelerators, "accelerators.yaml").accelerators
 
 
+def pcie(entry: AcceleratorEntry) -> tuple[LinkTier, ...]:
+    """Return the links over the host that join cards without their NVLink, or with none."""
+    own = tuple(tier for tier in entry.tiers if tier.name == "pcie")
+    if own or entry.host_link_bytes_per_s is None:
+        return own
+    usual = accelerators()["rtx-pro-6000"].tiers[0]
+    return (
+        usual.model_copy(
+            update={
+                "bytes_per_s": entry.host_link_bytes_per_s,
+                "provenance": "quoted",
+                "source": "host link; fractions as rtx-pro-6000",
+            }
+        ),
+    )
+
+
 @cache
 def nodes() -> dict[str, NodeEntry]:
     """Return every node type by name."""

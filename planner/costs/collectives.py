@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from planner.cluster import Collective, LinkTier
 from planner.costs.link_fit import fitted_s
+from planner.layers.routing import Routing
 from planner.plan import Axis, Layout
 from planner.profile import CollectiveCurve
 from planner.tolerances import NOTHING
@@ -188,6 +189,39 @@ def collective_s(
         latencies += latency_s
         inner *= level.members
     return _where_sent(size_bytes, latencies + _largest(moving))
+
+
+def dispatch_s(copy_bytes: Amount, group: Levels, routing: Routing) -> Amount:
+    """Seconds until each token is with every rank of a group that has some of its experts.
+
+    Over each level a rank sends one copy of a token to each subgroup that has experts of it, and
+    what arrived there is forwarded over the faster links inside:
+
+        c D(n_i ... n_last) (n_i - 1) / n_i / W_i      of level i of n_i members, fastest first
+
+    c are `copy_bytes`, D the subgroups that a token goes to (Routing.distinct).  Levels flow into
+    each other, so that the slowest counts.  Source: DeepEP, csrc/kernels/internode.cu, and
+    DeepSeek-V3, section 3.2.2.
+    """
+    total = ranks_of(group)
+    moving, latencies, inner = [], 0.0, 1
+    for level in group:
+        copies = routing.distinct(total // inner)
+        latency_s, whole_s = _level_s(
+            "all_to_all",
+            copies * copy_bytes * total / (inner * level.members),
+            level,
+            inner=inner,
+            total=total,
+            widest=group[-1].tier,
+            curves={},
+        )
+        moving.append(whole_s - latency_s)
+        latencies += latency_s
+        inner *= level.members
+    if not moving:
+        return _where_sent(copy_bytes, 0.0 * copy_bytes)
+    return _where_sent(copy_bytes, latencies + _largest(moving))
 
 
 def _where_sent(size_bytes: Amount, seconds: Amount) -> Amount:

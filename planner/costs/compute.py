@@ -30,6 +30,12 @@ LONG_SEQUENCE = 8192
 SMALL_HEAD = 0.85
 """Rate of attention with heads of 64 over that with 128 (Dao, 2023, figures 4-6)."""
 
+TRANSPOSED_BYTES = 1.0
+"""Of an element that a cast writes in a second order, for the gradient of weights."""
+
+ROUTING = ("router", "shared_weight")
+"""Products that weigh experts, which no stack has in 8 bits."""
+
 BACKWARD_KERNELS = 2
 """A backward starts about two kernels for each one of its forward."""
 
@@ -66,8 +72,12 @@ class Device:
     """Memory traffic of rounding an operand to 8 bits, per element."""
     cast_kernels: int = 0
     """Kernels started to round one operand; 0: other operators write it in 8 bits too."""
-    written_bytes: float = 0.0
-    """Traffic per element of an input that another operator writes in 8 bits beside 16."""
+    input_bytes: float = 0.0
+    """Where casts are fused: their traffic per element of a product's input, in its forward."""
+    gradient_bytes: float = 0.0
+    """Per element of the gradient of its output, in its backward."""
+    weight_bytes: float = 0.0
+    """Per element of its weight, in either pass."""
 
 
 def device(
@@ -99,7 +109,9 @@ def device(
         every_launch=stack.kernels.launches == "every",
         cast_bytes=casts.cast_bytes,
         cast_kernels=casts.cast_kernels,
-        written_bytes=casts.written_bytes,
+        input_bytes=casts.input_bytes,
+        gradient_bytes=casts.gradient_bytes,
+        weight_bytes=casts.weight_bytes,
     )
 
 
@@ -124,11 +136,15 @@ def attention_share(
 
         (1 + k / 8192) s / (s + k), and 0.85 of it for heads of 64
 
-    k are the tokens at which attention has half of its rate on endless sequences.
+    k are the tokens at which single kernels have half of their rate on endless sequences.  Beyond
+    8,192 tokens it stays: kernels alone still gain, but they fill the step, and power limits hold
+    them.  Published runs of 16 thousand to a million tokens with context parallelism reach what
+    those of 8 thousand do (docs/public-facts.md).
     """
     kernels = accelerator.kernels
     half = kernels.attention_half_tokens
-    length = (1 + half / LONG_SEQUENCE) * seq_len / (seq_len + half)
+    tokens = min(seq_len, LONG_SEQUENCE)
+    length = (1 + half / LONG_SEQUENCE) * tokens / (tokens + half)
     return length * kernels.attention[generation] * (SMALL_HEAD if head_dim < 96 else 1.0)
 
 
@@ -199,12 +215,13 @@ def backward_s(operator: Operator, on: Device) -> float:
 def narrow_forward_s(operator: Operator, on: Device) -> float:
     """Seconds of a product x W^T whose operands are in 8 bits.
 
-        t = launches + F / (f P8) + (X + W) / 2 / (g M) + Y / (g M) + C (X + W) / (g M)
+        t = launches + F / (f P8) + (X + W) / 2 / (g M) + Y / (g M) + casts / (g M)
 
-    X, W and Y are bytes in 16 bits, 2 C the stack's `eight_bit.cast_bytes`.  Of operators that
-    PyTorch starts one by one these are |x| (read 2, write 2), largest (2), to fp32 (2 + 4), scaled
-    (4 + 4), clamped (4 + 4), to 8 bits (4 + 1): 33.  Where kernels before the product write its
-    input in 8 bits, as is and transposed, only `eight_bit.written_bytes` of X count.
+    X, W and Y are bytes in 16 bits.  Casts of operators that PyTorch starts one by one move
+    `eight_bit.cast_bytes` for each element of x and W: |x| (read 2, write 2), largest (2), to fp32
+    (2 + 4), scaled (4 + 4), clamped (4 + 4), to 8 bits (4 + 1): 33.  Fused ones move `input_bytes`
+    for each of x, once for all products that multiply it, and `weight_bytes` for each of W; where
+    W is frozen nothing is transposed for its gradient.
 
     >>> curve = DeviceCurve(launch_s=4e-6, matmul=0.7, attention_forward=0.5,
     ...     attention_backward=0.4, memory=0.8, spread=0.1, provenance="quoted", source="example")
@@ -216,13 +233,16 @@ def narrow_forward_s(operator: Operator, on: Device) -> float:
     '2.62 ms'
     """
     result, operands = _result_and_operands(operator)
-    beside = on.cast_bytes / 2 * operands
-    if on.written_bytes:
-        beside = on.written_bytes * (operands / 2 - operator.weights)
+    if on.cast_kernels:
+        cast_bytes = on.cast_bytes / 2 * operands
+    else:
+        read = (operands / 2 - operator.weights) / operator.kernels
+        each = on.input_bytes - TRANSPOSED_BYTES * operator.frozen
+        cast_bytes = each * read + on.weight_bytes * operator.weights
     return _in_eight_bits(
         on,
         flops=operator.flops,
-        moved_bytes=result + operands / 2 + beside,
+        moved_bytes=result + operands / 2 + cast_bytes,
         kernels=operator.kernels + 2 * on.cast_kernels,
         share=operator.share,
     )
@@ -232,12 +252,23 @@ def narrow_backward_s(operator: Operator, on: Device) -> float:
     """Seconds of both gradients of such a product: grad W, and grad^T x.
 
     Where casts are kernels of their own every operand is rounded anew; three of the four are
-    transposed, and copied into order.  Else each of the two is a product of the forward's size, and
-    of frozen weights there is one.
+    transposed, and copied into order.  Else each of the two is a product of the forward's size, of
+    frozen weights there is one, and what is cast is the gradient of the output.
     """
-    if not on.cast_kernels:
-        return (1 if operator.frozen else MATMUL_BACKWARD) * narrow_forward_s(operator, on)
     result, operands = _result_and_operands(operator)
+    if not on.cast_kernels:
+        products = 1 if operator.frozen else MATMUL_BACKWARD
+        each = on.gradient_bytes - TRANSPOSED_BYTES * operator.frozen
+        gradients = each * result / 2
+        return _in_eight_bits(
+            on,
+            flops=products * operator.flops,
+            moved_bytes=products * (result + operands / 2)
+            + gradients
+            + on.weight_bytes * operator.weights,
+            kernels=products * operator.kernels,
+            share=operator.share,
+        )
     rounded = 2 * result + operands
     copied = result + operands  # 8 bits read and written: as many bytes as in 16 bits
     return _in_eight_bits(
@@ -252,10 +283,13 @@ def narrow_backward_s(operator: Operator, on: Device) -> float:
 def is_narrow(operator: Operator, on: Device, *, end: bool) -> bool:
     """Whether a product is in 8 bits: those of blocks, of Linears or of experts too.
 
-    Embedding and head, the `end` layers, never are, and neither are products of two activations
-    that one kernel would have made.
+    Embedding and head, the `end` layers, never are, and neither are what weighs experts and
+    products of two activations that one kernel would have made.  Sources: torchao, float8
+    training filters (output, router.gate); Transformer Engine has no module for either.
     """
     if on.eight_bit_flops is None or end or operator.kind != "matmul" or operator.in_core:
+        return False
+    if operator.name in ROUTING:
         return False
     return on.every_product or not operator.name.startswith("expert")
 

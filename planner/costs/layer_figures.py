@@ -43,9 +43,11 @@ from planner.layers.operator_table import (
     Operator,
     Setting,
     Table,
+    either,
     larger,
     share,
 )
+from planner.layers.routing import Routing
 from planner.model import Layer, ModelGraph
 from planner.plan import Layout
 from planner.prediction import Assumption
@@ -75,7 +77,11 @@ class LayerFigures:
         self._rates = rates
         self._recomputes = recomputes
         stack = rates.stack
-        self._seen = [link_rule(stack, sequence_parallel=divided) for divided in (False, True)]
+        eight_bits = rates.device.eight_bit_flops is not None
+        self._seen = [
+            link_rule(stack, sequence_parallel=divided, eight_bits=eight_bits)
+            for divided in (False, True)
+        ]
         self._devices_per_node = cluster.groups[0].devices_per_node
         self._layers = {layer.kind: layer for layer in model.layers}
         self._kinds = {name: layer.kind for name, layer in model.chain}
@@ -226,16 +232,15 @@ class LayerFigures:
         again, on = table.recomputed(recompute), self._rates.device
         found = layer_seconds.passes(table, recompute, on)
         host = self._host_passes(table, setting, found, recomputes=recompute == "full")
-        forward_tensor_s = backward_tensor_s = 0.0
         rule = self._seen[setting.sequence_parallel]
-        for _, there_s, back_s in layer_seconds.collectives(table, again, link_s, rule):
-            forward_tensor_s += there_s
-            backward_tensor_s += back_s
+        forward_tensor_s, backward_tensor_s = layer_seconds.seen_links(
+            layer_seconds.collectives(table, again, link_s, rule), found, rule
+        )
         window = self._rates.stack.host.window
         seen = layer_seconds.with_host(found, host, forward_tensor_s + backward_tensor_s, window)
         forward_s, backward_s, recompute_s = found.forward_s, found.backward_s, found.recompute_s
         end = layer.kind in ENDS
-        late = [op for op in table.operators if self._weight_waits(layer, op)]
+        late = [op for op in table.operators if self._weight_waits(layer, op, setting)]
         weight_s = sum(layer_seconds.backward_s(op, on, end=end) for op in late)
         weight_s = weight_s / compute.MATMUL_BACKWARD
         inputs = {name for op in late for name in op.inputs}
@@ -270,10 +275,17 @@ class LayerFigures:
         """Return the seconds of collectives in one place."""
         by_axis = dict(zip(get_args(GroupAxis), groups, strict=True))
 
-        def link_s(operation: Collective, size_bytes: float, axis: GroupAxis) -> float:
+        def link_s(
+            operation: Collective,
+            size_bytes: float,
+            axis: GroupAxis,
+            routing: Routing | None = None,
+        ) -> float:
             group = by_axis[axis]
+            if axis == "expert":
+                return self._rates.exchange_s(size_bytes, group, routing)
             seconds = self._rates.link_s(operation, size_bytes, group)
-            return seconds + self._waits_s(operation, group, axis)
+            return either(size_bytes > 0, seconds + self._waits_s(operation, group, axis), 0.0)
 
         return link_s
 
@@ -291,13 +303,21 @@ class LayerFigures:
                 found = members.setdefault(axis, {})
                 found.setdefault(_spans(group), (group, []))[1].append(index)
 
-        def link_s(operation: Collective, size_bytes: float, axis: GroupAxis) -> float:
+        def link_s(
+            operation: Collective,
+            size_bytes: float,
+            axis: GroupAxis,
+            routing: Routing | None = None,
+        ) -> float:
             sizes = np.broadcast_to(np.asarray(size_bytes, dtype=float), (len(places),))
             result = np.empty(len(places))
             for group, indices in members[axis].values():
+                if axis == "expert":
+                    result[indices] = self._rates.exchange_s(sizes[indices], group, routing)
+                    continue
                 seconds = self._rates.link_s(operation, sizes[indices], group)
                 result[indices] = seconds + self._waits_s(operation, group, axis)
-            return cast(float, result)
+            return cast(float, np.where(sizes > 0, result, 0.0))
 
         return link_s
 
@@ -317,12 +337,14 @@ class LayerFigures:
             devices_per_node=self._devices_per_node,
         )
 
-    def _weight_waits(self, layer: Layer, operator: Operator) -> bool:
+    def _weight_waits(self, layer: Layer, operator: Operator, setting: Setting) -> bool:
         """Whether a split backward makes the gradient of an operator's weight in W.
 
         The runtime puts off Linears alone: not experts, whose matrices lie in one parameter, nor
-        the transposed ones of GPT-2's blocks.
+        the transposed ones of GPT-2's blocks, nor what a loss in chunks multiplies by.
         """
+        if layer.kind == "head" and setting.loss is not None:
+            return False
         if operator.kind != "matmul" or operator.name.startswith("expert"):
             return False
         a = self.model.architecture

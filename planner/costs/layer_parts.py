@@ -17,6 +17,7 @@ from planner.costs.calibration import Figures
 from planner.costs.collectives import Level, group_steps, levels, same_experts_steps
 from planner.costs.held import Held, HeldStates, weight_versions
 from planner.costs.layer_figures import LayerFigures
+from planner.costs.layer_seconds import ENDS
 from planner.costs.memory import Sharing, States
 from planner.costs.rates import Rates
 from planner.costs.sharding import (
@@ -60,6 +61,8 @@ class LayerParts:
         self._activations = activations
         self._recomputes = recomputes
         self._layers = {layer.kind: layer for layer in model.layers}
+        gathered = rates.stack.eight_bit.gathered
+        self._narrow = rates.device.eight_bit_flops is not None and "parameters" in gathered
         self._traffic: dict[tuple[object, ...], Traffic] = {}
         self._known_moved: dict[tuple[object, ...], _Moved] = {}
         self._known_links: dict[tuple[object, ...], Links] = {}
@@ -117,7 +120,8 @@ class LayerParts:
         if found is None:
             sharing, links = self._holding.sharing(layout), self.links(layout)
             held = self._holding.held(layer, layout, sharing)
-            moving = self._moving(held, sharing, links)
+            narrow = self._narrow and layer.kind not in ENDS
+            moving = self._moving(held, sharing, links, narrow=narrow)
             found = _Moved(held, moving, self._tied_s(layer, layout, links))
             self._known_moved[key] = found
         return found
@@ -176,25 +180,42 @@ class LayerParts:
             for activations in self._activations
         )
 
-    def _moving(self, held: Held, sharing: Sharing, links: Links) -> Traffic:
-        """Return the traffic of a layer's states, the same for every micro-batch size."""
+    def _moving(self, held: Held, sharing: Sharing, links: Links, *, narrow: bool) -> Traffic:
+        """Return the traffic of a layer's states, the same for every micro-batch size.
+
+        Those of Linears may be gathered in 8 bits (`narrow`), experts' in 16.
+        """
         apart, among = held.experts, links.same_experts
         frozen = held.parameters - held.adapters if held.frozen else 0.0
         if apart is None or among is None:
-            return self._traffic_of(held.parameters, held.sides, sharing, links, frozen)
+            return self._traffic_of(held.parameters, held.sides, sharing, links, frozen, narrow)
         inside = held.parameters - apart.parameters
         frozen -= apart.parameters * held.frozen
-        dense = self._traffic_of(inside, held.sides, sharing, links, frozen)
+        dense = self._traffic_of(inside, held.sides, sharing, links, frozen, narrow)
         frozen = apart.parameters * held.frozen
-        return dense + self._traffic_of(apart.parameters, 0.0, apart.sharing, among, frozen)
+        return dense + self._traffic_of(apart.parameters, 0.0, apart.sharing, among, frozen, False)
 
     def _traffic_of(
-        self, parameters: float, sides: float, sharing: Sharing, links: Links, frozen: float
+        self,
+        parameters: float,
+        sides: float,
+        sharing: Sharing,
+        links: Links,
+        frozen: float,
+        narrow: bool,
     ) -> Traffic:
-        key = (parameters, sides, sharing, links.name, frozen)
+        key = (parameters, sides, sharing, links.name, frozen, narrow)
         found = self._traffic.get(key)
         if found is None:
-            found = traffic(parameters, sharing, links, self._rates, sides=sides, frozen=frozen)
+            found = traffic(
+                parameters,
+                sharing,
+                links,
+                self._rates,
+                sides=sides,
+                frozen=frozen,
+                narrow=narrow,
+            )
             self._traffic[key] = found
         return found
 
@@ -228,6 +249,8 @@ class LayerParts:
                 sync_s=sync_s,
                 optimizer_s=optimizer_s,
             )
+        if self._rates.stack.sharding.regathers and recompute == "full":
+            moving = replace(moving, backward_s=moving.backward_s + moving.forward_gather_s)
         (gather_s, forward_fetch_s), (backward_s, backward_fetch_s) = seen_in_passes(
             moving,
             sharing,
@@ -307,7 +330,13 @@ _TRAFFIC_NAMES = tuple(field.name for field in fields(Traffic))
 
 def parts_key(layout: Layout) -> tuple[object, ...]:
     """What parts depend on."""
-    return layout.micro_batch, layout.sequence_parallel, *_sharing_key(layout)
+    return (
+        layout.micro_batch,
+        layout.sequence_parallel,
+        layout.loss,
+        layout.compile,
+        *_sharing_key(layout),
+    )
 
 
 def _sharing_key(layout: Layout) -> tuple[object, ...]:
@@ -325,5 +354,6 @@ def _sharing_key(layout: Layout) -> tuple[object, ...]:
         layout.micro_batches > 1,
         layout.offload,
         layout.gradient_wire,
+        layout.loss is None,
         weight_versions(layout),
     )

@@ -11,20 +11,41 @@ The one place where a stack's operators become seconds, whether one setting is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 from planner.cluster import Collective
 from planner.costs import compute
 from planner.costs.compute import Device
-from planner.layers.operator_table import BACKWARD_OF, GroupAxis, Operator, Setting, Table, larger
+from planner.layers.operator_table import (
+    BACKWARD_OF,
+    GroupAxis,
+    Operator,
+    Setting,
+    Table,
+    either,
+    larger,
+    share,
+)
+from planner.layers.routing import Routing
 from planner.profile import Recompute
 from planner.stack import Stack
 
 ENDS = ("embedding", "head")
-LinkSeconds = Callable[[Collective, float, GroupAxis], float]
-"""Seconds of a collective of so many bytes in the group of an axis."""
+
+
+class LinkSeconds(Protocol):
+    """Seconds of a collective of so many bytes in the group of an axis."""
+
+    def __call__(
+        self,
+        operation: Collective,
+        size_bytes: float,
+        axis: GroupAxis,
+        routing: Routing | None = None,
+    ) -> float:
+        """`routing` is that of an exchange between experts that sends each token once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +120,18 @@ def passes(table: Table, recompute: Recompute, on: Device) -> Passes:
 
 def forward_s(operator: Operator, on: Device, *, end: bool) -> float:
     """Seconds of an operator's forward; `end`: of embedding or head, which stay in 16 bits."""
-    narrow = compute.is_narrow(operator, on, end=end)
-    return (compute.narrow_forward_s if narrow else compute.forward_s)(operator, on)
+    wide_s = compute.forward_s(operator, on)
+    if not compute.is_narrow(operator, on, end=end):
+        return wide_s
+    return either(operator.aligned, compute.narrow_forward_s(operator, on), wide_s)
 
 
 def backward_s(operator: Operator, on: Device, *, end: bool) -> float:
     """Seconds of an operator's backward."""
-    narrow = compute.is_narrow(operator, on, end=end)
-    return (compute.narrow_backward_s if narrow else compute.backward_s)(operator, on)
+    wide_s = compute.backward_s(operator, on)
+    if not compute.is_narrow(operator, on, end=end):
+        return wide_s
+    return either(operator.aligned, compute.narrow_backward_s(operator, on), wide_s)
 
 
 def _kernels(operator: Operator, on: Device, *, end: bool) -> float:
@@ -123,14 +148,21 @@ class LinkRule:
     context: float = 1.0
     second_gather: float = 0.0
     """Of gathering a product's input again, for its weights' gradient."""
+    gathered: float = 1.0
+    """Bytes of what tensor-parallel ranks gather in blocks, over those in 16 bits."""
+    experts: float = 0.0
+    """Share of exchanges between experts that can hide behind another micro-batch."""
 
 
-def link_rule(stack: Stack, *, sequence_parallel: bool) -> LinkRule:
+def link_rule(stack: Stack, *, sequence_parallel: bool, eight_bits: bool = False) -> LinkRule:
     """Return what a stack hides of the collectives inside layers."""
+    narrow = eight_bits and "activations" in stack.eight_bit.gathered
     return LinkRule(
         tensor=1 - (stack.tensor.overlap if sequence_parallel else 0.0),
         context=1 - stack.context.overlap,
         second_gather=stack.tensor.second_gather,
+        gathered=0.5 if narrow else 1.0,
+        experts=stack.experts.overlap,
     )
 
 
@@ -139,13 +171,20 @@ def collectives(
 ) -> Iterator[tuple[GroupAxis, float, float]]:
     """Yield axis and exposed seconds of each collective, forward and backward with recompute."""
     end = table.kind in ENDS
+
+    def one_s(kind: Collective, size: float, operator: Operator) -> float:
+        narrow = kind == "all_gather" and operator.axis == "tensor" and not (end or operator.wide)
+        size = size * rule.gathered if narrow else size
+        return link_s(kind, size, operator.axis, operator.routing)
+
     for operator in table.operators:
         if not operator.communicates:
             continue
         size, axis = operator.moved_bytes, operator.axis
+        back = operator.backward_moved_bytes if operator.kind == "all_to_all" else size
         seen = _seen(axis, rule, end=end)
-        back_s = link_s(BACKWARD_OF[operator.kind], size, axis)
-        there_s = link_s(cast(Collective, operator.kind), size, axis)
+        back_s = one_s(BACKWARD_OF[operator.kind], back, operator)
+        there_s = one_s(cast(Collective, operator.kind), size, operator)
         if operator.only == "forward":
             back_s = 0.0 * back_s
         elif operator.only == "backward":
@@ -157,9 +196,30 @@ def collectives(
         yield axis, seen * there_s, seen * back_s
     for operator in again:
         if operator.communicates and operator.only != "backward":
-            kind, axis = cast(Collective, operator.kind), operator.axis
-            back_s = link_s(kind, operator.moved_bytes, axis)
-            yield axis, 0.0, _seen(axis, rule, end=end) * back_s
+            back_s = one_s(cast(Collective, operator.kind), operator.moved_bytes, operator)
+            yield operator.axis, 0.0, _seen(operator.axis, rule, end=end) * back_s
+
+
+def seen_links(
+    each: Iterable[tuple[GroupAxis, float, float]], found: Passes, rule: LinkRule
+) -> tuple[float, float]:
+    """Return what is seen of a layer's collectives in its forward and in its backward.
+
+    Exchanges between experts may hide behind the passes of another micro-batch as well: of both
+    passes together c, behind both passes' w, max((1 - o) c, c - w) is seen.
+    """
+    forward_s = backward_s = there_all_s = back_all_s = 0.0
+    for axis, there_s, back_s in each:
+        if axis == "expert" and rule.experts:
+            there_all_s, back_all_s = there_all_s + there_s, back_all_s + back_s
+        else:
+            forward_s, backward_s = forward_s + there_s, backward_s + back_s
+    if rule.experts:
+        both_s = there_all_s + back_all_s
+        window_s = found.forward_s + found.backward_s + found.recompute_s
+        seen = share(shown_s(both_s, window_s, rule.experts), both_s)
+        forward_s, backward_s = forward_s + seen * there_all_s, backward_s + seen * back_all_s
+    return forward_s, backward_s
 
 
 def _seen(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:

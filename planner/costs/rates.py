@@ -13,11 +13,19 @@ from typing import Literal, assert_never
 from planner.catalog import native
 from planner.cluster import ClusterSpec, Collective
 from planner.costs import compute
-from planner.costs.collectives import Amount, Curves, Levels, collective_s, curves_by_name
+from planner.costs.collectives import (
+    Amount,
+    Curves,
+    Levels,
+    collective_s,
+    curves_by_name,
+    dispatch_s,
+)
 from planner.costs.layer_seconds import shown_s
 from planner.costs.memory import StateTypes, updated_bytes
 from planner.errors import DocumentError
 from planner.layers.operator_table import larger
+from planner.layers.routing import Routing
 from planner.plan import Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Calibration, Overheads, Profile
@@ -101,6 +109,16 @@ class Rates:
     def link_s(self, operation: Collective, size_bytes: Amount, group: Levels) -> Amount:
         """Seconds of a collective, of one size or of each in an array."""
         return collective_s(operation, size_bytes, group, self.curves)
+
+    def exchange_s(self, size_bytes: Amount, group: Levels, routing: Routing | None) -> Amount:
+        """Seconds of an all-to-all between experts' ranks; `routing` of tokens that are sent once.
+
+        Kernels of their own reach another share of the links than the collective library.
+        """
+        rate = self.stack.experts.links_rate
+        if routing is None:
+            return self.link_s("all_to_all", size_bytes, group) / rate
+        return dispatch_s(size_bytes, group, routing) / rate
 
     def memory_s(self, moved_bytes: float) -> float:
         """Seconds of memory traffic."""

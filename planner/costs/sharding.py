@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
 from planner.costs import compute
-from planner.costs.collectives import Levels
+from planner.costs.collectives import Levels, ranks_of
 from planner.costs.memory import FP32, Sharing, StateTypes
 from planner.costs.rates import Hidden, Rates
 from planner.layers.operator_table import larger
@@ -39,6 +39,8 @@ POWERSGD_RANK = 4
 FACTORING_TRAFFIC_BYTES = 36
 """For each gradient: error added (12), two products with the factors (8), their product written
 (4), error kept (12)."""
+EIGHT_BITS = 1.0
+"""Bytes of a parameter that is gathered in 8 bits."""
 ADDING_TRAFFIC_BYTES = 12
 """For each gradient that the host adds to another: two read, one written."""
 
@@ -99,11 +101,13 @@ def traffic(
     *,
     sides: float = 0.0,
     frozen: float = 0.0,
+    narrow: bool = False,
 ) -> Traffic:
     """Return the sharding seconds of a unit with this many parameters on the rank.
 
     `sides` are rows and columns of all its matrices, added up; so many of its parameters are
-    `frozen`, and have no gradients.
+    `frozen`, and have no gradients.  What is gathered anew for each pass may be `narrow`: cast to
+    8 bits where it is a shard (torchao, enable_fsdp_float8_all_gather).
     """
     types, rule = sharing.types, rates.stack.sharding
     trained = parameters - frozen
@@ -115,6 +119,8 @@ def traffic(
     working = types.working * trained
     if types.unit == "layer" or sharing.zero == 3:  # else whole copies stay as they are
         working += types.frozen * frozen
+    if narrow and sharing.gathers_again:
+        working = min(working, EIGHT_BITS * parameters)
     gather_s, reduce_s, factoring_s = _collectives_s(
         trained, working, sharing, links, rates, sides=sides
     )
@@ -173,6 +179,7 @@ def _collectives_s(
     rule, both = rates.stack.sharding, links.shard + links.replicate
     reduced, calls = sharing.wire_bytes * trained, rule.collectives_per_layer
     if sharing.sharded:
+        listed_s = calls * rule.listed_s * ranks_of(links.shard)
         gather_s = calls * rates.link_s("all_gather", working_bytes / calls, links.shard)
         if rule.reduces_whole and sharing.zero == 1:
             return gather_s, calls * rates.link_s("all_reduce", reduced / calls, both), 0.0
@@ -182,7 +189,7 @@ def _collectives_s(
         reduce_s = calls * reduce_s
         if sharing.gathers_again and len(links.shard) > 1:
             gather_s, reduce_s = gather_s / rule.network_rate, reduce_s / rule.network_rate
-        return gather_s, reduce_s, 0.0
+        return gather_s + listed_s, reduce_s + listed_s, 0.0
     if sharing.data == 1:
         return 0.0, 0.0, 0.0
     if sharing.wire == "powersgd":

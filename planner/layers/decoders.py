@@ -78,6 +78,8 @@ def deepseek(config: Config, family: str) -> Architecture:
             ffn_size=positive(config, "moe_intermediate_size"),
             shared=count(config, "n_shared_experts"),
             dense_layers=count(config, "first_k_dense_replace"),
+            groups=optional(config, "n_group", None) or None,
+            groups_per_token=optional(config, "topk_group", None) or None,
         ),
     )
 

@@ -16,6 +16,7 @@ from planner.layers.operators import (
     row_wise,
     summed,
 )
+from planner.layers.routing import Routing
 from planner.model import Architecture
 
 
@@ -25,7 +26,7 @@ def mlp(
     """Up projection (with a gate), activation, down projection."""
     tokens, width = setting.tokens, ffn_size / setting.tensor
     full = tokens * a.hidden_size * setting.element_bytes
-    operators, whole = gathered(setting, source, f"{name}_gather", full)
+    operators, whole = gathered(setting, source, f"{name}_gather", full, adapted=False)
     operators += _feed_forward(a, setting, source, whole, name, tokens=tokens, width=width)
     return [
         *operators,
@@ -52,7 +53,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     operators: list[Operator] = []
     whole = source
     if not spread:
-        operators, whole = gathered(setting, source, "mlp_gather", full)
+        operators, whole = gathered(setting, source, "mlp_gather", full, adapted=False)
     scores = tokens * experts.count * FP32
     sent = experts.per_token * full
     sorted_bytes = kernels.expert_moves / 2 * sent if kernels.expert_moves else 2 * sent
@@ -80,10 +81,14 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
             kernels=4,
         ),
     ]
+    routing = Routing(
+        experts.count, experts.per_token, experts.groups or 1, experts.groups_per_token or 1
+    )
     arrived, skew = "dispatched", 1.0
     if spread:
         skew = kernels.expert_skew
-        operators.append(exchange(setting, "dispatched", "arrived", sent * skew))
+        size = sent * skew
+        operators.append(exchange(setting, "dispatched", "arrived", size, routing, back=False))
         arrived = "arrived"
     count = tokens * experts.per_token * skew
     width = experts.ffn_size / divided
@@ -104,7 +109,8 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     operators += linear(setting, down, size=count * width * e, adapted=False)
     returned = "expert_down"
     if spread:
-        operators.append(exchange(setting, "expert_down", "returned", sent * skew))
+        size = sent * skew
+        operators.append(exchange(setting, "expert_down", "returned", size, routing, back=True))
         returned = "returned"
     routed = "mlp_out_partial" if partial else "mlp_out"
     shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
@@ -115,7 +121,8 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
             kind="memory",
             inputs=(returned, "weights"),
             outputs={combined: full},
-            saved=(returned, "weights"),
+            # Sent once, tokens are weighed by their experts, and what comes back is only added.
+            saved=("weights",) if kernels.expert_once and spread else (returned, "weights"),
             moved_bytes=combined_bytes,
             backward_moved_bytes=kernels.back(combined_bytes, 3 * sent + full),
             kernels=3,
@@ -251,6 +258,7 @@ def _feed_forward(
         moved_bytes=(tokens * (a.hidden_size + width) + weights) * e,
         weights=weights,
         share=kernels.expert_share if name == "expert" else 1.0,
+        sides=(a.hidden_size, width),
     )
     gate, gated, product = f"{name}_gate", f"{name}_gated", f"{name}_product"
 

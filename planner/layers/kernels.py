@@ -7,7 +7,8 @@ them one by one, with `runtime.tensor` around them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from planner.cluster import EIGHT_BITS
@@ -31,6 +32,8 @@ class Kernels:
     scores: Scores = "module"
     fused_softmax: bool = True
     """Of written scores: scale, mask and softmax in 16 bits are one kernel."""
+    pads_values: bool = False
+    """Heads of values are as wide as those of queries in fused attention."""
     dropout: bool = False
     """Ungated models drop activations at random, which keeps masks."""
     keeps_gathered: bool = True
@@ -57,12 +60,22 @@ class Kernels:
     """Rate of grouped products over that of one product as large."""
     expert_skew: float = 1.1
     """Busiest expert rank over the mean."""
+    expert_once: bool = False
+    """Tokens are sent once to every node and rank that has some of their experts."""
+    expert_narrow: bool = False
+    """Tokens sent to experts, and gradients, are in 8 bits."""
     shared_divided: bool = False
     """Experts that all tokens share are divided like a dense MLP beside experts on own ranks."""
     frozen: Adapters | None = None
     """Which products have adapters where weights are frozen; None: weights are trained."""
     restored_bytes: float = 0.0
     """Traffic per weight of bringing it to 16 bits before each product."""
+    compiled: bool = False
+    """A block is one compiled graph, which keeps what its backward needs and nothing else."""
+
+    def adapts(self, *, adapted: bool) -> bool:
+        """Whether a product has an adapter; `adapted` ones do where only attention's have."""
+        return self.frozen == "all" or (self.frozen == "attention" and adapted)
 
     def back(self, moved_bytes: float, own_bytes: float) -> float:
         """Return the traffic of a backward, of forward's and what is counted of its own."""
@@ -73,11 +86,16 @@ MODULES = Kernels()
 """Modules of `transformers` one by one: those that the runtime trains."""
 
 
+@cache
+def compiled(kernels: Kernels) -> Kernels:
+    """Return the kernels of a block that is compiled: what lies between products is fused."""
+    return replace(kernels, fused_norm=True, fused_gate=True, fused_rotary=True, compiled=True)
+
+
 def kernels_of(
     stack: Stack,
     precision: str,
     *,
-    compiled: bool = False,
     flash_attention: bool | None = None,
     frozen: bool = False,
     quantised: bool = False,
@@ -87,12 +105,13 @@ def kernels_of(
     flash = rule.flash_attention if flash_attention is None else flash_attention
     scores: Scores = "module" if rule.attention == "module" else "fused"
     found = Kernels(
-        fused_norm=compiled or rule.norm == "fused",
-        fused_gate=compiled or rule.gate == "fused",
-        fused_rotary=compiled or rule.rotary == "fused",
+        fused_norm=rule.norm == "fused",
+        fused_gate=rule.gate == "fused",
+        fused_rotary=rule.rotary == "fused",
         fused_projections=rule.projections == "fused",
         scores=scores if flash else "written",
         fused_softmax=rule.softmax == "fused",
+        pads_values=rule.pads_values and flash,
         dropout=rule.dropout and not flash,
         keeps_gathered=stack.tensor.keeps_gathered,
         reorders=stack.tensor.copies,
@@ -107,6 +126,8 @@ def kernels_of(
         expert_moves=stack.experts.moves,
         expert_share=stack.experts.grouped_share,
         expert_skew=stack.experts.skew,
+        expert_once=stack.experts.sends == "once",
+        expert_narrow=precision in EIGHT_BITS and stack.experts.narrow_sends,
         shared_divided=stack.experts.shared == "divided",
         frozen=rule.adapters if frozen and rule.adapters != "none" else None,
         restored_bytes=rule.restored_bytes if quantised else 0.0,

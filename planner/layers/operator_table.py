@@ -21,6 +21,7 @@ import numpy as np
 
 from planner.cluster import Collective, Precision
 from planner.layers.kernels import MODULES, Kernels
+from planner.layers.routing import Routing
 from planner.plan import ChunkedLoss
 from planner.profile import Recompute
 from planner.stack import SelectiveRecompute
@@ -36,6 +37,12 @@ KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
     {"matmul", "attention", "reduce_scatter", "all_to_all"}
 )
 """Whose outputs selective recompute keeps; all others run a second time in backward."""
+
+CHEAP = frozenset({"q_linear", "kv_up", "rotary"})
+CHEAP_ENDS = ("_norm", "_latent", "_product")
+"""Operators that recompute of what is cheap drops: Megatron-LM's modules layernorm, mla_up_proj and
+moe_act; DeepSeek-V3, section 3.2.3 (arXiv:2412.19437).  Only families with latents have the first
+ones under these names."""
 
 BACKWARD_OF: dict[str, Collective] = {
     "all_gather": "reduce_scatter",
@@ -69,6 +76,8 @@ class Setting:
     """How the head's loss is computed; None: from all logits."""
     pipelined: bool = False
     """The layer is of a pipeline over several nodes, whose hosts wait for each other."""
+    compiled: bool = False
+    """Blocks are compiled, each as one graph."""
     kernels: Kernels = field(default=MODULES, compare=False)
 
     @property
@@ -97,6 +106,7 @@ class Setting:
             self.sequence_parallel,
             self.loss is not None,
             self.pipelined,
+            self.compiled,
         )
 
     @property
@@ -149,6 +159,7 @@ class ManySettings(Setting):
             expert_tensor=column("expert_tensor"),
             sequence_parallel=some.sequence_parallel,
             pipelined=some.pipelined,
+            compiled=some.compiled,
             kernels=some.kernels,
             taken=some.branches,
         )
@@ -179,7 +190,8 @@ class Operator:
     """One step of a layer's forward pass on one rank.
 
     For communication `moved_bytes` is the size in the sense of nccl-tests: gathered output,
-    scattered input, reduced buffer.
+    scattered input, reduced buffer; a backward's size differs in all-to-alls alone, which have
+    `backward_moved_bytes`.
     """
 
     name: str
@@ -208,10 +220,17 @@ class Operator:
     """Whether a product's weights have no gradient, which leaves one product to its backward."""
     share: float = 1.0
     """Rate over that of one product as large."""
+    routing: Routing | None = None
+    """Of an exchange in which each token is sent once to every node and rank that has some of its
+    experts: `moved_bytes` are those of one copy of each token."""
     only: Pass | None = None
     """The one pass that has a collective, where the other has none."""
     ring: bool = False
     """Whether a gather goes round with its use, and its backward twice: once with gradients."""
+    aligned: bool = True
+    """Whether a product's dimensions are multiples of what 8-bit kernels take."""
+    wide: bool = False
+    """Whether what a gather brings is needed in 16 bits, however its products are."""
     in_core: bool = False
     """Of written-out attention between its projections: scores, softmax, dropout, values."""
 
@@ -236,6 +255,9 @@ class Table:
     """What selective recompute drops: see `planner.stack.RecomputeRule`."""
     early_stop: bool = True
     """Recomputation stops when the last tensor that backward needs is there again."""
+    keeps_needed: bool = False
+    """Of what selective recompute would keep, only what backward asks for is kept: a compiler
+    knows that before the first step."""
 
     @cached_property
     def sizes(self) -> dict[str, float]:
@@ -270,6 +292,8 @@ class Table:
             case "selective":
                 if self.selective == "attention":
                     return tuple(op for op in self._inside if op.in_core)
+                if self.selective == "cheap":
+                    return self._cheap
                 again = self._inside[: self._needed_again]
                 kept = self._kept_outputs
                 return tuple(op for op in again if op.name not in kept)
@@ -283,12 +307,17 @@ class Table:
                 names = _saved(self.operators)
             case "full" | "selective":
                 names = {"x"} | (_saved(self._outside) - _outputs(self._inside))
-                if recompute == "selective" and self.selective == "attention":
+                if recompute == "selective" and self.selective == "cheap":
+                    made = _outputs(self._cheap)
+                    needed = {name for op in self._cheap for name in op.saved or op.inputs}
+                    names = (_saved(self.operators) | needed) - made
+                elif recompute == "selective" and self.selective == "attention":
                     core = [op for op in self._inside if op.in_core]
                     names = _saved(self.operators) - (_outputs(core[:-1]))
                 elif recompute == "selective":
                     kept = self._kept_outputs
-                    names |= _outputs(op for op in self._inside if op.name in kept)
+                    found = _outputs(op for op in self._inside if op.name in kept)
+                    names |= found & self._asked_for(found) if self.keeps_needed else found
             case _:
                 assert_never(recompute)
         # Sorted: sums in the order of a set differ in the last bits from run to run.
@@ -372,6 +401,16 @@ class Table:
         return again - sum(size for name, size in kept.items() if name in passed)
 
     @cached_property
+    def _cheap(self) -> tuple[Operator, ...]:
+        """Norms, gated products, projections up from latents, and copies of theirs in 8 bits."""
+        names = {
+            op.name
+            for op in self._inside
+            if op.name in CHEAP or (op.name.endswith(CHEAP_ENDS) and op.kind == "memory")
+        }
+        return tuple(op for op in self._inside if op.name.removesuffix("_narrow") in names)
+
+    @cached_property
     def _kept_outputs(self) -> frozenset[str]:
         """Names of the operators whose outputs selective recompute keeps.
 
@@ -386,6 +425,23 @@ class Table:
             if op.kind in ("attention", "reduce_scatter") or (op.in_core and op.kind == "matmul")
         ]
         return frozenset((*products[::2], *others))
+
+    def _asked_for(self, kept: set[str]) -> set[str]:
+        """Return the tensors that backward reads, and those from which it makes what is not kept.
+
+        None is looked for behind one of `kept`.
+        """
+        found: set[str] = set()
+        waiting = _saved(self._inside)
+        made_by = {name: op for op in self._inside for name in op.outputs}
+        while waiting:
+            name = waiting.pop()
+            if name in found:
+                continue
+            found.add(name)
+            if name not in kept and name in made_by:
+                waiting |= set(made_by[name].inputs)
+        return found
 
     @property
     def _needed_again(self) -> int:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
+from operator import and_
 
 from planner.layers.kernels import MODULES, Kernels
 from planner.layers.operator_table import FP32, Operator, Setting
+from planner.layers.routing import Routing
 from planner.model import Architecture
 
+NARROW_MULTIPLE = 16
+"""Rows and columns of a matrix in 8 bits are multiples of it: cuBLAS (16 bytes), torchao's filter,
+Transformer Engine's assert_dim_for_fp8_exec."""
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 """Families whose norms multiply with one plus their weight, in fp32."""
 
@@ -135,8 +141,12 @@ def matmul(
     weights: float = 0.0,
     kernels: float = 1,
     share: float = 1.0,
+    sides: tuple[float, ...] = (),
 ) -> Operator:
-    """A matrix product, which keeps its inputs and whose backward is two products of its size."""
+    """A matrix product, which keeps its inputs and whose backward is two products of its size.
+
+    `sides` are rows and columns of its matrix, which tell whether it may be in 8 bits.
+    """
     return Operator(
         name=name,
         kind="matmul",
@@ -149,7 +159,13 @@ def matmul(
         weights=weights,
         kernels=kernels,
         share=share,
+        aligned=_aligned(sides),
     )
+
+
+def _aligned(sides: tuple[float, ...]) -> bool:
+    """Whether 8-bit kernels take a matrix of these sides; an array where they are arrays."""
+    return reduce(and_, (side % NARROW_MULTIPLE == 0 for side in sides), True)
 
 
 def linear(
@@ -179,10 +195,10 @@ def linear(
     saved: tuple[str, ...] = (kept,)
     after: list[Operator] = []
     if kernels.frozen is not None:
-        if kernels.frozen == "attention" and not adapted:
-            saved = ()
-        else:
+        if kernels.adapts(adapted=adapted):
             after.append(_adapter(product, whole_bytes))
+        else:
+            saved = ()
         product = replace(product, frozen=True, backward_moved_bytes=product.moved_bytes)
     if kernels.restored_bytes:
         moved = kernels.restored_bytes * product.weights
@@ -217,8 +233,14 @@ def narrow_copy(name: str, beside: tuple[str, ...], size: float) -> Operator:
     return Operator(name=name, kind="memory", inputs=beside, outputs={name: size}, kernels=0)
 
 
-def gathered(setting: Setting, source: str, name: str, size: float) -> tuple[list[Operator], str]:
-    """Gather the sequence before a tensor-parallel region; nothing to do on one rank."""
+def gathered(
+    setting: Setting, source: str, name: str, size: float, *, adapted: bool = True
+) -> tuple[list[Operator], str]:
+    """Gather the sequence before a tensor-parallel region; nothing to do on one rank.
+
+    Adapters beside the products of the region read it in 16 bits (Transformer Engine,
+    LayerNormLinear's return_layernorm_output_gathered).
+    """
     if not setting.divides_tensors or not setting.sequence_parallel:
         return [], source
     gather = Operator(
@@ -229,6 +251,7 @@ def gathered(setting: Setting, source: str, name: str, size: float) -> tuple[lis
         moved_bytes=size,
         copied_bytes=2 * _reordered(setting, size),
         workspace_bytes=_reordered(setting, size),
+        wide=setting.kernels.adapts(adapted=adapted),
     )
     return [gather], name
 
@@ -252,6 +275,7 @@ def projections(
         moved_bytes=count * tokens * a.hidden_size * e + (tokens + a.hidden_size) * width * e,
         weights=a.hidden_size * width,
         kernels=count,
+        sides=(a.hidden_size, width),
     )
     return linear(setting, product, source=source, size=tokens * a.hidden_size * e)
 
@@ -276,6 +300,7 @@ def row_wise(
         flops=2 * tokens * width * a.hidden_size,
         moved_bytes=tokens * width * e + width * a.hidden_size * e + out_bytes,
         weights=width * a.hidden_size,
+        sides=(width, a.hidden_size),
     )
     result = linear(setting, product, size=tokens * width * e, adapted=adapted)
     if setting.divides_tensors:
@@ -304,15 +329,29 @@ def summed(setting: Setting, partial: str, name: str, size: float) -> Operator:
     )
 
 
-def exchange(setting: Setting, source: str, name: str, size: float) -> Operator:
-    """All-to-all between the ranks that hold different experts; each sends its own tokens."""
+def exchange(
+    setting: Setting, source: str, name: str, size: float, routing: Routing, *, back: bool
+) -> Operator:
+    """All-to-all between the ranks that hold different experts; each sends its own tokens.
+
+    `back`: it brings them back, and its backward sends gradients to experts.  Sent once, what moves
+    is a copy of each token; sent in 8 bits, it moves half as much on its way to experts, and all of
+    it to be combined (DeepSeek-V3, section 3.2.2, arXiv:2412.19437).
+    """
+    kernels = setting.kernels
+    moved = size / setting.expert_tensor
+    if kernels.expert_once:
+        moved = moved / routing.per_token
+    narrow = 0.5 if kernels.expert_narrow else 1.0
     return Operator(
         name=name,
         kind="all_to_all",
         inputs=(source,),
         outputs={name: size},
-        moved_bytes=size / setting.expert_tensor,
+        moved_bytes=moved * (1.0 if back else narrow),
+        backward_moved_bytes=moved * (narrow if back else 1.0),
         axis="expert",
+        routing=routing if kernels.expert_once else None,
     )
 
 

@@ -12,10 +12,13 @@ from planner.catalog import accelerators
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError, LaunchError
 from planner.local import Core, LocalDevice, listed, nvidia_devices, of_cores, of_devices, visible
+from planner.topology import links
 
 CORE = Core(flops=1e11, bytes_per_s=2e10, link_latency_s=2e-5, link_bytes_per_s=3e9)
 H100 = LocalDevice("NVIDIA H100 80GB HBM3", 85520809984)
 RTX = LocalDevice("NVIDIA GeForce RTX 4090", 24564 * 2**20)
+A40 = LocalDevice("NVIDIA A40", 46068 * 2**20)
+V100 = LocalDevice("Tesla V100-SXM2-32GB", 32768 * 2**20)
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +126,55 @@ def test_unequal_devices_are_groups_joined_by_the_slower_link() -> None:
 
     assert [group.devices for group in cluster.groups] == [2, 1]
     assert [(tier.name, tier.devices) for tier in cluster.tiers] == [("pcie", 3)]
+
+
+def listing(*rows: str) -> str:
+    """Return rows of `nvidia-smi topo -m`, as the program writes them."""
+    names = [f"GPU{number}" for number in range(len(rows))]
+    head = "\t" + "\t".join(f"\x1b[4m{name}" for name in (*names, "NIC0", "CPU Affinity"))
+    lines = [
+        "\t".join((name, *row.split(), "PXB", "0-31"))
+        for name, row in zip(names, rows, strict=True)
+    ]
+    nic = "\t".join(("NIC0", *["PXB"] * len(rows), " X "))
+    return "\n".join(
+        (f"{head}\x1b[0m", *lines, nic, "", "Legend:", "  X    = Self", "  NV#  = NVLinks")
+    )
+
+
+SWITCHED = listing(*(" ".join("X" if a == b else "NV18" for a in range(8)) for b in range(8)))
+MESH = listing("X NV1 NV2 SYS", "NV1 X SYS NV2", "NV2 SYS X NV1", "SYS NV2 NV1 X")
+PAIRS = listing("X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X")
+CROSSED = listing("X SYS NV4 SYS", "SYS X SYS NV4", "NV4 SYS X SYS", "SYS NV4 SYS X")
+HOST = listing("X PHB NODE SYS", "PHB X NODE SYS", "NODE NODE X SYS", "SYS SYS SYS X")
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "numbers", "tiers"),
+    [
+        (SWITCHED, H100, [0, 1, 2, 3, 4, 5, 6, 7], [("nvlink", 8)]),
+        (SWITCHED, H100, [6, 2], [("nvlink", 2)]),
+        (MESH, V100, [0, 1, 2, 3], [("nvlink", 4)]),  # 0 and 3 through 1 or 2
+        (PAIRS, A40, [0, 1, 2, 3], [("nvlink", 2), ("pcie", 4)]),
+        (PAIRS, A40, [0, 2], [("pcie", 2)]),
+        (PAIRS, A40, [1, 2, 3], [("pcie", 3)]),  # islands of one and of two
+        (CROSSED, A40, [0, 1, 2, 3], [("pcie", 4)]),  # no neighbours in this order,
+        (CROSSED, A40, [0, 2, 1, 3], [("nvlink", 2), ("pcie", 4)]),  # but in this one
+        (HOST, H100, [0, 1, 2, 3], [("pcie", 4)]),  # without a switch, whatever is usual
+        (HOST, RTX, [3, 0], [("pcie", 2)]),
+        ("No devices were found", A40, [0, 1], [("pcie", 2)]),  # as the catalogue has it
+        ("No devices were found", H100, [0, 1], [("nvlink", 2)]),
+    ],
+)
+def test_devices_are_joined_as_the_driver_says(
+    text: str, device: LocalDevice, numbers: list[int], tiers: list[tuple[str, int]]
+) -> None:
+    devices = [device._replace(number=number) for number in numbers]
+
+    cluster = of_devices(devices, links=links(text))
+
+    assert [(tier.name, tier.devices) for tier in cluster.tiers] == tiers
+    assert sorted(cluster.tiers, key=lambda tier: -tier.bytes_per_s) == list(cluster.tiers)
 
 
 def test_devices_come_before_cores_and_no_more_than_there_are(

@@ -175,6 +175,14 @@ def test_a_name_with_options_is_that_stack_with_other_kernels() -> None:
             stack(name)
 
 
+def test_options_speak_of_exchanges_between_experts_and_of_what_is_made_again() -> None:
+    tuned = stack("megatron+deepep+expert-overlap+cheap-recompute")
+
+    assert (tuned.experts.sends, stack("megatron").experts.sends) == ("once", "each")
+    assert tuned.experts.links_rate > 1 and tuned.experts.overlap == 0.8
+    assert tuned.recompute.selective == "cheap"
+
+
 def test_figures_without_a_mechanism_stay_with_the_stack_whose_runs_they_are() -> None:
     plain = dict(figures(Stack(name="plain", summary="the defaults")))
     unexplained = {
@@ -186,7 +194,7 @@ def test_figures_without_a_mechanism_stay_with_the_stack_whose_runs_they_are() -
     }
 
     assert unexplained == {
-        ("deepspeed", "sharding.network_rate"),
+        ("deepspeed@0.3", "sharding.network_rate"),
         ("nanotron", "pipeline.stalled_transfer_s"),
         ("nanotron", "host.pipelined_s"),
         ("nanotron", "host.ring_step_s"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import runtime.pipeline
 from planner.schedule import in_flight, orders, rank_of_stage
 from runtime.pipeline import GRADIENTS_ON_THE_WAY, Pipeline, StagePart
 from runtime.weight_gradients import WeightGradients, defer
@@ -59,7 +63,19 @@ class Recorder(nn.Module):
         return y
 
 
-def run(name: str, virtual_stages: int, wrong_shape: bool = False) -> tuple[str, int, int]:
+@dataclass
+class Seen:
+    """What a rank did in the second of two steps."""
+
+    actions: str
+    received: int
+    sent: int
+    """The most that it held of what came and of what went."""
+    messages: dict[str, int]
+    """Sends of both steps, by what the group carries."""
+
+
+def run(name: str, virtual_stages: int, wrong_shape: bool = False) -> Seen:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     stages = ranks * virtual_stages
     seen: list[str] = []
@@ -67,6 +83,7 @@ def run(name: str, virtual_stages: int, wrong_shape: bool = False) -> tuple[str,
     modules = [Recorder(stage, seen) for stage in range(stages) if home[stage] == rank]
     hidden = torch.empty(2, WIDTH, device="meta", requires_grad=True)
     declared = hidden[:1].detach().requires_grad_() if wrong_shape else hidden
+    groups = (dist.group.WORLD, dist.new_group())
     pipeline = Pipeline(
         [
             StagePart(
@@ -80,7 +97,7 @@ def run(name: str, virtual_stages: int, wrong_shape: bool = False) -> tuple[str,
         ],
         orders(name, stages=stages, micro_batches=MICRO_BATCHES, virtual_stages=virtual_stages),
         micro_batches=MICRO_BATCHES,
-        group=dist.group.WORLD,
+        groups=groups,
         device=torch.device("cpu"),
         loss=lambda output, target: (output - target).square().mean() / MICRO_BATCHES,
     )
@@ -90,14 +107,22 @@ def run(name: str, virtual_stages: int, wrong_shape: bool = False) -> tuple[str,
         received.append(pipeline.received())
         sent.append(pipeline.sent())
 
+    messages: Counter[str] = Counter()
+    started = runtime.pipeline._started
+
+    def counted(message: dist.P2POp, group: dist.ProcessGroup) -> dist.Work:
+        messages["gradients" if group is groups[1] else "activations"] += message.op is dist.isend
+        return started(message, group)
+
     for module in modules:
         module.register_forward_hook(count)
     x = torch.ones(2 * MICRO_BATCHES, WIDTH)
-    for _ in range(2):
-        seen.clear()
-        pipeline.run(x, x)
+    with mock.patch("runtime.pipeline._started", counted):
+        for _ in range(2):
+            seen.clear()
+            pipeline.run(x, x)
     assert (pipeline.received(), pipeline.sent()) == (0, 0)
-    return " ".join(seen), max(received), max(sent)
+    return Seen(" ".join(seen), max(received), max(sent), messages)
 
 
 @pytest.mark.ranks
@@ -105,12 +130,14 @@ def run(name: str, virtual_stages: int, wrong_shape: bool = False) -> tuple[str,
 def test_ranks_act_as_written(name: str) -> None:
     written = orders(name, stages=3, micro_batches=MICRO_BATCHES)
 
-    for stage, (seen, received, sent) in enumerate(on_ranks(3, run, name, 1)):
+    for stage, seen in enumerate(on_ranks(3, run, name, 1)):
         alive, first, last = in_flight(written[stage]), stage == 0, stage == 2
-        assert seen == " ".join(map(str, written[stage]))
+        assert seen.actions == " ".join(map(str, written[stage]))
         # Activations in flight and one ahead, a gradient in use and one ahead; two on the way.
-        assert received <= (0 if first else alive + 1) + (0 if last else 2)
-        assert sent <= (0 if last else alive) + (0 if first else GRADIENTS_ON_THE_WAY)
+        assert seen.received <= (0 if first else alive + 1) + (0 if last else 2)
+        assert seen.sent <= (0 if last else alive) + (0 if first else GRADIENTS_ON_THE_WAY)
+        assert seen.messages["activations"] == (0 if last else 2 * MICRO_BATCHES)
+        assert seen.messages["gradients"] == (0 if first else 2 * MICRO_BATCHES)
 
 
 @pytest.mark.ranks
@@ -132,11 +159,11 @@ def test_ranks_of_several_stages_act_as_written(name: str, virtual_stages: int, 
         virtual_stages=virtual_stages,
     )
 
-    for rank, (seen, received, sent) in enumerate(on_ranks(ranks, run, name, virtual_stages)):
-        assert seen == " ".join(map(str, written[rank]))
+    for rank, seen in enumerate(on_ranks(ranks, run, name, virtual_stages)):
+        assert seen.actions == " ".join(map(str, written[rank]))
         alive = in_flight(written[rank])
-        assert received <= alive + 3 * virtual_stages
-        assert sent <= alive + GRADIENTS_ON_THE_WAY * virtual_stages
+        assert seen.received <= alive + 3 * virtual_stages
+        assert seen.sent <= alive + GRADIENTS_ON_THE_WAY * virtual_stages
 
 
 @pytest.mark.ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.errors import BatchError, DocumentError, LaunchError
+from planner.errors import BatchError, DocumentError, LaunchError, OptimizerError
+from runtime import host, streamed_state
 from runtime.inner_loss import add_loss
-from runtime.recorder import Recorder
 from runtime.script_engine import Engine, StepResult
-from runtime.script_plan import script_plan
-from runtime.script_stage import refuse_shared
+from runtime.script_stage import refuse_plan
+from runtime.whole_batch import whole_batch
 from tests.runtime import own_modules
 from tests.runtime.own_modules import WORDS
 from tests.runtime.ranks import on_ranks
@@ -32,6 +32,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two stages": {"pipeline": 2},
     "two stages, gpipe, recompute": {"pipeline": 2, "schedule": "gpipe", "recompute": "full"},
     "zero 3, recompute": {"zero": 3, "micro_batches": 2, "recompute": "full"},
+    "unequal shares": {"shares": [3, 1]},
+    "unequal shares, zero 1": {"zero": 1, "shares": [2, 6]},
+    "zero 1, state on the host": {"zero": 1, "offload": "optimizer"},
     "tied stages of one rank": {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"},
 }
 build = functools.partial(own_modules.GPT, tied="module")
@@ -39,6 +42,14 @@ INNERS: dict[str, dict[str, Any]] = {
     "zero 3, recompute": LAYOUTS["zero 3, recompute"],
     "two stages, gpipe, recompute": LAYOUTS["two stages, gpipe, recompute"],
     "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
+}
+LENGTHS = (LENGTH, 4, 5, 4)
+"""Of the batches of a run in which they vary."""
+VARYING: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "two stages": {"pipeline": 2},
+    "zero bubble, recompute": {"pipeline": 2, "schedule": "zb-h1", "recompute": "full"},
+    "a V": {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"},
 }
 INNER = ", losses inside the module"
 BF16: dict[str, Any] = {"precision": "bf16", "micro_batch": 2}
@@ -120,6 +131,12 @@ def new_engine(plan: Any, module: Callable[[], nn.Module] = build, **changes: An
     return Engine(module, plan, **{**settings, **changes})
 
 
+def cut_to(length: int, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return samples without what stands behind a length."""
+    cut = {name: batch[name][:, :length].contiguous() for name in ("ids", "counts")}
+    return {**batch, **cut}
+
+
 Run = tuple[list[StepResult], dict[str, Tensor]]
 Plain = tuple[list[float], list[float], list[float], dict[str, Tensor]]
 
@@ -152,7 +169,46 @@ def apart(plan: Any) -> Run:
     return results, engine.state_dict()
 
 
-def plainly(module: Callable[[], nn.Module] = build) -> Plain:
+def varying(plan: Any) -> Run:
+    """Train on batches as long as the example and shorter; the last length has come before."""
+    engine = new_engine(plan)
+    results = []
+    for step, length in enumerate(LENGTHS):
+        batch = engine.slice(cut_to(length, batch_of(step)))
+        before = engine.evaluate(batch)
+        results.append(engine.step(batch))
+        assert before.loss == pytest.approx(results[-1].loss, rel=1e-5)
+    return results, engine.state_dict()
+
+
+def unlike_slices() -> Run:
+    """Train with slices that are as long as what counts in them: 3 and 7 tokens."""
+    engine = new_engine({"zero": 3})
+    results = []
+    for step in range(STEPS):
+        batch = engine.slice(batch_of(step))
+        length = 3 if engine.slice_rank == 0 else LENGTH
+        results.append(engine.step(cut_to(length, batch)))
+    return results, engine.state_dict()
+
+
+def disagreeing() -> list[str]:
+    """Give the ranks of one pipeline other values, then other lengths; return what each says."""
+    engine = new_engine({"pipeline": 2})
+    rank = torch.distributed.get_rank()
+    given = [batch_of(rank), cut_to(5 + rank, batch_of(0))]
+    said = []
+    for batch in given:
+        with pytest.raises(BatchError) as error:
+            engine.step(engine.slice(batch))
+        said.append(str(error.value))
+    engine.step(engine.slice(batch_of(0)))  # nobody waits for a message of before
+    return said
+
+
+def plainly(
+    module: Callable[[], nn.Module] = build, lengths: Sequence[int] = (LENGTH,) * STEPS
+) -> Plain:
     """Train as torch's own loop does: losses, norms, shares of right ones and weights."""
     global _apart  # noqa: PLW0603
     torch.manual_seed(0)
@@ -162,8 +218,8 @@ def plainly(module: Callable[[], nn.Module] = build) -> Plain:
         by.setdefault(groups(name, parameter)["weight_decay"], []).append(parameter)
     optimizer = adamw([{"params": ps, "weight_decay": decay} for decay, ps in by.items()])
     losses, norms, right = [], [], []
-    for step in range(STEPS):
-        batch = batch_of(step)
+    for step, length in enumerate(lengths):
+        batch = cut_to(length, batch_of(step))
         _apart = []
         total, count, metrics = loss(model(batch["ids"]), batch)
         total = total + sum(_apart)
@@ -177,10 +233,12 @@ def plainly(module: Callable[[], nn.Module] = build) -> Plain:
     return losses, norms, right, dict(model.state_dict())
 
 
-def everywhere() -> dict[str, Run]:
+def everywhere() -> tuple[dict[str, Run], dict[str, Run], list[str]]:
     found = {name: trained(plan) for name, plan in (LAYOUTS | BF16S).items()}
     found |= {f"{name}, apart": apart(LAYOUTS[name]) for name in ("zero 3", "replicated")}
-    return found | {f"{name}{INNER}": trained(plan, Penalised) for name, plan in INNERS.items()}
+    found |= {f"{name}{INNER}": trained(plan, Penalised) for name, plan in INNERS.items()}
+    found["unlike slices"] = unlike_slices()
+    return found, {name: varying(plan) for name, plan in VARYING.items()}, disagreeing()
 
 
 def check(run: Run, expected: Any, name: str = "") -> None:
@@ -189,7 +247,7 @@ def check(run: Run, expected: Any, name: str = "") -> None:
     assert [r.loss for r in results] == pytest.approx(losses, rel=1e-6), name
     assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-5), name
     assert [r.metrics["right"] for r in results] == pytest.approx(right, rel=1e-6), name
-    assert [r.metrics["one"] for r in results] == [1.0] * STEPS, name
+    assert [r.metrics["one"] for r in results] == [1.0] * len(losses), name
     assert found.keys() == weights.keys()
     for key, value in weights.items():
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
@@ -215,6 +273,70 @@ def test_one_process_trains_as_a_plain_loop() -> None:
     check(trained({"micro_batches": 2, "recompute": "full"}, Penalised), plainly(Penalised))
 
 
+def test_state_on_the_host_comes_in_buckets_and_is_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(streamed_state, "BUCKET_BYTES", 1000)  # of four parameters or so
+    losses, norms, _, expected = plainly()
+    found = []
+    for _ in range(STEPS):  # each begins where the one before it saved
+        engine = new_engine({"offload": "optimizer"})
+        engine.resume(tmp_path)
+        found.append(engine.step(batch_of(engine.steps)))
+        engine.save(tmp_path)
+
+    assert [one.loss for one in found] == pytest.approx(losses, rel=1e-6)
+    assert [one.grad_norm for one in found] == pytest.approx(norms, rel=1e-5)
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+    states = [value for one in engine.optimizer.state.values() for value in one.values()]
+    assert all(host.on_host(value) for value in states if value.ndim)
+    assert any(value.ndim for value in states)
+
+
+class OneNorm(torch.optim.SGD):
+    """Divides all gradients by their common norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_updates_parameters_together_is_refused_with_its_state_on_the_host() -> (
+    None
+):
+    with pytest.raises(OptimizerError, match="OneNorm updates parameters together"):
+        new_engine({"offload": "optimizer"}, optimizer=OneNorm)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"offload": "parameters"}, "offload: is parameters, which .* use ZeRO 3, or offload: opt"),
+        ({"precision": "fp8"}, "precision: is fp8, .* convert modules in build"),
+        ({"gradient_wire": "powersgd"}, "gradient_wire: is powersgd, .* use full"),
+    ],
+)
+def test_what_is_not_executed_is_refused_with_the_way_out(
+    change: dict[str, Any], said: str
+) -> None:
+    plan = new_engine({}).plan.model_copy(update=change)
+
+    with pytest.raises(LaunchError, match=said):
+        new_engine(plan)
+
+
+def test_unequal_shares_refuse_what_gathers_as_much_from_each_rank() -> None:
+    plan = new_engine({"shares": [4]}).plan
+    build_norm = lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))  # noqa: E731
+
+    with pytest.raises(LaunchError, match="1 is a BatchNorm, whose statistics"):
+        refuse_plan(plan, build_norm(), loss)
+    with pytest.raises(LaunchError, match="a loss over the whole batch"):
+        refuse_plan(plan, build(), whole_batch(loss))
+    refuse_plan(plan, build(), loss)
+
+
 @pytest.mark.ranks
 def test_two_ranks_train_as_a_plain_loop() -> None:
     expected, with_inner = plainly(), plainly(Penalised)
@@ -225,7 +347,13 @@ def test_two_ranks_train_as_a_plain_loop() -> None:
     lost = differences(one, (wide, weights))
     assert min(lost) > 1e-3  # it is another type of computation
 
-    for runs in on_ranks(2, everywhere):
+    lengths = plainly(lengths=LENGTHS)
+
+    for runs, varied, said in on_ranks(2, everywhere):
+        assert ["different samples" in said[0], "different shapes" in said[1]] == [True, True], said
+        assert all("ranks 0 and 1 feed slice 0" in one for one in said)
+        for name, run in varied.items():
+            check(run, lengths, f"lengths: {name}")
         for name, run in runs.items():
             if name in BF16S:
                 far = differences(run, one)
@@ -240,6 +368,10 @@ def test_two_ranks_train_as_a_plain_loop() -> None:
         ({"ids": torch.zeros(4, 7)}, "has 4 samples, and this rank's slice of a step is 2 micro"),
         ((torch.zeros(8), torch.zeros(6)), r"\[0\] has 8 samples and \[1\] has 6 samples"),
         ({"a": 1}, "has no tensor with samples"),
+        (
+            {"ids": torch.zeros(8, 9), "counts": torch.zeros(8, 7)},
+            r"\['ids'\] has length 9 along dim 1, and the example of Engine\(batch=...\) 7",
+        ),
     ],
 )
 def test_a_batch_that_no_step_takes_is_refused(batch: Any, said: str) -> None:
@@ -264,17 +396,6 @@ def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
         new_engine({}).save(tmp_path / "saved")
 
     assert not (tmp_path / "saved").exists()
-
-
-@pytest.mark.parametrize("tied", ["module", "function"])
-def test_tied_stages_of_one_rank_that_are_divided_are_refused(tied: str) -> None:
-    recorder = Recorder.of(own_modules.GPT(tied=tied), batch_of(0))
-    layout = {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 3}
-    settings: dict[str, Any] = {"name": "gpt", "ranks": 4, "global_batch": 8, "device": "cpu"}
-
-    with pytest.raises(LaunchError, match=r"words\.weight: is read by stages 0 and 3 of one rank"):
-        refuse_shared(script_plan(recorder, layout, **settings), recorder)
-    refuse_shared(script_plan(recorder, {"pipeline": 2, "zero": 3}, **settings), recorder)
 
 
 def test_gradient_hooks_are_refused_with_the_place_where_gradients_are() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +152,33 @@ def test_data_ranks_together_see_what_one_rank_sees(
         together = torch.cat([engine.seen[step] for engine in ranks])
         assert torch.equal(together, alone.seen[step])
     assert alone.seen[0].shape == (8, 11)
+
+
+def test_the_next_batch_is_read_beside_the_step(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    second = threading.Event()
+    whole = Samples.batch
+
+    def batch(samples: Samples, first: int, count: int) -> Any:
+        read.append(first)
+        if first == 8:
+            second.set()
+        return whole(samples, first, count)
+
+    class Waiting(Averaging):
+        def step(self, tokens: torch.Tensor) -> Result:
+            assert second.wait(timeout=10)
+            assert not gc.isenabled()  # all ranks look for cycles between the same steps
+            return super().step(tokens)
+
+    monkeypatch.setattr(Samples, "batch", batch)
+    loop(Waiting(), corpus, tmp_path / "out", 3).run()
+
+    assert read[:3] == [0, 8, 16]
+    assert sorted(set(read)) == sorted(read)  # each once
+    assert gc.isenabled()
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(corpus: Corpus, tmp_path: Path) -> None:

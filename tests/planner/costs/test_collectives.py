@@ -11,6 +11,7 @@ from planner.costs.collectives import (
     Level,
     collective_s,
     curves_by_name,
+    dispatch_s,
     group_levels,
     interpolated_s,
     levels,
@@ -18,6 +19,7 @@ from planner.costs.collectives import (
     reached_fraction,
 )
 from planner.expressions import resolve_cluster
+from planner.layers.routing import Routing
 from planner.plan import Layout
 from planner.profile import CollectiveCurve, LinkPoint
 
@@ -263,3 +265,54 @@ def test_whole_nodes_sum_in_the_switch_and_parts_of_them_do_not() -> None:
 
     assert reached_fraction("all_reduce", tier, 8) > 1.2 * reached_fraction("all_reduce", tier, 4)
     assert reached_fraction("all_gather", tier, 8) < 1.2 * reached_fraction("all_gather", tier, 4)
+
+
+def sent_once(routing: Routing, tokens: int, nodes: int, each: int) -> tuple[float, float]:
+    """Copies that a rank sends over the network, and over the links of its node, for each token.
+
+    Every rank routes tokens of its own; a copy for another node goes to the rank of the same place
+    there, which forwards it to the ranks of its node that have experts of the token.
+    """
+    rng = np.random.default_rng(3)
+    network = links = 0
+    ranks = nodes * each
+    for rank in range(ranks):
+        for _ in range(tokens):
+            kept = rng.choice(routing.groups, routing.groups_per_token, replace=False)
+            size = routing.experts // routing.groups
+            among = [group * size + at for group in kept.tolist() for at in range(size)]
+            chosen = rng.choice(among, routing.per_token, replace=False)
+            holders = {int(expert) * ranks // routing.experts for expert in chosen}
+            network += len({holder // each for holder in holders} - {rank // each})
+            links += sum(holder % each != rank % each for holder in holders)
+    return network / ranks / tokens, links / ranks / tokens
+
+
+def test_tokens_sent_once_are_those_of_a_brute_force() -> None:
+    """DeepSeek-V3's routing on 8 nodes of 8: bytes over each level, the slower of which counts."""
+    nvlink = LinkTier(name="nvlink", devices=8, latency_s=0.0, bytes_per_s=160e9)
+    fabric = LinkTier(name="fabric", devices=64, latency_s=0.0, bytes_per_s=50e9)
+    whole = {"all_to_all": 1.0}
+    nvlink, fabric = (tier.model_copy(update={"fractions": whole}) for tier in (nvlink, fabric))
+    routing = Routing(256, 8, 8, 4)
+    network, links = sent_once(routing, 60, 8, 8)
+    copy = 4096 * 7168
+    group = (Level(nvlink, 8), Level(fabric, 8))
+    assert dispatch_s(copy, group, routing) == pytest.approx(copy * network / 50e9, rel=0.02)
+    quick = (Level(nvlink, 8), Level(fabric.model_copy(update={"bytes_per_s": 1e15}), 8))
+    assert dispatch_s(copy, quick, routing) == pytest.approx(copy * links / 160e9, rel=0.02)
+    # The library's all-to-all sends a token to each of its experts: 8 copies, 7 of 8 elsewhere.
+    plain = collective_s("all_to_all", 8.0 * copy, group)
+    assert plain == pytest.approx(copy * 7 / 50e9)
+    assert plain > 2.1 * dispatch_s(copy, group, routing)
+
+
+def test_tokens_sent_once_among_one_rank_or_of_many_sizes() -> None:
+    """No group waits; an array of sizes takes what each takes."""
+    routing = Routing(64, 6)
+    assert dispatch_s(1e6, (), routing) == 0.0
+    group = (Level(NVLINK, 8), Level(FABRIC, 4))
+    sizes = np.array([0.0, 1e6, 3e8])
+    found = dispatch_s(sizes, group, routing)
+    assert found.tolist() == [dispatch_s(size, group, routing) for size in sizes.tolist()]
+    assert found[0] == 0.0

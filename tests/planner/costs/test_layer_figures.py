@@ -9,7 +9,7 @@ import pytest
 
 from planner.catalog import native, stacks
 from planner.cluster import ClusterSpec, Precision
-from planner.costs import compute
+from planner.costs import compute, layer_seconds
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layout_costs import CostTables
 from planner.costs.rates import rates
@@ -33,7 +33,7 @@ MODELS = ["llama-3.1-8b", "deepseek-v3", "mixtral-8x7b", "gpt2", "gemma-2-2b", "
 def test_a_table_of_many_settings_is_the_tables_of_each(name: str, divided: int) -> None:
     model = resolve_model(name)
     accelerator = resolve_cluster("8xh100-sxm-80gb").groups[0].accelerator
-    device = compute.device(accelerator, "bf16", native())
+    device, narrow = (compute.device(accelerator, p, native()) for p in ("bf16", "fp8"))
     each = [
         Setting(micro_batch=b, seq_len=512, tensor=divided * t, context=divided * c, expert=divided)
         for b in (divided, 2 * divided, 6 * divided)
@@ -49,10 +49,14 @@ def test_a_table_of_many_settings_is_the_tables_of_each(name: str, divided: int)
             assert len(alone.operators) == len(together.operators)
             for one, many in zip(alone.operators, together.operators, strict=True):
                 assert one.name == many.name
-                for seconds in (compute.forward_s, compute.backward_s):
-                    of_all = seconds(many, device)
+                for seconds, on in (
+                    (layer_seconds.forward_s, device),
+                    (layer_seconds.backward_s, device),
+                    (layer_seconds.forward_s, narrow),
+                ):
+                    of_all = seconds(many, on, end=False)
                     mine = of_all[index] if hasattr(of_all, "shape") else of_all
-                    assert mine == pytest.approx(seconds(one, device), rel=1e-12)
+                    assert mine == pytest.approx(seconds(one, on, end=False), rel=1e-12)
                 for size, sizes in zip(one.outputs.values(), many.outputs.values(), strict=True):
                     mine = sizes[index] if hasattr(sizes, "shape") else sizes
                     assert mine == pytest.approx(size, rel=1e-12)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from planner.catalog import native, stacks
+from planner.costs.compute import Device
 from planner.costs.layer_seconds import (
     HostPasses,
     LinkRule,
@@ -13,13 +16,16 @@ from planner.costs.layer_seconds import (
     host_passes,
     link_rule,
     passes,
+    seen_links,
     shown_s,
     with_host,
 )
 from planner.expressions import resolve_model
+from planner.layers.architecture import architecture_of, graph_of
 from planner.layers.arithmetic import table
 from planner.layers.kernels import Kernels
 from planner.layers.operator_table import Setting, Table
+from planner.model import ModelGraph
 from planner.stack import Stack, with_figures
 from tests.planner.costs.test_compute import GPU
 
@@ -38,7 +44,9 @@ def layer(kind: str, **changes: object) -> Table:
     return table(LLAMA, found, setting(**changes))
 
 
-def a_second_a_megabyte(operation: str, size_bytes: float, axis: str) -> float:
+def a_second_a_megabyte(
+    operation: str, size_bytes: float, axis: str, routing: object = None
+) -> float:
     return size_bytes / 1e6 * (2 if operation == "all_reduce" else 1)
 
 
@@ -59,6 +67,48 @@ def test_a_divided_block_gathers_and_scatters_twice_in_each_pass() -> None:
 
     assert both_passes(found, LinkRule()) == pytest.approx((4 * MB, 4 * MB))
     assert both_passes(found, LinkRule(tensor=0.5)) == pytest.approx((2 * MB, 2 * MB))
+
+
+def test_what_is_gathered_in_eight_bits_is_half_as_large() -> None:
+    # Of two gathers and two sums in each pass, a sum's backward being a gather.
+    found = layer("block", tensor=4)
+
+    assert both_passes(found, LinkRule(gathered=0.5)) == pytest.approx((3 * MB, 3 * MB))
+    # Adapters read what attention gathers in 16 bits.
+    adapted = layer("block", tensor=4, kernels=Kernels(frozen="attention", scores="fused"))
+    assert both_passes(adapted, LinkRule(gathered=0.5)) == pytest.approx((3.5 * MB, 3 * MB))
+    head = layer("head", tensor=4)
+    assert both_passes(head, LinkRule(gathered=0.5)) == both_passes(head, LinkRule())
+
+
+def test_matrices_whose_sides_are_no_multiples_of_sixteen_stay_in_sixteen_bits() -> None:
+    narrow = replace(GPU, eight_bit_flops=2 * GPU.peak_flops, input_bytes=2.0)
+
+    def forward_s(on: Device, ffn: int, **changes: object) -> float:
+        model = of_ffn(ffn)
+        found = next(layer for layer in model.layers if layer.kind == "block")
+        return passes(table(model, found, setting(**changes)), "none", on).forward_s
+
+    even, odd = (forward_s(GPU, ffn) - forward_s(narrow, ffn) for ffn in (11008, 11000))
+    assert 0 < odd < 0.5 * even  # attention's products alone are faster
+    # 11,008 = 16 x 688: divided by eight 1,376 = 16 x 86, by 64 it is 172 = 16 x 10.75.
+    eighth, least = (
+        1 - forward_s(narrow, 11008, tensor=n) / forward_s(GPU, 11008, tensor=n) for n in (8, 64)
+    )
+    assert least < 0.7 * eighth
+
+
+def of_ffn(width: int) -> ModelGraph:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "vocab_size": 32000,
+    }
+    return graph_of(architecture_of(config, name="odd"), name="odd")
 
 
 def test_inputs_that_are_gathered_a_second_time_count_in_backward() -> None:
@@ -140,3 +190,14 @@ def test_a_layer_waits_for_its_host_behind_all_that_its_device_does() -> None:
     assert together.waits_s == 1.0
     assert (apart.forward_s, apart.backward_s, apart.recompute_s) == (2.0, 3.0, 0.5)
     assert apart.waits_s == 0.0
+
+
+def test_exchanges_hide_behind_the_passes_of_another_micro_batch() -> None:
+    """Of 6 s a fifth keeps multiprocessors busy; behind 2 s of computation 4 s are left."""
+    links = [("expert", 2.0, 4.0), ("tensor", 1.0, 1.0)]
+    ample = Passes(forward_s=20.0, backward_s=40.0, recompute_s=0.0, kernels=0, kernels_again=0)
+    short = Passes(forward_s=0.5, backward_s=1.5, recompute_s=0.0, kernels=0, kernels_again=0)
+    hides = LinkRule(experts=0.8)
+    assert seen_links(links, ample, hides) == pytest.approx((1 + 0.4, 1 + 0.8))
+    assert seen_links(links, short, hides) == pytest.approx((1 + 4 / 3, 1 + 8 / 3))
+    assert seen_links(links, ample, LinkRule()) == (3.0, 5.0)

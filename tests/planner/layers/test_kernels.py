@@ -288,3 +288,52 @@ def test_a_loss_on_divided_logits_is_divided() -> None:
     alone, divided = (layer.backward_transient_bytes("none") for layer in (one, four))
 
     assert divided < 0.4 * alone
+
+
+def test_what_is_cheap_to_make_again_is_dropped_and_nothing_else() -> None:
+    # Llama-3.1-8B fused, bf16, per token: inputs of both norms 2 h each, queries, keys and values
+    # 2 (h + 2 x 1,024), attention's output 2 h and a sum of 4 for each of 32 heads, gate and up 2 f
+    # each.  Norms' outputs and roots, and the gated product, are made again.
+    found = of("llama-3.1-8b", "block", fused(selective="cheap"))
+    h, f = 4096, 14336
+
+    kept = 2 * h + 2 * h + 2 * (h + 2 * 1024) + 2 * h + 4 * 32 + 2 * 2 * f
+    assert found.stored_bytes("selective") == TOKENS * kept
+    again = [op.name for op in found.recomputed("selective")]
+    assert again == ["attention_norm", "mlp_norm", "mlp_product"]
+
+
+def test_projections_up_from_latents_are_made_again_and_values_padded() -> None:
+    plain = of("deepseek-v3", "moe_block", fused(selective="cheap"))
+    again = {op.name: op for op in plain.recomputed("selective")}
+
+    # 1,536 x 128 heads of 192 and 512 x 128 heads of 256.
+    up = again["q_linear"].flops + again["kv_up"].flops
+    assert up == 2 * TOKENS * 128 * (1536 * 192 + 512 * 256)
+    assert {"core", "attention_out", "expert_up"}.isdisjoint(again)
+    kept = plain.stored("selective")
+    assert {"q_linear", "kv_up", "expert_product"}.isdisjoint(kept) and "expert_gate" in kept
+
+    padded = of("deepseek-v3", "moe_block", fused(pads_values=True))
+    [core, wide] = (
+        next(op for op in found.operators if op.name == "core") for found in (plain, padded)
+    )
+    assert wide.flops / core.flops == pytest.approx(2 * 192 / (192 + 128))
+    assert core.flops == 4 * TOKENS * S / 2 * 128 * (192 + 128) / 2
+
+
+def test_tokens_go_to_experts_in_8_bits_and_come_back_in_16() -> None:
+    # DeepSeek-V3, sections 3.2.2 and 3.3.3: one copy of each token, 7,168 wide, to experts in a
+    # byte each, combined in two; gradients go the same way round.
+    once = of("deepseek-v3", "moe_block", fused(expert_once=True, expert_narrow=True), expert=64)
+    each = of("deepseek-v3", "moe_block", fused(expert_skew=1.0), expert=64)
+    sizes = {o.name: (o.moved_bytes, o.backward_moved_bytes) for o in once.operators}
+
+    copy = TOKENS * 7168 * 1.1
+    assert sizes["arrived"] == pytest.approx((copy, 2 * copy))
+    assert sizes["returned"] == pytest.approx((2 * copy, copy))
+    arrived = next(op for op in each.operators if op.name == "arrived")
+    assert arrived.moved_bytes == arrived.backward_moved_bytes == 2 * 8 * TOKENS * 7168
+    assert arrived.routing is None
+    # What comes back weighed is only added, and not kept.
+    assert "returned" in each.stored("none") and "returned" not in once.stored("none")
