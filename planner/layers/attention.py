@@ -289,25 +289,13 @@ def _core(
         if a.heads > a.kv_heads:
             shared = a.heads / a.kv_heads
             key, value = key * shared, value * shared
-            operators.append(
-                Operator(
-                    name="repeat_heads",
-                    kind="memory",
-                    inputs=(k, v),
-                    outputs={"k_heads": key, "v_heads": value},
-                    moved_bytes=2 * (key + value),
-                    backward_moved_bytes=2 * (key + value),
-                    kernels=2,
-                )
-            )
+            operators.append(_repeated((k, v), key, value))
             k, v = "k_heads", "v_heads"
     if setting.kernels.scores == "fused":
         attended = _skipping(a, kind, setting)
     core = "core_heads" if divided == "heads" else "core"
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
-    passes = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
-    if a.family != "gemma2":
-        passes = (passes[0] - CAP_PASSES[0], passes[1] - CAP_PASSES[1])
+    passes = _score_passes(a, setting)
     moved = query + key + value + out if setting.kernels.core_traffic else 0.0
     operators.append(
         Operator(
@@ -327,6 +315,27 @@ def _core(
     if divided == "heads":
         operators.append(_exchanged("out_exchange", (core,), {"core": out}, out))
     return operators
+
+
+def _repeated(inputs: tuple[str, str], key: float, value: float) -> Operator:
+    """Keys and values of a group, copied to each of its heads."""
+    return Operator(
+        name="repeat_heads",
+        kind="memory",
+        inputs=inputs,
+        outputs={"k_heads": key, "v_heads": value},
+        moved_bytes=2 * (key + value),
+        backward_moved_bytes=2 * (key + value),
+        kernels=2,
+    )
+
+
+def _score_passes(a: Architecture, setting: Setting) -> tuple[float, float]:
+    """Return the bytes that a score moves in both passes where it is taken block by block."""
+    forward, backward = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
+    if a.family == "gemma2":
+        return forward, backward
+    return forward - CAP_PASSES[0], backward - CAP_PASSES[1]
 
 
 def _written(
