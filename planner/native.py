@@ -228,7 +228,7 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     if job.lora is not None:
         yield from _lora_obstacles(model, job, layout)
     if is_script(model.source or ""):
-        yield from _script_obstacles(job, layout)
+        yield from _script_obstacles(model, job, layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     if layout.expert > 1 and a is None:
@@ -280,7 +280,7 @@ def _lora_obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obs
         yield Obstacle("training.lora", "adapters need a chain of layers, and this is a graph")
 
 
-def _script_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
+def _script_obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what meshwright.Engine does not train a script's module with."""
     if job.precision not in ("fp32", "tf32", "bf16"):
         yield Obstacle("precision", f"is {job.precision}; a script's module trains in fp32 or bf16")
@@ -295,6 +295,12 @@ def _script_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
     if schedule_of(layout.schedule).stale:
         yield Obstacle(
             "schedule", f"is {layout.schedule}, which a script's module does not train with"
+        )
+    if layout.zero and layout.tensor > 1 and any(layer.whole_matrices for layer in model.layers):
+        yield Obstacle(
+            "zero",
+            f"is {layout.zero}, which divides matrices beside the tensor axis, and their optimizer "
+            "looks at whole ones; use zero 0",
         )
     if layout.tensor > 1 and layout.stages > 1 and schedule_of(layout.schedule).splits_backward:
         yield Obstacle(

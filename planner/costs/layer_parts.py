@@ -15,7 +15,7 @@ from planner.cluster import ClusterSpec
 from planner.costs.activations import Treated, treated
 from planner.costs.calibration import Figures
 from planner.costs.collectives import Level, group_steps, levels, same_experts_steps
-from planner.costs.held import Held, HeldStates, weight_versions
+from planner.costs.held import Held, HeldStates, matrices_bytes, weight_versions
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layer_seconds import ENDS
 from planner.costs.memory import Sharing, States
@@ -122,7 +122,9 @@ class LayerParts:
             held = self._holding.held(layer, layout, sharing)
             narrow = self._narrow and layer.kind not in ENDS
             moving = self._moving(held, sharing, links, narrow=narrow)
-            found = _Moved(held, moving, self._tied_s(layer, layout, links))
+            once_s = self._tied_s(layer, layout, links)
+            once_s += self._matrices_s(layer, layout, sharing, links)
+            found = _Moved(held, moving, once_s)
             self._known_moved[key] = found
         return found
 
@@ -284,6 +286,22 @@ class LayerParts:
         ends = (Level(links.neighbours[-1].tier, 2),)
         size = self._holding.sharing(layout).types.gradient * copy / divided
         return self._rates.link_s("all_reduce", size, ends)
+
+    def _matrices_s(self, layer: Layer, layout: Layout, sharing: Sharing, links: Links) -> float:
+        """Seconds of bringing matrices to the ranks that update them whole, and back.
+
+        Of each matrix the gradient and the weight are gathered, and the new weight is broadcast
+        (runtime/torch_optimizers.py).
+        """
+        group = links.shard
+        if not sharing.sharded:
+            steps = group_steps(layout, ("tensor",))
+            group = levels(self._cluster.tiers, steps, devices=layout.devices)
+        return sum(
+            2 * self._rates.link_s("all_gather", size, group)
+            + self._rates.link_s("broadcast", size, group)
+            for size in matrices_bytes(layer, sharing, layout.tensor)
+        )
 
     def links(self, layout: Layout) -> Links:
         """Return the links of a layout that share states and join stages."""
