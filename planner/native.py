@@ -229,6 +229,8 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
         yield from _lora_obstacles(model, job, layout)
     if is_script(model.source or ""):
         yield from _script_obstacles(model, job, layout)
+    if layout.compile != "none":
+        yield from _compile_obstacles(layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     if layout.expert > 1 and a is None:
@@ -292,6 +294,8 @@ def _script_obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[O
         )
     if layout.loss is not None:
         yield Obstacle("loss", "is in chunks; a script's loss is its own, leave it out")
+    if layout.compile != "none":
+        yield Obstacle("compile", "is block; a script compiles its own modules, leave it out")
     if schedule_of(layout.schedule).stale:
         yield Obstacle(
             "schedule", f"is {layout.schedule}, which a script's module does not train with"
@@ -307,6 +311,26 @@ def _script_obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[O
             "schedule",
             f"is {layout.schedule}, which makes weight gradients apart, and those of divided "
             f"modules are not; use {PLAIN}",
+        )
+
+
+def _compile_obstacles(layout: Layout) -> Iterator[Obstacle]:
+    """Yield what a block does beside its graph, and cannot do inside it."""
+    place, executed = "compile", schedule_of(layout.schedule)
+    if layout.pipeline > 1 and executed.splits_backward:
+        yield Obstacle(
+            place,
+            f"is block, and {layout.schedule} puts weight gradients off inside the block; use none",
+        )
+    if layout.pipeline > 1 and executed.stale:
+        yield Obstacle(
+            place, f"is block, and {layout.schedule} changes weights behind the graph; use none"
+        )
+    if layout.expert > 1:
+        yield Obstacle(
+            place,
+            f"is block, and expert={layout.expert} sends as many tokens as the host counts inside "
+            "the block; use none",
         )
 
 
@@ -375,8 +399,10 @@ def _limits(
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
     if layout.loss is not None:
-        if layout.pipeline > 1:
-            yield Obstacle("loss", "is in chunks, which pipelines do not compute; leave it out")
+        if layout.pipeline > 1 and layout.executed.stale:
+            yield Obstacle(
+                "loss", f"is in chunks, which {layout.schedule} does not compute; leave it out"
+            )
         if model.architecture is None or model.edges:
             yield Obstacle("loss", "is in chunks, and the model is no known chain; leave it out")
     shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}

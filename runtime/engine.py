@@ -29,6 +29,7 @@ from runtime import eight_bits, lora
 from runtime.adapter import Adapter
 from runtime.branches import TOKENS
 from runtime.chunked_loss import Targets
+from runtime.compiled import Compiler
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.huggingface import HuggingFace
@@ -109,6 +110,8 @@ class Engine:
         self._positions = self._place.context.positions(plan.seq_len).to(device)
         self.stages = plan.stages_of_rank(self._place.stage)
         self._targets = Targets()
+        self.compiler = Compiler(device) if plan.compile == "block" else None
+        """What compiles layers, if the plan lets any be compiled."""
         self._parts = tuple(
             parallel_stage(
                 plan,
@@ -118,6 +121,7 @@ class Engine:
                 device=device,
                 weights=Weights(weights) if weights else None,
                 targets=self._targets,
+                compiler=self.compiler,
             )
             for stage in self.stages
         )
@@ -423,6 +427,7 @@ class Engine:
             device=self.device,
             loss=self._micro_batch_loss,
             everywhere=TOKENS if self._adapter.model.edges or self._documents else None,
+            targets=self._targets,
         )
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from planner.cluster import Precision
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
+from planner.model import ModelGraph
 from planner.plan import PlacedLayer, Plan
 from planner.schedules import schedule_of
 from runtime import activations, experts, host, lora, recompute, tensor
@@ -29,6 +30,7 @@ from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, HEAD, Adapter, Chain, parameter_names
 from runtime.branches import TOKENS, Branches
 from runtime.chunked_loss import Targets, in_chunks
+from runtime.compiled import Compiler
 from runtime.eight_bits import EightBits
 from runtime.experts import Load
 from runtime.factory import FactoryModel
@@ -85,8 +87,12 @@ def parallel_stage(
     device: torch.device,
     weights: Weights | None,
     targets: Targets | None = None,
+    compiler: Compiler | None = None,
 ) -> ParallelStage:
-    """Build one of this rank's stages; a loss in chunks reads its `targets`."""
+    """Build one of this rank's stages; a loss in chunks reads its `targets`.
+
+    A `compiler` compiles the layers that repeat.
+    """
     placed = plan.stages[stage].layers
     layers = {item.layer: adapter.layer(item.layer) for item in placed}
     adapter.tie(layers)
@@ -137,9 +143,8 @@ def parallel_stage(
         packing = activations.packing(
             layer, item.activations, traffic, first=not moved[at], last=not moved[at + 2]
         )
-        layer = recompute.wrapped(layer, item.recompute, packing)
-        if packing is not None:
-            packing.around(layer)
+        compiles = compiler if repeats(adapter.model, item.layer) else None
+        layer = _treated(layer, item, packing, compiles)
         chain.place(item.layer, layer)
         if plan.training.lora is not None and stage == at == 0:
             layer.register_forward_hook(lora.wants_gradient)
@@ -160,6 +165,28 @@ def parallel_stage(
         buffers=buffers,
         replicated=tuple(replicated(chain, plan, place)) if apart else (),
     )
+
+
+def _treated(
+    layer: nn.Module, item: PlacedLayer, packing: activations.Packing | None, by: Compiler | None
+) -> nn.Module:
+    """Return a layer that recomputes, is compiled and packs what it keeps, as its plan says."""
+    if by is None:
+        layer = recompute.wrapped(layer, item.recompute, packing)
+    else:  # the compiler keeps what `selective` does, and autograd's hooks see it
+        layer = recompute.wrapped(layer, item.recompute)
+        by.compile(item.layer, layer)
+    if packing is not None:
+        packing.around(layer)
+    return layer
+
+
+def repeats(model: ModelGraph, name: str) -> bool:
+    """Tell whether a layer is one of several alike, or a block: those are worth a compilation."""
+    kind = dict(model.chain)[name].kind
+    if model.architecture is not None:
+        return name not in (EMBEDDING, HEAD)
+    return model.chain_kinds.count(kind) > 1
 
 
 def replicated(

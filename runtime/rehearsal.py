@@ -94,7 +94,7 @@ def fake_job(plan: Plan, *others: Plan, rank: int, device: torch.device = CPU) -
     try:
         for each in (plan, *others):
             _make_groups(each, device)
-        with _shapes_apart(), _even_routes(), FakeTensorMode(), _NoValues():
+        with _shapes_apart(), _even_routes(), _no_draws(), FakeTensorMode(), _NoValues():
             yield
     finally:
         dist.destroy_process_group()
@@ -131,12 +131,36 @@ def _even_routes() -> Iterator[None]:
         experts._by_rank = before
 
 
+@contextlib.contextmanager
+def _no_draws() -> Iterator[None]:
+    """Let a compiled graph save the state of random numbers, which would be no fake tensor.
+
+    It does so around attention that it computes again, whether or not that drops anything.
+    """
+    before = torch.get_rng_state, torch.set_rng_state
+    size = before[0]().numel()
+    torch.get_rng_state = lambda: torch.zeros(size, dtype=torch.uint8)
+    torch.set_rng_state = lambda new_state: None
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state = before
+
+
 class _NoValues(TorchDispatchMode):
     """Answers 1 to whoever asks a fake tensor for its value, and keeps meshes of ranks real.
 
     Asked for are the report of a step, the count of steps, and torch's vote of a pipeline's ranks
     on whether all of them know their shapes: they do.
     """
+
+    supports_higher_order_operators = True
+    """Those that compiled graphs have come by too."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let graphs be made in here, where only their own tensors are."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Only meshes are real here, and constants that are about to become fake.

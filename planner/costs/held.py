@@ -85,7 +85,14 @@ class HeldStates:
 
     def held(self, layer: Layer, layout: Layout, sharing: Sharing) -> Held:
         """Return what a rank holds of a layer; routed experts divide over other ranks."""
-        key = (layer.kind, layout.tensor, layout.expert, layout.expert_tensor, sharing)
+        key = (
+            layer.kind,
+            layout.tensor,
+            layout.expert,
+            layout.expert_tensor,
+            layout.loss is None,
+            sharing,
+        )
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._count_held(layer, layout, sharing)

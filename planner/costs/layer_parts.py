@@ -251,6 +251,8 @@ class LayerParts:
                 sync_s=sync_s,
                 optimizer_s=optimizer_s,
             )
+        if self._rates.stack.sharding.regathers and recompute == "full":
+            moving = replace(moving, backward_s=moving.backward_s + moving.forward_gather_s)
         (gather_s, forward_fetch_s), (backward_s, backward_fetch_s) = seen_in_passes(
             moving,
             sharing,
@@ -346,7 +348,13 @@ _TRAFFIC_NAMES = tuple(field.name for field in fields(Traffic))
 
 def parts_key(layout: Layout) -> tuple[object, ...]:
     """What parts depend on."""
-    return layout.micro_batch, layout.sequence_parallel, *_sharing_key(layout)
+    return (
+        layout.micro_batch,
+        layout.sequence_parallel,
+        layout.loss,
+        layout.compile,
+        *_sharing_key(layout),
+    )
 
 
 def _sharing_key(layout: Layout) -> tuple[object, ...]:
@@ -364,5 +372,6 @@ def _sharing_key(layout: Layout) -> tuple[object, ...]:
         layout.micro_batches > 1,
         layout.offload,
         layout.gradient_wire,
+        layout.loss is None,
         weight_versions(layout),
     )

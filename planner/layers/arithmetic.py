@@ -21,11 +21,15 @@ from dataclasses import replace
 from planner.layers.attention import attention, attention_width, window
 from planner.layers.ends import embedding, embedding_width, head
 from planner.layers.feed_forward import experts, mlp
-from planner.layers.kernels import MODULES
+from planner.layers.kernels import MODULES, compiled
 from planner.layers.operator_table import FP32, Operator, Setting, Table, either
 from planner.layers.operators import norm
 from planner.layers.parameters import OPT_POSITION_OFFSET, norm_parameters, norms_of_block
 from planner.model import Architecture, DividedLayer, Layer, LayerTrace, ModelGraph
+
+NORMS_BEHIND = ("olmo2", "olmo3")
+"""Families whose norms read what attention and MLP return, which is as large as what they are said
+to read here."""
 
 
 def table(model: ModelGraph, layer: Layer, setting: Setting) -> Table:
@@ -37,11 +41,18 @@ def table(model: ModelGraph, layer: Layer, setting: Setting) -> Table:
         return embedding(architecture, setting)
     if layer.kind == "head":
         return head(architecture, setting)
+    if setting.compiled:
+        setting = replace(setting, kernels=compiled(setting.kernels))
     kernels = setting.kernels
     found = _block(architecture, layer.kind, setting)
     if kernels is MODULES:
         return found
-    return replace(found, selective=kernels.selective, early_stop=kernels.early_stop)
+    return replace(
+        found,
+        selective=kernels.selective,
+        early_stop=kernels.early_stop,
+        keeps_needed=kernels.compiled and architecture.family not in NORMS_BEHIND,
+    )
 
 
 def step_flops(
@@ -168,7 +179,11 @@ def _block(a: Architecture, kind: str, setting: Setting) -> Table:
     for part in ("attention", "mlp"):
         tensor = residual
         if a.pre_norm:
-            operators.append(norm(a, setting, tensor, f"{part}_norm", width=a.hidden_size))
+            first = norm(a, setting, tensor, f"{part}_norm", width=a.hidden_size)
+            if setting.kernels.compiled and a.post_norms and tensor != "x":
+                # Both of the sum's parts are there: it is added up again.
+                first = replace(first, saved=tuple(n for n in first.saved if n != tensor))
+            operators.append(first)
             tensor = f"{part}_norm"
         if part == "attention":
             operators += attention(a, kind, setting, tensor)

@@ -66,7 +66,7 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
                 )
             )
         q, k = "q_norm", "k_norm"
-    if a.positions == "rotary" and not kernels.fused_rotary:
+    if a.positions == "rotary" and (kernels.compiled or not kernels.fused_rotary):
         operators.append(_rotary(a, setting, q, k, query, key))
         q, k = "q", "k"
     elif kernels.fused_projections:
@@ -84,7 +84,8 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     )
     merged = "core"
     # What was turned in part lies head by head, and so does the core; so do Phi-3's, turned whole.
-    if (a.rotary_dim or a.family == "phi3") and kernels.scores == "module":
+    by_head = bool(a.rotary_dim) or a.family == "phi3"
+    if by_head and kernels.scores == "module" and not kernels.compiled:
         merged = "core_merged"
         operators.append(elementwise(kernels, merged, ("core",), query))
     return [*operators, *row_wise(a, setting, merged, "attention_out", width=query_width)]
@@ -183,8 +184,18 @@ def _rotary(
 ) -> Operator:
     """x cos + rotate_half(x) sin for queries and keys: five kernels each, nothing kept.
 
-    Where a part of a head is turned the rest is copied beside it.
+    Where a part of a head is turned the rest is copied beside it.  A compiled block has one kernel.
     """
+    if setting.kernels.compiled:
+        moved = 2 * (query + key)
+        return Operator(
+            name="rotary",
+            kind="memory",
+            inputs=tuple(dict.fromkeys((q, k))),
+            outputs={"q": query, "k": key},
+            moved_bytes=moved,
+            backward_moved_bytes=setting.kernels.back(moved, moved),
+        )
     turned = a.rotary_dim / a.head_dim if a.rotary_dim else 1.0
     size = (query + key) * (10 * turned + 2 * bool(a.rotary_dim))
     return Operator(

@@ -7,7 +7,8 @@ them one by one, with `runtime.tensor` around them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from planner.cluster import EIGHT_BITS
@@ -69,6 +70,8 @@ class Kernels:
     """Which products have adapters where weights are frozen; None: weights are trained."""
     restored_bytes: float = 0.0
     """Traffic per weight of bringing it to 16 bits before each product."""
+    compiled: bool = False
+    """A block is one compiled graph, which keeps what its backward needs and nothing else."""
 
     def adapts(self, *, adapted: bool) -> bool:
         """Whether a product has an adapter; `adapted` ones do where only attention's have."""
@@ -83,11 +86,16 @@ MODULES = Kernels()
 """Modules of `transformers` one by one: those that the runtime trains."""
 
 
+@cache
+def compiled(kernels: Kernels) -> Kernels:
+    """Return the kernels of a block that is compiled: what lies between products is fused."""
+    return replace(kernels, fused_norm=True, fused_gate=True, fused_rotary=True, compiled=True)
+
+
 def kernels_of(
     stack: Stack,
     precision: str,
     *,
-    compiled: bool = False,
     flash_attention: bool | None = None,
     frozen: bool = False,
     quantised: bool = False,
@@ -97,9 +105,9 @@ def kernels_of(
     flash = rule.flash_attention if flash_attention is None else flash_attention
     scores: Scores = "module" if rule.attention == "module" else "fused"
     found = Kernels(
-        fused_norm=compiled or rule.norm == "fused",
-        fused_gate=compiled or rule.gate == "fused",
-        fused_rotary=compiled or rule.rotary == "fused",
+        fused_norm=rule.norm == "fused",
+        fused_gate=rule.gate == "fused",
+        fused_rotary=rule.rotary == "fused",
         fused_projections=rule.projections == "fused",
         scores=scores if flash else "written",
         fused_softmax=rule.softmax == "fused",

@@ -76,6 +76,8 @@ class Setting:
     """How the head's loss is computed; None: from all logits."""
     pipelined: bool = False
     """The layer is of a pipeline over several nodes, whose hosts wait for each other."""
+    compiled: bool = False
+    """Blocks are compiled, each as one graph."""
     kernels: Kernels = field(default=MODULES, compare=False)
 
     @property
@@ -104,6 +106,7 @@ class Setting:
             self.sequence_parallel,
             self.loss is not None,
             self.pipelined,
+            self.compiled,
         )
 
     @property
@@ -156,6 +159,7 @@ class ManySettings(Setting):
             expert_tensor=column("expert_tensor"),
             sequence_parallel=some.sequence_parallel,
             pipelined=some.pipelined,
+            compiled=some.compiled,
             kernels=some.kernels,
             taken=some.branches,
         )
@@ -251,6 +255,9 @@ class Table:
     """What selective recompute drops: see `planner.stack.RecomputeRule`."""
     early_stop: bool = True
     """Recomputation stops when the last tensor that backward needs is there again."""
+    keeps_needed: bool = False
+    """Of what selective recompute would keep, only what backward asks for is kept: a compiler
+    knows that before the first step."""
 
     @cached_property
     def sizes(self) -> dict[str, float]:
@@ -309,7 +316,8 @@ class Table:
                     names = _saved(self.operators) - (_outputs(core[:-1]))
                 elif recompute == "selective":
                     kept = self._kept_outputs
-                    names |= _outputs(op for op in self._inside if op.name in kept)
+                    found = _outputs(op for op in self._inside if op.name in kept)
+                    names |= found & self._asked_for(found) if self.keeps_needed else found
             case _:
                 assert_never(recompute)
         # Sorted: sums in the order of a set differ in the last bits from run to run.
@@ -417,6 +425,23 @@ class Table:
             if op.kind in ("attention", "reduce_scatter") or (op.in_core and op.kind == "matmul")
         ]
         return frozenset((*products[::2], *others))
+
+    def _asked_for(self, kept: set[str]) -> set[str]:
+        """Return the tensors that backward reads, and those from which it makes what is not kept.
+
+        None is looked for behind one of `kept`.
+        """
+        found: set[str] = set()
+        waiting = _saved(self._inside)
+        made_by = {name: op for op in self._inside for name in op.outputs}
+        while waiting:
+            name = waiting.pop()
+            if name in found:
+                continue
+            found.add(name)
+            if name not in kept and name in made_by:
+                waiting |= set(made_by[name].inputs)
+        return found
 
     @property
     def _needed_again(self) -> int:

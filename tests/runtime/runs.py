@@ -31,9 +31,13 @@ class Run:
     weights: dict[str, np.ndarray]
 
 
-def train(plan: Plan, model: ModelGraph, steps: int = STEPS) -> Run:
-    """Train this rank's part and return the weights it holds, whole."""
+def train(
+    plan: Plan, model: ModelGraph, steps: int = STEPS, engines: list[Engine] | None = None
+) -> Run:
+    """Train this rank's part and return the weights it holds, whole; `engines` gets what did it."""
     engine = Engine(plan, model, device=torch.device("cpu"))
+    if engines is not None:
+        engines.append(engine)
     losses, norms = [], []
     for step in range(steps):
         tokens = cases.global_tokens(step, global_batch=plan.global_batch)
