@@ -201,6 +201,8 @@ class DividedLayer(Part):
     """Of the last sum, if a recomputation stops before it; 0: there is none such."""
     copies_bytes: tuple[Count, ...] = ()
     """Of activations whose gradients are summed in backward."""
+    largest: Count = 0
+    """Elements of its largest parameter."""
     whole_matrices: tuple[Count, ...] = ()
     """Of the layer's, those that the axis divides."""
 
@@ -217,6 +219,8 @@ class Layer(Part):
     trace: LayerTrace | None = None
     divided: Annotated[tuple[DividedLayer, ...], Field(min_length=1)] | None = None
     """By degree of a tensor axis that divides it; it is whole on each rank of others."""
+    largest: Count | None = None
+    """Elements of a traced layer's largest parameter; None: not known, as large as the layer."""
     tied: Positive | None = None
     """Parameters of other layers that it reads too, of which a stage without those has copies."""
     whole_matrices: tuple[Positive, ...] | None = None

@@ -86,6 +86,7 @@ def script_model(
             trace=trace,
             divided=parts,
             tied=_count(module, (name for name in layer.parameters if name not in names)) or None,
+            largest=max((module.get_parameter(name).numel() for name in names), default=0),
             whole_matrices=whole or None,
         )
         for layer, kind, trace, names, count, parts, whole in zip(
@@ -312,6 +313,7 @@ def _divided(
                     DividedLayer(
                         tensor=degree,
                         parameters=_count(twin, names),
+                        largest=max((twin.get_parameter(n).numel() for n in names), default=0),
                         whole_matrices=tuple(
                             size
                             for size, name in whole_sizes

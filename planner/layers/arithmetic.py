@@ -122,7 +122,9 @@ def largest_matrix(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float
     """Return the parameters of a layer's largest matrix on a rank."""
     a = model.architecture
     if a is None or layer.trace is not None:
-        return _traced_parameters(layer, tensor)
+        divided = layer.at(tensor)
+        known = divided.largest if divided else layer.largest
+        return _traced_parameters(layer, tensor) if known is None else float(known)
     if layer.kind in ("embedding", "head"):
         return a.vocab_size * embedding_width(a) / tensor
     widest = max(a.ffn_size, a.heads * a.head_dim)
