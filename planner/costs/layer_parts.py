@@ -30,7 +30,7 @@ from planner.costs.sharding import (
 )
 from planner.costs.strategy import StrategyParts
 from planner.layers.operator_table import Setting
-from planner.model import Layer, ModelGraph
+from planner.model import Layer, ModelGraph, is_script
 from planner.plan import Activations, Axis, Layout
 from planner.profile import Recompute
 
@@ -61,6 +61,7 @@ class LayerParts:
         self._activations = activations
         self._recomputes = recomputes
         self._layers = {layer.kind: layer for layer in model.layers}
+        self._scripted = is_script(model.source or "")
         gathered = rates.stack.eight_bit.gathered
         self._narrow = rates.device.eight_bit_flops is not None and "parameters" in gathered
         self._traffic: dict[tuple[object, ...], Traffic] = {}
@@ -136,6 +137,8 @@ class LayerParts:
         sharing = self._holding.sharing(layout)
         last = layout.pipeline > 1 and layer.kind == self._holding.end_kinds[1]
         last = last and self._rates.stack.pipeline.keeps_results
+        # A script's loss is part of its last stage, which hands on one number.
+        last = last and not self._scripted
         optimizer_s = self._rates.optimizer_s(held.optimized, sharing.types)
         stream_s = 0.0
         match layout.offload:

@@ -282,7 +282,12 @@ def traced(layer: Layer, setting: Setting) -> Table:
         ]
         operators, outside = (*sums[:-1], operator, sums[-1]), 1
     return Table(
-        kind=layer.kind, operators=operators, input_bytes=output, output="out", outside=outside
+        kind=layer.kind,
+        operators=operators,
+        input_bytes=output,
+        output="out",
+        outside=outside,
+        backward_peak=operator.workspace_bytes,
     )
 
 
