@@ -120,11 +120,10 @@ def stages_know_shapes() -> Iterator[None]:
     """Let the ranks of a pipeline agree that all know their shapes, without asking the others."""
     voted = PipelineStage._warmup_backward_result
 
-    def agreed(stage: PipelineStage, received_result: Tensor | None = None) -> Tensor | None:
-        result = voted(stage, received_result=received_result)
-        return None if result is None else torch.ones_like(result)
+    def agreed(stage: PipelineStage, received_result: Tensor | None = None) -> Tensor:
+        return torch.ones_like(voted(stage, received_result=received_result))
 
-    PipelineStage._warmup_backward_result = agreed  # type: ignore[method-assign]
+    PipelineStage._warmup_backward_result = agreed  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
