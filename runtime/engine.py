@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from planner import schedule
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
+from planner.layers.parameters import routes
 from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.schedules import schedule_of
@@ -306,7 +307,7 @@ class Engine:
         a = self._adapter.model.architecture
         if a is None or a.experts is None:
             return None
-        names = [name for name, layer in self._adapter.model.chain if layer.kind == "moe_block"]
+        names = [name for name, layer in self._adapter.model.chain if routes(layer.kind)]
         rows = torch.zeros((len(names), a.experts.count), device=self.device)
         for part in self._parts:
             for name, load in part.loads.items():

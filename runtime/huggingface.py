@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from planner.errors import LaunchError
+from planner.layers.parameters import block_kinds, slides
 from planner.model import Architecture, Experts, ModelGraph
 from runtime import capped, experts
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
@@ -555,11 +556,6 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
 
 def _figures_left_open(a: Architecture) -> dict[str, Any]:
     """Return what a family's configuration says beside the sizes that all have."""
-    if a.family == "gpt_oss":
-        raise LaunchError(
-            "the sizes alone do not say which blocks of GPT-OSS slide: plan from the folder of its "
-            "config.json, or name that as --weights"
-        )
     result: dict[str, Any] = {}
     if a.family in ("llama", "granite", "smollm3"):
         result |= {"attention_bias": a.qkv_bias, "mlp_bias": a.mlp_bias}
@@ -569,7 +565,7 @@ def _figures_left_open(a: Architecture) -> dict[str, Any]:
         result["qkv_bias"] = a.qkv_bias
     if a.family == "starcoder2":
         result["use_bias"] = a.mlp_bias
-    if a.family in ("gemma2", "gemma3_text", "olmo3"):
+    if a.family in ("gemma2", "gemma3_text", "gpt_oss", "olmo3"):
         # No window is one that is never left.
         result |= {"sliding_window": a.sliding_window or a.max_positions, "layer_types": _types(a)}
     if a.family in ("gemma2", "gemma3_text"):
@@ -625,10 +621,5 @@ def _experts_left_open(a: Architecture, routed: Experts) -> dict[str, Any]:
 
 def _types(architecture: Architecture) -> list[str]:
     """Return each layer's kind of attention."""
-    a = architecture
-    return [
-        "sliding_attention"
-        if a.sliding_window and (a.sliding_every == 1 or (index + 1) % a.sliding_every)
-        else "full_attention"
-        for index in range(a.layers)
-    ]
+    kinds = block_kinds(architecture)
+    return ["sliding_attention" if slides(kind) else "full_attention" for kind in kinds]

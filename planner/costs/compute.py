@@ -12,7 +12,7 @@ its launch and the copies beside it count here; its time on the links stands in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cluster import EIGHT_BITS, Accelerator, AttentionKernel, DeviceCurve
 from planner.errors import DocumentError
@@ -113,6 +113,11 @@ def device(
         gradient_bytes=casts.gradient_bytes,
         weight_bytes=casts.weight_bytes,
     )
+
+
+def compiled(on: Device) -> Device:
+    """Return a device whose kernels a compiler made: it fuses casts with what lies around them."""
+    return replace(on, cast_bytes=0.0, cast_kernels=0) if on.cast_kernels else on
 
 
 def sustained(accelerator: Accelerator, stack: Stack) -> float:
