@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from planner.search.answer import Answer
     from planner.stack import Stack
     from planner.whatif.study import Study
-    from runtime.inner_loss import add_loss
+    from runtime.inner_loss import add_loss, batch_sum
     from runtime.script_engine import Engine, StepResult
     from runtime.whole_batch import whole_batch
 
@@ -72,6 +72,7 @@ __all__ = [
     "StepResult",
     "Study",
     "add_loss",
+    "batch_sum",
     "compare",
     "export",
     "load",
@@ -106,6 +107,7 @@ _FILES = {
     "StepResult": "runtime.script_engine",
     "Study": "planner.whatif.study",
     "add_loss": "runtime.inner_loss",
+    "batch_sum": "runtime.inner_loss",
     "whole_batch": "runtime.whole_batch",
 }
 """Where what is not in meshwright.library stands."""

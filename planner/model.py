@@ -134,6 +134,8 @@ class Architecture(Part):
     """Tokens that a local layer attends to; 0 means all."""
     sliding_every: Positive = 1
     """Every n-th block is global, the others are local; 1 with a window means all are local."""
+    global_blocks: tuple[Count, ...] | None = None
+    """Places of global blocks that do not repeat so, beside a window and `sliding_every` 1."""
     causal: Flag = True
     token_types: Count = 0
     embedding_size: Count = 0
@@ -166,6 +168,8 @@ class Architecture(Part):
             raise ValueError(
                 f"kv_heads is {self.kv_heads}, which does not divide the {self.heads} heads"
             )
+        if self.global_blocks and (not self.sliding_window or self.sliding_every > 1):
+            raise ValueError("global_blocks are of models with a window and sliding_every 1")
         return self
 
     @property
@@ -208,7 +212,10 @@ class Layer(Part):
 
     name: Annotated[Name, Field(max_length=190)]
     kind: Name
-    """Layers of one kind cost the same: embedding, block, moe_block, local_block, head, ..."""
+    """Layers of one kind cost the same: embedding, block, moe_block, local_block, head, ...
+
+    Those that route tokens to experts end in `moe_block`, those with a window begin with `local_`.
+    """
     repeat: Positive = 1
     parameters: Count
     """Of one such layer; a weight tied to another layer's counts there, not here."""

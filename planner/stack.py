@@ -228,6 +228,9 @@ class ExpertRule(Part):
     of modules that index rows."""
     grouped_share: Fraction = 1.0
     """Rate of products of many experts together over that of one product as large."""
+    tile_rows: Count = 0
+    """Rows of a tile of grouped products, to which each expert's tokens are filled up; 0: what is
+    filled up is in `grouped_share`."""
     sends: Sends = "each"
     """A token is sent to each of its experts (all-to-all of the collective library), or once to
     every node and there once to every rank that has some of them (DeepEP, HybridEP)."""
@@ -239,6 +242,9 @@ class ExpertRule(Part):
     overlap: Amount = Field(default=0.0, le=1)
     """Share of the exchanges that hides behind passes of another micro-batch (DualPipe, Megatron's
     combined 1F1B); the rest is what multiprocessors that send do not compute."""
+    shared_overlap: Amount = Field(default=0.0, le=1)
+    """Share of sending tokens to experts, and of bringing their gradients back, that hides behind
+    the products of experts that all tokens share."""
     skew: Rate = 1.0
     """Busiest expert rank over the mean."""
 
@@ -246,9 +252,13 @@ class ExpertRule(Part):
 class ContextRule(Part):
     """Context parallelism."""
 
-    kind: Literal["gather", "ring"] = "gather"
-    """Keys and values of all ranks are gathered before attention, or go round while it works, and
-    twice in backward, with gradients."""
+    kind: Literal["gather", "ring", "heads"] = "gather"
+    """Keys and values of all ranks are gathered before attention; or go round while it works, and
+    twice in backward, with gradients; or ranks exchange parts of the sequence for heads, before
+    attention and behind it (DeepSpeed-Ulysses)."""
+    balanced: Flag = True
+    """Each rank has a chunk from the front of the sequence and one from the back (or all of it, by
+    heads), so that all attend to as many keys; else the last rank attends to almost all of them."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of these collectives that hides behind attention."""
 
@@ -497,8 +507,11 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "eager-attention": {"kernels.flash_attention": False},
     "compiled": {f"kernels.{part}": "fused" for part in ("norm", "gate", "rotary")},
     "fa2": {"kernels.attention": "fa2"},
+    "ulysses": {"context.kind": "heads", "context.overlap": 0.0},
+    "gathered-context": {"context.kind": "gather", "context.overlap": 0.0},
     "deepep": {"experts.sends": "once", "experts.links_rate": 1.25},
     "expert-overlap": {"experts.overlap": 0.8},
+    "shared-expert-overlap": {"experts.shared_overlap": 0.9},
     "cheap-recompute": {"recompute.selective": "cheap"},
 }
 """What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""

@@ -143,14 +143,8 @@ def parallel_stage(
         packing = activations.packing(
             layer, item.activations, traffic, first=not moved[at], last=not moved[at + 2]
         )
-        if compiler is not None and repeats(adapter.model, item.layer):
-            # The compiler keeps what `selective` does, and autograd's hooks see it.
-            layer = recompute.wrapped(layer, item.recompute)
-            compiler.compile(item.layer, layer)
-        else:
-            layer = recompute.wrapped(layer, item.recompute, packing)
-        if packing is not None:
-            packing.around(layer)
+        compiles = compiler if repeats(adapter.model, item.layer) else None
+        layer = _treated(layer, item, packing, compiles)
         chain.place(item.layer, layer)
         if plan.training.lora is not None and stage == at == 0:
             layer.register_forward_hook(lora.wants_gradient)
@@ -171,6 +165,20 @@ def parallel_stage(
         buffers=buffers,
         replicated=tuple(replicated(chain, plan, place)) if apart else (),
     )
+
+
+def _treated(
+    layer: nn.Module, item: PlacedLayer, packing: activations.Packing | None, by: Compiler | None
+) -> nn.Module:
+    """Return a layer that recomputes, is compiled and packs what it keeps, as its plan says."""
+    if by is None:
+        layer = recompute.wrapped(layer, item.recompute, packing)
+    else:  # the compiler keeps what `selective` does, and autograd's hooks see it
+        layer = recompute.wrapped(layer, item.recompute)
+        by.compile(item.layer, layer)
+    if packing is not None:
+        packing.around(layer)
+    return layer
 
 
 def repeats(model: ModelGraph, name: str) -> bool:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from planner.errors import RecordError
 from planner.profile import Recompute
+from runtime import inner_loss
 from runtime.recent import Recent
 from runtime.recompute import selective_contexts
 from runtime.recorder import MOST_RECORDINGS, Recorder, units_of
@@ -367,6 +368,7 @@ class _Run:
         """Run one node."""
         args, kwargs = node.arguments(self.value)
         called = self._stage.called(node)
+        inner_loss.begin(node.name)
         drawing = (
             seeded(self._seed, node.name, self._device) if node.draws else contextlib.nullcontext()
         )

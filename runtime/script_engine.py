@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
-from runtime import batches, script_checkpoint
+from runtime import batches, inner_loss, script_checkpoint
 from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
 from runtime.gradients import Measured, Slot, copies_of
@@ -117,9 +117,10 @@ class Engine:
         module = built(build, wanted)
         refuse_hooks(module)
         shapes = {name: (t.dtype, t.shape) for name, t in module.state_dict().items()}
-        few = few_samples(batch, SAMPLES)
+        few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
         recorder = Recorder.of(module, few, inputs, units=units)
         check_replay(module, recorder, few)
+        sums = inner_loss.times_asked() > asked
         if isinstance(wanted, Plan):
             check_module(wanted, recorder)
         else:
@@ -181,6 +182,7 @@ class Engine:
             loss=loss,
             gradients=self._optimizers,
             statistics=RunningStatistics(modules, self._place, kind=batch_norm),
+            sums=sums,
             device=self.device,
         )
         self._state = ScriptState(

@@ -100,6 +100,10 @@ def made(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimize
     return optimizer
 
 
+def _of_group(group: Group, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return made(group.factory, [{"params": parameters, **group.settings}])
+
+
 def name_of(factory: Factory) -> str:
     """Return how a factory is called in messages."""
     return getattr(factory, "__qualname__", type(factory).__name__)
@@ -231,9 +235,7 @@ class TorchOptimizers(Gradients):
                     f"optimizer {name_of(group.factory)} looks at whole matrices, and this plan "
                     "divides them (ZeRO); allow gather=True or use a plan with zero 0"
                 )
-            if streamed and not steps_apart(
-                lambda listed, of=group: made(of.factory, [{"params": listed, **of.settings}])
-            ):
+            if streamed and not steps_apart(functools.partial(_of_group, group)):
                 raise OptimizerError(
                     f"optimizer {name_of(group.factory)} updates parameters together, and offload "
                     "'optimizer' one after the other; plan without offload"

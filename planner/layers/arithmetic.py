@@ -24,12 +24,13 @@ from planner.layers.feed_forward import experts, mlp
 from planner.layers.kernels import MODULES, compiled
 from planner.layers.operator_table import FP32, Operator, Setting, Table, either
 from planner.layers.operators import norm
-from planner.layers.parameters import OPT_POSITION_OFFSET, norm_parameters, norms_of_block
+from planner.layers.parameters import (
+    OPT_POSITION_OFFSET,
+    norm_parameters,
+    norms_of_block,
+    routes,
+)
 from planner.model import Architecture, DividedLayer, Layer, LayerTrace, ModelGraph
-
-NORMS_BEHIND = ("olmo2", "olmo3")
-"""Families whose norms read what attention and MLP return, which is as large as what they are said
-to read here."""
 
 
 def table(model: ModelGraph, layer: Layer, setting: Setting) -> Table:
@@ -110,9 +111,9 @@ def local_parameters(
     architecture = model.architecture
     if architecture is None or layer.trace is not None:
         return _traced_parameters(layer, tensor), 0.0
-    routed = _routed_parameters(architecture) if layer.kind == "moe_block" else 0
+    routed = _routed_parameters(architecture) if routes(layer.kind) else 0
     whole = _undivided_parameters(architecture, layer.kind)
-    if shared_whole and expert > 1 and layer.kind == "moe_block":
+    if shared_whole and expert > 1 and routes(layer.kind):
         whole += _shared_parameters(architecture)
     dense = (layer.parameters - routed - whole) / tensor + whole
     return dense, routed / (expert * expert_tensor if expert > 1 else tensor)
@@ -126,7 +127,7 @@ def largest_matrix(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float
     if layer.kind in ("embedding", "head"):
         return a.vocab_size * embedding_width(a) / tensor
     widest = max(a.ffn_size, a.heads * a.head_dim)
-    if layer.kind == "moe_block" and a.experts is not None:
+    if routes(layer.kind) and a.experts is not None:
         # The matrices of all experts are one parameter.
         widest = max(a.heads * a.head_dim, a.experts.count * a.experts.ffn_size)
     return float(a.hidden_size * widest) / tensor
@@ -145,7 +146,7 @@ def matrix_sides(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float:
         return a.vocab_size / tensor + embedding_width(a)
     matrices = [*_attention_matrices(a)]
     widths = [a.ffn_size]
-    if layer.kind == "moe_block" and a.experts is not None:
+    if routes(layer.kind) and a.experts is not None:
         shared = a.experts.shared_ffn_size or a.experts.shared * a.experts.ffn_size
         widths = [a.experts.ffn_size] * a.experts.count + [shared] * (shared > 0)
         matrices.append((a.hidden_size, a.experts.count))
@@ -169,6 +170,10 @@ def _attention_matrices(a: Architecture) -> Iterator[tuple[int, int]]:
     yield a.hidden_size, a.heads * latent.value_head_dim
 
 
+NORMS_BEHIND = ("olmo2", "olmo3")
+"""Families whose blocks norm what attention and MLP give, and not what they take."""
+
+
 def _block(a: Architecture, kind: str, setting: Setting) -> Table:
     """Attention, then MLP or experts, each beside the residual stream."""
     stream = setting.stream_tokens * a.hidden_size * setting.element_bytes
@@ -178,7 +183,7 @@ def _block(a: Architecture, kind: str, setting: Setting) -> Table:
     residual = "x"
     for part in ("attention", "mlp"):
         tensor = residual
-        if a.pre_norm:
+        if a.pre_norm and a.family not in NORMS_BEHIND:
             first = norm(a, setting, tensor, f"{part}_norm", width=a.hidden_size)
             if setting.kernels.compiled and a.post_norms and tensor != "x":
                 # Both of the sum's parts are there: it is added up again.
@@ -187,12 +192,12 @@ def _block(a: Architecture, kind: str, setting: Setting) -> Table:
             tensor = f"{part}_norm"
         if part == "attention":
             operators += attention(a, kind, setting, tensor)
-        elif kind == "moe_block" and a.experts is not None:
+        elif routes(kind) and a.experts is not None:
             operators += experts(a, setting, tensor)
         else:
             operators += mlp(a, setting, tensor, f"{part}", ffn_size=a.ffn_size)
         tensor = f"{part}_out"
-        if a.post_norms:
+        if a.post_norms or a.family in NORMS_BEHIND:
             operators.append(norm(a, setting, tensor, f"{part}_post_norm", width=a.hidden_size))
             tensor = f"{part}_post_norm"
         # Dropout is part of the sum's kernel, and keeps a byte for each element.
@@ -327,7 +332,7 @@ def _sum_over_ranks(layer: Layer, setting: Setting, name: str, size: float) -> O
 
 def _active_parameters(a: Architecture, layer: Layer) -> float:
     """Parameters of a layer that one token is multiplied with."""
-    if layer.kind != "moe_block" or a.experts is None:
+    if not routes(layer.kind) or a.experts is None:
         return float(layer.parameters)
     routed = _routed_parameters(a)
     return layer.parameters - routed * (1.0 - a.experts.per_token / a.experts.count)
@@ -368,6 +373,6 @@ def _undivided_parameters(a: Architecture, kind: str) -> int:
     if a.latent is not None:
         count += a.latent.q_rank * (a.hidden_size + 1)
         count += (a.hidden_size + 1) * a.latent.kv_rank + a.hidden_size * a.latent.rope_head_dim
-    if kind == "moe_block" and a.experts is not None:
+    if routes(kind) and a.experts is not None:
         count += a.hidden_size * (a.experts.count + a.experts.shared_gate)
     return count

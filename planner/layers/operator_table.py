@@ -223,6 +223,8 @@ class Operator:
     routing: Routing | None = None
     """Of an exchange in which each token is sent once to every node and rank that has some of its
     experts: `moved_bytes` are those of one copy of each token."""
+    beside_shared: bool = False
+    """Whether a stack can compute the experts that all tokens share during an exchange."""
     only: Pass | None = None
     """The one pass that has a collective, where the other has none."""
     ring: bool = False

@@ -57,7 +57,7 @@ def test_stacks_of_their_day() -> None:
     """A name, a source or a layout tells the stack; a column does so before them."""
     assert stack_words(ROW)[0] == "torchtitan"
     old = {"name": "gpt3-zero3", "source": "Narayanan et al. (SC21)", "layout": "zero=3"}
-    assert stack_words(old)[0] == "deepspeed"
+    assert stack_words(old)[0].startswith("deepspeed")
     assert stack_words({**old, "name": "gpt3-ptdp"})[0] == "megatron"
     assert stack_words({**old, "framework": "nanotron"})[0] == "nanotron"
     assert stack_words({"name": "x", "source": "a paper", "layout": ""})[0] == ""
