@@ -2,8 +2,9 @@
 
 python -m benchmarks.public_facts TRAININGS.csv > docs/public-facts.md
 
-The table has the columns of `benchmarks/whole_trainings.py`; without it only hardware is compared,
-each fact planned again on both sides:
+Trainings are those of `benchmarks/public_trainings.csv`, and of tables with the same columns
+(`benchmarks/whole_trainings.py`) that are given.  Of hardware, each fact is planned again on both
+sides:
 
 64 A100, 40 to 80 GB   MPT-70B, llm-foundry: 111 to 166 TFLOP/s per device
 H100 to H200           Llama-2-70B LoRA on 8 devices, MLPerf: 1.1 to 1.25 times as fast
@@ -139,7 +140,25 @@ published table names neither the micro-batch nor the network of its 40 GB runs.
 MISSED = 0.35
 """An error above this needs a mechanism."""
 
-MECHANISMS: dict[str, str] = {}
+TRAININGS = Path(__file__).with_name("public_trainings.csv")
+
+NO_RECOMPUTE = (
+    "its authors recomputed nothing; the stack of an unknown framework does not fit without, and "
+    "theirs freed what it stored by a profile of memory (section 3.3.2)"
+)
+EARLY = (
+    "recipes of that release start kernels of the experts one by one from a host that waits for "
+    "counts of tokens; a later release took 0.56 of the time of one such row"
+)
+MECHANISMS = {
+    "llama-3-405b-8192": NO_RECOMPUTE,
+    "llama-3-405b-16384": NO_RECOMPUTE,
+    "mpt-7b": "days from start to end, of a cluster that is assumed; network and waits are not "
+    "published",
+    "qwen3-235b-megatron-b200": EARLY,
+    "deepseek-v3-megatron-b200": EARLY,
+    "qwen3-30b-megatron-gb200": EARLY,
+}
 """Why a training is missed by more than that, by its name."""
 
 UNITS = {
@@ -159,10 +178,12 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def trainings_text(found: Sequence[Outcome], failed: Mapping[str, str]) -> str:
+def trainings_text(
+    found: Sequence[Outcome], failed: Mapping[str, str], *, heading: str = "Whole trainings"
+) -> str:
     """Return the table of whole trainings, its scores and why what is missed is missed."""
     lines = [
-        "## Whole trainings",
+        f"## {heading}",
         "",
         "Each predicted with the stack of its day; what its publication leaves open is tuned. The "
         "error is in seconds: above zero the prediction is slower than what was published.",
@@ -210,6 +231,32 @@ PAIRS = (
     ),
     ("llama-3-70b-megatron-fp8-gb200", "llama-3-70b-megatron-fp8-64", "64 H100 to 64 GB200"),
     ("deepseek-v3-megatron-gb300", "deepseek-v3-megatron-gb200", "GB200 to GB300, DeepSeek-V3"),
+    ("llama-3-8b-megatron-b200", "llama-3-8b-megatron-h100", "H100 to B200, Llama-3-8B, 8 bits"),
+    ("llama-3-8b-megatron-gb200", "llama-3-8b-megatron-h100", "H100 to GB200, Llama-3-8B, 8 bits"),
+    ("llama-3-8b-megatron-gb300", "llama-3-8b-megatron-gb200", "GB200 to GB300, Llama-3-8B"),
+    ("deepseek-v3-megatron-bf16-gb300", "deepseek-v3-megatron-bf16-gb200", "the same, bf16"),
+    ("llama-3-8b-b200-1024k", "llama-3-8b-b200-8k", "8 thousand to a million tokens, B200"),
+    ("llama-2-7b-h100-256k", "llama-2-7b-h100-8k", "8 to 256 thousand tokens, H100"),
+    (
+        "torchtitan-8b-128-fp8",
+        "torchtitan-8b-128-bf16-compiled",
+        "bf16 to fp8, Llama-3.1-8B, torchtitan, 128 H100",
+    ),
+    (
+        "torchtitan-70b-256-fp8",
+        "torchtitan-70b-256-bf16-compiled",
+        "bf16 to fp8, Llama-3-70B, tensor degree 8, 256 H100",
+    ),
+    (
+        "torchtitan-8b-64-tp8-fp8",
+        "torchtitan-8b-64-tp8-bf16-compiled",
+        "bf16 to fp8, Llama-3.1-8B, tensor degree 8, 64 H100",
+    ),
+    (
+        "torchtitan-8b-h200-32-fp8",
+        "torchtitan-8b-128-fp8",
+        "H100 of 2.4 TB/s and 500 W to H200, Llama-3.1-8B, fp8",
+    ),
 )
 """Trainings that differ in one thing: the later one, the former one, and what it is."""
 
@@ -232,6 +279,21 @@ def ratios_text(found: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
+def own_runtime_text() -> str:
+    """Return what the project's own runtime would take for DeepSeek-V3's training."""
+    model, machine = resolve_model("deepseek-v3"), resolve_cluster("256x8xh800-sxm-80gb")
+    job = Job(seq_len=4096, global_batch=15360)
+    found = search(Request(model, machine, job))
+    step_s = found.prediction.step_time_s
+    hours = 1e12 / (job.seq_len * job.global_batch) * step_s * machine.devices / 3600
+    return (
+        f"The project's own runtime would take {number(hours)} device-hours for each 10^12 tokens "
+        f"of DeepSeek-V3 on 2,048 H800 in bf16 ({found.plan.layout.text()}): it sends tokens to "
+        "each of their experts and back, of which the way there hides behind shared ones, and "
+        "rounds nothing to 8 bits.\n"
+    )
+
+
 def read_trainings(path: Path) -> tuple[list[Outcome], dict[str, str]]:
     """Return what became of each row of a table, and why some were not predicted, by name."""
     found, failed = [], {}
@@ -248,10 +310,14 @@ def main() -> None:
     """Print both tables."""
     print("# Public facts\n")
     print("Written by `python -m benchmarks.public_facts TRAININGS.csv`.\n")
-    for path in sys.argv[1:]:
+    for path in (*sys.argv[1:], TRAININGS):
         found, failed = read_trainings(Path(path))
-        print(trainings_text(found, failed))
+        heading = "Whole trainings"
+        if path == TRAININGS:
+            heading = "Mixtures of experts, eight bits and long sequences"
+        print(trainings_text(found, failed, heading=heading))
         print(ratios_text(found))
+    print(own_runtime_text())
     facts = [more_memory(), faster_memory(), scaling(), wide_domain()]
     print("## Hardware, both sides planned again\n")
     print("| what | public | ours | holds |\n|---|---|---|---|")

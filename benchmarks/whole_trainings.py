@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from planner.catalog import stacks
 from planner.errors import DocumentError
 from planner.expressions import resolve_model
+from planner.layers.architecture import graph_of
 from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph
 from planner.pins import read_pins
@@ -36,7 +37,7 @@ from planner.request import Request
 from planner.schedules import schedule_of
 from planner.search.best_first import search
 from planner.setup import Recomputed, Setup
-from planner.stack import Stack
+from planner.stack import Stack, with_options
 from planner.tables.predictions import Tables, predicted
 from planner.tables.rows import Skipped, setup_of
 
@@ -45,7 +46,7 @@ STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
     (r"torchtitan.*(compiled|fp8|float8)", "torchtitan", {"compiled": "1"}),
     (r"torchtitan", "torchtitan", {}),
     # Selene has eight HDR links a node; table 2 has micro-batches of one sample under PTD-P.
-    (r"zero3.*(sc21|narayanan)", "deepspeed", {**OF_2021}),
+    (r"zero3.*(sc21|narayanan)", "deepspeed@0.3", {**OF_2021}),
     (r"sc21|narayanan", "megatron", {**OF_2021, "micro_batch_size": "1", "vpp": "1"}),
     # bigscience-workshop/bigscience, train/tr11-176B-ml; Jean Zay has four Omni-Path links a node.
     (
@@ -54,6 +55,13 @@ STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
         {"recompute": "full", "micro_batch_size": "2", "inter_gb_per_s_per_device": "6.25"},
     ),
     (r"mpt|mosaic|llm-foundry", "llm-foundry-fsdp", {}),
+    # Its recipes for mixtures of experts: github.com/NVIDIA-NeMo/Megatron-Bridge, perf_recipes.
+    (
+        r"(deepseek|qwen3|mixtral|moe).*(megatron|nemo)",
+        "megatron",
+        {"options": "deepep expert-overlap cheap-recompute"},
+    ),
+    (r"nemo.* 24\.", "megatron", {"options": "fa2"}),
     (r"megatron|nemo", "megatron", {}),
     (r"deepseek", "hai-llm", {}),
     (r"zero=3", "fsdp", {}),
@@ -62,8 +70,16 @@ STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
 beside the row; first come first served.  Trainings whose framework nobody knows get the stack of
 unknown ones."""
 
-CAUSAL = re.compile(r"megatron[- ](core|bridge)|nemo", re.IGNORECASE)
+CAUSAL = re.compile(r"megatron[- ](core|bridge)", re.IGNORECASE)
 """Sources that count half of attention's FLOPs."""
+
+FURTHER_TOKENS = {("deepseek-v3", "hai-llm"): 1}
+"""Multi-token prediction by model and stack: arXiv:2412.19437, section 2.2.  Public benchmarks of
+Megatron Core count and train none: 1,003 TFLOP/s are 4,018 tokens/s of 61 blocks."""
+
+SAME_SCHEDULE = {"dualpipe": "dualpipe-v"}
+"""DualPipe has as many bubbles as its V-shaped half, and a second copy of the parameters (DeepSeek,
+github.com/deepseek-ai/DualPipe)."""
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)
@@ -250,14 +266,24 @@ def _named(schedule: str, layout: Layout) -> Layout:
     """Return a layout under a schedule that a row names."""
     if not schedule:
         return layout
+    schedule = SAME_SCHEDULE.get(schedule, schedule)
     return replace(
         layout, schedule=schedule, virtual_stages=schedule_of(schedule).stages_per_rank[0]
     )
 
 
 def _own_model(row: Mapping[str, str], request: Request) -> Request:
-    """Return a request for the catalogue's model: a table's row has no window and no family."""
-    return replace(request, model=resolve_model(row["model"]))
+    """Return a request for the catalogue's model: a table's row has no window and no family.
+
+    A module that predicts a further token in training counts as a block more.
+    """
+    options = stack_words(row)[1].get("options", "").split()
+    request = replace(request, stack=with_options(request.stack, options))
+    model = resolve_model(row["model"])
+    more, a = FURTHER_TOKENS.get((row["model"], request.stack.name), 0), model.architecture
+    if more and a is not None:
+        model = graph_of(a.model_copy(update={"layers": a.layers + more}), name=model.name)
+    return replace(request, model=model)
 
 
 def _searched(row: Mapping[str, str]) -> Iterator[Setup]:

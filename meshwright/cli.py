@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
+    from meshwright.jobs import Submission
     from planner.search.answer import Progress as Report
 
 app = typer.Typer(
@@ -402,10 +403,8 @@ def launch(
     if not isinstance(run, launches.Run):
         if json:
             print(as_json(job_json(run)))
-        elif run.file is None:
-            print(run.text, end="")
         else:
-            out.print(f"{run.said}\njob {run.file}")
+            _tell_job(run)
         return
     if json:
         print(as_json(run_json(run)))
@@ -421,7 +420,7 @@ def launch(
         out.print(f"checkpoint {run.report.checkpoint}")
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(context_settings={"allow_interspersed_args": False})
 def run(
     script: Annotated[str, typer.Argument(help="Your script, which makes a meshwright.Engine")],
     arguments: Annotated[list[str] | None, typer.Argument(help="What the script is given")] = None,
@@ -432,20 +431,58 @@ def run(
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, help="Start again so often if a rank fails")
     ] = 0,
+    on: Annotated[
+        str, typer.Option("--on", help="local, or write and submit a job: slurm, kubernetes")
+    ] = "local",
+    job: Annotated[
+        list[str] | None,
+        typer.Option("--job", help="Of that job: partition=gpu, time=24:00:00; image=NAME"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print that job only")] = False,
+    nodes: Nodes = None,
+    node: Node = None,
+    rendezvous: Rendezvous = None,
 ) -> None:
     """Run your own script on the ranks of a plan, and compare with the prediction.
 
     Options stand before the script's name; what stands behind it is the script's.
+    On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
-    done = scripts.run_script(plan, script, arguments or (), output=output, restarts=restarts)
+    done = scripts.run_script(
+        plan,
+        script,
+        arguments or (),
+        output=output,
+        restarts=restarts,
+        on=on,
+        job=job or (),
+        dry_run=dry_run,
+        nodes=nodes,
+        node=node,
+        rendezvous=rendezvous,
+    )
+    if done is None:
+        return
+    if not isinstance(done, scripts.Ran):
+        _tell_job(done)
+        return
     steps = done.run.steps
     if steps:
         out.print(f"loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f} in {len(steps)} steps")
     if done.run.restarts:
-        out.print(f"started again {done.run.restarts} times")
+        times = "once" if done.run.restarts == 1 else f"{done.run.restarts} times"
+        out.print(f"started again {times}")
     if done.rows:
         out.print(comparison_table(done.rows))
     out.print(f"metrics and logs in {done.run.output}")
+
+
+def _tell_job(submission: Submission) -> None:
+    """Print a job that was written, or what its scheduler said of it."""
+    if submission.file is None:
+        print(submission.text, end="")
+    else:
+        out.print(f"{submission.said}\njob {submission.file}")
 
 
 class DType(StrEnum):

@@ -1,8 +1,8 @@
 """A launch as a job for a cluster's own scheduler: a Slurm batch script, a Kubernetes manifest.
 
-Either starts the same `meshwright launch` once on every node, which finds the other nodes by the
-scheduler's variables (runtime.nodes).  A job with a checkpoint folder goes on from its newest
-checkpoint when the scheduler starts it again, after a node was lost.  Each job has a secret of its
+Either starts the same `meshwright launch` or `meshwright run` once on every node, which finds the
+other nodes by the scheduler's variables (runtime.nodes).  A job with checkpoints goes on from the
+newest one when the scheduler starts it again, after a node was lost.  Each job has a secret of its
 own, by which its nodes know each other (runtime.channel).
 """
 
@@ -37,6 +37,23 @@ POD_SETTINGS = ("image", "namespace", "name", "volume", "cpus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What every node starts: `meshwright BEFORE plan.yaml OPTIONS AFTER`."""
+
+    before: tuple[str, ...]
+    options: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    """That it reads beside the plan."""
+    goes_on: bool
+    """It may be started again."""
+
+    def words(self, plan: str, *options: str) -> list[str]:
+        """Return it with more options."""
+        return [*self.before, plan, *self.options, *options, *self.after]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """A job that was written, and submitted unless it is a dry run."""
 
@@ -51,13 +68,13 @@ def submit(
     plan_path: str,
     plan: Plan,
     machine: ClusterSpec,
-    options: Sequence[str],
+    command: Command,
     settings: Sequence[str],
     *,
     folder: Path,
     dry_run: bool,
 ) -> Submission:
-    """Write a job that launches a plan with these options of `launch`, and submit it.
+    """Write a job that starts this on all nodes of a plan, and submit it.
 
     `settings` are NAME=VALUE: any option of sbatch (`partition=gpu`), or of POD_SETTINGS.
     """
@@ -66,28 +83,29 @@ def submit(
     if len(machine.groups) > 1:
         raise LaunchError(
             f"on: {plan.cluster} has several kinds of nodes, which one {scheduler} job does not "
-            "ask for; start `meshwright launch` on each node with --nodes, --node and --rendezvous"
+            f"ask for; start `meshwright {command.before[0]}` on each node with --nodes, --node "
+            "and --rendezvous"
         )
     told = _settings(settings)
     if scheduler == "slurm":
-        text = _slurm(plan_path, plan, machine, options, told, logs=folder)
+        text = _slurm(plan_path, plan, machine, command, told, logs=folder)
     else:
-        text = _kubernetes(plan_path, plan, machine, options, told)
+        text = _kubernetes(plan_path, plan, machine, command, told)
     if dry_run:
         return Submission(text=text)
-    command = SUBMITTED_BY[scheduler]
-    if shutil.which(command[0]) is None:
+    submitted_by = SUBMITTED_BY[scheduler]
+    if shutil.which(submitted_by[0]) is None:
         raise LaunchError(
-            f"{command[0]}: is not on this machine; submit where it is, or write the job with "
+            f"{submitted_by[0]}: is not on this machine; submit where it is, or write the job with "
             f"--dry-run and submit it yourself"
         )
     file = folder / ("job.sbatch" if scheduler == "slurm" else "job.yaml")
     document.write_text(text, file, private=True)  # a manifest has the job's secret
     # A folder's name may begin as an option does.
-    told_to = [*command, str(file.absolute())]
+    told_to = [*submitted_by, str(file.absolute())]
     done = subprocess.run(told_to, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise LaunchError(f"{command[0]} refused {file}: {done.stderr.strip() or done.stdout}")
+        raise LaunchError(f"{submitted_by[0]} refused {file}: {done.stderr.strip() or done.stdout}")
     return Submission(text=text, file=file, said=done.stdout.strip())
 
 
@@ -105,7 +123,7 @@ def _slurm(
     plan_path: str,
     plan: Plan,
     machine: ClusterSpec,
-    options: Sequence[str],
+    command: Command,
     told: Mapping[str, str],
     *,
     logs: Path,
@@ -123,11 +141,11 @@ def _slurm(
         "chdir": str(Path.cwd()),
         "output": str(logs / "slurm-%j.log"),
         "open-mode": "append",
-        **({"requeue": ""} if "--checkpoint" in options else {}),
+        **({"requeue": ""} if command.goes_on else {}),
         **told,
     }
-    command = [sys.executable, "-P", "-m", "meshwright", "launch", plan_path, *options]
-    for value in (*asked.values(), *command):
+    words = [sys.executable, "-P", "-m", "meshwright", *command.words(plan_path)]
+    for value in (*asked.values(), *words):
         if not value.isprintable():  # a line of its own could be read as the script's
             raise LaunchError(f"on: {value!a} cannot stand in a job's script; name it otherwise")
     lines = [
@@ -141,7 +159,7 @@ def _slurm(
             "set +x -euo pipefail",
             f"{SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
             f"export {SECRET} PYTHONSAFEPATH=1",
-            f"srun --export=ALL --kill-on-bad-exit=1 --wait=60 {shlex.join(command)}",
+            f"srun --export=ALL --kill-on-bad-exit=1 --wait=60 {shlex.join(words)}",
             "",
         ]
     )
@@ -162,7 +180,7 @@ def _kubernetes(
     plan_path: str,
     plan: Plan,
     machine: ClusterSpec,
-    options: Sequence[str],
+    command: Command,
     told: Mapping[str, str],
 ) -> str:
     """Return an Indexed Job with its headless service, its secret, and the plan as a ConfigMap."""
@@ -181,7 +199,7 @@ def _kubernetes(
         # Pods find each other before any of them is ready.
         "publishNotReadyAddresses": True,
     }
-    starts = STARTS_OF_A_POD if "--checkpoint" in options else 1
+    starts = STARTS_OF_A_POD if command.goes_on else 1
     indexed = {
         "completions": group.nodes,
         "parallelism": group.nodes,
@@ -190,10 +208,10 @@ def _kubernetes(
         "backoffLimit": group.nodes * (starts - 1),
         "template": {
             "metadata": {"labels": {"job-name": name}},
-            "spec": _pod(name, group, options, told),
+            "spec": _pod(name, group, command, told),
         },
     }
-    files = _files(plan_path, plan)
+    files = _files(plan_path, plan, command.files)
     secret = {"secret": new_secret()}
     parts = [
         {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": secret},
@@ -205,7 +223,7 @@ def _kubernetes(
 
 
 def _pod(
-    name: str, group: DeviceGroup, options: Sequence[str], told: Mapping[str, str]
+    name: str, group: DeviceGroup, command: Command, told: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return what runs on one node."""
     limits = {RESOURCES.get(group.accelerator.kind, "cpu"): str(group.devices_per_node)}
@@ -222,16 +240,15 @@ def _pod(
         if not colon or not kept.startswith("/"):
             raise DocumentError("job", f"volume={told['volume']}: write CLAIM:/path")
         volumes.append(({"name": "data", "persistentVolumeClaim": {"claimName": claim}}, kept))
-    if "--output" not in options:  # the plan's folder cannot be written
-        options = [*options, "--output", f"{kept}/runs/{name}"]
+    # The plan's folder cannot be written.
+    named = "--output" in command.options
+    words = command.words("plan.yaml", *(() if named else ("--output", f"{kept}/runs/{name}")))
     container = {
         "name": "launch",
         "image": told["image"],
         "workingDir": MOUNTED,
         # Kubernetes puts variables for $(NAME), and takes $$ for $.
-        "command": [
-            part.replace("$", "$$") for part in ("meshwright", "launch", "plan.yaml", *options)
-        ],
+        "command": [part.replace("$", "$$") for part in ("meshwright", *words)],
         "env": [
             {"name": "PYTHONSAFEPATH", "value": "1"},
             {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}}},
@@ -264,19 +281,19 @@ _Lines.add_representer(
 )
 
 
-def _files(plan_path: str, plan: Plan) -> dict[str, str]:
-    """Return the plan and the files beside it that it names, as a pod will find them."""
+def _files(plan_path: str, plan: Plan, others: Sequence[str]) -> dict[str, str]:
+    """Return the plan and the files beside it, as a pod will find them."""
     found = {"plan.yaml": document.read_text(plan_path)}
     main = plan.model.source.partition(":")[0]
     known = (plan.model.graph.files if plan.model.graph else None) or {}
     code = [str(Path(main).parent / name) for name in known]
-    for named in dict.fromkeys((plan.cluster, main, *code)):
+    for named in dict.fromkeys((plan.cluster, main, *code, *others)):
         if Path(named).is_absolute() or not document.is_file(named):
             continue  # a path of the image, or no file at all
         if Path(named).name != named:
             raise LaunchError(
-                f"{plan_path}: names {named}, which a pod would not find; put it beside the plan, "
-                "or into the image and name it from /"
+                f"{named}: would not be found by a pod; put it beside {plan_path}, or into the "
+                "image and name it from /"
             )
         found[named] = _exact_text(Path(named))
     return found

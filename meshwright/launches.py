@@ -292,7 +292,7 @@ def _submitted(
     dry_run: bool,
 ) -> Submission:
     """Write the job that launches a plan with these options on all its nodes."""
-    from meshwright.jobs import submit  # noqa: PLC0415 - one way to launch needs it
+    from meshwright.jobs import Command, submit  # noqa: PLC0415 - one way to launch needs it
     from runtime.data import refuse_structured  # noqa: PLC0415 - the runtime
 
     for named in (options["data"], options["eval"]):
@@ -318,4 +318,7 @@ def _submitted(
             assert isinstance(value, Sequence)
             written += [part for each in value for part in (f"--{name}", str(each))]
     folder = Path(output) if output else Path("runs", file_name(wanted.model.name))
-    return submit(on, plan_path, wanted, machine, written, settings, folder=folder, dry_run=dry_run)
+    command = Command(
+        before=("launch",), options=tuple(written), goes_on=options["checkpoint"] is not None
+    )
+    return submit(on, plan_path, wanted, machine, command, settings, folder=folder, dry_run=dry_run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from meshwright.inputs import machine_of, need_torch
 from planner import document
-from planner.errors import MeshwrightError
+from planner.errors import DocumentError, LaunchError, MeshwrightError
 from planner.plan import Plan
 from planner.predict import predict as predict_plan
 from planner.shown import lines
 from planner.units import file_name
 
 if TYPE_CHECKING:
+    from meshwright.jobs import Submission
     from runtime.report import Comparison
     from runtime.script_run import ScriptRun
 
@@ -36,29 +38,97 @@ def run_script(
     *,
     output: str | None = None,
     restarts: int = 0,
+    on: str = "local",
+    job: Sequence[str] = (),
+    dry_run: bool = False,
+    nodes: int | None = None,
+    node: int | None = None,
+    rendezvous: str | None = None,
     quiet: bool = False,
-) -> Ran:
-    """Run a script on the plan's ranks of this machine; return what it did and what was predicted.
+) -> Ran | Submission | None:
+    """Run a script on the plan's ranks; return what it did and what was predicted.
 
     The script makes a meshwright.Engine without naming a plan.  Where a rank fails, all are started
     again up to `restarts` times, and a script that calls `engine.resume` goes on where it saved.
+    On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
+    `on` slurm or kubernetes writes a job that does so there and submits it, told `job` settings;
+    a dry run gives its text alone.
 
     Raises LaunchError where the ranks failed for good.
     """
-    need_torch("running a script")
-    from runtime import script_run  # noqa: PLC0415 - the runtime
-
     wanted = document.read(Plan, plan_path)
     folder = Path(output) if output else Path("runs", file_name(wanted.model.name))
+    if on != "local":
+        return _submitted(
+            on, wanted, plan_path, script, arguments, job, folder, output, restarts, dry_run=dry_run
+        )
+    if job or dry_run:
+        raise DocumentError("job" if job else "dry-run", "goes with --on slurm or kubernetes")
+    need_torch("running a script")
+    from runtime import script_run  # noqa: PLC0415 - the runtime
+    from runtime.nodes import node_rank_of  # noqa: PLC0415
+
+    node_rank = node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
+    devices = _devices(wanted) if node_rank.nodes > 1 else []
+    if node_rank.nodes > 1 and node_rank.nodes != len(devices):
+        planned = "1 node" if len(devices) == 1 else f"{len(devices)} nodes"
+        raise LaunchError(
+            f"the plan is for {planned} ({wanted.cluster}), and {node_rank.source} says that there "
+            f"are {node_rank.nodes}; plan again for what is there"
+        )
     done = script_run.run_script(
         Path(plan_path),
         Path(script),
         arguments,
         output=folder,
         restarts=restarts,
+        node_rank=node_rank,
+        nodes=devices,
         say=lambda text: None if quiet else print(f"meshwright: {lines(text)}", file=sys.stderr),
     )
-    return Ran(run=done, rows=_compared(wanted, done))
+    return None if done is None else Ran(run=done, rows=_compared(wanted, done))
+
+
+def _devices(wanted: Plan) -> list[int]:
+    """Return the devices of each node that a plan is for."""
+    groups = machine_of(wanted.cluster, None).groups
+    return [group.devices_per_node for group in groups for _ in range(group.nodes)]
+
+
+def _submitted(
+    on: str,
+    wanted: Plan,
+    plan_path: str,
+    script: str,
+    arguments: Sequence[str],
+    settings: Sequence[str],
+    folder: Path,
+    output: str | None,
+    restarts: int,
+    *,
+    dry_run: bool,
+) -> Submission:
+    """Write the job that runs a script under a plan on all its nodes."""
+    from meshwright.jobs import Command, submit  # noqa: PLC0415 - one way to run needs it
+
+    machine = machine_of(wanted.cluster, None)
+    if machine.devices < wanted.mesh.devices:
+        raise LaunchError(
+            f"{plan_path}: takes {wanted.mesh.devices} ranks, and {machine.name} has "
+            f"{machine.devices} devices; plan again for this cluster"
+        )
+    # A path from / may be one of the image.
+    if not Path(script).is_absolute() and not document.is_file(script):
+        raise LaunchError(f"{script}: is no file; name the script that trains")
+    options = ["--restarts", str(restarts)] if restarts else []
+    command = Command(
+        before=("run", "--plan"),
+        options=(*options, *(("--output", output) if output else ())),
+        after=(script, *arguments),
+        files=(script,),
+        goes_on=restarts > 0,
+    )
+    return submit(on, plan_path, wanted, machine, command, settings, folder=folder, dry_run=dry_run)
 
 
 def _compared(wanted: Plan, done: ScriptRun) -> list[Comparison]:

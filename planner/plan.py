@@ -59,8 +59,10 @@ host memory, or packed into 8 bits."""
 Offload = Literal["none", "optimizer", "parameters"]
 """What lives on the host: nothing, optimizer state and step, or parameters and gradients too."""
 GradientWire = Literal["full", "bf16", "fp16", "powersgd"]
-LossGradients = Literal["precomputed", "recomputed"]
 """How gradients travel between data-parallel ranks: as they are, in 16 bits, or by low rank."""
+LossGradients = Literal["precomputed", "recomputed"]
+Compile = Literal["none", "block"]
+"""What is compiled: nothing, or each layer that repeats, as one graph."""
 Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
 INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 
@@ -120,6 +122,7 @@ class Layout:
     gradient_wire: GradientWire = "full"
     loss: ChunkedLoss | None = None
     """How the loss of the output projection is computed; None: from all logits."""
+    compile: Compile = "none"
     expert_tensor: int = 1
     """Ranks that divide each expert; they and the expert degree are among tensor x context x data.
     """
@@ -179,6 +182,8 @@ class Layout:
             parts.append(f"gradients={self.gradient_wire}")
         if self.loss is not None:
             parts.append(f"loss={self.loss.gradients}/{self.loss.rows}")
+        if self.compile != "none":
+            parts.append(f"compile={self.compile}")
         return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
 
     def _order_text(self) -> str:
@@ -331,6 +336,8 @@ class Plan(Document):
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
     loss: ChunkedLoss | None = None
+    compile: Compile = "none"
+    """Written only where something is compiled."""
     training: Training = Training()
     timeout_s: Timeout = 600.0
     """A collective that waits longer ends the run."""
@@ -346,6 +353,8 @@ class Plan(Document):
         fields: dict[str, Any] = written(self)
         if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
+        if self.compile == "none":
+            del fields["compile"]
         return fields
 
     @model_validator(mode="after")
@@ -481,6 +490,7 @@ class Plan(Document):
             offload=self.offload,
             gradient_wire=self.gradient_wire,
             loss=self.loss,
+            compile=self.compile,
             expert_tensor=mesh.expert_tensor,
             sequence_parallel=mesh.sequence_parallel,
         )
@@ -489,9 +499,24 @@ class Plan(Document):
         """Return the plan with what one sample of a batch is, in place of a length in tokens."""
         return self.model_copy(update={"batch": batch})
 
+    def __str__(self) -> str:
+        """Return the plan as a script prints it: a line for each stage; `repr` has all fields."""
+        lines = (
+            f"  stage {at}: {count} layers, {span}, recompute {recompute}"
+            for at, count, span, recompute in self._rows()
+        )
+        return "\n".join((self._title, *lines))
+
     def _repr_html_(self) -> str:
         """Return the plan as notebooks show it: its stages as a table."""
-        rows = [
+        return html_table(self._title, ("stage", "layers", "from, to", "recompute"), self._rows())
+
+    @property
+    def _title(self) -> str:
+        return f"{self.model.name} on {self.cluster}: {self.layout.text()}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
             (
                 str(at),
                 str(len(stage.layers)),
@@ -500,8 +525,6 @@ class Plan(Document):
             )
             for at, stage in enumerate(self.stages)
         ]
-        title = f"{self.model.name} on {self.cluster}: {self.layout.text()}"
-        return html_table(title, ("stage", "layers", "from, to", "recompute"), rows)
 
     def rank_of_stage(self, stage: int) -> int:
         """Return the pipeline rank that holds a stage."""

@@ -321,7 +321,7 @@ def placement_prediction(
         parts,
         max(stage.spread for stage in stages),
         measured=tables.profile is not None,
-        assumed=bool(assumed),
+        assumed=assumed,
     )
     flops = step_flops(
         model, seq_len=job.seq_len, global_batch=job.global_batch, frozen=job.lora is not None
@@ -341,8 +341,8 @@ def placement_prediction(
         else None,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
         fits=all(
-            has_room(seat.accelerator.memory_bytes, size, seat.costs)
-            for size, seat in zip(peaks, seats.stages, strict=True)
+            has_room(seat.accelerator.memory_bytes, of_stage, seat.costs)
+            for of_stage, seat in zip(memory, seats.stages, strict=True)
         )
         and _hosts_fit(tables, layout, seats, home, on_host),
         stages=tuple(

@@ -11,7 +11,8 @@ where there is no neutral value, that of mixed precision in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -30,7 +31,8 @@ parameters a shard is a part of them."""
 Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
 Sends = Literal["each", "once"]
-SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks"]
+SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "cheap"]
+Reported = Literal["allocated", "reserved"]
 Provenance = Literal["derived", "measured", "fitted", "assumed", "unexplained"]
 """`unexplained` is fitted, and no mechanism is known: it speaks of runs of one stack alone."""
 
@@ -70,9 +72,16 @@ class Sharding(Part):
     reduces_whole: Flag = False
     """ZeRO-1 sums all gradients on all ranks before each keeps its shard (no reduce-scatter)."""
     collectives_per_layer: Rate = 1.0
-    """Reductions of one layer's gradients: its tensors where nothing packs them into buckets."""
+    """Collectives for one layer's states: its tensors where nothing packs them into buckets."""
+    listed_s: Amount = 0.0
+    """Seconds of the host for each rank of such a collective whose parts are a list of tensors: a
+    view, checks and a copy each, before anything else is started."""
+    regathers: Flag = False
+    """A block that recomputes all of itself gathers its parameters for that and again for its
+    backward, since modules let go of them one by one."""
     overlap: Amount = Field(default=0.9, le=1)
-    """Share of ZeRO-3 collectives that can hide behind their neighbours' computation."""
+    """Share of ZeRO-3 collectives that can hide behind their neighbours' computation; the rest is
+    what kernels of collectives take of the device's multiprocessors beside it."""
     reduce_overlap: Amount = Field(default=0.0, le=1)
     """Share of the gradients' reduction that can hide behind the last micro-batch's backward."""
     gather_overlap: Amount = Field(default=0.0, le=1)
@@ -118,6 +127,8 @@ class Kernels(Part):
     core_traffic: Flag = False
     """That kernel's reads and writes count beside its FLOPs, at whose measured rate they are
     hidden."""
+    pads_values: Flag = False
+    """That kernel has one width of heads: narrower values are padded to the width of queries."""
     dropout: Flag = False
     """Activations are dropped at random in models of the GPT kind (ungated feed-forward)."""
     adapters: Literal["none", "attention", "all"] = "all"
@@ -180,7 +191,8 @@ class RecomputeRule(Part):
     selective: SelectiveRecompute = "attention"
     """Selective recompute drops written-out attention's scores; all outputs but attention's and
     every second product's; all outputs but products', attention's and those of collectives that
-    shrink; or all of every second block."""
+    shrink; all of every second block; or what is `cheap` to make again: norms, gated products and
+    the projections up from latents."""
     early_stop: Flag = False
     """Recomputation stops when the last tensor that backward needs is there again."""
 
@@ -200,6 +212,10 @@ class TensorRule(Part):
     collective; else the sequence is the first dimension of every activation."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of tensor-parallel collectives that hides behind the products around them."""
+    recorded: Amount = 0.0
+    """Undivided activations of each block that wait for their collective to end on the device
+    before the allocator gives their memory away again (c10d's record_stream), since the host runs a
+    pass ahead; the transfers of a pipeline hold it back."""
 
 
 class ExpertRule(Part):
@@ -213,6 +229,9 @@ class ExpertRule(Part):
     of modules that index rows."""
     grouped_share: Fraction = 1.0
     """Rate of products of many experts together over that of one product as large."""
+    tile_rows: Count = 0
+    """Rows of a tile of grouped products, to which each expert's tokens are filled up; 0: what is
+    filled up is in `grouped_share`."""
     sends: Sends = "each"
     """A token is sent to each of its experts (all-to-all of the collective library), or once to
     every node and there once to every rank that has some of them (DeepEP, HybridEP)."""
@@ -224,6 +243,9 @@ class ExpertRule(Part):
     overlap: Amount = Field(default=0.0, le=1)
     """Share of the exchanges that hides behind passes of another micro-batch (DualPipe, Megatron's
     combined 1F1B); the rest is what multiprocessors that send do not compute."""
+    shared_overlap: Amount = Field(default=0.0, le=1)
+    """Share of sending tokens to experts, and of bringing their gradients back, that hides behind
+    the products of experts that all tokens share."""
     skew: Rate = 1.0
     """Busiest expert rank over the mean."""
 
@@ -231,9 +253,13 @@ class ExpertRule(Part):
 class ContextRule(Part):
     """Context parallelism."""
 
-    kind: Literal["gather", "ring"] = "gather"
-    """Keys and values of all ranks are gathered before attention, or go round while it works, and
-    twice in backward, with gradients."""
+    kind: Literal["gather", "ring", "heads"] = "gather"
+    """Keys and values of all ranks are gathered before attention; or go round while it works, and
+    twice in backward, with gradients; or ranks exchange parts of the sequence for heads, before
+    attention and behind it (DeepSpeed-Ulysses)."""
+    balanced: Flag = True
+    """Each rank has a chunk from the front of the sequence and one from the back (or all of it, by
+    heads), so that all attend to as many keys; else the last rank attends to almost all of them."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of these collectives that hides behind attention."""
 
@@ -336,6 +362,8 @@ class MemoryRule(Part):
     apart."""
     communicator_bytes: Amount = 0.0
     """Buffers of the collective library, of a process with more than one rank."""
+    reported: Reported = "allocated"
+    """Which peak runs tell that do not name it."""
 
 
 class Seen(Part):
@@ -347,6 +375,7 @@ class Seen(Part):
     seq_len: tuple[Positive, Positive]
     pretraining: Flag = True
     tuning: Flag = False
+    eight_bits: Flag = False
 
 
 class Accuracy(Part):
@@ -365,6 +394,9 @@ class Versions(Part):
     of: Text
     since: Text | None = None
     until: Text | None = None
+    earlier: Text | None = None
+    """The stack of the releases before.  FlashAttention is of 2022: a run without fused attention
+    of a framework whose releases since then have it is read as one of those."""
 
 
 class Basis(Part):
@@ -471,10 +503,49 @@ def with_figures(stack: Stack, values: Mapping[str, object]) -> Stack:
     return stack.model_copy(update=parts)
 
 
+def of_one_source(stack: Stack, sources: Collection[str]) -> dict[str, Provenance]:
+    """Return the figures that were fitted to runs of one source, of those named, alone.
+
+    Names stand in a basis's `source`; what is derived from code or measured does not count.
+    """
+    found: dict[str, Provenance] = {}
+    for entry in stack.basis:
+        told = [name for name in sources if re.search(rf"\b{re.escape(name)}\b", entry.source)]
+        if entry.provenance in ("fitted", "unexplained") and len(told) == 1:
+            found |= dict.fromkeys(entry.fields, entry.provenance)
+    return found
+
+
+def without_one_source(stack: Stack, sources: Collection[str], usual: Stack) -> Stack:
+    """Return a stack as it would stand if no figure came from one source alone.
+
+    Fitted ones are those of `usual`, of which nothing else is known; unexplained ones are gone.
+    """
+    known = of_one_source(stack, sources)
+    if not known:
+        return stack
+    neutral = dict(figures(Stack(name="plain", summary="the defaults")))
+    instead = dict(figures(usual))
+    values = {
+        path: (neutral if provenance == "unexplained" else instead)[path]
+        for path, provenance in known.items()
+    }
+    if "accuracy.spread" in values:
+        values["accuracy.seen"] = None
+    return with_figures(stack, values)
+
+
 OPTIONS: Mapping[str, Mapping[str, object]] = {
     "flash": {"kernels.flash_attention": True},
     "eager-attention": {"kernels.flash_attention": False},
     "compiled": {f"kernels.{part}": "fused" for part in ("norm", "gate", "rotary")},
+    "fa2": {"kernels.attention": "fa2"},
+    "ulysses": {"context.kind": "heads", "context.overlap": 0.0},
+    "gathered-context": {"context.kind": "gather", "context.overlap": 0.0},
+    "deepep": {"experts.sends": "once", "experts.links_rate": 1.25},
+    "expert-overlap": {"experts.overlap": 0.8},
+    "shared-expert-overlap": {"experts.shared_overlap": 0.9},
+    "cheap-recompute": {"recompute.selective": "cheap"},
 }
 """What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""
 

@@ -7,12 +7,12 @@ Everything else (numbers, strings, None, tensors without dims) goes to each micr
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
 
 from planner.errors import BatchError
 
@@ -59,9 +59,9 @@ def micro_batches(batch: Any, *, size: int, count: int) -> list[Any]:
     found = samples_in(batch)
     if found != size * count:
         raise BatchError(
-            f"batch: has {found} samples, and this rank's slice of a step is {count} micro-batches "
-            f"of {size}; give engine.slice(batch) of the global batch, and drop the last batch of "
-            "an epoch if it is smaller (drop_last=True)"
+            f"batch: has {found} samples, and this rank's slice of a step has {size * count} "
+            f"(micro-batches of {size}); give engine.slice(batch) of the global batch, and drop "
+            "the last batch of an epoch if it is smaller (drop_last=True)"
         )
     return [part_of(batch, range(at, at + size)) for at in range(0, found, size)]
 
@@ -80,11 +80,47 @@ def joined(parts: Sequence[Any]) -> Any:
     return tree_map(whole, parts[0], *parts[1:])
 
 
+def lengths_of(example: Any) -> dict[str, tuple[int, ...]]:
+    """Return the lengths of the leaves of a batch behind their samples, by their place.
+
+    >>> lengths_of({"ids": torch.zeros(4, 7), "scale": torch.tensor(1.0)})
+    {"['ids']": (7,)}
+    """
+    return {
+        keystr(path) or "batch": tuple(leaf.shape[1:])
+        for path, leaf in tree_flatten_with_path(example)[0]
+        if isinstance(leaf, Tensor) and leaf.ndim
+    }
+
+
+def check_lengths(batch: Any, most: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a batch whose samples are longer than those of the example, `most` of `lengths_of`.
+
+    Shorter ones are fine: memory was planned for the longest.
+    """
+    for name, shape in lengths_of(batch).items():
+        for dim, (found, allowed) in enumerate(zip(shape, most.get(name, ())), start=1):  # noqa: B905
+            if found > allowed:
+                raise BatchError(
+                    f"batch: {name} has length {found} along dim {dim}, and the example of "
+                    f"Engine(batch=...) {allowed}; lengths vary up to the example's, for which "
+                    "memory is planned: give one as long as the longest batch, also to "
+                    "meshwright.plan, or cut the batch off"
+                )
+
+
 def on_device(batch: Any, device: torch.device) -> Any:
     """Return a batch whose tensors are on a device."""
     return tree_map(
         lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
     )
+
+
+def shape_print(batch: Any) -> int:
+    """Return a number that two batches of other shapes or types hardly share."""
+    leaves, spec = tree_flatten(batch)
+    shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return zlib.crc32(repr((shapes, spec)).encode())
 
 
 def fingerprint(batch: Any) -> int:

@@ -1,4 +1,4 @@
-"""Engine: executes a Plan on one rank.
+"""TokenEngine: executes a Plan of a language model on one rank, from tokens to the update.
 
 It asks an adapter for its stage's layers, makes them parallel, and repeats: forwards and backwards
 of all micro-batches in the plan's order, gradients summed and clipped, one optimizer step.
@@ -22,16 +22,16 @@ from torch.distributed.tensor.parallel import loss_parallel
 from planner import schedule
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
+from planner.layers.parameters import routes
 from planner.model import ModelGraph
 from planner.plan import Plan
-from planner.schedules import PLAIN, schedule_of
+from planner.schedules import schedule_of
 from runtime import eight_bits, lora
-from runtime.adapter import Adapter
 from runtime.branches import TOKENS
 from runtime.chunked_loss import Targets
+from runtime.compiled import Compiler
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
-from runtime.huggingface import HuggingFace
 from runtime.loss import IGNORED, Counted, Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
@@ -48,7 +48,7 @@ from runtime.published import Weights
 from runtime.replicas import Replicas
 from runtime.source import adapter_of
 from runtime.stale_pipeline import StalePipeline
-from runtime.supported import supported
+from runtime.supported import documents_refused, supported
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class StepResult:
     """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
 
 
-class Engine:
+class TokenEngine:
     """One rank of a plan: modules, schedule and optimizer.
 
     Built by all ranks of an initialised process group together, or by one process without a group.
@@ -104,11 +104,13 @@ class Engine:
             context=self._place.context,
         )
         self._documents = documents
-        if documents:
-            _check_documents(plan, self._adapter)
+        if documents and (reason := documents_refused(plan, model)):
+            raise LaunchError(reason)
         self._positions = self._place.context.positions(plan.seq_len).to(device)
         self.stages = plan.stages_of_rank(self._place.stage)
         self._targets = Targets()
+        self.compiler = Compiler(device) if plan.compile == "block" else None
+        """What compiles layers, if the plan lets any be compiled."""
         self._parts = tuple(
             parallel_stage(
                 plan,
@@ -118,6 +120,7 @@ class Engine:
                 device=device,
                 weights=Weights(weights) if weights else None,
                 targets=self._targets,
+                compiler=self.compiler,
             )
             for stage in self.stages
         )
@@ -304,7 +307,7 @@ class Engine:
         a = self._adapter.model.architecture
         if a is None or a.experts is None:
             return None
-        names = [name for name, layer in self._adapter.model.chain if layer.kind == "moe_block"]
+        names = [name for name, layer in self._adapter.model.chain if routes(layer.kind)]
         rows = torch.zeros((len(names), a.experts.count), device=self.device)
         for part in self._parts:
             for name, load in part.loads.items():
@@ -423,18 +426,8 @@ class Engine:
             device=self.device,
             loss=self._micro_batch_loss,
             everywhere=TOKENS if self._adapter.model.edges or self._documents else None,
+            targets=self._targets,
         )
-
-
-def _check_documents(plan: Plan, adapter: Adapter) -> None:
-    """Refuse what cannot keep attention within documents."""
-    if not isinstance(adapter, HuggingFace):
-        raise LaunchError(
-            f"documents: {plan.model.name} is no model of transformers, and attention of others is "
-            "not kept within documents here; train on text, or with meshwright.Engine"
-        )
-    if schedule_of(plan.schedule).stale:
-        raise LaunchError(f"schedule: {plan.schedule} does not take documents; use {PLAIN}")
 
 
 def _set_precision(plan: Plan, device: torch.device) -> None:

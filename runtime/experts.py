@@ -7,11 +7,13 @@ each token's weighted sum.  No token is dropped.
 
 Expert parallelism: neighbouring ranks hold the experts in equal parts, and every rank sends each of
 its tokens to the ranks of its experts.  Ranks tell one another first how many tokens come, so that
-the exchange has the sizes it needs.
+the exchange has the sizes it needs.  While tokens are on the way, the experts that all tokens share
+compute; in backward their gradients are made while those of the tokens are on the way back.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,6 +29,8 @@ from runtime.tensor import distribute, on_local_parts
 
 HIDDEN_DIM = {"gate_up_proj": 2, "down_proj": 1}
 """Which dim of an experts module's parameters is the hidden one."""
+_SHARED = ("shared", "shared_experts", "shared_expert")
+"""What mixtures call the experts that all tokens share."""
 _ALIGNMENT_BYTES = 16  # that grouped products ask of every row
 
 
@@ -37,10 +41,12 @@ def mixed(
     weights: Tensor,
     *,
     group: dist.ProcessGroup | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Return each token's weighted sum of its experts' outputs, [token, hidden].
 
-    With a group, the module holds this rank's part of the experts, in the order of ranks.
+    With a group, the module holds this rank's part of the experts, in the order of ranks, and
+    `meanwhile` is called while tokens are on the way to them.
     """
     each = index.shape[1]
     ranks = 1 if group is None else group.size()
@@ -51,7 +57,10 @@ def mixed(
         returned = _outputs(module, chosen, rows)
     else:
         route = _Route.of(rows, group, sent=len(chosen))
-        arrived = _Exchange.apply(chosen, route.arriving, route.leaving, group)[route.by_expert]
+        journey = _Journey(route, group)
+        coming = _Departure.apply(chosen, journey)
+        meanwhile()
+        arrived = _Arrival.apply(coming, journey)[route.by_expert]
         made = _outputs(module, arrived, route.rows)
         made = made[_inverse(route.by_expert)]
         returned = _Exchange.apply(made, route.leaving, route.arriving, group)
@@ -64,10 +73,46 @@ def spread(module: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     for name in HIDDEN_DIM:
         distribute(module, name, Shard(0), mesh, {})
-    module.forward = on_local_parts(
-        module,
-        lambda hidden, index, weights: mixed(module, hidden, index, weights, group=group),
-    )
+    module.forward = on_local_parts(module, functools.partial(mixed, module, group=group))
+
+
+def compute_shared_meanwhile(layer: nn.Module) -> None:
+    """Let the shared experts of a layer compute while tokens are on the way to the others.
+
+    That is where a mixture calls them behind the routed ones, with its own input; those that come
+    before are left there, and so are those around which something else acts.
+    """
+    for path, routed in modules_of(layer).items():
+        mixture = layer.get_submodule(path.rpartition(".")[0])
+        shared = next((found for n in _SHARED if (found := getattr(mixture, n, None))), None)
+        if shared is not None and not (shared._forward_hooks or shared._forward_pre_hooks):
+            shared_ahead = _Ahead(shared)
+            mixture.register_forward_pre_hook(shared_ahead.begin)
+            routed.forward = functools.partial(routed.forward, meanwhile=shared_ahead.compute)
+
+
+class _Ahead:
+    """A module whose output may be made before it is called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._forward = module.forward
+        self._input: Tensor | None = None
+        self._made: Tensor | None = None
+        module.forward = self._called
+
+    def begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Take note of the input that the module will be called with."""
+        self._input, self._made = args[0], None
+
+    def compute(self) -> None:
+        """Make the output, unless it was asked for already."""
+        if self._input is not None:
+            self._made = self._forward(self._input)
+
+    def _called(self, x: Tensor) -> Tensor:
+        made, is_known = self._made, x is self._input
+        self._input = self._made = None
+        return made if made is not None and is_known else self._forward(x)
 
 
 def modules_of(layer: nn.Module) -> dict[str, nn.Module]:
@@ -152,6 +197,48 @@ def _by_rank(rows: Tensor, sent: int) -> list[list[int]]:
     return rows.tolist()
 
 
+class _Journey:
+    """An exchange of rows that is under way, and back again in backward."""
+
+    def __init__(self, route: _Route, group: dist.ProcessGroup) -> None:
+        self.route, self.group = route, group
+        self.returning: Tensor | None = None
+
+
+class _Departure(torch.autograd.Function):
+    """Begin to send rows to every rank; their gradients have come when backward ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return _begun(x, journey.route.arriving, journey.route.leaving, journey.group)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        returning, ctx.journey.returning = ctx.journey.returning, None
+        return _ended(returning), None
+
+
+class _Arrival(torch.autograd.Function):
+    """Wait for the rows that were sent; backward begins to send their gradients back.
+
+    Autograd wants a gradient of as many rows as have arrived, so those that left go by the journey.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, coming: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return _ended(coming)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        journey = ctx.journey
+        journey.returning = _begun(
+            grad, journey.route.leaving, journey.route.arriving, journey.group
+        )
+        return grad, None
+
+
 class _Exchange(torch.autograd.Function):
     """Send rows to every rank; backward sends their gradients back."""
 
@@ -171,10 +258,16 @@ class _Exchange(torch.autograd.Function):
 def _exchanged(
     x: Tensor, arriving: list[int], leaving: list[int], group: dist.ProcessGroup
 ) -> Tensor:
+    return _ended(_begun(x, arriving, leaving, group))
+
+
+def _begun(x: Tensor, arriving: list[int], leaving: list[int], group: dist.ProcessGroup) -> Tensor:
     ops = torch.ops._c10d_functional
-    return ops.wait_tensor(
-        ops.all_to_all_single(x.contiguous(), arriving, leaving, group.group_name)
-    )
+    return ops.all_to_all_single(x.contiguous(), arriving, leaving, group.group_name)
+
+
+def _ended(coming: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(coming)
 
 
 def _outputs(module: nn.Module, x: Tensor, rows: Tensor) -> Tensor:

@@ -12,14 +12,11 @@ one with rank 0 shows progress and has the report.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import secrets
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -33,12 +30,14 @@ from planner.shown import lines
 from planner.units import bytes_text, count_text, seconds_text
 from runtime import checkpoint, data, faults, run
 from runtime.checkpoint import Progress
+from runtime.held import alone_in, signals_interrupt
 from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import Preflight, preflight
 from runtime.rendezvous import Rendezvous
 from runtime.report import RunReport, summarise
 from runtime.run import Device, Failure, Orders, RankRecord, StepRecord
 from runtime.supervise import BadEnd, Exit, is_timeout, last_lines, log_text, supervised
+from runtime.supported import documents_refused
 
 
 class RankLost(LaunchError):  # noqa: N818 - reads as the sentence that it is
@@ -131,9 +130,9 @@ def launch(
         )
         ready = check()
         _warn(ready, say)
-        held.enter_context(_alone_in(ready.output))
+        held.enter_context(alone_in(ready.output))
         if ready.checkpoint is not None and ready.leads:
-            held.enter_context(_alone_in(ready.checkpoint))
+            held.enter_context(alone_in(ready.checkpoint))
         shown = _Shown(steps=ready.steps, say=say)
         try:
             orders = _write_orders(ready, rendezvous, say, started_unix_s, peak_step_s)
@@ -149,22 +148,6 @@ def launch(
 def _warn(ready: Preflight, say: Terminal) -> None:
     for warning in ready.warnings:
         say.print(f"warning: {warning}")
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Make and hold a folder for this launch; the lock ends with the process, however it ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise LaunchError(f"{folder}: cannot be written: {error.strerror}") from error
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise LaunchError(f"{folder}: another launch is using it; name another") from None
-        yield
 
 
 def _agree(ready: Preflight, rendezvous: Rendezvous, corpus: str) -> str:
@@ -229,6 +212,8 @@ def _write_orders(
         else f", {len(ready.local_ranks)} of them on this node"
     )
     if corpus.kind == "conversations":
+        if reason := documents_refused(ready.plan, ready.model):
+            raise LaunchError(reason)
         _tell_conversations(corpus, ready, say)
         left_out = f", of which {count_text(corpus.counted)} count"
     say.print(
@@ -321,7 +306,7 @@ def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) ->
 def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: Orders, shown: _Shown) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
     recorded = faults.recorder(ready.output) if ready.device == "cuda" else {}
-    with _signals_interrupt():
+    with signals_interrupt():
         shown.follow(run.metrics_file(ready.output))
         bad = supervised(
             ready.command,
@@ -410,26 +395,6 @@ def _report(
     return report
 
 
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the run as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        before[number] = signal.signal(number, _interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 class _Shown:
     """The line of progress on stderr, read from what rank 0 writes.
 
@@ -492,7 +457,7 @@ class _Shown:
             f"loss {record.loss:.4f}",
             f"gradient norm {record.grad_norm:.3g}",
             f"{seconds_text(record.step_s)} per step",
-            f"{count_text(record.tokens_per_s)} tokens/s",
+            f"{count_text(record.tokens_per_s or 0.0)} tokens/s",
         ]
         if record.mfu is not None:
             parts.append(f"MFU {100 * record.mfu:.1f} %")

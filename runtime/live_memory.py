@@ -201,6 +201,14 @@ class _Watch(TorchDispatchMode):
     tensors come by here again.
     """
 
+    supports_higher_order_operators = True
+    """Those that compiled graphs have come by too."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let graphs be made and run in here; their operators come by one by one if traced only."""
+        return True
+
     def __init__(self, count: _StorageCount) -> None:
         super().__init__()
         self._count = count

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from planner.cluster import Precision
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
+from planner.model import ModelGraph
 from planner.plan import PlacedLayer, Plan
 from planner.schedules import schedule_of
 from runtime import activations, experts, host, lora, recompute, tensor
@@ -29,6 +30,7 @@ from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, HEAD, Adapter, Chain, parameter_names
 from runtime.branches import TOKENS, Branches
 from runtime.chunked_loss import Targets, in_chunks
+from runtime.compiled import Compiler
 from runtime.eight_bits import EightBits
 from runtime.experts import Load
 from runtime.factory import FactoryModel
@@ -85,8 +87,12 @@ def parallel_stage(
     device: torch.device,
     weights: Weights | None,
     targets: Targets | None = None,
+    compiler: Compiler | None = None,
 ) -> ParallelStage:
-    """Build one of this rank's stages; a loss in chunks reads its `targets`."""
+    """Build one of this rank's stages; a loss in chunks reads its `targets`.
+
+    A `compiler` compiles the layers that repeat.
+    """
     placed = plan.stages[stage].layers
     layers = {item.layer: adapter.layer(item.layer) for item in placed}
     adapter.tie(layers)
@@ -101,8 +107,7 @@ def parallel_stage(
         if store is not None or eight:
             defer(layer, store, EightBits() if eight else PLAIN)
     loads = _loads(layers, device)
-    factors = _over_experts(layers, plan, place) if plan.mesh.expert > 1 else {}
-    summed = _over_tensor(layers, plan, adapter, place) if plan.mesh.tensor > 1 else set()
+    factors, summed = _divided(layers, plan, adapter, place)
     chunked = _chunk(layers, plan, place, targets)
     shared = _shared(layers)
     apart = reduces_apart(plan, place)
@@ -138,9 +143,8 @@ def parallel_stage(
         packing = activations.packing(
             layer, item.activations, traffic, first=not moved[at], last=not moved[at + 2]
         )
-        layer = recompute.wrapped(layer, item.recompute, packing)
-        if packing is not None:
-            packing.around(layer)
+        compiles = compiler if repeats(adapter.model, item.layer) else None
+        layer = _treated(layer, item, packing, compiles)
         chain.place(item.layer, layer)
         if plan.training.lora is not None and stage == at == 0:
             layer.register_forward_hook(lora.wants_gradient)
@@ -161,6 +165,28 @@ def parallel_stage(
         buffers=buffers,
         replicated=tuple(replicated(chain, plan, place)) if apart else (),
     )
+
+
+def _treated(
+    layer: nn.Module, item: PlacedLayer, packing: activations.Packing | None, by: Compiler | None
+) -> nn.Module:
+    """Return a layer that recomputes, is compiled and packs what it keeps, as its plan says."""
+    if by is None:
+        layer = recompute.wrapped(layer, item.recompute, packing)
+    else:  # the compiler keeps what `selective` does, and autograd's hooks see it
+        layer = recompute.wrapped(layer, item.recompute)
+        by.compile(item.layer, layer)
+    if packing is not None:
+        packing.around(layer)
+    return layer
+
+
+def repeats(model: ModelGraph, name: str) -> bool:
+    """Tell whether a layer is one of several alike, or a block: those are worth a compilation."""
+    kind = dict(model.chain)[name].kind
+    if model.architecture is not None:
+        return name not in (EMBEDDING, HEAD)
+    return model.chain_kinds.count(kind) > 1
 
 
 def replicated(
@@ -186,6 +212,21 @@ def _loads(layers: dict[str, nn.Module], device: torch.device) -> dict[str, Load
         for name, layer in layers.items()
         for module in experts.modules_of(layer).values()
     }
+
+
+def _divided(
+    layers: dict[str, nn.Module], plan: Plan, adapter: Adapter, place: Place
+) -> tuple[dict[str, float], set[str]]:
+    """Divide all layers over experts and the tensor axis.
+
+    Return what to multiply gradients with, and the parameters whose gradients are partial.
+    """
+    factors = _over_experts(layers, plan, place) if plan.mesh.expert > 1 else {}
+    summed = _over_tensor(layers, plan, adapter, place) if plan.mesh.tensor > 1 else set()
+    if plan.mesh.expert > 1:  # now that the input of a mixture is what its parts get
+        for layer in layers.values():
+            experts.compute_shared_meanwhile(layer)
+    return factors, summed
 
 
 def _over_experts(layers: dict[str, nn.Module], plan: Plan, place: Place) -> dict[str, float]:

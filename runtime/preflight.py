@@ -195,7 +195,7 @@ def preflight(
     _check_trains_on_text(model)
     chosen = device or ("cuda" if cuda_devices() else "cpu")
     local_ranks = ranks_of_node(plan, node, nodes or [plan.mesh.devices])
-    warnings = _check_devices(plan, chosen, local_ranks)
+    warnings = check_devices(plan, chosen, local_ranks)
     reason = supported(plan, model)
     if reason:
         raise LaunchError(f"{plan_path}: {reason}")
@@ -297,7 +297,7 @@ def _check_evaluation(plan: Plan, *, evaluate: bool, every: int | None) -> None:
         raise LaunchError(f"evaluate: a pipeline that never drains is not evaluated; use {PLAIN}")
 
 
-def _check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) -> list[str]:
+def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) -> list[str]:
     """Refuse more ranks than this machine can carry; return what is worth a warning."""
     ranks = len(local_ranks)
     here = "" if ranks == plan.mesh.devices else " on each node"

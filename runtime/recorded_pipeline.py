@@ -16,6 +16,7 @@ from torch import Tensor
 from planner.schedule import Order
 from runtime.pipeline import Pipeline, StagePart
 from runtime.recorded_stage import MicroBatch, RecordedStage
+from runtime.recording import Recording
 from runtime.weight_gradients import WeightGradients
 
 
@@ -27,13 +28,16 @@ class RecordedPipeline(Pipeline):
         stages: Mapping[int, RecordedStage],
         orders: tuple[Order, ...],
         *,
+        recording: Recording,
         micro_batches: int,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         device: torch.device,
         loss: Callable[[Any, MicroBatch], Tensor],
         stores: Mapping[int, WeightGradients] | None = None,
     ) -> None:
-        """`loss` of the module's outputs, as one number; gradients are those of its sum.
+        """`recording` has the shapes that cross, of micro-batches of one shape.
+
+        `loss` of the module's outputs, as one number; gradients are those of its sum.
 
         `stores` are by stage, where the schedule makes weight gradients apart.
         """
@@ -45,8 +49,8 @@ class RecordedPipeline(Pipeline):
             StagePart(
                 stage=at,
                 module=stage,
-                inputs=stage.received() or (number,),
-                outputs=stage.sent() or torch.empty((), device="meta", requires_grad=True),
+                inputs=stage.received(recording) or (number,),
+                outputs=stage.sent(recording) or torch.empty((), device="meta", requires_grad=True),
                 store=stores[at] if stores else None,
             )
             for at, stage in stages.items()

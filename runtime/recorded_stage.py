@@ -25,8 +25,10 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from planner.errors import RecordError
 from planner.profile import Recompute
+from runtime import inner_loss
+from runtime.recent import Recent
 from runtime.recompute import selective_contexts
-from runtime.recorder import Recorder, units_of
+from runtime.recorder import MOST_RECORDINGS, Recorder, units_of
 from runtime.recording import (
     Device,
     Held,
@@ -109,7 +111,7 @@ class RecordedStage(nn.Module):
         super().__init__()
         self._recorder = recorder
         self._range = (first, last)
-        self._programs: dict[int, _Program] = {}
+        self._programs = Recent[_Program](MOST_RECORDINGS)
         self.recompute: dict[str, Recompute] = {}
         """How each layer is recomputed; those that are not named keep what they made."""
         self.micro_batches: Sequence[MicroBatch] = ()
@@ -159,6 +161,15 @@ class RecordedStage(nn.Module):
             return node.call
         return self.part(node.unit) if node.unit else self._whole[0]
 
+    def unit(self, name: str) -> nn.Module | None:
+        """Return a unit by its path; None where it is not on this stage."""
+        if not name:
+            return self._whole[0] if self._whole else None
+        try:
+            return self.part(name)
+        except KeyError:
+            return None
+
     def part(self, name: str) -> nn.Module:
         """Return a module by its path in the user's module."""
         part: nn.Module = self
@@ -168,14 +179,14 @@ class RecordedStage(nn.Module):
             part = found
         return part
 
-    def received(self) -> tuple[Tensor, ...]:
+    def received(self, recording: Recording) -> tuple[Tensor, ...]:
         """Return meta tensors of what this stage gets from the one before it."""
         first = self._range[0]
-        return self._recorder.first.sent(first - 1) if first else ()
+        return recording.sent(first - 1) if first else ()
 
-    def sent(self) -> tuple[Tensor, ...]:
+    def sent(self, recording: Recording) -> tuple[Tensor, ...]:
         """Return meta tensors of what this stage hands on; the last one's outputs are not."""
-        return () if self._is_last else self._recorder.first.sent(self._range[1] - 1)
+        return () if self._is_last else recording.sent(self._range[1] - 1)
 
     def train(self, mode: bool = True) -> RecordedStage:
         """Set the mode; parts that the user's module keeps in eval mode stay there."""
@@ -247,9 +258,8 @@ class RecordedStage(nn.Module):
         return torch.device("cpu")
 
     def _program(self, recording: Recording) -> _Program:
-        if id(recording) not in self._programs:
-            self._programs[id(recording)] = self._new_program(recording)
-        return self._programs[id(recording)]
+        # A program holds its recording, so that no other one has its id meanwhile.
+        return self._programs.get(id(recording), lambda: self._new_program(recording))
 
     def _new_program(self, recording: Recording) -> _Program:
         first, last = self._range
@@ -358,6 +368,7 @@ class _Run:
         """Run one node."""
         args, kwargs = node.arguments(self.value)
         called = self._stage.called(node)
+        inner_loss.begin(node.name)
         drawing = (
             seeded(self._seed, node.name, self._device) if node.draws else contextlib.nullcontext()
         )

@@ -21,6 +21,7 @@ import inspect
 import itertools
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
 
 from planner.errors import RecordError
+from runtime.inner_loss import running
+from runtime.recent import Recent
 from runtime.recording import (
     Device,
     Held,
@@ -58,6 +61,8 @@ PLAIN = (
     torch.dtype, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 """Types of arguments that are the same in every replay."""
+MOST_RECORDINGS = 64
+"""Shapes of batches whose recordings are kept; of others the oldest are made again."""
 WHOLE = "model"
 """The layer of a module that has no unit with parameters."""
 Inputs = Callable[[Any], Any]
@@ -82,6 +87,8 @@ class Recorder:
         `whole` makes the module one unit.  Raises RecordError where `units` names no module, or the
         forward cannot be recorded.
         """
+        self.example = batch
+        """The batch of `first`."""
         self.refused: str | None = None
         """Why a module that `of` was asked for is one unit."""
         self.inputs = inputs or _default_inputs(module)
@@ -92,7 +99,7 @@ class Recorder:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._module = self._skeleton(module)
         self._real: nn.Module | None = None
-        self._made: dict[Any, Recording] = {}
+        self._made = Recent[Recording](MOST_RECORDINGS)
         try:
             self.first = self.recording(batch)
         except RecordError:
@@ -150,9 +157,16 @@ class Recorder:
     def recording(self, batch: Any, *, training: bool = True) -> Recording:
         """Return what the forward does with a batch of these shapes."""
         key = (key_of(batch), training)
-        if key not in self._made:
-            self._made[key] = self._recorded(batch, training=training)
-        return self._made[key]
+        before = self._made.count
+        made = self._made.get(key, lambda: self._recorded(batch, training=training))
+        if before < self._made.count == MOST_RECORDINGS:
+            warnings.warn(
+                f"{MOST_RECORDINGS} kinds of batches so far, and each is recorded anew: pad "
+                "samples to multiples of a length, and give numbers that change as tensors "
+                "without dims",
+                stacklevel=2,
+            )
+        return made
 
     def training_of(self, name: str) -> bool:
         """Return the mode that a module is in while the whole one trains."""
@@ -175,6 +189,7 @@ class Recorder:
                 stack.enter_context(unchanged(module))
             stack.enter_context(torch.random.fork_rng(devices=()))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(running(None))  # a step that records has losses of its own
             yield module, batch
 
     def _skeleton(self, module: nn.Module) -> nn.Module:

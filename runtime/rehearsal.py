@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime import experts
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from runtime.mesh import place_of
 from runtime.torch_internals import fake_store, fsdp_parameters, shapes_found_in
@@ -69,7 +69,7 @@ def rehearse(plan: Plan, model: ModelGraph, *, rank: int) -> Rehearsal:
     The process must not be in a process group; for the time of the call it is in a fake one.
     """
     with fake_job(plan, rank=rank):
-        engine = Engine(plan, model, device=CPU)
+        engine = TokenEngine(plan, model, device=CPU)
         samples = plan.micro_batch * plan.micro_batches
         tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
         engine.step(tokens)
@@ -94,7 +94,7 @@ def fake_job(plan: Plan, *others: Plan, rank: int, device: torch.device = CPU) -
     try:
         for each in (plan, *others):
             _make_groups(each, device)
-        with _shapes_apart(), _even_routes(), FakeTensorMode(), _NoValues():
+        with _shapes_apart(), _even_routes(), _no_draws(), FakeTensorMode(), _NoValues():
             yield
     finally:
         dist.destroy_process_group()
@@ -131,12 +131,36 @@ def _even_routes() -> Iterator[None]:
         experts._by_rank = before
 
 
+@contextlib.contextmanager
+def _no_draws() -> Iterator[None]:
+    """Let a compiled graph save the state of random numbers, which would be no fake tensor.
+
+    It does so around attention that it computes again, whether or not that drops anything.
+    """
+    before = torch.get_rng_state, torch.set_rng_state
+    size = before[0]().numel()
+    torch.get_rng_state = lambda: torch.zeros(size, dtype=torch.uint8)
+    torch.set_rng_state = lambda new_state: None
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state = before
+
+
 class _NoValues(TorchDispatchMode):
     """Answers 1 to whoever asks a fake tensor for its value, and keeps meshes of ranks real.
 
     Asked for are the report of a step, the count of steps, and torch's vote of a pipeline's ranks
     on whether all of them know their shapes: they do.
     """
+
+    supports_higher_order_operators = True
+    """Those that compiled graphs have come by too."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let graphs be made in here, where only their own tensors are."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Only meshes are real here, and constants that are about to become fake.
@@ -151,7 +175,7 @@ class _NoValues(TorchDispatchMode):
 class _Look:
     """Tells what is alive by kind, when called in the middle of a step."""
 
-    def __init__(self, engine: Engine, found: list[Rehearsal]) -> None:
+    def __init__(self, engine: TokenEngine, found: list[Rehearsal]) -> None:
         self.live: LiveMemory | None = None
         self._engine = engine
         self._found = found
@@ -172,7 +196,7 @@ class _Look:
         )
 
 
-def _everything(engine: Engine) -> Iterator[Tensor]:
+def _everything(engine: TokenEngine) -> Iterator[Tensor]:
     """Yield what lives from step to step."""
     yield from engine.state().values()
     for layer in engine.layers.values():
@@ -180,20 +204,20 @@ def _everything(engine: Engine) -> Iterator[Tensor]:
     yield from _whole_copies(engine)
 
 
-def _fsdp_parameters(engine: Engine) -> Iterator[Any]:
+def _fsdp_parameters(engine: TokenEngine) -> Iterator[Any]:
     """Yield FSDP's own records of the parameters that it divides."""
     for module in (m for part in engine._parts for m in part.chain.modules()):
         if isinstance(module, FSDPModule):
             yield from fsdp_parameters(module)
 
 
-def _whole_copies(engine: Engine) -> Iterator[Tensor]:
+def _whole_copies(engine: TokenEngine) -> Iterator[Tensor]:
     # Only these: a fake parameter that looks into a freed storage would fill it by being touched.
     for parameter in _fsdp_parameters(engine):
         yield from parameter.all_gather_outputs
 
 
-def _gradients(engine: Engine) -> Iterator[Tensor]:
+def _gradients(engine: TokenEngine) -> Iterator[Tensor]:
     owners = [slot.parameter for slot in engine._optimizer.slots]
     for parameter in _fsdp_parameters(engine):
         if parameter.unsharded_accumulated_grad is not None:

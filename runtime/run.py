@@ -74,7 +74,9 @@ class StepRecord(Part):
     loss: float
     grad_norm: float
     step_s: Amount
-    tokens_per_s: Amount
+    tokens_per_s: Amount | None = None
+    samples_per_s: Amount | None = None
+    """Of a script, whose samples need not have tokens."""
     epoch: Count
     learning_rate: Amount | None = None
     mfu: Amount | None = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import DocumentError
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.plan import Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel, Share, Stage
 from planner.schedules import PLAIN
 from planner.training import Training
 from planner.units import name_of
@@ -24,6 +24,8 @@ FIELDS = (
     "micro_batches",
     "recompute",
     "precision",
+    "offload",
+    "shares",
     "seed",
     "cuts",
 )
@@ -42,7 +44,8 @@ def script_plan(
     """Return the plan of a layout: layers in equal numbers on each stage, unless `cuts` says.
 
     Without `micro_batch` or `micro_batches` a pipeline has two micro-batches for each stage, and
-    data parallelism one.  Raises DocumentError where the fields do not go together.
+    data parallelism one.  `shares` are the micro-batches of each data-parallel rank, where they
+    differ.  Raises DocumentError where the fields do not go together.
     """
     unknown = [field for field in layout if field not in FIELDS]
     if unknown:
@@ -60,11 +63,16 @@ def script_plan(
         raise DocumentError(
             "plan.data_replicate", f"{replicate} does not divide {data} data-parallel ranks"
         )
-    if global_batch % data:
+    if global_batch % data and "shares" not in layout:
         raise DocumentError("batch", f"has {global_batch} samples for {data} data-parallel ranks")
     own = global_batch // data
+    cluster = f"{ranks} x {device}"
+    shares = layout.get("shares")
     stages = pipeline * layout.get("virtual_stages", 1)
-    if "micro_batch" in layout:
+    if shares:
+        count = max(shares)
+        size = global_batch // sum(shares)
+    elif "micro_batch" in layout:
         size = layout["micro_batch"]
         count = layout.get("micro_batches", own // size)
     else:
@@ -78,7 +86,10 @@ def script_plan(
     label = name_of(name)
     return Plan(
         model=PlannedModel(name=label, source=f"script:{label}", digest=recorder.first.digest),
-        cluster=f"{ranks} x {device}",
+        cluster=cluster,
+        groups=(PlannedGroup(name=cluster, devices=ranks),) if shares else None,
+        shares=tuple(Share(group=cluster, micro_batches=one) for one in shares) if shares else None,
+        offload=layout.get("offload", "none"),
         seq_len=1,
         global_batch=global_batch,
         precision=layout.get("precision", "fp32"),

@@ -1,16 +1,20 @@
-"""Running a user's script on the ranks of a plan of this machine: started, watched, started again.
+"""Running a user's script on the ranks of a plan: started, watched, started again.
 
 The script makes its Engine without naming a plan, and calls `engine.resume(folder)` if it wants to
-go on where it was saved.  A rank that ends badly ends all; where restarts are left all begin again.
+go on where it was saved.  A rank that ends badly ends all, on every node; where restarts are left
+all nodes meet again and begin anew.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +22,21 @@ from planner.document import read, write
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.prediction import Prediction
-from planner.units import seconds_text
+from planner.units import count_text, seconds_text
 from runtime import run
-from runtime.nodes import ALONE
-from runtime.preflight import rank_environment
+from runtime.held import alone_in, signals_interrupt
+from runtime.nodes import ALONE, NodeRank
+from runtime.preflight import (
+    check_devices,
+    cuda_devices,
+    cuda_environment,
+    rank_environment,
+    ranks_of_node,
+)
 from runtime.rendezvous import Rendezvous
 from runtime.report import WARM_UP_STEPS, Comparison
 from runtime.run import StepRecord
-from runtime.script_rank import OUTPUT_VARIABLE
+from runtime.script_rank import OUTPUT_VARIABLE, PLAN_VARIABLE
 from runtime.supervise import BadEnd, last_lines, supervised
 
 PROGRESS_S = 5.0
@@ -40,6 +51,7 @@ class ScriptRun:
     output: Path
     restarts: int
     """How often the ranks were started again."""
+    global_batch: int
 
     @property
     def step_time_s(self) -> float | None:
@@ -49,11 +61,28 @@ class ScriptRun:
 
     def comparison(self, prediction: Prediction) -> list[Comparison]:
         """Return what was both predicted and measured."""
-        measured = self.step_time_s
+        measured, predicted = self.step_time_s, prediction.step_time_s
         if measured is None:
             return []
-        predicted = prediction.step_time_s
-        return [Comparison(quantity="step time", unit="s", predicted=predicted, measured=measured)]
+        samples = self.global_batch
+        return [
+            Comparison(quantity="step time", unit="s", predicted=predicted, measured=measured),
+            Comparison(
+                quantity="throughput",
+                unit="samples/s",
+                predicted=samples / predicted,
+                measured=samples / measured,
+            ),
+        ]
+
+
+class _Ended(LaunchError):  # noqa: N818 - it is told to the other nodes, which end too
+    """The ranks ended badly; all may be started again."""
+
+    def __init__(self, how: str, rest: str = "") -> None:
+        super().__init__(how)
+        self.rest = rest
+        """What is said beside where it is the end."""
 
 
 class _Progress:
@@ -75,8 +104,10 @@ class _Progress:
         record = run.newest_record(self._metrics)
         if record is None or record.step == self._said:
             return
+        rate = f", {count_text(record.samples_per_s)} samples/s" if record.samples_per_s else ""
         self._say(
             f"step {record.step}, loss {record.loss:.4f}, {seconds_text(record.step_s)} per step"
+            f"{rate}"
         )
         self._said = record.step
         self._due_s = time.monotonic() + PROGRESS_S
@@ -89,40 +120,139 @@ def run_script(
     *,
     output: Path,
     restarts: int = 0,
+    node_rank: NodeRank = ALONE,
+    nodes: Sequence[int] = (),
     say: Callable[[str], None],
-) -> ScriptRun:
+) -> ScriptRun | None:
     """Run a script on the plan's ranks; start them again up to `restarts` times if one fails.
+
+    `node_rank` says which of several nodes this is, and `nodes` how many devices each of them has;
+    nodes other than the one with rank 0 return nothing.  What rank 0 prints is printed here.
 
     Raises LaunchError where the script is not there, or the ranks failed for good.
     """
     plan = read(Plan, plan_path)
-    if not _is_file(script):
-        raise LaunchError(f"{script}: is no file; name the script that trains")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"--output {output}: {error}") from None
-    write(plan, run.plan_file(output))
-    run.metrics_file(output).unlink(missing_ok=True)
-    ranks = plan.mesh.devices
-    progress = _Progress(run.metrics_file(output), say)
-    for attempt in range(restarts + 1):
-        for folder in ("logs", "ranks"):
-            shutil.rmtree(output / folder, ignore_errors=True)
-            (output / folder).mkdir()
-        bad = _supervised(
-            plan_path, script, arguments, output=output, ranks=ranks, refresh=progress.refresh
-        )
-        progress.refresh(now=True)
-        if bad is None:
-            steps = tuple(run.read_records(run.metrics_file(output)))
-            return ScriptRun(steps=steps, output=output, restarts=attempt)
-        how = _how(bad, output)
-        if attempt == restarts:
-            end = last_lines(run.log_file(output, bad.cause.rank))
-            raise LaunchError(f"{how}. The end of its log:{end}")
-        say(f"{how}; starting all ranks again ({attempt + 1} of {restarts})")
-    raise AssertionError
+    own = ranks_of_node(plan, node_rank.node, nodes or [plan.mesh.devices])
+    for warning in check_devices(plan, "cuda" if cuda_devices() else "cpu", own):
+        say(f"warning: {warning}")
+    leads = 0 in own
+    folder = output.absolute() if leads else output.absolute() / f"node-{node_rank.node:05}"
+    started = _Started(plan, plan_path, script, tuple(arguments), folder, own)
+    progress = _Progress(run.metrics_file(folder), say)
+    with alone_in(folder), signals_interrupt():
+        if leads:
+            write(plan, run.plan_file(folder))
+            run.metrics_file(folder).unlink(missing_ok=True)
+        for attempt in range(restarts + 1):
+            try:
+                _attempt(started, node_rank, progress, say)
+            except _Ended as ended:
+                if attempt == restarts:
+                    raise LaunchError(f"{ended}{ended.rest}") from None
+                say(f"{ended}; starting all ranks again ({attempt + 1} of {restarts})")
+            except KeyboardInterrupt:
+                done = _steps_done(folder)
+                if not done:
+                    raise LaunchError("interrupted before the first step") from None
+                raise LaunchError(
+                    f"interrupted after step {done}; started again, a script that calls "
+                    "engine.resume(folder) goes on from its last checkpoint"
+                ) from None
+            else:
+                break
+    if not leads:
+        return None
+    steps = tuple(run.read_records(run.metrics_file(folder)))
+    return ScriptRun(steps=steps, output=output, restarts=attempt, global_batch=plan.global_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """What is started on this node."""
+
+    plan: Plan
+    plan_path: Path
+    script: Path
+    arguments: tuple[str, ...]
+    folder: Path
+    ranks: Mapping[int, int]
+    """With the device of each."""
+
+    def environment(self, rank: int, *, port: str) -> dict[str, str]:
+        """Return what one rank is told."""
+        result = rank_environment(rank, ranks=len(self.ranks), port=port)
+        if cuda_devices():
+            result |= cuda_environment(os.environ)
+        return {
+            **result,
+            "WORLD_SIZE": str(self.plan.mesh.devices),
+            "LOCAL_RANK": str(self.ranks[rank]),
+        }
+
+
+def _attempt(
+    started: _Started, node_rank: NodeRank, progress: _Progress, say: Callable[[str], None]
+) -> None:
+    """Run the ranks of all nodes once to their end.  Raises _Ended where one ended badly."""
+    folder, leads = started.folder, 0 in started.ranks
+    with Rendezvous(node_rank, warn=lambda text: say(f"warning: {text}")) as rendezvous:
+        if not _is_file(started.script):
+            raise LaunchError(f"{started.script}: is no file; name the script that trains")
+        _agree(started, rendezvous)
+        for name in ("logs", "ranks"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+            (folder / name).mkdir()
+        try:
+            bad = supervised(
+                [
+                    sys.executable,
+                    "-u",
+                    "-m",
+                    "runtime.script_rank",
+                    str(started.script),
+                    *started.arguments,
+                ],
+                list(started.ranks),
+                lambda rank, port: started.environment(rank, port=port),
+                folder=folder,
+                world=started.plan.mesh.devices,
+                rendezvous=rendezvous,
+                leads=leads,
+                shared={
+                    PLAN_VARIABLE: str(started.plan_path.resolve()),
+                    OUTPUT_VARIABLE: str(folder),
+                },
+                rank_0_shown=True,
+                refresh=progress.refresh,
+            )
+            progress.refresh(now=True)
+            if bad is None:
+                rendezvous.all_gather("done")  # nodes leave together
+        except LaunchError as error:  # another node's ranks, or the node itself
+            raise _Ended(str(error)) from None
+        if bad is not None:
+            shown = leads and bad.cause.rank == 0
+            log = _from_here(run.log_file(folder, bad.cause.rank))
+            end = f". Its log is {log}" if shown else f". The end of {log}:{last_lines(log)}"
+            raise _Ended(_how(bad, folder), end)
+
+
+def _agree(started: _Started, rendezvous: Rendezvous) -> None:
+    """Refuse nodes that would do different things."""
+    said = rendezvous.all_gather(
+        {
+            "plan": started.plan.digest,
+            "script": hashlib.sha256(started.script.read_bytes()).hexdigest()[:16],
+            "arguments": " ".join(started.arguments),
+        }
+    )
+    for node, told in enumerate(said):
+        for what, value in told.items():
+            if value != said[0][what]:
+                raise LaunchError(
+                    f"nodes: node {node} has another {what} ({value}) than node 0 "
+                    f"({said[0][what]}); start the same command with the same files on every node"
+                )
 
 
 def _is_file(path: Path) -> bool:
@@ -132,39 +262,28 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _supervised(
-    plan_path: Path,
-    script: Path,
-    arguments: Sequence[str],
-    *,
-    output: Path,
-    ranks: int,
-    refresh: Callable[[], None],
-) -> BadEnd | None:
-    told = {
-        "MESHWRIGHT_PLAN": str(plan_path.resolve()),
-        OUTPUT_VARIABLE: str(output.resolve()),
-    }
-    with Rendezvous(ALONE) as rendezvous:
-        return supervised(
-            [sys.executable, "-u", "-m", "runtime.script_rank", str(script), *arguments],
-            list(range(ranks)),
-            lambda rank, port: rank_environment(rank, ranks=ranks, port=port),
-            folder=output,
-            world=ranks,
-            rendezvous=rendezvous,
-            leads=True,
-            shared=told,
-            refresh=refresh,
-        )
+def _from_here(path: Path) -> Path:
+    """Return a path as a user would write it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _how(bad: BadEnd, output: Path) -> str:
+def _steps_done(folder: Path) -> int:
+    with contextlib.suppress(OSError):
+        newest = run.newest_record(run.metrics_file(folder))
+        return newest.step if newest else 0
+    return 0
+
+
+def _how(bad: BadEnd, folder: Path) -> str:
     ended, failure = bad.cause, bad.failure
-    done = sum(1 for _ in run.read_records(run.metrics_file(output)))
-    if failure is not None:
+    if failure is not None and failure.kind == "SystemExit":
+        said = f": {failure.message[:300]}" if failure.message else ""
+        how = f"exited with code {ended.code}{said}"
+    elif failure is not None:
         first = (failure.message.splitlines() or [""])[0]
         how = f"stopped with {failure.kind}: {first[:300]}"
     else:
         how = f"was killed by {ended.signal}" if ended.signal else f"exited with code {ended.code}"
-    return f"rank {ended.rank} {how} after step {done}"
+    done = _steps_done(folder)
+    return f"rank {ended.rank} {how}" + (f" after step {done}" if done else "")

@@ -23,6 +23,7 @@ from types import TracebackType
 from runtime import run
 from runtime.addresses import listening_socket
 from runtime.channel import without_secret
+from runtime.console import Console
 from runtime.rendezvous import Rendezvous
 from runtime.run import Failure
 
@@ -70,24 +71,30 @@ class Ranks:
         *,
         logs: Sequence[Path],
         rank_0_inherits: Sequence[int] = (),
+        rank_0_shown: bool = False,
     ) -> None:
+        """Start them; with `rank_0_shown` what the first one prints is shown here too."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._exits: dict[int, Exit] = {}
+        self._console: Console | None = None
         try:
             for rank, (environment, log) in enumerate(zip(environments, logs, strict=True)):
+                shown = rank == 0 and rank_0_shown
                 with log.open("wb") as out:
-                    self._processes.append(
-                        subprocess.Popen(
-                            command,
-                            env=dict(environment),
-                            stdin=subprocess.DEVNULL,
-                            stdout=out,
-                            stderr=subprocess.STDOUT,
-                            pass_fds=rank_0_inherits if rank == 0 else (),
-                            # Ctrl-C in the terminal reaches the launcher alone, which ends us.
-                            start_new_session=True,
-                        )
+                    process = subprocess.Popen(
+                        command,
+                        env=dict(environment),
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE if shown else out,
+                        stderr=subprocess.PIPE if shown else subprocess.STDOUT,
+                        pass_fds=rank_0_inherits if rank == 0 else (),
+                        # Ctrl-C in the terminal reaches the launcher alone, which ends us.
+                        start_new_session=True,
                     )
+                self._processes.append(process)
+                if shown:
+                    assert process.stdout is not None and process.stderr is not None
+                    self._console = Console(process.stdout, process.stderr, log)
         except BaseException:
             self.end(grace_s=0.0)
             raise
@@ -127,6 +134,8 @@ class Ranks:
             self._tell(signal.SIGKILL)
             for process in self._processes:
                 process.wait()
+            if self._console is not None:
+                self._console.finish()
 
     def _look(self) -> bool:
         """Note who ended; say whether somebody still runs."""
@@ -165,14 +174,15 @@ def supervised(
     rendezvous: Rendezvous,
     leads: bool,
     shared: Mapping[str, str] | None = None,
+    rank_0_shown: bool = False,
     refresh: Callable[[], None],
 ) -> BadEnd | None:
     """Run this node's ranks to their end; None if all ended well, and no rank is left either way.
 
     `ranks` are their numbers among the `world` of all nodes, and `environment` says what one of
     them is told beside `shared`, given the port where they meet; the node that `leads` has rank 0.
-    `refresh` is called while they run.  Where a rank only lost a peer, the reason that another node
-    gives within some seconds is raised.
+    `refresh` is called while they run; with `rank_0_shown` the console has what rank 0 prints.
+    Where a rank only lost a peer, the reason that another node gives within some seconds is raised.
     """
     with contextlib.ExitStack() as held:
         listening = None
@@ -195,6 +205,7 @@ def supervised(
                 environments,
                 logs=[run.log_file(folder, rank) for rank in ranks],
                 rank_0_inherits=[] if listening is None else [listening],
+                rank_0_shown=rank_0_shown and leads,
             )
         )
         bad = started.wait(meanwhile=meanwhile)

@@ -21,7 +21,8 @@ must be summed over the tensor axis: `divide` returns which those are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -181,22 +182,58 @@ def apart(plan: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
 
 
 def on_local_parts(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward during which the module's parameters read as their local parts.
-
-    An entry in the instance's __dict__ hides the parameter of the same name.
-    """
+    """Return a forward during which the module's parameters read as their local parts."""
 
     def on_local_parts(*args: Any, **kwargs: Any) -> Any:
-        local = {name: _local(parameter) for name, parameter in module._parameters.items()}
-        module.__dict__.update(local)
+        hidden = _hide(module)
         try:
             return forward(*args, **kwargs)
         finally:
-            for name in local:
-                # An inner one of these, around the same module, may have done it.
-                module.__dict__.pop(name, None)
+            _show(module, hidden)
 
     return on_local_parts
+
+
+@contextlib.contextmanager
+def local_parts(layer: nn.Module) -> Iterator[None]:
+    """Let all parameters of a layer read as their local parts, before a graph asks for them.
+
+    A graph takes plain tensors, and saves none but tensors.
+    """
+    hidden = [(module, _hide(module)) for module in layer.modules() if module._parameters]
+    try:
+        yield
+    finally:
+        for module, names in hidden:
+            _show(module, names)
+
+
+def _hide(module: nn.Module) -> tuple[str, ...]:
+    """Hide parameters behind their local parts, in the instance's __dict__; return their names.
+
+    Those that are hidden already stay so.
+    """
+    local = {
+        name: _local(parameter)
+        for name, parameter in module._parameters.items()
+        if name not in module.__dict__
+    }
+    if local:  # a graph may not change what lies outside of what it recomputes
+        module.__dict__.update(local)
+    return tuple(local)
+
+
+def _show(module: nn.Module, names: tuple[str, ...]) -> None:
+    for name in names:
+        del module.__dict__[name]
+
+
+def _part(module: nn.Module, name: str) -> Tensor | None:
+    """Return this rank's part of a parameter."""
+    if name in module.__dict__:
+        found: Tensor | None = module.__dict__[name]
+        return found
+    return _local(module._parameters.get(name))
 
 
 def _run_in_style(module: nn.Module, style: TensorStyle, group: dist.ProcessGroup) -> None:
@@ -228,11 +265,11 @@ def _gathered(
 
 
 def _rows(module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    weight, bias = _local(module._parameters["weight"]), _local(module._parameters.get("bias"))
+    weight, bias = _part(module, "weight"), _part(module, "bias")
     assert weight is not None
     whole = linear(module, x, weight)
     if lora.is_adapted(module):
-        a, b = (_local(module._parameters[name]) for name in (lora.A, lora.B))
+        a, b = (_part(module, name) for name in (lora.A, lora.B))
         assert a is not None
         assert b is not None
         whole = whole + lora.low_rank(module, x, a, b)
@@ -241,7 +278,7 @@ def _rows(module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _vocabulary(module: nn.Module, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
-    weight = _local(module._parameters["weight"])
+    weight = _part(module, "weight")
     assert weight is not None
     index = tokens - group.rank() * weight.shape[0]
     elsewhere = (index < 0) | (index >= weight.shape[0])

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
+from torch.distributed.pipelining.stage import PipelineStage
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils.checkpoint import _VersionWrapper as VersionWrapper
@@ -40,6 +41,10 @@ __all__ = [
     "TensorMeta",
     "VersionWrapper",
     "checkpoint_wrapper",
+    "compile_failures",
+    "compiled_graphs",
+    "compiler_lack",
+    "expect_graphs",
     "fake_store",
     "fsdp_parameters",
     "in_backward",
@@ -47,6 +52,46 @@ __all__ = [
     "replicate",
     "shapes_found_in",
 ]
+
+
+# torch's compiler takes a second to import, so only who compiles does.
+
+
+def compile_failures() -> type[Exception]:
+    """Return what the compiler raises where it cannot make one graph of a function."""
+    import torch._dynamo.exc  # noqa: PLC0415
+
+    return torch._dynamo.exc.TorchDynamoException
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs this process has made."""
+    import torch._dynamo.utils  # noqa: PLC0415
+
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def expect_graphs(most: int) -> None:
+    """Let one function's code have so many graphs; torch gives up behind 8."""
+    import torch._dynamo.config  # noqa: PLC0415
+
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(most, limit)
+
+
+def compiler_lack(device: torch.device) -> str | None:
+    """Return what is missing beside torch to compile for a device, or None."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton  # noqa: PLC0415
+
+        return None if has_triton() else "Triton is not installed, or does not know this GPU"
+    from torch._inductor import cpp_builder, exc  # noqa: PLC0415
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "there is no C++ compiler; install g++ or set CXX"
+    return None
 
 
 def in_backward() -> bool:
@@ -68,6 +113,21 @@ def reduce_scatter(output: Tensor, source: Tensor, *, group: dist.ProcessGroup) 
     # 2.13 warns of the older name, which is the only one of 2.11.
     named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     named(output, source, group=group)
+
+
+@contextlib.contextmanager
+def stages_know_shapes() -> Iterator[None]:
+    """Let the ranks of a pipeline agree that all know their shapes, without asking the others."""
+    voted = PipelineStage._warmup_backward_result
+
+    def agreed(stage: PipelineStage, received_result: Tensor | None = None) -> Tensor:
+        return torch.ones_like(voted(stage, received_result=received_result))
+
+    PipelineStage._warmup_backward_result = agreed  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        PipelineStage._warmup_backward_result = voted  # type: ignore[method-assign]
 
 
 def fsdp_parameters(module: FSDPModule, *, below: bool = False) -> Iterator[Any]:

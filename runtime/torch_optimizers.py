@@ -24,9 +24,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 from planner.errors import OptimizerError
 from runtime.gradient_wire import Mean
-from runtime.gradients import Gradients, Measured, Slot, whole_part
+from runtime.gradients import (
+    Gradients,
+    Measured,
+    Slot,
+    share_values,
+    take_sections,
+    whole_part,
+)
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
+from runtime.quantized_state import bytes_of, is_quantized, plain_values, take_values
+from runtime.streamed_state import StreamedState, steps_apart
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
@@ -35,6 +44,8 @@ GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
 PROBE_ROWS, PROBE_COLUMNS, PROBE_STEPS = 6, 5, 4
 PROBE_CUTS = ((2, 4), (6, 0))
+PROBE_ELEMENTS = 16384
+"""A power of two that is more than the blocks in which optimizers keep state in few bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +100,10 @@ def made(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimize
     return optimizer
 
 
+def _of_group(group: Group, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return made(group.factory, [{"params": parameters, **group.settings}])
+
+
 def name_of(factory: Factory) -> str:
     """Return how a factory is called in messages."""
     return getattr(factory, "__qualname__", type(factory).__name__)
@@ -123,7 +138,7 @@ def _probed(
     rows: slice,
 ) -> tuple[Tensor, bool]:
     """Return some rows after a few steps, and whether the state has their shape or is numbers."""
-    with torch.random.fork_rng(devices=()):
+    with torch.random.fork_rng(devices=()), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         parameter = nn.Parameter(first[rows].clone())
         optimizer = made(factory, [{"params": [parameter], **settings}])
@@ -141,7 +156,7 @@ def state_bytes(group: Group, shapes: Iterable[torch.Size]) -> float:
     """Return the bytes that an optimizer keeps beside fp32 parameters of these shapes: it is tried.
 
     Numbers, such as a count of steps, are left out.  An update that looks at whole matrices is
-    tried on each shape once, others on a small matrix.
+    tried on each shape once, others on as many elements, or PROBE_ELEMENTS to twice those.
 
     >>> sgd = Group(torch.optim.SGD, {"momentum": 0.9}, ())
     >>> state_bytes(sgd, [torch.Size((3, 5))])
@@ -153,14 +168,30 @@ def state_bytes(group: Group, shapes: Iterable[torch.Size]) -> float:
         parameter = nn.Parameter(torch.zeros(shape))
         parameter.grad = torch.zeros(shape)
         optimizer = made(group.factory, [{"params": [parameter], **group.settings}])
-        optimizer.step()
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
         kept = optimizer.state[parameter].values()
-        return sum(value.nbytes for value in kept if isinstance(value, Tensor) and value.ndim)
+        return sum(bytes_of(value) for value in kept if isinstance(value, Tensor) and value.ndim)
 
-    if is_elementwise(group.factory, group.settings):
-        small = torch.Size((PROBE_ROWS, PROBE_COLUMNS))
-        return sum(shape.numel() for shape in shapes) * of(small) / small.numel()
-    return float(sum(of(shape) for shape in shapes))
+    if not is_elementwise(group.factory, group.settings):
+        return float(sum(of(shape) for shape in shapes))
+    total = 0.0
+    for shape in shapes:
+        # In blocks, of which a large tensor may have a whole number.
+        most = PROBE_ELEMENTS + shape.numel() % PROBE_ELEMENTS
+        tried = min(shape.numel(), most)
+        total += of(torch.Size((tried,))) * shape.numel() / tried if tried else 0.0
+    return total
+
+
+def gathered_names(groups: Iterable[Group]) -> frozenset[str]:
+    """Return the parameters that one rank updates whole where a plan divides them."""
+    return frozenset(
+        name
+        for group in groups
+        if not is_elementwise(group.factory, group.settings)
+        for name in group.names
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,13 +220,19 @@ class TorchOptimizers(Gradients):
         scale: LossScale | None = None,
         mean: Mean | None = None,
         gather: bool = True,
+        streamed: bool = False,
     ) -> None:
-        """Without `gather` an update that is not element-wise is refused where it would move."""
+        """Without `gather` an update that is not element-wise is refused where it would move.
+
+        With `streamed` the state lies on the host, and an optimizer that updates parameters
+        together is refused.
+        """
         super().__init__(slots, place, device=device, divisor=divisor, scale=scale, mean=mean)
         self.steps = torch.zeros((), dtype=torch.int64)
         self._groups = list(groups)
         self._parts: dict[str, _Part] = {}
         self._load: dict[Any, int] = {}
+        self._streamed = StreamedState(device) if streamed else None
         by_name = {slot.name: slot for slot in self.slots}
         own: dict[int, tuple[Factory, list[dict[str, Any]]]] = {}
         for group in self._groups:
@@ -207,6 +244,11 @@ class TorchOptimizers(Gradients):
                 raise OptimizerError(
                     f"optimizer {name_of(group.factory)} looks at whole matrices, and this plan "
                     "divides them (ZeRO); allow gather=True or use a plan with zero 0"
+                )
+            if streamed and not steps_apart(functools.partial(_of_group, group)):
+                raise OptimizerError(
+                    f"optimizer {name_of(group.factory)} updates parameters together, and offload "
+                    "'optimizer' one after the other; plan without offload"
                 )
             parts = self._parts_of(held, gathered=gathered)
             self._parts |= {part.slot.name: part for part in parts}
@@ -268,12 +310,15 @@ class TorchOptimizers(Gradients):
             else:
                 part.plain.grad = grad
         with torch.enable_grad():
-            for optimizer in self.optimizers:
+            if self._streamed is not None:
+                self._streamed.step(self._users)
+            for optimizer in () if self._streamed is not None else self.optimizers:
                 optimizer.step()
         for part in self._parts.values():
             if part.owner is not None and part.slot in grads:
                 self._scatter(part)
             part.plain.grad = None
+        share_values(self.slots)
         self.dropped()
         return True
 
@@ -292,6 +337,9 @@ class TorchOptimizers(Gradients):
         if not part.owned:
             whole = torch.empty(whole.shape, dtype=slot.local.dtype, device=self.device)
         dist.broadcast(whole, group=group, group_src=part.owner)
+        if slot.sections:
+            take_sections(slot, slot.local, whole)
+            return
         length = -(-whole.shape[dim] // group.size())
         begin = min(group.rank() * length, whole.shape[dim])
         slot.local.copy_(whole.narrow(dim, begin, slot.local.shape[dim]))
@@ -300,8 +348,11 @@ class TorchOptimizers(Gradients):
         """Return parameters and optimizer state by name, sharing the live memory.
 
         Parts of a divided parameter are DTensors, so any other plan can load them.  Numbers of an
-        optimizer's state are tensors here; `loaded` puts them back.
+        optimizer's state are tensors here, and what it keeps in few bits is fp32; `loaded` puts
+        them back.
         """
+        if self._streamed is not None and self.device.type == "cuda":
+            torch.cuda.synchronize()  # what went to the host must have arrived
         result: dict[str, Tensor] = {"train.step": self.steps, **self.scale.state()}
         for slot in self.slots:
             result[f"model.{slot.name}"] = whole_part(slot, slot.local)
@@ -311,7 +362,7 @@ class TorchOptimizers(Gradients):
             if not isinstance(value, Tensor):
                 saved = torch.tensor(float(value), dtype=torch.float64)
             elif value.ndim and value.shape == slot.local.shape and self._parts[name].owner is None:
-                saved = whole_part(slot, value)
+                saved = whole_part(slot, plain_values(value))
             result[f"optim.{name}.{key}"] = saved
         return result
 
@@ -343,12 +394,31 @@ class TorchOptimizers(Gradients):
                 self._optimizer_of(part).state[part.plain] = dict(thrown.state[copy])
 
     def loaded(self, state: Mapping[str, Tensor]) -> None:
-        """Take over numbers from a state that was filled."""
+        """Take over from a state that was filled what does not share memory with it.
+
+        That is numbers, what is kept in few bits, and parts of several matrices in one.
+        """
+        self.weights_loaded(state)
         for name, key, value in list(self._states()):
-            if not isinstance(value, Tensor):
-                found = float(state[f"optim.{name}.{key}"])
+            slot, given = self._parts[name].slot, state.get(f"optim.{name}.{key}")
+            if given is None:
+                continue
+            if is_quantized(value):
+                take_values(value, given.to_local() if isinstance(given, DTensor) else given)
+            elif isinstance(value, Tensor):
+                if slot.sections and value.shape == slot.local.shape:
+                    take_sections(slot, value, given)
+            else:
+                found = float(given)
                 part = self._parts[name]
                 self._optimizer_of(part).state[part.plain][key] = type(value)(found)
+
+    def weights_loaded(self, state: Mapping[str, Tensor]) -> None:
+        """Take over weights that do not share memory with a state that was filled."""
+        for slot in self.slots:
+            if slot.sections and f"model.{slot.name}" in state:
+                take_sections(slot, slot.local, state[f"model.{slot.name}"])
+        share_values(self.slots)
 
     def _optimizer_of(self, part: _Part) -> torch.optim.Optimizer:
         return self._users[part.plain]
@@ -392,5 +462,4 @@ def _division(slot: Slot) -> tuple[dist.ProcessGroup, int]:
 
 def _whole_of(slot: Slot, local: Tensor) -> Tensor:
     part = whole_part(slot, local)
-    assert isinstance(part, DTensor)
-    return part.full_tensor()
+    return part.full_tensor() if isinstance(part, DTensor) else part

@@ -90,7 +90,8 @@ class DeferredLinear(nn.Linear):
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product with these parameters, the module's own or its local parts."""
-        own = self._parameters["weight"]
+        # The parameter itself, which waits in the store; a compiled graph takes no tensor twice.
+        own = self._parameters["weight"] if self.store is not None else None
         return _Linear.apply(x, weight, bias, own, self.store, self.products)
 
 
@@ -118,7 +119,7 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        parameter: nn.Parameter,
+        parameter: nn.Parameter | None,
         store: WeightGradients | None,
         products: Products,
     ) -> Tensor:

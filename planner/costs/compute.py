@@ -12,7 +12,7 @@ its launch and the copies beside it count here; its time on the links stands in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cluster import EIGHT_BITS, Accelerator, AttentionKernel, DeviceCurve
 from planner.errors import DocumentError
@@ -27,8 +27,13 @@ ATTENTION_BACKWARD = 2.5
 
 LONG_SEQUENCE = 8192
 """Tokens at which the catalogue's attention fractions hold."""
+HEAD_MULTIPLE = 32
+"""Sizes of heads for which there are kernels of fused attention are multiples of it."""
 SMALL_HEAD = 0.85
 """Rate of attention with heads of 64 over that with 128 (Dao, 2023, figures 4-6)."""
+
+TRANSPOSED_BYTES = 1.0
+"""Of an element that a cast writes in a second order, for the gradient of weights."""
 
 ROUTING = ("router", "shared_weight")
 """Products that weigh experts, which no stack has in 8 bits."""
@@ -112,6 +117,11 @@ def device(
     )
 
 
+def compiled(on: Device) -> Device:
+    """Return a device whose kernels a compiler made: it fuses casts with what lies around them."""
+    return replace(on, cast_bytes=0.0, cast_kernels=0) if on.cast_kernels else on
+
+
 def sustained(accelerator: Accelerator, stack: Stack) -> float:
     """Return the share of a single kernel's rate that products sustain in a stack's step.
 
@@ -133,12 +143,22 @@ def attention_share(
 
         (1 + k / 8192) s / (s + k), and 0.85 of it for heads of 64
 
-    k are the tokens at which attention has half of its rate on endless sequences.
+    k are the tokens at which single kernels have half of their rate on endless sequences.  Beyond
+    8,192 tokens it stays: kernels alone still gain, but they fill the step, and power limits hold
+    them.  Published runs of 16 thousand to a million tokens with context parallelism reach what
+    those of 8 thousand do (docs/public-facts.md).
+
+    Heads of other sizes take the seconds of the next multiple of 32, for which there is a kernel
+    (flash-attention, csrc/flash_attn/flash_api.cpp).  Forward, heads of 64, 192 and 256 reach 0.81,
+    0.98 and 1.06 of the rate of 128 on H100 (aiconfigurator's tables).
     """
     kernels = accelerator.kernels
     half = kernels.attention_half_tokens
-    length = (1 + half / LONG_SEQUENCE) * seq_len / (seq_len + half)
-    return length * kernels.attention[generation] * (SMALL_HEAD if head_dim < 96 else 1.0)
+    tokens = min(seq_len, LONG_SEQUENCE)
+    length = (1 + half / LONG_SEQUENCE) * tokens / (tokens + half)
+    padded = HEAD_MULTIPLE * -(-head_dim // HEAD_MULTIPLE)
+    head = (SMALL_HEAD if padded < 96 else 1.0) * head_dim / padded
+    return length * kernels.attention[generation] * head
 
 
 def _narrow_flops(accelerator: Accelerator, precision: str, stack: Stack) -> float:
@@ -213,7 +233,8 @@ def narrow_forward_s(operator: Operator, on: Device) -> float:
     X, W and Y are bytes in 16 bits.  Casts of operators that PyTorch starts one by one move
     `eight_bit.cast_bytes` for each element of x and W: |x| (read 2, write 2), largest (2), to fp32
     (2 + 4), scaled (4 + 4), clamped (4 + 4), to 8 bits (4 + 1): 33.  Fused ones move `input_bytes`
-    for each of x, once for all products that multiply it, and `weight_bytes` for each of W.
+    for each of x, once for all products that multiply it, and `weight_bytes` for each of W; where
+    W is frozen nothing is transposed for its gradient.
 
     >>> curve = DeviceCurve(launch_s=4e-6, matmul=0.7, attention_forward=0.5,
     ...     attention_backward=0.4, memory=0.8, spread=0.1, provenance="quoted", source="example")
@@ -228,8 +249,9 @@ def narrow_forward_s(operator: Operator, on: Device) -> float:
     if on.cast_kernels:
         cast_bytes = on.cast_bytes / 2 * operands
     else:
-        read = operands / 2 - operator.weights
-        cast_bytes = on.input_bytes * read / operator.kernels + on.weight_bytes * operator.weights
+        read = (operands / 2 - operator.weights) / operator.kernels
+        each = on.input_bytes - TRANSPOSED_BYTES * operator.frozen
+        cast_bytes = each * read + on.weight_bytes * operator.weights
     return _in_eight_bits(
         on,
         flops=operator.flops,
@@ -249,7 +271,8 @@ def narrow_backward_s(operator: Operator, on: Device) -> float:
     result, operands = _result_and_operands(operator)
     if not on.cast_kernels:
         products = 1 if operator.frozen else MATMUL_BACKWARD
-        gradients = on.gradient_bytes * result / 2
+        each = on.gradient_bytes - TRANSPOSED_BYTES * operator.frozen
+        gradients = each * result / 2
         return _in_eight_bits(
             on,
             flops=products * operator.flops,

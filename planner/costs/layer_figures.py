@@ -43,6 +43,7 @@ from planner.layers.operator_table import (
     Operator,
     Setting,
     Table,
+    either,
     larger,
     share,
 )
@@ -229,6 +230,8 @@ class LayerFigures:
         more; how far the device is behind tells what else the host may do unseen.
         """
         again, on = table.recomputed(recompute), self._rates.device
+        if setting.compiled:
+            on = compute.compiled(on)
         found = layer_seconds.passes(table, recompute, on)
         host = self._host_passes(table, setting, found, recomputes=recompute == "full")
         rule = self._seen[setting.sequence_parallel]
@@ -239,7 +242,7 @@ class LayerFigures:
         seen = layer_seconds.with_host(found, host, forward_tensor_s + backward_tensor_s, window)
         forward_s, backward_s, recompute_s = found.forward_s, found.backward_s, found.recompute_s
         end = layer.kind in ENDS
-        late = [op for op in table.operators if self._weight_waits(layer, op)]
+        late = [op for op in table.operators if self._weight_waits(layer, op, setting)]
         weight_s = sum(layer_seconds.backward_s(op, on, end=end) for op in late)
         weight_s = weight_s / compute.MATMUL_BACKWARD
         inputs = {name for op in late for name in op.inputs}
@@ -284,7 +287,7 @@ class LayerFigures:
             if axis == "expert":
                 return self._rates.exchange_s(size_bytes, group, routing)
             seconds = self._rates.link_s(operation, size_bytes, group)
-            return seconds + self._waits_s(operation, group, axis)
+            return either(size_bytes > 0, seconds + self._waits_s(operation, group, axis), 0.0)
 
         return link_s
 
@@ -316,7 +319,7 @@ class LayerFigures:
                     continue
                 seconds = self._rates.link_s(operation, sizes[indices], group)
                 result[indices] = seconds + self._waits_s(operation, group, axis)
-            return cast(float, result)
+            return cast(float, np.where(sizes > 0, result, 0.0))
 
         return link_s
 
@@ -336,12 +339,14 @@ class LayerFigures:
             devices_per_node=self._devices_per_node,
         )
 
-    def _weight_waits(self, layer: Layer, operator: Operator) -> bool:
+    def _weight_waits(self, layer: Layer, operator: Operator, setting: Setting) -> bool:
         """Whether a split backward makes the gradient of an operator's weight in W.
 
         The runtime puts off Linears alone: not experts, whose matrices lie in one parameter, nor
-        the transposed ones of GPT-2's blocks.
+        the transposed ones of GPT-2's blocks, nor what a loss in chunks multiplies by.
         """
+        if layer.kind == "head" and setting.loss is not None:
+            return False
         if operator.kind != "matmul" or operator.name.startswith("expert"):
             return False
         a = self.model.architecture

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 from planner.layers import written_scores
-from planner.layers.operator_table import FP32, Operator, Setting, smaller
+from planner.layers.operator_table import FP32, Operator, Setting, larger, smaller
 from planner.layers.operators import (
     elementwise,
     gathered,
@@ -16,6 +16,7 @@ from planner.layers.operators import (
     projections,
     row_wise,
 )
+from planner.layers.parameters import WIDE_QK_NORM, slides
 from planner.model import Architecture, LatentAttention
 
 ONE_PROJECTION = ("falcon", "gpt_neox", "phi3")
@@ -30,6 +31,10 @@ CAPPED_KERNELS = 12
 CAPPED_PASSES, CAPPED_PASSES_FP32 = (76.0, 162.0), (68.0, 148.0)
 """Bytes that one score moves, forward and backward, counted over the lines of runtime/capped.py:
 4 read and 4 written by each that works in place, and copies to 16 bits and back."""
+CAP_PASSES = (16.0, 68.0)
+"""Of these, what only a cap takes: tanh and a second factor in both passes, and its slope."""
+IN_BLOCKS = ("gemma2", "gpt_oss")
+"""Families whose scores are capped or share their softmax with a sink (runtime/capped.py)."""
 
 
 def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list[Operator]:
@@ -54,6 +59,7 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
         operators.append(_spread(query, key))
         q, k, v, key = "q_apart", "k_apart", "v_apart", query
     if a.qk_norm:
+        wide = a.family in WIDE_QK_NORM
         for head, heads in (("q", a.heads / t), ("k", a.kv_heads / t)):
             operators.append(
                 norm(
@@ -61,12 +67,12 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
                     setting,
                     q if head == "q" else k,
                     f"{head}_norm",
-                    width=a.head_dim,
-                    rows=tokens * heads,
+                    width=a.head_dim * (heads if wide else 1),
+                    rows=tokens * (1 if wide else heads),
                 )
             )
         q, k = "q_norm", "k_norm"
-    if a.positions == "rotary" and not kernels.fused_rotary:
+    if a.positions == "rotary" and (kernels.compiled or not kernels.fused_rotary):
         operators.append(_rotary(a, setting, q, k, query, key))
         q, k = "q", "k"
     elif kernels.fused_projections:
@@ -83,8 +89,10 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
         width=query_width,
     )
     merged = "core"
-    # What was turned in part lies head by head, and so does the core; so do Phi-3's, turned whole.
-    if (a.rotary_dim or a.family == "phi3") and kernels.scores == "module":
+    # What was turned in part lies head by head, and so does the core; Phi-3 and GPT-OSS join what
+    # they turned whole.
+    by_heads = bool(a.rotary_dim) or a.family in ("phi3", "gpt_oss")
+    if by_heads and kernels.scores == "module" and not kernels.compiled:
         merged = "core_merged"
         operators.append(elementwise(kernels, merged, ("core",), query))
     return [*operators, *row_wise(a, setting, merged, "attention_out", width=query_width)]
@@ -146,7 +154,7 @@ def _latent_attention(
         key=query,
         value=value,
         out=value,
-        width=(query_width + value_width) / 2,
+        width=query_width if setting.kernels.pads_values else (query_width + value_width) / 2,
     )
     return [*operators, *row_wise(a, setting, "core", "attention_out", width=value_width)]
 
@@ -183,8 +191,18 @@ def _rotary(
 ) -> Operator:
     """x cos + rotate_half(x) sin for queries and keys: five kernels each, nothing kept.
 
-    Where a part of a head is turned the rest is copied beside it.
+    Where a part of a head is turned the rest is copied beside it.  A compiled block has one kernel.
     """
+    if setting.kernels.compiled:
+        moved = 2 * (query + key)
+        return Operator(
+            name="rotary",
+            kind="memory",
+            inputs=tuple(dict.fromkeys((q, k))),
+            outputs={"q": query, "k": key},
+            moved_bytes=moved,
+            backward_moved_bytes=setting.kernels.back(moved, moved),
+        )
     turned = a.rotary_dim / a.head_dim if a.rotary_dim else 1.0
     size = (query + key) * (10 * turned + 2 * bool(a.rotary_dim))
     return Operator(
@@ -200,6 +218,15 @@ def _rotary(
 
 
 def _core(
+    a: Architecture, kind: str, setting: Setting, inputs: tuple[str, str, str], **sizes: float
+) -> list[Operator]:
+    """Attention between its projections, of these bytes of queries, keys, values and results."""
+    if setting.kernels.scores == "written":
+        return _written(a, setting, inputs, **sizes)
+    return _fused(a, kind, setting, inputs, **sizes)
+
+
+def _fused(
     a: Architecture,
     kind: str,
     setting: Setting,
@@ -211,43 +238,36 @@ def _core(
     out: float,
     width: float,
 ) -> list[Operator]:
-    """Fused attention; with context parallelism keys and values are gathered first.
+    """Fused attention; with context parallelism keys and values are brought first.
 
     FLOPs: 2 products of 2 b s (keys per query) a d, and a causal mask skips half of the keys.
     """
     q, k, v = inputs
-    if setting.kernels.scores == "written":
-        return _written(a, setting, inputs, query=query, key=key, value=value, out=out, width=width)
     operators = []
-    saved: tuple[str, ...] = ("core", "log_sum")
+    saved: tuple[str, ...] = ("log_sum",)
     attended, kernels, workspace, scores = _attended(a, setting.seq_len), 1, 0.0, 0.0
-    if setting.divides_sequence and setting.kernels.ring:
+    divided = setting.divides_sequence and setting.kernels.context
+    if divided == "ring":
         operators.append(_ring(setting, (k, v), key + value))
-    elif setting.divides_sequence:
+    elif divided == "heads":
+        # A rank sends all but its part of its heads; of keys that fewer heads have, each needs one.
+        fewer = larger(1.0, setting.tensor * setting.context / a.kv_heads)
+        sent = query + (key + value) * fewer
+        operators.append(_exchanged("qkv_exchange", (q, k, v), {"qkv_heads": sent}, sent))
+        q = k = v = "qkv_heads"
+        key, value = key * fewer, value * fewer
+    elif divided:
         if a.family == "gpt2":
             saved = (*saved, k, v)  # as long as its queries, which lie in one tensor with them
         key, value = key * setting.context, value * setting.context
-        local = (key + value) / setting.context
-        operators.append(
-            Operator(
-                name="kv_gather",
-                kind="all_gather",
-                inputs=(k, v),
-                outputs={"k_all": key, "v_all": value},
-                moved_bytes=key + value,
-                # They travel in one buffer, and rank by rank.
-                copied_bytes=2 * (local + key + value),
-                workspace_bytes=local + key + value,
-                axis="context",
-            )
-        )
+        operators.append(_all_keys(setting, (k, v), key, value))
         k, v = "k_all", "v_all"
         # Two chunks of queries, each over the keys before it and over its own; outputs of the two
         # are merged in fp32, half of the queries at a time.
         kernels = 16
         workspace = out + 1.5 * out * FP32 / setting.element_bytes
-    if a.family == "gemma2" and setting.kernels.scores == "module":
-        # Capped scores have a kernel of their own (runtime/capped.py), block by block.
+    if a.family in IN_BLOCKS and setting.kernels.scores == "module":
+        # Such scores have a kernel of their own (runtime/capped.py), block by block.
         span = window(a, kind, setting.seq_len)
         rows = _rows(setting)
         # A block computes its last query's keys for all of its queries.
@@ -276,29 +296,22 @@ def _core(
         if a.heads > a.kv_heads:
             shared = a.heads / a.kv_heads
             key, value = key * shared, value * shared
-            operators.append(
-                Operator(
-                    name="repeat_heads",
-                    kind="memory",
-                    inputs=(k, v),
-                    outputs={"k_heads": key, "v_heads": value},
-                    moved_bytes=2 * (key + value),
-                    backward_moved_bytes=2 * (key + value),
-                    kernels=2,
-                )
-            )
+            operators.append(_repeated((k, v), key, value))
             k, v = "k_heads", "v_heads"
+    if setting.kernels.scores == "fused":
+        attended = _skipping(a, kind, setting)
+    core = "core_heads" if divided == "heads" else "core"
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
-    passes = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
+    passes = _passes(a, setting)
     moved = query + key + value + out if setting.kernels.core_traffic else 0.0
     operators.append(
         Operator(
             name="core",
             kind="attention",
-            inputs=(q, k, v),
-            outputs={"core": out, "log_sum": log_sum},
+            inputs=tuple(dict.fromkeys((q, k, v))),
+            outputs={core: out, "log_sum": log_sum},
             fp32=("log_sum",),
-            saved=(q, k, v, *saved),
+            saved=tuple(dict.fromkeys((q, k, v, core, *saved))),
             flops=4 * setting.tokens * attended * width,
             moved_bytes=moved + passes[0] * scores,
             backward_moved_bytes=2 * moved + passes[1] * scores,
@@ -306,7 +319,22 @@ def _core(
             workspace_bytes=workspace,
         )
     )
+    if divided == "heads":
+        operators.append(_exchanged("out_exchange", (core,), {"core": out}, out))
     return operators
+
+
+def _repeated(inputs: tuple[str, str], key: float, value: float) -> Operator:
+    """Keys and values of a group, copied to each of its heads."""
+    return Operator(
+        name="repeat_heads",
+        kind="memory",
+        inputs=inputs,
+        outputs={"k_heads": key, "v_heads": value},
+        moved_bytes=2 * (key + value),
+        backward_moved_bytes=2 * (key + value),
+        kernels=2,
+    )
 
 
 def _written(
@@ -328,7 +356,7 @@ def _written(
     """
     q, k, v = inputs
     kernels, operators = setting.kernels, []
-    if setting.divides_sequence:
+    if setting.divides_sequence:  # whatever brings them, keys and values come from all ranks
         operators.append(_ring(setting, (k, v), key + value))
     count = setting.tokens * setting.seq_len * a.heads / setting.tensor
     flops = 2 * count * width / (a.heads / setting.tensor)
@@ -385,6 +413,62 @@ def _ring(setting: Setting, inputs: tuple[str, str], local_bytes: float) -> Oper
     )
 
 
+def _all_keys(setting: Setting, inputs: tuple[str, str], key: float, value: float) -> Operator:
+    """Keys and values of all context-parallel ranks, of these sizes, brought to each of them."""
+    local = (key + value) / setting.context
+    return Operator(
+        name="kv_gather",
+        kind="all_gather",
+        inputs=inputs,
+        outputs={"k_all": key, "v_all": value},
+        moved_bytes=key + value,
+        # They travel in one buffer, and rank by rank.
+        copied_bytes=2 * (local + key + value),
+        workspace_bytes=local + key + value,
+        axis="context",
+    )
+
+
+def _skipping(a: Architecture, kind: str, setting: Setting) -> float:
+    """Keys that a query of the busiest rank attends to, by a kernel that skips all others.
+
+    With a window the first queries have fewer; where a divided sequence is not balanced, its last
+    rank attends to almost all of what comes before.
+    """
+    span = window(a, kind, setting.seq_len)
+    attended = span - span**2 / (2.0 * setting.seq_len) if a.causal else float(span)
+    if a.causal and setting.divides_sequence and not setting.kernels.balanced:
+        attended = attended * (2 - 1 / setting.context)
+    return attended
+
+
+def _passes(a: Architecture, setting: Setting) -> tuple[float, float]:
+    """Bytes of each score of attention in blocks that move, forward and backward."""
+    there, back = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
+    capped = a.family == "gemma2"
+    return (there, back) if capped else (there - CAP_PASSES[0], back - CAP_PASSES[1])
+
+
+def _exchanged(
+    name: str, inputs: tuple[str, ...], outputs: dict[str, float], size: float
+) -> Operator:
+    """All-to-all among context-parallel ranks: parts of the sequence for heads, or back.
+
+    Source: Jacobs et al., 2023 (DeepSpeed-Ulysses, arXiv:2309.14509), section 3.2.
+    """
+    return Operator(
+        name=name,
+        kind="all_to_all",
+        inputs=tuple(dict.fromkeys(inputs)),
+        outputs=outputs,
+        moved_bytes=size,
+        backward_moved_bytes=size,
+        # Both sides are brought into the order of heads, or of positions.
+        copied_bytes=4 * size,
+        axis="context",
+    )
+
+
 def _core_product(
     name: str, inputs: tuple[str, str], outputs: dict[str, float], *, flops: float, moved: float
 ) -> Operator:
@@ -418,7 +502,7 @@ def _rows(setting: Setting) -> float:
 
 def window(a: Architecture, kind: str, seq_len: int) -> int:
     """Tokens that a query may attend to."""
-    return min(seq_len, a.sliding_window) if kind == "local_block" else seq_len
+    return min(seq_len, a.sliding_window) if slides(kind) else seq_len
 
 
 def _attended(a: Architecture, seq_len: int) -> float:

@@ -88,13 +88,35 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     if spread:
         skew = kernels.expert_skew
         size = sent * skew
-        operators.append(exchange(setting, "dispatched", "arrived", size, routing, back=False))
+        # Qwen2's shared expert comes before the routed ones.
+        beside = a.family != "qwen2_moe" and experts.shared + experts.shared_ffn_size > 0
+        operators.append(
+            exchange(
+                setting,
+                "dispatched",
+                "arrived",
+                size,
+                routing,
+                back=False,
+                beside_shared=beside,
+            )
+        )
         arrived = "arrived"
     count = tokens * experts.per_token * skew
     width = experts.ffn_size / divided
     local_experts = experts.count / setting.expert
+    # Tiles are half empty at the end of each expert's tokens, on average.
+    rate = kernels.expert_share * count / (count + local_experts * kernels.expert_tile / 2)
     operators += _feed_forward(
-        a, setting, arrived, arrived, "expert", tokens=count, width=width, matrices=local_experts
+        a,
+        setting,
+        arrived,
+        arrived,
+        "expert",
+        tokens=count,
+        width=width,
+        matrices=local_experts,
+        share=rate,
     )
     matrix = local_experts * width * a.hidden_size
     down = matmul(
@@ -104,7 +126,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         flops=2 * count * width * a.hidden_size,
         moved_bytes=(count * (width + a.hidden_size) + matrix) * e,
         weights=matrix,
-        share=kernels.expert_share,
+        share=rate,
     )
     operators += linear(setting, down, size=count * width * e, adapted=False)
     returned = "expert_down"
@@ -121,7 +143,8 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
             kind="memory",
             inputs=(returned, "weights"),
             outputs={combined: full},
-            saved=(returned, "weights"),
+            # Sent once, tokens are weighed by their experts, and what comes back is only added.
+            saved=("weights",) if kernels.expert_once and spread else (returned, "weights"),
             moved_bytes=combined_bytes,
             backward_moved_bytes=kernels.back(combined_bytes, 3 * sent + full),
             kernels=3,
@@ -146,7 +169,7 @@ def _router(
     full = tokens * a.hidden_size * e
     operators: list[Operator] = []
     routed_by, router_bytes = whole, e
-    if a.family in ("deepseek_v2", "deepseek_v3") and e != FP32:
+    if a.family in ("deepseek_v2", "deepseek_v3", "glm4_moe") and e != FP32:
         # Tokens and matrix are multiplied in fp32, and the product keeps both copies.
         routed_by, router_bytes = "router_fp32", FP32
         matrix = 1.0 * a.hidden_size * experts.count * FP32
@@ -244,8 +267,12 @@ def _feed_forward(
     tokens: float,
     width: float,
     matrices: float = 1.0,
+    share: float = 1.0,
 ) -> list[Operator]:
-    """Up projection and activation; so many `matrices` are read where experts share a rank."""
+    """Up projection and activation; so many `matrices` are read where experts share a rank.
+
+    `share` is the rate of the product over that of a single one as large.
+    """
     e, kernels = setting.element_bytes, setting.kernels
     size = tokens * width * e
     weights = matrices * a.hidden_size * width
@@ -256,7 +283,7 @@ def _feed_forward(
         flops=2 * tokens * a.hidden_size * width,
         moved_bytes=(tokens * (a.hidden_size + width) + weights) * e,
         weights=weights,
-        share=kernels.expert_share if name == "expert" else 1.0,
+        share=share,
         sides=(a.hidden_size, width),
     )
     gate, gated, product = f"{name}_gate", f"{name}_gated", f"{name}_product"
@@ -267,9 +294,10 @@ def _feed_forward(
 
     if not a.gated_mlp:
         return [*made(up), *_activation(a, kernels, name, size)]
-    if kernels.fused_projections:
+    clamped = a.family == "gpt_oss" and not kernels.fused_gate
+    if kernels.fused_projections or clamped:
         both = tokens * (a.hidden_size + 2 * width) + 2 * weights
-        outputs = {gate: size, up.name: size}
+        outputs = {up.name: 2 * size} if clamped else {gate: size, up.name: size}
         together = matmul(
             up.name,
             (whole,),
@@ -282,6 +310,8 @@ def _feed_forward(
         operators = made(together)
     else:
         operators = made(replace(up, name=gate, outputs={gate: size}))
+    if clamped:
+        return [*operators, *_clamped_gate(kernels, name, size)]
     kept_gate, kept_up = gate, up.name
     if kernels.narrow:
         kept_gate = kept_up = f"{name}_narrow_gates"
@@ -300,20 +330,46 @@ def _feed_forward(
     return [*operators, replace(last, holds=(whole,))]
 
 
+def _clamped_gate(kernels: Kernels, name: str, size: float) -> list[Operator]:
+    """GPT-OSS's (u + 1) g sigmoid(α g) of clamped halves g and u, each operator a kernel.
+
+    Clamps keep the whole product that they were cut from.
+    """
+    both = f"{name}_up"
+    gate, up, more, scaled, chance, gated = (
+        f"{name}_{part}" for part in ("gate", "clamped", "more", "scaled", "chance", "gated")
+    )
+    return [
+        elementwise(kernels, gate, (both,), size, saved=(both,)),
+        elementwise(kernels, up, (both,), size, saved=(both,)),
+        elementwise(kernels, scaled, (gate,), size),
+        elementwise(kernels, chance, (scaled,), size, saved=(chance,)),
+        elementwise(kernels, gated, (gate, chance), size, saved=(gate, chance)),
+        elementwise(kernels, more, (up,), size),
+        elementwise(kernels, f"{name}_product", (more, gated), size, saved=(more, gated)),
+    ]
+
+
 def _activation(a: Architecture, kernels: Kernels, name: str, size: float) -> list[Operator]:
     """The activation of an ungated MLP, one kernel that keeps its input.
 
-    GPT-2's and GPT-J's tanh approximation 0.5 u (1 + tanh(c (u + 0.044715 u³))) is written out in
-    `transformers`: eight kernels, which keep u, its half, the tanh and one plus that.
+    GPT-2's, GPT-J's and Phi's tanh approximation 0.5 u (1 + tanh(c (u + 0.044715 u³))) is written
+    out in `transformers`: eight kernels, which keep u, its half, the tanh and one plus that.
     """
     up, product = f"{name}_up", f"{name}_product"
+    if a.family == "nemotron" and not kernels.fused_gate:  # the square keeps what ReLU made
+        rectified = f"{name}_rectified"
+        return [
+            elementwise(kernels, rectified, (up,), size, saved=(rectified,)),
+            elementwise(kernels, product, (rectified,), size, saved=(rectified,)),
+        ]
     if a.family == "opt":  # ReLU keeps its result, which the next product keeps anyway
         return [elementwise(kernels, product, (up,), size, saved=(product,))]
     if kernels.fused_gate:
         return [elementwise(kernels, product, (up,), size, saved=(up,))]
     if a.written_gelu:
         return _fast_gelu(kernels, name, size)
-    if a.family not in ("gpt2", "gptj"):
+    if a.family not in ("gpt2", "gptj", "phi"):
         return [elementwise(kernels, product, (up,), size, saved=(up,))]
     half, cube, scaled, inner, argument, tanh, weight = (
         f"{name}_{part}"

@@ -7,7 +7,8 @@ them one by one, with `runtime.tensor` around them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from planner.cluster import EIGHT_BITS
@@ -31,6 +32,8 @@ class Kernels:
     scores: Scores = "module"
     fused_softmax: bool = True
     """Of written scores: scale, mask and softmax in 16 bits are one kernel."""
+    pads_values: bool = False
+    """Heads of values are as wide as those of queries in fused attention."""
     dropout: bool = False
     """Ungated models drop activations at random, which keeps masks."""
     keeps_gathered: bool = True
@@ -47,14 +50,18 @@ class Kernels:
     """Traffic of a memory-bound operator's backward over its forward's; 0: each its own."""
     core_traffic: bool = True
     """Fused attention's reads and writes count beside its FLOPs."""
-    ring: bool = False
-    """Keys and values of other context-parallel ranks go round while attention works."""
+    context: Literal["gather", "ring", "heads"] = "gather"
+    """How attention over a divided sequence gets its keys (planner.stack.ContextRule)."""
+    balanced: bool = True
+    """Ranks of a divided sequence attend to as many keys each."""
     selective: SelectiveRecompute = "outputs"
     early_stop: bool = True
     expert_moves: float = 0.0
     """Traffic of sorting tokens by experts and back, in sizes of what is sent; 0: the modules'."""
     expert_share: float = 1.0
     """Rate of grouped products over that of one product as large."""
+    expert_tile: float = 0.0
+    """Rows to which the tokens of each expert are filled up in grouped products."""
     expert_skew: float = 1.1
     """Busiest expert rank over the mean."""
     expert_once: bool = False
@@ -67,6 +74,8 @@ class Kernels:
     """Which products have adapters where weights are frozen; None: weights are trained."""
     restored_bytes: float = 0.0
     """Traffic per weight of bringing it to 16 bits before each product."""
+    compiled: bool = False
+    """A block is one compiled graph, which keeps what its backward needs and nothing else."""
 
     def adapts(self, *, adapted: bool) -> bool:
         """Whether a product has an adapter; `adapted` ones do where only attention's have."""
@@ -81,11 +90,16 @@ MODULES = Kernels()
 """Modules of `transformers` one by one: those that the runtime trains."""
 
 
+@cache
+def compiled(kernels: Kernels) -> Kernels:
+    """Return the kernels of a block that is compiled: what lies between products is fused."""
+    return replace(kernels, fused_norm=True, fused_gate=True, fused_rotary=True, compiled=True)
+
+
 def kernels_of(
     stack: Stack,
     precision: str,
     *,
-    compiled: bool = False,
     flash_attention: bool | None = None,
     frozen: bool = False,
     quantised: bool = False,
@@ -95,12 +109,13 @@ def kernels_of(
     flash = rule.flash_attention if flash_attention is None else flash_attention
     scores: Scores = "module" if rule.attention == "module" else "fused"
     found = Kernels(
-        fused_norm=compiled or rule.norm == "fused",
-        fused_gate=compiled or rule.gate == "fused",
-        fused_rotary=compiled or rule.rotary == "fused",
+        fused_norm=rule.norm == "fused",
+        fused_gate=rule.gate == "fused",
+        fused_rotary=rule.rotary == "fused",
         fused_projections=rule.projections == "fused",
         scores=scores if flash else "written",
         fused_softmax=rule.softmax == "fused",
+        pads_values=rule.pads_values and flash,
         dropout=rule.dropout and not flash,
         keeps_gathered=stack.tensor.keeps_gathered,
         reorders=stack.tensor.copies,
@@ -109,11 +124,13 @@ def kernels_of(
         divided_loss=stack.loss.divided,
         backward_traffic=rule.backward_traffic,
         core_traffic=rule.core_traffic,
-        ring=stack.context.kind == "ring",
+        context=stack.context.kind,
+        balanced=stack.context.balanced,
         selective=stack.recompute.selective,
         early_stop=stack.recompute.early_stop,
         expert_moves=stack.experts.moves,
         expert_share=stack.experts.grouped_share,
+        expert_tile=float(stack.experts.tile_rows),
         expert_skew=stack.experts.skew,
         expert_once=stack.experts.sends == "once",
         expert_narrow=precision in EIGHT_BITS and stack.experts.narrow_sends,

@@ -38,6 +38,12 @@ KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
 )
 """Whose outputs selective recompute keeps; all others run a second time in backward."""
 
+CHEAP = frozenset({"q_linear", "kv_up", "rotary"})
+CHEAP_ENDS = ("_norm", "_latent", "_product")
+"""Operators that recompute of what is cheap drops: Megatron-LM's modules layernorm, mla_up_proj and
+moe_act; DeepSeek-V3, section 3.2.3 (arXiv:2412.19437).  Only families with latents have the first
+ones under these names."""
+
 BACKWARD_OF: dict[str, Collective] = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
@@ -70,6 +76,8 @@ class Setting:
     """How the head's loss is computed; None: from all logits."""
     pipelined: bool = False
     """The layer is of a pipeline over several nodes, whose hosts wait for each other."""
+    compiled: bool = False
+    """Blocks are compiled, each as one graph."""
     kernels: Kernels = field(default=MODULES, compare=False)
 
     @property
@@ -98,6 +106,7 @@ class Setting:
             self.sequence_parallel,
             self.loss is not None,
             self.pipelined,
+            self.compiled,
         )
 
     @property
@@ -150,6 +159,7 @@ class ManySettings(Setting):
             expert_tensor=column("expert_tensor"),
             sequence_parallel=some.sequence_parallel,
             pipelined=some.pipelined,
+            compiled=some.compiled,
             kernels=some.kernels,
             taken=some.branches,
         )
@@ -213,6 +223,8 @@ class Operator:
     routing: Routing | None = None
     """Of an exchange in which each token is sent once to every node and rank that has some of its
     experts: `moved_bytes` are those of one copy of each token."""
+    beside_shared: bool = False
+    """Whether a stack can compute the experts that all tokens share during an exchange."""
     only: Pass | None = None
     """The one pass that has a collective, where the other has none."""
     ring: bool = False
@@ -245,6 +257,12 @@ class Table:
     """What selective recompute drops: see `planner.stack.RecomputeRule`."""
     early_stop: bool = True
     """Recomputation stops when the last tensor that backward needs is there again."""
+    keeps_needed: bool = False
+    """Of what selective recompute would keep, only what backward asks for is kept: a compiler
+    knows that before the first step."""
+    backward_peak: float | None = None
+    """Peak inside backward of a layer that was traced, its output's gradient included; None: it is
+    read off the operators."""
 
     @cached_property
     def sizes(self) -> dict[str, float]:
@@ -262,6 +280,8 @@ class Table:
     @property
     def returned_bytes(self) -> float:
         """Bytes of what the layer's own operators return: logits, where the loss is outside."""
+        if self.backward_peak is not None:  # what a traced layer keeps is among its outputs
+            return self.output_bytes
         return sum(self._inside[-1].outputs.values())
 
     @property
@@ -279,6 +299,8 @@ class Table:
             case "selective":
                 if self.selective == "attention":
                     return tuple(op for op in self._inside if op.in_core)
+                if self.selective == "cheap":
+                    return self._cheap
                 again = self._inside[: self._needed_again]
                 kept = self._kept_outputs
                 return tuple(op for op in again if op.name not in kept)
@@ -292,12 +314,17 @@ class Table:
                 names = _saved(self.operators)
             case "full" | "selective":
                 names = {"x"} | (_saved(self._outside) - _outputs(self._inside))
-                if recompute == "selective" and self.selective == "attention":
+                if recompute == "selective" and self.selective == "cheap":
+                    made = _outputs(self._cheap)
+                    needed = {name for op in self._cheap for name in op.saved or op.inputs}
+                    names = (_saved(self.operators) | needed) - made
+                elif recompute == "selective" and self.selective == "attention":
                     core = [op for op in self._inside if op.in_core]
                     names = _saved(self.operators) - (_outputs(core[:-1]))
                 elif recompute == "selective":
                     kept = self._kept_outputs
-                    names |= _outputs(op for op in self._inside if op.name in kept)
+                    found = _outputs(op for op in self._inside if op.name in kept)
+                    names |= found & self._asked_for(found) if self.keeps_needed else found
             case _:
                 assert_never(recompute)
         # Sorted: sums in the order of a set differ in the last bits from run to run.
@@ -344,6 +371,8 @@ class Table:
         Gradients of activations count, the output's included; those of parameters do not.
         Recomputation starts when backward enters the layer's own operators.
         """
+        if self.backward_peak is not None:
+            return self.backward_peak + self.recomputed_bytes(recompute)
         first_save: dict[str, int] = {}
         for index, operator in enumerate(self.operators):
             for name in operator.saved:
@@ -381,6 +410,16 @@ class Table:
         return again - sum(size for name, size in kept.items() if name in passed)
 
     @cached_property
+    def _cheap(self) -> tuple[Operator, ...]:
+        """Norms, gated products, projections up from latents, and copies of theirs in 8 bits."""
+        names = {
+            op.name
+            for op in self._inside
+            if op.name in CHEAP or (op.name.endswith(CHEAP_ENDS) and op.kind == "memory")
+        }
+        return tuple(op for op in self._inside if op.name.removesuffix("_narrow") in names)
+
+    @cached_property
     def _kept_outputs(self) -> frozenset[str]:
         """Names of the operators whose outputs selective recompute keeps.
 
@@ -395,6 +434,23 @@ class Table:
             if op.kind in ("attention", "reduce_scatter") or (op.in_core and op.kind == "matmul")
         ]
         return frozenset((*products[::2], *others))
+
+    def _asked_for(self, kept: set[str]) -> set[str]:
+        """Return the tensors that backward reads, and those from which it makes what is not kept.
+
+        None is looked for behind one of `kept`.
+        """
+        found: set[str] = set()
+        waiting = _saved(self._inside)
+        made_by = {name: op for op in self._inside for name in op.outputs}
+        while waiting:
+            name = waiting.pop()
+            if name in found:
+                continue
+            found.add(name)
+            if name not in kept and name in made_by:
+                waiting |= set(made_by[name].inputs)
+        return found
 
     @property
     def _needed_again(self) -> int:

@@ -15,9 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from planner.cluster import EIGHT_BITS
 from planner.errors import DocumentError, NoPlanFits
+from planner.executable import rules_of
 from planner.pins import Pins
-from planner.plan import INSIDE_OUT, Plan
+from planner.plan import INSIDE_OUT, Layout, Plan
+from planner.predict import predict
 from planner.prediction import Prediction
 from planner.profile import Recompute
 from planner.request import Request
@@ -27,6 +30,7 @@ from planner.search.best_first import search
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
 from planner.search.simulated_proof import BRIEF
+from planner.units import seconds_text
 
 Prefer = Literal["simplest", "fastest"]
 NEAR = 0.015
@@ -94,9 +98,25 @@ def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest
         prediction=chosen.prediction,
         certificate=proven(answer.certificate, chosen),
         top=(chosen, *others)[: len(answer.top)],
-        choices=tuple(_row(what, one, fastest) for what, one in rows.items()),
+        choices=tuple(_row(request, what, one, fastest) for what, one in rows.items()),
         candidates=(),
         search_s=answer.search_s + time.process_time() - started,
+    )
+
+
+def not_worth_eight_bits(request: Request, plan: Plan, prediction: Prediction) -> Iterator[str]:
+    """Yield a note where the same plan is about as fast, or faster, with products in 16 bits."""
+    if plan.precision not in EIGHT_BITS:
+        return
+    wide_plan = plan.model_copy(update={"precision": "bf16"})
+    wide = predict(wide_plan, request.model, request.cluster, request.profile)
+    step_s, wide_s = prediction.step_time_s, wide.step_time_s
+    if step_s < (1 - NEAR) * wide_s:
+        return
+    kept = "" if wide.fits else ", which would not fit"
+    yield (
+        f"{plan.precision} is not worth it here: this plan takes {seconds_text(step_s)} a step, "
+        f"and {seconds_text(wide_s)} in bf16{kept}"
     )
 
 
@@ -201,10 +221,22 @@ def _open(pins: Pins, wanted: dict[str, int] | dict[str, int | str]) -> bool:
     return all(getattr(pins, name) in (None, value) for name, value in wanted.items())
 
 
-def _row(what: str, one: Ranked | None, fastest: Ranked) -> Alternative:
+def _row(request: Request, what: str, one: Ranked | None, fastest: Ranked) -> Alternative:
     if one is None:
-        return Alternative(what=what, why="does not fit, or is not executed")
+        reason = _undivided(request) if what == TENSOR_PIPELINE else None
+        return Alternative(what=what, why=reason or "does not fit, or is not executed")
     return compared(what, one.plan, one.prediction, fastest.prediction)
+
+
+def _undivided(request: Request) -> str | None:
+    """Return why the stack divides no layers of the model among two ranks, or None if it does."""
+    stack = request.stack
+    layout = Layout(tensor=2, sequence_parallel=stack.tensor.sequence_parallel)
+    reason = rules_of(stack, of_degrees=True)(request.model, request.cluster, request.job, layout)
+    if reason is None:
+        return None
+    told = reason.removeprefix("mesh.tensor: ").removesuffix("; use 1")
+    return f"{stack.name} cannot: {told}; other stacks may (--backend)"
 
 
 def compared(what: str, plan: Plan, prediction: Prediction, fastest: Prediction) -> Alternative:

@@ -264,9 +264,9 @@ def _stages_per_rank(
         return []
     if schedule.placement == "v":
         combined = run.before + run.behind <= MOST_COMBINED
-        return _allowed([2] if combined and run.alike >= 2 * pipeline else [], pinned)
+        return _allowed([2] if combined and run.most_stages >= 2 * pipeline else [], pinned)
     if pinned is not None:
-        return [pinned] if 1 < pinned <= run.alike // pipeline else []
+        return [pinned] if 1 < pinned <= run.most_stages // pipeline else []
     return virtual_stages(run, pipeline, most=most)
 
 
@@ -365,7 +365,9 @@ def _allowed(values: list[int], pinned: int | None) -> list[int]:
 
 
 def _most_tensor_parallel(model: ModelGraph) -> int:
-    return model.architecture.heads if model.architecture else 1
+    if model.architecture:
+        return model.architecture.heads
+    return max((1, *model.tensor_degrees))
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:

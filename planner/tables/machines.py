@@ -70,11 +70,15 @@ def cluster_of_row(
     name = accelerator_of(accelerator, memory_gb)
     entry = accelerators()[name]
     assumed: list[str] = []
+    reach = max((tier.devices for tier in entry.tiers), default=1)
+    if per_node == entry.host_devices and reach > per_node:
+        # A tray of a rack whose links join all trays: jobs take equally many devices of each rack.
+        per_node = max(n for n in range(1, reach + 1) if devices % n == 0 and n <= devices)
+        assumed.append(f"racks of which {per_node} devices are used")
     per_node = min(per_node, devices)
     if devices % per_node:
         per_node = next(n for n in range(per_node, 0, -1) if devices % n == 0)
         assumed.append(f"{per_node} devices on each node")
-    reach = max((tier.devices for tier in entry.tiers), default=1)
     if per_node > max(reach, 1):
         assumed.append(f"links that usually join {reach} {name} join {per_node}")
     unsaid = network_bytes_per_s is None and per_node < devices

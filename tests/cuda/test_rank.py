@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime import train
+from runtime import near_cores, train
 from runtime.preflight import cuda_environment
 from runtime.saving import Saver
 from tests.runtime.test_report import rank, report
@@ -33,14 +33,16 @@ def test_communicators_form_on_the_ranks_own_device(
     chosen: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined: dict[str, Any] = {}
+    near: list[torch.device] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: joined.update(how))
+    monkeypatch.setattr(near_cores, "bind", near.append)
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.delenv("MESHWRIGHT_STORE_FD", raising=False)
 
     train.join("cuda", rank=3, world_size=4, timeout_s=1.0)
 
     assert joined["device_id"] == torch.device("cuda", 3)
-    assert [device for _, device in chosen] == [torch.device("cuda", 3)]
+    assert [device for _, device in chosen] == near == [torch.device("cuda", 3)]
     train.join("cpu", rank=3, world_size=4, timeout_s=1.0)
     assert joined["device_id"] is None
 

@@ -263,7 +263,10 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "profile": (("@model", "--cluster", "local:2", "--dry-run"),),
     "show": (("plan.yaml",), ("large.yaml",)),
     "compare": (("plan.yaml", "large.yaml"), ("sharded.yaml", "plan.yaml")),
-    "run": (("--plan", "plan.yaml", "@word"),),
+    "run": (
+        ("--plan", "plan.yaml", "@word"),
+        ("--plan", "plan.yaml", "--on", "slurm", "--dry-run", "@word"),
+    ),
     "validate": (("runs.csv",),),
     "calibrate": (("runs.csv",), ("folder", "folder", "folder")),
     "whatif": (("study.yaml",), ("--model", "@model", "--clusters", "@cluster", "--tokens", "1e9")),

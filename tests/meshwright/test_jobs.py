@@ -211,3 +211,47 @@ def test_a_scheduler_that_is_not_here_is_said(
 
     assert "sbatch: is not on this machine" in refused(capfd, "--on", "slurm")
     assert not Path("runs").exists()
+
+
+def job_of_script(capfd: pytest.CaptureFixture[str], *options: str) -> str:
+    capfd.readouterr()
+    Path("train.py").write_text("print('trains')\n")
+    words = ["run", "--plan", "plan.yaml", *options, "--dry-run", "train.py", "--lr", "1e-3"]
+    assert cli.main(words) == 0
+    return capfd.readouterr().out
+
+
+def test_a_batch_script_runs_a_users_script_on_every_node(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    once = job_of_script(capfd, "--on", "slurm", "--job", "partition=gpu")
+    again = job_of_script(capfd, "--on", "slurm", "--restarts", "2")
+
+    command = shlex.split(once.splitlines()[-1])
+    started = ["-m", "meshwright", "run", "--plan", "plan.yaml", "train.py", "--lr", "1e-3"]
+    assert command[-len(started) :] == started
+    assert "#SBATCH --nodes=2" in once
+    assert "#SBATCH --requeue" not in once
+    assert "--plan plan.yaml --restarts 2 train.py --lr 1e-3" in again
+    assert "#SBATCH --requeue" in again
+
+
+def test_a_pod_has_the_script_beside_the_plan(capfd: pytest.CaptureFixture[str]) -> None:
+    manifest = pods(job_of_script(capfd, *POD, "--restarts", "1"))
+
+    (container,) = manifest["Job"]["spec"]["template"]["spec"]["containers"]
+    name = manifest["Job"]["metadata"]["name"]
+    assert container["command"] == [
+        *("meshwright", "run", "--plan", "plan.yaml", "--restarts", "1"),
+        *("--output", f"/data/runs/{name}", "train.py", "--lr", "1e-3"),
+    ]
+    assert manifest["ConfigMap"]["data"]["train.py"] == "print('trains')\n"
+    assert manifest["Job"]["spec"]["backoffLimit"] == 2 * 3
+
+
+def test_a_script_that_is_not_there_is_refused_before_a_job_is_written(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["run", "--on", "slurm", "none.py"]) == 1
+
+    assert "none.py: is no file" in capfd.readouterr().err

@@ -22,7 +22,7 @@ from planner.cluster import Precision
 from planner.errors import DocumentError
 from planner.model import Experts, ModelGraph
 from planner.native import obstacle
-from planner.plan import INSIDE_OUT, Axis, Job, Layout, Plan
+from planner.plan import INSIDE_OUT, Axis, ChunkedLoss, Job, Layout, Plan
 from planner.profile import Recompute
 from runtime.factory import graph_of_factory
 from runtime.supported import supported
@@ -35,6 +35,18 @@ MIXED = "mixed"
 """Recompute choices that change from layer to layer."""
 OUTSIDE_IN: tuple[Axis, ...] = tuple(reversed(INSIDE_OUT))
 DEGREES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
+CHOSEN = (
+    "recompute",
+    "activations",
+    "offload",
+    "gradient_wire",
+    "loss",
+    "compile",
+    "precision",
+)
+"""Fields whose values name themselves."""
+LOSS_ROWS = 10
+"""Positions of a chunk: neither one nor a divisor of a micro-batch's."""
 TRIES = 4
 """Rows that are tried for each place of a cover; the one with most new pairs is taken."""
 
@@ -58,6 +70,9 @@ class Row:
     activations: str = "keep"
     offload: str = "none"
     gradient_wire: str = "full"
+    loss: str = "plain"
+    """Of all logits, or how gradients of a loss in chunks are made."""
+    compile: str = "none"
     precision: str = "fp32"
     family: str = "reference"
     tied: bool = False
@@ -83,8 +98,11 @@ class Row:
 
     @property
     def model(self) -> tuple[str, bool, int]:
-        """(family, tied, blocks): what decides which model is trained."""
-        blocks = 2 if self.stages <= 2 else 3 if self.stages <= 4 else 6
+        """(family, tied, blocks): what decides which model is trained.
+
+        Of four stages the first holds the embedding alone and the last the head, if it can.
+        """
+        blocks = 6 if self.stages > 4 else 3 if self.stages > 2 and self.uneven else 2
         return self.family, self.tied, blocks
 
     @property
@@ -117,7 +135,7 @@ class Row:
             parts.append(name + (f" {virtual} stages/rank" if virtual > 1 else ""))
         parts.append(f"{self.micro_batches} micro-batches" if self.several else "one micro-batch")
         plain = Row()
-        for field in ("recompute", "activations", "offload", "gradient_wire", "precision"):
+        for field in CHOSEN:
             value = getattr(self, field)
             if value != getattr(plain, field):
                 parts.append(f"{field} {value}" if field != "precision" else value)
@@ -139,15 +157,23 @@ class Row:
             expert=self.expert,
             offload=self.offload,
             gradient_wire=self.gradient_wire,
+            loss=self._loss,
+            compile=self.compile,
             **{axis: getattr(self, axis) for axis in DEGREES},
         )
+
+    @property
+    def _loss(self) -> ChunkedLoss | None:
+        if self.loss == "plain":
+            return None
+        return ChunkedLoss.model_validate({"rows": LOSS_ROWS, "gradients": self.loss})
 
     def plan(self) -> Plan:
         """Return the plan; DocumentError if no plan can say this."""
         if not self.micro_batches:
             raise DocumentError("micro_batches", "no count suits the schedule")
         graph = self.graph()
-        return cases.plan(
+        made = cases.plan(
             graph,
             cuts=self._cuts(len(graph.chain)),
             zero=self.zero,
@@ -164,6 +190,7 @@ class Row:
             expert=self.expert,
             **{axis: getattr(self, axis) for axis in DEGREES},
         )
+        return made.model_copy(update={"loss": self._loss, "compile": self.compile})
 
     def _cuts(self, layers: int) -> list[int]:
         """Return each stage's number of layers; the first gives one of its own to the last."""
@@ -189,6 +216,8 @@ class Row:
 
 
 OTHERS = tuple(f.name for f in fields(Row) if f.name not in (*DEGREES, "expert"))
+DEAR = ("compile",)
+"""Choices that take a rank seconds to begin with; covers by axis leave them plain."""
 
 
 @functools.cache
@@ -244,6 +273,8 @@ def choices() -> dict[str, tuple[Any, ...]]:
         "activations": get_args(plan_types.Activations),
         "offload": get_args(plan_types.Offload),
         "gradient_wire": get_args(plan_types.GradientWire),
+        "loss": ("plain", *get_args(plan_types.LossGradients)),
+        "compile": get_args(plan_types.Compile),
         "precision": get_args(Precision),
         "family": (*cases.COVERED, OWN),
         "tied": (False, True),
@@ -330,9 +361,13 @@ def bound(row: Row) -> Bound:
 
 
 def by_axis(row: Row) -> tuple[Property, ...]:
-    """Return a row's properties, of each axis but pipeline only whether it divides anything."""
+    """Return a row's properties, of each axis but pipeline only whether it divides anything.
+
+    Dear choices are left out.
+    """
     axes = tuple((name, getattr(row, name) > 1) for name in (*DEGREES[1:], "expert"))
-    return (("pipeline", row.pipeline), *axes, *_others(row))
+    others = (one for one in _others(row) if one[0] not in DEAR)
+    return (("pipeline", row.pipeline), *axes, *others)
 
 
 def by_mesh(row: Row) -> tuple[Property, ...]:
@@ -341,7 +376,8 @@ def by_mesh(row: Row) -> tuple[Property, ...]:
     together = tuple(
         (_TOGETHER.join(names), tuple(getattr(row, name) for name in names)) for names in TRIPLES
     )
-    return (("mesh", mesh), *by_axis(row), *together)
+    dear = tuple((name, getattr(row, name)) for name in DEAR)
+    return (("mesh", mesh), *by_axis(row), *dear, *together)
 
 
 def _others(row: Row) -> tuple[Property, ...]:
@@ -416,8 +452,10 @@ class _Search:
         self._numbers: dict[Property, int] = {}
         self._rng = random.Random(seed)
         self._table: dict[str, list[dict[str, Any]]] = {"mesh": list(every_mesh)}
+        told = {name for name, _ in properties(Row())}
         for name, values in choices().items():
-            self._table[name] = [{name: value} for value in values]
+            if name in told:
+                self._table[name] = [{name: value} for value in values]
 
     def numbered(self, pair: Pair) -> tuple[int, int]:
         """Return a pair as two numbers."""
@@ -473,7 +511,13 @@ def _witnesses(
         for name, value in properties(Row(**mesh)):
             if name not in table and _TOGETHER not in name:
                 values.setdefault((name, value), []).append(mesh)
-    values |= {(name, v): list(every_mesh) for name, options in table.items() for v in options}
+    told = {name for name, _ in properties(Row())}
+    values |= {
+        (name, v): list(every_mesh)
+        for name, options in table.items()
+        if name in told
+        for v in options
+    }
     for name in (name for name, _ in properties(Row()) if _TOGETHER in name):
         options = itertools.product(*(table[part] for part in name.split(_TOGETHER)))
         values |= {(name, value): list(every_mesh) for value in options}

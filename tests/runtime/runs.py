@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from tests.runtime import cases
 
 STEPS = 3
@@ -31,9 +31,13 @@ class Run:
     weights: dict[str, np.ndarray]
 
 
-def train(plan: Plan, model: ModelGraph, steps: int = STEPS) -> Run:
-    """Train this rank's part and return the weights it holds, whole."""
-    engine = Engine(plan, model, device=torch.device("cpu"))
+def train(
+    plan: Plan, model: ModelGraph, steps: int = STEPS, engines: list[TokenEngine] | None = None
+) -> Run:
+    """Train this rank's part and return the weights it holds, whole; `engines` gets what did it."""
+    engine = TokenEngine(plan, model, device=torch.device("cpu"))
+    if engines is not None:
+        engines.append(engine)
     losses, norms = [], []
     for step in range(steps):
         tokens = cases.global_tokens(step, global_batch=plan.global_batch)

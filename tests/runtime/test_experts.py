@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from planner.model import Experts
 from runtime import experts, reference
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 from tests.runtime.test_equality import case, check
@@ -197,6 +198,71 @@ def test_any_share_of_the_tokens_may_go_to_a_rank(chosen: list[int]) -> None:
     on_ranks(2, send_to_a_few, chosen)
 
 
+def call_shared(mixture: Any, args: tuple[Any, ...]) -> None:
+    mixture.shared(args[0])
+
+
+def events_of_a_mixture(shared_first: bool) -> tuple[list[str], list[str], float]:
+    """Return what happens in forward and in backward, and how far off one process results are."""
+    a = cases.architecture(experts=Experts(count=4, per_token=2, ffn_size=24, shared=2))
+    assert a.experts is not None
+    whole, part = (filled(reference.Mixture(a, a.experts)) for _ in range(2))
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    rank, own = mesh.get_rank(), 4 // mesh.size()
+    experts.spread(part.experts, mesh)
+    with torch.no_grad():
+        for name in experts.HIDDEN_DIM:
+            mine = getattr(whole.experts, name)[rank * own : (rank + 1) * own]
+            getattr(part.experts, name).to_local().copy_(mine)
+    events: list[str] = []
+    begun, ended, compute = experts._begun, experts._ended, part.shared.forward
+
+    def told(what: str, act: Any) -> Any:
+        def acting(*args: Any) -> Any:
+            events.append(what)
+            return act(*args)
+
+        return acting
+
+    part.shared.forward = told("shared", compute)
+    part.shared.gate.weight.register_post_accumulate_grad_hook(
+        lambda _: events.append("shared gradients")
+    )
+    experts.compute_shared_meanwhile(part)
+    if shared_first:  # as Qwen2's mixture does
+        part.register_forward_pre_hook(call_shared)
+    generator = torch.Generator().manual_seed(2 + rank)
+    x = torch.randn(2, 8, a.hidden_size, generator=generator)
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    with (
+        mock.patch("runtime.experts._begun", told("begun", begun)),
+        mock.patch("runtime.experts._ended", told("ended", ended)),
+    ):
+        found = part(ours)
+        forward = [*events]
+        events.clear()
+        found.square().sum().backward()
+    expected = whole(theirs)
+    expected.square().sum().backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    pairs = ((found.detach(), expected.detach()), (ours.grad, theirs.grad))
+    off = max(float((one - other).abs().max()) for one, other in pairs)
+    return forward, events, off
+
+
+@pytest.mark.ranks
+def test_shared_experts_compute_while_tokens_are_on_the_way() -> None:
+    for forward, backward, off in on_ranks(2, events_of_a_mixture, False):
+        assert forward == ["begun", "shared", "ended", "begun", "ended"]
+        assert backward == ["begun", "ended", "begun", "shared gradients", "ended"]
+        assert off < 1e-3
+
+    for forward, _, off in on_ranks(2, events_of_a_mixture, True):
+        assert forward == ["shared", "begun", "ended", "begun", "ended", "shared"]
+        assert off < 1e-3
+
+
 def test_tokens_of_experts_are_counted() -> None:
     index = torch.tensor([[0, 2], [2, 3], [0, 2]])
 
@@ -204,7 +270,7 @@ def test_tokens_of_experts_are_counted() -> None:
 
 
 def expert_load(plan: Any, graph: Any) -> float | None:
-    engine = Engine(plan, graph, device=torch.device("cpu"))
+    engine = TokenEngine(plan, graph, device=torch.device("cpu"))
     batch = cases.global_tokens(0).chunk(engine.data_degree)[engine.data_rank]
     return engine.step(batch).expert_load
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from planner.errors import LaunchError
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.initialize import Weights
 from tests.runtime import cases
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def first_weights(**changes: object) -> dict[str, torch.Tensor]:
     seed = changes.pop("seed", 0)
     graph = cases.transformer(**changes)
-    state = Engine(cases.plan(graph, seed=seed), graph, device=CPU).state()
+    state = TokenEngine(cases.plan(graph, seed=seed), graph, device=CPU).state()
     return {name: value for name, value in state.items() if name.startswith("model.")}
 
 
@@ -62,6 +62,24 @@ def test_a_part_of_a_tensor_is_read(tmp_path: Path) -> None:
     assert torch.equal(weights.read("transformer.w", whole.shape, None), whole)
     assert torch.equal(weights.read("transformer.w", whole.shape, (1, 2, 3)), whole[:, 4:])
     assert torch.equal(weights.read("transformer.w", whole.shape, (0, 0, 2)), whole[:2])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", r"4 bits \(MXFP4\)"),
+        ("model.layers.0.mlp.down_proj.weight_scale_inv", "8 bits"),
+        ("model.layers.0.mlp.down_proj.qweight", "packed integers"),
+    ],
+)
+def test_quantised_files_are_refused_before_anything_is_read(
+    tmp_path: Path, name: str, says: str
+) -> None:
+    save_file({"model.norm.weight": torch.ones(4), name: torch.ones(4)}, tmp_path / "x.safetensors")
+
+    with pytest.raises(LaunchError, match=says) as caught:
+        Weights(tmp_path)
+    assert "dequantizes" in str(caught.value)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

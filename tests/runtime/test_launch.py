@@ -15,8 +15,8 @@ import pytest
 from planner.errors import DocumentError, LaunchError, MeshwrightError
 from planner.plan import Plan, PlannedModel
 from runtime import checkpoint, preflight
-from runtime import launch as launching
 from runtime import run as files_of
+from runtime.held import alone_in
 from runtime.launch import launch
 from runtime.preflight import cores
 from runtime.report import RunReport
@@ -123,7 +123,7 @@ def test_a_folder_in_use_is_refused(room: Room) -> None:
     (room.folder / "out").mkdir()
 
     with (
-        launching._alone_in(room.folder / "out"),
+        alone_in(room.folder / "out"),
         pytest.raises(LaunchError, match="out: another launch is using it"),
     ):
         room.run(plan_of())

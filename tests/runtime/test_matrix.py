@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from planner.plan import Layout, Mesh, PlacedLayer, Plan
-from runtime.engine import Engine
+from runtime import compiled
+from runtime.engine import TokenEngine
 from tests.runtime import cases, combinations, equality_table
 from tests.runtime.combinations import EXACT, Row, bound, by_axis, by_mesh, cover, pairs, reason
 from tests.runtime.equality_table import Failure, Records, Result
@@ -54,7 +55,7 @@ def ready() -> None:
     for family in cases.COVERED:
         graph = combinations.graph_of((family, family == "gpt2", 2))
         plan = cases.plan(graph, micro_batches=1)
-        Engine(plan, graph, device=torch.device("cpu")).step(cases.global_tokens(0))
+        TokenEngine(plan, graph, device=torch.device("cpu")).step(cases.global_tokens(0))
 
 
 Alone = tuple[tuple[str, bool, int], str, int]
@@ -102,6 +103,55 @@ def test_every_pair_trains_like_one_process(ranks: int, part: int, parts: int) -
     rows = [row for row in small() if row.ranks == ranks][part::parts]
 
     check(list(results_of(rows, ranks)))
+
+
+@functools.cache
+def compiled_rows() -> tuple[Row, ...]:
+    """Rows of the small cover that can be compiled, with every second loss in chunks."""
+    found = []
+    for place, row in enumerate(small()):
+        loss = row.loss if row.loss != "plain" or place % 2 else "precomputed"
+        wished = (replace(row, compile="block", loss=loss), replace(row, compile="block"))
+        found += [one for one in wished if reason(one) is None][:1]
+    return tuple(found)
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_row_that_can_be_compiled_trains_like_one_process(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs are traced and differentiated; inductor's are in the test below."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    rows = [row for row in compiled_rows() if row.ranks == ranks]
+
+    check(list(results_of(rows, ranks)))
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.timeout(7200)
+def test_compiled_by_inductor_each_axis_trains_like_one_process() -> None:
+    rows = [
+        Row(family="llama", data_shard=2, zero=3, recompute="selective", compile="block"),
+        Row(tensor=2, recompute="full", compile="block", loss="recomputed"),
+        Row(family="qwen3", context=2, compile="block"),
+        Row(family="gpt2", tied=True, pipeline=2, activations="offload", compile="block"),
+        Row(family="llama", data_shard=2, zero=2, precision="bf16", compile="block"),
+        Row(family="llama", data_replicate=2, precision="fp8", compile="block"),
+    ]
+
+    check(list(results_of(rows, 2)))
+
+
+def test_some_rows_of_every_axis_can_be_compiled() -> None:
+    met = {p for row in compiled_rows() for p in by_axis(row)}
+
+    assert len(compiled_rows()) > 50
+    assert {(axis, True) for axis in combinations.DEGREES[1:]} <= met
+    assert {("loss", how) for how in combinations.choices()["loss"]} <= met
 
 
 @pytest.mark.ranks
@@ -154,6 +204,7 @@ def test_the_small_cover_has_every_pair_that_chance_finds() -> None:
     for _ in range(6000):
         # Half of the fields stay plain, or hardly any row would be one that the runtime takes.
         drawn = {name: rng.choice(values) for name, values in table.items() if rng.random() < 0.5}
+        drawn |= {name: table[name][0] for name in combinations.DEAR}
         row = Row(**{**rng.choice(every_mesh), **drawn})
         if reason(row) is None:
             found += 1
@@ -170,7 +221,7 @@ def test_every_value_of_the_types_is_covered_or_refused() -> None:
     met = {p for row in small() for p in by_axis(row)}
     for name, values in combinations.choices().items():
         for value in values:
-            if (name, value) not in met:
+            if name not in combinations.DEAR and (name, value) not in met:
                 assert all(
                     reason(Row(**{**mesh, "zero": zero, "family": family, name: value}))
                     for mesh in combinations.meshes((2, 4))
@@ -194,8 +245,6 @@ def test_every_field_of_a_plan_is_a_field_of_the_rows() -> None:
     of_plan = {set_by_rows.get(name, name) for name in Plan.model_fields}
     no_choice = {"format", "model", "cluster", "backend", "seq_len", "global_batch", "mesh"}
     no_choice |= {"training", "timeout_s", "groups", "shares", "batch"}
-    # Under every axis in tests/runtime/test_chunked_loss.py.
-    no_choice |= {"loss"}
     # What other frameworks alone execute; planner/native.py refuses it by name.
     no_choice |= {"expert_tensor", "sequence_parallel"}
 

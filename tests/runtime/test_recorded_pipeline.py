@@ -77,6 +77,7 @@ def against_one_process(kind: str, schedule: str, virtual_stages: int) -> float:
     pipeline = RecordedPipeline(
         own,
         orders(schedule, stages=stages, micro_batches=MICRO_BATCHES, virtual_stages=virtual_stages),
+        recording=recorder.first,
         micro_batches=MICRO_BATCHES,
         groups=(dist.group.WORLD, dist.new_group()),
         device=torch.device("cpu"),

@@ -30,11 +30,15 @@ def stages_of(module: nn.Module, recorder: Recorder, *cuts: int) -> list[Recorde
     ]
 
 
+def declared_by(stage: RecordedStage, batch: Any) -> tuple[Tensor, ...]:
+    return stage.received(stage._recorder.recording(batch, training=stage.training))
+
+
 def through(stages: list[RecordedStage], batch: Any, seed: int | None = None) -> Any:
     """Run stages one after the other on what the one before it sent, as a message is."""
     passed: tuple[Tensor, ...] = ()
     for stage in stages:
-        for got, declared in zip(passed, stage.received(), strict=True):
+        for got, declared in zip(passed, declared_by(stage, batch), strict=True):
             assert (got.shape, got.dtype) == (declared.shape, declared.dtype)
             assert got.requires_grad == declared.requires_grad
         result = stage(*passed, micro=MicroBatch(batch, seed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.errors import BatchError, DocumentError, LaunchError
-from runtime.inner_loss import add_loss
-from runtime.recorder import Recorder
+from planner.errors import BatchError, DocumentError, LaunchError, OptimizerError
+from runtime import host, streamed_state
+from runtime.inner_loss import add_loss, batch_sum
 from runtime.script_engine import Engine, StepResult
-from runtime.script_plan import script_plan
-from runtime.script_stage import refuse_shared
+from runtime.script_stage import refuse_plan
+from runtime.whole_batch import whole_batch
 from tests.runtime import own_modules
 from tests.runtime.own_modules import WORDS
 from tests.runtime.ranks import on_ranks
@@ -32,6 +32,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two stages": {"pipeline": 2},
     "two stages, gpipe, recompute": {"pipeline": 2, "schedule": "gpipe", "recompute": "full"},
     "zero 3, recompute": {"zero": 3, "micro_batches": 2, "recompute": "full"},
+    "unequal shares": {"shares": [3, 1]},
+    "unequal shares, zero 1": {"zero": 1, "shares": [2, 6]},
+    "zero 1, state on the host": {"zero": 1, "offload": "optimizer"},
     "tied stages of one rank": {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"},
 }
 build = functools.partial(own_modules.GPT, tied="module")
@@ -39,6 +42,14 @@ INNERS: dict[str, dict[str, Any]] = {
     "zero 3, recompute": LAYOUTS["zero 3, recompute"],
     "two stages, gpipe, recompute": LAYOUTS["two stages, gpipe, recompute"],
     "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
+}
+LENGTHS = (LENGTH, 4, 5, 4)
+"""Of the batches of a run in which they vary."""
+VARYING: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "two stages": {"pipeline": 2},
+    "zero bubble, recompute": {"pipeline": 2, "schedule": "zb-h1", "recompute": "full"},
+    "a V": {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"},
 }
 INNER = ", losses inside the module"
 BF16: dict[str, Any] = {"precision": "bf16", "micro_batch": 2}
@@ -78,6 +89,48 @@ class Penalised(own_modules.GPT):
             x = block(x, causal=True)
         x = self.norm(penalised(x, x.abs().sum()))
         return self.head(x)
+
+
+_means: list[Tensor] | None = None
+"""Where a plain loop finds the balancing losses of its batch, by its own formula."""
+EXPERTS = 3
+
+
+class RoutedBlock(own_modules.Block):
+    """Chooses experts, whose use is balanced over the batch: load times probability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(own_modules.WIDTH, EXPERTS)
+        self.scales = nn.Parameter(torch.randn(EXPERTS))
+
+    def forward(self, x: Tensor, memory: Tensor | None = None, **kwargs: Any) -> Tensor:
+        x = super().forward(x, memory, **kwargs)
+        shares = self.router(x).softmax(-1)
+        chosen = functional.one_hot(shares.argmax(-1), EXPERTS)
+        x = x * (1 + (shares * chosen * self.scales).sum(-1, keepdim=True))
+        if _means is not None:
+            used = chosen.flatten(0, 1).float().mean(0)
+            _means.append(2.0 * EXPERTS * (used * shares.flatten(0, 1).mean(0)).sum())
+            return x
+        tokens = shares[..., 0].numel()
+        load = batch_sum(chosen.sum((0, 1))) / batch_sum(torch.tensor(tokens))
+        balance = 2.0 * EXPERTS * (load * shares.sum((0, 1))).sum()
+        return add_loss(x, balance, count=tokens)
+
+
+class Routed(own_modules.GPT):
+    def __init__(self) -> None:
+        super().__init__(tied="module")
+        self.blocks = nn.ModuleList(RoutedBlock() for _ in range(2))
+
+
+ROUTED: dict[str, dict[str, Any]] = {
+    "replicated, two micro-batches": LAYOUTS["replicated, two micro-batches"],
+    "zero 3, recompute": LAYOUTS["zero 3, recompute"],
+    "two stages, gpipe, recompute": LAYOUTS["two stages, gpipe, recompute"],
+    "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
+}
 
 
 def batch_of(step: int) -> dict[str, Any]:
@@ -120,6 +173,12 @@ def new_engine(plan: Any, module: Callable[[], nn.Module] = build, **changes: An
     return Engine(module, plan, **{**settings, **changes})
 
 
+def cut_to(length: int, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return samples without what stands behind a length."""
+    cut = {name: batch[name][:, :length].contiguous() for name in ("ids", "counts")}
+    return {**batch, **cut}
+
+
 Run = tuple[list[StepResult], dict[str, Tensor]]
 Plain = tuple[list[float], list[float], list[float], dict[str, Tensor]]
 
@@ -152,9 +211,48 @@ def apart(plan: Any) -> Run:
     return results, engine.state_dict()
 
 
-def plainly(module: Callable[[], nn.Module] = build) -> Plain:
+def varying(plan: Any) -> Run:
+    """Train on batches as long as the example and shorter; the last length has come before."""
+    engine = new_engine(plan)
+    results = []
+    for step, length in enumerate(LENGTHS):
+        batch = engine.slice(cut_to(length, batch_of(step)))
+        before = engine.evaluate(batch)
+        results.append(engine.step(batch))
+        assert before.loss == pytest.approx(results[-1].loss, rel=1e-5)
+    return results, engine.state_dict()
+
+
+def unlike_slices() -> Run:
+    """Train with slices that are as long as what counts in them: 3 and 7 tokens."""
+    engine = new_engine({"zero": 3})
+    results = []
+    for step in range(STEPS):
+        batch = engine.slice(batch_of(step))
+        length = 3 if engine.slice_rank == 0 else LENGTH
+        results.append(engine.step(cut_to(length, batch)))
+    return results, engine.state_dict()
+
+
+def disagreeing() -> list[str]:
+    """Give the ranks of one pipeline other values, then other lengths; return what each says."""
+    engine = new_engine({"pipeline": 2})
+    rank = torch.distributed.get_rank()
+    given = [batch_of(rank), cut_to(5 + rank, batch_of(0))]
+    said = []
+    for batch in given:
+        with pytest.raises(BatchError) as error:
+            engine.step(engine.slice(batch))
+        said.append(str(error.value))
+    engine.step(engine.slice(batch_of(0)))  # nobody waits for a message of before
+    return said
+
+
+def plainly(
+    module: Callable[[], nn.Module] = build, lengths: Sequence[int] = (LENGTH,) * STEPS
+) -> Plain:
     """Train as torch's own loop does: losses, norms, shares of right ones and weights."""
-    global _apart  # noqa: PLW0603
+    global _apart, _means  # noqa: PLW0603
     torch.manual_seed(0)
     model = module()
     by: dict[float, list[nn.Parameter]] = {}
@@ -162,12 +260,12 @@ def plainly(module: Callable[[], nn.Module] = build) -> Plain:
         by.setdefault(groups(name, parameter)["weight_decay"], []).append(parameter)
     optimizer = adamw([{"params": ps, "weight_decay": decay} for decay, ps in by.items()])
     losses, norms, right = [], [], []
-    for step in range(STEPS):
-        batch = batch_of(step)
-        _apart = []
+    for step, length in enumerate(lengths):
+        batch = cut_to(length, batch_of(step))
+        _apart, _means = [], []
         total, count, metrics = loss(model(batch["ids"]), batch)
-        total = total + sum(_apart)
-        _apart = None
+        total = total + sum(_apart) + count * sum(_means)
+        _apart = _means = None
         (total / count).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
@@ -177,10 +275,14 @@ def plainly(module: Callable[[], nn.Module] = build) -> Plain:
     return losses, norms, right, dict(model.state_dict())
 
 
-def everywhere() -> dict[str, Run]:
+def everywhere() -> tuple[dict[str, Run], dict[str, Run], dict[str, Run], list[str]]:
     found = {name: trained(plan) for name, plan in (LAYOUTS | BF16S).items()}
     found |= {f"{name}, apart": apart(LAYOUTS[name]) for name in ("zero 3", "replicated")}
-    return found | {f"{name}{INNER}": trained(plan, Penalised) for name, plan in INNERS.items()}
+    found |= {f"{name}{INNER}": trained(plan, Penalised) for name, plan in INNERS.items()}
+    found["unlike slices"] = unlike_slices()
+    varied = {name: varying(plan) for name, plan in VARYING.items()}
+    routed = {name: trained(plan, Routed) for name, plan in ROUTED.items()}
+    return found, varied, routed, disagreeing()
 
 
 def check(run: Run, expected: Any, name: str = "") -> None:
@@ -189,7 +291,7 @@ def check(run: Run, expected: Any, name: str = "") -> None:
     assert [r.loss for r in results] == pytest.approx(losses, rel=1e-6), name
     assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-5), name
     assert [r.metrics["right"] for r in results] == pytest.approx(right, rel=1e-6), name
-    assert [r.metrics["one"] for r in results] == [1.0] * STEPS, name
+    assert [r.metrics["one"] for r in results] == [1.0] * len(losses), name
     assert found.keys() == weights.keys()
     for key, value in weights.items():
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
@@ -213,6 +315,71 @@ def test_one_process_trains_as_a_plain_loop() -> None:
     check(trained({"micro_batches": 4, "recompute": "full"}), expected)
     check(apart({}), expected)
     check(trained({"micro_batches": 2, "recompute": "full"}, Penalised), plainly(Penalised))
+    check(trained({"micro_batches": 4, "recompute": "selective"}, Routed), plainly(Routed))
+
+
+def test_state_on_the_host_comes_in_buckets_and_is_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(streamed_state, "BUCKET_BYTES", 1000)  # of four parameters or so
+    losses, norms, _, expected = plainly()
+    found = []
+    for _ in range(STEPS):  # each begins where the one before it saved
+        engine = new_engine({"offload": "optimizer"})
+        engine.resume(tmp_path)
+        found.append(engine.step(batch_of(engine.steps)))
+        engine.save(tmp_path)
+
+    assert [one.loss for one in found] == pytest.approx(losses, rel=1e-6)
+    assert [one.grad_norm for one in found] == pytest.approx(norms, rel=1e-5)
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+    states = [value for one in engine.optimizer.state.values() for value in one.values()]
+    assert all(host.on_host(value) for value in states if value.ndim)
+    assert any(value.ndim for value in states)
+
+
+class OneNorm(torch.optim.SGD):
+    """Divides all gradients by their common norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_updates_parameters_together_is_refused_with_its_state_on_the_host() -> (
+    None
+):
+    with pytest.raises(OptimizerError, match="OneNorm updates parameters together"):
+        new_engine({"offload": "optimizer"}, optimizer=OneNorm)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"offload": "parameters"}, "offload: is parameters, which .* use ZeRO 3, or offload: opt"),
+        ({"precision": "fp8"}, "precision: is fp8, .* convert modules in build"),
+        ({"gradient_wire": "powersgd"}, "gradient_wire: is powersgd, .* use full"),
+    ],
+)
+def test_what_is_not_executed_is_refused_with_the_way_out(
+    change: dict[str, Any], said: str
+) -> None:
+    plan = new_engine({}).plan.model_copy(update=change)
+
+    with pytest.raises(LaunchError, match=said):
+        new_engine(plan)
+
+
+def test_unequal_shares_refuse_what_gathers_as_much_from_each_rank() -> None:
+    plan = new_engine({"shares": [4]}).plan
+    build_norm = lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))  # noqa: E731
+
+    with pytest.raises(LaunchError, match="1 is a BatchNorm, whose statistics"):
+        refuse_plan(plan, build_norm(), loss)
+    with pytest.raises(LaunchError, match="a loss over the whole batch"):
+        refuse_plan(plan, build(), whole_batch(loss))
+    refuse_plan(plan, build(), loss)
 
 
 @pytest.mark.ranks
@@ -225,7 +392,17 @@ def test_two_ranks_train_as_a_plain_loop() -> None:
     lost = differences(one, (wide, weights))
     assert min(lost) > 1e-3  # it is another type of computation
 
-    for runs in on_ranks(2, everywhere):
+    lengths = plainly(lengths=LENGTHS)
+
+    balanced = plainly(Routed)
+
+    for runs, varied, routed, said in on_ranks(2, everywhere):
+        assert ["different samples" in said[0], "different shapes" in said[1]] == [True, True], said
+        assert all("ranks 0 and 1 feed slice 0" in one for one in said)
+        for name, run in varied.items():
+            check(run, lengths, f"lengths: {name}")
+        for name, run in routed.items():
+            check(run, balanced, f"routed: {name}")
         for name, run in runs.items():
             if name in BF16S:
                 far = differences(run, one)
@@ -237,9 +414,16 @@ def test_two_ranks_train_as_a_plain_loop() -> None:
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ({"ids": torch.zeros(4, 7)}, "has 4 samples, and this rank's slice of a step is 2 micro"),
+        (
+            {"ids": torch.zeros(4, 7)},
+            "has 4 samples, and this rank's slice of a step has 8 .micro-batches of 4",
+        ),
         ((torch.zeros(8), torch.zeros(6)), r"\[0\] has 8 samples and \[1\] has 6 samples"),
         ({"a": 1}, "has no tensor with samples"),
+        (
+            {"ids": torch.zeros(8, 9), "counts": torch.zeros(8, 7)},
+            r"\['ids'\] has length 9 along dim 1, and the example of Engine\(batch=...\) 7",
+        ),
     ],
 )
 def test_a_batch_that_no_step_takes_is_refused(batch: Any, said: str) -> None:
@@ -266,17 +450,6 @@ def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize("tied", ["module", "function"])
-def test_tied_stages_of_one_rank_that_are_divided_are_refused(tied: str) -> None:
-    recorder = Recorder.of(own_modules.GPT(tied=tied), batch_of(0))
-    layout = {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 3}
-    settings: dict[str, Any] = {"name": "gpt", "ranks": 4, "global_batch": 8, "device": "cpu"}
-
-    with pytest.raises(LaunchError, match=r"words\.weight: is read by stages 0 and 3 of one rank"):
-        refuse_shared(script_plan(recorder, layout, **settings), recorder)
-    refuse_shared(script_plan(recorder, {"pipeline": 2, "zero": 3}, **settings), recorder)
-
-
 def test_gradient_hooks_are_refused_with_the_place_where_gradients_are() -> None:
     def hooked() -> nn.Module:
         model = build()
@@ -295,6 +468,21 @@ def test_a_step_in_which_nothing_counts_moves_nothing() -> None:
 
     assert result.skipped
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+
+
+def test_a_sum_over_the_batch_that_the_example_did_not_ask_for_is_refused() -> None:
+    class Later(own_modules.GPT):
+        asks = False
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = super().forward(ids)
+            return x * batch_sum(torch.ones(())) if self.asks else x
+
+    engine = new_engine({}, Later, units=["words"])
+    Later.asks = True
+
+    with pytest.raises(BatchError, match="was not called when the module ran on the example"):
+        engine.step(batch_of(0) | {"temperature": 2.0})  # recorded anew
 
 
 def test_a_loss_inside_that_is_no_number_is_refused() -> None:

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import meshwright
 from planner.errors import PlanError, RecordError
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from runtime.recorder import arguments
+from runtime.recorder import Inputs, Recorder, arguments
 from runtime.script_engine import Engine
-from runtime.script_model import check_module, check_replay, few_samples, script_model
+from runtime.script_model import SAMPLES, check_module, check_replay, few_samples, script_model
 from tests.runtime.own_modules import GPT, MODULES, WIDTH, WORDS, Undecided
 
 
@@ -110,6 +110,10 @@ def planned(module: nn.Module, batch: Any) -> Plan:
     )
 
 
+def recorded(module: nn.Module, batch: Any, inputs: Inputs | None = None) -> Recorder:
+    return Recorder.of(module, few_samples(batch, SAMPLES), inputs)
+
+
 class Wider(GPT):
     def __init__(self) -> None:
         super().__init__()
@@ -121,14 +125,14 @@ def test_a_plan_is_of_one_module() -> None:
     batch = torch.randint(0, WORDS, (4, 7))
     plan = planned(GPT(), batch)
 
-    check_module(plan, GPT(), batch)
-    check_module(plan, GPT(), batch[:3])
+    check_module(plan, recorded(GPT(), batch))
+    check_module(plan, recorded(GPT(), batch[:3]))
     with pytest.raises(PlanError, match=r"another module or batch .*shapes or calls differ"):
-        check_module(plan, Wider(), batch)
+        check_module(plan, recorded(Wider(), batch))
     with pytest.raises(PlanError, match="another module or batch"):
-        check_module(plan, GPT(), batch[:, :5])
+        check_module(plan, recorded(GPT(), batch[:, :5]))
     with pytest.raises(PlanError, match=r"it differs in model, words"):
-        check_module(plan, Undecided(), torch.randn(4, WIDTH))
+        check_module(plan, recorded(Undecided(), torch.randn(4, WIDTH)))
 
 
 @pytest.mark.parametrize("kind", ["resnet", "experts", "two_towers", "changing", "lstm"])
@@ -137,7 +141,7 @@ def test_a_replayed_forward_is_checked_on_real_data(kind: str) -> None:
     module = build()
     before = {name: value.clone() for name, value in module.state_dict().items()}
 
-    check_replay(module, example(), inputs)
+    check_replay(module, recorded(module, example(), inputs), few_samples(example(), SAMPLES))
 
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name])
@@ -153,7 +157,9 @@ class Counting(GPT):
 
 def test_a_forward_that_counts_its_calls_is_refused() -> None:
     with pytest.raises(RecordError, match="depends on Python's own state"):
-        check_replay(Counting(), torch.ones(4, 7).long())
+        ids = torch.ones(SAMPLES, 7).long()
+        module = Counting()
+        check_replay(module, recorded(module, ids), ids)
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
+import statistics
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import meshwright
+from meshwright import cli
 from meshwright.scripts import run_script
 from planner.document import write
-from planner.errors import LaunchError
+from planner.errors import LaunchError, MeshwrightError
+from runtime import run, script_rank, script_run
+from runtime.nodes import NodeRank
 from runtime.script_engine import Engine
+from runtime.script_run import ScriptRun
+from runtime.supervise import BadEnd, Exit
+from tests.runtime.ports import free_port
 
 SCRIPT = '''
 import os, signal, sys
@@ -64,6 +75,8 @@ def train(folder=None, steps=6):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    print("begun by", os.environ["RANK"])
+    print("noted by", os.environ["RANK"], file=sys.stderr)
     engine, seen = train(folder)
     weights = engine.state_dict()
     if engine.leads:
@@ -72,51 +85,130 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.mark.ranks
-def test_a_killed_rank_costs_no_step_and_no_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    space: dict[str, object] = {"__name__": "train"}
+def plain_run() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return what the script defines, and the weights that it trains in this process."""
+    space: dict[str, Any] = {"__name__": "train"}
     exec(compile(SCRIPT, "train.py", "exec"), space)
-    plain, _ = space["train"]()  # type: ignore[operator]
-    expected = plain.state_dict()
-    batch, loss = space["batch_of"](0), space["loss"]  # type: ignore[operator]
+    plain, _ = space["train"]()
+    return space, plain.state_dict()
+
+
+def plan_of(space: dict[str, Any], folder: Path) -> meshwright.Plan:
     two = meshwright.plan(
-        space["build"],  # type: ignore[arg-type]
+        space["build"],
         "local:2",
-        batch=batch,
-        loss=loss,  # type: ignore[arg-type]
+        batch=space["batch_of"](0),
+        loss=space["loss"],
         global_batch=8,
         fix=["zero=3"],
     )
     assert two.mesh.data_shard == 2
-    write(two, tmp_path / "plan.yaml")
+    write(two, folder / "plan.yaml")
+    (folder / "train.py").write_text(SCRIPT)
+    return two
 
-    done = run_script(
-        str(tmp_path / "plan.yaml"),
-        str(script),
-        [str(tmp_path), "--more", "3"],
-        output=str(tmp_path / "out"),
-        restarts=1,
-    )
 
-    left = torch.load(tmp_path / "end.pt", weights_only=True)
-    assert left["told"] == ["--more", "3"]
+def check_end(folder: Path, expected: dict[str, torch.Tensor], *told: str) -> None:
+    left = torch.load(folder / "end.pt", weights_only=True)
+    assert left["told"] == list(told)
     assert left["seen"] == [1, 2, 3, 4, 5, 6]
     for name, value in expected.items():
         torch.testing.assert_close(left["weights"][name], value, rtol=1e-5, atol=1e-6)
-    assert done.run.restarts == 1
-    assert [record.step for record in done.run.steps] == [1, 2, 3, 4, 5, 6]
-    said = capsys.readouterr().err
-    assert re.search(r"meshwright: step \d, loss \d+\.\d{4}, \d.* per step\n", said)
-    assert f"meshwright: step 6, loss {done.run.steps[-1].loss:.4f}, " in said
-    assert "rank 1 was killed by SIGKILL after step 4; starting all ranks again (1 of 1)" in said
-    (row,) = done.rows
-    assert (row.quantity, row.unit, row.measured) == ("step time", "s", done.run.step_time_s)
-    assert row.predicted == meshwright.predict(two).step_time_s
+
+
+@pytest.mark.ranks
+def test_a_script_runs_on_all_ranks_and_the_console_has_what_rank_0_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    space, expected = plain_run()
+    plan = plan_of(space, tmp_path)
+    (tmp_path / "died").touch()  # nobody is killed
+
+    assert cli.main([
+        *("run", "--plan", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "out")),
+        *(str(tmp_path / "train.py"), str(tmp_path), "--output", "3"),
+    ]) == 0  # fmt: skip
+
+    check_end(tmp_path, expected, "--output", "3")
+    said, talk = capsys.readouterr()
+    assert said.startswith("begun by 0\nloss ")
+    assert "noted by 0\n" in talk
+    assert "by 1" not in said + talk
+    assert "begun by 1\nnoted by 1\n" in (tmp_path / "out/logs/rank-00001.log").read_text()
+    assert "begun by 0\n" in (tmp_path / "out/logs/rank-00000.log").read_text()
+    steps = tuple(run.read_records(run.metrics_file(tmp_path / "out")))
+    seconds = statistics.median(record.step_s for record in steps[2:])
+    assert re.search(r"meshwright: step \d, loss \d+\.\d{4}, \d.* per step, .* samples/s\n", talk)
+    assert f"meshwright: step 6, loss {steps[-1].loss:.4f}, " in talk
+    done = ScriptRun(steps=steps, output=tmp_path, restarts=0, global_batch=8)
+    time_row, rate_row = done.comparison(meshwright.predict(plan))
+    assert (time_row.quantity, time_row.unit, time_row.measured) == ("step time", "s", seconds)
+    assert time_row.predicted == meshwright.predict(plan).step_time_s
+    assert (rate_row.unit, rate_row.measured) == ("samples/s", 8 / seconds)
+    assert "step time" in said
+    assert "samples/s" in said
+
+
+@pytest.mark.ranks
+def test_a_rank_killed_on_one_of_two_nodes_costs_no_step_and_no_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    space, expected = plain_run()
+    plan_of(space, tmp_path)
+    port = free_port()
+    ends: list[ScriptRun | MeshwrightError | None] = [None, None]
+    said: list[list[str]] = [[], []]
+
+    def node(number: int) -> None:
+        try:
+            ends[number] = script_run.run_script(
+                tmp_path / "plan.yaml",
+                tmp_path / "train.py",
+                [str(tmp_path)],
+                output=tmp_path / "out",
+                restarts=1,
+                node_rank=NodeRank(node=number, nodes=2, host="127.0.0.1", port=port),
+                nodes=(1, 1),
+                say=said[number].append,
+            )
+        except MeshwrightError as error:
+            ends[number] = error
+
+    threads = [threading.Thread(target=node, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+
+    first, second = ends
+    assert isinstance(first, ScriptRun), ends
+    assert second is None
+    check_end(tmp_path, expected)
+    assert first.restarts == 1
+    assert [record.step for record in first.steps] == [1, 2, 3, 4, 5, 6]
+    killed = "rank 1 was killed by SIGKILL"
+    assert f"{killed}; starting all ranks again (1 of 1)" in said[1]
+    assert f"node 1: {killed}; starting all ranks again (1 of 1)" in said[0]
+    assert (tmp_path / "out/node-00001/logs/rank-00001.log").exists()
+
+
+def test_nodes_that_the_plan_does_not_have_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space: dict[str, Any] = {"__name__": "train"}
+    exec(compile(SCRIPT, "train.py", "exec"), space)
+    plan_of(space, tmp_path)
+
+    assert cli.main([
+        *("run", "--plan", str(tmp_path / "plan.yaml"), "--nodes", "2", "--node", "0"),
+        *("--rendezvous", "127.0.0.1", str(tmp_path / "train.py")),
+    ]) == 1  # fmt: skip
+
+    assert "the plan is for 1 node (local:2), and the command line says that there are 2" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -131,3 +223,51 @@ def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="is no file; name the script"):
         run_script(str(tmp_path / "plan.yaml"), str(tmp_path / "none.py"), output=str(tmp_path))
     assert "MESHWRIGHT_PLAN" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "how", "said", "logged"),
+    [
+        ("sys.exit('no data')", 1, "exited with code 1: no data", "no data\n", ""),
+        ("sys.exit(3)", 3, "exited with code 3", "", ""),
+        ("{}['x']", 1, "stopped with KeyError: 'x'", "train.py", ""),
+        (
+            "raise RuntimeError('Connection reset by peer')",
+            1,
+            "stopped with RuntimeError: Connection reset by peer",
+            "",
+            "RuntimeError: Connection reset by peer",
+        ),
+    ],
+)
+def test_a_rank_says_how_its_script_ended_and_a_lost_peer_only_in_its_log(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ends: str,
+    code: int,
+    how: str,
+    said: str,
+    logged: str,
+) -> None:
+    for name in ("logs", "ranks"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "train.py").write_text(f"import sys\n{ends}\n")
+    monkeypatch.setattr(sys, "argv", ["script_rank", str(tmp_path / "train.py")])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(faulthandler, "enable", lambda: None)  # pytest has its own
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(script_rank.OUTPUT_VARIABLE, str(tmp_path))
+
+    assert script_rank.main() == code
+
+    ended = Exit(rank=0, code=code)
+    (failure,) = run.read_failures(tmp_path, 1)
+    bad = BadEnd(seen=(ended,), cause=ended, failure=failure)
+    assert script_run._how(bad, tmp_path) == f"rank 0 {how}"
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "runpy" not in printed
+    assert bool(printed) == bool(said)
+    log = run.log_file(tmp_path, 0)
+    assert logged in (log.read_text() if log.exists() else "")

@@ -58,3 +58,17 @@ def test_a_label_that_no_board_has_sets_the_memory() -> None:
 def test_a_node_may_have_more_devices_than_usual() -> None:
     assert cluster("v100-sxm-32gb", per_node=16).tiers[0].devices == 16
     assert cluster("gh200", per_node=4).tiers[0].peer_bytes_per_s == 1.5e11
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_node", "joined"), [(256, 4, 64), (64, 4, 64), (72, 4, 72), (8, 4, 8)]
+)
+def test_trays_of_a_rack_are_one_domain_of_links(devices: int, per_node: int, joined: int) -> None:
+    """18 trays of 4 reach each other over NVLink; 256 devices are 64 of each of 4 racks."""
+    cluster, assumed = cluster_of_row(
+        "gb200", devices, per_node, memory_gb=None, intra_link="", network_bytes_per_s=None
+    )
+
+    assert cluster.groups[0].devices_per_node == joined == cluster.tiers[0].devices
+    assert cluster.devices == devices
+    assert f"racks of which {joined} devices are used" in assumed

@@ -1,0 +1,361 @@
+"""Passes: forwards and backwards of a script's micro-batches over the stages that a rank holds.
+
+    passes = Passes(plan, place, parts, recorder, loss=loss, ...)
+    micros = passes.cut(batch, step=3)       # this rank's slice, as micro-batches
+    passes.train(micros)                     # gradients are added up; sums and counts are noted
+
+Under a pipeline a batch has whatever shape the example allows: each shape has a recording and
+boundaries of its own, and all ranks that see a batch are asked whether they see the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from planner import schedule
+from planner.errors import BatchError, LaunchError
+from planner.plan import Plan
+from runtime import batches
+from runtime.batch_norm import RunningStatistics
+from runtime.exchange import all_gather_json, broadcast_tensors
+from runtime.gradients import Gradients
+from runtime.inner_loss import BatchSums, InnerLosses, running
+from runtime.loss import Totals, counted
+from runtime.mesh import Place
+from runtime.parallelize import gathers_anew, reduces_at_once
+from runtime.recent import Recent
+from runtime.recorded_pipeline import RecordedPipeline
+from runtime.recorded_stage import MicroBatch, step_seed
+from runtime.recorder import MOST_RECORDINGS, Recorder, key_of
+from runtime.replicas import Replicas
+from runtime.script_stage import ScriptStage
+from runtime.whole_batch import gradients_by_output, of_all_slices, surrogate, whole_batch
+
+
+class Passes:
+    """This rank's part of the forwards and backwards of a batch."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        place: Place,
+        parts: Sequence[ScriptStage],
+        recorder: Recorder,
+        *,
+        example: Any,
+        loss: Callable[[Any, Any], Any],
+        gradients: Gradients,
+        statistics: RunningStatistics,
+        sums: bool,
+        device: torch.device,
+    ) -> None:
+        """`example` is a batch that no batch exceeds; `gradients` know how sums are scaled.
+
+        `sums` says that the module asks for sums over the batch.
+        """
+        self.totals = Totals(device)
+        self._plan = plan
+        self._place = place
+        self._parts = tuple(parts)
+        self._recorder = recorder
+        self._most = batches.lengths_of(example)
+        self._loss = loss
+        self._gradients = gradients
+        self._statistics = statistics
+        self._device = device
+        self._sums = sums
+        self._surveyed: Totals | None = None
+        """What the loss counts, while sums over the batch are made."""
+        self._taken: list[Any] | None = None
+        """What the module makes, while it is asked for."""
+        self._by_output: dict[int, list[Tensor | None]] = {}
+        """Gradients of a loss over the whole batch, by micro-batch."""
+        self._metric_names: tuple[str, ...] | None = None
+        self._replicas = self._new_replicas()
+        self._checked = False
+        self._pipelines = Recent[RecordedPipeline](MOST_RECORDINGS)
+
+    # --- batches ----------------------------------------------------------------------------
+
+    def cut(self, batch: Any, *, step: int, drawing: bool = True) -> list[MicroBatch]:
+        """Cut this rank's slice into micro-batches; all ranks call it together.
+
+        Raises BatchError where the slice is not of the plan's size, has longer samples than the
+        example, or ranks that feed one slice have different samples.
+        """
+        size, count = self._plan.micro_batch, self._plan.micro_batches_of(self._place.data_rank)
+        cut = batches.micro_batches(batch, size=size, count=count)
+        batches.check_lengths(batch, self._most)
+        self._agree(batch)
+        first = self._plan.samples_of(self._place.data_rank).start
+        return [
+            MicroBatch(
+                batches.on_device(one, self._device),
+                step_seed(self._plan.training.seed, step, first + at * size) if drawing else None,
+            )
+            for at, one in enumerate(cut)
+        ]
+
+    def _agree(self, batch: Any) -> None:
+        """Refuse what ranks that must have equal batches do not have; all ranks raise it.
+
+        Values are compared once, shapes each time: messages between stages have that of the batch.
+        """
+        if self._plan.mesh.pipeline * self._plan.mesh.tensor == 1:
+            return
+        own = [self._place.data_rank, batches.shape_print(batch)]
+        if not self._checked:
+            own.append(batches.fingerprint(batch))
+        self._checked = True
+        first: dict[int, tuple[int, list[int]]] = {}
+        for rank, said in enumerate(all_gather_json(own)):
+            other, wanted = first.setdefault(said[0], (rank, said))
+            if said != wanted:
+                what = "samples" if said[1] == wanted[1] else "shapes"
+                raise BatchError(
+                    f"batch: ranks {other} and {rank} feed slice {said[0]} and have different "
+                    f"{what}; seed the loader alike on all ranks and take engine.slice(batch)"
+                )
+
+    # --- passes -----------------------------------------------------------------------------
+
+    def train(self, micros: Sequence[MicroBatch]) -> None:
+        """Add the gradients of all micro-batches, and note their losses."""
+        sums = self._summed(micros)
+        if isinstance(self._loss, whole_batch):
+            with running(InnerLosses(_forget, None, sums)):
+                self._whole_gradients(self._loss, micros)
+        one = self._backward_of(torch.ones((), device=self._device))
+        with running(InnerLosses(self._note_inner, one, sums)):
+            if self._plan.mesh.pipeline > 1:
+                self._pipeline_of(micros).run_all(micros)
+            else:
+                self._one_after_another(micros)
+        if self._replicas is not None:
+            self._replicas.finish()
+        self._statistics.apply()
+
+    def evaluate(self, micros: Sequence[MicroBatch]) -> None:
+        """Note the losses of all micro-batches in eval mode, and learn nothing."""
+        modules = [part.module for part in self._parts]
+        try:
+            for module in modules:
+                module.eval()
+            with running(InnerLosses(self._note_inner, None, self._summed(micros))):
+                if isinstance(self._loss, whole_batch):
+                    self._whole_gradients(self._loss, micros)
+                else:
+                    self._forward(micros)
+            self._let_go()
+        finally:
+            for module in modules:
+                module.train()
+
+    def outputs(self, micros: Sequence[MicroBatch]) -> Any:
+        """Return what the module makes of this slice, on every rank, without gradients."""
+        with running(InnerLosses(_forget, None, self._summed(micros))):
+            made = self._outputs(micros)
+        if self._plan.mesh.pipeline > 1:
+            group = self._place.axis("pipeline").get_group()
+            last = self._plan.rank_of_stage(len(self._plan.stages) - 1)
+            own = self._place.stage == last
+            leaves = tree_leaves(made) if own else []
+            if any(not isinstance(leaf, Tensor) for leaf in leaves):
+                raise LaunchError("outputs: are not all tensors, and cannot be sent to other ranks")
+            sent = broadcast_tensors(leaves if own else None, source=last, group=group)
+            # Every rank has recorded what the module returns.
+            spec = self._recorder.first.result_spec
+            each = spec.num_leaves
+            made = [
+                tree_unflatten([leaf.to(self._device) for leaf in sent[at : at + each]], spec)
+                for at in range(0, len(sent), each)
+            ]
+        return batches.joined(made)
+
+    @torch.no_grad()
+    def _summed(self, micros: Sequence[MicroBatch]) -> BatchSums | None:
+        """Return what the module sums over the batch, by a forward of all micro-batches."""
+        if not self._sums:
+            return None
+        sums = BatchSums()
+        self._surveyed = Totals(self._device)
+        try:
+            with running(InnerLosses(_forget, None, sums)):
+                self._forward(micros)
+            counts = self.of_all(self._surveyed.values)
+        finally:
+            self._surveyed = None
+        self._let_go()
+        self._statistics.forget()
+        sums.finish(self._of_all_slices)
+        if not isinstance(self._loss, whole_batch):
+            sums.loss_count = counts[1]
+        return sums
+
+    def _of_all_slices(self, values: Tensor) -> Tensor:
+        """Return the sum of what the data ranks of this stage have."""
+        if self._place.mesh is not None and self._place.data_degree > 1:
+            dist.all_reduce(values, group=self._place.data_group)
+        return values
+
+    def _forward(self, micros: Sequence[MicroBatch]) -> None:
+        if self._plan.mesh.pipeline > 1:
+            self._pipeline_of(micros).evaluate_all(micros)
+            return
+        for micro in micros:
+            self._micro_loss(self._parts[0].module(micro=micro), micro)
+
+    def _one_after_another(self, micros: Sequence[MicroBatch]) -> None:
+        part = self._parts[0]
+        for index, micro in enumerate(micros):
+            if part.wrapped:
+                last = index == len(micros) - 1
+                module = cast(FSDPModule, part.module)
+                module.set_is_last_backward(last)
+                module.set_requires_gradient_sync(last or reduces_at_once(self._plan, self._place))
+                module.set_reshard_after_backward(last or gathers_anew(self._plan, self._place))
+            self._micro_loss(part.module(micro=micro), micro).backward()
+
+    @torch.no_grad()
+    def _outputs(self, micros: Sequence[MicroBatch]) -> list[Any]:
+        """Return what the module makes of each micro-batch, where this rank has the last stage."""
+        made: list[Any] = []
+        self._taken = made
+        try:
+            self._forward(micros)
+        finally:
+            self._taken = None
+        self._let_go()
+        self._statistics.forget()
+        return made
+
+    def _whole_gradients(self, loss: whole_batch, micros: Sequence[MicroBatch]) -> None:
+        """Note the loss of the whole batch, and its gradient by the outputs of each micro-batch."""
+        plan, place = self._plan, self._place
+        made = self._outputs(micros)
+        if not made:
+            return
+        outputs = of_all_slices(batches.joined(made), place)
+        batch = of_all_slices(batches.joined([micro.batch for micro in micros]), place)
+        notes = place.data_rank == 0 and place.along("tensor") == 0  # all have the same
+        if not torch.is_grad_enabled():
+            if notes:
+                self.totals.add(counted(loss(outputs, batch), plan.global_batch))
+            return
+        one, grads = gradients_by_output(
+            loss,
+            outputs,
+            batch,
+            own=plan.samples_of(place.data_rank),
+            size=plan.micro_batch,
+            parts=plan.global_batch // plan.micro_batch,
+        )
+        if notes:
+            self.totals.add(one)
+        self._by_output = {id(m): grad for m, grad in zip(micros, grads, strict=True)}
+
+    def _let_go(self) -> None:
+        """Divide parameters again: what no backward follows stays gathered."""
+        for inner in (inner for part in self._parts for inner in part.module.modules()):
+            if isinstance(inner, FSDPModule):
+                inner.reshard()
+
+    def _micro_loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Note what a micro-batch adds to the loss; return where its backward begins."""
+        if self._taken is not None:
+            self._taken.append(outputs)
+            return torch.zeros((), device=self._device)
+        if self._surveyed is not None and isinstance(self._loss, whole_batch):
+            return torch.zeros((), device=self._device)
+        if isinstance(self._loss, whole_batch):
+            return self._backward_of(surrogate(outputs, self._by_output[id(micro)]))
+        one = counted(self._loss(outputs, micro.batch), self._plan.micro_batch)
+        if self._place.along("tensor") == 0:  # the others of a slice have the same
+            (self.totals if self._surveyed is None else self._surveyed).add(one)
+        return self._backward_of(one.total)
+
+    def _note_inner(self, value: Tensor) -> None:
+        if self._place.along("tensor") == 0:
+            self.totals.add_inner(value)
+
+    def _backward_of(self, total: Tensor) -> Tensor:
+        """Return what backward of a sum of losses begins at."""
+        return self._gradients.scale.applied(total / self._gradients.divisor)
+
+    def _new_replicas(self) -> Replicas | None:
+        replicated = [one for part in self._parts for one in part.replicated]
+        if not replicated:
+            return None
+        apart = any(part.store is not None for part in self._parts)
+        count = self._plan.micro_batches_of(self._place.data_rank)
+        return Replicas(replicated, backwards=None if apart else count)
+
+    def _pipeline_of(self, micros: Sequence[MicroBatch]) -> RecordedPipeline:
+        """Return the stages with the boundaries of these micro-batches."""
+        example = micros[0].batch
+        return self._pipelines.get(key_of(example), lambda: self._new_pipeline(example))
+
+    def _new_pipeline(self, example: Any) -> RecordedPipeline:
+        plan = self._plan
+        parts = dict(zip(plan.stages_of_rank(self._place.stage), self._parts, strict=True))
+        return RecordedPipeline(
+            {stage: part.module for stage, part in parts.items()},
+            schedule.orders(
+                plan.schedule,
+                stages=len(plan.stages),
+                micro_batches=plan.micro_batches,
+                virtual_stages=plan.virtual_stages,
+            ),
+            recording=self._recorder.recording(example),
+            micro_batches=plan.micro_batches,
+            groups=self._place.pipeline_groups(),
+            device=self._device,
+            loss=self._micro_loss,
+            stores={stage: part.store for stage, part in parts.items() if part.store} or None,
+        )
+
+    # --- sums over all ranks ----------------------------------------------------------------
+
+    def of_all(self, values: Tensor) -> Tensor:
+        """Return the sum of what all ranks have."""
+        values = values.clone()
+        if self._place.mesh is not None:
+            dist.all_reduce(values)
+        return values
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the metrics of all ranks; those without the last stage have none of their own."""
+        if self._metric_names is None:
+            self._metric_names = self._agreed_names()
+        if not self._metric_names:
+            return {}
+        own = self.totals.metrics
+        unknown = [name for name in own if name not in self._metric_names]
+        if unknown:
+            raise BatchError(
+                f"metrics: '{unknown[0]}' was not there in the first step; return the same names "
+                "in each"
+            )
+        none = torch.zeros(2, dtype=torch.float64, device=self._device)
+        pairs = self.of_all(torch.stack([own.get(name, none) for name in self._metric_names]))
+        return {
+            name: total / count if count else float("nan")
+            for name, (total, count) in zip(self._metric_names, pairs.tolist(), strict=True)
+        }
+
+    def _agreed_names(self) -> tuple[str, ...]:
+        names: list[Any] = [tuple(self.totals.metrics)]
+        if self._place.mesh is not None:
+            names = all_gather_json(list(self.totals.metrics))
+        return tuple(dict.fromkeys(name for one in names for name in one))
+
+
+def _forget(value: Tensor) -> None:
+    """Take a loss inside the module in a forward that reports none."""

@@ -1,0 +1,46 @@
+"""Step records of a script: what `meshwright run` follows while a script's Engine trains."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from planner.plan import Plan
+from runtime import run
+from runtime.script_rank import OUTPUT_VARIABLE
+
+
+class ScriptRecords:
+    """Steps written down for `meshwright run`, which started this process."""
+
+    _taken = False
+
+    def __init__(self, output: Path) -> None:
+        self._file = run.metrics_file(output)
+        self._begun = False
+
+    @classmethod
+    def of_this_process(cls) -> ScriptRecords | None:
+        """Return where the first engine of a process writes; others write nothing."""
+        output = os.environ.get(OUTPUT_VARIABLE)
+        if output is None or cls._taken:
+            return None
+        cls._taken = True
+        return cls(Path(output))
+
+    def write(self, plan: Plan, step: int, loss: float, norm: float, step_s: float) -> None:
+        """Add a step; those that it does again, behind a restart, are forgotten first."""
+        if not self._begun:
+            run.forget_steps_after(step - 1, self._file)
+            self._begun = True
+        run.append_record(
+            run.StepRecord(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                step_s=step_s,
+                samples_per_s=plan.global_batch / step_s,
+                epoch=0,
+            ),
+            self._file,
+        )

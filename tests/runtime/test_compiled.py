@@ -1,0 +1,226 @@
+"""Compiled blocks train as eager ones do, keep what the planner says, and say why they are not."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from planner.expressions import resolve_cluster
+from planner.layers.arithmetic import table
+from planner.layers.operator_table import Setting
+from planner.model import ModelGraph
+from planner.plan import Plan
+from planner.predict import predict
+from planner.profile import Recompute
+from runtime import compiled, recompute
+from runtime.activations import _constants, _storage
+from runtime.compiled import Compiler
+from runtime.context import WHOLE
+from runtime.engine import TokenEngine
+from runtime.initialize import materialize
+from runtime.rehearsal import rehearse
+from runtime.source import adapter_of
+from runtime.torch_internals import compiled_graphs
+from tests.runtime import cases
+from tests.runtime.ranks import on_ranks
+from tests.runtime.runs import errors, train
+
+CPU = torch.device("cpu")
+TRACED = "aot_eager"
+"""Traces and differentiates, and runs the same kernels as eager."""
+PARTITIONED = "aot_eager_decomp_partition"
+"""Chooses what is kept for backward as inductor does."""
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(compiled, "BACKEND", TRACED)
+    logging.disable(logging.WARNING)  # torch's, of what it takes for unusual
+    yield
+    logging.disable(logging.NOTSET)
+    torch._dynamo.reset()
+
+
+def of_blocks(plan: Plan) -> Plan:
+    return plan.model_copy(update={"compile": "block"})
+
+
+# --- equal to eager -----------------------------------------------------------------------------
+
+LAYOUTS: tuple[tuple[str, dict[str, Any], float], ...] = (
+    ("reference", {"data_shard": 2, "zero": 3, "recompute": "selective", "precision": "bf16"}, 0.0),
+    ("llama", {"tensor": 2, "recompute": "full", "precision": "fp8"}, 0.0),
+    ("gpt2", {"context": 2, "recompute": "selective"}, 0.0),
+    ("llama", {"pipeline": 2, "activations": "offload"}, 0.0),
+    # What is packed into 8 bits is what the graph keeps, which is not what eager modules do.
+    ("llama", {"data_replicate": 2, "activations": "compress"}, 3e-2),
+)
+"""More of them are rows of tests/runtime/test_matrix.py."""
+
+
+def eager_and_compiled() -> list[tuple[dict[str, float], int, dict[str, str]]]:
+    found = []
+    for family, layout, _ in LAYOUTS:
+        graph = cases.transformer(family)
+        plan = cases.plan(graph, **layout, micro_batches=2)
+        expected = train(plan, graph, 2)
+        graphs = compiled_graphs()
+        torch._dynamo.reset()
+        engines: list[TokenEngine] = []
+        own = train(of_blocks(plan), graph, 2, engines=engines)
+        compiler = engines[0].compiler
+        assert compiler is not None
+        found.append((errors([own], expected), compiled_graphs() - graphs, compiler.fallbacks))
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("backend")
+def test_every_axis_trains_compiled_as_eager_with_one_graph_for_all_blocks() -> None:
+    for of_rank in on_ranks(2, eager_and_compiled):
+        for (family, layout, bound), (found, graphs, fallbacks) in zip(
+            LAYOUTS, of_rank, strict=True
+        ):
+            assert max(found.values()) <= bound, (family, layout, found)
+            assert not fallbacks, (family, layout, fallbacks)
+            assert graphs == 1, (family, layout)
+
+
+# --- what is kept and held ----------------------------------------------------------------------
+
+
+def kept_and_planned(family: str, dtype: torch.dtype, choice: Recompute) -> tuple[int, float]:
+    """Return what a compiled block keeps of a micro-batch, and what the planner says of it."""
+    figures = {"hidden_size": 128, "heads": 4, "kv_heads": 4 if family == "gpt2" else 2,
+               "head_dim": 32, "ffn_size": 352, "layers": 1}  # fmt: skip
+    graph = cases.transformer(family, **figures)
+    samples, positions, name = 2, 64, "block.0"
+    adapter = adapter_of(
+        graph,
+        source=graph.name,
+        seq_len=positions,
+        dtype=dtype,
+        device=CPU,
+        seed=0,
+        weights=None,
+        context=WHOLE,
+    )
+    layer = adapter.layer(name)
+    materialize(name, layer, adapter, seed=0, device=CPU, weights=None, done={}, keeps={})
+    layer = layer.to(dtype)
+    constants = {_storage(tensor) for tensor in (*_constants(layer), *layer.parameters())}
+    layer = recompute.wrapped(layer, choice)
+    Compiler(CPU).compile(name, layer)
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in constants:
+            kept[storage._cdata] = storage
+        return tensor
+
+    x = torch.randn(samples, positions, figures["hidden_size"], dtype=dtype, requires_grad=True)
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(x)
+    setting = Setting(
+        micro_batch=samples,
+        seq_len=positions,
+        precision="bf16" if dtype == torch.bfloat16 else "fp32",
+        compiled=True,
+    )
+    planned = table(graph, dict(graph.chain)[name], setting).stored_bytes(choice)
+    return sum(storage.nbytes() for storage in kept.values()), planned
+
+
+RANDOM_STATE_BYTES = 5056
+"""Kept around attention that is computed again, for whatever it might drop."""
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(
+    ("family", "dtype", "choice"),
+    [
+        ("llama", torch.bfloat16, "none"),
+        ("gpt2", torch.float32, "none"),
+        ("gemma2", torch.bfloat16, "none"),
+        ("olmo2", torch.float32, "selective"),
+        ("reference", torch.bfloat16, "full"),
+    ],
+)
+def test_a_compiled_block_keeps_what_the_planner_says(
+    family: str, dtype: torch.dtype, choice: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", PARTITIONED)
+
+    kept, planned = kept_and_planned(family, dtype, choice)
+
+    assert kept - RANDOM_STATE_BYTES * (choice == "full") == pytest.approx(planned, rel=0.02)
+
+
+def rehearsed(rows: list[tuple[Plan, ModelGraph]]) -> list[int]:
+    return [rehearse(plan, graph, rank=0).peak_bytes for plan, graph in rows]
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_rehearsed_rank_with_compiled_blocks_peaks_where_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", PARTITIONED)
+    figures = {"hidden_size": 128, "heads": 8, "kv_heads": 4, "head_dim": 16, "ffn_size": 384}
+    graph = cases.transformer("llama", vocab_size=512, layers=4, **figures)
+    rows = []
+    for layout in (
+        {"recompute": "selective"},
+        {"data_shard": 2, "zero": 3, "precision": "bf16"},
+    ):
+        plan = of_blocks(cases.plan(graph, global_batch=32, micro_batches=2, **layout))
+        rows.append((plan.model_copy(update={"seq_len": 64}), graph))
+
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=fork) as apart:
+        found = apart.submit(rehearsed, rows).result()
+
+    for (plan, _), peak in zip(rows, found, strict=True):
+        cluster = resolve_cluster(f"{plan.mesh.devices}xh100-sxm-80gb")
+        parts = predict(plan, graph, cluster).stages[0].memory_parts
+        predicted = sum(size for part, size in parts.items() if part not in ("context", "slack"))
+        assert predicted == pytest.approx(peak, rel=0.01)
+
+
+# --- what is not compiled -----------------------------------------------------------------------
+
+
+class Asks(nn.Module):
+    """A layer that asks a tensor for its value, which ends a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        print(float(x.sum()))
+        return 2 * x
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_layer_that_is_no_graph_stays_eager_and_says_why() -> None:
+    compiler, layer = Compiler(CPU), Asks()
+    compiler.compile("block.0", layer)
+
+    assert torch.equal(layer(torch.ones(2)), torch.full((2,), 2.0))
+
+    assert compiler.fallbacks.keys() == {"block.0"}
+    assert compiler.fallbacks["block.0"]
+
+
+def test_without_a_compiler_layers_stay_eager_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "compiler_lack", lambda device: f"no compiler for {device}")
+    compiler, layer = Compiler(CPU), nn.Linear(2, 2)
+    compiler.compile("block.0", layer)
+
+    assert compiler.fallbacks == {"block.0": "no compiler for cpu"}
+    assert "forward" not in vars(layer)
