@@ -98,19 +98,20 @@ def _error(told: float, traced: float) -> float:
     return told / traced - 1 if traced else float(told != 0)
 
 
-FUSED = ("phi3",)
-"""Families whose blocks take apart, by the figures of whole models, what one product makes."""
+WHOLE = ("gpt_bigcode", "gpt_oss", "olmo2", "olmo3", "phi3")
+"""Families that no styles divide: one head of keys (StarCoder), sinks of all heads (GPT-OSS), norms
+over all heads (OLMo), products that are taken apart by the figures of whole models (Phi-3)."""
 LEFT_OUT = """\
-Not traced at tensor parallel 2: models with an odd number of heads (Falcon-7B), Phi-3, whose blocks
-take one product apart by the figures of the whole model, and the embedding of a ViT, whose ranks
-project all patches; its blocks have one position more than they should, an even number. Families
+Not traced at tensor parallel 2: models with an odd number of heads (Falcon-7B), StarCoder, GPT-OSS,
+OLMo and Phi-3, which no styles divide, and the embedding of a ViT, whose ranks project all patches;
+its blocks have one position more than they should, an even number. Families
 that the runtime trains are its own layers; of others the modules are those of `transformers`,
 divided in the runtime's styles: GPT-2 at tensor parallel 2 with Linears for its transposed weights,
 positions of BERT, GPT-2 and OPT looked up for a rank's share. Attention whose values are narrower
-than its keys (DeepSeek-V3) takes the fused kernel that torch has for CUDA. Gemma-2's capped
-attention runs in blocks and is an operator of its own; what it does inside is counted. GPT-J,
-Bloom, MPT and Falcon-7B write their scores, as `transformers` has them. A vocabulary that the
-tensor degree does not divide is made larger by one.
+than its keys (DeepSeek-V3) takes the fused kernel that torch has for CUDA. Attention of
+Gemma-2 (capped scores) and GPT-OSS (sinks) runs in blocks and is an operator of its own; what it
+does inside is counted. GPT-J, Bloom, MPT and Falcon-7B write their scores, as `transformers` has
+them. A vocabulary that the tensor degree does not divide is made larger by one.
 """
 Made = tuple[dict[str, nn.Module], Callable[[Tensor, Tensor], Tensor]]
 """A layer of each kind, and the loss behind the head."""
@@ -189,7 +190,7 @@ def setting_of(model: ModelGraph, tensor: int) -> Setting:
 def tensors_of(model: ModelGraph) -> tuple[int, ...]:
     """Return the tensor degrees that a model's heads divide by."""
     a = _figures(model)
-    most = 1 if a.family in FUSED else max(TENSORS)
+    most = 1 if a.family in WHOLE else max(TENSORS)
     return tuple(degree for degree in TENSORS if degree <= most and a.heads % degree == 0)
 
 

@@ -207,7 +207,7 @@ class Attack:
         full = (
             stage
             for stage, (one, seat) in enumerate(zip(prediction.stages, seats.stages, strict=True))
-            if not has_room(seat.accelerator.memory_bytes, one.peak_memory_bytes, seat.costs)
+            if not has_room(seat.accelerator.memory_bytes, one.memory_parts, seat.costs)
         )
         return Judged(
             draft=draft,

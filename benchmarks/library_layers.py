@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from planner.layers.parameters import slides
 from planner.model import Architecture
 
 SAMPLES = 2
@@ -28,10 +29,15 @@ CLASSES = {
     "opt": "OPT",
     "gpt2": "GPT2",
     "gptj": "GPTJ",
+    "glm4_moe": "Glm4Moe",
+    "gpt_bigcode": "GPTBigCode",
     "granite": "Granite",
     "mpt": "Mpt",
+    "nemotron": "Nemotron",
+    "phi": "Phi",
     "phi3": "Phi3",
     "qwen2_moe": "Qwen2Moe",
+    "seed_oss": "SeedOss",
     "smollm3": "SmolLM3",
     "starcoder2": "Starcoder2",
     "vit": "ViT",
@@ -120,7 +126,7 @@ def _fused(
 def _rotary(modeling: Any, prefix: str, settings: Any, seq_len: int, kind: str) -> Any:
     """Return what a block rotates by: cosines and sines, or both in one (DeepSeek-V2)."""
     table = getattr(modeling, f"{prefix}RotaryEmbedding")(settings)
-    sliding = {"layer_type": "sliding_attention" if kind == "local_block" else "full_attention"}
+    sliding = {"layer_type": "sliding_attention" if slides(kind) else "full_attention"}
     told = sliding if prefix == "Gemma3" else {}
     places = torch.arange(seq_len).unsqueeze(0)
     return table(torch.zeros(1, dtype=torch.bfloat16), places, **told)
@@ -148,7 +154,7 @@ def _like_llama(
         )
     result["embedding"] = tokens
     for kind, index in kinds.items():
-        mask = _sliding_mask(seq_len, a.sliding_window) if kind == "local_block" else None
+        mask = _sliding_mask(seq_len, a.sliding_window) if slides(kind) else None
         layer = getattr(modeling, f"{prefix}DecoderLayer")(settings, index)
         rotary = _rotary(modeling, prefix, settings, seq_len, kind)
         result[kind] = Alone(layer, position_embeddings=rotary, attention_mask=mask)
@@ -167,6 +173,8 @@ def _like_llama(
     if a.family == "cohere":
         norm = modeling.CohereLayerNorm(a.hidden_size, eps=settings.layer_norm_eps)
         cap = None
+    elif a.family == "nemotron":
+        norm = modeling.NemotronLayerNorm1P(a.hidden_size, eps=settings.norm_eps)
     elif a.family == "starcoder2":
         norm = nn.LayerNorm(a.hidden_size, eps=settings.norm_epsilon)
     else:
@@ -286,7 +294,7 @@ def _gpt2(
     tokens, places = nn.Embedding(a.vocab_size, a.hidden_size), torch.arange(seq_len // tensor)
     output = nn.Linear(a.hidden_size, a.vocab_size, bias=False)
     output.weight = tokens.weight
-    block = modeling.GPT2Block(settings, 0)
+    block = getattr(modeling, f"{CLASSES[a.family]}Block")(settings, 0)
     for module in (block.attn, block.mlp):
         for name, part in list(module.named_children()):
             if type(part).__name__ == "Conv1D":
@@ -342,7 +350,7 @@ def _block_of(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return a block and what it is called with beside its input."""
     mask = torch.zeros(1, 1, seq_len, seq_len, dtype=torch.bfloat16)
-    if a.family in ("gpt_neox", "falcon"):
+    if a.family in ("gpt_neox", "falcon", "phi"):
         block = "Layer" if a.family == "gpt_neox" else "DecoderLayer"
         rotary = _rotary(modeling, CLASSES[a.family], settings, seq_len, "block")
         fixed: dict[str, Any] = {"attention_mask": None, "position_embeddings": rotary}
@@ -391,9 +399,13 @@ _LAYERS: dict[str, Callable[..., dict[str, nn.Module]]] = {
     "gemma": _like_llama,
     "gemma2": _like_llama,
     "gemma3_text": _like_llama,
+    "glm4_moe": _like_llama,
     "granite": _like_llama,
+    "nemotron": _like_llama,
+    "phi": _side_by_side,
     "phi3": _like_llama,
     "qwen2_moe": _like_llama,
+    "seed_oss": _like_llama,
     "smollm3": _like_llama,
     "starcoder2": _like_llama,
     "bloom": _side_by_side,
@@ -401,6 +413,7 @@ _LAYERS: dict[str, Callable[..., dict[str, nn.Module]]] = {
     "falcon": _side_by_side,
     "gpt_neox": _side_by_side,
     "gpt2": _gpt2,
+    "gpt_bigcode": _gpt2,
     "gptj": _side_by_side,
     "mpt": _side_by_side,
     "opt": _opt,

@@ -76,6 +76,20 @@ def _deepseek_styles(kind: str) -> dict[str, TensorStyle]:
     return result | _mixture_styles("mlp.shared_experts")
 
 
+def _glm_styles(kind: str) -> dict[str, TensorStyle]:
+    if kind == "dense_block":
+        return _llama_styles(kind)
+    return _attention_styles("self_attn", "o_proj") | _mixture_styles("mlp.shared_experts")
+
+
+def _nemotron_styles(kind: str) -> dict[str, TensorStyle]:
+    return _attention_styles("self_attn", "o_proj") | _plain_styles("mlp", "up_proj", "down_proj")
+
+
+def _phi_styles(kind: str) -> dict[str, TensorStyle]:
+    return _attention_styles("self_attn", "dense") | _plain_styles("mlp", "fc1", "fc2")
+
+
 def _bert_styles(kind: str) -> dict[str, TensorStyle]:
     return {
         "attention.self": "gather",
@@ -141,9 +155,13 @@ _BLOCK_STYLES: dict[str, Callable[[str], dict[str, TensorStyle]]] = {
     "gemma": _llama_styles,
     "gemma2": _llama_styles,
     "gemma3_text": _llama_styles,
+    "glm4_moe": _glm_styles,
     "granite": _llama_styles,
+    "nemotron": _nemotron_styles,
     "opt": _opt_styles,
+    "phi": _phi_styles,
     "qwen2_moe": _qwen_styles,
+    "seed_oss": _llama_styles,
     "smollm3": _llama_styles,
     "starcoder2": _starcoder_styles,
     "vit": _vit_styles,

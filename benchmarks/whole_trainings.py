@@ -46,7 +46,7 @@ STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
     (r"torchtitan.*(compiled|fp8|float8)", "torchtitan", {"compiled": "1"}),
     (r"torchtitan", "torchtitan", {}),
     # Selene has eight HDR links a node; table 2 has micro-batches of one sample under PTD-P.
-    (r"zero3.*(sc21|narayanan)", "deepspeed", {**OF_2021}),
+    (r"zero3.*(sc21|narayanan)", "deepspeed@0.3", {**OF_2021}),
     (r"sc21|narayanan", "megatron", {**OF_2021, "micro_batch_size": "1", "vpp": "1"}),
     # bigscience-workshop/bigscience, train/tr11-176B-ml; Jean Zay has four Omni-Path links a node.
     (

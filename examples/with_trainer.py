@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node=2 examples/with_trainer.py zero=3
 
-The Trainer's loop stays; forward, backward, clipping and the update are the Engine's.  Checkpoints
-are `engine.save`, and gradient accumulation is the plan's micro-batches.
+The Trainer's loop stays; forward, backward, clipping, the update and evaluation are the Engine's.
+Checkpoints are `engine.save`, which any plan goes on from, `save_model` writes a folder of
+transformers, and gradient accumulation is the plan's micro-batches.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ def build() -> nn.Module:
     return model
 
 
-def dataset() -> list[dict[str, Tensor]]:
+def dataset(texts: int = STEPS * SAMPLES, seed: int = 0) -> list[dict[str, Tensor]]:
     """Return texts, which are their own targets."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(WORDS, (STEPS * SAMPLES, LENGTH), generator=generator)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(WORDS, (texts, LENGTH), generator=generator)
     return [{"input_ids": text, "labels": text} for text in ids]
 
 
@@ -67,7 +68,11 @@ def arguments(folder: str, samples: int) -> TrainingArguments:
         max_grad_norm=0.5,
         lr_scheduler_type="linear",
         logging_steps=1,
-        save_strategy="no",
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=samples,
+        save_strategy="steps",
+        save_steps=STEPS,
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
@@ -102,6 +107,38 @@ class EngineTrainer(Trainer):
         # nothing; so `max_grad_norm` must be above 0 (1e9 clips nothing).
         return self.engine.optimizer_step(clip_norm=self.args.max_grad_norm).grad_norm
 
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Return the mean loss of held-out texts."""
+        total = count = 0.0
+        for batch in self.engine.loader(eval_dataset or self.eval_dataset, shuffle=False):
+            found = self.engine.evaluate(dict(batch))
+            total, count = total + found.loss * found.count, count + found.count
+        metrics = {f"{metric_key_prefix}_loss": total / count}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        # `engine.resume(folder, extra={"schedule": ...})` goes on from it.
+        self.engine.save(self.args.output_dir, extra={"schedule": self.lr_scheduler})
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model as transformers does."""
+        weights = self.engine.state_dict()  # from all ranks
+        if self.engine.leads:
+            whole = build()
+            whole.load_state_dict(weights)
+            whole.save_pretrained(output_dir or self.args.output_dir)
+
+
+def evaluations(trainer: Trainer) -> list[float]:
+    """Return the losses of held-out texts."""
+    return [told["eval_loss"] for told in trainer.state.log_history if "eval_loss" in told]
+
 
 def plain() -> Trained:
     """Train in one process with nothing but transformers."""
@@ -120,10 +157,15 @@ def plain() -> Trained:
     model = build()
     with tempfile.TemporaryDirectory() as folder:
         settings = arguments(folder, SAMPLES)
-        Plain(
-            model, settings, train_dataset=dataset(), optimizers=(sgd(model.parameters()), None)
-        ).train()
-    return losses, model.state_dict()
+        trainer = Plain(
+            model,
+            settings,
+            train_dataset=dataset(),
+            eval_dataset=dataset(2 * SAMPLES, seed=1),
+            optimizers=(sgd(model.parameters()), None),
+        )
+        trainer.train()
+    return [*losses, *evaluations(trainer)], model.state_dict()
 
 
 def train(plan: Mapping[str, Any] | None = None) -> Trained:
@@ -140,9 +182,19 @@ def train(plan: Mapping[str, Any] | None = None) -> Trained:
     )
     with tempfile.TemporaryDirectory() as folder:
         settings = arguments(folder, SAMPLES // engine.slices)
-        trainer = EngineTrainer(engine, build(), args=settings, train_dataset=data)
+        trainer = EngineTrainer(
+            engine,
+            build(),
+            args=settings,
+            train_dataset=data,
+            eval_dataset=dataset(2 * SAMPLES, seed=1),
+        )
         trainer.train()
-    return trainer.losses, engine.state_dict()
+        trainer.save_model(f"{folder}/final")
+        weights = engine.state_dict()
+        if engine.leads:
+            weights = LlamaForCausalLM.from_pretrained(f"{folder}/final").state_dict()
+    return [*trainer.losses, *evaluations(trainer)], weights
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         profile,
         save,
         search,
+        tensor_styles,
         whatif,
     )
     from planner.cluster import ClusterSpec
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from planner.search.answer import Answer
     from planner.stack import Stack
     from planner.whatif.study import Study
-    from runtime.inner_loss import add_loss
+    from runtime.inner_loss import add_loss, batch_sum
     from runtime.script_engine import Engine, StepResult
     from runtime.whole_batch import whole_batch
 
@@ -71,6 +72,7 @@ __all__ = [
     "StepResult",
     "Study",
     "add_loss",
+    "batch_sum",
     "compare",
     "export",
     "load",
@@ -79,6 +81,7 @@ __all__ = [
     "profile",
     "save",
     "search",
+    "tensor_styles",
     "whatif",
     "whole_batch",
 ]
@@ -104,6 +107,7 @@ _FILES = {
     "StepResult": "runtime.script_engine",
     "Study": "planner.whatif.study",
     "add_loss": "runtime.inner_loss",
+    "batch_sum": "runtime.inner_loss",
     "whole_batch": "runtime.whole_batch",
 }
 """Where what is not in meshwright.library stands."""

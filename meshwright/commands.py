@@ -41,7 +41,12 @@ from planner.profile import Profile
 from planner.request import FACTORY_SEQ_LEN, Request, pinned_layout
 from planner.search.answer import Alternative, Answer, Progress
 from planner.search.best_first import search
-from planner.search.preferred import Prefer, compared, with_preference
+from planner.search.preferred import (
+    Prefer,
+    compared,
+    not_worth_eight_bits,
+    with_preference,
+)
 from planner.solver.instance import Fathomed, Infeasible, Solution
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
@@ -120,11 +125,15 @@ def answer_to(
     top: int = 1,
     progress: Progress | None = None,
 ) -> Answer:
-    """Search, choose, and note the devices left idle and the pins without effect."""
+    """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
     found = search(request, solver=solver, top=top, progress=progress)
     answer = with_preference(request, found, prefer)
     said = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
-    return replace(answer, prediction=said.noted(*without_effect(request.pins, answer.plan.layout)))
+    said = said.noted(
+        *without_effect(request.pins, answer.plan.layout),
+        *not_worth_eight_bits(request, answer.plan, said),
+    )
+    return replace(answer, prediction=said)
 
 
 def compare(

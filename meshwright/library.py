@@ -36,6 +36,7 @@ from planner.whatif.study import Study
 if TYPE_CHECKING:
     from torch import nn
 
+    from runtime.derived_styles import TensorStyles
     from runtime.export import Exported
 
 DOCUMENTS: tuple[type[Document], ...] = (
@@ -158,7 +159,7 @@ def search(
         raise DocumentError("batch", "is missing; give an example of a global batch")
     need_torch("building a module")
     from runtime.batches import samples_in  # noqa: PLC0415 - needs torch
-    from runtime.script_model import batch_leaves, script_model  # noqa: PLC0415
+    from runtime.script_model import DEGREES, batch_leaves, script_model  # noqa: PLC0415
 
     graph: ModelGraph = script_model(
         model(),
@@ -169,6 +170,7 @@ def search(
         name=_name(model),
         optimizer=optimizer,
         groups=groups,
+        degrees=DEGREES,
     )
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
@@ -190,6 +192,40 @@ def search(
         plan=answer.plan.with_batch(leaves),
         top=tuple(replace(one, plan=one.plan.with_batch(leaves)) for one in answer.top),
     )
+
+
+def tensor_styles(
+    build: Callable[[], nn.Module],
+    *,
+    batch: Any,
+    inputs: Callable[[Any], Any] | None = None,
+    units: Sequence[str] | None = None,
+    ranks: int = 2,
+) -> TensorStyles:
+    """Return what of a module a tensor axis of so many ranks divides, and why the rest is whole.
+
+    Each unit is run whole and in parts on random numbers, and compared; arguments as of `plan`.
+
+    >>> import meshwright, torch
+    >>> from torch import nn
+    >>> build = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 2))
+    >>> print(meshwright.tensor_styles(build, batch=torch.ones(2, 4), units=[""]))
+    over 2 ranks:
+      0  ColwiseParallel()
+      2  RowwiseParallel()
+    whole on each:
+      3  no other product alone reads what it makes, nor it what others make
+
+    Raises RecordError and BatchError, as `plan` does.
+    """
+    need_torch("building a module")
+    from runtime.derived_styles import DerivedStyles, TensorStyles  # noqa: PLC0415 - needs torch
+    from runtime.recorder import Recorder  # noqa: PLC0415
+    from runtime.script_model import SAMPLES, few_samples  # noqa: PLC0415
+
+    module, few = build(), few_samples(batch, SAMPLES)
+    recorder = Recorder.of(module, few, inputs, units=units)
+    return TensorStyles.of(DerivedStyles(module, recorder, few).of(ranks), ranks)
 
 
 def predict(

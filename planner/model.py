@@ -134,6 +134,8 @@ class Architecture(Part):
     """Tokens that a local layer attends to; 0 means all."""
     sliding_every: Positive = 1
     """Every n-th block is global, the others are local; 1 with a window means all are local."""
+    global_blocks: tuple[Count, ...] | None = None
+    """Places of global blocks that do not repeat so, beside a window and `sliding_every` 1."""
     causal: Flag = True
     token_types: Count = 0
     embedding_size: Count = 0
@@ -166,6 +168,8 @@ class Architecture(Part):
             raise ValueError(
                 f"kv_heads is {self.kv_heads}, which does not divide the {self.heads} heads"
             )
+        if self.global_blocks and (not self.sliding_window or self.sliding_every > 1):
+            raise ValueError("global_blocks are of models with a window and sliding_every 1")
         return self
 
     @property
@@ -188,16 +192,40 @@ class LayerTrace(Part):
     output_bytes: Count
 
 
+class DividedLayer(Part):
+    """What one rank of a tensor axis has of a traced layer, as traced in fp32 on one sample."""
+
+    tensor: Annotated[Positive, Field(ge=2)]
+    """Ranks that divide it."""
+    parameters: Count
+    trace: LayerTrace
+    sums_bytes: tuple[Count, ...] = ()
+    """Of activations that are summed over the ranks in forward, and again in a recomputation."""
+    last_sum_bytes: Count = 0
+    """Of the last sum, if a recomputation stops before it; 0: there is none such."""
+    copies_bytes: tuple[Count, ...] = ()
+    """Of activations whose gradients are summed in backward."""
+
+
 class Layer(Part):
     """One layer, or `repeat` layers in a row that are alike."""
 
     name: Annotated[Name, Field(max_length=190)]
     kind: Name
-    """Layers of one kind cost the same: embedding, block, moe_block, local_block, head, ..."""
+    """Layers of one kind cost the same: embedding, block, moe_block, local_block, head, ...
+
+    Those that route tokens to experts end in `moe_block`, those with a window begin with `local_`.
+    """
     repeat: Positive = 1
     parameters: Count
     """Of one such layer; a weight tied to another layer's counts there, not here."""
     trace: LayerTrace | None = None
+    divided: Annotated[tuple[DividedLayer, ...], Field(min_length=1)] | None = None
+    """By degree of a tensor axis that divides it; it is whole on each rank of others."""
+
+    def at(self, tensor: int) -> DividedLayer | None:
+        """Return what a rank of so many has, None where the layer is whole on each."""
+        return next((one for one in self.divided or () if one.tensor == tensor), None)
 
 
 class Edge(Part):
@@ -292,6 +320,11 @@ class ModelGraph(Document):
         else:
             graph.add_edges_from(itertools.pairwise(names))
         return graph
+
+    @property
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """Degrees of a tensor axis that divide some of the traced layers."""
+        return tuple(sorted({one.tensor for layer in self.layers for one in layer.divided or ()}))
 
     @property
     def parameters(self) -> int:

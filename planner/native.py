@@ -300,6 +300,12 @@ def _script_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
         yield Obstacle(
             "schedule", f"is {layout.schedule}, which a script's module does not train with"
         )
+    if layout.tensor > 1 and layout.stages > 1 and schedule_of(layout.schedule).splits_backward:
+        yield Obstacle(
+            "schedule",
+            f"is {layout.schedule}, which makes weight gradients apart, and those of divided "
+            f"modules are not; use {PLAIN}",
+        )
 
 
 def _compile_obstacles(layout: Layout) -> Iterator[Obstacle]:
@@ -414,7 +420,7 @@ def _limits(
     if layout.expert > 1:
         yield from _expert_limits(model.architecture, layout.expert)
     if layout.tensor > 1:
-        yield from _tensor_limits(model.architecture, job, layout, pads_vocabulary)
+        yield from _tensor_limits(model, job, layout, pads_vocabulary)
 
 
 def _foreign_choices(job: Job, layout: Layout) -> Iterator[Obstacle]:
@@ -480,11 +486,18 @@ def _expert_limits(a: Architecture | None, degree: int) -> Iterator[Obstacle]:
 
 
 def _tensor_limits(
-    a: Architecture | None, job: Job, layout: Layout, pads_vocabulary: bool
+    model: ModelGraph, job: Job, layout: Layout, pads_vocabulary: bool
 ) -> Iterator[Obstacle]:
+    a = model.architecture
     place = "mesh.tensor"
     if a is None:
-        yield Obstacle(place, "a user's own modules cannot be divided by tensor parallelism; use 1")
+        degrees = [1, *model.tensor_degrees]
+        if layout.tensor not in degrees:
+            yield Obstacle(
+                place,
+                f"{layout.tensor} divides no layer of this module of your own; use "
+                f"{' or '.join(map(str, degrees))}",
+            )
         return
     if a.patches is not None or a.classes:
         yield Obstacle(place, "tensor parallelism does not divide patches and class heads; use 1")

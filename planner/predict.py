@@ -36,8 +36,10 @@ from planner.plan import Activations, Layout, Plan
 from planner.prediction import Assumption, Prediction, StagePrediction
 from planner.profile import Profiles, Recompute
 from planner.request import Request
-from planner.schedule import orders, rank_of_stage
+from planner.schedule import Order, orders, rank_of_stage
+from planner.schedules import schedule_of
 from planner.simulate import Timeline, timeline
+from planner.steady_state import RankTimes, StageTimes, rank_times
 from planner.tolerances import ROUNDING
 
 Placement = tuple[tuple[str, Recompute, Activations], ...]
@@ -161,7 +163,20 @@ def plan_timeline(
     """Return when each stage of a plan does which action."""
     placements = placements_of(plan, model)
     _, seats = seated(plan, Request.of_plan(plan, model, cluster, profile))
-    return _run(seats, plan.layout, _seconds(seats, placements))
+    times = _stage_times(seats, plan.layout, _seconds(seats, placements))
+    return timeline(
+        orders(
+            plan.layout.executed.name,
+            stages=plan.layout.stages,
+            micro_batches=plan.layout.micro_batches,
+            virtual_stages=plan.layout.virtual_stages,
+        ),
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        weight_s=times.weight_s,
+        transfer_s=times.transfer_s,
+        exposed_s=times.exposed_s,
+    )
 
 
 def seated(plan: Plan, request: Request) -> tuple[CostTables, Seats]:
@@ -278,7 +293,12 @@ def placement_prediction(
         _stage_seconds(seat.costs, of_stage)
         for seat, of_stage in zip(seats.stages, layers, strict=True)
     ]
-    run = _run(seats, layout, stages)
+    run = rank_times(
+        layout.executed.name,
+        _stage_times(seats, layout, stages),
+        micro_batches=layout.micro_batches,
+        virtual_stages=layout.virtual_stages,
+    )
     capacities = [float(seat.accelerator.memory_bytes) for seat in seats.stages]
     home = rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
@@ -288,13 +308,7 @@ def placement_prediction(
         for rank in range(layout.pipeline)
     ]
     memory = [memory_of_rank[rank] for rank in home]
-    on_host = [
-        host_bytes(
-            {s: layers[s] for s, r in enumerate(home) if r == rank},
-            order,
-        )
-        for rank, order in enumerate(run.orders)
-    ]
+    on_host = _on_host(layout, home, layers)
     ranks = [
         reduce(add, (stage for stage, r in zip(stages, home, strict=True) if r == rank))
         for rank in range(layout.pipeline)
@@ -307,7 +321,7 @@ def placement_prediction(
         parts,
         max(stage.spread for stage in stages),
         measured=tables.profile is not None,
-        assumed=bool(assumed),
+        assumed=assumed,
     )
     flops = step_flops(
         model, seq_len=job.seq_len, global_batch=job.global_batch, frozen=job.lora is not None
@@ -327,8 +341,8 @@ def placement_prediction(
         else None,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
         fits=all(
-            has_room(seat.accelerator.memory_bytes, size, seat.costs)
-            for size, seat in zip(peaks, seats.stages, strict=True)
+            has_room(seat.accelerator.memory_bytes, of_stage, seat.costs)
+            for of_stage, seat in zip(memory, seats.stages, strict=True)
         )
         and _hosts_fit(tables, layout, seats, home, on_host),
         stages=tuple(
@@ -421,7 +435,7 @@ def _stage_seconds(costs: LayoutCosts, layers: Sequence[StrategyParts]) -> Stage
 
 
 def step_parts(
-    stages: Sequence[StageSeconds], run: Timeline, layout: Layout, costs: LayoutCosts
+    stages: Sequence[StageSeconds], run: RankTimes, layout: Layout, costs: LayoutCosts
 ) -> dict[str, float]:
     """Return seconds by cause, of the rank that computes longest; they add up to the step.
 
@@ -430,10 +444,10 @@ def step_parts(
     since it needs the norm of all gradients.
     """
     m = layout.micro_batches
-    reduced_s = max(run.finish_s(s) + stage.sync_s for s, stage in enumerate(stages))
+    reduced_s = max(run.finish_s[s] + stage.sync_s for s, stage in enumerate(stages))
     last = max(stages, key=lambda stage: stage.optimizer_s + stage.stream_s)
     updated_s = last.optimizer_s + last.stream_s
-    busiest = max(range(len(stages)), key=run.busy_s)
+    busiest = max(range(len(stages)), key=lambda rank: run.busy_s[rank])
     stage = stages[busiest]
     parts = {
         "forward": m * stage.forward_s,
@@ -494,16 +508,10 @@ def _filled(seconds: Sequence[float], stages: int, limit: float) -> tuple[int, .
     return None if at > 0 else tuple(reversed(cuts))
 
 
-def _run(seats: Seats, layout: Layout, stages: Sequence[StageSeconds]) -> Timeline:
-    """Simulate the schedule of a layout on stages of these seconds."""
+def _stage_times(seats: Seats, layout: Layout, stages: Sequence[StageSeconds]) -> StageTimes:
+    """Return what stages of these seconds take under the schedule of a layout."""
     splits, waits = layout.executed.splits_backward, seats.stages[0].costs.waits
-    return timeline(
-        orders(
-            layout.executed.name,
-            stages=layout.stages,
-            micro_batches=layout.micro_batches,
-            virtual_stages=layout.virtual_stages,
-        ),
+    return StageTimes(
         forward_s=[stage.whole_forward_s for stage in stages],
         # W is an action of its own, and costs one.
         backward_s=[stage.whole_backward_s + splits * stage.action_s for stage in stages],
@@ -511,6 +519,26 @@ def _run(seats: Seats, layout: Layout, stages: Sequence[StageSeconds]) -> Timeli
         transfer_s=[(1 - waits) * one_s for one_s in seats.transfer_s],
         exposed_s=[waits * one_s for one_s in seats.transfer_s],
     )
+
+
+def _on_host(
+    layout: Layout, home: Sequence[int], layers: Sequence[Sequence[StrategyParts]]
+) -> list[float]:
+    """[rank] Most bytes on the host; of schedules that repeat themselves as many micro-batches are
+    gone through as change that.
+    """
+    held = [
+        {s: layers[s] for s, r in enumerate(home) if r == rank} for rank in range(layout.pipeline)
+    ]
+    every: Sequence[Order] = ((),) * layout.pipeline
+    if any(layer.treated.host_bytes for of_stage in layers for layer in of_stage):
+        name, count = layout.executed.name, layout.micro_batches
+        if schedule_of(name).repeats:
+            count = min(count, 2 * layout.pipeline)
+        every = orders(
+            name, stages=layout.stages, micro_batches=count, virtual_stages=layout.virtual_stages
+        )
+    return [host_bytes(own, order) for own, order in zip(held, every, strict=True)]
 
 
 def _layers(costs: LayoutCosts, placement: Placement) -> list[StrategyParts]:

@@ -27,7 +27,9 @@ class StagePrediction(Part):
         size = self.peak_memory_bytes
         if kind != "device":
             size -= self.memory_parts["context"]
-        return size - self.memory_parts["slack"] if kind == "allocated" else size
+        if kind == "allocated":
+            size -= self.memory_parts["slack"] + self.memory_parts.get("recorded buffers", 0.0)
+        return size
 
 
 class Assumption(Part):

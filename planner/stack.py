@@ -31,6 +31,7 @@ Copies = Literal["none", "around_collectives"]
 Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_product"]
 Sends = Literal["each", "once"]
 SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "cheap"]
+Reported = Literal["allocated", "reserved"]
 Provenance = Literal["derived", "measured", "fitted", "assumed", "unexplained"]
 """`unexplained` is fitted, and no mechanism is known: it speaks of runs of one stack alone."""
 
@@ -70,9 +71,16 @@ class Sharding(Part):
     reduces_whole: Flag = False
     """ZeRO-1 sums all gradients on all ranks before each keeps its shard (no reduce-scatter)."""
     collectives_per_layer: Rate = 1.0
-    """Reductions of one layer's gradients: its tensors where nothing packs them into buckets."""
+    """Collectives for one layer's states: its tensors where nothing packs them into buckets."""
+    listed_s: Amount = 0.0
+    """Seconds of the host for each rank of such a collective whose parts are a list of tensors: a
+    view, checks and a copy each, before anything else is started."""
+    regathers: Flag = False
+    """A block that recomputes all of itself gathers its parameters for that and again for its
+    backward, since modules let go of them one by one."""
     overlap: Amount = Field(default=0.9, le=1)
-    """Share of ZeRO-3 collectives that can hide behind their neighbours' computation."""
+    """Share of ZeRO-3 collectives that can hide behind their neighbours' computation; the rest is
+    what kernels of collectives take of the device's multiprocessors beside it."""
     reduce_overlap: Amount = Field(default=0.0, le=1)
     """Share of the gradients' reduction that can hide behind the last micro-batch's backward."""
     gather_overlap: Amount = Field(default=0.0, le=1)
@@ -203,6 +211,10 @@ class TensorRule(Part):
     collective; else the sequence is the first dimension of every activation."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of tensor-parallel collectives that hides behind the products around them."""
+    recorded: Amount = 0.0
+    """Undivided activations of each block that wait for their collective to end on the device
+    before the allocator gives their memory away again (c10d's record_stream), since the host runs a
+    pass ahead; the transfers of a pipeline hold it back."""
 
 
 class ExpertRule(Part):
@@ -339,6 +351,8 @@ class MemoryRule(Part):
     apart."""
     communicator_bytes: Amount = 0.0
     """Buffers of the collective library, of a process with more than one rank."""
+    reported: Reported = "allocated"
+    """Which peak runs tell that do not name it."""
 
 
 class Seen(Part):
@@ -350,6 +364,7 @@ class Seen(Part):
     seq_len: tuple[Positive, Positive]
     pretraining: Flag = True
     tuning: Flag = False
+    eight_bits: Flag = False
 
 
 class Accuracy(Part):
@@ -368,6 +383,9 @@ class Versions(Part):
     of: Text
     since: Text | None = None
     until: Text | None = None
+    earlier: Text | None = None
+    """The stack of the releases before.  FlashAttention is of 2022: a run without fused attention
+    of a framework whose releases since then have it is read as one of those."""
 
 
 class Basis(Part):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from runtime.gradients import Slot, whole_part
+from runtime.gradients import Slot, share_values, take_sections, whole_part
 
 
 class Averaged:
@@ -50,6 +50,13 @@ class Averaged:
             kept = slot.local.clone()
             slot.local.copy_(value)
             value.copy_(kept)
+        share_values(self._slots)
+
+    def loaded(self, kind: str, state: Mapping[str, Tensor]) -> None:
+        """Take over from a state that was filled what does not share memory with it."""
+        for slot, value in zip(self._slots, self._values, strict=True):
+            if slot.sections and f"{kind}.{slot.name}" in state:
+                take_sections(slot, value, state[f"{kind}.{slot.name}"])
 
     def state(self, kind: str) -> dict[str, Tensor]:
         """Return the averages by name, sharing live memory."""

@@ -22,17 +22,16 @@ from torch.distributed.tensor.parallel import loss_parallel
 from planner import schedule
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
+from planner.layers.parameters import routes
 from planner.model import ModelGraph
 from planner.plan import Plan
-from planner.schedules import PLAIN, schedule_of
+from planner.schedules import schedule_of
 from runtime import eight_bits, lora
-from runtime.adapter import Adapter
 from runtime.branches import TOKENS
 from runtime.chunked_loss import Targets
 from runtime.compiled import Compiler
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
-from runtime.huggingface import HuggingFace
 from runtime.loss import IGNORED, Counted, Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
@@ -49,7 +48,7 @@ from runtime.published import Weights
 from runtime.replicas import Replicas
 from runtime.source import adapter_of
 from runtime.stale_pipeline import StalePipeline
-from runtime.supported import supported
+from runtime.supported import documents_refused, supported
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +104,8 @@ class Engine:
             context=self._place.context,
         )
         self._documents = documents
-        if documents:
-            _check_documents(plan, self._adapter)
+        if documents and (reason := documents_refused(plan, model)):
+            raise LaunchError(reason)
         self._positions = self._place.context.positions(plan.seq_len).to(device)
         self.stages = plan.stages_of_rank(self._place.stage)
         self._targets = Targets()
@@ -308,7 +307,7 @@ class Engine:
         a = self._adapter.model.architecture
         if a is None or a.experts is None:
             return None
-        names = [name for name, layer in self._adapter.model.chain if layer.kind == "moe_block"]
+        names = [name for name, layer in self._adapter.model.chain if routes(layer.kind)]
         rows = torch.zeros((len(names), a.experts.count), device=self.device)
         for part in self._parts:
             for name, load in part.loads.items():
@@ -429,17 +428,6 @@ class Engine:
             everywhere=TOKENS if self._adapter.model.edges or self._documents else None,
             targets=self._targets,
         )
-
-
-def _check_documents(plan: Plan, adapter: Adapter) -> None:
-    """Refuse what cannot keep attention within documents."""
-    if not isinstance(adapter, HuggingFace):
-        raise LaunchError(
-            f"documents: {plan.model.name} is no model of transformers, and attention of others is "
-            "not kept within documents here; train on text, or with meshwright.Engine"
-        )
-    if schedule_of(plan.schedule).stale:
-        raise LaunchError(f"schedule: {plan.schedule} does not take documents; use {PLAIN}")
 
 
 def _set_precision(plan: Plan, device: torch.device) -> None:

@@ -6,14 +6,15 @@ that parameters lie on different meshes; `whole` puts the parts together again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from runtime.divided import part_of, whole_of
 from runtime.gradient_wire import Mean
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
@@ -39,6 +40,12 @@ class Slot:
     """Stages that hold a copy each, whose gradients must be summed."""
     factor: float
     """What the gradient must be multiplied with to be the mean over the global batch."""
+    sections: tuple[int, ...] = ()
+    """Sizes of the matrices that lie one behind the other in dim 0, of each of which this rank has
+    its part along the tensor axis; DTensor has no placement for that."""
+    copies_here: tuple[tuple[nn.Parameter, Tensor], ...] = ()
+    """Those of a tied parameter on other stages of this rank, divided alike: parameter and local
+    part.  Their gradients are added to this one's, and they take its values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +93,8 @@ class Gradients:
     @torch.no_grad()
     def whole(self) -> dict[Slot, Tensor]:
         """Sum what lies on other ranks into the local gradients that there are; return those."""
+        for slot in self.slots:
+            _add_copies(slot)
         slots = [slot for slot in self.slots if slot.parameter.grad is not None]
         grads = [_local_grad(slot.parameter) for slot in slots]
         for slot, grad in zip(slots, grads, strict=True):
@@ -135,6 +144,8 @@ class Gradients:
         """Forget the gradients."""
         for slot in self.slots:
             slot.parameter.grad = None
+            for parameter, _ in slot.copies_here:
+                parameter.grad = None
 
     def _sum_partial(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         partial = [grad for slot, grad in zip(slots, grads, strict=True) if slot.partial]
@@ -152,6 +163,26 @@ class Gradients:
                 dist.all_reduce(whole, group=slot.tied)
                 if whole is not grad:
                     grad.copy_(whole)
+
+
+def _add_copies(slot: Slot) -> None:
+    """Add the gradients of a tied parameter's copies to its own."""
+    for parameter, _ in slot.copies_here:
+        if parameter.grad is None:
+            continue
+        if slot.parameter.grad is None:
+            slot.parameter.grad = parameter.grad
+        else:
+            _local_grad(slot.parameter).add_(_local_grad(parameter))
+        parameter.grad = None
+
+
+@torch.no_grad()
+def share_values(slots: Iterable[Slot]) -> None:
+    """Give copies of tied parameters the values that the first ones have now."""
+    for slot in slots:
+        for _, local in slot.copies_here:
+            local.copy_(slot.local)
 
 
 def copies_of(parameter: Tensor, world: int) -> int:
@@ -196,7 +227,12 @@ def _squared_norm(grads: dict[Slot, Tensor], *, like: Tensor) -> Tensor:
 
 
 def whole_part(slot: Slot, local: Tensor) -> Tensor:
-    """Return a local part as the same kind of tensor as its parameter, pieces in their own dim."""
+    """Return a local part as the same kind of tensor as its parameter, pieces in their own dim.
+
+    Of `sections` it is a plain copy of the whole, which all ranks make together.
+    """
+    if slot.sections:
+        return _whole_of_sections(slot, local)
     parameter = slot.parameter
     placements: tuple[Placement, ...] = ()
     shape = torch.empty(parameter.shape, device="meta")
@@ -214,3 +250,32 @@ def whole_part(slot: Slot, local: Tensor) -> Tensor:
     meta = TensorMeta(shape.shape, shape.stride(), local.dtype)
     spec = DTensorSpec(parameter.device_mesh, placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def _whole_of_sections(slot: Slot, local: Tensor) -> Tensor:
+    made = whole_part(replace(slot, sections=()), local)
+    assert isinstance(made, DTensor)
+    whole = made.full_tensor()
+    parts = whole.chunk(_tensor_degree(slot), 0)
+    return whole_of(parts, 0, slot.sections)
+
+
+def take_sections(slot: Slot, local: Tensor, whole: Tensor) -> None:
+    """Give a local part its numbers of the whole: the inverse of `whole_part` for `sections`."""
+    degree = _tensor_degree(slot)
+    parts = [part_of(whole, 0, slot.sections, rank, degree) for rank in range(degree)]
+    parameter = slot.parameter
+    assert isinstance(parameter, DTensor)
+    own = distribute_tensor(
+        torch.cat(parts).to(local.device),
+        parameter.device_mesh,
+        parameter.placements,
+        src_data_rank=None,
+    )
+    local.copy_(own.to_local())
+
+
+def _tensor_degree(slot: Slot) -> int:
+    assert isinstance(slot.parameter, DTensor)
+    mesh = slot.parameter.device_mesh
+    return mesh.size((mesh.mesh_dim_names or ()).index("tensor"))

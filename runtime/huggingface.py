@@ -11,6 +11,7 @@ import functools
 import importlib
 import json
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from planner.errors import LaunchError
+from planner.layers.parameters import block_kinds, slides
 from planner.model import Architecture, Experts, ModelGraph
 from runtime import capped, experts
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
@@ -214,6 +216,8 @@ class HuggingFace:
             self.config._attn_implementation = _CAPPED_ATTENTION
         self._rotary: dict[str | None, Any] = {}
         self._masks: dict[int, Tensor] = {}
+        self._of_starts: tuple[weakref.ref[Tensor] | None, dict[Any, Any]] = (None, {})
+        """What layers share of the micro-batch whose documents begin there."""
 
     def layer(self, name: str) -> nn.Module:
         """Return a layer on the meta device."""
@@ -387,21 +391,41 @@ class HuggingFace:
     def _in_documents(self, index: int, starts: Tensor) -> dict[str, Any]:
         """Return what of `_fixed` changes: positions count from `starts`, keys before are hidden.
 
-        A mask is written out, [sample, 1, query, key].
+        A mask is written out, [sample, 1, query, key], once for all layers of a micro-batch that
+        are alike, and in the type of activations: what torch would make of booleans in each layer
+        would be saved for backward by each.
         """
         positions = self._held
         changed: dict[str, Any] = {}
         if self.architecture.positions == "rotary":
             table = self._rotary_table(index)
-            changed["position_embeddings"] = tree_map(lambda part: part[positions - starts], table)
+            changed["position_embeddings"] = self._once(
+                starts,
+                ("positions", id(table)),
+                lambda: tree_map(lambda part: part[positions - starts], table),
+            )
         if self.family.own_attention:
             return changed | {"starts": starts}
-        keys = torch.arange(self._seq_len, device=starts.device)
-        first = starts
-        if window := self._window(index):
-            first = torch.maximum(starts, positions - window + 1)
-        seen = (keys <= positions[:, None]) & (keys >= first[:, :, None])
-        return changed | {"attention_mask": seen.unsqueeze(1)}
+        window = self._window(index)
+
+        def seen() -> Tensor:
+            keys = torch.arange(self._seq_len, device=starts.device)
+            first = torch.maximum(starts, positions - window + 1) if window else starts
+            hidden = (keys > positions[:, None]) | (keys < first[:, :, None])
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=starts.device)
+            return mask.masked_fill_(hidden, -torch.inf).unsqueeze(1)
+
+        return changed | {"attention_mask": self._once(starts, ("mask", window), seen)}
+
+    def _once(self, starts: Tensor, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what is made of `starts`, from the first layer of its micro-batch that asked."""
+        of, made = self._of_starts
+        if of is None or of() is not starts:
+            made = {}
+            self._of_starts = (weakref.ref(starts), made)
+        if key not in made:
+            made[key] = make()
+        return made[key]
 
     def _window(self, index: int) -> int:
         """Return how many keys a query of a block sees, its own among them; 0 is all."""
@@ -532,11 +556,6 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
 
 def _figures_left_open(a: Architecture) -> dict[str, Any]:
     """Return what a family's configuration says beside the sizes that all have."""
-    if a.family == "gpt_oss":
-        raise LaunchError(
-            "the sizes alone do not say which blocks of GPT-OSS slide: plan from the folder of its "
-            "config.json, or name that as --weights"
-        )
     result: dict[str, Any] = {}
     if a.family in ("llama", "granite", "smollm3"):
         result |= {"attention_bias": a.qkv_bias, "mlp_bias": a.mlp_bias}
@@ -546,7 +565,7 @@ def _figures_left_open(a: Architecture) -> dict[str, Any]:
         result["qkv_bias"] = a.qkv_bias
     if a.family == "starcoder2":
         result["use_bias"] = a.mlp_bias
-    if a.family in ("gemma2", "gemma3_text", "olmo3"):
+    if a.family in ("gemma2", "gemma3_text", "gpt_oss", "olmo3"):
         # No window is one that is never left.
         result |= {"sliding_window": a.sliding_window or a.max_positions, "layer_types": _types(a)}
     if a.family in ("gemma2", "gemma3_text"):
@@ -602,10 +621,5 @@ def _experts_left_open(a: Architecture, routed: Experts) -> dict[str, Any]:
 
 def _types(architecture: Architecture) -> list[str]:
     """Return each layer's kind of attention."""
-    a = architecture
-    return [
-        "sliding_attention"
-        if a.sliding_window and (a.sliding_every == 1 or (index + 1) % a.sliding_every)
-        else "full_attention"
-        for index in range(a.layers)
-    ]
+    kinds = block_kinds(architecture)
+    return ["sliding_attention" if slides(kind) else "full_attention" for kind in kinds]

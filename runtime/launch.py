@@ -37,6 +37,7 @@ from runtime.rendezvous import Rendezvous
 from runtime.report import RunReport, summarise
 from runtime.run import Device, Failure, Orders, RankRecord, StepRecord
 from runtime.supervise import BadEnd, Exit, is_timeout, last_lines, log_text, supervised
+from runtime.supported import documents_refused
 
 
 class RankLost(LaunchError):  # noqa: N818 - reads as the sentence that it is
@@ -211,6 +212,8 @@ def _write_orders(
         else f", {len(ready.local_ranks)} of them on this node"
     )
     if corpus.kind == "conversations":
+        if reason := documents_refused(ready.plan, ready.model):
+            raise LaunchError(reason)
         _tell_conversations(corpus, ready, say)
         left_out = f", of which {count_text(corpus.counted)} count"
     say.print(

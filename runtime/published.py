@@ -38,6 +38,16 @@ EXPERTS = {
 }
 """By family and the end of the library's name: the ends of the names of its matrices in files."""
 
+QUANTISED = {
+    "_blocks": "4 bits (MXFP4), blocks beside their scales",
+    ".weight_scale_inv": "8 bits beside the scales of blocks",
+    ".weight_scale": "8 bits beside scales",
+    ".weight_packed": "packed integers",
+    ".qweight": "packed integers",
+    ".absmax": "4 or 8 bits (bitsandbytes)",
+}
+"""Ends of names that only files of quantised weights have, and what these are in."""
+
 Cut = tuple[int, int, int]
 """A part of a tensor: (dim, index, parts)."""
 
@@ -69,6 +79,15 @@ class Weights:
             raise LaunchError(f"{folder}: the weights cannot be read: {error}") from error
         if not self._file:
             raise LaunchError(f"{folder}: has no *.safetensors file")
+        for name in self._file:
+            kind = next((what for end, what in QUANTISED.items() if name.endswith(end)), None)
+            if kind is not None:
+                raise LaunchError(
+                    f"{folder}: '{name:.80}' says that weights are in {kind}; training needs them "
+                    "in 16 or 32 bits. Load them with transformers in bf16 first, with a "
+                    "quantization_config that dequantizes (Mxfp4Config(dequantize=True)), and "
+                    "save_pretrained them to another folder"
+                )
 
     def read(
         self,

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from planner.errors import RecordError
 from planner.profile import Recompute
+from runtime import inner_loss
 from runtime.recent import Recent
 from runtime.recompute import selective_contexts
 from runtime.recorder import MOST_RECORDINGS, Recorder, units_of
@@ -159,6 +160,15 @@ class RecordedStage(nn.Module):
             assert node.call is not None
             return node.call
         return self.part(node.unit) if node.unit else self._whole[0]
+
+    def unit(self, name: str) -> nn.Module | None:
+        """Return a unit by its path; None where it is not on this stage."""
+        if not name:
+            return self._whole[0] if self._whole else None
+        try:
+            return self.part(name)
+        except KeyError:
+            return None
 
     def part(self, name: str) -> nn.Module:
         """Return a module by its path in the user's module."""
@@ -358,6 +368,7 @@ class _Run:
         """Run one node."""
         args, kwargs = node.arguments(self.value)
         called = self._stage.called(node)
+        inner_loss.begin(node.name)
         drawing = (
             seeded(self._seed, node.name, self._device) if node.draws else contextlib.nullcontext()
         )

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
 
 from planner.errors import RecordError
+from runtime.inner_loss import running
 from runtime.recent import Recent
 from runtime.recording import (
     Device,
@@ -86,6 +87,8 @@ class Recorder:
         `whole` makes the module one unit.  Raises RecordError where `units` names no module, or the
         forward cannot be recorded.
         """
+        self.example = batch
+        """The batch of `first`."""
         self.refused: str | None = None
         """Why a module that `of` was asked for is one unit."""
         self.inputs = inputs or _default_inputs(module)
@@ -186,6 +189,7 @@ class Recorder:
                 stack.enter_context(unchanged(module))
             stack.enter_context(torch.random.fork_rng(devices=()))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(running(None))  # a step that records has losses of its own
             yield module, batch
 
     def _skeleton(self, module: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
-from runtime import batches, script_checkpoint
+from runtime import batches, inner_loss, script_checkpoint
 from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
 from runtime.gradients import Measured, Slot, copies_of
@@ -42,6 +42,7 @@ from runtime.script_stage import (
     ScriptStage,
     check_layers,
     holders_of,
+    modules_of,
     refuse_hooks,
     refuse_plan,
     script_stage,
@@ -116,9 +117,10 @@ class Engine:
         module = built(build, wanted)
         refuse_hooks(module)
         shapes = {name: (t.dtype, t.shape) for name, t in module.state_dict().items()}
-        few = few_samples(batch, SAMPLES)
+        few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
         recorder = Recorder.of(module, few, inputs, units=units)
         check_replay(module, recorder, few)
+        sums = inner_loss.times_asked() > asked
         if isinstance(wanted, Plan):
             check_module(wanted, recorder)
         else:
@@ -145,14 +147,18 @@ class Engine:
         parts = tuple(
             script_stage(
                 plan,
-                module,
+                own,
                 recorder,
                 self._place,
                 stage=stage,
                 device=self.device,
                 styles=styles,
             )
-            for stage in self.stages
+            for stage, own in zip(
+                self.stages,
+                modules_of(plan, module, recorder, self._place, self.stages),
+                strict=True,
+            )
         )
         modules = [part.module for part in parts]
         self._optimizers = TorchOptimizers(
@@ -176,6 +182,7 @@ class Engine:
             loss=loss,
             gradients=self._optimizers,
             statistics=RunningStatistics(modules, self._place, kind=batch_norm),
+            sums=sums,
             device=self.device,
         )
         self._state = ScriptState(
@@ -425,17 +432,24 @@ def _slots(
     for part in parts:
         for path, parameter in part.module.named_parameters():
             name = aliases.get(path, path)
-            if not parameter.requires_grad or name in found:
+            if not parameter.requires_grad:
                 continue
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if name in found:
+                first = found[name]
+                if parameter is not first.parameter:
+                    copies = (*first.copies_here, (parameter, local.detach()))
+                    found[name] = replace(first, copies_here=copies)
+                continue
             tied = holders.get(name)
             found[name] = Slot(
                 name=name,
                 parameter=parameter,
                 local=local.detach(),
                 copies=copies_of(parameter, world) * (tied.size() if tied else 1),
-                partial=False,
+                partial=name in part.divided.summed,
                 pieces=1,
+                sections=part.divided.sections.get(name, ()),
                 tied=tied,
                 factor=1.0,
             )

@@ -6,8 +6,10 @@ A forward that cannot be recorded is one layer, which a plan may train without a
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from planner.errors import BatchError, PlanError, RecordError
-from planner.model import BatchLeaf, Layer, LayerTrace, ModelGraph
+from planner.model import BatchLeaf, DividedLayer, Layer, LayerTrace, ModelGraph
 from planner.plan import Plan
 from planner.units import name_of
 from runtime.batches import samples_in
+from runtime.derived_styles import DerivedStyles
+from runtime.divided_trial import take_parts
 from runtime.loss import counted
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recorder import Inputs, Recorder, arguments, has_data, unchanged
@@ -30,6 +34,8 @@ MOST_CHECKED = 200_000_000
 """Parameters of a module whose forward on the host costs seconds at most."""
 SAMPLES = 2
 """Of the batch that is priced: with one alone, a norm over samples has no variance."""
+DEGREES = (2, 4, 8)
+"""Of a tensor axis for which a plan tries a module: within a node, whatever the cluster."""
 Loss = Callable[[Any, Any], Any]
 """`loss(outputs, batch)`: a sum and a count, with or without metrics, or one mean."""
 
@@ -44,10 +50,12 @@ def script_model(
     name: str,
     optimizer: Factory | None = None,
     groups: GroupOf | None = None,
+    degrees: Sequence[int] = (),
 ) -> ModelGraph:
     """Return the ModelGraph of a module whose batch looks like `batch`.
 
-    An `optimizer` is tried for the bytes of its state; without one they are AdamW's.
+    An `optimizer` is tried for the bytes of its state; without one they are AdamW's.  `degrees`
+    are those of a tensor axis, for which units are tried on random numbers.
 
     Raises RecordError where the forward runs neither without data nor with it, and BatchError where
     the batch has no samples.
@@ -57,14 +65,19 @@ def script_model(
     recorder = Recorder.of(module, few, inputs, units=units)
     recording = recorder.first
     figures = [_halved(figures) for figures in _figures(recorder, few, loss)]
+    divided = _divided(module, recorder, few, loss, degrees)
     kinds = _kinds(module, recording, figures)
-    counted_once: set[str] = set()
-    layers = []
-    for layer, kind, trace in zip(recording.layers, kinds, figures, strict=True):
-        own = [name for name in layer.parameters if name not in counted_once]
-        counted_once |= set(own)
-        count = sum(module.get_parameter(name).numel() for name in own)
-        layers.append(Layer(name=layer.name, kind=kind, parameters=count, trace=trace))
+    layers = [
+        Layer(name=layer.name, kind=kind, parameters=count, trace=trace, divided=parts)
+        for layer, kind, trace, count, parts in zip(
+            recording.layers,
+            kinds,
+            figures,
+            _parameters(module, recording),
+            divided,
+            strict=True,
+        )
+    ]
     return ModelGraph(
         name=name_of(name),
         source=source,
@@ -182,16 +195,40 @@ def few_samples(batch: Any, samples: int) -> Any:
 def _figures(recorder: Recorder, batch: Any, loss: Loss | None) -> Iterator[LayerTrace]:
     """Yield what each layer costs, forward and backward, the loss with the last one."""
     with recorder.without_data(batch) as (module, given):
-        passed: tuple[Tensor, ...] = ()
-        count = len(recorder.first.layers)
-        for at in range(count):
-            stage = RecordedStage(module, recorder, at, at + 1)
-            taken = tuple(x.detach().requires_grad_(x.requires_grad) for x in passed)
-            figures, outputs = _figures_of(
-                stage, taken, given, loss=loss if at == count - 1 else None
-            )
+        for figures, _ in _figures_of_layers(module, recorder, given, loss, None):
             yield figures
-            passed = outputs
+
+
+def _figures_of_layers(
+    module: nn.Module,
+    recorder: Recorder,
+    batch: Any,
+    loss: Loss | None,
+    across: _Counting | None,
+) -> Iterator[tuple[LayerTrace, _Sums]]:
+    """Yield the figures of each layer of a module without data, and what it sums."""
+    passed: tuple[Tensor, ...] = ()
+    count = len(recorder.first.layers)
+    for at in range(count):
+        stage = RecordedStage(module, recorder, at, at + 1)
+        taken = tuple(x.detach().requires_grad_(x.requires_grad) for x in passed)
+        sums = _sums_of(stage, taken, batch, across) if across is not None else _Sums()
+        figures, passed = _figures_of(stage, taken, batch, loss=loss if at == count - 1 else None)
+        if across is not None:
+            across.counted()
+        yield figures, sums
+
+
+def _sums_of(
+    stage: RecordedStage, taken: tuple[Tensor, ...], batch: Any, across: _Counting
+) -> _Sums:
+    def pack(tensor: Tensor) -> Tensor:
+        across.saved += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        stage(*taken, micro=MicroBatch(batch))
+    return across.counted()
 
 
 def _figures_of(
@@ -209,6 +246,120 @@ def _figures_of(
 
     owned = (*stage.parameters(), *stage.buffers())
     return traced_call(call, owned=owned, loss=total if loss is not None else None)
+
+
+def _parameters(module: nn.Module, recording: Recording) -> list[int]:
+    """[layer] Parameters, those that several layers read counted in the first."""
+    known: set[str] = set()
+    result = []
+    for layer in recording.layers:
+        own = [name for name in layer.parameters if name not in known]
+        known |= set(own)
+        result.append(sum(module.get_parameter(name).numel() for name in own))
+    return result
+
+
+# --- over a tensor axis --------------------------------------------------------------------------
+
+
+def _divided(
+    module: nn.Module,
+    recorder: Recorder,
+    batch: Any,
+    loss: Loss | None,
+    degrees: Sequence[int],
+) -> list[tuple[DividedLayer, ...] | None]:
+    """[layer] What a rank has of each layer, at each degree that divides it."""
+    recording = recorder.first
+    found: list[list[DividedLayer]] = [[] for _ in recording.layers]
+    styles = DerivedStyles(module, recorder, batch) if degrees else None
+    for degree in degrees:
+        assert styles is not None
+        units = {name: unit for name, unit in styles.of(degree).items() if unit.regions}
+        if not units:
+            continue
+        with recorder.without_data(batch) as (whole, given):
+            twin = _copied(whole)
+            across = _Counting(degree)
+            for name, unit in units.items():
+                part = twin.get_submodule(name)
+                take_parts(part, unit.regions, 0, degree)
+                unit.apply(part, across)
+            counts = _parameters(twin, recording)
+            made = list(_figures_of_layers(twin, recorder, given, loss, across))
+        for at, ((trace, sums), count) in enumerate(zip(made, counts, strict=True)):
+            if not units.keys().isdisjoint(recording.layers[at].units):
+                found[at].append(
+                    DividedLayer(
+                        tensor=degree,
+                        parameters=count,
+                        trace=_halved(trace),
+                        sums_bytes=tuple(size // SAMPLES for size in sums.again),
+                        last_sum_bytes=sums.last // SAMPLES,
+                        copies_bytes=tuple(size // SAMPLES for size in sums.copies),
+                    )
+                )
+    return [tuple(layers) or None for layers in found]
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Copy a module whose tensors may have no data."""
+    memo: dict[int, Any] = {
+        id(one): nn.Parameter(one.detach().clone(), one.requires_grad)
+        for one in module.parameters()
+    }
+    memo |= {id(one): one.detach().clone() for one in module.buffers()}
+    return copy.deepcopy(module, memo)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Bytes that a layer sums over the tensor axis."""
+
+    again: list[int] = field(default_factory=list)
+    last: int = 0
+    copies: list[int] = field(default_factory=list)
+
+
+class _Counting:
+    """A rank of a tensor axis without the others: counts what it would send."""
+
+    rank = 0
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self.sums: list[tuple[int, int]] = []
+        """Bytes of each, and how many tensors were saved for backward before."""
+        self.copies: list[int] = []
+        self.saved = 0
+
+    def copy(self, x: Tensor, place: Any = None) -> Tensor:
+        """Return x; its gradient is counted, and takes the memory of a sum."""
+        self.copies.append(x.numel() * x.element_size())
+        return _Copied.apply(x)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return x, counted, in memory of its own."""
+        self.sums.append((x.numel() * x.element_size(), self.saved))
+        return x.clone()
+
+    def counted(self) -> _Sums:
+        """Return what was counted since the last time."""
+        sizes = [size for size, _ in self.sums]
+        stops = bool(self.sums) and self.saved == self.sums[-1][1]
+        made = _Sums(sizes[:-1], sizes[-1], self.copies) if stops else _Sums(sizes, 0, self.copies)
+        self.sums, self.copies, self.saved = [], [], 0
+        return made
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
 
 
 def _halved(figures: LayerTrace) -> LayerTrace:

@@ -26,7 +26,7 @@ from runtime import batches
 from runtime.batch_norm import RunningStatistics
 from runtime.exchange import all_gather_json, broadcast_tensors
 from runtime.gradients import Gradients
-from runtime.inner_loss import InnerLosses, running
+from runtime.inner_loss import BatchSums, InnerLosses, running
 from runtime.loss import Totals, counted
 from runtime.mesh import Place
 from runtime.parallelize import gathers_anew, reduces_at_once
@@ -53,9 +53,13 @@ class Passes:
         loss: Callable[[Any, Any], Any],
         gradients: Gradients,
         statistics: RunningStatistics,
+        sums: bool,
         device: torch.device,
     ) -> None:
-        """`example` is a batch that no batch exceeds; `gradients` know how sums are scaled."""
+        """`example` is a batch that no batch exceeds; `gradients` know how sums are scaled.
+
+        `sums` says that the module asks for sums over the batch.
+        """
         self.totals = Totals(device)
         self._plan = plan
         self._place = place
@@ -66,6 +70,9 @@ class Passes:
         self._gradients = gradients
         self._statistics = statistics
         self._device = device
+        self._sums = sums
+        self._surveyed: Totals | None = None
+        """What the loss counts, while sums over the batch are made."""
         self._taken: list[Any] | None = None
         """What the module makes, while it is asked for."""
         self._by_output: dict[int, list[Tensor | None]] = {}
@@ -121,10 +128,12 @@ class Passes:
 
     def train(self, micros: Sequence[MicroBatch]) -> None:
         """Add the gradients of all micro-batches, and note their losses."""
+        sums = self._summed(micros)
         if isinstance(self._loss, whole_batch):
-            self._whole_gradients(self._loss, micros)
+            with running(InnerLosses(_forget, None, sums)):
+                self._whole_gradients(self._loss, micros)
         one = self._backward_of(torch.ones((), device=self._device))
-        with running(InnerLosses(self._note_inner, one)):
+        with running(InnerLosses(self._note_inner, one, sums)):
             if self._plan.mesh.pipeline > 1:
                 self._pipeline_of(micros).run_all(micros)
             else:
@@ -139,7 +148,7 @@ class Passes:
         try:
             for module in modules:
                 module.eval()
-            with running(InnerLosses(self._note_inner, None)):
+            with running(InnerLosses(self._note_inner, None, self._summed(micros))):
                 if isinstance(self._loss, whole_batch):
                     self._whole_gradients(self._loss, micros)
                 else:
@@ -151,7 +160,8 @@ class Passes:
 
     def outputs(self, micros: Sequence[MicroBatch]) -> Any:
         """Return what the module makes of this slice, on every rank, without gradients."""
-        made = self._outputs(micros)
+        with running(InnerLosses(_forget, None, self._summed(micros))):
+            made = self._outputs(micros)
         if self._plan.mesh.pipeline > 1:
             group = self._place.axis("pipeline").get_group()
             last = self._plan.rank_of_stage(len(self._plan.stages) - 1)
@@ -168,6 +178,32 @@ class Passes:
                 for at in range(0, len(sent), each)
             ]
         return batches.joined(made)
+
+    @torch.no_grad()
+    def _summed(self, micros: Sequence[MicroBatch]) -> BatchSums | None:
+        """Return what the module sums over the batch, by a forward of all micro-batches."""
+        if not self._sums:
+            return None
+        sums = BatchSums()
+        self._surveyed = Totals(self._device)
+        try:
+            with running(InnerLosses(_forget, None, sums)):
+                self._forward(micros)
+            counts = self.of_all(self._surveyed.values)
+        finally:
+            self._surveyed = None
+        self._let_go()
+        self._statistics.forget()
+        sums.finish(self._of_all_slices)
+        if not isinstance(self._loss, whole_batch):
+            sums.loss_count = counts[1]
+        return sums
+
+    def _of_all_slices(self, values: Tensor) -> Tensor:
+        """Return the sum of what the data ranks of this stage have."""
+        if self._place.mesh is not None and self._place.data_degree > 1:
+            dist.all_reduce(values, group=self._place.data_group)
+        return values
 
     def _forward(self, micros: Sequence[MicroBatch]) -> None:
         if self._plan.mesh.pipeline > 1:
@@ -236,11 +272,13 @@ class Passes:
         if self._taken is not None:
             self._taken.append(outputs)
             return torch.zeros((), device=self._device)
+        if self._surveyed is not None and isinstance(self._loss, whole_batch):
+            return torch.zeros((), device=self._device)
         if isinstance(self._loss, whole_batch):
             return self._backward_of(surrogate(outputs, self._by_output[id(micro)]))
         one = counted(self._loss(outputs, micro.batch), self._plan.micro_batch)
         if self._place.along("tensor") == 0:  # the others of a slice have the same
-            self.totals.add(one)
+            (self.totals if self._surveyed is None else self._surveyed).add(one)
         return self._backward_of(one.total)
 
     def _note_inner(self, value: Tensor) -> None:
@@ -317,3 +355,7 @@ class Passes:
         if self._place.mesh is not None:
             names = all_gather_json(list(self.totals.metrics))
         return tuple(dict.fromkeys(name for one in names for name in one))
+
+
+def _forget(value: Tensor) -> None:
+    """Take a loss inside the module in a forward that reports none."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from planner.errors import LaunchError
 from planner.plan import Plan
@@ -20,7 +20,7 @@ from runtime.mesh import Place, wants_mesh
 from runtime.parallelize import no_view, over_data, reduces_apart, replicated
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
-from runtime.script_tensor import divide
+from runtime.script_tensor import DividedStage, ScriptStyles, divide
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 from runtime.whole_batch import whole_batch
 
@@ -36,6 +36,8 @@ class ScriptStage:
     """Where weight gradients wait, if the schedule makes them apart."""
     replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...]
     """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
+    divided: DividedStage
+    """What of its parameters the tensor axis makes other than plain parts."""
 
 
 def check_layers(plan: Plan, recorder: Recorder) -> None:
@@ -104,22 +106,50 @@ def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[tuple[str,
             )
 
 
-def refuse_shared(plan: Plan, recorder: Recorder) -> None:
-    """Refuse a parameter that two stages of one rank read, where each stage would divide it."""
-    layers = iter(recorder.first.layers)
-    readers: dict[tuple[str, int], int] = {}
-    for stage, one in enumerate(plan.stages):
-        for _ in one.layers:
-            for name in next(layers).parameters:
-                first = recorder.aliases[name]
-                before = readers.setdefault((first, plan.rank_of_stage(stage)), stage)
-                if before != stage:
-                    raise LaunchError(
-                        f"{first}: is read by stages {before} and {stage} of one rank, and data "
-                        f"parallelism would divide it in each; schedule: {plan.schedule} places "
-                        "both there; use schedule 1f1b, a mesh without data parallelism, or "
-                        "weights that are not tied"
-                    )
+def modules_of(
+    plan: Plan, module: nn.Module, recorder: Recorder, place: Place, stages: Sequence[int]
+) -> list[nn.Module]:
+    """[stage of this rank] Return the module that each takes its parts of.
+
+    Data parallelism divides a parameter in each stage by itself: a stage that reads one which an
+    earlier stage of the rank reads too gets a module of its own, with copies (Slot.copies_here).
+
+    Raises LaunchError where such a parameter is not trained, or its unit has buffers.
+    """
+    if not wraps_stages(plan, place):
+        return [module] * len(stages)
+    sizes = [len(one.layers) for one in plan.stages]
+    known: set[str] = set()
+    result = []
+    for stage in stages:
+        first = sum(sizes[:stage])
+        layers = recorder.first.layers[first : first + sizes[stage]]
+        read = {recorder.aliases[name] for layer in layers for name in layer.parameters}
+        shared = sorted(read & known)
+        for name in shared:
+            _refuse_untrained(module, recorder, name, plan.schedule)
+        result.append(copy.deepcopy(module) if shared else module)
+        known |= read
+    return result
+
+
+def _refuse_untrained(module: nn.Module, recorder: Recorder, name: str, schedule: str) -> None:
+    units = {node.unit for node in recorder.first.nodes if node.unit is not None}
+    holding = [unit for unit in units if name.startswith(f"{unit}.") or not unit]
+    buffers = any(True for unit in holding for _ in module.get_submodule(unit).buffers())
+    if module.get_parameter(name).requires_grad and not buffers:
+        return
+    reason = "its module has buffers" if buffers else "is not trained"
+    raise LaunchError(
+        f"{name}: is read by two stages of one rank, is divided by data parallelism, and {reason}, "
+        f"which schedule {schedule} does not go with; use schedule 1f1b"
+    )
+
+
+def wraps_stages(plan: Plan, place: Place) -> bool:
+    """Tell whether FSDP is at work in this rank's stages."""
+    apart = reduces_apart(plan, place)
+    return place.mesh is not None and ((place.replicas > 1 and not apart) or wants_mesh(plan))
 
 
 def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.ProcessGroup]:
@@ -169,12 +199,9 @@ def script_stage(
     *,
     stage: int,
     device: torch.device,
-    styles: Mapping[str, ParallelStyle],
+    styles: ScriptStyles,
 ) -> ScriptStage:
-    """Make one of this rank's stages parallel.  `module` is on the CPU or on the device.
-
-    `styles` of modules by path divide them over the tensor axis.
-    """
+    """Make one of this rank's stages parallel.  `module` is on the CPU or on the device."""
     sizes = [len(one.layers) for one in plan.stages]
     first = sum(sizes[:stage])
     made = RecordedStage(module, recorder, first, first + sizes[stage])
@@ -188,16 +215,13 @@ def script_stage(
     # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
     unused = made.keep(recorder.unused if stage == 0 else (), module)
     made.to(device)
-    if styles:
-        divide(made, styles, place.axis("tensor"))
+    divided = divide(made, styles, place.axis("tensor")) if styles else DividedStage()
     store = WeightGradients() if schedule_of(plan.schedule).splits_backward else None
     if store is not None:
         for unit in made.units.values():
             defer(unit, store, PLAIN)
     apart = reduces_apart(plan, place)
-    wraps = place.mesh is not None and ((place.replicas > 1 and not apart) or wants_mesh(plan))
-    if wraps:
-        refuse_shared(plan, recorder)
+    wraps = wraps_stages(plan, place)
     # FSDP divides along a dim, and these have none.
     scalars = [parameter for parameter in made.parameters() if wraps and not parameter.ndim]
     besides = [*scalars, *unused]
@@ -213,6 +237,7 @@ def script_stage(
         module=made,
         wrapped=wraps,
         store=store,
+        divided=divided,
         replicated=tuple(
             (parameter, own)
             for parameter, own in (

@@ -90,6 +90,8 @@ class ScriptState:
         state = {name: value for name, value in state.items() if name in stored}
         checkpoint.load(place, state)
         self._optimizers.loaded(state)
+        for at, average in enumerate(self.averages):
+            average.loaded(f"ema{at or ''}", state)
         own = script_checkpoint.own_state(place, self._place.data_rank)
         self._optimizers.take_settings(own["groups"])
         for name, one in extra.items():
@@ -124,7 +126,8 @@ class ScriptState:
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> None:
         """Give parameters and buffers the values of these whole tensors, by name."""
-        for name, value in self.tensors().items():
+        own = self.tensors()
+        for name, value in own.items():
             given = state.get(name.removeprefix("model."))
             if not name.startswith("model.") or given is None:
                 continue
@@ -140,3 +143,4 @@ class ScriptState:
                 value.to_local().copy_(copied.to_local())
             else:
                 value.copy_(given)
+        self._optimizers.weights_loaded(own)

@@ -1,23 +1,29 @@
-"""Tensor parallelism of a script's own modules, by styles in torch's own words.
+"""Tensor parallelism of a script's own modules, by styles in torch's own words, or derived.
 
     tensor={"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
-A pattern names modules by their paths; `*` stands for one step.  What no pattern names is whole on
-every rank of the tensor axis: each computes the same, and its gradients are equal there.
+A pattern names modules by their paths; `*` stands for one step.  Without a map, or beside it, what
+runtime.derived_styles finds is divided.  The rest is whole on every rank of the tensor axis: each
+computes the same, and its gradients are equal there.
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedules import schedule_of
+from runtime.derived_styles import DerivedStyles
+from runtime.divided import Ranks, part_of, shards
+from runtime.divided_trial import DividedUnit
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.recording import Held
@@ -25,27 +31,63 @@ from runtime.recording import Held
 Styles = Mapping[str, ParallelStyle]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptStyles:
+    """How the modules of a script are divided over the tensor axis."""
+
+    given: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    """By path, as the user says."""
+    derived: Mapping[str, DividedUnit] = field(default_factory=dict)
+    """By unit."""
+
+    def __bool__(self) -> bool:
+        """Whether anything is divided."""
+        return bool(self.given) or bool(self.derived)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedStage:
+    """What dividing a stage leaves to be known of its parameters, by name."""
+
+    summed: frozenset[str] = frozenset()
+    """Whole ones whose gradients must be summed over the tensor axis."""
+    sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Sizes of the matrices that lie one behind the other in dim 0, each divided by itself."""
+
+
 def styles_by_name(
     plan: Plan, module: nn.Module, recorder: Recorder, styles: Styles | None
-) -> dict[str, ParallelStyle]:
-    """Return the style of each module that has one, by its path.
+) -> ScriptStyles:
+    """Return how each module is divided: as `styles` say, and else as can be derived.
 
-    Raises LaunchError where plan and styles do not go together, a pattern matches nothing, or a
-    module is named whose parameters something else reads too.
+    Raises LaunchError where plan and styles do not go together, a pattern matches nothing, a
+    module is named whose parameters something else reads too, or nothing can be divided.
     """
-    if plan.mesh.tensor == 1:
-        styles = {}
-    elif not styles:
-        raise LaunchError(
-            f"mesh.tensor: is {plan.mesh.tensor}, and no module says how it is divided; give "
-            'Engine(tensor={"blocks.*.up": ColwiseParallel(), "blocks.*.down": '
-            "RowwiseParallel()}), or plan with tensor 1"
-        )
-    elif schedule_of(plan.schedule).splits_backward:
+    degree = plan.mesh.tensor
+    if degree == 1:
+        return ScriptStyles()
+    if schedule_of(plan.schedule).splits_backward:
         raise LaunchError(
             f"schedule: is {plan.schedule}, which makes weight gradients apart, and those of "
-            "modules with tensor styles are not; use another schedule, or tensor 1"
+            "divided modules are not; use another schedule, or tensor 1"
         )
+    given = _given(module, recorder, styles or {})
+    units = DerivedStyles(module, recorder, recorder.example, left_out=frozenset(given)).of(degree)
+    derived = {name: unit for name, unit in units.items() if unit.regions}
+    if not (given or derived):
+        name, reason = next(
+            ((name, text) for name, unit in units.items() for text in unit.whole.values()),
+            (type(module).__name__, "it has no Linear, convolution or table"),
+        )
+        raise LaunchError(
+            f"mesh.tensor: is {degree}, and no module can be divided ({name}: {reason}); say how "
+            'with Engine(tensor={"blocks.*.up": ColwiseParallel(), "blocks.*.down": '
+            "RowwiseParallel()}), or plan with tensor 1"
+        )
+    return ScriptStyles(given=given, derived=derived)
+
+
+def _given(module: nn.Module, recorder: Recorder, styles: Styles) -> dict[str, ParallelStyle]:
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, ParallelStyle] = {}
     for pattern, style in styles.items():
@@ -73,14 +115,39 @@ def styles_by_name(
     return found
 
 
-def divide(stage: RecordedStage, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Divide the modules of a stage that have a style over the tensor axis."""
-    for name, style in styles.items():
+def divide(stage: RecordedStage, styles: ScriptStyles, mesh: DeviceMesh) -> DividedStage:
+    """Divide the modules of a stage over the tensor axis; those of other stages stay."""
+    for name, style in styles.given.items():
         try:
             part = stage.part(name)
-        except KeyError:  # on another stage
+        except KeyError:
             continue
         parallelize_module(part, mesh, style)
+    summed: set[str] = set()
+    sections: dict[str, tuple[int, ...]] = {}
+    group = mesh.get_group()
+    for name, divided in styles.derived.items():
+        unit = stage.unit(name)
+        if unit is None:
+            continue
+        prefix = f"{name}." if name else ""
+        for region in divided.regions:
+            for own, dim, pieces in list(shards(unit, region)):
+                path, _, attribute = own.rpartition(".")
+                holder = unit.get_submodule(path)
+                whole = holder._parameters.get(attribute)
+                if whole is None:
+                    continue
+                local = part_of(whole.detach(), dim, pieces, group.rank(), group.size()).clone()
+                holder._parameters[attribute] = nn.Parameter(
+                    DTensor.from_local(local, mesh, [Shard(dim)], run_check=False),
+                    requires_grad=whole.requires_grad,
+                )
+                if len(pieces) > 1:
+                    sections[f"{prefix}{own}"] = pieces
+        divided.apply(unit, Ranks(group))
+        summed |= {f"{prefix}{own}" for own in divided.partial}
+    return DividedStage(summed=frozenset(summed), sections=sections)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from planner.model import ModelGraph, is_factory, is_script
 from planner.native import layer_obstacle, obstacle
 from planner.plan import Plan
+from planner.schedules import PLAIN, schedule_of
 
 
 def supported(plan: Plan, model: ModelGraph) -> str | None:
@@ -26,6 +27,19 @@ def foreign(plan: Plan) -> str | None:
         f"backend: is {plan.backend}, and this runtime executes native plans; write its "
         "configuration with 'meshwright export' and start it there"
     )
+
+
+def documents_refused(plan: Plan, model: ModelGraph) -> str | None:
+    """Return why attention cannot be kept within documents of a sample, or None if it can."""
+    reference = model.architecture is None or model.architecture.family == "reference"
+    if reference or is_factory(plan.model.source):
+        return (
+            f"documents: {plan.model.name} is no model of transformers, and attention of others is "
+            "not kept within documents here; train on text, or with meshwright.Engine"
+        )
+    if schedule_of(plan.schedule).stale:
+        return f"schedule: {plan.schedule} does not take documents; use {PLAIN}"
+    return None
 
 
 def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:

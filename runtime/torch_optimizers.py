@@ -24,7 +24,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from planner.errors import OptimizerError
 from runtime.gradient_wire import Mean
-from runtime.gradients import Gradients, Measured, Slot, whole_part
+from runtime.gradients import (
+    Gradients,
+    Measured,
+    Slot,
+    share_values,
+    take_sections,
+    whole_part,
+)
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
 from runtime.quantized_state import bytes_of, is_quantized, plain_values, take_values
@@ -91,6 +98,10 @@ def made(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimize
             "it must take the groups as they are"
         )
     return optimizer
+
+
+def _of_group(group: Group, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return made(group.factory, [{"params": parameters, **group.settings}])
 
 
 def name_of(factory: Factory) -> str:
@@ -224,9 +235,7 @@ class TorchOptimizers(Gradients):
                     f"optimizer {name_of(group.factory)} looks at whole matrices, and this plan "
                     "divides them (ZeRO); allow gather=True or use a plan with zero 0"
                 )
-            if streamed and not steps_apart(
-                lambda listed, of=group: made(of.factory, [{"params": listed, **of.settings}])
-            ):
+            if streamed and not steps_apart(functools.partial(_of_group, group)):
                 raise OptimizerError(
                     f"optimizer {name_of(group.factory)} updates parameters together, and offload "
                     "'optimizer' one after the other; plan without offload"
@@ -299,6 +308,7 @@ class TorchOptimizers(Gradients):
             if part.owner is not None and part.slot in grads:
                 self._scatter(part)
             part.plain.grad = None
+        share_values(self.slots)
         self.dropped()
         return True
 
@@ -317,6 +327,9 @@ class TorchOptimizers(Gradients):
         if not part.owned:
             whole = torch.empty(whole.shape, dtype=slot.local.dtype, device=self.device)
         dist.broadcast(whole, group=group, group_src=part.owner)
+        if slot.sections:
+            take_sections(slot, slot.local, whole)
+            return
         length = -(-whole.shape[dim] // group.size())
         begin = min(group.rank() * length, whole.shape[dim])
         slot.local.copy_(whole.narrow(dim, begin, slot.local.shape[dim]))
@@ -371,15 +384,31 @@ class TorchOptimizers(Gradients):
                 self._optimizer_of(part).state[part.plain] = dict(thrown.state[copy])
 
     def loaded(self, state: Mapping[str, Tensor]) -> None:
-        """Take over numbers, and what is kept in few bits, from a state that was filled."""
+        """Take over from a state that was filled what does not share memory with it.
+
+        That is numbers, what is kept in few bits, and parts of several matrices in one.
+        """
+        self.weights_loaded(state)
         for name, key, value in list(self._states()):
-            given = state[f"optim.{name}.{key}"]
+            slot, given = self._parts[name].slot, state.get(f"optim.{name}.{key}")
+            if given is None:
+                continue
             if is_quantized(value):
                 take_values(value, given.to_local() if isinstance(given, DTensor) else given)
-            elif not isinstance(value, Tensor):
+            elif isinstance(value, Tensor):
+                if slot.sections and value.shape == slot.local.shape:
+                    take_sections(slot, value, given)
+            else:
                 found = float(given)
                 part = self._parts[name]
                 self._optimizer_of(part).state[part.plain][key] = type(value)(found)
+
+    def weights_loaded(self, state: Mapping[str, Tensor]) -> None:
+        """Take over weights that do not share memory with a state that was filled."""
+        for slot in self.slots:
+            if slot.sections and f"model.{slot.name}" in state:
+                take_sections(slot, slot.local, state[f"model.{slot.name}"])
+        share_values(self.slots)
 
     def _optimizer_of(self, part: _Part) -> torch.optim.Optimizer:
         return self._users[part.plain]
@@ -423,5 +452,4 @@ def _division(slot: Slot) -> tuple[dist.ProcessGroup, int]:
 
 def _whole_of(slot: Slot, local: Tensor) -> Tensor:
     part = whole_part(slot, local)
-    assert isinstance(part, DTensor)
-    return part.full_tensor()
+    return part.full_tensor() if isinstance(part, DTensor) else part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ EXAMPLES = (
     "masked_lm",
     "dpo",
     "with_trainer",
+    *(["with_fabric"] if importlib.util.find_spec("lightning_fabric") else []),
 )
 PLANS: dict[str, dict[str, Any]] = {
     "replicated": {},

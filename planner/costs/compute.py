@@ -30,6 +30,9 @@ LONG_SEQUENCE = 8192
 SMALL_HEAD = 0.85
 """Rate of attention with heads of 64 over that with 128 (Dao, 2023, figures 4-6)."""
 
+TRANSPOSED_BYTES = 1.0
+"""Of an element that a cast writes in a second order, for the gradient of weights."""
+
 ROUTING = ("router", "shared_weight")
 """Products that weigh experts, which no stack has in 8 bits."""
 
@@ -217,7 +220,8 @@ def narrow_forward_s(operator: Operator, on: Device) -> float:
     X, W and Y are bytes in 16 bits.  Casts of operators that PyTorch starts one by one move
     `eight_bit.cast_bytes` for each element of x and W: |x| (read 2, write 2), largest (2), to fp32
     (2 + 4), scaled (4 + 4), clamped (4 + 4), to 8 bits (4 + 1): 33.  Fused ones move `input_bytes`
-    for each of x, once for all products that multiply it, and `weight_bytes` for each of W.
+    for each of x, once for all products that multiply it, and `weight_bytes` for each of W; where
+    W is frozen nothing is transposed for its gradient.
 
     >>> curve = DeviceCurve(launch_s=4e-6, matmul=0.7, attention_forward=0.5,
     ...     attention_backward=0.4, memory=0.8, spread=0.1, provenance="quoted", source="example")
@@ -232,8 +236,9 @@ def narrow_forward_s(operator: Operator, on: Device) -> float:
     if on.cast_kernels:
         cast_bytes = on.cast_bytes / 2 * operands
     else:
-        read = operands / 2 - operator.weights
-        cast_bytes = on.input_bytes * read / operator.kernels + on.weight_bytes * operator.weights
+        read = (operands / 2 - operator.weights) / operator.kernels
+        each = on.input_bytes - TRANSPOSED_BYTES * operator.frozen
+        cast_bytes = each * read + on.weight_bytes * operator.weights
     return _in_eight_bits(
         on,
         flops=operator.flops,
@@ -253,7 +258,8 @@ def narrow_backward_s(operator: Operator, on: Device) -> float:
     result, operands = _result_and_operands(operator)
     if not on.cast_kernels:
         products = 1 if operator.frozen else MATMUL_BACKWARD
-        gradients = on.gradient_bytes * result / 2
+        each = on.gradient_bytes - TRANSPOSED_BYTES * operator.frozen
+        gradients = each * result / 2
         return _in_eight_bits(
             on,
             flops=products * operator.flops,

@@ -43,6 +43,7 @@ from planner.layers.operator_table import (
     Operator,
     Setting,
     Table,
+    either,
     larger,
     share,
 )
@@ -284,7 +285,7 @@ class LayerFigures:
             if axis == "expert":
                 return self._rates.exchange_s(size_bytes, group, routing)
             seconds = self._rates.link_s(operation, size_bytes, group)
-            return seconds + self._waits_s(operation, group, axis)
+            return either(size_bytes > 0, seconds + self._waits_s(operation, group, axis), 0.0)
 
         return link_s
 
@@ -316,7 +317,7 @@ class LayerFigures:
                     continue
                 seconds = self._rates.link_s(operation, sizes[indices], group)
                 result[indices] = seconds + self._waits_s(operation, group, axis)
-            return cast(float, result)
+            return cast(float, np.where(sizes > 0, result, 0.0))
 
         return link_s
 

@@ -249,6 +249,8 @@ class LayerParts:
                 sync_s=sync_s,
                 optimizer_s=optimizer_s,
             )
+        if self._rates.stack.sharding.regathers and recompute == "full":
+            moving = replace(moving, backward_s=moving.backward_s + moving.forward_gather_s)
         (gather_s, forward_fetch_s), (backward_s, backward_fetch_s) = seen_in_passes(
             moving,
             sharing,

@@ -28,6 +28,7 @@ from planner.layers.operator_table import (
     larger,
     share,
 )
+from planner.layers.parameters import routes
 from planner.layers.routing import Routing
 from planner.profile import Recompute
 from planner.stack import Stack
@@ -250,7 +251,7 @@ def host_passes(
         found.kernels_again * each.forward,
     )
     if table.kind not in ENDS:
-        more = host.experts_s if table.kind == "moe_block" else 0.0
+        more = host.experts_s if routes(table.kind) else 0.0
         if setting.divides_tensors:
             more = more + host.tensor_s + (setting.tensor - 1) * host.rank_s
         there = there + host.layer_s.forward + more / 2

@@ -89,6 +89,8 @@ class LayoutCosts:
     """What one micro-batch's output has on a rank, by kind of layer; empty of a chain."""
     context_bytes: float
     """Part of fixed_bytes: all but the pipeline's buffers."""
+    recorded_bytes: float
+    """Freed buffers of collectives, held back until these end on the device."""
     assumptions: tuple[Assumption, ...]
 
 
@@ -185,6 +187,7 @@ class CostTables:
             narrowest_bytes=shared.narrowest_bytes,
             output_bytes=shared.output_bytes,
             context_bytes=shared.context_bytes,
+            recorded_bytes=shared.recorded_bytes,
             assumptions=shared.assumptions,
         )
 
@@ -314,6 +317,7 @@ class CostTables:
             narrowest_bytes=least_bytes,
             output_bytes=self._boundaries.output_bytes(setting) if self.model.edges else {},
             context_bytes=self.context_bytes(layout),
+            recorded_bytes=self._recorded_bytes(layout, setting),
             assumptions=(
                 *self._figures.assumptions(setting, layout),
                 *self._assumptions,
@@ -346,6 +350,14 @@ class CostTables:
     def _of_host(self, layout: Layout) -> Iterator[Assumption]:
         if layout.offload != "none" or "offload" in self.activations:
             yield from host_assumptions(self.cluster)
+
+    def _recorded_bytes(self, layout: Layout, setting: Setting) -> float:
+        """Return what a pass of all blocks holds back; of scripts nothing is known."""
+        a, each = self.model.architecture, self._rates.stack.tensor.recorded
+        divided = setting.divides_tensors and setting.sequence_parallel
+        if a is None or not each or not divided or layout.pipeline > 1:
+            return 0.0
+        return each * a.layers * setting.tokens * a.hidden_size * setting.element_bytes
 
     def context_bytes(self, layout: Layout) -> float:
         """Bytes of a process beside its tensors."""
@@ -389,6 +401,7 @@ class _Shared:
     narrowest_bytes: float
     output_bytes: dict[str, float]
     context_bytes: float
+    recorded_bytes: float
     assumptions: tuple[Assumption, ...]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.errors import DocumentError
+from planner.layers.parameters import routes
 from planner.model import Architecture, LatentAttention, ModelGraph
 from planner.training import Lora
 
@@ -124,7 +125,7 @@ def adapter_parameters(model: ModelGraph, kind: str, lora: Lora, *, tensor: int 
     if kind in ("embedding", "head"):
         return 0.0
     total = 0.0
-    for linear in linears(a, experts=kind == "moe_block"):
+    for linear in linears(a, experts=routes(kind)):
         if not is_target(linear.path, lora):
             continue
         inputs = linear.inputs / (tensor if linear.rows else 1)

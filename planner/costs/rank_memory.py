@@ -75,6 +75,10 @@ class RankCosts(Protocol):
     def tight(self) -> float:
         """The same where memory is short."""
 
+    @property
+    def recorded_bytes(self) -> float:
+        """Freed, and held back by the allocator until a collective ends."""
+
 
 def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
     """Return how many bytes tensors may take of so much device memory.
@@ -87,12 +91,17 @@ def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
     return (memory_bytes - costs.context_bytes) / costs.tight
 
 
-def has_room(memory_bytes: float, peak_bytes: float, costs: RankCosts) -> bool:
+NOT_TENSORS = ("context", "slack", "recorded buffers")
+"""Of the parts of a rank's memory, what the process and its allocator take.  An allocator that runs
+short waits for the collectives of what it holds back, so that `recorded buffers` cost no room."""
+
+
+def has_room(memory_bytes: float, parts: Mapping[str, float], costs: RankCosts) -> bool:
     """Whether so much device memory holds a rank's peak, up to the rounding of its sum.
 
-    The peak is that of `rank_memory_parts`, with context and allocator.
+    The parts of the peak are those of `rank_memory_parts`.
     """
-    tensors = (peak_bytes - costs.context_bytes) / costs.slack
+    tensors = sum(size for name, size in parts.items() if name not in NOT_TENSORS)
     return tensors <= room_bytes(memory_bytes, costs) * (1 + SETTLED)
 
 
@@ -115,11 +124,14 @@ def rank_memory_parts(
     stream; of several stages, what crosses those where most does.
     """
     dynamic = dynamic_parts(costs, layout, stages, rank=rank, passing=passing)
-    return {
+    parts = {
         **dynamic,
         "context": costs.context_bytes,
         "slack": (costs.slack - 1.0) * sum(dynamic.values()),
     }
+    if costs.recorded_bytes:
+        parts["recorded buffers"] = costs.recorded_bytes
+    return parts
 
 
 def dynamic_parts(

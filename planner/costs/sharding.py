@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
 from planner.costs import compute
-from planner.costs.collectives import Levels
+from planner.costs.collectives import Levels, ranks_of
 from planner.costs.memory import FP32, Sharing, StateTypes
 from planner.costs.rates import Hidden, Rates
 from planner.layers.operator_table import larger
@@ -179,6 +179,7 @@ def _collectives_s(
     rule, both = rates.stack.sharding, links.shard + links.replicate
     reduced, calls = sharing.wire_bytes * trained, rule.collectives_per_layer
     if sharing.sharded:
+        listed_s = calls * rule.listed_s * ranks_of(links.shard)
         gather_s = calls * rates.link_s("all_gather", working_bytes / calls, links.shard)
         if rule.reduces_whole and sharing.zero == 1:
             return gather_s, calls * rates.link_s("all_reduce", reduced / calls, both), 0.0
@@ -188,7 +189,7 @@ def _collectives_s(
         reduce_s = calls * reduce_s
         if sharing.gathers_again and len(links.shard) > 1:
             gather_s, reduce_s = gather_s / rule.network_rate, reduce_s / rule.network_rate
-        return gather_s, reduce_s, 0.0
+        return gather_s + listed_s, reduce_s + listed_s, 0.0
     if sharing.data == 1:
         return 0.0, 0.0, 0.0
     if sharing.wire == "powersgd":

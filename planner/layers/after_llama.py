@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from planner.errors import DocumentError
-from planner.layers.config_keys import Config, count, experts_of, flag, optional, positive
-from planner.layers.decoders import decoder, deepseek, leading_dense, llama
-from planner.model import Architecture, Experts
+from planner.layers.config_keys import Config, count, flag, optional, rotated
+from planner.layers.decoders import decoder, deepseek, leading_dense, llama, routed, windows
+from planner.model import Architecture
 
 
 def _gemma(config: Config) -> Architecture:
@@ -35,31 +35,12 @@ def _gemma3(config: Config) -> Architecture:
         output_bias=bias,
         qk_norm=True,
         post_norms=True,
-        sliding_window=window,
-        sliding_every=_every(config, default=6) if window else 1,
+        **windows(config, window=window, every=6),
     )
 
 
-def _every(config: Config, *, default: int) -> int:
-    """Return how many blocks there are for each that attends to all tokens."""
-    types = config.get("layer_types")
-    if types is None:
-        return optional(config, "sliding_window_pattern", default) or default
-    if not isinstance(types, list) or not {*types} <= {"sliding_attention", "full_attention"}:
-        raise DocumentError("layer_types", "must list sliding_attention and full_attention")
-    if "full_attention" not in types:
-        return 1
-    every = types.index("full_attention") + 1
-    expected = ["sliding_attention"] * (every - 1) + ["full_attention"]
-    if any(kind != expected[index % every] for index, kind in enumerate(types)):
-        raise DocumentError(
-            "layer_types", "does not repeat; only every n-th block global has figures"
-        )
-    return every
-
-
 def _olmo2(config: Config, family: str) -> Architecture:
-    """Norms stand behind attention and MLP instead of before them: as many, of the same size."""
+    """Norms stand behind attention and MLP instead of before them, as many of the same size."""
     bias = flag(config, "attention_bias", False)
     return Architecture(
         **decoder(config, family),
@@ -72,24 +53,65 @@ def _olmo2(config: Config, family: str) -> Architecture:
 
 def _olmo3(config: Config) -> Architecture:
     window = optional(config, "sliding_window", 4096) or 0
-    every = _every(config, default=4) if window else 1
     figures = _olmo2(config, "olmo3")
-    return figures.model_copy(update={"sliding_window": window, "sliding_every": every})
+    return figures.model_copy(update=windows(config, window=window, every=4))
 
 
 def _gpt_oss(config: Config) -> Architecture:
-    """Every block counts as one that attends to all tokens: experts have no local blocks here."""
     bias = flag(config, "attention_bias", True)
+    window = optional(config, "sliding_window", 128) or 0
     return Architecture(
         **decoder(config, "gpt_oss", kv_heads=8, head_dim=64),
         tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=True,
-        experts=Experts(
-            count=experts_of(config, "num_local_experts"),
-            per_token=positive(config, "num_experts_per_tok"),
-            ffn_size=positive(config, "intermediate_size"),
+        **windows(config, window=window, every=2),
+        experts=routed(config, count_key="num_local_experts", ffn_key="intermediate_size"),
+    )
+
+
+def _nemotron(config: Config) -> Architecture:
+    """A Llama of layer norms and a plain MLP of squared ReLUs, whose heads turn in part."""
+    bias, plain = flag(config, "attention_bias", False), {"gated_mlp": False, "norm": "layer"}
+    figures = decoder(config, "nemotron") | plain
+    return Architecture(
+        **figures,
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=flag(config, "mlp_bias", False),
+        rotary_dim=rotated(config, figures["head_dim"], key="partial_rotary_factor", default=0.5),
+    )
+
+
+def _seed_oss(config: Config) -> Architecture:
+    return Architecture(
+        **decoder(config, "seed_oss", kv_heads=8, head_dim=128),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
+        qkv_bias=flag(config, "attention_bias", True),
+        output_bias=flag(config, "attention_out_bias", False),
+        mlp_bias=flag(config, "mlp_bias", False),
+    )
+
+
+def _glm4_moe(config: Config) -> Architecture:
+    """Experts and router as DeepSeek-V3 has them, over grouped heads that turn in part."""
+    figures, bias = decoder(config, "glm4_moe", kv_heads=8), flag(config, "attention_bias", False)
+    return Architecture(
+        **figures,
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
+        qkv_bias=bias,
+        qk_norm=flag(config, "use_qk_norm", False),
+        rotary_dim=rotated(config, figures["head_dim"], key="partial_rotary_factor", default=0.5),
+        experts=routed(
+            config,
+            count_key="n_routed_experts",
+            ffn_key="moe_intermediate_size",
+            shared=count(config, "n_shared_experts"),
+            dense_layers=count(config, "first_k_dense_replace"),
+            groups=optional(config, "n_group", 1) or 1,
+            groups_per_token=optional(config, "topk_group", 1) or 1,
         ),
     )
 
@@ -138,10 +160,10 @@ def _qwen2_moe(config: Config) -> Architecture:
         **decoder(config, "qwen2_moe", kv_heads=16),
         tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=flag(config, "qkv_bias", True),
-        experts=Experts(
-            count=experts_of(config, "num_experts"),
-            per_token=positive(config, "num_experts_per_tok"),
-            ffn_size=positive(config, "moe_intermediate_size"),
+        experts=routed(
+            config,
+            count_key="num_experts",
+            ffn_key="moe_intermediate_size",
             shared=1,
             shared_ffn_size=count(config, "shared_expert_intermediate_size"),
             shared_gate=True,
@@ -155,11 +177,14 @@ READERS: dict[str, Callable[[Config], Architecture]] = {
     "gemma": _gemma,
     "gemma3_text": _gemma3,
     "gpt_oss": _gpt_oss,
+    "glm4_moe": _glm4_moe,
     "granite": lambda config: llama(config, "granite"),
+    "nemotron": _nemotron,
     "olmo2": lambda config: _olmo2(config, "olmo2"),
     "olmo3": _olmo3,
     "phi3": _phi3,
     "qwen2_moe": _qwen2_moe,
+    "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "starcoder2": _starcoder2,
 }

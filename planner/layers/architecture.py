@@ -13,18 +13,17 @@ from pydantic import ValidationError
 
 from planner.document import first_error, nearest
 from planner.errors import DocumentError
-from planner.layers import after_llama, side_by_side
+from planner.layers import after_llama, side_by_side, unsupported
 from planner.layers.config_keys import (
     Config,
     divided,
-    experts_of,
     flag,
     optional,
     positive,
 )
-from planner.layers.decoders import decoder, deepseek, leading_dense, llama
+from planner.layers.decoders import decoder, deepseek, leading_dense, llama, routed, windows
 from planner.layers.parameters import block_kinds, graph_of
-from planner.model import Architecture, Experts, Patches
+from planner.model import Architecture, Patches
 
 __all__ = ["SUPPORTED", "architecture_of", "block_kinds", "graph_of"]
 
@@ -41,6 +40,12 @@ def architecture_of(config: Config, *, name: str) -> Architecture:
     if not isinstance(kind, str):
         raise DocumentError(
             "model_type", f"is missing in {name}; it says which architecture the figures are for"
+        )
+    if kind not in _READERS and (why := unsupported.reason(kind, config)):
+        raise DocumentError(
+            "model_type",
+            f"is '{kind[:60]}'; it {why}. It can be trained from your own script with "
+            "meshwright.Engine, or given as file.py:factory.",
         )
     if kind not in _READERS:
         raise DocumentError(
@@ -85,21 +90,17 @@ def _qwen3(config: Config) -> Architecture:
     )
 
 
-def _qwen_window(config: Config) -> dict[str, int]:
-    """Qwen slides only above `max_window_layers`, and only if told to; mixed depths are refused."""
+def _qwen_window(config: Config) -> dict[str, Any]:
+    """Qwen slides only from block `max_window_layers` on, and only if told to."""
     window = optional(config, "sliding_window", 4096)
     if not flag(config, "use_sliding_window", False) or not window:
         return {}
+    if config.get("layer_types") is not None:
+        return windows(config, window=window, every=1)
     first = optional(config, "max_window_layers", 28) or 0
     if first >= positive(config, "num_hidden_layers"):
         return {}
-    if first > 0:
-        raise DocumentError(
-            "max_window_layers",
-            f"is {first}: the first layers attend to all tokens and the others to a window, "
-            "which has no figures here; set use_sliding_window to false",
-        )
-    return {"sliding_window": window}
+    return {"sliding_window": window, "global_blocks": tuple(range(first))}
 
 
 def _gemma2(config: Config) -> Architecture:
@@ -137,6 +138,16 @@ def _gpt2(config: Config) -> Architecture:
     )
 
 
+def _gpt_bigcode(config: Config) -> Architecture:
+    """GPT-2 with one head of keys and values (StarCoder)."""
+    if flag(config, "add_cross_attention", False):
+        raise DocumentError("add_cross_attention", "is true, which has no figures here")
+    figures = _gpt2(config).model_dump() | {"family": "gpt_bigcode"}
+    if flag(config, "multi_query", True):
+        figures["kv_heads"] = 1
+    return Architecture(**figures)
+
+
 def _opt(config: Config) -> Architecture:
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     width = optional(config, "word_embed_proj_dim", None) or hidden
@@ -170,21 +181,11 @@ def _opt(config: Config) -> Architecture:
 
 
 def _mixtral(config: Config) -> Architecture:
-    ffn = positive(config, "intermediate_size")
-    if optional(config, "sliding_window", None):
-        raise DocumentError(
-            "sliding_window",
-            f"is {config['sliding_window']}; experts with a sliding window have no figures here: "
-            "set it to null",
-        )
     return Architecture(
         **decoder(config, "mixtral", kv_heads=8),
+        sliding_window=optional(config, "sliding_window", None) or 0,
         tied_embeddings=flag(config, "tie_word_embeddings", False),
-        experts=Experts(
-            count=experts_of(config, "num_local_experts"),
-            per_token=positive(config, "num_experts_per_tok"),
-            ffn_size=ffn,
-        ),
+        experts=routed(config, count_key="num_local_experts", ffn_key="intermediate_size"),
     )
 
 
@@ -201,11 +202,8 @@ def _qwen3_moe(config: Config) -> Architecture:
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
-        experts=Experts(
-            count=experts_of(config, "num_experts"),
-            per_token=positive(config, "num_experts_per_tok"),
-            ffn_size=positive(config, "moe_intermediate_size"),
-            dense_layers=dense,
+        experts=routed(
+            config, count_key="num_experts", ffn_key="moe_intermediate_size", dense_layers=dense
         ),
     )
 
@@ -257,6 +255,7 @@ _READERS: dict[str, Callable[[Config], Architecture]] = {
     "deepseek_v3": lambda config: deepseek(config, "deepseek_v3"),
     "gemma2": _gemma2,
     "gpt2": _gpt2,
+    "gpt_bigcode": _gpt_bigcode,
     "llama": lambda config: llama(config, "llama"),
     "mistral": _mistral,
     "mixtral": _mixtral,

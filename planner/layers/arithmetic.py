@@ -13,22 +13,24 @@ https://arxiv.org/abs/2205.05198, less the two dropout masks that training witho
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from planner.layers.attention import attention, attention_width, window
 from planner.layers.ends import embedding, embedding_width, head
 from planner.layers.feed_forward import experts, mlp
 from planner.layers.kernels import MODULES, compiled
-from planner.layers.operator_table import FP32, Operator, Setting, Table
+from planner.layers.operator_table import FP32, Operator, Setting, Table, either
 from planner.layers.operators import norm
-from planner.layers.parameters import OPT_POSITION_OFFSET, norm_parameters, norms_of_block
-from planner.model import Architecture, Layer, ModelGraph
-
-NORMS_BEHIND = ("olmo2", "olmo3")
-"""Families whose norms read what attention and MLP return, which is as large as what they are said
-to read here."""
+from planner.layers.parameters import (
+    OPT_POSITION_OFFSET,
+    norm_parameters,
+    norms_of_block,
+    routes,
+)
+from planner.model import Architecture, DividedLayer, Layer, LayerTrace, ModelGraph
 
 
 def table(model: ModelGraph, layer: Layer, setting: Setting) -> Table:
@@ -108,10 +110,10 @@ def local_parameters(
     """
     architecture = model.architecture
     if architecture is None or layer.trace is not None:
-        return float(layer.parameters), 0.0
-    routed = _routed_parameters(architecture) if layer.kind == "moe_block" else 0
+        return _traced_parameters(layer, tensor), 0.0
+    routed = _routed_parameters(architecture) if routes(layer.kind) else 0
     whole = _undivided_parameters(architecture, layer.kind)
-    if shared_whole and expert > 1 and layer.kind == "moe_block":
+    if shared_whole and expert > 1 and routes(layer.kind):
         whole += _shared_parameters(architecture)
     dense = (layer.parameters - routed - whole) / tensor + whole
     return dense, routed / (expert * expert_tensor if expert > 1 else tensor)
@@ -121,11 +123,11 @@ def largest_matrix(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float
     """Return the parameters of a layer's largest matrix on a rank."""
     a = model.architecture
     if a is None or layer.trace is not None:
-        return float(layer.parameters)
+        return _traced_parameters(layer, tensor)
     if layer.kind in ("embedding", "head"):
         return a.vocab_size * embedding_width(a) / tensor
     widest = max(a.ffn_size, a.heads * a.head_dim)
-    if layer.kind == "moe_block" and a.experts is not None:
+    if routes(layer.kind) and a.experts is not None:
         # The matrices of all experts are one parameter.
         widest = max(a.heads * a.head_dim, a.experts.count * a.experts.ffn_size)
     return float(a.hidden_size * widest) / tensor
@@ -139,12 +141,12 @@ def matrix_sides(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float:
     """
     a = model.architecture
     if a is None or layer.trace is not None:
-        return 2.0 * math.sqrt(layer.parameters)
+        return 2.0 * math.sqrt(_traced_parameters(layer, tensor))
     if layer.kind in ("embedding", "head"):
         return a.vocab_size / tensor + embedding_width(a)
     matrices = [*_attention_matrices(a)]
     widths = [a.ffn_size]
-    if layer.kind == "moe_block" and a.experts is not None:
+    if routes(layer.kind) and a.experts is not None:
         shared = a.experts.shared_ffn_size or a.experts.shared * a.experts.ffn_size
         widths = [a.experts.ffn_size] * a.experts.count + [shared] * (shared > 0)
         matrices.append((a.hidden_size, a.experts.count))
@@ -168,6 +170,10 @@ def _attention_matrices(a: Architecture) -> Iterator[tuple[int, int]]:
     yield a.hidden_size, a.heads * latent.value_head_dim
 
 
+NORMS_BEHIND = ("olmo2", "olmo3")
+"""Families whose blocks norm what attention and MLP give, and not what they take."""
+
+
 def _block(a: Architecture, kind: str, setting: Setting) -> Table:
     """Attention, then MLP or experts, each beside the residual stream."""
     stream = setting.stream_tokens * a.hidden_size * setting.element_bytes
@@ -177,7 +183,7 @@ def _block(a: Architecture, kind: str, setting: Setting) -> Table:
     residual = "x"
     for part in ("attention", "mlp"):
         tensor = residual
-        if a.pre_norm:
+        if a.pre_norm and a.family not in NORMS_BEHIND:
             first = norm(a, setting, tensor, f"{part}_norm", width=a.hidden_size)
             if setting.kernels.compiled and a.post_norms and tensor != "x":
                 # Both of the sum's parts are there: it is added up again.
@@ -186,12 +192,12 @@ def _block(a: Architecture, kind: str, setting: Setting) -> Table:
             tensor = f"{part}_norm"
         if part == "attention":
             operators += attention(a, kind, setting, tensor)
-        elif kind == "moe_block" and a.experts is not None:
+        elif routes(kind) and a.experts is not None:
             operators += experts(a, setting, tensor)
         else:
             operators += mlp(a, setting, tensor, f"{part}", ffn_size=a.ffn_size)
         tensor = f"{part}_out"
-        if a.post_norms:
+        if a.post_norms or a.family in NORMS_BEHIND:
             operators.append(norm(a, setting, tensor, f"{part}_post_norm", width=a.hidden_size))
             tensor = f"{part}_post_norm"
         # Dropout is part of the sum's kernel, and keeps a byte for each element.
@@ -242,31 +248,91 @@ def _side_by_side(a: Architecture, kind: str, setting: Setting, stream: float) -
     return Table(kind=kind, operators=tuple(operators), input_bytes=stream, output="sum")
 
 
+def _traced_parameters(layer: Layer, tensor: int) -> float:
+    divided = layer.at(tensor)
+    return float(divided.parameters if divided else layer.parameters)
+
+
 def traced(layer: Layer, setting: Setting) -> Table:
-    """One operator of a layer that was traced in fp32; times its samples, in the job's type."""
+    """One operator of a layer that was traced in fp32; times its samples, in the job's type.
+
+    A tensor axis that divides the layer adds its sums: of activations in forward, of gradients in
+    backward.  They are summed in place, one by one.
+    """
     trace = layer.trace
     samples = 1.0 * setting.micro_batch
     scale = samples * setting.element_bytes / FP32
-    stored = trace.stored_bytes * scale if trace else 0.0
+    figure = functools.partial(_figure, layer, setting)
+    stored = figure(lambda of: of.stored_bytes) * scale
     output = trace.output_bytes * scale if trace else 0.0
-    transient = trace.transient_bytes * scale if trace else 0.0
     operator = Operator(
         name=layer.name,
         kind="matmul",
         inputs=("x",),
         outputs={"kept": stored, "out": output},
         saved=("kept",),
-        flops=trace.forward_flops * samples if trace else 0.0,
+        flops=figure(lambda of: of.forward_flops) * samples,
         moved_bytes=2 * (stored + output),
         backward_moved_bytes=4 * (stored + output),
-        workspace_bytes=transient,
+        workspace_bytes=figure(lambda of: of.transient_bytes) * scale,
     )
-    return Table(kind=layer.kind, operators=(operator,), input_bytes=output, output="out")
+    operators: tuple[Operator, ...] = (operator,)
+    outside = 0
+    if layer.divided and setting.divides_tensors:
+        sums = [
+            _sum_over_ranks(layer, setting, name, size * scale)
+            for name, size in _sums(layer, setting)
+        ]
+        operators, outside = (*sums[:-1], operator, sums[-1]), 1
+    return Table(
+        kind=layer.kind, operators=operators, input_bytes=output, output="out", outside=outside
+    )
+
+
+def _figure(layer: Layer, setting: Setting, of: Callable[[LayerTrace], float]) -> float:
+    """Return a figure of a traced layer at the setting's tensor degree; arrays where many."""
+    found = float(of(layer.trace)) if layer.trace else 0.0
+    if setting.divides_tensors:
+        for one in layer.divided or ():
+            found = either(setting.tensor == one.tensor, float(of(one.trace)), found)
+    return found
+
+
+def _sums(layer: Layer, setting: Setting) -> Iterator[tuple[str, float]]:
+    """Yield name and bytes of each sum over the tensor axis, the last one of forward last.
+
+    Where degrees differ in their sums, those that one has not are of 0 bytes and take no time.
+    """
+
+    def size(of: Callable[[DividedLayer], Sequence[int]], at: int) -> float:
+        found = 0.0
+        for one in layer.divided or ():
+            sizes = of(one)
+            own = float(sizes[at]) if at < len(sizes) else 0.0
+            found = either(setting.tensor == one.tensor, own, found)
+        return found
+
+    for at in range(max(len(one.sums_bytes) for one in layer.divided or ())):
+        yield f"sum_{at}", size(lambda one: one.sums_bytes, at)
+    for at in range(max(len(one.copies_bytes) for one in layer.divided or ())):
+        yield f"gradient_{at}", size(lambda one: one.copies_bytes, at)
+    yield "last_sum", size(lambda one: (one.last_sum_bytes,), 0)
+
+
+def _sum_over_ranks(layer: Layer, setting: Setting, name: str, size: float) -> Operator:
+    return Operator(
+        name=f"{layer.name}_{name}",
+        kind="all_reduce",
+        inputs=(),
+        outputs={},
+        moved_bytes=size,
+        only="backward" if name.startswith("gradient") else "forward",
+    )
 
 
 def _active_parameters(a: Architecture, layer: Layer) -> float:
     """Parameters of a layer that one token is multiplied with."""
-    if layer.kind != "moe_block" or a.experts is None:
+    if not routes(layer.kind) or a.experts is None:
         return float(layer.parameters)
     routed = _routed_parameters(a)
     return layer.parameters - routed * (1.0 - a.experts.per_token / a.experts.count)
@@ -307,6 +373,6 @@ def _undivided_parameters(a: Architecture, kind: str) -> int:
     if a.latent is not None:
         count += a.latent.q_rank * (a.hidden_size + 1)
         count += (a.hidden_size + 1) * a.latent.kv_rank + a.hidden_size * a.latent.rope_head_dim
-    if kind == "moe_block" and a.experts is not None:
+    if routes(kind) and a.experts is not None:
         count += a.hidden_size * (a.experts.count + a.experts.shared_gate)
     return count

@@ -16,6 +16,7 @@ from planner.layers.operators import (
     projections,
     row_wise,
 )
+from planner.layers.parameters import WIDE_QK_NORM, slides
 from planner.model import Architecture, LatentAttention
 
 ONE_PROJECTION = ("falcon", "gpt_neox", "phi3")
@@ -30,6 +31,10 @@ CAPPED_KERNELS = 12
 CAPPED_PASSES, CAPPED_PASSES_FP32 = (76.0, 162.0), (68.0, 148.0)
 """Bytes that one score moves, forward and backward, counted over the lines of runtime/capped.py:
 4 read and 4 written by each that works in place, and copies to 16 bits and back."""
+CAP_PASSES = (16.0, 68.0)
+"""Of these, what only a cap takes: tanh and a second factor in both passes, and its slope."""
+IN_BLOCKS = ("gemma2", "gpt_oss")
+"""Families whose scores are capped or share their softmax with a sink (runtime/capped.py)."""
 
 
 def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list[Operator]:
@@ -54,6 +59,7 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
         operators.append(_spread(query, key))
         q, k, v, key = "q_apart", "k_apart", "v_apart", query
     if a.qk_norm:
+        wide = a.family in WIDE_QK_NORM
         for head, heads in (("q", a.heads / t), ("k", a.kv_heads / t)):
             operators.append(
                 norm(
@@ -61,8 +67,8 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
                     setting,
                     q if head == "q" else k,
                     f"{head}_norm",
-                    width=a.head_dim,
-                    rows=tokens * heads,
+                    width=a.head_dim * (heads if wide else 1),
+                    rows=tokens * (1 if wide else heads),
                 )
             )
         q, k = "q_norm", "k_norm"
@@ -83,9 +89,10 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
         width=query_width,
     )
     merged = "core"
-    # What was turned in part lies head by head, and so does the core; so do Phi-3's, turned whole.
-    by_head = bool(a.rotary_dim) or a.family == "phi3"
-    if by_head and kernels.scores == "module" and not kernels.compiled:
+    # What was turned in part lies head by head, and so does the core; Phi-3 and GPT-OSS join what
+    # they turned whole.
+    by_heads = bool(a.rotary_dim) or a.family in ("phi3", "gpt_oss")
+    if by_heads and kernels.scores == "module" and not kernels.compiled:
         merged = "core_merged"
         operators.append(elementwise(kernels, merged, ("core",), query))
     return [*operators, *row_wise(a, setting, merged, "attention_out", width=query_width)]
@@ -257,8 +264,8 @@ def _core(
         # are merged in fp32, half of the queries at a time.
         kernels = 16
         workspace = out + 1.5 * out * FP32 / setting.element_bytes
-    if a.family == "gemma2" and setting.kernels.scores == "module":
-        # Capped scores have a kernel of their own (runtime/capped.py), block by block.
+    if a.family in IN_BLOCKS and setting.kernels.scores == "module":
+        # Such scores have a kernel of their own (runtime/capped.py), block by block.
         span = window(a, kind, setting.seq_len)
         rows = _rows(setting)
         # A block computes its last query's keys for all of its queries.
@@ -301,6 +308,8 @@ def _core(
             k, v = "k_heads", "v_heads"
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
     passes = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
+    if a.family != "gemma2":
+        passes = (passes[0] - CAP_PASSES[0], passes[1] - CAP_PASSES[1])
     moved = query + key + value + out if setting.kernels.core_traffic else 0.0
     operators.append(
         Operator(
@@ -429,7 +438,7 @@ def _rows(setting: Setting) -> float:
 
 def window(a: Architecture, kind: str, seq_len: int) -> int:
     """Tokens that a query may attend to."""
-    return min(seq_len, a.sliding_window) if kind == "local_block" else seq_len
+    return min(seq_len, a.sliding_window) if slides(kind) else seq_len
 
 
 def _attended(a: Architecture, seq_len: int) -> float:

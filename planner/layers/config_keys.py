@@ -58,6 +58,27 @@ def flag(config: Config, key: str, default: bool) -> bool:
     return value
 
 
+def settings(config: Config, key: str) -> Config:
+    """Return the settings below a key; none where it is left out."""
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise DocumentError(key, f"is {found!r:.40}; it must be a mapping")
+    return found
+
+
+def rotated(config: Config, head_dim: int, *, key: str, default: float) -> int:
+    """Return the features of a head that are rotated, 0 meaning all; `key` is their share's name.
+
+    `transformers` 5 writes the share among the `rope_parameters`.
+    """
+    rope = settings(config, "rope_parameters")
+    share = config.get(key, rope.get("partial_rotary_factor", default))
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise DocumentError(key, f"is {share!r:.40}; it must be above 0 and at most 1")
+    features = int(head_dim * share)
+    return 0 if features == head_dim else features
+
+
 def divided(config: Config, *, hidden: tuple[str, int], heads: tuple[str, int]) -> int:
     """Return the width of a head where the configuration leaves it to a division."""
     if hidden[1] % heads[1]:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from planner.errors import DocumentError
-from planner.layers.config_keys import Config, count, divided, flag, optional, positive
+from planner.layers.config_keys import (
+    Config,
+    count,
+    divided,
+    experts_of,
+    flag,
+    optional,
+    positive,
+)
 from planner.model import Architecture, Experts, LatentAttention
 
 
@@ -102,3 +110,46 @@ def leading_dense(config: Config) -> int:
             f"is {str(dense)[:60]}; only leading layers (0, 1, ...) can be without experts here",
         )
     return len(dense)
+
+
+def windows(config: Config, *, window: int, every: int) -> dict[str, Any]:
+    """Return which blocks attend to a window of tokens, and which to all.
+
+    Without `layer_types` every n-th block is global: as `sliding_window_pattern` says, or `every`.
+    """
+    if not window:
+        return {}
+    types = config.get("layer_types")
+    if types is None:
+        return {
+            "sliding_window": window,
+            "sliding_every": optional(config, "sliding_window_pattern", every) or every,
+        }
+    layers = positive(config, "num_hidden_layers")
+    if not isinstance(types, list) or not {*map(str, types)} <= _SPANS or len(types) != layers:
+        raise DocumentError(
+            "layer_types",
+            f"must list sliding_attention and full_attention, one for each of {layers} layers",
+        )
+    everywhere = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    if not everywhere:
+        return {"sliding_window": window}
+    first = everywhere[0] + 1
+    if everywhere == list(range(first - 1, layers, first)) and first > 1:
+        return {"sliding_window": window, "sliding_every": first}
+    if len(everywhere) == layers:
+        return {}
+    return {"sliding_window": window, "global_blocks": tuple(everywhere)}
+
+
+_SPANS = {"sliding_attention", "full_attention"}
+
+
+def routed(config: Config, *, count_key: str, ffn_key: str, **more: Any) -> Experts:
+    """Return the experts that a router of softmax scores chooses among, by their keys."""
+    return Experts(
+        count=experts_of(config, count_key),
+        per_token=positive(config, "num_experts_per_tok"),
+        ffn_size=positive(config, ffn_key),
+        **more,
+    )

@@ -147,7 +147,7 @@ def _router(
     full = tokens * a.hidden_size * e
     operators: list[Operator] = []
     routed_by, router_bytes = whole, e
-    if a.family in ("deepseek_v2", "deepseek_v3") and e != FP32:
+    if a.family in ("deepseek_v2", "deepseek_v3", "glm4_moe") and e != FP32:
         # Tokens and matrix are multiplied in fp32, and the product keeps both copies.
         routed_by, router_bytes = "router_fp32", FP32
         matrix = 1.0 * a.hidden_size * experts.count * FP32
@@ -268,9 +268,10 @@ def _feed_forward(
 
     if not a.gated_mlp:
         return [*made(up), *_activation(a, kernels, name, size)]
-    if kernels.fused_projections:
+    clamped = a.family == "gpt_oss" and not kernels.fused_gate
+    if kernels.fused_projections or clamped:
         both = tokens * (a.hidden_size + 2 * width) + 2 * weights
-        outputs = {gate: size, up.name: size}
+        outputs = {up.name: 2 * size} if clamped else {gate: size, up.name: size}
         together = matmul(
             up.name,
             (whole,),
@@ -283,6 +284,8 @@ def _feed_forward(
         operators = made(together)
     else:
         operators = made(replace(up, name=gate, outputs={gate: size}))
+    if clamped:
+        return [*operators, *_clamped_gate(kernels, name, size)]
     kept_gate, kept_up = gate, up.name
     if kernels.narrow:
         kept_gate = kept_up = f"{name}_narrow_gates"
@@ -301,20 +304,46 @@ def _feed_forward(
     return [*operators, replace(last, holds=(whole,))]
 
 
+def _clamped_gate(kernels: Kernels, name: str, size: float) -> list[Operator]:
+    """GPT-OSS's (u + 1) g sigmoid(α g) of clamped halves g and u, each operator a kernel.
+
+    Clamps keep the whole product that they were cut from.
+    """
+    both = f"{name}_up"
+    gate, up, more, scaled, chance, gated = (
+        f"{name}_{part}" for part in ("gate", "clamped", "more", "scaled", "chance", "gated")
+    )
+    return [
+        elementwise(kernels, gate, (both,), size, saved=(both,)),
+        elementwise(kernels, up, (both,), size, saved=(both,)),
+        elementwise(kernels, scaled, (gate,), size),
+        elementwise(kernels, chance, (scaled,), size, saved=(chance,)),
+        elementwise(kernels, gated, (gate, chance), size, saved=(gate, chance)),
+        elementwise(kernels, more, (up,), size),
+        elementwise(kernels, f"{name}_product", (more, gated), size, saved=(more, gated)),
+    ]
+
+
 def _activation(a: Architecture, kernels: Kernels, name: str, size: float) -> list[Operator]:
     """The activation of an ungated MLP, one kernel that keeps its input.
 
-    GPT-2's and GPT-J's tanh approximation 0.5 u (1 + tanh(c (u + 0.044715 u³))) is written out in
-    `transformers`: eight kernels, which keep u, its half, the tanh and one plus that.
+    GPT-2's, GPT-J's and Phi's tanh approximation 0.5 u (1 + tanh(c (u + 0.044715 u³))) is written
+    out in `transformers`: eight kernels, which keep u, its half, the tanh and one plus that.
     """
     up, product = f"{name}_up", f"{name}_product"
+    if a.family == "nemotron" and not kernels.fused_gate:  # the square keeps what ReLU made
+        rectified = f"{name}_rectified"
+        return [
+            elementwise(kernels, rectified, (up,), size, saved=(rectified,)),
+            elementwise(kernels, product, (rectified,), size, saved=(rectified,)),
+        ]
     if a.family == "opt":  # ReLU keeps its result, which the next product keeps anyway
         return [elementwise(kernels, product, (up,), size, saved=(product,))]
     if kernels.fused_gate:
         return [elementwise(kernels, product, (up,), size, saved=(up,))]
     if a.written_gelu:
         return _fast_gelu(kernels, name, size)
-    if a.family not in ("gpt2", "gptj"):
+    if a.family not in ("gpt2", "gptj", "phi"):
         return [elementwise(kernels, product, (up,), size, saved=(up,))]
     half, cube, scaled, inner, argument, tanh, weight = (
         f"{name}_{part}"

@@ -16,6 +16,8 @@ NARROW_MULTIPLE = 16
 Transformer Engine's assert_dim_for_fp8_exec."""
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 """Families whose norms multiply with one plus their weight, in fp32."""
+WEIGHED_IN_FP32 = ("gpt_oss", "olmo2", "olmo3")
+"""Others whose norms multiply with their weight before they are brought to 16 bits."""
 
 
 def norm(
@@ -32,8 +34,8 @@ def norm(
     A fused norm and LayerNorm are one kernel that keeps its input and figures of each row.  Else
     RMSNorm is written out in fp32: upcast, square,
     mean, root, scale, downcast, weight; it keeps the fp32 copy, the roots and the scaled rows.
-    torch's own RMSNorm, which the reference family has, keeps the scaled rows in fp32, as does
-    Gemma's, which multiplies with the weight before the downcast.
+    torch's own RMSNorm, which the reference family has, keeps the scaled rows in fp32, as do those
+    that multiply with the weight before the downcast (Gemma, OLMo, GPT-OSS).
     """
     rows = setting.stream_tokens if rows is None else rows
     count = rows * width
@@ -68,7 +70,7 @@ def norm(
             kernels=6,
         )
     wide = f"{name}_fp32"
-    keeps_wide = a.family in ("reference", *GEMMA)
+    keeps_wide = a.family in ("reference", *GEMMA, *WEIGHED_IN_FP32)
     scaled_bytes = count * FP32 if keeps_wide else size
     return Operator(
         name=name,

@@ -45,20 +45,30 @@ def graph_of(architecture: Architecture, *, name: str, source: str | None = None
 def block_kinds(architecture: Architecture) -> tuple[str, ...]:
     """Return the kind of every block in order.
 
-    `block`, `local_block` (attends to a sliding window), `moe_block`, and `dense_block` (a leading
-    block with a plain MLP in a mixture-of-experts model).
+    `block`, `moe_block`, and `dense_block` (a leading block with a plain MLP in a model with
+    experts); `local_` before it says that it attends to a sliding window.
     """
-    experts = architecture.experts
-    if experts is not None:
-        dense = min(experts.dense_layers, architecture.layers)
-        return ("dense_block",) * dense + ("moe_block",) * (architecture.layers - dense)
-    if not architecture.sliding_window:
-        return ("block",) * architecture.layers
-    every = architecture.sliding_every
-    return tuple(
-        "block" if every > 1 and (index + 1) % every == 0 else "local_block"
-        for index in range(architecture.layers)
-    )
+    experts, every = architecture.experts, architecture.sliding_every
+    everywhere = set(architecture.global_blocks or ())
+
+    def kind(index: int) -> str:
+        plain = "block"
+        if experts is not None:
+            plain = "dense_block" if index < experts.dense_layers else "moe_block"
+        seen = index in everywhere or (every > 1 and (index + 1) % every == 0)
+        return f"local_{plain}" if architecture.sliding_window and not seen else plain
+
+    return tuple(kind(index) for index in range(architecture.layers))
+
+
+def routes(kind: str) -> bool:
+    """Whether layers of a kind route tokens to experts."""
+    return kind.endswith("moe_block")
+
+
+def slides(kind: str) -> bool:
+    """Whether attention of layers of a kind sees a sliding window alone."""
+    return kind.startswith("local_")
 
 
 def _embedding(a: Architecture) -> int:
@@ -101,7 +111,7 @@ def _block(a: Architecture, kind: str) -> int:
     """Parameters of one block: attention, MLP or experts, norms."""
     attention = _attention(a) if a.latent is None else _latent_attention(a, a.latent)
     norms = norms_of_block(a) * norm_parameters(a)
-    if kind != "moe_block" or a.experts is None:
+    if not routes(kind) or a.experts is None:
         return attention + _mlp(a, a.ffn_size) + norms
     experts = a.experts
     router = a.hidden_size * (experts.count + experts.shared_gate)

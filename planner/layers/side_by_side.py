@@ -6,11 +6,19 @@ a penalty on scores that grows with distance (ALiBi).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from planner.errors import DocumentError
-from planner.layers.config_keys import Config, divided, flag, optional, positive
+from planner.layers.config_keys import (
+    Config,
+    divided,
+    flag,
+    optional,
+    positive,
+    rotated,
+    settings,
+)
 from planner.model import Architecture
 
 
@@ -18,7 +26,6 @@ def _gpt_neox(config: Config) -> Architecture:
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     head_dim = divided(config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads))
     bias = flag(config, "attention_bias", True)
-    rotated = int(head_dim * _rotated_share(config))
     return Architecture(
         **_plain("gpt_neox", hidden, heads, head_dim),
         layers=positive(config, "num_hidden_layers"),
@@ -26,7 +33,7 @@ def _gpt_neox(config: Config) -> Architecture:
         ffn_size=positive(config, "intermediate_size"),
         vocab_size=positive(config, "vocab_size"),
         max_positions=optional(config, "max_position_embeddings", None) or 2048,
-        rotary_dim=0 if rotated == head_dim else rotated,
+        rotary_dim=rotated(config, head_dim, key="rotary_pct", default=0.25),
         tied_embeddings=flag(config, "tie_word_embeddings", False),
         qkv_bias=bias,
         output_bias=bias,
@@ -36,21 +43,27 @@ def _gpt_neox(config: Config) -> Architecture:
     )
 
 
-def _rotated_share(config: Config) -> float:
-    """Return the share of a head's features that is rotated, under its old name or its new one."""
-    rope = _settings(config, "rope_parameters")
-    share = config.get("rotary_pct", rope.get("partial_rotary_factor", 0.25))
-    if not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise DocumentError("rotary_pct", f"is {share!r:.40}; it must be above 0 and at most 1")
-    return float(share)
-
-
-def _settings(config: Config, key: str) -> Config:
-    """Return the settings below a key; none where it is left out."""
-    found = config.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise DocumentError(key, f"is {found!r:.40}; it must be a mapping")
-    return found
+def _phi(config: Config) -> Architecture:
+    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
+    head_dim = divided(config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads))
+    if flag(config, "qk_layernorm", False):
+        raise DocumentError("qk_layernorm", "is true; norms with biases have no figures here")
+    return Architecture(
+        **_plain("phi", hidden, heads, head_dim),
+        layers=positive(config, "num_hidden_layers"),
+        kv_heads=optional(config, "num_key_value_heads", None) or heads,
+        ffn_size=positive(config, "intermediate_size"),
+        vocab_size=positive(config, "vocab_size"),
+        max_positions=optional(config, "max_position_embeddings", None) or 2048,
+        rotary_dim=rotated(config, head_dim, key="partial_rotary_factor", default=0.5),
+        tied_embeddings=flag(config, "tie_word_embeddings", False),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        parallel=True,
+        shared_norm=True,
+    )
 
 
 def _gptj(config: Config) -> Architecture:
@@ -167,10 +180,10 @@ def _bloom(config: Config) -> Architecture:
 
 def _mpt(config: Config) -> Architecture:
     hidden, heads = positive(config, "d_model"), positive(config, "n_heads")
-    settings = _settings(config, "attn_config")
-    if not settings.get("alibi", True):
+    scores = settings(config, "attn_config")
+    if not scores.get("alibi", True):
         raise DocumentError("attn_config.alibi", "is false, which has no figures here")
-    if settings.get("clip_qkv"):
+    if scores.get("clip_qkv"):
         raise DocumentError("attn_config.clip_qkv", "is set, which has no figures here")
     if (ratio := optional(config, "expansion_ratio", 4)) != 4:
         raise DocumentError("expansion_ratio", f"is {ratio}; transformers has 4 times the width")
@@ -209,4 +222,5 @@ READERS: dict[str, Callable[[Config], Architecture]] = {
     "gpt_neox": _gpt_neox,
     "gptj": _gptj,
     "mpt": _mpt,
+    "phi": _phi,
 }

@@ -62,10 +62,12 @@ class ScoredRow:
     @property
     def peak_memory_gib(self) -> float | None:
         """Predicted, of the kind and rank that the row names."""
-        if self.prediction is None:
+        if self.prediction is None or self.setup is None:
             return None
         seen = self.measured
-        return self.prediction.memory_bytes(seen.memory_kind, seen.memory_rank) / GIB
+        reported = self.setup.request.stack.memory.reported
+        kind = reported if seen.memory_kind == "unknown" else seen.memory_kind
+        return self.prediction.memory_bytes(kind, seen.memory_rank) / GIB
 
     @property
     def times(self) -> tuple[float, float] | None:

@@ -32,8 +32,6 @@ MOST_SOLVED = 8
 """Partition problems beside the optimum's."""
 MOST_BOUNDED = 256
 """Layers of a chain whose simulated step is bounded: of 1,000 the bound takes a minute."""
-MOST_ACTIONS = 20_000
-"""Forwards and backwards of all ranks in one simulated step; the optimum's may be more."""
 
 Solve = Callable[[Instance, float], object]
 
@@ -53,8 +51,6 @@ def finalists(owner: Candidates, best: Ranked, near: Iterable[Near], solve: Solv
     for candidates, layout in _layouts(owner, best.plan.layout, near):
         if solved >= MOST_SOLVED:
             break
-        if 2 * layout.micro_batches * layout.stages > MOST_ACTIONS:
-            continue
         if candidates.communication_s(layout) > limit_s or candidates.memory_s(layout) > limit_s:
             continue
         solved += 1

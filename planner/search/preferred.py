@@ -15,9 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from planner.cluster import EIGHT_BITS
 from planner.errors import DocumentError, NoPlanFits
 from planner.pins import Pins
 from planner.plan import INSIDE_OUT, Plan
+from planner.predict import predict
 from planner.prediction import Prediction
 from planner.profile import Recompute
 from planner.request import Request
@@ -26,6 +28,7 @@ from planner.search.answer import Alternative, Answer
 from planner.search.best_first import search
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
+from planner.units import seconds_text
 
 Prefer = Literal["simplest", "fastest"]
 NEAR = 0.015
@@ -96,6 +99,22 @@ def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest
         choices=tuple(_row(what, one, fastest) for what, one in rows.items()),
         candidates=(),
         search_s=answer.search_s + time.process_time() - started,
+    )
+
+
+def not_worth_eight_bits(request: Request, plan: Plan, prediction: Prediction) -> Iterator[str]:
+    """Yield a note where the same plan is about as fast, or faster, with products in 16 bits."""
+    if plan.precision not in EIGHT_BITS:
+        return
+    wide_plan = plan.model_copy(update={"precision": "bf16"})
+    wide = predict(wide_plan, request.model, request.cluster, request.profile)
+    step_s, wide_s = prediction.step_time_s, wide.step_time_s
+    if step_s < (1 - NEAR) * wide_s:
+        return
+    kept = "" if wide.fits else ", which would not fit"
+    yield (
+        f"{plan.precision} is not worth it here: this plan takes {seconds_text(step_s)} a step, "
+        f"and {seconds_text(wide_s)} in bf16{kept}"
     )
 
 

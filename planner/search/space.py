@@ -365,7 +365,9 @@ def _allowed(values: list[int], pinned: int | None) -> list[int]:
 
 
 def _most_tensor_parallel(model: ModelGraph) -> int:
-    return model.architecture.heads if model.architecture else 1
+    if model.architecture:
+        return model.architecture.heads
+    return max((1, *model.tensor_degrees))
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:

@@ -146,8 +146,13 @@ def _setup(row: Row, unknown: Collection[str]) -> Setup:
     )
     assumed += of_cluster
     framework = row.get("framework", "").lower()
+    fused = flag(row, "flash_attention")
     stack, known = stack_of_framework(
-        framework, zero=zero, alone=task != "pretrain" and tensor * pipeline == 1, unknown=unknown
+        framework,
+        zero=zero,
+        alone=task != "pretrain" and tensor * pipeline == 1,
+        fused=fused,
+        unknown=unknown,
     )
     if not known:
         framework = "" if framework and _own_stack(framework) else framework
@@ -177,9 +182,7 @@ def _setup(row: Row, unknown: Collection[str]) -> Setup:
                 precision=precision,
                 lora=lora,
             ),
-            stack=_with_options(
-                stack.name, flag(row, "flash_attention"), bool(flag(row, "compiled"))
-            ),
+            stack=_with_options(stack.name, fused, bool(flag(row, "compiled"))),
         ),
         layout=Layout(
             tensor=tensor,
@@ -209,14 +212,22 @@ def _setup(row: Row, unknown: Collection[str]) -> Setup:
 
 
 def stack_of_framework(
-    framework: str, *, zero: int | None, alone: bool, unknown: Collection[str] = ()
+    framework: str,
+    *,
+    zero: int | None,
+    alone: bool,
+    fused: bool | None = None,
+    unknown: Collection[str] = (),
 ) -> tuple[Stack, bool]:
     """Return the stack of a framework, and whether it is its own.
 
+    Attention that is not `fused` tells of releases before 2022, where those have a stack.
     An unknown framework gets the closest: that of fine-tuning with `transformers` for fine-tuning
     whose layers are whole on each device (`alone`), of plain FSDP for ZeRO-3, else `unknown`.
     """
     own = _own_stack(framework)
+    if own is not None and fused is False and own.versions and own.versions.earlier:
+        own = stacks()[own.versions.earlier]
     if own is not None and own.name not in unknown:
         return own, True
     if alone:

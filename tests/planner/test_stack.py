@@ -194,7 +194,7 @@ def test_figures_without_a_mechanism_stay_with_the_stack_whose_runs_they_are() -
     }
 
     assert unexplained == {
-        ("deepspeed", "sharding.network_rate"),
+        ("deepspeed@0.3", "sharding.network_rate"),
         ("nanotron", "pipeline.stalled_transfer_s"),
         ("nanotron", "host.pipelined_s"),
         ("nanotron", "host.ring_step_s"),

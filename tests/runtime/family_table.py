@@ -57,14 +57,17 @@ by one, as they are published, or merged.
 What else holds:
 - DeepSeek: the router's correction bias is read, saved and exported, and stays as it is, as in the
   library.
-- GPT-OSS: files in 4 bits are refused; convert them with transformers to bf16 first.  Plans count
-  every block's attention over all tokens.
+- Files of quantised weights (GPT-OSS in MXFP4, DeepSeek-V3 in fp8) are refused; convert them with
+  transformers to bf16 first.
 - Gemma 3: text models (`gemma3_text`) only; models that see images are trained with
   `meshwright.Engine`.
 
 These can be planned and studied, not launched: {planned}.
-Encoders (BERT), models of images (ViT), of two sequences (T5) and all others are trained from your
-own script with `meshwright.Engine`, or given as `file.py:factory`.
+Models that carry a state along the sequence (Mamba, Jamba, Qwen3-Next, Qwen3.5), of two sequences
+(T5, Whisper), with keys chosen by an indexer (DeepSeek-V3.2) or with towers for images are refused
+by name, with the reason (`planner/layers/unsupported.py`); of the last the language model alone can
+be planned.  They and all others are trained from your own script with `meshwright.Engine`, or given
+as `file.py:factory`.
 """
 
 

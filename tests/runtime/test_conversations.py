@@ -15,9 +15,11 @@ from planner.errors import DocumentError, LaunchError
 from runtime import records
 from runtime.conversations import Conversations
 from runtime.data import Corpus, files, prepare
+from runtime.launch import launch
 from runtime.packing import OPEN_ROWS, PackedSamples, packed
 from tests.runtime import chats
 from tests.runtime.chats import said
+from tests.runtime.rooms import MODEL, Room, plan_of
 
 TALK = said(("system", "Be brief."), ("user", "Grüße!"), ("assistant", "Hallo."))
 LONG = said(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "dd\n"))
@@ -215,3 +217,21 @@ def test_a_document_longer_than_a_row_is_cut(tmp_path: Path, tokenizer: Path) ->
 
     assert samples.cut == 1
     assert samples.batch(0, 1).tokens[0].tolist() == corpus.stream[:17].tolist()
+
+
+def test_conversations_with_a_model_of_our_own_are_refused_before_ranks_start(
+    room: Room, tokenizer: Path
+) -> None:
+    talks = chats.write_rows(room.folder / "chat.jsonl", [TALK, LONG])
+
+    with pytest.raises(LaunchError, match="is no model of transformers, and attention of others"):
+        launch(
+            room.plan(plan_of()),
+            model=MODEL,
+            data=talks,
+            tokenizer=tokenizer,
+            output=room.folder / "out",
+            quiet=True,
+        )
+
+    assert not (room.folder / "out" / "orders.yaml").exists()

@@ -138,6 +138,24 @@ def test_documents_of_a_row_do_not_see_each_other(family: str) -> None:
     check(family, step(plan_of(family, None), graph_of(family), published(family)))
 
 
+def test_layers_of_a_micro_batch_save_one_mask() -> None:
+    tokens, counts, starts = batch()
+    plan = cases.plan(graph_of("llama"), micro_batches=1, clip_norm=0.0)
+    engine = Engine(plan, graph_of("llama"), device=CPU, weights=published("llama"), documents=True)
+    saved: list[Tensor] = []
+
+    def note(one: Tensor) -> Tensor:
+        saved.append(one)
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
+        engine.step(tokens, counts, starts)
+
+    masks = [one for one in saved if one.shape[-2:] == (LENGTH, LENGTH)]
+    assert len(masks) >= len(engine.layers) - 2 > 1
+    assert len({one.untyped_storage().data_ptr() for one in masks}) == 1
+
+
 def on_two_ranks(rows: list[tuple[str, str]]) -> None:
     for family, _ in rows:
         oracle(family)

@@ -92,7 +92,7 @@ def test_a_family_trains_like_the_library(
 def test_first_weights_have_the_library_spread() -> None:
     """Standard deviations of our first weights are those of the library's, kind by kind."""
     torch.manual_seed(0)
-    for family in sorted({*FAMILIES} - {"gpt_oss"}):  # which has no configuration of figures alone
+    for family in sorted(FAMILIES):
         figures = {"hidden_size": 64, "head_dim": 16, "ffn_size": 128, "vocab_size": 256}
         graph = cases.transformer(family, **figures)
         model = AutoModelForCausalLM.from_config(
@@ -106,7 +106,8 @@ def test_first_weights_have_the_library_spread() -> None:
             assert ours.std(correction=0).item() == pytest.approx(
                 parameter.std(correction=0).item(), rel=max(0.15, few)
             ), name
-            assert ours.mean().item() == pytest.approx(parameter.mean().item(), abs=5e-3), name
+            mean = pytest.approx(parameter.mean().item(), abs=max(5e-3, 0.02 * few))
+            assert ours.mean().item() == mean, name
 
 
 @pytest.mark.ranks

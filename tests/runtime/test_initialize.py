@@ -64,6 +64,24 @@ def test_a_part_of_a_tensor_is_read(tmp_path: Path) -> None:
     assert torch.equal(weights.read("transformer.w", whole.shape, (0, 0, 2)), whole[:2])
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", r"4 bits \(MXFP4\)"),
+        ("model.layers.0.mlp.down_proj.weight_scale_inv", "8 bits"),
+        ("model.layers.0.mlp.down_proj.qweight", "packed integers"),
+    ],
+)
+def test_quantised_files_are_refused_before_anything_is_read(
+    tmp_path: Path, name: str, says: str
+) -> None:
+    save_file({"model.norm.weight": torch.ones(4), name: torch.ones(4)}, tmp_path / "x.safetensors")
+
+    with pytest.raises(LaunchError, match=says) as caught:
+        Weights(tmp_path)
+    assert "dequantizes" in str(caught.value)
+
+
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"has no \*\.safetensors file"):
         Weights(tmp_path)

@@ -14,11 +14,9 @@ from torch.nn import functional
 
 from planner.errors import BatchError, DocumentError, LaunchError, OptimizerError
 from runtime import host, streamed_state
-from runtime.inner_loss import add_loss
-from runtime.recorder import Recorder
+from runtime.inner_loss import add_loss, batch_sum
 from runtime.script_engine import Engine, StepResult
-from runtime.script_plan import script_plan
-from runtime.script_stage import refuse_plan, refuse_shared
+from runtime.script_stage import refuse_plan
 from runtime.whole_batch import whole_batch
 from tests.runtime import own_modules
 from tests.runtime.own_modules import WORDS
@@ -91,6 +89,48 @@ class Penalised(own_modules.GPT):
             x = block(x, causal=True)
         x = self.norm(penalised(x, x.abs().sum()))
         return self.head(x)
+
+
+_means: list[Tensor] | None = None
+"""Where a plain loop finds the balancing losses of its batch, by its own formula."""
+EXPERTS = 3
+
+
+class RoutedBlock(own_modules.Block):
+    """Chooses experts, whose use is balanced over the batch: load times probability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(own_modules.WIDTH, EXPERTS)
+        self.scales = nn.Parameter(torch.randn(EXPERTS))
+
+    def forward(self, x: Tensor, memory: Tensor | None = None, **kwargs: Any) -> Tensor:
+        x = super().forward(x, memory, **kwargs)
+        shares = self.router(x).softmax(-1)
+        chosen = functional.one_hot(shares.argmax(-1), EXPERTS)
+        x = x * (1 + (shares * chosen * self.scales).sum(-1, keepdim=True))
+        if _means is not None:
+            used = chosen.flatten(0, 1).float().mean(0)
+            _means.append(2.0 * EXPERTS * (used * shares.flatten(0, 1).mean(0)).sum())
+            return x
+        tokens = shares[..., 0].numel()
+        load = batch_sum(chosen.sum((0, 1))) / batch_sum(torch.tensor(tokens))
+        balance = 2.0 * EXPERTS * (load * shares.sum((0, 1))).sum()
+        return add_loss(x, balance, count=tokens)
+
+
+class Routed(own_modules.GPT):
+    def __init__(self) -> None:
+        super().__init__(tied="module")
+        self.blocks = nn.ModuleList(RoutedBlock() for _ in range(2))
+
+
+ROUTED: dict[str, dict[str, Any]] = {
+    "replicated, two micro-batches": LAYOUTS["replicated, two micro-batches"],
+    "zero 3, recompute": LAYOUTS["zero 3, recompute"],
+    "two stages, gpipe, recompute": LAYOUTS["two stages, gpipe, recompute"],
+    "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
+}
 
 
 def batch_of(step: int) -> dict[str, Any]:
@@ -212,7 +252,7 @@ def plainly(
     module: Callable[[], nn.Module] = build, lengths: Sequence[int] = (LENGTH,) * STEPS
 ) -> Plain:
     """Train as torch's own loop does: losses, norms, shares of right ones and weights."""
-    global _apart  # noqa: PLW0603
+    global _apart, _means  # noqa: PLW0603
     torch.manual_seed(0)
     model = module()
     by: dict[float, list[nn.Parameter]] = {}
@@ -222,10 +262,10 @@ def plainly(
     losses, norms, right = [], [], []
     for step, length in enumerate(lengths):
         batch = cut_to(length, batch_of(step))
-        _apart = []
+        _apart, _means = [], []
         total, count, metrics = loss(model(batch["ids"]), batch)
-        total = total + sum(_apart)
-        _apart = None
+        total = total + sum(_apart) + count * sum(_means)
+        _apart = _means = None
         (total / count).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
@@ -235,12 +275,14 @@ def plainly(
     return losses, norms, right, dict(model.state_dict())
 
 
-def everywhere() -> tuple[dict[str, Run], dict[str, Run], list[str]]:
+def everywhere() -> tuple[dict[str, Run], dict[str, Run], dict[str, Run], list[str]]:
     found = {name: trained(plan) for name, plan in (LAYOUTS | BF16S).items()}
     found |= {f"{name}, apart": apart(LAYOUTS[name]) for name in ("zero 3", "replicated")}
     found |= {f"{name}{INNER}": trained(plan, Penalised) for name, plan in INNERS.items()}
     found["unlike slices"] = unlike_slices()
-    return found, {name: varying(plan) for name, plan in VARYING.items()}, disagreeing()
+    varied = {name: varying(plan) for name, plan in VARYING.items()}
+    routed = {name: trained(plan, Routed) for name, plan in ROUTED.items()}
+    return found, varied, routed, disagreeing()
 
 
 def check(run: Run, expected: Any, name: str = "") -> None:
@@ -273,6 +315,7 @@ def test_one_process_trains_as_a_plain_loop() -> None:
     check(trained({"micro_batches": 4, "recompute": "full"}), expected)
     check(apart({}), expected)
     check(trained({"micro_batches": 2, "recompute": "full"}, Penalised), plainly(Penalised))
+    check(trained({"micro_batches": 4, "recompute": "selective"}, Routed), plainly(Routed))
 
 
 def test_state_on_the_host_comes_in_buckets_and_is_saved(
@@ -351,11 +394,15 @@ def test_two_ranks_train_as_a_plain_loop() -> None:
 
     lengths = plainly(lengths=LENGTHS)
 
-    for runs, varied, said in on_ranks(2, everywhere):
+    balanced = plainly(Routed)
+
+    for runs, varied, routed, said in on_ranks(2, everywhere):
         assert ["different samples" in said[0], "different shapes" in said[1]] == [True, True], said
         assert all("ranks 0 and 1 feed slice 0" in one for one in said)
         for name, run in varied.items():
             check(run, lengths, f"lengths: {name}")
+        for name, run in routed.items():
+            check(run, balanced, f"routed: {name}")
         for name, run in runs.items():
             if name in BF16S:
                 far = differences(run, one)
@@ -400,17 +447,6 @@ def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize("tied", ["module", "function"])
-def test_tied_stages_of_one_rank_that_are_divided_are_refused(tied: str) -> None:
-    recorder = Recorder.of(own_modules.GPT(tied=tied), batch_of(0))
-    layout = {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 3}
-    settings: dict[str, Any] = {"name": "gpt", "ranks": 4, "global_batch": 8, "device": "cpu"}
-
-    with pytest.raises(LaunchError, match=r"words\.weight: is read by stages 0 and 3 of one rank"):
-        refuse_shared(script_plan(recorder, layout, **settings), recorder)
-    refuse_shared(script_plan(recorder, {"pipeline": 2, "zero": 3}, **settings), recorder)
-
-
 def test_gradient_hooks_are_refused_with_the_place_where_gradients_are() -> None:
     def hooked() -> nn.Module:
         model = build()
@@ -429,6 +465,21 @@ def test_a_step_in_which_nothing_counts_moves_nothing() -> None:
 
     assert result.skipped
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+
+
+def test_a_sum_over_the_batch_that_the_example_did_not_ask_for_is_refused() -> None:
+    class Later(own_modules.GPT):
+        asks = False
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = super().forward(ids)
+            return x * batch_sum(torch.ones(())) if self.asks else x
+
+    engine = new_engine({}, Later, units=["words"])
+    Later.asks = True
+
+    with pytest.raises(BatchError, match="was not called when the module ran on the example"):
+        engine.step(batch_of(0) | {"temperature": 2.0})  # recorded anew
 
 
 def test_a_loss_inside_that_is_no_number_is_refused() -> None:

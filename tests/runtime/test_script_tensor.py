@@ -161,7 +161,11 @@ class Tied(Model):
 @pytest.mark.parametrize(
     ("build", "tensor", "said"),
     [
-        (Model, None, "no module says how it is divided"),
+        (
+            lambda: nn.Linear(WIDTH, WIDTH),
+            None,
+            "no module can be divided",
+        ),
         (Model, {"blocks.*.middle": ColwiseParallel()}, r"'blocks\.\*\.middle' names no module"),
         (Model, {"*.up": ColwiseParallel()}, r"'\*\.up' names no module"),
         (Model, {**STYLES, "blocks.0.*": ColwiseParallel()}, "which has a style already"),

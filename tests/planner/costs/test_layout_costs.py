@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from planner.catalog import native
+from planner.catalog import native, stacks
 from planner.cluster import ClusterSpec, LinkTier
 from planner.costs.layout_costs import CostTables, LayoutCosts, StrategyCost
 from planner.expressions import resolve_cluster, resolve_model
@@ -28,6 +28,20 @@ def node() -> ClusterSpec:
 @pytest.fixture(scope="module")
 def tables(llama: ModelGraph, node: ClusterSpec) -> CostTables:
     return CostTables(Request(llama, node, JOB))
+
+
+def test_buffers_of_collectives_wait_where_nothing_holds_the_host_back(
+    llama: ModelGraph, node: ClusterSpec
+) -> None:
+    tables = CostTables(Request(llama, node, JOB, stack=stacks()["nanotron"]))
+
+    def waiting(**degrees: int) -> float:
+        layout = Layout(micro_batch=2, zero=0, **degrees)  # type: ignore[arg-type]
+        return tables.of(layout).recorded_bytes
+
+    # 1.5 of each of 32 blocks' activations, of 2 samples of 4,096 tokens with 4,096 features.
+    assert waiting(tensor=8) == waiting(tensor=2) == 1.5 * 32 * 2 * 4096 * 4096 * 2
+    assert waiting(tensor=4, pipeline=2) == waiting(data_replicate=8) == 0.0
 
 
 def block(costs: LayoutCosts, recompute: str = "none") -> StrategyCost:

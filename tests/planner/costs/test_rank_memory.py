@@ -93,6 +93,22 @@ class Process:
     context_bytes: float = 10.0
     slack: float = 1.25
     tight: float = 1.5
+    recorded_bytes: float = 0.0
+
+
+def test_what_waits_for_a_collective_is_reserved_and_takes_no_room() -> None:
+    stage = {0: [LAYER, LAYER]}
+    usual, waiting = Process(), Process(recorded_bytes=100.0)
+
+    plain = rank_memory.rank_memory_parts(usual, Layout(), stage, rank=0)
+    parts = rank_memory.rank_memory_parts(waiting, Layout(), stage, rank=0)
+
+    assert parts == {**plain, "recorded buffers": 100.0}
+    tensors = sum(plain.values()) - plain["context"] - plain["slack"]
+    just = 10.0 + 1.5 * tensors
+    assert rank_memory.has_room(just, plain, usual)
+    assert rank_memory.has_room(just, parts, waiting)
+    assert not rank_memory.has_room(0.99 * just, parts, waiting)
 
 
 def test_sent_activations_count_for_stacks_that_keep_them() -> None:
@@ -136,8 +152,9 @@ def test_a_rank_without_layers_holds_what_its_process_does() -> None:
 
 def test_tensors_have_the_room_that_the_allocator_leaves_where_memory_is_short() -> None:
     process = Process()
+    parts = {"activations": 60.0, "context": 10.0, "slack": 15.0}
 
     assert rank_memory.room_bytes(100.0, process) == (100 - 10) / 1.5
     # 60 bytes of tensors are 75 reserved and 85 in all; tight they take 90 and 100.
-    assert rank_memory.has_room(100.0, 10 + 60 * 1.25, process)
-    assert not rank_memory.has_room(99.9, 10 + 60 * 1.25, process)
+    assert rank_memory.has_room(100.0, parts, process)
+    assert not rank_memory.has_room(99.9, parts, process)

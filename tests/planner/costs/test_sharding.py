@@ -6,6 +6,7 @@ import pytest
 
 from planner.catalog import native, stacks
 from planner.costs.collectives import Level
+from planner.costs.layout_costs import CostTables
 from planner.costs.memory import Sharing, state_types
 from planner.costs.rates import Rates, rates
 from planner.costs.sharding import (
@@ -16,11 +17,13 @@ from planner.costs.sharding import (
     seen_once,
     traffic,
 )
-from planner.expressions import resolve_cluster
-from planner.plan import Job
+from planner.expressions import resolve_cluster, resolve_model
+from planner.plan import Job, Layout
+from planner.request import Request
 from planner.stack import with_figures
 
 N = 1e9
+JOB = Job(seq_len=2048, global_batch=16)
 BF16, FP32 = (state_types(native(), precision) for precision in ("bf16", "fp32"))
 NODE = resolve_cluster("8xh100-sxm-80gb")
 EIGHT = (Level(NODE.tiers[0], 8),)
@@ -162,6 +165,31 @@ def test_each_tensor_of_its_own_costs_one_more_latency() -> None:
     latency_s = used.link_s("all_gather", 1e-9, EIGHT)
     whole_s = used.link_s("all_gather", 2 * N, EIGHT)
     assert found.gather_per_step_s == pytest.approx(whole_s + 5 * latency_s)
+
+
+def test_lists_of_tensors_cost_the_host_something_for_each_rank_and_hide_behind_nothing() -> None:
+    shared, used = of_stack("deepspeed@0.3", 3)
+    lists = with_figures(used.stack, {"sharding.listed_s": 0.0})
+    without = traffic(N, shared, SHARDED, replace(used, stack=lists))
+
+    found = traffic(N, shared, SHARDED, used)
+
+    # Four matrices, a view and a copy of 8 microseconds for each of eight ranks.
+    assert found.forward_gather_s - without.forward_gather_s == pytest.approx(4 * 8 * 8e-6)
+    assert found.backward_s - without.backward_s == pytest.approx(2 * 4 * 8 * 8e-6)
+    forward, backward = seen_in_passes(found, shared, used, forward_s=9.0, backward_s=9.0)
+    assert forward.shard_s == pytest.approx(found.forward_gather_s)
+    assert backward.shard_s == pytest.approx(found.backward_s + found.backward_copies_s)
+
+
+def test_modules_that_let_go_of_weights_gather_them_again_for_what_is_recomputed() -> None:
+    model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("2x8xa100-sxm-80gb")
+    costs = CostTables(Request(model, cluster, JOB, stack=stacks()["deepspeed@0.3"]))
+
+    none, _, full = costs.of(Layout(data_shard=16, zero=3)).parts["block"]
+
+    assert full.gather_s == pytest.approx(none.gather_s)
+    assert full.backward_shard_s == pytest.approx(none.backward_shard_s + none.gather_s)
 
 
 def test_frozen_parameters_are_gathered_and_not_reduced() -> None:

@@ -9,6 +9,9 @@ import pytest
 from planner.catalog import accelerators, stacks
 from planner.costs.uncertainty import (
     ASSUMED_SPREAD,
+    EIGHT_BITS_GAIN,
+    EXPERTS_ABOVE,
+    EXPERTS_BELOW,
     UNMEASURED_ABOVE,
     UNMEASURED_BELOW,
     outside_of,
@@ -74,6 +77,7 @@ def test_a_run_among_the_measured_ones_has_its_stacks_residuals() -> None:
         ({"layers": "126", "hidden_size": "16384"}, "B parameters"),
         ({"seq_len": "65536"}, "sequences of 65536"),
         ({"task": "lora"}, "adapters"),
+        ({"precision": "fp8"}, "products in fp8"),
         ({"framework": "torchtitan"}, "all of stack torchtitan"),
         ({"framework": "mystery"}, "all of stack unknown"),
     ],
@@ -92,10 +96,34 @@ def test_what_was_never_measured_has_a_wider_range_and_says_so(
 
 
 def test_what_is_left_open_widens_a_range_by_its_share() -> None:
-    told, open_one = (predicted(setup(precision=said)) for said in ("bf16", ""))
+    told, open_one = (predicted(setup(global_batch_size=said)) for said in ("32", ""))
 
     assert open_one.step_time_s == told.step_time_s
     assert widths(open_one) == pytest.approx([w + ASSUMED_SPREAD for w in widths(told)])
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "gain"), [("h100-sxm-80gb", EIGHT_BITS_GAIN), ("a100-sxm-80gb", 0.0)]
+)
+def test_a_run_that_may_have_been_in_eight_bits_may_be_faster_by_what_they_save(
+    accelerator: str, gain: float
+) -> None:
+    told, open_one = (
+        predicted(setup(precision=said, accelerator=accelerator, inter_gb_per_s_per_device="25"))
+        for said in ("bf16", "")
+    )
+
+    assert open_one.step_time_s == told.step_time_s
+    below, above = widths(told)
+    assert widths(open_one) == pytest.approx(
+        (below + gain + ASSUMED_SPREAD, above + ASSUMED_SPREAD)
+    )
+
+
+def test_experts_may_take_longer_than_they_may_save() -> None:
+    found = predicted(setup(framework="megatron", n_experts="8", experts_per_token="2"))
+
+    assert widths(found) == pytest.approx((EXPERTS_BELOW, EXPERTS_ABOVE))
 
 
 def test_a_measured_machine_misses_by_its_causes_alone() -> None:

@@ -27,7 +27,13 @@ needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None,
     reason="transformers is not installed (extra `torch`)",
 )
-DEPTH_KEY = {"bloom": "n_layer", "gpt2": "n_layer", "gptj": "n_layer", "mpt": "n_layers"}
+DEPTH_KEY = {
+    "bloom": "n_layer",
+    "gpt2": "n_layer",
+    "gpt_bigcode": "n_layer",
+    "gptj": "n_layer",
+    "mpt": "n_layers",
+}
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -38,6 +44,53 @@ LLAMA = {
     "vocab_size": 320,
 }
 UNLISTED: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "vocab_size": 151552,
+        "use_qk_norm": True,
+    },
+    "gpt_bigcode": {
+        "n_embd": 6144,
+        "n_layer": 2,
+        "n_head": 48,
+        "n_positions": 8192,
+        "vocab_size": 49152,
+    },
+    "nemotron": {
+        "hidden_size": 6144,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "intermediate_size": 24576,
+        "vocab_size": 256000,
+    },
+    "phi": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "intermediate_size": 10240,
+        "vocab_size": 51200,
+    },
+    "seed_oss": {
+        "hidden_size": 5120,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 80,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 27648,
+        "vocab_size": 155136,
+        "pad_token_id": 1,
+    },
     "gpt_oss": {
         "hidden_size": 2880,
         "num_hidden_layers": 2,
@@ -246,7 +299,7 @@ def test_each_layer_of_a_variant_counts_as_transformers_builds_it(variant: str) 
 @needs_transformers
 @pytest.mark.parametrize("kind", sorted(UNLISTED))
 def test_each_layer_of_a_family_without_a_model_counts_as_transformers_builds_it(kind: str) -> None:
-    config = config_of(kind) | {"num_hidden_layers": 2}
+    config = config_of(kind) | {DEPTH_KEY.get(kind, "num_hidden_layers"): 2}
 
     assert our_counts(config) == counts_by_layer(dict(config))
 
@@ -376,24 +429,25 @@ def test_tied_weights_count_in_the_embedding() -> None:
         ({"num_attention_heads": 5}, "num_key_value_heads", "does not divide"),
         ({"num_attention_heads": 6}, "num_attention_heads", "does not divide"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings", "true or false"),
-        ({"model_type": "mamba"}, "model_type", "llama"),
+        ({"model_type": "mamba"}, "model_type", "carry a state"),
+        ({"model_type": "qwen3_next"}, "model_type", "carry a state"),
+        ({"model_type": "t5"}, "model_type", "encoder"),
+        ({"model_type": "whisper"}, "model_type", "encoder"),
+        ({"model_type": "deepseek_v32"}, "model_type", "indexer"),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            "model_type",
+            "'gemma3_text'",
+        ),
+        (
+            {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}},
+            "model_type",
+            "carry a state",
+        ),
+        ({"model_type": "lama"}, "model_type", "llama"),
+        ({"model_type": "gemma3_text", "layer_types": ["all"]}, "layer_types", "each of 2"),
         ({"model_type": 3}, "model_type", "is missing"),
-        (
-            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
-            "max_window_layers",
-            "attend to all",
-        ),
         ({"model_type": "mixtral", "num_local_experts": 4}, "num_experts_per_tok", "is missing"),
-        (
-            {
-                "model_type": "mixtral",
-                "num_local_experts": 4,
-                "num_experts_per_tok": 2,
-                "sliding_window": 128,
-            },
-            "sliding_window",
-            "experts",
-        ),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers", "leading"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step", "is 2"),
     ],
@@ -448,3 +502,30 @@ def test_a_family_is_added_by_a_reader(tmp_path: Path, monkeypatch: pytest.Monke
         seconds[kind] = search(Request(model, cluster, job)).prediction.step_time_s
 
     assert seconds["newllama"] == pytest.approx(seconds["llama"])
+
+
+def test_any_pattern_of_windows_is_read() -> None:
+    """Blocks that see all tokens may stand anywhere; expected kinds are written out by hand."""
+
+    def kinds(**figures: Any) -> list[str]:
+        config = LLAMA | {"num_hidden_layers": 5, "sliding_window": 8} | figures
+        return list(block_kinds(architecture_of(config, name="x")))
+
+    def of(spans: str) -> list[str]:
+        return ["full_attention" if span == "f" else "sliding_attention" for span in spans]
+
+    gemma, oss = {"model_type": "gemma3_text"}, {"model_type": "gpt_oss"}
+    routed = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    qwen = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2}
+
+    assert kinds(**gemma, layer_types=of("sffsf")) == [
+        "local_block", "block", "block", "local_block", "block",
+    ]  # fmt: skip
+    assert kinds(**gemma, layer_types=of("sfsfs")) == ["local_block", "block"] * 2 + ["local_block"]
+    assert kinds(**gemma, layer_types=of("fffff")) == ["block"] * 5
+    assert kinds(**gemma, layer_types=of("sssss")) == ["local_block"] * 5
+    assert kinds(**gemma, sliding_window_pattern=3)[2] == "block"
+    assert kinds(**qwen) == ["block"] * 2 + ["local_block"] * 3
+    alternating = ["local_moe_block", "moe_block"] * 2 + ["local_moe_block"]
+    assert kinds(**oss, **routed) == alternating
+    assert kinds(model_type="mixtral", **routed) == ["local_moe_block"] * 5

@@ -159,3 +159,18 @@ def test_a_precision_that_the_accelerator_lacks_is_a_reason(tmp_path: Path) -> N
 
     assert [row.prediction is not None for row in found.rows] == [False, True]
     assert list(found.skipped) == ["precision: is tf32, which tpu-v5e has no peak for; it has bf16"]
+
+
+def test_a_peak_of_no_kind_is_what_the_framework_reports(tmp_path: Path) -> None:
+    kinds = ("unknown", "allocated", "reserved")
+    rows = [
+        {"framework": framework, "peak_memory_gib": "20", "memory_kind": kind}
+        for framework in ("megatron", "nanotron")
+        for kind in kinds
+    ]
+
+    peaks = [row.peak_memory_gib for row in validate(written(tmp_path / "t.csv", rows)).rows]
+
+    # Megatron-LM logs torch's max_memory_allocated; nanotron's log has both.
+    assert peaks[0] == peaks[1] != peaks[2]
+    assert peaks[3] == peaks[5] != peaks[4]

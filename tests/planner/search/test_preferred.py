@@ -7,15 +7,24 @@ from dataclasses import replace
 
 import pytest
 
+from planner.catalog import stack as catalog_stack
 from planner.catalog import stacks
 from planner.errors import NoneFaster, NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.pins import Pins
 from planner.plan import Job
+from planner.predict import predict
 from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
-from planner.search.preferred import AXES, NEAR, features, with_preference
+from planner.search.preferred import (
+    AXES,
+    NEAR,
+    features,
+    not_worth_eight_bits,
+    with_preference,
+)
+from planner.units import seconds_text
 
 CASES = [
     ("llama-3.1-8b", "8xh100-sxm-80gb", 64, "native"),
@@ -134,3 +143,33 @@ def test_what_cannot_fit_is_said() -> None:
     assert rows["plain data parallel"].plan is None
     assert "does not fit" in rows["plain data parallel"].why
     assert "tensor" in features(answer.plan)
+
+
+@pytest.mark.parametrize(("stack", "worth"), [("native", False), ("torchtitan+compiled", True)])
+def test_eight_bits_that_gain_nothing_are_named_beside_sixteen(stack: str, worth: bool) -> None:
+    # Rounding by operators that start one by one costs more than products in 8 bits gain.
+    model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
+    pins = Pins(tensor=1, pipeline=1, context=1, data_shard=8, zero=3, micro_batch=1)
+    request, wide = (
+        Request(
+            model,
+            cluster,
+            Job(seq_len=8192, global_batch=16, precision=precision),
+            pins=pins,
+            stack=catalog_stack(stack),
+        )
+        for precision in ("fp8", "bf16")
+    )
+
+    found = search(request)
+    notes = list(not_worth_eight_bits(request, found.plan, found.prediction))
+
+    same = predict(found.plan.model_copy(update={"precision": "bf16"}), model, cluster)
+    if worth:
+        assert notes == []
+        assert 1.2 < same.step_time_s / found.prediction.step_time_s < 1.5
+    else:
+        assert seconds_text(same.step_time_s) in notes[0]
+        assert same.step_time_s < found.prediction.step_time_s
+    plain = search(wide)
+    assert list(not_worth_eight_bits(wide, plain.plan, plain.prediction)) == []

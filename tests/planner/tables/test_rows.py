@@ -121,6 +121,19 @@ def test_what_lies_on_the_host_is_the_layouts_and_the_layers() -> None:
     assert layout(offload="optimizer").offload == "optimizer"
 
 
+def test_a_run_without_fused_attention_is_of_releases_before_2022_where_they_have_a_stack() -> None:
+    def stack(**cells: str) -> str:
+        return setup(framework="deepspeed", zero_stage="3", **cells).request.stack.name
+
+    assert stack(flash_attention="0") == "deepspeed@0.3"
+    assert stack() == stack(flash_attention="1") == "deepspeed"
+    left_out = setup_of(
+        ROW | {"framework": "deepspeed", "zero_stage": "3", "flash_attention": "0"},
+        unknown={"deepspeed@0.3"},
+    )
+    assert left_out.request.stack.name == "fsdp+eager-attention"
+
+
 def test_an_unknown_framework_gets_the_closest_stack_and_says_so() -> None:
     assert setup(framework="mystery").request.stack.name == "unknown"
     assert setup(framework="mystery", zero_stage="3").request.stack.name == "fsdp"

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from planner.catalog import stacks
-from planner.costs.uncertainty import ASSUMED_SPREAD
+from planner.costs.uncertainty import ASSUMED_SPREAD, EIGHT_BITS_GAIN
 from planner.errors import DocumentError
 from planner.plan import Plan
 from planner.predict import predict
@@ -55,11 +55,15 @@ def setup(**cells: str) -> Setup:
     return found
 
 
-def check_range(of_row: Prediction, of_plan: Prediction, *, assumed: bool) -> None:
+def check_range(of_row: Prediction, of_plan: Prediction, run: Setup) -> None:
     """A row that leaves something open is as much less sure; its plan leaves nothing open."""
-    more = math.exp(ASSUMED_SPREAD) if assumed else 1.0
-    assert of_plan.step_time_high_s * more == pytest.approx(of_row.step_time_high_s, rel=1e-9)
-    assert of_plan.step_time_low_s / more == pytest.approx(of_row.step_time_low_s, rel=1e-9)
+    more = less = ASSUMED_SPREAD if run.assumed or run.recompute is None else 0.0
+    eight_bits = "fp8" in run.request.cluster.groups[0].accelerator.peak_flops
+    if eight_bits and "precision bf16" in run.assumed:
+        less += EIGHT_BITS_GAIN
+    high_s, low_s = math.exp(more) * of_plan.step_time_high_s, of_plan.step_time_low_s
+    assert high_s == pytest.approx(of_row.step_time_high_s, rel=1e-9)
+    assert math.exp(-less) * low_s == pytest.approx(of_row.step_time_low_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -74,7 +78,7 @@ def test_a_row_is_predicted_as_its_plan_is(framework: str, cells: dict[str, str]
     assert plan.backend == run.request.stack.name
     assert again.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
     assert again.step_parts == pytest.approx(found.step_parts, rel=1e-9)
-    check_range(found, again, assumed=bool(run.assumed))
+    check_range(found, again, run)
     for one, other in zip(again.stages, found.stages, strict=True):
         assert one.memory_parts == pytest.approx(other.memory_parts, rel=1e-9)
 
@@ -96,7 +100,7 @@ def test_300_random_rows_are_predicted_as_their_plans_are() -> None:
         assert [stage.peak_memory_bytes for stage in again.stages] == pytest.approx(
             [stage.peak_memory_bytes for stage in found.stages], rel=1e-9
         )
-        check_range(found, again, assumed=bool(run.assumed) or run.recompute is None)
+        check_range(found, again, run)
     assert said > 60
     assert named > 20
 

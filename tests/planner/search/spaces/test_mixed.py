@@ -84,7 +84,7 @@ def least_shared_s(case: Case, cluster: ClusterSpec, layout: Layout) -> float:
             table = costs[group.name]
             held = [table.kinds[kind][option] for kind, option in zip(kinds, choice, strict=True)]
             parts = rank_memory_parts(table, layout, {0: [c.layer_bytes for c in held]}, rank=0)
-            if not has_room(group.accelerator.memory_bytes, sum(parts.values()), table):
+            if not has_room(group.accelerator.memory_bytes, parts, table):
                 break
             ranks = group.devices // layout.tensor
             seconds += [sum(cost.forward_s + cost.backward_s for cost in held)] * ranks

@@ -1,0 +1,202 @@
+"""A region of a unit on one rank of the tensor axis: from what makes features to what reads them.
+
+    columns   a Linear or convolution that makes this rank's part of its output features
+    rows      one that reads this rank's part of its input features; partial outputs are summed
+    table     an Embedding that holds this rank's rows; outputs are summed
+    heads     nn.MultiheadAttention with this rank's heads
+
+Between columns and rows runs the user's own code (runtime.divided_code).  Parameters may be plain
+or DTensors.  Whether any of this is right, runtime.divided_trial finds out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from runtime.divided_code import Across, Entry, Following, Mode, Rules, surround
+from runtime.divided_heads import run_heads
+from runtime.tensor import on_local_parts
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+PRODUCTS = (nn.Linear, *CONVOLUTIONS)
+"""Modules whose weight is [output features, input features, ...]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """What of a unit is divided together; paths are inside the unit."""
+
+    kind: Literal["products", "table", "heads"]
+    owner: str
+    """The module whose forward holds all of it."""
+    columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By path the sizes of the matrices that lie one behind the other in the output features: of
+    each a rank has its part."""
+    rows: str = ""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The modules whose parameters are divided."""
+        return (*self.columns, self.rows) if self.kind == "products" else (self.owner,)
+
+
+class Ranks:
+    """The real tensor axis."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.degree = group.rank(), group.size()
+        self._group = group
+
+    def copy(self, x: Tensor, place: Any = None) -> Tensor:
+        """Return x; its gradient is summed."""
+        return _Copy.apply(x, self._group)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks."""
+        return _Sum.apply(x, self._group)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # The functional collective, since selective recompute must see an operator with a result.
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group.group_name))
+
+
+def part_of(whole: Tensor, dim: int, pieces: Sequence[int], rank: int, degree: int) -> Tensor:
+    """Return a rank's part of each of the matrices that lie one behind the other along a dim.
+
+    >>> part_of(torch.arange(8), 0, (4, 2, 2), rank=1, degree=2)
+    tensor([2, 3, 5, 7])
+    """
+    parts = [piece.chunk(degree, dim)[rank] for piece in whole.split(list(pieces), dim)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def whole_of(parts: Sequence[Tensor], dim: int, pieces: Sequence[int]) -> Tensor:
+    """Return what all ranks' parts make together: the inverse of `part_of`.
+
+    >>> whole = torch.arange(8)
+    >>> parts = [part_of(whole, 0, (4, 2, 2), rank=rank, degree=2) for rank in range(2)]
+    >>> torch.equal(whole_of(parts, 0, (4, 2, 2)), whole)
+    True
+    """
+    sizes = [piece // len(parts) for piece in pieces]
+    by_rank = [part.split(sizes, dim) for part in parts]
+    return torch.cat([part for pieces in zip(*by_rank, strict=True) for part in pieces], dim)
+
+
+def shards(unit: nn.Module, region: Region) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Yield path and name, dim and pieces of each parameter that a region divides."""
+    prefix = f"{region.owner}." if region.owner else ""
+    match region.kind:
+        case "table":
+            yield f"{prefix}weight", 0, (unit.get_parameter(f"{prefix}weight").shape[0],)
+        case "heads":
+            width = unit.get_parameter(f"{prefix}out_proj.weight").shape[0]
+            for name in ("in_proj_weight", "in_proj_bias"):
+                yield f"{prefix}{name}", 0, (width,) * 3
+            yield f"{prefix}out_proj.weight", 1, (width,)
+        case "products":
+            for path, pieces in region.columns.items():
+                for name in ("weight", "bias"):
+                    yield f"{path}.{name}", 0, pieces
+            rows = unit.get_parameter(f"{region.rows}.weight")
+            yield f"{region.rows}.weight", 1, (rows.shape[1],)
+
+
+def run_divided(
+    unit: nn.Module, region: Region, rules: Rules, across: Across, around: Mode | None = None
+) -> None:
+    """Let a unit whose parameters are this rank's parts run a region over the tensor axis.
+
+    `around` takes the place of the mode that follows the rules.
+    """
+    match region.kind:
+        case "table":
+            _run_table(unit.get_submodule(region.owner), across)
+        case "heads":
+            run_heads(unit, region.owner, across)
+        case "products":
+            _run_products(unit, region, across)
+            surround(unit.get_submodule(region.owner), around or (lambda: Following(rules, across)))
+
+
+def _run_products(unit: nn.Module, region: Region, across: Across) -> None:
+    entry = Entry(across)
+    for path in region.columns:
+        column = unit.get_submodule(path)
+        column.forward = _columns(on_local_parts(column, column.forward), entry)
+    rows = unit.get_submodule(region.rows)
+    rows.forward = functools.partial(_rows, rows, entry, across)
+
+
+def _columns(inner: Callable[[Tensor], Tensor], entry: Entry) -> Callable[[Tensor], Tensor]:
+    return lambda x: inner(entry(x))
+
+
+def _rows(module: nn.Module, entry: Entry, across: Across, x: Tensor) -> Tensor:
+    entry.left()
+    own: dict[str, Any] = module._parameters
+    bias = own["bias"]
+
+    def without_bias() -> Tensor:
+        if isinstance(module, nn.Linear):
+            return functional.linear(x, module.weight)
+        assert isinstance(module, CONVOLUTIONS)
+        return module._conv_forward(x, module.weight, None)
+
+    made = across.sum(on_local_parts(module, without_bias)())
+    if bias is None:
+        return made
+    bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    return made + (bias if isinstance(module, nn.Linear) else bias.view(-1, *[1] * (x.ndim - 2)))
+
+
+def _run_table(module: nn.Module, across: Across) -> None:
+    assert isinstance(module, nn.Embedding)
+
+    def rows() -> Callable[[Tensor], Tensor]:
+        def of(ids: Tensor) -> Tensor:
+            count = module.weight.shape[0]
+            index = ids - across.rank * count
+            elsewhere = (index < 0) | (index >= count)
+            padding = module.padding_idx
+            if padding is not None:
+                padding -= across.rank * count
+                padding = padding if 0 <= padding < count else None
+            found = functional.embedding(index.masked_fill(elsewhere, 0), module.weight, padding)
+            return across.sum(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+        return of
+
+    module.forward = on_local_parts(module, rows())  # type: ignore[method-assign]

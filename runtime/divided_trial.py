@@ -1,0 +1,597 @@
+"""Whether a unit can be divided: it is run whole and in parts on random numbers, and compared.
+
+On two samples the unit runs whole and as the part of every rank, forward and backward.  What a
+collective makes is what one process had there, and what the ranks gave must add up to it; outputs
+and all gradients must be equal.  The runs also tell which sizes in the user's code are divided,
+along which dim dropout draws, and which parameters get a part of their gradient on each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from planner.errors import MeshwrightError
+from runtime.divided import CONVOLUTIONS, PRODUCTS, Region, part_of, run_divided, shards
+from runtime.divided_code import Across, Rules
+from runtime.divided_learning import Learning, Log, Logging
+from runtime.product_flow import Flow, Refused, flow_of, own_leaf
+from runtime.recorder import has_data
+
+MOST_CHECKED_FLOPS = 1e11
+"""Of a unit's forward, in products; the check takes some twenty times as many."""
+CLOSE = 2e-4
+"""How far a divided unit's numbers may lie from the whole one's, over the largest of them, in fp32:
+sums in another order differ by 1e-6, another head's numbers by 1."""
+NOISE = 1e-5
+"""The same over the largest gradient of the unit."""
+MOST_TRIALS = 8
+"""Ways in which one region's fused matrices are tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedUnit:
+    """How a unit is divided over so many ranks, and what of it stays whole."""
+
+    degree: int
+    regions: tuple[Region, ...] = ()
+    rules: Rules = field(default_factory=Rules)
+    partial: frozenset[str] = frozenset()
+    """Whole parameters whose gradient is the sum over the ranks."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Why a product or table is not divided, by path."""
+
+    def apply(self, unit: nn.Module, across: Across) -> None:
+        """Let a unit whose parameters are this rank's parts run over the tensor axis."""
+        for region in self.regions:
+            run_divided(unit, region, self.rules, across)
+
+
+def with_data(leaf: Any) -> Any:
+    """Return a tensor on the CPU; of one without data, random numbers, zeros or True.
+
+    Those in 16 bits are in fp32, in which units are compared.
+    """
+    if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16):
+        leaf = leaf.float()
+    if not isinstance(leaf, Tensor) or has_data((leaf,)):
+        return leaf.cpu() if isinstance(leaf, Tensor) else leaf
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape, dtype=leaf.dtype)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) + (leaf.dtype == torch.bool)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run in one thread: most units are small here, and threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Watch:
+    """One process as a tensor axis: notes what is copied and summed."""
+
+    rank, degree = 0, 1
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+        self.grads: dict[Any, Tensor | None] = {}
+        self._entered = 0
+
+    def copy(self, x: Tensor, place: Any = None) -> Tensor:
+        if place is None:
+            place, self._entered = self._entered, self._entered + 1
+        self.grads[place] = None
+        return _Noted.apply(x, self.grads, place, None)
+
+    def sum(self, x: Tensor) -> Tensor:
+        self.sums.append(x.detach().clone())
+        return x
+
+
+class _Part:
+    """One rank of a tensor axis whose other ranks ran before or run later.
+
+    What a collective makes is what one process had there; what this rank gave is noted.
+    """
+
+    def __init__(self, rank: int, degree: int, whole: _Watch) -> None:
+        self.rank, self.degree = rank, degree
+        self.sums: list[Tensor] = []
+        self.grads: dict[Any, Tensor | None] = {}
+        self._whole = whole
+        self._entered = 0
+
+    def copy(self, x: Tensor, place: Any = None) -> Tensor:
+        if place is None:
+            place, self._entered = self._entered, self._entered + 1
+        self.grads[place] = None
+        return _Noted.apply(x, self.grads, place, self._whole.grads.get(place))
+
+    def sum(self, x: Tensor) -> Tensor:
+        at = len(self.sums)
+        self.sums.append(x.detach().clone())
+        if at >= len(self._whole.sums) or self._whole.sums[at].shape != x.shape:
+            raise Refused("what its parts add up to has another shape")
+        return _Replaced.apply(x, self._whole.sums[at])
+
+
+class _Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, grads: dict[Any, Tensor | None], at: Any, known: Tensor | None
+    ) -> Tensor:
+        ctx.grads, ctx.at, ctx.known = grads, at, known
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.grads[ctx.at] = grad
+        return (grad if ctx.known is None else ctx.known), None, None, None
+
+
+class _Replaced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        return other.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@dataclass(slots=True)
+class _Run:
+    """What a run of a unit left."""
+
+    outputs: list[Tensor]
+    grads: dict[str, Tensor | None]
+    inputs: list[Tensor | None]
+    across: Any
+
+
+class Study:
+    """One kind of unit: its candidates, its run as a whole, and how it divides."""
+
+    def __init__(
+        self,
+        unit: nn.Module,
+        arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+        kept_whole: Mapping[str, str],
+        draws: bool,
+    ) -> None:
+        self._user_unit = unit
+        self._arguments = arguments
+        self._draws = draws
+        self._whole: dict[str, str] = {}
+        self._kept = dict(kept_whole)
+        self._ready: tuple[nn.Module, Any, list[Region]] | None = None
+        self._logs: dict[Any, Log] = {}
+        """Of the last run as a whole, by region."""
+
+    def divided(self, degree: int) -> DividedUnit:
+        """Return how the unit is divided over so many ranks."""
+        with torch.random.fork_rng(devices=()), torch.enable_grad(), _one_thread():
+            torch.manual_seed(0)
+            try:
+                candidates = self._candidates()
+            except Refused as error:
+                paths = [p for p, m in self._user_unit.named_modules() if isinstance(m, PRODUCTS)]
+                return DividedUnit(degree=degree, whole=dict.fromkeys(paths, str(error)))
+            return self._best(candidates, degree)
+
+    def _best(self, candidates: list[Region], degree: int) -> DividedUnit:
+        whole = dict(self._whole)
+        with contextlib.suppress(Refused):  # all at once, as most are
+            for region in candidates:
+                _refuse_indivisible(self._user_unit, region, degree)
+            rules, partial = self._checked(candidates, degree)
+            return DividedUnit(
+                degree=degree,
+                regions=tuple(candidates),
+                rules=rules,
+                partial=partial,
+                whole=whole,
+            )
+        accepted: list[Region] = []
+        for region in candidates:
+            try:
+                accepted.append(self._accepted(region, degree))
+            except Refused as error:
+                whole |= dict.fromkeys(region.paths, str(error))
+        while accepted:
+            try:
+                rules, partial = self._checked(accepted, degree)
+            except Refused as error:
+                whole |= dict.fromkeys(accepted.pop().paths, str(error))
+                continue
+            return DividedUnit(
+                degree=degree,
+                regions=tuple(accepted),
+                rules=rules,
+                partial=partial,
+                whole=whole,
+            )
+        return DividedUnit(degree=degree, whole=whole)
+
+    # --- candidates ---
+
+    def _candidates(self) -> list[Region]:
+        if self._ready is None:
+            unit = _with_random_numbers(self._user_unit)
+            given = self._arguments()
+            self._refuse_large(unit, given)
+            self._ready = unit, given, []
+            self._ready = unit, given, self._found(unit, given)
+        return self._ready[2]
+
+    @staticmethod
+    def _refuse_large(unit: nn.Module, given: Any) -> None:
+        floats = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.ndim]
+        rows = max((x.numel() // max(1, x.shape[-1]) for x in floats), default=1)
+        flops = 2.0 * rows * sum(p.numel() for p in unit.parameters() if p.ndim > 1)
+        if flops > MOST_CHECKED_FLOPS:
+            raise Refused(f"its forward of {flops:.1g} FLOPs is too long to be checked here")
+
+    def _found(self, unit: nn.Module, given: Any) -> list[Region]:
+        """Return the regions that the flow of tensors suggests."""
+        flow = flow_of(unit, given)
+        regions = []
+        for path, part in unit.named_modules():
+            if type(part) is nn.MultiheadAttention and not self._reason(path, flow):
+                if part._qkv_same_embed_dim and part.bias_k is None and not part.add_zero_attn:
+                    regions.append(Region(kind="heads", owner=path))
+                    self._whole.pop(f"{path}.out_proj", None)
+            elif isinstance(part, nn.Embedding) and not self._reason(path, flow):
+                plain = part.max_norm is None and not part.sparse and not part.scale_grad_by_freq
+                if plain and part.num_embeddings > flow.looked_up[path]:
+                    regions.append(Region(kind="table", owner=path))
+                else:
+                    self._whole[path] = "as many rows are looked up at once as it has"
+            elif isinstance(part, nn.Embedding):
+                self._whole[path] = self._reason(path, flow)
+        used: set[str] = set()
+        for path in flow.order:
+            before = flow.before[path]
+            free = before and not ({path, *before} & used)
+            alone = all(flow.behind[p] == {path} for p in before)
+            if not (free and alone) or any(self._reason(p, flow) for p in (path, *before)):
+                continue
+            columns = [p for p in flow.order if p in before]
+            if not all(_fits_together(unit, p, path) for p in columns):
+                continue
+            regions.append(
+                Region(
+                    kind="products",
+                    owner=_common([*columns, path]),
+                    columns={p: (unit.get_parameter(f"{p}.weight").shape[0],) for p in columns},
+                    rows=path,
+                )
+            )
+            used |= {path, *before}
+        for path in flow.order:
+            if path not in used:
+                self._whole[path] = self._reason(path, flow) or (
+                    "no other product alone reads what it makes, nor it what others make"
+                )
+        return regions
+
+    def _reason(self, path: str, flow: Flow) -> str:
+        if path in self._kept:
+            return self._kept[path]
+        if flow.calls.get(path, 1) > 1:
+            return f"is called {flow.calls[path]} times"
+        return ""
+
+    # --- trials ---
+
+    def _accepted(self, region: Region, degree: int) -> Region:
+        first: Refused | None = None
+        for way in itertools.islice(self._ways(region), MOST_TRIALS):
+            try:
+                _refuse_indivisible(self._user_unit, way, degree)
+                self._checked([way], degree)
+            except Refused as error:
+                first = first or error
+            else:
+                return way
+        assert first is not None
+        raise first
+
+    def _ways(self, region: Region) -> Iterator[Region]:
+        """Yield a region with its columns as one matrix each, then as several."""
+        yield region
+        if len(region.columns) not in (1, 2):
+            return
+        choices = []  # the run above has told what is split
+        for path, (size,) in region.columns.items():
+            sections = self._sections.get(path)
+            own = [(size,), *([sections] if sections else ())]
+            own += [(size // n,) * n for n in (3, 2) if size % n == 0]
+            choices.append(list(dict.fromkeys(own)))
+        for chosen in itertools.islice(itertools.product(*choices), 1, None):
+            yield replace(region, columns=dict(zip(region.columns, chosen, strict=True)))
+
+    @property
+    def _sections(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        for log in self._logs.values():
+            found |= log.sections
+        return found
+
+    def _checked(self, regions: list[Region], degree: int) -> tuple[Rules, frozenset[str]]:
+        """Run the unit whole and in parts; return the rules and the partial parameters."""
+        assert self._ready is not None
+        unit, given, _ = self._ready
+        rules = Rules()
+        partial: frozenset[str] = frozenset()
+        for training in (True, False):
+            plain = _run(unit, given, None, training=training)
+            watch = _Watch()
+            self._logs = logs = {region.paths: Log() for region in regions}
+            whole = self._run_whole(regions, logs, watch, training=training)
+            _compare(whole.outputs, plain.outputs, "its own code makes something else")
+            parts = []
+            for rank in range(degree):
+                across = _Part(rank, degree, watch)
+                learned = logs if rank == 0 else None
+                parts.append(self._run_part(regions, rules, across, learned, training=training))
+            partial |= self._equal(regions, plain, watch, parts, degree, training=training)
+        return rules, partial
+
+    def _run_whole(
+        self, regions: list[Region], logs: Mapping[Any, Log], watch: _Watch, *, training: bool
+    ) -> _Run:
+        assert self._ready is not None
+        unit, given, _ = self._ready
+        twin = copy.deepcopy(unit)
+        for region in regions:
+            log = logs[region.paths]
+            _note_outputs(twin, {path: path for path in region.columns}, log.columns)
+            around = functools.partial(Logging, log, watch)
+            run_divided(twin, region, Rules(), watch, around=around)
+        return _run(twin, given, watch, training=training)
+
+    def _run_part(
+        self,
+        regions: list[Region],
+        rules: Rules,
+        across: _Part,
+        logs: Mapping[Any, Log] | None,
+        *,
+        training: bool,
+    ) -> _Run:
+        assert self._ready is not None
+        unit, given, _ = self._ready
+        twin = part_unit(unit, regions, across.rank, across.degree)
+        for region in regions:
+            fused: dict[int, tuple[Tensor, int]] = {}
+            _note_outputs(twin, {path: len(of) for path, of in region.columns.items()}, fused)
+            around = None
+            if logs is not None:
+                around = functools.partial(Learning, rules, across, logs[region.paths], fused)
+            run_divided(twin, region, rules, across, around=around)
+        return _run(twin, given, across, training=training)
+
+    def _equal(
+        self,
+        regions: list[Region],
+        plain: _Run,
+        watch: _Watch,
+        parts: list[_Run],
+        degree: int,
+        *,
+        training: bool,
+    ) -> frozenset[str]:
+        """Refuse parts that do not make the whole; return which parameters' gradients are parts."""
+        assert self._ready is not None
+        for part in parts:
+            _compare(part.outputs, plain.outputs, "what its parts make is not what the whole makes")
+        for at, whole in enumerate(watch.sums):
+            made = _sum([part.across.sums[at] for part in parts])
+            _compare([made], [whole], "its parts do not add up")
+        if not training:
+            return frozenset()
+        for at, whole_grad in watch.grads.items():
+            if whole_grad is not None and any(at in part.across.grads for part in parts):
+                made = _sum([part.across.grads.get(at) for part in parts])
+                _compare([made], [whole_grad], "gradients of its parts do not add up")
+        for part in parts:
+            _compare(part.inputs, plain.inputs, "gradients of what it is given differ")
+        divided = {
+            name: (dim, pieces)
+            for region in regions
+            for name, dim, pieces in shards(self._ready[0], region)
+        }
+        partial = set()
+        # Gradients that are zero but for rounding, such as that of the keys' bias.
+        found = [float(g.abs().max()) for g in plain.grads.values() if g is not None]
+        noise = NOISE * max(found, default=0.0)
+        for name, grad in plain.grads.items():
+            own = [part.grads.get(name) for part in parts]
+            if grad is None or any(one is None for one in own):
+                if grad is not None or any(one is not None for one in own):
+                    raise Refused(f"{name} has no gradient on some ranks")
+                continue
+            if name in divided:
+                dim, pieces = divided[name]
+                for rank, one in enumerate(own):
+                    _compare(
+                        [one],
+                        [part_of(grad, dim, pieces, rank, degree)],
+                        f"the gradient of {name} differs",
+                        noise,
+                    )
+            elif not all(one is not None and _close(one, grad, noise) for one in own):
+                _compare([_sum(own)], [grad], f"the gradient of {name} differs", noise)
+                partial.add(name)
+        return frozenset(partial)
+
+
+def part_unit(unit: nn.Module, regions: Sequence[Region], rank: int, degree: int) -> nn.Module:
+    """Return a copy of a unit with a rank's parts of what is divided."""
+    twin = copy.deepcopy(unit)
+    take_parts(twin, regions, rank, degree)
+    return twin
+
+
+def take_parts(unit: nn.Module, regions: Sequence[Region], rank: int, degree: int) -> None:
+    """Leave a unit a rank's parts of what is divided."""
+    for region in regions:
+        for name, dim, pieces in list(shards(unit, region)):
+            path, _, attribute = name.rpartition(".")
+            owner = unit.get_submodule(path)
+            whole = owner._parameters.get(attribute)
+            if whole is not None:
+                part = part_of(whole.detach(), dim, pieces, rank, degree).clone()
+                owner._parameters[attribute] = nn.Parameter(part, whole.requires_grad)
+
+
+def _note_outputs(unit: nn.Module, paths: Mapping[str, Any], found: dict[int, Any]) -> None:
+    """Let modules note their outputs by id, each with what is known of its path."""
+    for path, known in paths.items():
+
+        def note(_module: Any, _args: Any, out: Tensor, known: Any = known) -> None:
+            found[id(out)] = (out, known)
+
+        unit.get_submodule(path).register_forward_hook(note)
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.stack(found).sum(0) if found else None
+
+
+def _refuse_indivisible(unit: nn.Module, region: Region, degree: int) -> None:
+    for name, dim, pieces in shards(unit, region):
+        path, _, attribute = name.rpartition(".")
+        if unit.get_submodule(path)._parameters.get(attribute) is None:
+            continue
+        for size in pieces:
+            if size % degree:
+                what = "rows" if region.kind == "table" else "output" if dim == 0 else "input"
+                word = what if what == "rows" else f"{what} features"
+                raise Refused(f"{degree} does not divide its {size} {word}")
+    if any(len(pieces) > 1 for _, _, pieces in shards(unit, region)) and not all(
+        parameter.requires_grad for parameter in unit.parameters()
+    ):
+        raise Refused("several matrices in one are divided where all of them are trained")
+    if region.kind == "heads":
+        heads = unit.get_submodule(region.owner).num_heads
+        if heads % degree:  # type: ignore[operator]
+            raise Refused(f"{degree} does not divide its {heads} heads")
+
+
+def _with_random_numbers(unit: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for parameter in unit.parameters():
+        if not parameter.is_floating_point():
+            raise Refused("has weights that are no numbers in floating point")
+        made = torch.randn(parameter.shape)
+        if parameter.ndim > 1:
+            made /= math.sqrt(max(1, made.numel() // made.shape[0]))
+        memo[id(parameter)] = nn.Parameter(made)
+    for buffer in unit.buffers():
+        memo[id(buffer)] = with_data(buffer).clone()
+    return copy.deepcopy(unit, memo)
+
+
+def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
+    """Run a unit, and backward from random gradients that every run has alike."""
+    unit = unit.train(training) if across is not None else copy.deepcopy(unit).train(training)
+    args, kwargs = tree_map(own_leaf, given)
+    torch.manual_seed(0)
+    try:
+        made = tree_leaves(unit(*args, **kwargs))
+    except Refused:
+        raise
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        IndexError,
+        AssertionError,
+        MeshwrightError,
+    ) as error:
+        line = (str(error).splitlines() or [""])[0]
+        raise Refused(f"on a part: {type(error).__name__}: {line}") from error
+    outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
+    if training:
+        generator = torch.Generator().manual_seed(1)
+        needing = [one for one in outputs if one.requires_grad]
+        grads = [torch.randn(one.shape, generator=generator) for one in needing]
+        if needing:
+            torch.autograd.backward(
+                needing, [g.to(o.dtype) for g, o in zip(grads, needing, strict=True)]
+            )
+    taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return _Run(
+        outputs=[one.detach() for one in outputs],
+        grads={name: p.grad for name, p in unit.named_parameters()},
+        inputs=[x.grad for x in taken],
+        across=across,
+    )
+
+
+def _close(one: Tensor, other: Tensor, noise: float = 1e-6) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    finite = torch.isfinite(other)
+    if not torch.equal(finite, torch.isfinite(one)):
+        return False
+    if not finite.any():
+        return True
+    largest = float(other[finite].abs().max())
+    return float((one[finite] - other[finite]).abs().max()) <= CLOSE * largest + noise
+
+
+def _compare(
+    found: Sequence[Tensor | None],
+    wanted: Sequence[Tensor | None],
+    otherwise: str,
+    noise: float = 1e-6,
+) -> None:
+    if len(found) != len(wanted):
+        raise Refused(otherwise)
+    for one, other in zip(found, wanted, strict=True):
+        if (one is None) != (other is None):
+            raise Refused(otherwise)
+        if one is not None and other is not None and not _close(one, other, noise):
+            raise Refused(otherwise)
+
+
+def _fits_together(unit: nn.Module, column: str, rows: str) -> bool:
+    one, other = unit.get_submodule(column), unit.get_submodule(rows)
+    for part in (one, other):
+        if isinstance(part, CONVOLUTIONS) and (
+            part.groups != 1 or part.padding_mode != "zeros" or part.transposed
+        ):
+            return False
+    return isinstance(one, CONVOLUTIONS) == isinstance(other, CONVOLUTIONS)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """Return the innermost module that holds all of these."""
+    steps = [path.split(".")[:-1] for path in paths]
+    shared = []
+    for at in zip(*steps, strict=False):
+        if len(set(at)) > 1:
+            break
+        shared.append(at[0])
+    return ".".join(shared)

@@ -1,0 +1,129 @@
+"""Tensor styles are found in modules that were not written for them, and train as one process."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runtime.derived_styles import DerivedStyles, style_text
+from runtime.recorder import Recorder
+from runtime.script_engine import Engine
+from runtime.script_model import few_samples
+from tests.runtime.divisible import MODULES, STYLES
+from tests.runtime.ranks import on_ranks
+
+SAMPLES, STEPS = 8, 2
+
+
+def found(module: nn.Module, batch: Any, degree: int = 2) -> DerivedStyles:
+    batch = few_samples(batch, 2)
+    inputs = (lambda whole: whole) if isinstance(batch, tuple) else None
+    return DerivedStyles(module, Recorder.of(module, batch, inputs), batch)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_what_can_be_divided_is_found(kind: str) -> None:
+    torch.manual_seed(0)
+    build, example = MODULES[kind]
+    assert style_text(found(build(), example()).of(2)) == STYLES[kind]
+
+
+def batches(kind: str) -> list[Any]:
+    torch.manual_seed(1)
+    return [MODULES[kind][1]() for _ in range(STEPS)]
+
+
+def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    target = torch.linspace(-1, 1, outputs.shape[-1])
+    return (outputs - target).square().sum(), SAMPLES if isinstance(batch, tuple) else len(batch)
+
+
+def adamw(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, eps=1e-4)
+
+
+Run = tuple[list[float], dict[str, Tensor], list[float]]
+
+
+def engine_of(kind: str, layout: dict[str, Any], optimizer: Any = adamw) -> Engine:
+    build, _ = MODULES[kind]
+    inputs = (lambda whole: whole) if kind in ("bert", "t5") else None
+    of = batches(kind)[0]
+    return Engine(
+        build, layout, loss=loss, optimizer=optimizer, batch=of, inputs=inputs, clip_norm=1.0
+    )
+
+
+def trained(kind: str, layout: dict[str, Any], folder: Path | None = None) -> Run:
+    """Return losses, weights, and losses in eval mode."""
+    engine = engine_of(kind, layout)
+    losses, seen = [], []
+    for at, batch in enumerate(batches(kind)):
+        if folder is not None and at == STEPS - 1:  # the last one behind a restart
+            engine.save(folder)
+            engine = engine_of(kind, {**layout, "seed": 0})
+            engine.load(folder)
+            whole = engine.state_dict()
+            engine.load_state_dict({name: value + 1 for name, value in whole.items()})
+            engine.load_state_dict(whole)
+        losses.append(engine.step(engine.slice(batch)).loss)
+        seen.append(engine.evaluate(engine.slice(batch)).loss)
+    return losses, engine.state_dict(), seen
+
+
+V = {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "tensor": (2, {"tensor": 2, "micro_batches": 2}, tuple(MODULES)),
+    "tensor x zero 3, recompute": (
+        4,
+        {"tensor": 2, "zero": 3, "micro_batches": 2, "recompute": "full"},
+        ("fused", "torch", "t5"),
+    ),
+    "tensor x two stages": (4, {"tensor": 2, "pipeline": 2, "micro_batches": 4}, ("bert",)),
+    "a V x zero 3": (4, {**V, "zero": 3, "micro_batches": 2}, ("tied", "t5")),
+    "a V x zero 1, recompute": (
+        4,
+        {**V, "zero": 1, "micro_batches": 2, "recompute": "full"},
+        ("tied",),
+    ),
+}
+
+
+def every(ranks: int, folder: str) -> dict[str, Run]:
+    return {
+        f"{kind}: {name}": trained(
+            kind, layout, Path(folder, name) if kind in ("fused", "tied") else None
+        )
+        for name, (count, layout, kinds) in LAYOUTS.items()
+        if count == ranks
+        for kind in kinds
+    }
+
+
+@functools.cache
+def expected(kind: str, micro_batch: int) -> Run:
+    return trained(kind, {"micro_batch": micro_batch})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_divided_modules_train_as_one_process(ranks: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for results in on_ranks(ranks, every, ranks, folder):
+            for name, (losses, state, seen) in results.items():
+                kind, layout = name.split(": ")
+                size = 4 if layout == "tensor" else 2
+                own_losses, weights, own_seen = expected(kind, size)
+                assert losses == pytest.approx(own_losses, rel=1e-5), name
+                assert seen == pytest.approx(own_seen, rel=1e-5), name
+                assert state.keys() == weights.keys()
+                for key, value in weights.items():
+                    torch.testing.assert_close(
+                        state[key], value, rtol=1e-5, atol=2e-5, msg=f"{name}: {key}"
+                    )
