@@ -48,7 +48,9 @@ VIEWS = re.compile(
     r"view|reshape|transpose|permute|expand|squeeze|slice|select|split|chunk|detach|alias|\bt\b"
     r"|as_strided|empty|narrow|unflatten|unbind|lift|sym_|is_same_size|_local_scalar"
 )
-CALLED = re.compile(r"^\s+(?:extern_kernels\.\w+|cpp_fused_\w+X)
+CALLED = re.compile(
+    r"^\s+(?:extern_kernels\.\w+|cpp_fused_\w+|\w+ = torch\.ops\.aten\._scaled\w*)\b.*\("
+)
 
 
 def architecture(**figures: Any) -> Architecture:

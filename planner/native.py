@@ -230,7 +230,7 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     if is_script(model.source or ""):
         yield from _script_obstacles(job, layout)
     if layout.compile != "none":
-        yield from _compile_obstacles(layout)
+        yield from compile_obstacles(layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     if layout.expert > 1 and a is None:
@@ -308,7 +308,7 @@ def _script_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
         )
 
 
-def _compile_obstacles(layout: Layout) -> Iterator[Obstacle]:
+def compile_obstacles(layout: Layout) -> Iterator[Obstacle]:
     """Yield what a block does beside its graph, and cannot do inside it."""
     place, executed = "compile", schedule_of(layout.schedule)
     if layout.pipeline > 1 and executed.splits_backward:
