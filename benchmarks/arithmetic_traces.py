@@ -40,7 +40,7 @@ from planner.layers import arithmetic
 from planner.layers.architecture import graph_of
 from planner.layers.operator_table import Setting
 from planner.model import Architecture, Layer, ModelGraph
-from planner.native import UNDIVIDED
+from planner.native import obstacle
 from planner.plan import Mesh, Plan
 from planner.profile import Recompute
 from profiler.chain import plan_of, short_chain
@@ -256,7 +256,7 @@ def without_data(model: ModelGraph, setting: Setting) -> Iterator[Any]:
         )
         place = place_of(plan, CPU)
         with _shapes_apart(), FakeTensorMode(), _NoValues():
-            if trained(model) and not (setting.tensor > 1 and _figures(model).family in UNDIVIDED):
+            if trained(model) and obstacle(model, plan.job, plan.layout) is None:
                 yield partial(_runtime_layers, model, plan, place, kinds)
             else:
                 yield partial(_library_layers, model, kinds, setting, place)

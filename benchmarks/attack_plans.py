@@ -298,7 +298,7 @@ class Drafts:
         which holds the rest.
         """
         run, virtual, home = self.run, layout.virtual_stages, homes(layout)
-        if run is None or run.alike < layout.stages or min(counts) < 0:
+        if run is None or min(counts) < 0:
             return None
         sizes: dict[int, list[int]] = {}
         for rank, own in enumerate(counts):

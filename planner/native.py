@@ -1,12 +1,14 @@
-"""What the native backend, our runtime, cannot execute: the one list of its refusals.
+"""What the native backend, our runtime, cannot execute.
 
+What goes with what stands in the data of its space (planner/catalog/stacks/native.yaml), as that of
+every stack does; here is what depends on more than a few facts: on what divides what, on devices.
 Each obstacle has its place in a plan, as `mesh.tensor`, and a text with the value seen and the way
 out.  The search asks `refusal` for every layout; `runtime.supported` asks `obstacle` about a plan's
 layout and adds what only a plan's stages and files tell.  Something stands here as possible only
 after it has trained like one process in tests/runtime/test_matrix.py, whose rows it then joins.
 
-A model without an adapter cannot be launched, but its plans can be studied: of them `refusal` asks
-only for `limit`, which is what no backend could do as the planner describes it.
+A model without an adapter cannot be launched, but its plans can be studied, with a `caveat`; what
+the runtime cannot execute is refused of every model alike.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from planner import schedule
+from planner.catalog import native
 from planner.cluster import ClusterSpec
-from planner.model import Architecture, ModelGraph, is_script
+from planner.model import Architecture, ModelGraph
 from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Recompute
-from planner.schedules import PLAIN, SCHEDULES, schedule_of
+from planner.schedules import SCHEDULES, schedule_of
+from planner.stack_space import EVERYTHING, Facts, conflicts
 
 FAMILIES = (
     "reference",
@@ -46,16 +50,6 @@ FAMILIES = (
     "starcoder2",
 )
 """Families that the runtime has an adapter for; other models can be planned, not launched."""
-TRANSPOSED = ("gpt2",)
-"""Those among them whose linear layers keep their weights [input, output]."""
-UNDIVIDED = (*TRANSPOSED, "gpt_oss", "olmo2", "olmo3", "phi3")
-"""Those that tensor parallelism does not divide.
-
-Beside transposed weights: scores and biases of experts that belong to all ranks (GPT-OSS), norms
-over all heads (OLMo), queries, keys and values in one matrix (Phi-3).
-"""
-WHOLE_EXPERTS = ("gpt_oss",)
-"""Those whose experts stay together on a rank."""
 DEVICES = ("cuda", "rocm", "cpu")
 """Kinds of devices that the runtime runs on."""
 CAVEAT_SOURCE = "planner/native.py"
@@ -94,10 +88,6 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
 
     Models without an adapter can be planned all the same, with a `caveat`.
     """
-    if next(_adapter_obstacles(model), None):
-        foreign = next(_foreign_choices(job, layout), None)
-        foreign = foreign or next(_unplanned(model, job, FAMILIES), None)
-        return str(foreign) if foreign else limit(model, cluster, job, layout)
     found = next(_cluster_obstacles(cluster, job, layout), None)
     found = found or next(_unplanned(model, job, FAMILIES), None)
     found = found or next(_obstacles(model, job, layout), None)
@@ -182,18 +172,6 @@ def _narrow_obstacles(cluster: ClusterSpec) -> Iterator[Obstacle]:
             )
 
 
-def _eight_bit_obstacles(model: ModelGraph, job: Job) -> Iterator[Obstacle]:
-    """Yield what products in 8 bits do not go with."""
-    if model.architecture is not None and model.architecture.family in TRANSPOSED:
-        yield Obstacle(
-            "precision",
-            f"is fp8, and the products of {model.architecture.family} have transposed weights; use "
-            "bf16",
-        )
-    if job.lora is not None:
-        yield Obstacle("precision", "adapters cannot be trained in fp8 here; use bf16")
-
-
 def _group_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
     """Yield what keeps each stage of a pipeline from lying on one group of devices."""
     each = layout.devices // layout.pipeline
@@ -218,42 +196,25 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     """Yield what the runtime cannot do, first where others can."""
     a = model.architecture
     yield from _foreign_choices(job, layout)
-    if job.precision == "fp8":
-        yield from _eight_bit_obstacles(model, job)
-    if job.precision == "fp16" and a is not None and a.family == "gemma2":
-        yield Obstacle(
-            "precision",
-            "is fp16, in which gradients of gemma2 overflow; use bf16",
-        )
-    if job.lora is not None:
-        yield from _lora_obstacles(model, job, layout)
-    if is_script(model.source or ""):
-        yield from _script_obstacles(job, layout)
-    if layout.compile != "none":
-        yield from compile_obstacles(layout)
+    yield from _conflicts(model, job, layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
-    if layout.expert > 1 and a is None:
-        yield Obstacle(
-            "mesh.expert", "a user's own modules cannot be divided by expert parallelism; use 1"
-        )
-    if layout.expert > 1 and a is not None and a.family in WHOLE_EXPERTS:
-        yield Obstacle(
-            "mesh.expert", f"expert parallelism does not divide the family {a.family}; use 1"
-        )
-    if layout.tensor > 1 and a is not None and a.family in UNDIVIDED:
-        yield Obstacle(
-            "mesh.tensor", f"tensor parallelism does not divide the family {a.family}; use 1"
-        )
     yield from _limits(model, job, layout)
     if a is not None and a.experts is not None:
         yield from _grouped_obstacles(a.experts.ffn_size, job, layout)
     if layout.stages > 1:
-        yield from _schedule_obstacles(a, job, layout)
+        yield from _schedule_obstacles(a, layout)
     if a is not None and a.positions == "learned" and job.seq_len > a.max_positions:
         yield Obstacle(
             "seq_len", f"is {job.seq_len}; the model has {a.max_positions} learned positions"
         )
+
+
+def _conflicts(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what the data of the native space refuse."""
+    facts = Facts(model, None, job, layout)
+    for conflict in conflicts(native().space or EVERYTHING, facts):
+        yield Obstacle(conflict.place or "mesh", conflict.text(facts))
 
 
 def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obstacle]:
@@ -268,69 +229,7 @@ def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obst
         )
 
 
-def _lora_obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what adapters have not been shown to train with like in one process."""
-    if layout.offload == "parameters":
-        yield Obstacle("offload", "adapters cannot be trained with parameters here; use optimizer")
-    if layout.gradient_wire == "powersgd":
-        yield Obstacle("gradient_wire", "adapters cannot be trained with powersgd here; use full")
-    if schedule_of(layout.schedule).stale:
-        yield Obstacle(
-            "schedule", f"adapters cannot be trained with {layout.schedule} here; use {PLAIN}"
-        )
-    if model.edges:
-        yield Obstacle("training.lora", "adapters need a chain of layers, and this is a graph")
-
-
-def _script_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what meshwright.Engine does not train a script's module with."""
-    if job.precision not in ("fp32", "tf32", "bf16"):
-        yield Obstacle("precision", f"is {job.precision}; a script's module trains in fp32 or bf16")
-    if layout.offload == "parameters":
-        yield Obstacle("offload", "is parameters; those of a script's module stay on the device")
-    if layout.gradient_wire != "full":
-        yield Obstacle(
-            "gradient_wire", f"is {layout.gradient_wire}; gradients of a script's module are full"
-        )
-    if layout.loss is not None:
-        yield Obstacle("loss", "is in chunks; a script's loss is its own, leave it out")
-    if layout.compile != "none":
-        yield Obstacle("compile", "is block; a script compiles its own modules, leave it out")
-    if schedule_of(layout.schedule).stale:
-        yield Obstacle(
-            "schedule", f"is {layout.schedule}, which a script's module does not train with"
-        )
-    if layout.tensor > 1 and layout.stages > 1 and schedule_of(layout.schedule).splits_backward:
-        yield Obstacle(
-            "schedule",
-            f"is {layout.schedule}, which makes weight gradients apart, and those of divided "
-            f"modules are not; use {PLAIN}",
-        )
-
-
-def compile_obstacles(layout: Layout) -> Iterator[Obstacle]:
-    """Yield what a block does beside its graph, and cannot do inside it."""
-    place, executed = "compile", schedule_of(layout.schedule)
-    if layout.pipeline > 1 and executed.splits_backward:
-        yield Obstacle(
-            place,
-            f"is block, and {layout.schedule} puts weight gradients off inside the block; use none",
-        )
-    if layout.pipeline > 1 and executed.stale:
-        yield Obstacle(
-            place, f"is block, and {layout.schedule} changes weights behind the graph; use none"
-        )
-    if layout.expert > 1:
-        yield Obstacle(
-            place,
-            f"is block, and expert={layout.expert} sends as many tokens as the host counts inside "
-            "the block; use none",
-        )
-
-
-def _schedule_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iterator[Obstacle]:
-    if schedule_of(layout.schedule).stale:
-        yield from _stale_obstacles(job, layout)
+def _schedule_obstacles(a: Architecture | None, layout: Layout) -> Iterator[Obstacle]:
     home = schedule.rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
     )
@@ -339,28 +238,6 @@ def _schedule_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Ite
             "schedule",
             f"{layout.schedule} puts both ends of the model on one rank, as two copies of the tied "
             "embedding; use a schedule with one stage per rank, or interleaved",
-        )
-
-
-def _stale_obstacles(job: Job, layout: Layout) -> Iterator[Obstacle]:
-    """Yield what does not go with weights of two ages, which belong to the pipeline alone.
-
-    FSDP, which divides parameters and computes in 16 bits, knows of one age.
-    """
-    two = f"{layout.schedule} holds two versions of the weights"
-    if job.precision in ("bf16", "fp16", "fp8"):
-        yield Obstacle("precision", f"is {job.precision}, and {two} in fp32; use fp32 or tf32")
-    for axis in ("tensor", "context", "data_shard"):
-        degree = getattr(layout, axis)
-        if degree > 1:
-            yield Obstacle(f"mesh.{axis}", f"is {degree}, and {two} undivided; use 1")
-    if layout.offload == "parameters":
-        yield Obstacle("offload", f"is parameters, and {two} on the device; use optimizer")
-    if layout.gradient_wire in ("bf16", "fp16"):
-        yield Obstacle(
-            "gradient_wire",
-            f"is {layout.gradient_wire}, and {layout.schedule} sums gradients in the optimizer's "
-            "step; use full or powersgd",
         )
 
 

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field
 
 from planner.cluster import ClusterSpec, Precision
 from planner.document import Part, nearest
-from planner.model import ModelGraph
+from planner.model import ModelGraph, is_script
 from planner.plan import (
     INSIDE_OUT,
     Activations,
@@ -43,7 +43,8 @@ class Facts(NamedTuple):
     """What conditions speak of."""
 
     model: ModelGraph
-    cluster: ClusterSpec
+    cluster: ClusterSpec | None
+    """None where a layout alone is asked about."""
     job: Job
     layout: Layout
 
@@ -82,6 +83,19 @@ def _attention(facts: Facts) -> Value:
     return "none" if a is None else a.attention
 
 
+def _family(facts: Facts) -> Value:
+    """Return the family of a language model; of others what they are."""
+    if is_script(facts.model.source or ""):
+        return "script"
+    a = facts.model.architecture
+    return "none" if a is None else a.family
+
+
+def _devices_per_node(facts: Facts) -> Value:
+    assert facts.cluster is not None, "what speaks of nodes is asked about a cluster"
+    return facts.cluster.groups[0].devices_per_node
+
+
 FACTS: dict[str, Callable[[Facts], Value]] = {
     **{name: attrgetter(f"layout.{name}") for name in (*_OF_LAYOUTS, *_OF_DEGREES)},
     **{name: attrgetter(f"job.{name}") for name in _OF_JOBS},
@@ -89,10 +103,33 @@ FACTS: dict[str, Callable[[Facts], Value]] = {
     "adapters": _adapters,
     "attention": _attention,
     "experts": _experts,
-    "devices_per_node": lambda facts: facts.cluster.groups[0].devices_per_node,
+    "family": _family,
+    "updates": lambda facts: (
+        "matrices" if any(layer.whole_matrices for layer in facts.model.layers) else "elements"
+    ),
+    "layers_form": lambda facts: "graph" if facts.model.edges else "chain",
+    "loss": lambda facts: "whole" if facts.layout.loss is None else "chunks",
+    "compile": attrgetter("layout.compile"),
+    "backward": lambda facts: "split" if facts.layout.executed.splits_backward else "whole",
+    "devices_per_node": _devices_per_node,
 }
 """By name: of a layout, a job, a language model, a cluster."""
-WORDS = frozenset({"schedule", "offload", "gradient_wire", "precision", "adapters", "attention"})
+WORDS = frozenset(
+    {
+        "schedule",
+        "offload",
+        "gradient_wire",
+        "precision",
+        "adapters",
+        "attention",
+        "family",
+        "layers_form",
+        "updates",
+        "loss",
+        "compile",
+        "backward",
+    }
+)
 """Those that are words; the others are numbers."""
 _COMPARED: dict[str, Callable[[int, int], bool]] = {
     "<": operator.lt,
@@ -100,8 +137,9 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+_NAMED = re.compile(r"\{([a-z_]+)\}")
 _PRODUCT = re.compile(r"[a-z_]+|\d{1,9}")
-_CONDITION = re.compile(r"(.{1,120}?) (=|!=|<|<=|>|>=) ([a-z0-9_|-]{1,60})")
+_CONDITION = re.compile(r"(.{1,120}?) (=|!=|<|<=|>|>=) ([a-z0-9_|-]{1,120})")
 
 
 class Product(NamedTuple):
@@ -202,6 +240,13 @@ class Conflict(Part):
     when: tuple[ConditionText, ...]
     needs: tuple[ConditionText, ...] = ()
     why: Text
+    """With `{family}` and other names of facts in place of their values."""
+    place: Text | None = None
+    """The field of a plan that it speaks of."""
+
+    def text(self, facts: Facts) -> str:
+        """Return why, of one layout."""
+        return _NAMED.sub(lambda name: str(FACTS[name[1]](facts)), self.why)
 
 
 class Space(Part):
@@ -267,18 +312,24 @@ def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
             what, by = product_of(rule.what).of(facts), product_of(rule.by).of(facts)
             if int(what) % (int(by) or 1):
                 yield f"{rule.by} does not divide {rule.what}: {rule.why}"
+    for conflict in conflicts(space, facts, of_degrees=of_degrees):
+        yield conflict.text(facts)
+
+
+def conflicts(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterator[Conflict]:
+    """Yield the conflicts that a layout has; see `obstacles`."""
     for conflict in space.conflicts:
         if of_degrees and _of_layouts((), (*conflict.when, *conflict.needs)):
             continue
         if all(condition_of(text).holds(facts) for text in conflict.when) and not (
             conflict.needs and all(condition_of(text).holds(facts) for text in conflict.needs)
         ):
-            yield conflict.why
+            yield conflict
 
 
 def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
     """Yield what of a layout is not in the lists and limits of a space."""
-    layout, in_node = facts.layout, facts.cluster.groups[0].devices_per_node
+    layout, in_node = facts.layout, int(_devices_per_node(facts))
     for axis in ("tensor", "context", "pipeline"):
         most, degree = space.most(axis, in_node), getattr(layout, axis)
         if most is not None and degree > most:
@@ -310,4 +361,8 @@ def _of_layouts(products: tuple[str, ...], conditions: tuple[str, ...]) -> bool:
     """Whether a rule speaks of anything that layouts of the same degrees do not share."""
     each = [product_of(text) for text in products]
     each += [condition_of(text).product for text in conditions]
-    return any(name in _OF_LAYOUTS for product in each for name in product.names)
+    return any(
+        name in (*_OF_LAYOUTS, "loss", "compile", "backward")
+        for product in each
+        for name in product.names
+    )

@@ -2,7 +2,8 @@
 
     any             whatever a plan says
     even            equal counts
-    even_but_ends   equal counts on all stages but the first and the last
+    even_but_ends   equal counts on all stages but the first and the last; where ranks have several
+                    stages, the embedding and the head may each count as a block there
     by_products     as nanotron fills stages: by products, the output projection counted
 
 Embeddings and what precedes the first block lie on the first stage, heads on the last.
@@ -25,20 +26,25 @@ Rows = tuple[tuple[tuple[int, int], ...], ...]
 def rows(rule: StageRule, model: ModelGraph, *, ranks: int, virtual_stages: int) -> Rows | None:
     """Return the layers that ranks may hold; None if the rule has no split of the model.
 
-    Ranks of several stages have equal ones, under any rule but `any`.
+    Ranks of several stages have equal ones, under any rule but `any`; under `even_but_ends` the
+    first or the last or both have a block less.  Source: Megatron-LM, get_num_layers_to_build with
+    account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split.
     """
     if rule == "any" or ranks == 1:
         return ()
     before, blocks, behind = ends_of(model)
     if virtual_stages > 1:
-        each, left = divmod(blocks, ranks * virtual_stages)
         # Blocks that differ are told apart by their place, which ranks of several stages share.
-        alike = len(set(model.chain_kinds[before : before + blocks])) == 1
-        return (
-            None
-            if left or not alike
-            else (_fixed([virtual_stages * each] * ranks, before, behind),)
-        )
+        if len(set(model.chain_kinds[before : before + blocks])) > 1:
+            return None
+        lighter = ((0, 0), (1, 0), (0, 1), (1, 1)) if rule == "even_but_ends" else ((0, 0),)
+        found = []
+        for front, back in lighter:
+            each, left = divmod(blocks + front + back, ranks)
+            if not left and each % virtual_stages == 0:
+                sizes = [each - front, *[each] * (ranks - 2), each - back]
+                found.append(_fixed(sizes, before, behind))
+        return tuple(found) or None
     match rule:
         case "even":
             each, left = divmod(blocks, ranks)

@@ -82,8 +82,6 @@ class LayerFigures:
             link_rule(stack, sequence_parallel=divided, eight_bits=eight_bits)
             for divided in (False, True)
         ]
-        # Casts to 8 bits are parts of the kernels beside products where blocks are compiled.
-        self._fused = replace(rates.device, cast_bytes=0.0, cast_kernels=0)
         self._devices_per_node = cluster.groups[0].devices_per_node
         self._layers = {layer.kind: layer for layer in model.layers}
         self._kinds = {name: layer.kind for name, layer in model.chain}
@@ -231,8 +229,9 @@ class LayerFigures:
         A pass takes what the device needs or what the host needs to start its kernels, whichever is
         more; how far the device is behind tells what else the host may do unseen.
         """
-        again = table.recomputed(recompute)
-        on = self._fused if setting.compiled else self._rates.device
+        again, on = table.recomputed(recompute), self._rates.device
+        if setting.compiled:
+            on = compute.compiled(on)
         found = layer_seconds.passes(table, recompute, on)
         host = self._host_passes(table, setting, found, recomputes=recompute == "full")
         rule = self._seen[setting.sequence_parallel]

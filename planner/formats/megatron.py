@@ -23,7 +23,8 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
         yield f"ZeRO-{plan.zero} with a pipeline"
     if plan.mesh.data_replicate > 1 and plan.zero:
         yield "sharding within groups of replicas"
-    if len(set(blocks[1:-1])) > 1 or (plan.virtual_stages > 1 and len(set(blocks)) > 1):
+    ends = {blocks[0], blocks[-1]} - {*blocks[1:-1]}
+    if len(set(blocks[1:-1])) > 1 or (plan.virtual_stages > 1 and ends - {blocks[1] - 1}):
         yield f"stages of {', '.join(map(str, blocks))} blocks"
     choices = wanted.recomputes
     if len(choices) > 1 and (set(choices) != {"none", "full"} or _full_each(wanted) is None):
@@ -61,7 +62,11 @@ def _megatron_mesh(wanted: Wanted) -> Iterator[str]:
     yield f"--tensor-model-parallel-size {mesh.tensor}"
     yield f"--pipeline-model-parallel-size {mesh.pipeline}"
     if plan.virtual_stages > 1:
-        yield f"--num-layers-per-virtual-pipeline-stage {blocks[0]}"
+        yield f"--num-layers-per-virtual-pipeline-stage {blocks[1]}"
+        if blocks[0] < blocks[1]:
+            yield "--account-for-embedding-in-pipeline-split"
+        if blocks[-1] < blocks[1]:
+            yield "--account-for-loss-in-pipeline-split"
     elif mesh.pipeline > 1 and len(set(blocks)) > 1:
         yield f"--decoder-first-pipeline-num-layers {blocks[0]}"
         yield f"--decoder-last-pipeline-num-layers {blocks[-1]}"

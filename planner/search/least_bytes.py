@@ -266,7 +266,7 @@ class LeastBytes:
         if stage == 0 and run.before:
             kinds |= {*chain[: run.before]}
         if stage == len(shares.home) - 1 and run.behind:
-            kinds |= {*chain[run.before + run.alike : len(chain) - (not shares.relieved(rank))]}
+            kinds |= {*chain[run.before + run.alike :]}
         return min(self._least_of(kind) for kind in kinds)
 
 

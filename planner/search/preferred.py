@@ -17,8 +17,9 @@ from typing import Literal
 
 from planner.cluster import EIGHT_BITS
 from planner.errors import DocumentError, NoPlanFits
+from planner.executable import rules_of
 from planner.pins import Pins
-from planner.plan import INSIDE_OUT, Plan
+from planner.plan import INSIDE_OUT, Layout, Plan
 from planner.predict import predict
 from planner.prediction import Prediction
 from planner.profile import Recompute
@@ -98,7 +99,7 @@ def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest
         prediction=chosen.prediction,
         certificate=proven(answer.certificate, chosen),
         top=(chosen, *others)[: len(answer.top)],
-        choices=tuple(_row(what, one, fastest) for what, one in rows.items()),
+        choices=tuple(_row(request, what, one, fastest) for what, one in rows.items()),
         candidates=(),
         search_s=answer.search_s + time.process_time() - started,
     )
@@ -219,10 +220,22 @@ def _open(pins: Pins, wanted: dict[str, int] | dict[str, int | str]) -> bool:
     return all(getattr(pins, name) in (None, value) for name, value in wanted.items())
 
 
-def _row(what: str, one: Ranked | None, fastest: Ranked) -> Alternative:
+def _row(request: Request, what: str, one: Ranked | None, fastest: Ranked) -> Alternative:
     if one is None:
-        return Alternative(what=what, why="does not fit, or is not executed")
+        reason = _undivided(request) if what == TENSOR_PIPELINE else None
+        return Alternative(what=what, why=reason or "does not fit, or is not executed")
     return compared(what, one.plan, one.prediction, fastest.prediction)
+
+
+def _undivided(request: Request) -> str | None:
+    """Return why the stack divides no layers of the model among two ranks, or None if it does."""
+    stack = request.stack
+    layout = Layout(tensor=2, sequence_parallel=stack.tensor.sequence_parallel)
+    reason = rules_of(stack, of_degrees=True)(request.model, request.cluster, request.job, layout)
+    if reason is None:
+        return None
+    told = reason.removeprefix("mesh.tensor: ").removesuffix("; use 1")
+    return f"{stack.name} cannot: {told}; other stacks may (--backend)"
 
 
 def compared(what: str, plan: Plan, prediction: Prediction, fastest: Prediction) -> Alternative:

@@ -9,6 +9,8 @@ how many layers of the chain's longest run of like layers it holds.  The space o
     last, which holds the rest; a is what each other rank has, ⌈(N - n) / (P - 1)⌉ of all N, or
     ⌊(n + c) / (V - 1)⌋ where that is less; no stage is empty.
 
+The first stage may hold the layers before the run alone, the last one those behind it: 126 like
+layers between an embedding and a head fill 128 stages (Llama 3, arXiv:2407.21783, section 3.3.2).
 So the stages of a rank are equal up to one layer, and of every rank the same stages are the longer
 ones; the rank that also has the head of the model is relieved where the head is.  On a rank the
 layers that store less come first, since early stages have the most micro-batches in flight.
@@ -43,6 +45,15 @@ class Run:
     alike: int
     behind: int
 
+    @property
+    def most_stages(self) -> int:
+        """How many stages its layers fill: the first and the last may hold what lies there alone.
+
+        >>> Run(1, 126, 1).most_stages
+        128
+        """
+        return self.alike + (self.before > 0) + (self.behind > 0)
+
 
 @lru_cache(maxsize=64)
 def longest_run(kinds: tuple[str, ...]) -> Run | None:
@@ -74,10 +85,12 @@ def virtual_stages(run: Run | None, ranks: int, *, most: int) -> list[int]:
 
     >>> virtual_stages(Run(1, 32, 1), 4, most=8)
     [2, 3, 4, 8]
+    >>> virtual_stages(Run(1, 126, 1), 16, most=8)
+    [2, 3, 4, 8]
     """
     result, smallest = [], 0
     for count in range(2, most + 1):
-        if run is None or ranks < 2 or run.alike < ranks * count:
+        if run is None or ranks < 2 or run.most_stages < ranks * count:
             break
         largest = -(-run.alike // (ranks * count))
         if not smallest or largest < smallest:
@@ -101,7 +114,7 @@ def shares_of(
 ) -> Shares | None:
     """Return how ranks share a chain, None if its layers are not alike enough."""
     run = longest_run(kinds)
-    if run is None or run.alike < ranks * virtual_stages:
+    if run is None or run.most_stages < ranks * virtual_stages:
         return None
     home = rank_of_stage(schedule, stages=ranks * virtual_stages, virtual_stages=virtual_stages)
     if home[0] == home[-1] and run.before + run.behind > MOST_COMBINED:

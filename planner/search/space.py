@@ -20,7 +20,6 @@ from typing import NamedTuple, get_args
 
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
-from planner.native import compile_obstacles
 from planner.pins import Pins
 from planner.plan import INSIDE_OUT, Axis, Compile, GradientWire, Job, Layout, Offload
 from planner.request import Request
@@ -29,7 +28,7 @@ from planner.schedules import PLAIN, SCHEDULES, Schedule
 from planner.search import axis_orders
 from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
 from planner.search.savings import Saving
-from planner.stack_space import EVERYTHING, Space
+from planner.stack_space import EVERYTHING, Facts, Space, conflicts
 
 LARGEST_MICRO_BATCH = 64
 LARGEST_CONTEXT = 64
@@ -274,9 +273,9 @@ def _stages_per_rank(
         return []
     if schedule.placement == "v":
         combined = run.before + run.behind <= MOST_COMBINED
-        return _allowed([2] if combined and run.alike >= 2 * pipeline else [], pinned)
+        return _allowed([2] if combined and run.most_stages >= 2 * pipeline else [], pinned)
     if pinned is not None:
-        return [pinned] if 1 < pinned <= run.alike // pipeline else []
+        return [pinned] if 1 < pinned <= run.most_stages // pipeline else []
     return virtual_stages(run, pipeline, most=most)
 
 
@@ -348,7 +347,9 @@ def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
     layout = Layout(
         pipeline=degrees.pipeline, expert=degrees.expert, schedule=schedule, compile="block"
     )
-    return "none" if next(compile_obstacles(layout), None) else "block"
+    found = conflicts(request.space, Facts(request.model, request.cluster, request.job, layout))
+    hindered = any(conflict.place == "compile" for conflict in found)
+    return "none" if hindered else "block"
 
 
 def _orders(

@@ -23,11 +23,19 @@ def laid_out(kinds: Sequence[int], content: Content, taken: Sequence[Sequence[in
 
 
 def fastest_options(
-    knapsacks: Knapsacks, kinds: Sequence[int], stage: int, sync_limit_s: float = math.inf
+    knapsacks: Knapsacks,
+    kinds: Sequence[int],
+    stage: int,
+    *,
+    sync_limit_s: float = math.inf,
+    enough_s: float = 0.0,
 ) -> list[int]:
-    """Options with which `stage` is fastest by sums, for layers of these kinds in their order."""
+    """Options with which `stage` is fastest by sums, for layers of these kinds in their order.
+
+    Any that take no longer than `enough_s` will do.
+    """
     content = content_of(kinds)
-    found = knapsacks.fastest_choice(content, stage, sync_limit_s=sync_limit_s)
+    found = knapsacks.fastest_choice(content, stage, enough_s=enough_s, sync_limit_s=sync_limit_s)
     assert found is not None, "only stages that fit are assembled"
     return laid_out(kinds, content, found.options)
 
@@ -39,8 +47,9 @@ def assembled(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -
     be a recomputation that takes no time.
     """
     options = list(options)
+    tied = [len({o.time_s for o in table}) < len(table) for table in instance.kinds]
     for s, (first, end) in enumerate(pairwise(cuts)):
-        for layer in range(first, end):
+        for layer in (layer for layer in range(first, end) if tied[instance.layers[layer]]):
             taken = options[layer]
             table = instance.options_of(layer)
             for earlier in range(taken):

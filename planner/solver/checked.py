@@ -2,8 +2,8 @@
 
 Sums bound them from below (planner.solver.instance, `used_bytes`), so the fastest options by the
 sums take no longer than the fastest that fit.  If those fit too they are the fastest.  If not, all
-that take longer are gone through, the fastest first.  That ends after so many: then a knapsack with
-fewer bytes finds some that fit, and what is not known the answer says.
+that take longer are gone through, the fastest first.  That ends after so many, or so much work:
+then a knapsack with fewer bytes finds some that fit, and what is not known the answer says.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ _STEPS = 24
 """Knapsacks with fewer bytes that are tried."""
 _TRIED = 3000
 """Choices of one stage that are looked at."""
+_VISITED = 60_000
+"""Parts of choices of one stage that are looked at: where layers of many kinds have options, most
+parts lead nowhere."""
+_VISITED_IN_ALL = 120_000
+"""The same of all stages of one problem."""
 
 
 def fastest_checked(
@@ -48,15 +53,29 @@ def fastest_checked(
     found = search.laid(lowest)
     if search.fits(found):
         return found
-    least_s = max(least_s, lowest.time_s)
-    for tried, choice in enumerate(search.between(least_s, limit_s)):
-        found = search.laid(choice)
-        if search.fits(found):
-            return found
-        if tried == _TRIED:
-            known = search.some_that_fit(lowest) or replace(found, time_s=math.inf)
-            return replace(known, at_least_s=found.time_s * (1 - ROUNDING))
-    return None
+    at_least_s = max(least_s, lowest.time_s)
+    try:
+        for tried, choice in enumerate(search.between(at_least_s, limit_s)):
+            found = search.laid(choice)
+            if search.fits(found):
+                return found
+            at_least_s = found.time_s
+            if tried == _TRIED:
+                break
+        else:
+            return None
+    except _TooManyError as stopped:
+        at_least_s = max(at_least_s, stopped.least_s)
+    known = search.some_that_fit(lowest) or replace(found, time_s=math.inf)
+    return replace(known, at_least_s=at_least_s * (1 - ROUNDING))
+
+
+class _TooManyError(Exception):
+    """So much was looked at, and all that takes less than `least_s` does not fit."""
+
+    def __init__(self, least_s: float = 0.0) -> None:
+        super().__init__()
+        self.least_s = least_s
 
 
 class _Stage:
@@ -74,6 +93,15 @@ class _Stage:
         self._stage, self._kinds, self._used = stage, kinds, used
         self._sync_limit_s = sync_limit_s
         self._content = content_of(kinds)
+        self._visits = self._visited()
+
+    def _visited(self) -> Iterator[int]:
+        """Count what is looked at, as long as there may be more."""
+        for number in range(_VISITED):
+            self._knapsacks.visited += 1
+            if self._knapsacks.visited > _VISITED_IN_ALL:
+                return
+            yield number
 
     def by_sums(self, spare_bytes: float) -> Choice | None:
         """Return the fastest options by sums, with so many bytes to spare."""
@@ -122,7 +150,10 @@ class _Stage:
         low_s, width_s = least_s * (1 - ROUNDING), 1e-3 * slowest_s
         while low_s < end_s:
             high_s = min(low_s + width_s, end_s)
-            every = list(itertools.islice(self._choices(low_s, high_s), _TRIED + 1))
+            try:
+                every = list(itertools.islice(self._choices(low_s, high_s), _TRIED + 1))
+            except _TooManyError:
+                raise _TooManyError(low_s) from None
             if len(every) > _TRIED and width_s > ROUNDING * slowest_s:
                 width_s /= 8
                 continue
@@ -140,7 +171,7 @@ class _Stage:
             _Kind(count, [(o.time_s, stage.held_bytes(o)) for o in table])
             for (_, count), table in zip(self._content, tables, strict=True)
         ]
-        for taken in _all_taken(options, low_s, high_s, room_bytes):
+        for taken in _all_taken(options, low_s, high_s, room_bytes, self._visits):
             yield Choice(
                 sum(t[k].time_s for t, own in zip(tables, taken, strict=True) for k in own),
                 sum(t[k].sync_s for t, own in zip(tables, taken, strict=True) for k in own),
@@ -165,9 +196,12 @@ def _backwards(pick: Callable[[float, float], float], values: list[float]) -> li
 
 
 def _all_taken(
-    kinds: list[_Kind], low_s: float, high_s: float, room_bytes: float
+    kinds: list[_Kind], low_s: float, high_s: float, room_bytes: float, visits: Iterator[int]
 ) -> Iterator[list[list[int]]]:
-    """Yield the rising options of each kind's layers, in all ways within seconds and bytes."""
+    """Yield the rising options of each kind's layers, in all ways within seconds and bytes.
+
+    _TooManyError if there are not `visits` enough.
+    """
     beyond = [(0.0, 0.0, 0.0)]
     for kind in reversed(kinds):
         least_s, most_s, least_bytes = beyond[-1]
@@ -184,6 +218,8 @@ def _all_taken(
     def walk(
         at: int, option: int, left: int, seconds: float, used: float, taken: list[list[int]]
     ) -> Iterator[list[list[int]]]:
+        if next(visits, None) is None:
+            raise _TooManyError
         if at == len(kinds):
             if low_s <= seconds < high_s:
                 yield [list(own) for own in taken]

@@ -8,32 +8,15 @@ Among equal sums the dynamic program takes the earliest cuts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from planner.solver.descent import Costs, cheapest
+from planner.solver.descent import Costs, Way, cheapest
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Cuts:
-    """Positions 0 = cuts[0] < ... < cuts[P] = L, and the parts of what they cost."""
-
-    cuts: tuple[int, ...]
-    largest_s: float
-    fill_s: float
-    once_s: float
-    value_s: float
-
-    @property
-    def way(self) -> tuple[int, ...]:
-        """The cuts, as `planner.solver.descent` calls them."""
-        return self.cuts
 
 
 class _Tails:
@@ -102,30 +85,13 @@ class Chain:
             cuts.append(cuts[-1] + int(picks[s, cuts[-1]]) + 1)
         return tuple(cuts)
 
-    def along(self, table: Floats, way: tuple[int, ...]) -> Floats:
+    def along(self, table: Floats, way: tuple[int, ...]) -> list[float]:
         """[stage] Entries of a table that a split uses."""
-        return np.array(along(table, way))
-
-    def price(self, costs: Costs, way: tuple[int, ...]) -> Cuts:
-        """Evaluate a split on the tables."""
-        return price(costs, way)
+        return [
+            float(table[s, first, end - first - 1]) for s, (first, end) in enumerate(pairwise(way))
+        ]
 
 
-def along(table: Floats, cuts: tuple[int, ...]) -> list[float]:
-    """Entries of `table` that a split uses, stage by stage."""
-    return [
-        float(table[s, first, end - first - 1]) for s, (first, end) in enumerate(pairwise(cuts))
-    ]
-
-
-def price(costs: Costs, cuts: tuple[int, ...]) -> Cuts:
-    """Evaluate a split on the tables."""
-    largest_s = max(along(costs.stage_s, cuts))
-    sum_s = sum(along(costs.fill_s, cuts))
-    once_s = sum(max(along(table, cuts)) for table in costs.once_s)
-    return Cuts(cuts, largest_s, sum_s, once_s, costs.steady * largest_s + sum_s + once_s)
-
-
-def best_cuts(costs: Costs, *, cutoff_s: float = np.inf) -> Cuts | None:
+def best_cuts(costs: Costs, *, cutoff_s: float = np.inf) -> Way | None:
     """Cheapest split, or None if there is none below `cutoff_s`."""
     return cheapest(Chain(*costs.stage_s.shape), costs, cutoff_s=cutoff_s)

@@ -15,7 +15,7 @@ descends around it the same way.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,30 +38,22 @@ class Costs:
     steady: float
 
 
-class PricedSplit(Protocol):
-    """A way and the parts of what it costs."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way through all stages, and the parts of what it costs."""
 
-    @property
-    def way(self) -> tuple[int, ...]:
-        """What tells it from others."""
-
-    @property
-    def largest_s(self) -> float:
-        """Seconds of its slowest stage."""
-
-    @property
-    def fill_s(self) -> float:
-        """Sum over its stages."""
-
-    @property
-    def value_s(self) -> float:
-        """All that it costs."""
+    way: tuple[int, ...]
+    """Cuts of a chain, or steps of a path."""
+    largest_s: float
+    """Seconds of its slowest stage."""
+    fill_s: float
+    """Sum over its stages."""
+    once_s: float
+    value_s: float
+    """All that it costs."""
 
 
-P_co = TypeVar("P_co", bound=PricedSplit, covariant=True)
-
-
-class Ways(Protocol[P_co]):
+class Ways(Protocol):
     """All ways, and the dynamic programs over them."""
 
     def smallest_maximum(self, cost: Floats) -> float:
@@ -70,11 +62,16 @@ class Ways(Protocol[P_co]):
     def smallest_sum(self, cost: Floats) -> tuple[int, ...] | None:
         """Earliest way with the least sum of `cost`, None if there is none."""
 
-    def along(self, table: Floats, way: tuple[int, ...]) -> Floats:
+    def along(self, table: Floats, way: tuple[int, ...]) -> list[float]:
         """[stage] Entries of a table that a way uses."""
 
-    def price(self, costs: Costs, way: tuple[int, ...]) -> P_co:
-        """Evaluate a way."""
+
+def priced(ways: Ways, costs: Costs, way: tuple[int, ...]) -> Way:
+    """Evaluate a way on the tables."""
+    largest_s = max(ways.along(costs.stage_s, way))
+    sum_s = sum(ways.along(costs.fill_s, way))
+    once_s = sum(max(ways.along(table, way)) for table in costs.once_s)
+    return Way(way, largest_s, sum_s, once_s, costs.steady * largest_s + sum_s + once_s)
 
 
 def meets(bound_s: float, incumbent_s: float) -> bool:
@@ -82,13 +79,13 @@ def meets(bound_s: float, incumbent_s: float) -> bool:
     return bound_s >= incumbent_s - ROUNDING * abs(incumbent_s)
 
 
-def cheapest(ways: Ways[P_co], costs: Costs, *, cutoff_s: float = np.inf) -> P_co | None:
+def cheapest(ways: Ways, costs: Costs, *, cutoff_s: float = np.inf) -> Way | None:
     """Cheapest way, or None if there is none below `cutoff_s`."""
     if not costs.once_s:
         return _descend(ways, costs, cutoff_s)
     first_s, *others_s = costs.once_s
     least_s = ways.smallest_maximum(np.where(np.isfinite(costs.stage_s), first_s, np.inf))
-    best: P_co | None = None
+    best: Way | None = None
     ceiling_s = np.inf
     while ceiling_s >= least_s:
         allowed = first_s <= ceiling_s
@@ -101,29 +98,29 @@ def cheapest(ways: Ways[P_co], costs: Costs, *, cutoff_s: float = np.inf) -> P_c
         found = cheapest(ways, below, cutoff_s=cutoff_s - least_s)
         if found is None:
             break
-        whole = ways.price(costs, found.way)
+        whole = priced(ways, costs, found.way)
         if whole.value_s < cutoff_s:
             best, cutoff_s = whole, whole.value_s
-        ceiling_s = float(np.nextafter(ways.along(first_s, found.way).max(), -np.inf))
+        ceiling_s = float(np.nextafter(max(ways.along(first_s, found.way)), -np.inf))
     return best
 
 
-def _descend(ways: Ways[P_co], costs: Costs, cutoff_s: float) -> P_co | None:
+def _descend(ways: Ways, costs: Costs, cutoff_s: float) -> Way | None:
     """Minimise steady · max + Σ fill by a falling ceiling on the maximum."""
     stage_s, fill_s, steady = costs.stage_s, costs.fill_s, costs.steady
     least_max_s = ways.smallest_maximum(stage_s)
     freest = ways.smallest_sum(fill_s)
     if freest is None or not np.isfinite(least_max_s):
         return None
-    least_sum_s = ways.price(costs, freest).fill_s
+    least_sum_s = priced(ways, costs, freest).fill_s
     if meets(steady * least_max_s + least_sum_s, cutoff_s):
         return None
-    best: P_co | None = None
+    best: Way | None = None
 
-    def under(ceiling_s: float) -> P_co:
+    def under(ceiling_s: float) -> Way:
         way = ways.smallest_sum(np.where(stage_s <= ceiling_s, fill_s, np.inf))
         assert way is not None, "the ceiling is never below the least maximum"
-        return ways.price(costs, way)
+        return priced(ways, costs, way)
 
     tightest = under(least_max_s)
     if tightest.value_s < cutoff_s:

@@ -14,27 +14,25 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from planner.solver.assembly import laid_out
-from planner.solver.cuts import Cuts, best_cuts, price
-from planner.solver.descent import meets
+from planner.solver.assembly import assembled
+from planner.solver.descent import Way, meets
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import (
     Fathomed,
     Infeasible,
     Instance,
     Solution,
-    fits,
-    priced,
-    stage_fits,
 )
 from planner.solver.knapsack import Knapsacks
 from planner.solver.memory_reach import why_infeasible
+from planner.solver.settled import best_split, loose_s
 from planner.solver.sizes import NO_ROW, best_row
 from planner.solver.stage_table import StageTable
-from planner.tolerances import ROUNDING, SETTLED
+from planner.tolerances import SETTLED
 
 _COARSE = 2.0**10
 HOSTS_TOO_SMALL = "whatever fits the devices puts more on a host than it has room for"
@@ -72,7 +70,7 @@ def solve(
     whole_s = floor.most_s
     while True:
         table = StageTable(knapsacks, ceiling_s, whole_s, limit_s=floor.slowest_s(cutoff_s))
-        best = _best_under(knapsacks, table, cutoff_s)
+        best = _best_under(table, instance, cutoff_s)
         known_s = cutoff_s if best is None else best.objective_s
         if best is not None and whole_s > _COARSE * sum(best.stage_s):
             # Options that nobody would take made the grid of the table coarse beside the answer.
@@ -88,10 +86,7 @@ def solve(
         else:
             ceiling_s = floor.ceiling_s(known_s)
     bound_s = cutoff_s if best is None else best.objective_s
-    least = table.least_costs()
-    if least is not None:
-        lowest = best_cuts(least, cutoff_s=bound_s)
-        bound_s = bound_s if lowest is None else min(bound_s, lowest.value_s)
+    bound_s = min(bound_s, loose_s(table, cutoff_s=bound_s))
     if best is not None:
         return replace(best, lower_bound_s=bound_s)
     if bound_s < math.inf:
@@ -145,101 +140,19 @@ class _Floor:
         return min((known_s - self._rest_s) / self._steady, self.whole_chain_s)
 
 
-def _best_under(knapsacks: Knapsacks, table: StageTable, cutoff_s: float) -> Solution | None:
-    """Best split of the table below the cutoff."""
-    if not knapsacks.sync_depends:
-        found = _settled_cuts(table, cutoff_s)
-        return None if found is None else _assembled(knapsacks, table, found.cuts)
-    return _best_with_sync_by_option(knapsacks, table, cutoff_s)
+class _Chosen(NamedTuple):
+    """A split, as `planner.solver.settled` takes its answers."""
+
+    split: Solution
 
 
-def _best_with_sync_by_option(
-    knapsacks: Knapsacks, table: StageTable, cutoff_s: float
-) -> Solution | None:
-    """Best split by a falling limit on the sync of every stage, as `cuts.best_cuts` does.
+def _best_under(table: StageTable, instance: Instance, cutoff_s: float) -> Solution | None:
+    """Return the best split of the table below the cutoff."""
 
-    The limit enters the knapsacks here, so the table changes with it.
-    """
-    least_sync_s = table.least_largest_sync_s()
-    if least_sync_s == math.inf:
-        return None
-    best: Solution | None = None
-    while True:
-        found = _settled_cuts(table, cutoff_s - least_sync_s)
-        if found is None:
-            return best
-        solution = _assembled(knapsacks, table, found.cuts)
-        if solution.objective_s < cutoff_s:
-            best, cutoff_s = solution, solution.objective_s
-        largest_s = max(solution.stage_sync_s)
-        if largest_s <= least_sync_s * (1 + ROUNDING):
-            return best
-        table.limit_sync(largest_s * (1 - ROUNDING))
+    def chosen(found: Way) -> _Chosen:
+        stages = enumerate(pairwise(found.way))
+        options = [o for stage, held in stages for o in table.options(stage, *held)]
+        return _Chosen(assembled(instance, found.way, options))
 
-
-def _settled_cuts(table: StageTable, cutoff_s: float) -> Cuts | None:
-    """Best split of the table with all of its entries exact."""
-    known_s = cutoff_s
-    while True:
-        found = best_cuts(table.costs(), cutoff_s=known_s)
-        if found is None:
-            assert known_s == cutoff_s, "a split was found below this before"
-            return None
-        if not table.settle(found.cuts):
-            return found
-        # What the split really takes bounds the search; a hair more, so that it is found again
-        # and ties are broken among exact entries alone.
-        costs = table.costs()
-        actual = price(costs, found.cuts)
-        if not math.isfinite(actual.value_s):
-            continue
-        hair_s = SETTLED * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
-        known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))
-
-
-def _assembled(knapsacks: Knapsacks, table: StageTable, cuts: tuple[int, ...]) -> Solution:
-    """Lay the options of every stage out over its layers; evaluate from the raw numbers."""
-    instance = knapsacks.instance
-    options: list[int] = []
-    for stage, (first, end) in enumerate(pairwise(cuts)):
-        if instance.used_bytes is not None:
-            checked = table.checked(stage, first, end)
-            assert checked is not None, "only stages that fit are assembled"
-            options.extend(checked.options)
-            continue
-        content = knapsacks.content(first, end - first)
-        found = knapsacks.fastest_choice(
-            content,
-            stage,
-            enough_s=table.layers_s(stage, first, end),
-            sync_limit_s=table.sync_limit_s,
-        )
-        assert found is not None, "only stages that fit are assembled"
-        options.extend(laid_out(instance.layers[first:end], content, found.options))
-    solution = priced(instance, cuts, _simplest(instance, cuts, options))
-    assert fits(instance, solution), "the knapsacks and the formulas of the instance disagree"
-    return replace(solution, lower_bound_s=solution.objective_s)
-
-
-def _simplest(instance: Instance, cuts: tuple[int, ...], options: list[int]) -> list[int]:
-    """Move layers to earlier options that take the same time, sync no longer and still fit.
-
-    A knapsack saves bytes nobody needs: of two options equally fast it takes the leaner, which
-    may be a recomputation that takes no time.
-    """
-    options = list(options)
-    tied = [len({o.time_s for o in table}) < len(table) for table in instance.kinds]
-    for s, (first, end) in enumerate(pairwise(cuts)):
-        for layer in (layer for layer in range(first, end) if tied[instance.layers[layer]]):
-            table = instance.options_of(layer)
-            taken = table[options[layer]]
-            for simpler, option in enumerate(table[: options[layer]]):
-                if option.time_s != taken.time_s or option.sync_s > taken.sync_s:
-                    continue
-                if option.host_bytes > taken.host_bytes:
-                    continue
-                before, options[layer] = options[layer], simpler
-                if stage_fits(instance, s, range(first, end), options):
-                    break
-                options[layer] = before
-    return options
+    best = best_split(table, chosen, cutoff_s=cutoff_s)
+    return None if best is None else best.split

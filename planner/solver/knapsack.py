@@ -184,6 +184,8 @@ class Knapsacks:
         self.checked: dict[tuple[int, int, tuple[int, ...], float], Checked] = {}
         """By stage, its first layer (-1 where that is all the same), kinds of its layers and limit
         on sync: its fastest options that fit."""
+        self.visited = 0
+        """Parts of choices that were looked at for them (planner.solver.checked)."""
         self.host_limit = np.full(len(stages), np.inf)
         for host in instance.hosts:
             for s, ranks in enumerate(host.ranks):

@@ -8,32 +8,13 @@ program backward over the levels; among equal sums a path takes the earliest ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.descent import Costs
-
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """Indices of the steps of a path, and the parts of what it costs."""
-
-    steps: tuple[int, ...]
-    largest_s: float
-    fill_s: float
-    once_s: float
-    value_s: float
-
-    @property
-    def way(self) -> tuple[int, ...]:
-        """The steps, as `planner.solver.descent` calls them."""
-        return self.steps
 
 
 class Paths:
@@ -93,14 +74,10 @@ class Paths:
             state = int(ends[pick])
         return tuple(path)
 
-    def along(self, table: Floats, way: tuple[int, ...]) -> Floats:
+    def along(self, table: Floats, way: tuple[int, ...]) -> list[float]:
         """[level] Entries of a table that a path uses."""
-        entries: Floats = table[list(way)]
+        entries: list[float] = table[list(way)].tolist()
         return entries
-
-    def price(self, costs: Costs, way: tuple[int, ...]) -> Path:
-        """Evaluate a path."""
-        return priced_path(costs, way)
 
     def _least(self, level: int, total: Floats) -> Floats:
         """[state] Least `total` of the steps that start there; inf where none does."""
@@ -109,11 +86,3 @@ class Paths:
         if len(starts):
             values[starts] = np.minimum.reduceat(total, first)
         return values
-
-
-def priced_path(costs: Costs, steps: tuple[int, ...]) -> Path:
-    """Evaluate a path."""
-    taken = list(steps)
-    largest_s, sum_s = float(costs.stage_s[taken].max()), float(costs.fill_s[taken].sum())
-    once_s = sum(float(table[taken].max()) for table in costs.once_s)
-    return Path(steps, largest_s, sum_s, once_s, costs.steady * largest_s + sum_s + once_s)

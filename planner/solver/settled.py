@@ -1,32 +1,32 @@
-"""The cheapest path over step costs that start as bounds and become exact when they are wanted.
+"""The cheapest way over costs that start as bounds and become exact when they are wanted.
 
-While a step of the cheapest path is only bounded it is settled, and the search repeated.  All
-costs being exact or below, a path whose steps are exact costs no more than any other.
+A step is a stage with what it holds.  While one of the cheapest way is only bounded it is settled,
+and the search repeated.  All costs being exact or below, a way whose steps are exact costs no more
+than any other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.descent import Costs, cheapest
+from planner.solver.descent import Costs, Way, Ways, cheapest, priced
 from planner.solver.instance import Solution
-from planner.solver.paths import Path, Paths, priced_path
 from planner.tolerances import ROUNDING, SETTLED
 
 Floats = NDArray[np.float64]
 
 
 class Steps(Protocol):
-    """The steps that paths are made of."""
+    """The steps that ways are made of."""
 
     @property
-    def paths(self) -> Paths:
-        """All paths along them."""
+    def ways(self) -> Ways:
+        """All ways along them."""
 
     @property
     def sync_depends(self) -> bool:
@@ -38,8 +38,8 @@ class Steps(Protocol):
     def least_costs(self) -> Costs | None:
         """[step] Costs that are no more than exact ones; None if those of `costs` are exact."""
 
-    def settle(self, steps: Sequence[int]) -> bool:
-        """Make exact what the steps cost; False if everything was."""
+    def settle(self, way: tuple[int, ...]) -> bool:
+        """Make exact what a way costs; False if everything was."""
 
     def least_sync_s(self) -> Floats:
         """[step] Least seconds of synchronisation."""
@@ -49,7 +49,7 @@ class Steps(Protocol):
 
 
 class HasSplit(Protocol):
-    """An answer made of a path."""
+    """An answer made of a way."""
 
     @property
     def split(self) -> Solution:
@@ -60,21 +60,21 @@ Answer = TypeVar("Answer", bound=HasSplit)
 
 
 def best_split(
-    steps: Steps, assemble: Callable[[Path], Answer], *, cutoff_s: float
+    steps: Steps, assemble: Callable[[Way], Answer], *, cutoff_s: float
 ) -> Answer | None:
-    """Best split along a path, None if there is none below `cutoff_s`.
+    """Best split along a way, None if there is none below `cutoff_s`.
 
     Where sync depends on the options, a falling limit on that of every stage enters the steps, as
     the ceilings do in `descent.cheapest`.
     """
     if not steps.sync_depends:
-        found = settled_path(steps, cutoff_s=cutoff_s)
+        found = settled_way(steps, cutoff_s=cutoff_s)
         return None if found is None else assemble(found)
     possible = np.isfinite(steps.costs().stage_s)
-    least_sync_s = steps.paths.smallest_maximum(np.where(possible, steps.least_sync_s(), np.inf))
+    least_sync_s = steps.ways.smallest_maximum(np.where(possible, steps.least_sync_s(), np.inf))
     best: Answer | None = None
     while least_sync_s < math.inf:
-        found = settled_path(steps, cutoff_s=cutoff_s - least_sync_s)
+        found = settled_way(steps, cutoff_s=cutoff_s - least_sync_s)
         if found is None:
             break
         answer = assemble(found)
@@ -88,27 +88,27 @@ def best_split(
 
 
 def loose_s(steps: Steps, *, cutoff_s: float) -> float:
-    """Return what paths below the cutoff take at least, whose steps are not all known exactly.
+    """Return what ways below the cutoff take at least, whose steps are not all known exactly.
 
     inf if there is none.
     """
     costs = steps.least_costs()
-    found = None if costs is None else cheapest(steps.paths, costs, cutoff_s=cutoff_s)
+    found = None if costs is None else cheapest(steps.ways, costs, cutoff_s=cutoff_s)
     if found is None:
         return math.inf
     return found.value_s + (steps.least_sync_s().min() if steps.sync_depends else 0.0)
 
 
-def settled_path(steps: Steps, *, cutoff_s: float) -> Path | None:
-    """Cheapest path below the cutoff, with all of its steps exact."""
+def settled_way(steps: Steps, *, cutoff_s: float) -> Way | None:
+    """Cheapest way below the cutoff, with all of its steps exact."""
     known_s = cutoff_s
     while True:
-        found = cheapest(steps.paths, steps.costs(), cutoff_s=known_s)
-        if found is None or not steps.settle(found.steps):
+        found = cheapest(steps.ways, steps.costs(), cutoff_s=known_s)
+        if found is None or not steps.settle(found.way):
             return found
-        # What the path really takes bounds the search; a hair more, so that it is found again.
+        # What the way really takes bounds the search; a hair more, so that it is found again.
         costs = steps.costs()
-        actual = priced_path(costs, found.steps)
+        actual = priced(steps.ways, costs, found.way)
         if not math.isfinite(actual.value_s):
             continue  # a step's options do not fit, whatever the sums of their bytes say
         hair_s = SETTLED * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)

@@ -9,12 +9,14 @@ wants to use them.  A chain of like layers has few signatures, and those are set
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.solver.assembly import fastest_options
 from planner.solver.checked import fastest_checked
 from planner.solver.cuts import Chain
 from planner.solver.descent import Costs
@@ -81,6 +83,8 @@ class StageTable:
         self._checked = self.settled.copy() if self._checks else self.settled
         self._loose: dict[tuple[int, int, int], float] = {}
         """Of entries that are not known exactly, seconds that are no more than theirs."""
+        self.ways = Chain(*self.seconds.shape)
+        self.sync_depends = knapsacks.sync_depends
         self.sync_limit_s = np.inf
         # Sync of the choice that settled an entry; read only where options differ in it.
         self._sync_used_s = np.zeros(self.seconds.shape if knapsacks.sync_depends else 0)
@@ -115,10 +119,10 @@ class StageTable:
         both: Floats = cut_s[self._first] + cut_s[self._end]
         return both
 
-    def settle(self, cuts: tuple[int, ...]) -> bool:
+    def settle(self, way: tuple[int, ...]) -> bool:
         """Make exact what each stage of a split takes; False if everything was."""
         changed = False
-        for stage, (first, end) in enumerate(pairwise(cuts)):
+        for stage, (first, end) in enumerate(pairwise(way)):
             if not self.settled[stage, first, end - first - 1]:
                 self._settle(stage, first, end - first)
                 changed = True
@@ -127,9 +131,30 @@ class StageTable:
                 changed = True
         return changed
 
+    def options(self, stage: int, first: int, end: int) -> Sequence[int]:
+        """Return the options of layers `first` to `end` with which their stage is fastest."""
+        if self._checks:
+            checked = self._checked_options(stage, first, end)
+            assert checked is not None, "only stages that fit are assembled"
+            return checked.options
+        knapsacks = self._knapsacks
+        staged_s = float(self.seconds[stage, first, end - first - 1])
+        staged_s -= float(knapsacks.exposed_s[stage])
+        if self._cut_s is not None:
+            staged_s -= float(self._cut_s[first, end - first - 1])
+        # A hair more than exactly.
+        enough_s = (staged_s + 2.0**-46 * self._whole_s) / float(knapsacks.time_scale[stage])
+        return fastest_options(
+            knapsacks,
+            self._kinds_of(first, end - first),
+            stage,
+            sync_limit_s=self.sync_limit_s,
+            enough_s=enough_s,
+        )
+
     def _check(self, stage: int, first: int, n: int) -> None:
         """Make an entry that of the fastest options that fit."""
-        found = self.checked(stage, first, first + n)
+        found = self._checked_options(stage, first, first + n)
         knapsacks, kinds = self._knapsacks, self._kinds_of(first, n)
         same = self._signature == self._signature[first, n - 1]
         if self._by_place:
@@ -172,7 +197,7 @@ class StageTable:
         self.seconds = known
         return costs
 
-    def checked(self, stage: int, first: int, end: int) -> Fastest | None:
+    def _checked_options(self, stage: int, first: int, end: int) -> Fastest | None:
         """Return the fastest options of a stage that fit, within the limits on seconds and sync."""
         known = self._knapsacks.checked
         place = first if self._by_place else -1
@@ -237,22 +262,10 @@ class StageTable:
         if self._checks:
             self._checked &= keeps
 
-    def least_largest_sync_s(self) -> float:
-        """Least possible sync of the stage with the longest, by the leanest options."""
+    def least_sync_s(self) -> Floats:
+        """[stage, first, n - 1] Least seconds of synchronisation."""
         every_s = self.sync_s()
-        if every_s is None:
-            return 0.0
-        held = np.where(np.isfinite(self.seconds), every_s, np.inf)
-        return Chain(*self.seconds.shape).smallest_maximum(held)
-
-    def layers_s(self, stage: int, first: int, end: int) -> float:
-        """Unscaled seconds of the layers that make up an entry, a hair more than exactly."""
-        knapsacks = self._knapsacks
-        staged_s = float(self.seconds[stage, first, end - first - 1])
-        staged_s -= float(knapsacks.exposed_s[stage])
-        if self._cut_s is not None:
-            staged_s -= float(self._cut_s[first, end - first - 1])
-        return (staged_s + 2.0**-46 * self._whole_s) / float(knapsacks.time_scale[stage])
+        return np.broadcast_to(0.0 if every_s is None else every_s, self.seconds.shape)
 
     def fill_s(self) -> Floats:
         """[stage, first, n - 1] What a stage adds to the sum over stages, credits taken off."""

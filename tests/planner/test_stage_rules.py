@@ -52,11 +52,25 @@ def test_even_stages_have_equal_blocks_beside_the_ends() -> None:
 
 def test_ranks_of_several_stages_have_equal_ones() -> None:
     assert rows("even_but_ends", SMALL, ranks=2, virtual_stages=4) == (((9, 9), (9, 9)),)
-    assert rows("even_but_ends", SMALL, ranks=2, virtual_stages=3) is None
+    assert rows("even", SMALL, ranks=2, virtual_stages=3) is None
+    # 18 with the embedding and the head, 9 on each rank, 3 on each stage but its first and last.
+    assert rows("even_but_ends", SMALL, ranks=2, virtual_stages=3) == (((9, 9), (9, 9)),)
     unlike = resolve_model("deepseek-v3")
     assert ends_of(unlike) == (1, 61, 1)
     assert rows("even_but_ends", unlike, ranks=61, virtual_stages=1) is not None
     assert rows("even", unlike, ranks=61, virtual_stages=1) is not None
+
+
+def test_the_embedding_and_the_head_may_count_as_a_block_each() -> None:
+    """As Llama 3 405B was trained: 126 blocks on 128 stages of 16 ranks."""
+    llama = resolve_model("llama-3.1-405b")
+
+    assert rows("even_but_ends", llama, ranks=16, virtual_stages=8) == (((8, 8),) * 16,)
+    assert rows("even", llama, ranks=16, virtual_stages=8) is None
+    # 126 are 14 ranks of 9 blocks, which 3 stages share; no block less divides so.
+    assert rows("even_but_ends", llama, ranks=14, virtual_stages=3) == (
+        ((10, 10), *[(9, 9)] * 12, (10, 10)),
+    )
 
 
 def test_products_fill_stages_until_their_share_is_passed() -> None:

@@ -98,8 +98,11 @@ class Row:
 
     @property
     def model(self) -> tuple[str, bool, int]:
-        """(family, tied, blocks): what decides which model is trained."""
-        blocks = 2 if self.stages <= 2 else 3 if self.stages <= 4 else 6
+        """(family, tied, blocks): what decides which model is trained.
+
+        Of four stages the first holds the embedding alone and the last the head, if it can.
+        """
+        blocks = 6 if self.stages > 4 else 3 if self.stages > 2 and self.uneven else 2
         return self.family, self.tied, blocks
 
     @property

@@ -510,6 +510,8 @@ def _ranks(
         shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
         if shares is not None:
             bare = first * (most.place == 0)
+            if shares.folded:
+                bare = np.maximum(bare, acting)
             if shares.relieved(home[-1]):
                 bare = np.maximum(bare, last)
                 relieved = sizes_of(shares, home[-1])

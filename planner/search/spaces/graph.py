@@ -28,7 +28,14 @@ from planner.predict import placement_prediction, placements_of
 from planner.request import Request
 from planner.search.answer import TIES_LIMIT_S, Answer
 from planner.search.candidates import Candidates
-from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
+from planner.search.certificate import (
+    BOUNDS,
+    COMMUNICATION,
+    COMPUTATION,
+    NO_FASTER,
+    OUT_OF_MEMORY,
+    UNFINISHED,
+)
 from planner.search.formulation import instance_of, plan_of
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
 from planner.search.ranked import Ranked
@@ -39,7 +46,7 @@ from planner.search.spaces.search import LayoutSpace, Progress, Refusals, search
 from planner.solver import sided
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
 from planner.solver.graphs.lattice import solve_graph
-from planner.solver.instance import Infeasible, Solution, broken
+from planner.solver.instance import Fathomed, Infeasible, Solution, broken
 
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
@@ -130,18 +137,24 @@ class GraphSpace(AlikeSpace):
             used_bytes=chain.used_bytes,
         )
 
-    def solve(self, layout: Layout, _: float) -> Found[GraphSolution] | Lost:
+    def solve(self, layout: Layout, cutoff_s: float) -> Found[GraphSolution] | Lost:
         """Return the best split of a layout; see `_within_hosts` for activations on the host."""
-        problem = self.instance(layout)
+        problem, step_s = self.instance(layout), self._tables.of(layout).step_s
         answer = solve_graph(
-            problem, frontiers=self._frontiers, most_ideals=MOST_IDEALS, most_pairs=MOST_PAIRS
+            problem,
+            cutoff_s=cutoff_s - step_s,
+            frontiers=self._frontiers,
+            most_ideals=MOST_IDEALS,
+            most_pairs=MOST_PAIRS,
         )
         if isinstance(answer, Infeasible):
             return Lost(OUT_OF_MEMORY, reason=answer.reason)
+        if isinstance(answer, Fathomed):
+            bound_s = max(self._candidates.communication_s(layout), answer.lower_bound_s + step_s)
+            return Lost(NO_FASTER if bound_s >= cutoff_s else UNFINISHED, bound_s=bound_s)
         if isinstance(answer, Undecided):
             bound_s = self._candidates.communication_s(layout)
             return Lost(UNFINISHED, bound_s=bound_s, reason=answer.reason)
-        step_s = self._tables.of(layout).step_s
         kept = self._within_hosts(layout, problem, answer)
         if kept is None:
             return Lost(UNFINISHED, bound_s=answer.lower_bound_s + step_s)

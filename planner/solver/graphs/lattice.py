@@ -2,6 +2,7 @@
 
     solve_graph(problem) -> GraphSolution     optimal, or with the gap that is left
                           | Infeasible        no split fits in memory
+                          | Fathomed          none is below the cutoff, or none was found there
                           | Undecided         none was found, and too many to be sure
 
 Splits are paths through the lattice of ideals (`planner.solver.graphs.ideals`), one step per
@@ -32,6 +33,7 @@ import numpy as np
 
 from planner.on_use import OnUse
 from planner.solver.assembly import assembled
+from planner.solver.descent import Way
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.bands import Bands
@@ -42,9 +44,8 @@ from planner.solver.graphs.step_bounds import StepBounds
 from planner.solver.graphs.step_table import Known, StageBytes, StepTable
 from planner.solver.graphs.sweep import Aim, Sweep
 from planner.solver.inner import solve
-from planner.solver.instance import Infeasible, Solution, leanest_bytes
+from planner.solver.instance import Fathomed, Infeasible, Solution, leanest_bytes
 from planner.solver.knapsack import Knapsacks
-from planner.solver.paths import Path
 from planner.solver.settled import best_split, loose_s
 from planner.units import bytes_text
 
@@ -61,14 +62,16 @@ _LEAST_RISE = 0.004
 def solve_graph(
     problem: GraphInstance,
     *,
+    cutoff_s: float = math.inf,
     frontiers: FrontierStore | None = None,
     most_ideals: int = 400_000,
     most_pairs: int = 100_000_000,
-) -> GraphSolution | Infeasible | Undecided:
+) -> GraphSolution | Infeasible | Fathomed | Undecided:
     """Minimise the time of `problem` over all contiguous splits of its graph.
 
-    Exact unless the graph has more than `most_ideals` downsets, or more than `most_pairs` pairs of
-    them would have to be compared at once.
+    Only objectives below `cutoff_s` are of interest.  Exact unless the graph has more than
+    `most_ideals` downsets, or more than `most_pairs` pairs of them would have to be compared at
+    once.
     """
     layers, stages = len(problem.layers), len(problem.stages)
     if stages > layers:
@@ -76,16 +79,20 @@ def solve_graph(
     store = frontiers if frontiers is not None else FrontierStore()
     every = ideals(problem.readers(), most=most_ideals)
     if every is not None and len(every) == layers + 1:
-        return _only_order(problem, store)
-    rival = _best_order(problem, store) if every is None or len(every) > _LARGE else None
-    if every is None:
-        best, bound_s = rival, _any_order_s(problem, store)
-    else:
-        best, bound_s = Lattice(problem, every, store).search(rival, most_pairs)
+        return _only_order(problem, cutoff_s, store)
+    least_s = _any_order_s(problem, store) if every is None else 0.0
+    large = every is None or len(every) > _LARGE
+    rival = _best_order(problem, cutoff_s, store) if large and least_s < cutoff_s else None
+    best, bound_s = rival, least_s
+    if every is not None:
+        best, bound_s = Lattice(problem, every, store).search(rival, most_pairs, cutoff_s)
     if bound_s == math.inf:
         return Infeasible(_why_infeasible(problem))
-    best = best or _best_order(problem, store)
+    if best is None and bound_s < cutoff_s and not large:
+        best = _best_order(problem, cutoff_s, store)
     if best is None:
+        if cutoff_s < math.inf:
+            return Fathomed(bound_s)
         return Undecided(
             f"none of the orders tried fits in memory, and the {layers} layers can be split in too "
             f"many ways to try them all"
@@ -112,9 +119,9 @@ class Lattice:
         self._counted = None if problem.used_bytes is None else StageBytes(problem.used_bytes)
 
     def search(
-        self, rival: GraphSolution | None, most_pairs: int
+        self, rival: GraphSolution | None, most_pairs: int, cutoff_s: float = math.inf
     ) -> tuple[GraphSolution | None, float]:
-        """Return the best split, or else `rival`, and a bound that no split is below.
+        """Return the best split below the cutoff, or else `rival`, and a bound of all splits.
 
         The bound is inf if nothing fits.
         """
@@ -122,8 +129,10 @@ class Lattice:
         if fluid.largest_s == math.inf:
             return None, math.inf
         steady, stages = self._problem.steady, len(self._problem.stages)
-        most_s = math.inf if rival is None else rival.objective_s
+        most_s = cutoff_s if rival is None else rival.objective_s
         least_s = proven_s = fluid.beyond_s(fluid.largest_s, steady)
+        if least_s >= most_s:
+            return rival, least_s
         size_s = steady * fluid.largest_s + abs(fluid.fill_s) + fluid.sync_s
         rise_s = size_s * (_RISE_LARGE if len(self._every) > _LARGE else _RISE_SMALL)
         rises = True
@@ -176,11 +185,11 @@ class Lattice:
             counted=self._counted,
         )
 
-    def _assembled(self, table: StepTable, path: Path) -> GraphSolution:
+    def _assembled(self, table: StepTable, path: Way) -> GraphSolution:
         """Choose the options of every stage and evaluate the split as that of a chain."""
         problem = self._problem
-        stages = [table.layers(step) for step in path.steps]
-        options = [option for step in path.steps for option in table.options(step)]
+        stages = [table.layers(step) for step in path.way]
+        options = [option for step in path.way for option in table.options(step)]
         order = tuple(layer for held in stages for layer in held)
         cuts = tuple(accumulate((len(held) for held in stages), initial=0))
         return _named(problem, order, assembled(problem.chain_along(order), cuts, options))
@@ -192,20 +201,26 @@ def _named(
     return GraphSolution(names=problem.names, order=order, split=split, method=method)
 
 
-def _only_order(problem: GraphInstance, store: FrontierStore) -> GraphSolution | Infeasible:
+def _only_order(
+    problem: GraphInstance, cutoff_s: float, store: FrontierStore
+) -> GraphSolution | Infeasible | Fathomed:
     """Solve a graph that has one order as the chain that it is."""
     order = tuple(range(len(problem.layers)))
-    answer = solve(problem.chain_along(order), frontiers=store)
+    answer = solve(problem.chain_along(order), cutoff_s=cutoff_s, frontiers=store)
     if isinstance(answer, Solution):
         return _named(problem, order, answer, "chain")
+    if isinstance(answer, Fathomed):
+        return answer
     return Infeasible(_why_infeasible(problem))
 
 
-def _best_order(problem: GraphInstance, store: FrontierStore) -> GraphSolution | None:
-    """Best of several orders, each solved exactly as a chain."""
+def _best_order(
+    problem: GraphInstance, cutoff_s: float, store: FrontierStore
+) -> GraphSolution | None:
+    """Best of several orders below the cutoff, each solved exactly as a chain."""
     best: GraphSolution | None = None
     for order in orders(problem).values():
-        cutoff_s = math.inf if best is None else best.objective_s
+        cutoff_s = cutoff_s if best is None else best.objective_s
         answer = solve(problem.chain_along(order), cutoff_s=cutoff_s, frontiers=store)
         if isinstance(answer, Solution):
             best = _named(problem, order, answer, "orders")

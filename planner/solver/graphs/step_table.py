@@ -76,7 +76,7 @@ class StepTable:
         self._knapsacks = knapsacks = bounds.knapsacks
         self._known = known
         self._hops = hops
-        self.paths = Paths([len(bounds.members)] * (len(hops) + 1), hops)
+        self.ways = Paths([len(bounds.members)] * (len(hops) + 1), hops)
         self._codes()
         self._fixed_s = np.concatenate(
             [bounds.fixed_s(stage, *hop) for stage, hop in enumerate(hops)]
@@ -89,7 +89,7 @@ class StepTable:
         self.sync_depends = knapsacks.sync_depends
         self.sync_limit_s = np.inf
         # Sync of the choice that settled a step; read only where options differ in it.
-        self._used_s = np.zeros(len(self.paths) if self.sync_depends else 0)
+        self._used_s = np.zeros(len(self.ways) if self.sync_depends else 0)
         exact_s = self._outright()
         if exact_s is not None:
             self.stage_s = exact_s
@@ -137,12 +137,12 @@ class StepTable:
 
     def least_sync_s(self) -> Floats:
         """[step] Least seconds of synchronisation."""
-        return np.zeros(len(self.paths)) if self.sync_s is None else self.sync_s
+        return np.zeros(len(self.ways)) if self.sync_s is None else self.sync_s
 
     def layers(self, step: int) -> list[int]:
         """Layers that the step adds, rising."""
-        stage = self.paths.level(step)
-        at = step - self.paths.steps(stage).start
+        stage = self.ways.level(step)
+        at = step - self.ways.steps(stage).start
         smaller, larger = (self._bounds.members[ends[at]] for ends in self._hops[stage])
         return self._bounds.every.difference(int(smaller), int(larger))
 
@@ -150,7 +150,7 @@ class StepTable:
         """Make exact what the steps take; False if everything was."""
         bounded = [step for step in steps if not self.settled[step]]
         for step in bounded:
-            stage = self.paths.level(step)
+            stage = self.ways.level(step)
             for at, found in self._exact(stage, self._content(step)):
                 self._write(at, int(self.content[step]), found)
         unchecked = [step for step in steps if not self._checked[step]]
@@ -164,7 +164,7 @@ class StepTable:
             return list(self._fastest[step].options)
         kinds = self._kinds(self.layers(step))
         return fastest_options(
-            self._knapsacks, kinds, self.paths.level(step), sync_limit_s=self.sync_limit_s
+            self._knapsacks, kinds, self.ways.level(step), sync_limit_s=self.sync_limit_s
         )
 
     def least_costs(self) -> Costs | None:
@@ -181,12 +181,12 @@ class StepTable:
 
     def _check(self, step: int) -> None:
         """Make a step that of the fastest options that fit, and others that hold the same."""
-        stage, held = self.paths.level(step), self.layers(step)
+        stage, held = self.ways.level(step), self.layers(step)
         kinds = self._kinds(held)
         found = self._fastest_of(stage, step, kinds, held)
         same = [step]
         if self._counted is not None and not self._counted.used_bytes.by_place:
-            steps = self.paths.steps(stage)
+            steps = self.ways.steps(stage)
             alike = np.flatnonzero(self.content[steps] == self.content[step])
             same = [
                 at for at in (steps.start + alike).tolist() if self._kinds(self.layers(at)) == kinds
@@ -224,8 +224,8 @@ class StepTable:
 
     def _before(self, step: int) -> tuple[int, ...]:
         """Layers of the stages before, rising."""
-        stage = self.paths.level(step)
-        smaller = self._hops[stage][0][step - self.paths.steps(stage).start]
+        stage = self.ways.level(step)
+        smaller = self._hops[stage][0][step - self.ways.steps(stage).start]
         return tuple(self._bounds.every.difference(0, int(self._bounds.members[smaller])))
 
     def _exact(self, stage: int, content: Sequence[tuple[int, int]]) -> list[tuple[int, Settled]]:
@@ -265,7 +265,7 @@ class StepTable:
             self.settled |= self.sync_s > limit_s
 
     def _write(self, stage: int, code: int, found: Settled) -> None:
-        steps = self.paths.steps(stage)
+        steps = self.ways.steps(stage)
         same = steps.start + np.flatnonzero(self.content[steps] == code)
         self.stage_s[same] = found.time_s * self._knapsacks.time_scale[stage] + self._fixed_s[same]
         self.settled[same] = True
@@ -281,7 +281,7 @@ class StepTable:
 
     def _outright(self) -> Floats | None:
         """[step] Exact seconds, if contents are so few and alike that bounds are not worth it."""
-        if not self._radix or self.sync_depends or len(self.paths) > _OUTRIGHT_STEPS:
+        if not self._radix or self.sync_depends or len(self.ways) > _OUTRIGHT_STEPS:
             return None
         _, sample, number = np.unique(self.content, return_index=True, return_inverse=True)
         if len(sample) > _OUTRIGHT:
@@ -295,7 +295,7 @@ class StepTable:
             for family in self._knapsacks.families:
                 for stage, found in self._exact(int(family.stages[0]), content):
                     seconds[stage, at] = found.time_s
-        held = [number[self.paths.steps(stage)] for stage in range(len(scale))]
+        held = [number[self.ways.steps(stage)] for stage in range(len(scale))]
         staged = [factor * own[at] for factor, own, at in zip(scale, seconds, held, strict=True)]
         exact_s: Floats = np.concatenate(staged) + self._fixed_s
         return exact_s
@@ -319,7 +319,7 @@ class StepTable:
             self.content = np.concatenate([codes[b] - codes[a] for a, b in self._hops])
         else:
             self._radix = []
-            self.content = np.arange(len(self.paths))
+            self.content = np.arange(len(self.ways))
 
     def _over(self, per_kind: Floats, scale: Floats) -> Floats:
         """[step] Sums over the layers of steps, times the scale of their stage."""

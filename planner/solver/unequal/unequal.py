@@ -27,14 +27,13 @@ from typing import Protocol
 import numpy as np
 
 from planner.solver.assembly import assembled
-from planner.solver.descent import meets
+from planner.solver.descent import Way, meets
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.graphs.step_table import Known, StageBytes
 from planner.solver.inner import NEARLY_FITS
 from planner.solver.instance import Fathomed, Infeasible, leanest_bytes
 from planner.solver.knapsack import Knapsacks
-from planner.solver.paths import Path
 from planner.solver.settled import best_split, loose_s
 from planner.solver.unequal.reach import LEAST_SHARE, Reach, Reaches
 from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
@@ -225,12 +224,12 @@ class Search:
         self._loose_s = loose_s(steps, cutoff_s=known_s)
         return best
 
-    def _assembled(self, steps: UnequalSteps, path: Path) -> UnequalSolution:
+    def _assembled(self, steps: UnequalSteps, path: Way) -> UnequalSolution:
         """Choose the options of every stage and evaluate the split from raw numbers."""
         problem = self._problem
         order, cuts, options = [], [0], []
         layers: list[int] = []
-        for step in path.steps:
+        for step in path.way:
             number = int(steps.type_of[step])
             held = steps.tables[number].layers(int(steps.entry[step]))
             options += steps.tables[number].options(int(steps.entry[step]))

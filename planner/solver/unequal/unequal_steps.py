@@ -151,7 +151,7 @@ class UnequalSteps:
             ]
             cuts.append(np.concatenate(charges)[order])
             offset += len(first)
-        self.paths = Paths([len(found) * width for found in meetings], hops)
+        self.ways = Paths([len(found) * width for found in meetings], hops)
         self.type_of, self.entry = np.concatenate(types), np.concatenate(entries)
         self._flat = self.type_of * offset + self.entry
         self._cut_s = np.concatenate(cuts)

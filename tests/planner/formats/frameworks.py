@@ -72,6 +72,8 @@ _SWITCHES = [
     "sequence-parallel",
     "use-distributed-optimizer",
     "use-megatron-fsdp",
+    "account-for-embedding-in-pipeline-split",
+    "account-for-loss-in-pipeline-split",
     "overlap-grad-reduce",
     "overlap-param-gather",
     "bf16",

@@ -13,6 +13,7 @@ from planner.catalog import stack
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import configuration, in_the_script
+from planner.pins import read_pins
 from planner.plan import Plan
 from planner.predict import predict
 from planner.request import Request
@@ -90,7 +91,11 @@ def megatron(text: str, world: int, layers: int) -> Asked:
     ranks = args.pipeline_model_parallel_size
     if args.num_layers_per_virtual_pipeline_stage:
         each = args.num_layers_per_virtual_pipeline_stage
-        blocks = [each] * (layers // each)
+        front = args.account_for_embedding_in_pipeline_split
+        back = args.account_for_loss_in_pipeline_split
+        blocks = [each] * ((layers + front + back) // each)
+        blocks[0] -= front
+        blocks[-1] -= back
     elif args.decoder_first_pipeline_num_layers:
         first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
         middle = (layers - first - last) // max(1, ranks - 2)
@@ -225,6 +230,24 @@ READ = {
     "fsdp": fsdp,
     "accelerate": accelerate,
 }
+
+
+def test_the_published_split_of_llama_3_is_asked_of_megatron() -> None:
+    """405B: embedding | 126 blocks, one a stage | head, on 16 ranks of 8 stages each."""
+    graph, name = resolve_model("llama-3.1-405b"), "1024x8xh100-sxm-80gb"
+    machine = resolve_cluster(name)
+    pins = read_pins(["tp=8", "pp=16", "v=8", "micro_batch=1"])
+    request = Request.of(
+        graph, machine, stack="megatron", called=name, seq_len=8192, global_batch=2048, pins=pins
+    )
+
+    answer = search(request)
+
+    assert answer.certificate.optimal
+    assert [len(stage.layers) for stage in answer.plan.stages] == [1] * 128
+    text = configuration(answer.plan, graph, "megatron", machine)
+    assert megatron(text, machine.devices, 126) == said(answer.plan, 126)
+    assert megatron(text, machine.devices, 126).blocks == (0, *[1] * 126, 0)
 
 
 @pytest.mark.parametrize(("model", "cluster"), TABLE)

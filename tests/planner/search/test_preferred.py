@@ -145,6 +145,20 @@ def test_what_cannot_fit_is_said() -> None:
     assert "tensor" in features(answer.plan)
 
 
+def test_what_a_stack_cannot_divide_is_said_where_its_usual_plan_would_stand() -> None:
+    request = asked("gpt2-xl", "8xa100-sxm-80gb", 32, "native")
+    request = replace(request, job=Job(seq_len=1024, global_batch=32))
+
+    answer = with_preference(request, search(request))
+
+    rows = {choice.what: choice for choice in answer.choices}
+    assert rows["tensor + pipeline"].plan is None
+    assert rows["tensor + pipeline"].why == (
+        "native cannot: tensor parallelism does not divide the family gpt2; "
+        "other stacks may (--backend)"
+    )
+
+
 @pytest.mark.parametrize(
     ("stack", "compiles", "worth"),
     [("native", "none", False), ("native", "block", True), ("torchtitan+compiled", "none", True)],

@@ -12,6 +12,8 @@ from planner.catalog import native
 from planner.cluster import ClusterSpec
 from planner.costs.layout_costs import CostTables
 from planner.expressions import resolve_cluster, resolve_model
+from planner.layers.parameters import graph_of
+from planner.model import ModelGraph
 from planner.pipeline_model import held, most_on_first_stage
 from planner.plan import Job, Layout, ScheduleName
 from planner.predict import placement_prediction, placements_of
@@ -77,7 +79,8 @@ def test_the_longest_run_is_what_is_shared() -> None:
     assert longest_run(("e", "d", "d", *"m" * 9, "h")) == Run(3, 9, 1)
     assert longest_run(tuple("ab" * 6)) is None
     assert virtual_stages(Run(1, 32, 1), 4, most=8) == [2, 3, 4, 8]
-    assert virtual_stages(Run(1, 6, 1), 4, most=8) == []
+    assert virtual_stages(Run(1, 6, 1), 4, most=8) == [2]
+    assert virtual_stages(Run(0, 7, 0), 4, most=8) == []
     assert shares_of(tuple("ab" * 6), "zbv", 2, 2) is None
 
 
@@ -109,6 +112,24 @@ def test_stages_share_a_rank_evenly_and_in_the_order_of_the_model(
             assert max(full) - min(full) <= 1
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "virtual", "blocks"),
+    [("interleaved", 16, 8, 126), ("interleaved", 4, 2, 6), ("zbv", 4, 2, 6)],
+)
+def test_the_ends_of_the_model_may_have_stages_of_their_own(
+    name: ScheduleName, ranks: int, virtual: int, blocks: int
+) -> None:
+    shares = shares_of(("e", *"b" * blocks, "h"), name, ranks, virtual)
+    assert shares is not None
+    cuts = list(itertools.accumulate(shares.least_entries, initial=0))
+    assert cuts[-1] == len(shares.entries)
+
+    stages = shares.placed(cuts, [[0] * len(entry) for entry in shares.entries], [0])
+
+    assert [[at for at, _ in stage] for stage in stages] == [[at] for at in range(blocks + 2)]
+    assert shares_of(("e", *"b" * (blocks - 1), "h"), name, ranks, virtual) is None
+
+
 @pytest.fixture(scope="module")
 def node() -> ClusterSpec:
     return resolve_cluster("8xh100-sxm-80gb")
@@ -118,6 +139,13 @@ def with_memory(node: ClusterSpec, memory_gb: float) -> ClusterSpec:
     group = node.groups[0]
     device = group.accelerator.model_copy(update={"memory_bytes": int(memory_gb * 1e9)})
     return node.model_copy(update={"groups": (group.model_copy(update={"accelerator": device}),)})
+
+
+def few_blocks(count: int) -> ModelGraph:
+    """Return a model with a head that is small beside its blocks."""
+    a = resolve_model("llama-3.1-8b").architecture
+    assert a is not None
+    return graph_of(a.model_copy(update={"layers": count, "vocab_size": 512}), name="few")
 
 
 def random_solution(instance: Instance, rng: random.Random) -> Solution:
@@ -148,12 +176,14 @@ def random_solution(instance: Instance, rng: random.Random) -> Solution:
         ("interleaved-zb", 8),
     ],
 )
-@pytest.mark.parametrize("model_name", ["llama-3.1-8b", "gpt2-xl"])
+@pytest.mark.parametrize("model_name", ["llama-3.1-8b", "gpt2-xl", "as few blocks as will do"])
 def test_a_rank_holds_what_its_prediction_says(
     name: ScheduleName, virtual: int, model_name: str, node: ClusterSpec
 ) -> None:
     rng = random.Random(f"{name} {virtual} {model_name}")
-    model, job = resolve_model(model_name), Job(seq_len=1024, global_batch=64)
+    few = model_name not in ("llama-3.1-8b", "gpt2-xl")
+    model = few_blocks(4 * virtual - 2) if few else resolve_model(model_name)
+    job = Job(seq_len=1024, global_batch=64)
     for pipeline, shard, zero, micro_batches, activations in (
         (2, 1, 0, 8, ("keep",)),
         (2, 4, 1, 2, ("keep", "compress")),
@@ -192,6 +222,26 @@ def test_a_rank_holds_what_its_prediction_says(
                 at_least = priced(sums, solution.cuts, solution.options)
                 for least, used in zip(at_least.stage_bytes, solution.stage_bytes, strict=True):
                     assert least <= used * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipe-v"])
+def test_a_rank_with_both_ends_of_the_model_alone_holds_no_less_than_its_sums(
+    name: ScheduleName, node: ClusterSpec
+) -> None:
+    """Its last layer is the head, whose working memory may be less than any block's."""
+    model = few_blocks(3)
+    layout = Layout(
+        pipeline=2, data_shard=4, zero=1, micro_batches=16, schedule=name, virtual_stages=2
+    )
+    tables = CostTables(Request(model, node, Job(seq_len=4096, global_batch=64)))
+    instance = instance_of(model, node, layout, tables.of(layout))
+    sums = replace(instance, used_bytes=None)
+    cuts, rng = (0, 1, len(instance.layers)), random.Random(name)
+
+    for _ in range(8):
+        options = [rng.randrange(len(instance.options_of(at))) for at in range(cuts[-1])]
+        used, least = (priced(one, cuts, options).stage_bytes for one in (instance, sums))
+        assert least[0] <= used[0] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("memory_gb", [80, 55, 40])

@@ -111,6 +111,16 @@ STACKS: dict[str, tuple[Executes, Rule, tuple[Recompute, ...]]] = {
 }
 
 
+def shared(blocks: list[int], layout: Layout, rule: Rule) -> bool:
+    """Whether ranks of several stages have equal ones, the embedding or the head counted or not."""
+    counted = (0, 1) if rule is even_but_ends else (0,)
+    for front, back in itertools.product(counted, counted):
+        sizes = [blocks[0] + front, *blocks[1:-1], blocks[-1] + back]
+        if even(sizes) and sizes[0] % layout.virtual_stages == 0:
+            return True
+    return False
+
+
 def splits(layout: Layout, rule: Rule, least: list[int], entries: int) -> Iterator[tuple[int, ...]]:
     """Yield the cuts of a chain among ranks, by a rule of stages; a rank has so many at least.
 
@@ -123,8 +133,7 @@ def splits(layout: Layout, rule: Rule, least: list[int], entries: int) -> Iterat
             continue
         blocks = [held[0] - 1, *held[1:]]
         blocks[-1] -= entries == BLOCKS + 2
-        alike = even(blocks) and blocks[0] % layout.virtual_stages == 0
-        kept = rule(blocks) if layout.virtual_stages == 1 else alike
+        kept = rule(blocks) if layout.virtual_stages == 1 else shared(blocks, layout, rule)
         if rule is any_stages or layout.pipeline == 1 or kept:
             yield cuts
 

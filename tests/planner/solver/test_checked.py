@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.solver import ilp
+from planner.solver import checked, ilp
 from planner.solver.inner import solve
 from planner.solver.instance import (
     Infeasible,
@@ -102,6 +102,28 @@ def is_best(instance: Instance) -> float:
     assert found.objective_s == pytest.approx(best_s, rel=1e-9)
     assert found.optimal
     return best_s
+
+
+def test_what_was_not_looked_at_any_more_is_left_as_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps = 0
+    for seed in range(60):
+        instance = with_more_bytes(random_instance(seed), seed)
+        best = solve(instance)
+        with monkeypatch.context() as few:
+            few.setattr(checked, "_VISITED", 3)
+            found = solve(instance)
+        if isinstance(best, Infeasible):
+            continue
+        assert isinstance(best, Solution)
+        assert not isinstance(found, Infeasible)
+        hair_s = 1e-9 * abs(best.objective_s)
+        assert found.lower_bound_s <= best.objective_s + hair_s
+        if isinstance(found, Solution):
+            assert fits(instance, found)
+            assert found.objective_s >= best.objective_s - hair_s
+        gaps += not isinstance(found, Solution) or not found.optimal
+
+    assert gaps > 0
 
 
 @pytest.mark.parametrize("start", [0, 40])

@@ -66,7 +66,7 @@ def test_no_split_is_cheaper(seed: int, tables: int) -> None:
         return
     assert found is not None
     assert found.value_s == pytest.approx(best_s, abs=1e-9)
-    assert value_s(found.cuts) == pytest.approx(best_s, abs=1e-9)
+    assert value_s(found.way) == pytest.approx(best_s, abs=1e-9)
     none_below = best_cuts(costs, cutoff_s=best_s - 1e-9)
     assert none_below is None
 
@@ -90,8 +90,8 @@ def test_a_falling_ceiling_passes_sums_that_look_better() -> None:
     few = best_cuts(Costs(stage_s, fill_s, (), steady=0.5))
     many = best_cuts(Costs(stage_s, fill_s, (), steady=2.0))
 
-    assert few is not None and few.cuts == (0, 1, 3)
-    assert many is not None and many.cuts == (0, 2, 3)
+    assert few is not None and few.way == (0, 1, 3)
+    assert many is not None and many.way == (0, 2, 3)
 
 
 def test_every_ceiling_on_the_way_down_is_tried() -> None:
@@ -108,4 +108,4 @@ def test_every_ceiling_on_the_way_down_is_tried() -> None:
     found = best_cuts(Costs(stage_s, fill_s, (), steady=52.0))
 
     assert found is not None
-    assert found.cuts == (0, 4, 7)
+    assert found.way == (0, 4, 7)

@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from planner.solver.descent import Costs, cheapest
-from planner.solver.paths import Paths, priced_path
+from planner.solver.descent import Costs, cheapest, priced
+from planner.solver.paths import Paths
 
 
 def random_levels(seed: int) -> tuple[Paths, Costs, list[list[tuple[int, int]]]]:
@@ -79,9 +79,9 @@ def test_no_path_is_cheaper(seed: int) -> None:
         assert found is None
         return
     assert found is not None
-    assert found.steps in every_path(steps)
+    assert found.way in every_path(steps)
     assert found.value_s == pytest.approx(best_s, rel=1e-9, abs=1e-9)
-    assert found == priced_path(costs, found.steps)
+    assert found == priced(paths, costs, found.way)
 
 
 @pytest.mark.parametrize("seed", range(200, 240))
@@ -106,5 +106,5 @@ def test_among_equals_the_earliest_steps_are_taken() -> None:
     found = cheapest(Paths([1, 2, 1], [one, two]), costs)
 
     assert found is not None
-    assert found.steps == (0, 3)
+    assert found.way == (0, 3)
     assert found.value_s == 5.0

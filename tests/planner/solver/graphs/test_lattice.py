@@ -22,7 +22,7 @@ from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.lattice import Lattice, solve_graph
 from planner.solver.graphs.orders import orders
 from planner.solver.inner import solve
-from planner.solver.instance import Infeasible, Option, Solution, Stage, fits
+from planner.solver.instance import Fathomed, Infeasible, Option, Solution, Stage, fits
 from tests.planner.small_graphs import least_objective_s, more_bytes, objective_s, random_graph
 from tests.planner.small_instances import random_instance
 
@@ -284,3 +284,21 @@ def test_the_order_in_which_edges_and_nodes_are_given_changes_no_time() -> None:
             steady=problem.steady,
         )
         assert objective_of(again) == pytest.approx(expected_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(0, 24, 3))
+def test_only_what_is_below_a_cutoff_is_of_interest(seed: int) -> None:
+    problem = random_graph(seed)
+    best = solve_graph(problem)
+    assert isinstance(best, GraphSolution | Infeasible)
+    if isinstance(best, Infeasible):
+        return
+
+    above = solve_graph(problem, cutoff_s=best.objective_s * 1.01)
+    below = solve_graph(problem, cutoff_s=best.objective_s * 0.99)
+
+    assert isinstance(above, GraphSolution)
+    assert above.objective_s == pytest.approx(best.objective_s, rel=1e-12)
+    assert isinstance(below, Fathomed)
+    assert below.lower_bound_s <= best.objective_s
+    assert below.lower_bound_s >= best.objective_s * 0.99 * (1 - 1e-9) or not best.optimal

@@ -46,7 +46,7 @@ def with_transients(problem: GraphInstance, seed: int) -> GraphInstance:
 
 
 def exact_s(problem: GraphInstance, knapsacks: Knapsacks, table: StepTable, step: int) -> float:
-    stage = table.paths.level(step)
+    stage = table.ways.level(step)
     kinds = [problem.layers[layer] for layer in table.layers(step)]
     content = [(kind, kinds.count(kind)) for kind in sorted(set(kinds))]
     choice = knapsacks.fastest_choice(content, stage)
@@ -63,7 +63,7 @@ def test_bounds_are_below_and_settled_steps_equal_to_the_exact_seconds(seed: int
         problem = with_transients(problem, seed)
     knapsacks, table = every_step(problem)
     rng = random.Random(seed)
-    steps = rng.sample(range(len(table.paths)), min(60, len(table.paths)))
+    steps = rng.sample(range(len(table.ways)), min(60, len(table.ways)))
     exact = {step: exact_s(problem, knapsacks, table, step) for step in steps}
 
     for step, seconds in exact.items():
@@ -93,7 +93,7 @@ def test_a_step_is_charged_the_transient_of_its_own_layers() -> None:
 
     _, table = every_step(problem)
 
-    single = [s for s in range(len(table.paths)) if len(table.layers(s)) == 1]
+    single = [s for s in range(len(table.ways)) if len(table.layers(s)) == 1]
     possible = {table.layers(s)[0] for s in single if np.isfinite(table.stage_s[s])}
     assert possible == {0, 1}
 
