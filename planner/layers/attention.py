@@ -218,6 +218,15 @@ def _rotary(
 
 
 def _core(
+    a: Architecture, kind: str, setting: Setting, inputs: tuple[str, str, str], **sizes: float
+) -> list[Operator]:
+    """Attention between its projections, of these bytes of queries, keys, values and results."""
+    if setting.kernels.scores == "written":
+        return _written(a, setting, inputs, **sizes)
+    return _fused(a, kind, setting, inputs, **sizes)
+
+
+def _fused(
     a: Architecture,
     kind: str,
     setting: Setting,
@@ -229,13 +238,11 @@ def _core(
     out: float,
     width: float,
 ) -> list[Operator]:
-    """Fused attention; with context parallelism keys and values are gathered first.
+    """Fused attention; with context parallelism keys and values are brought first.
 
     FLOPs: 2 products of 2 b s (keys per query) a d, and a causal mask skips half of the keys.
     """
     q, k, v = inputs
-    if setting.kernels.scores == "written":
-        return _written(a, setting, inputs, query=query, key=key, value=value, out=out, width=width)
     operators = []
     saved: tuple[str, ...] = ("log_sum",)
     attended, kernels, workspace, scores = _attended(a, setting.seq_len), 1, 0.0, 0.0
@@ -289,25 +296,13 @@ def _core(
         if a.heads > a.kv_heads:
             shared = a.heads / a.kv_heads
             key, value = key * shared, value * shared
-            operators.append(
-                Operator(
-                    name="repeat_heads",
-                    kind="memory",
-                    inputs=(k, v),
-                    outputs={"k_heads": key, "v_heads": value},
-                    moved_bytes=2 * (key + value),
-                    backward_moved_bytes=2 * (key + value),
-                    kernels=2,
-                )
-            )
+            operators.append(_repeated((k, v), key, value))
             k, v = "k_heads", "v_heads"
     if setting.kernels.scores == "fused":
         attended = _skipping(a, kind, setting)
     core = "core_heads" if divided == "heads" else "core"
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
-    passes = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
-    if a.family != "gemma2":
-        passes = (passes[0] - CAP_PASSES[0], passes[1] - CAP_PASSES[1])
+    passes = _passes(a, setting)
     moved = query + key + value + out if setting.kernels.core_traffic else 0.0
     operators.append(
         Operator(
@@ -327,6 +322,19 @@ def _core(
     if divided == "heads":
         operators.append(_exchanged("out_exchange", (core,), {"core": out}, out))
     return operators
+
+
+def _repeated(inputs: tuple[str, str], key: float, value: float) -> Operator:
+    """Keys and values of a group, copied to each of its heads."""
+    return Operator(
+        name="repeat_heads",
+        kind="memory",
+        inputs=inputs,
+        outputs={"k_heads": key, "v_heads": value},
+        moved_bytes=2 * (key + value),
+        backward_moved_bytes=2 * (key + value),
+        kernels=2,
+    )
 
 
 def _written(
@@ -432,6 +440,13 @@ def _skipping(a: Architecture, kind: str, setting: Setting) -> float:
     if a.causal and setting.divides_sequence and not setting.kernels.balanced:
         attended = attended * (2 - 1 / setting.context)
     return attended
+
+
+def _passes(a: Architecture, setting: Setting) -> tuple[float, float]:
+    """Bytes of each score of attention in blocks that move, forward and backward."""
+    there, back = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
+    capped = a.family == "gemma2"
+    return (there, back) if capped else (there - CAP_PASSES[0], back - CAP_PASSES[1])
 
 
 def _exchanged(
