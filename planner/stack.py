@@ -11,7 +11,8 @@ where there is no neutral value, that of mixed precision in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -500,6 +501,38 @@ def with_figures(stack: Stack, values: Mapping[str, object]) -> Stack:
         groups.setdefault(group, {})[name] = value
     parts = {group: getattr(stack, group).model_copy(update=new) for group, new in groups.items()}
     return stack.model_copy(update=parts)
+
+
+def of_one_source(stack: Stack, sources: Collection[str]) -> dict[str, Provenance]:
+    """Return the figures that were fitted to runs of one source, of those named, alone.
+
+    Names stand in a basis's `source`; what is derived from code or measured does not count.
+    """
+    found: dict[str, Provenance] = {}
+    for entry in stack.basis:
+        told = [name for name in sources if re.search(rf"\b{re.escape(name)}\b", entry.source)]
+        if entry.provenance in ("fitted", "unexplained") and len(told) == 1:
+            found |= dict.fromkeys(entry.fields, entry.provenance)
+    return found
+
+
+def without_one_source(stack: Stack, sources: Collection[str], usual: Stack) -> Stack:
+    """Return a stack as it would stand if no figure came from one source alone.
+
+    Fitted ones are those of `usual`, of which nothing else is known; unexplained ones are gone.
+    """
+    known = of_one_source(stack, sources)
+    if not known:
+        return stack
+    neutral = dict(figures(Stack(name="plain", summary="the defaults")))
+    instead = dict(figures(usual))
+    values = {
+        path: (neutral if provenance == "unexplained" else instead)[path]
+        for path, provenance in known.items()
+    }
+    if "accuracy.spread" in values:
+        values["accuracy.seen"] = None
+    return with_figures(stack, values)
 
 
 OPTIONS: Mapping[str, Mapping[str, object]] = {

@@ -296,17 +296,7 @@ def _fused(
         if a.heads > a.kv_heads:
             shared = a.heads / a.kv_heads
             key, value = key * shared, value * shared
-            operators.append(
-                Operator(
-                    name="repeat_heads",
-                    kind="memory",
-                    inputs=(k, v),
-                    outputs={"k_heads": key, "v_heads": value},
-                    moved_bytes=2 * (key + value),
-                    backward_moved_bytes=2 * (key + value),
-                    kernels=2,
-                )
-            )
+            operators.append(_repeated((k, v), key, value))
             k, v = "k_heads", "v_heads"
     if setting.kernels.scores == "fused":
         attended = _skipping(a, kind, setting)
@@ -332,6 +322,19 @@ def _fused(
     if divided == "heads":
         operators.append(_exchanged("out_exchange", (core,), {"core": out}, out))
     return operators
+
+
+def _repeated(inputs: tuple[str, str], key: float, value: float) -> Operator:
+    """Keys and values of a group, copied to each of its heads."""
+    return Operator(
+        name="repeat_heads",
+        kind="memory",
+        inputs=inputs,
+        outputs={"k_heads": key, "v_heads": value},
+        moved_bytes=2 * (key + value),
+        backward_moved_bytes=2 * (key + value),
+        kernels=2,
+    )
 
 
 def _written(
