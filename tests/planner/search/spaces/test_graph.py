@@ -23,6 +23,7 @@ from planner.schedule import orders
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
+from planner.search.finalists import MARGIN
 from planner.search.spaces.graph import GraphSpace
 from planner.simulate import timeline
 from tests.planner.search.spaces.every_layout import layouts_of
@@ -342,3 +343,18 @@ def test_what_does_not_fit_and_what_is_not_offered_is_told() -> None:
         search(
             Request(unet(), resolve_cluster("1xa100-sxm-40gb+1xv100-sxm-16gb"), JOB), solver="ilp"
         )
+
+
+def test_graphs_close_to_the_best_are_simulated_and_the_fastest_is_the_answer() -> None:
+    for seed in range(4):
+        answer = searched(random_model(seed), TWO)
+
+        assert answer.closed_form in answer.finalists
+        steps_s = [one.prediction.step_time_s for one in answer.finalists]
+        assert answer.prediction.step_time_s <= min(steps_s) * (1 + 1e-9)
+        limit_s = answer.certificate.objective_s * (1 + MARGIN)
+        assert all(one.objective_s <= limit_s * (1 + 1e-12) for one in answer.finalists)
+        assert len({one.plan.layout for one in answer.finalists}) == len(steps_s)
+        assert answer.certificate.simulated is not None
+        assert len(answer.certificate.simulated.finalists) == len(steps_s)
+        assert len(steps_s) > 1
