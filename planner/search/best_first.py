@@ -75,6 +75,7 @@ _AHEAD = 96
 _OPENED = 12
 """Parts of families whose layouts are bounded at once."""
 
+SOLVERS = ("exact", "ilp")
 _Solved = Found[Solution]
 Outcome = Solution | Infeasible | Fathomed | Unfinished
 Solve = Callable[[Instance, float], Outcome]
@@ -102,6 +103,8 @@ def search(
     started = time.process_time()
     model, cluster, pins = request.model, request.cluster, request.pins
     _check_asked(request)
+    if solver not in SOLVERS:
+        raise DocumentError("solver", f"is '{solver}'; the solvers are {' and '.join(SOLVERS)}")
     if pins.require and (cluster.mixed or model.edges):
         raise DocumentError(
             "require", "speaks of layers in a chain and of stages on devices that are alike"
@@ -511,7 +514,4 @@ def _solver(name: str, frontiers: FrontierStore) -> Solve:
 
         return ilp.solve(instance)
 
-    solvers: dict[str, Solve] = {"exact": exactly, "ilp": by_program}
-    if name not in solvers:
-        raise DocumentError("solver", f"is '{name}'; the solvers are {' and '.join(solvers)}")
-    return solvers[name]
+    return by_program if name == "ilp" else exactly

@@ -22,7 +22,6 @@ from planner.costs.crossings import MOST_IDEALS, in_order
 from planner.costs.hosts import hosts
 from planner.costs.layout_costs import counted_by_rank
 from planner.costs.seats import branching
-from planner.errors import DocumentError
 from planner.plan import Layout, Plan, PlannedModel
 from planner.predict import placement_prediction, placements_of
 from planner.request import Request
@@ -46,7 +45,8 @@ from planner.search.spaces.search import LayoutSpace, Progress, Refusals, search
 from planner.solver import sided
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
 from planner.solver.graphs.lattice import solve_graph
-from planner.solver.instance import Fathomed, Infeasible, Solution, broken
+from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished, broken
+from planner.solver.unequal.program import solve_by_program
 
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
@@ -60,14 +60,13 @@ def search_graph(
     progress: Progress | None = None,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; `candidates` are of a model with edges."""
-    if solver != "exact":
-        raise DocumentError("solver", f"is '{solver}'; graphs of layers need 'exact'")
 
     def build(request: Request) -> list[LayoutSpace[Any]]:
         return spaces_of(Candidates(request, candidates.rules))
 
     return search_spaces(
-        spaces_of(candidates),
+        spaces_of(candidates, by_program=solver == "ilp"),
+        solver=solver,
         refused=candidates.refused,
         why_nothing=partial(closest_miss, candidates.request, build),
         top=top,
@@ -75,14 +74,23 @@ def search_graph(
     )
 
 
-def spaces_of(candidates: Candidates) -> list[LayoutSpace[Any]]:
+def spaces_of(candidates: Candidates, *, by_program: bool = False) -> list[LayoutSpace[Any]]:
     """Return one stage a rank, and two where the graph has one order."""
-    spaces: list[LayoutSpace[Any]] = [GraphSpace(candidates)] if candidates.families else []
+    spaces: list[LayoutSpace[Any]] = (
+        [GraphSpace(candidates, by_program=by_program)] if candidates.families else []
+    )
+    if by_program:
+        return spaces
     return [*spaces, RoundSpace(candidates)] if unlike(candidates.model) else spaces
 
 
 class GraphSpace(AlikeSpace):
     """The partition problems of a graph's layouts."""
+
+    def __init__(self, candidates: Candidates, *, by_program: bool = False) -> None:
+        """The integer program decides where it is asked to, or else the exact solver."""
+        super().__init__(candidates)
+        self._by_program = by_program
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -140,21 +148,24 @@ class GraphSpace(AlikeSpace):
     def solve(self, layout: Layout, cutoff_s: float) -> Found[GraphSolution] | Lost:
         """Return the best split of a layout; see `_within_hosts` for activations on the host."""
         problem, step_s = self.instance(layout), self._tables.of(layout).step_s
-        answer = solve_graph(
-            problem,
-            cutoff_s=cutoff_s - step_s,
-            frontiers=self._frontiers,
-            most_ideals=MOST_IDEALS,
-            most_pairs=MOST_PAIRS,
+        answer = (
+            solve_by_program(problem, time_limit_s=TIES_LIMIT_S)
+            if self._by_program
+            else solve_graph(
+                problem,
+                cutoff_s=cutoff_s - step_s,
+                frontiers=self._frontiers,
+                most_ideals=MOST_IDEALS,
+                most_pairs=MOST_PAIRS,
+            )
         )
         if isinstance(answer, Infeasible):
             return Lost(OUT_OF_MEMORY, reason=answer.reason)
         if isinstance(answer, Fathomed):
             bound_s = max(self._candidates.communication_s(layout), answer.lower_bound_s + step_s)
             return Lost(NO_FASTER if bound_s >= cutoff_s else UNFINISHED, bound_s=bound_s)
-        if isinstance(answer, Undecided):
-            bound_s = self._candidates.communication_s(layout)
-            return Lost(UNFINISHED, bound_s=bound_s, reason=answer.reason)
+        if isinstance(answer, Undecided | Unfinished):
+            return Lost(UNFINISHED, bound_s=self._candidates.communication_s(layout))
         kept = self._within_hosts(layout, problem, answer)
         if kept is None:
             return Lost(UNFINISHED, bound_s=answer.lower_bound_s + step_s)

@@ -31,13 +31,12 @@ from planner.costs.layout_costs import LayoutCosts, counted_by_rank, refusal
 from planner.costs.rank_memory import in_flight_at_most, room_bytes
 from planner.costs.seats import Seats
 from planner.costs.strategy import least_resident
-from planner.errors import DocumentError
 from planner.fullest import fullest
 from planner.plan import Layout, Plan
 from planner.predict import placement_prediction, placements_of
 from planner.request import Request
 from planner.schedules import schedule_of
-from planner.search.answer import Answer
+from planner.search.answer import TIES_LIMIT_S, Answer
 from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
@@ -66,7 +65,8 @@ from planner.search.spaces.misses import closest_miss
 from planner.search.spaces.search import LayoutSpace, Progress, Refusals, search_spaces
 from planner.search.spaces.shares import ShareSpace
 from planner.solver.graphs.graph_instance import Undecided
-from planner.solver.instance import Fathomed, Infeasible, Instance
+from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
+from planner.solver.unequal import program
 from planner.solver.unequal.unequal import least_s, solve_unequal
 from planner.solver.unequal.unequal_graph import (
     UnequalGraph,
@@ -83,10 +83,9 @@ def search_mixed(
     request: Request, *, solver: str, top: int = 1, progress: Progress | None = None
 ) -> Answer:
     """Return the fastest plan that fits, with its proof."""
-    if solver != "exact":
-        raise DocumentError("solver", f"is '{solver}'; devices that differ need 'exact'")
     return search_spaces(
-        _spaces(request),
+        _spaces(request, solver),
+        solver=solver,
         refused={},
         why_nothing=partial(closest_miss, request, lambda asked: list(_spaces(asked))),
         top=top,
@@ -98,6 +97,8 @@ class MixedSpace(GroupSpace):
     """The layouts of some groups that use each of them whole, as ranks of a pipeline."""
 
     _known_s: dict[tuple[int, ...], tuple[Floats, Floats]] | None = None
+    by_program = False
+    """Whether the integer program decides."""
 
     def problem(self, layout: Layout, chains: dict[str, Instance]) -> Any:
         """Return the partition problem of a layout from those of the groups."""
@@ -109,8 +110,10 @@ class MixedSpace(GroupSpace):
 
     def best_split(
         self, problem: Any, cutoff_s: float
-    ) -> UnequalSolution | Infeasible | Fathomed | Undecided:
+    ) -> UnequalSolution | Infeasible | Fathomed | Undecided | Unfinished:
         """Return the best order of groups, cuts and options of a layout."""
+        if self.by_program:
+            return program.solve(problem, time_limit_s=TIES_LIMIT_S)
         return solve_unequal(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
 
     def least_crossing_s(self, layout: Layout) -> float:
@@ -360,8 +363,8 @@ class MixedSpace(GroupSpace):
             return Lost(OUT_OF_MEMORY, reason=answer.reason)
         if isinstance(answer, Fathomed):
             return Lost(NO_FASTER, bound_s=answer.lower_bound_s + step_s)
-        if isinstance(answer, Undecided):
-            return Lost(UNFINISHED, bound_s=self.bound_s(layout), reason=answer.reason)
+        if isinstance(answer, Undecided | Unfinished):
+            return Lost(UNFINISHED, bound_s=self.bound_s(layout))
         return Found(
             answer.split.objective_s + step_s, answer.split.lower_bound_s + step_s, layout, answer
         )
@@ -407,8 +410,10 @@ class MixedGraphSpace(MixedSpace):
 
     def best_split(
         self, problem: UnequalGraph, cutoff_s: float
-    ) -> UnequalSolution | Infeasible | Fathomed | Undecided:
+    ) -> UnequalSolution | Infeasible | Fathomed | Undecided | Unfinished:
         """Return the best order of branches and groups, cuts and options of a layout."""
+        if self.by_program:
+            return program.solve(problem, time_limit_s=TIES_LIMIT_S)
         return solve_unequal_graph(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
 
     def least_crossing_s(self, layout: Layout) -> float:
@@ -450,7 +455,7 @@ def _divided(layout: Layout) -> tuple[int, ...]:
     return layout.tensor, layout.context, layout.expert, layout.micro_batch
 
 
-def _spaces(request: Request) -> Iterator[LayoutSpace[Any]]:
+def _spaces(request: Request, solver: str = "exact") -> Iterator[LayoutSpace[Any]]:
     """Yield the layouts of every set of groups, the largest first.
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.
@@ -461,5 +466,6 @@ def _spaces(request: Request) -> Iterator[LayoutSpace[Any]]:
             part = request.on(groups)
             if part.cluster.mixed:
                 yield ShareSpace(part, cluster)
-            along = MixedGraphSpace if request.model.edges else MixedSpace
-            yield along(part, cluster)
+            along = (MixedGraphSpace if request.model.edges else MixedSpace)(part, cluster)
+            along.by_program = solver == "ilp"
+            yield along

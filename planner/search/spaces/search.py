@@ -98,6 +98,7 @@ def runnable(space: LayoutSpace[Any], refused: Refusals) -> Iterator[Bundle]:
 def search_spaces(
     spaces: Iterable[LayoutSpace[Any]],
     *,
+    solver: str = "exact",
     refused: Refusals,
     why_nothing: Callable[[Refusals, Misses], str],
     top: int = 1,
@@ -146,7 +147,7 @@ def search_spaces(
         objective_s=winner.objective_s,
         lower_bound_s=winner.lower_bound_s,
         optimal=winner.split.optimal,
-        solver="exact",
+        solver=solver,
     ).model_copy(
         update={
             "layout": closed_form.plan.layout.text(),

@@ -330,19 +330,28 @@ def test_only_a_last_layer_of_its_own_kind_is_told_apart() -> None:
     assert sink_kind(twins) is None
 
 
-def test_what_does_not_fit_and_what_is_not_offered_is_told() -> None:
+def test_what_does_not_fit_and_an_unknown_solver_are_told() -> None:
     huge = graph(
         [layer("a", scale=2000), layer("b"), layer("c")], [("a", "b"), ("b", "c"), ("a", "c")]
     )
 
     with pytest.raises(NoPlanFits, match=r"no plan of graph fits .* layer 'a' alone fits on no"):
         searched(huge, "3xv100-sxm-16gb", Pins(pipeline=3))
-    with pytest.raises(DocumentError, match="graphs of layers need 'exact'"):
-        search(Request(unet(), resolve_cluster(TWO), JOB), solver="ilp")
-    with pytest.raises(DocumentError, match="devices that differ need 'exact'"):
-        search(
-            Request(unet(), resolve_cluster("1xa100-sxm-40gb+1xv100-sxm-16gb"), JOB), solver="ilp"
-        )
+    with pytest.raises(DocumentError, match="the solvers are exact and ilp"):
+        search(Request(unet(), resolve_cluster(TWO), JOB), solver="simplex")
+
+
+@pytest.mark.parametrize("cluster", [TWO, "1xa100-sxm-40gb+1xv100-sxm-32gb"])
+@pytest.mark.parametrize("seed", [0, 4])
+def test_the_integer_program_finds_the_same_optimum(seed: int, cluster: str) -> None:
+    pins = Pins(pipeline=2, schedule="1f1b", micro_batch=2)
+    request = Request(random_model(seed), resolve_cluster(cluster), JOB, pins=pins)
+
+    exact, program = search(request), search(request, solver="ilp")
+
+    assert program.certificate.solver == "ilp"
+    assert program.certificate.objective_s == pytest.approx(exact.certificate.objective_s, rel=1e-6)
+    assert program.certificate.lower_bound_s <= exact.certificate.objective_s * (1 + 1e-6)
 
 
 def test_graphs_close_to_the_best_are_simulated_and_the_fastest_is_the_answer() -> None:

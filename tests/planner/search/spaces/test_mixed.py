@@ -306,13 +306,21 @@ def test_ranks_find_the_devices_of_their_stage() -> None:
     assert devices[0] + 1 == devices[1]
 
 
-def test_what_does_not_fit_and_what_is_not_offered_is_told() -> None:
+def test_what_does_not_fit_is_told() -> None:
     case = Case("1xa100-sxm-40gb+1xv100-sxm-16gb", 32)
 
     with pytest.raises(NoPlanFits, match=r"fits 1 x a100-sxm-40gb and 1 x v100-sxm-16gb at seq"):
         case.search()
-    with pytest.raises(DocumentError, match="devices that differ need 'exact'"):
-        case.search(solver="ilp")
+
+
+def test_the_integer_program_finds_the_same_optimum() -> None:
+    pins = Pins(pipeline=3, schedule="1f1b", micro_batch=1)
+    case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4, pins)
+
+    exact, program = case.search(), case.search(solver="ilp")
+
+    assert program.certificate.solver == "ilp"
+    assert program.certificate.objective_s == pytest.approx(exact.certificate.objective_s, rel=1e-6)
 
 
 def test_a_request_that_does_not_fit_is_explained() -> None:
