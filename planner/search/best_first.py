@@ -58,7 +58,7 @@ from planner.search.certificate import (
 from planner.search.finalists import MARGIN, Near, finalists, simulated
 from planner.search.layer_options import recomputes_of
 from planner.search.layout_queue import Found, may_beat, ranking, wins
-from planner.search.misses import closest_miss, nothing_keeps, nothing_runs
+from planner.search.misses import all_refused, closest_miss, nothing_keeps, nothing_runs
 from planner.search.ranked import proven, ranked
 from planner.search.ranks import run_of
 from planner.search.space import Family, complexity, kind
@@ -105,10 +105,6 @@ def search(
     _check_asked(request)
     if solver not in SOLVERS:
         raise DocumentError("solver", f"is '{solver}'; the solvers are {' and '.join(SOLVERS)}")
-    if pins.require and (cluster.mixed or model.edges):
-        raise DocumentError(
-            "require", "speaks of layers in a chain and of stages on devices that are alike"
-        )
     if cluster.mixed:
         return search_mixed(request, solver=solver, top=top, progress=progress)
     first, *others_of = recomputes_of(model, request.space, pins.recompute)
@@ -133,7 +129,7 @@ def search(
     if below_s < math.inf and (not bests or bests[0].objective_s >= below_s):
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
     if not bests and pins.require:
-        raise NoPlanFits(nothing_keeps(candidates))
+        raise NoPlanFits(nothing_keeps(request, all_refused(candidates)))
     if not bests:
         raise NoPlanFits(closest_miss(hunts[-1].candidates))
 

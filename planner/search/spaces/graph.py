@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from planner.costs.crossings import MOST_IDEALS, in_order
@@ -34,18 +33,21 @@ from planner.search.certificate import (
     NO_FASTER,
     OUT_OF_MEMORY,
     UNFINISHED,
+    UNKEPT,
 )
-from planner.search.formulation import instance_of, plan_of
+from planner.search.formulation import instance_of, plan_of, ties_of
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
+from planner.search.misses import nothing_keeps
 from planner.search.ranked import Ranked
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.misses import closest_miss
 from planner.search.spaces.rounds import RoundSpace, unlike
-from planner.search.spaces.search import LayoutSpace, Progress, Refusals, search_spaces
+from planner.search.spaces.search import LayoutSpace, Misses, Progress, Refusals, search_spaces
 from planner.solver import sided
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
 from planner.solver.graphs.lattice import solve_graph
 from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished, broken
+from planner.solver.sides import all_kept
 from planner.solver.unequal.program import solve_by_program
 
 MOST_PAIRS = 10_000_000
@@ -64,11 +66,16 @@ def search_graph(
     def build(request: Request) -> list[LayoutSpace[Any]]:
         return spaces_of(Candidates(request, candidates.rules))
 
+    def why_nothing(refused: Refusals, misses: Misses) -> str:
+        if candidates.pins.require:
+            return nothing_keeps(candidates.request, refused)
+        return closest_miss(candidates.request, build, refused, misses)
+
     return search_spaces(
         spaces_of(candidates, by_program=solver == "ilp"),
         solver=solver,
         refused=candidates.refused,
-        why_nothing=partial(closest_miss, candidates.request, build),
+        why_nothing=why_nothing,
         top=top,
         progress=progress,
     )
@@ -79,7 +86,7 @@ def spaces_of(candidates: Candidates, *, by_program: bool = False) -> list[Layou
     spaces: list[LayoutSpace[Any]] = (
         [GraphSpace(candidates, by_program=by_program)] if candidates.families else []
     )
-    if by_program:
+    if by_program or candidates.pins.require:
         return spaces
     return [*spaces, RoundSpace(candidates)] if unlike(candidates.model) else spaces
 
@@ -159,6 +166,10 @@ class GraphSpace(AlikeSpace):
                 most_pairs=MOST_PAIRS,
             )
         )
+        if isinstance(answer, GraphSolution):
+            answer = self._kept(layout, problem, answer)
+            if isinstance(answer, Infeasible):
+                return Lost(UNKEPT)
         if isinstance(answer, Infeasible):
             return Lost(OUT_OF_MEMORY, reason=answer.reason)
         if isinstance(answer, Fathomed):
@@ -170,6 +181,18 @@ class GraphSpace(AlikeSpace):
         if kept is None:
             return Lost(UNFINISHED, bound_s=answer.lower_bound_s + step_s)
         return Found(kept.objective_s + step_s, kept.lower_bound_s + step_s, layout, kept)
+
+    def _kept(
+        self, layout: Layout, problem: GraphInstance, found: GraphSolution
+    ) -> GraphSolution | Infeasible | Unfinished:
+        """Return the split if it keeps what is required, else that of the integer program."""
+        asked = self._candidates.pins.require
+        ties = ties_of(self._candidates.model, layout, asked, self._model)
+        each = zip(found.order, found.split.options, strict=True)
+        names = [problem.kinds[problem.layers[at]][option].name for at, option in each]
+        if all_kept(ties, found.order, found.split.cuts, names):
+            return found
+        return solve_by_program(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
 
     def _within_hosts(
         self, layout: Layout, problem: GraphInstance, found: GraphSolution

@@ -46,10 +46,12 @@ from planner.search.certificate import (
     NO_FASTER,
     OUT_OF_MEMORY,
     UNFINISHED,
+    UNKEPT,
 )
 from planner.search.dominance import dominates, twins
-from planner.search.formulation import instance_of, layout_pace
+from planner.search.formulation import instance_of, layout_pace, ties_of, unkept
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
+from planner.search.misses import nothing_keeps
 from planner.search.ranked import Ranked
 from planner.search.space import (
     Degrees,
@@ -62,10 +64,11 @@ from planner.search.space import (
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace, leanest
 from planner.search.spaces.misses import closest_miss
-from planner.search.spaces.search import LayoutSpace, Progress, Refusals, search_spaces
+from planner.search.spaces.search import LayoutSpace, Misses, Progress, Refusals, search_spaces
 from planner.search.spaces.shares import ShareSpace
 from planner.solver.graphs.graph_instance import Undecided
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
+from planner.solver.sides import Tie, all_kept
 from planner.solver.unequal import program
 from planner.solver.unequal.unequal import least_s, solve_unequal
 from planner.solver.unequal.unequal_graph import (
@@ -87,7 +90,7 @@ def search_mixed(
         _spaces(request, solver),
         solver=solver,
         refused={},
-        why_nothing=partial(closest_miss, request, lambda asked: list(_spaces(asked))),
+        why_nothing=partial(_why_nothing, request),
         top=top,
         progress=progress,
     )
@@ -136,6 +139,11 @@ class MixedSpace(GroupSpace):
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
+        asked = self.pins.require
+        if asked and layout.virtual_stages > 1:
+            return "what is required of layers and stages needs one stage on each rank"
+        if asked and unkept(self.model, layout, asked) is not None:
+            return "it lacks stages that are asked for"
         return refusal(self.model, self.cluster, self.job, layout)
 
     def bundles(self, refused: Refusals) -> Iterator[Bundle]:
@@ -358,7 +366,13 @@ class MixedSpace(GroupSpace):
         if self._dominated(layout):
             return Lost(DOMINATED)
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
-        answer = self.best_split(self.instance(layout), cutoff_s - step_s)
+        problem = self.instance(layout)
+        answer = self.best_split(problem, cutoff_s - step_s)
+        ties = ties_of(self.model, layout, self.pins.require, self.ordered)
+        if ties and isinstance(answer, UnequalSolution) and not self._keeps(answer, ties, problem):
+            answer = program.solve(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
+            if isinstance(answer, Infeasible):
+                return Lost(UNKEPT)
         if isinstance(answer, Infeasible):
             return Lost(OUT_OF_MEMORY, reason=answer.reason)
         if isinstance(answer, Fathomed):
@@ -368,6 +382,18 @@ class MixedSpace(GroupSpace):
         return Found(
             answer.split.objective_s + step_s, answer.split.lower_bound_s + step_s, layout, answer
         )
+
+    @staticmethod
+    def _keeps(found: UnequalSolution, ties: Sequence[Tie], problem: Any) -> bool:
+        """Whether a split keeps what is required."""
+        chain = problem.chain if isinstance(problem, UnequalGraph) else problem
+        cuts, names = found.split.cuts, []
+        for number, (first, end) in zip(found.order, itertools.pairwise(cuts), strict=True):
+            for layer, option in zip(
+                found.layers[first:end], found.split.options[first:end], strict=True
+            ):
+                names.append(chain.types[number].kinds[chain.layers[layer]][option].name)
+        return all_kept(ties, found.layers, cuts, names)
 
     def _dominated(self, layout: Layout) -> bool:
         """Whether another layout of the space can do all that this one can, on every group."""
@@ -433,6 +459,12 @@ class MixedGraphSpace(MixedSpace):
         return self.costs.seats(plan.layout, groups, held)
 
 
+def _why_nothing(request: Request, refused: Refusals, misses: Misses) -> str:
+    if request.pins.require:
+        return nothing_keeps(request, refused)
+    return closest_miss(request, lambda asked: list(_spaces(asked)), refused, misses)
+
+
 def _alive(layout: Layout) -> Floats:
     """[rank] Micro-batches in flight at the moment that counts, of the stage that has least."""
     ranks = layout.pipeline
@@ -464,7 +496,8 @@ def _spaces(request: Request, solver: str = "exact") -> Iterator[LayoutSpace[Any
     for count in range(len(cluster.groups), 0, -1):
         for groups in itertools.combinations(cluster.groups, count):
             part = request.on(groups)
-            if part.cluster.mixed:
+            # A requirement speaks of the stages of a pipeline.
+            if part.cluster.mixed and not request.pins.require:
                 yield ShareSpace(part, cluster)
             along = (MixedGraphSpace if request.model.edges else MixedSpace)(part, cluster)
             along.by_program = solver == "ilp"

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 from planner.on_use import OnUse
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Infeasible, Option, Unfinished, fits, priced
+from planner.solver.sides import AtMost, Chosen, Placed, Tie, Together
 from planner.solver.unequal.unequal_graph import UnequalGraph
 from planner.solver.unequal.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
 from planner.tolerances import HIGHS_FEASIBILITY, HIGHS_GAP
@@ -51,15 +52,21 @@ _TIGHTENED = 8
 
 
 def solve(
-    problem: UnequalGraph | UnequalInstance, *, time_limit_s: float | None = None
+    problem: UnequalGraph | UnequalInstance,
+    *,
+    ties: Sequence[Tie] = (),
+    time_limit_s: float | None = None,
 ) -> UnequalSolution | Infeasible | Unfinished:
-    """Minimise the time of `problem`; Unfinished where bytes are more than sums and none fits."""
+    """Minimise the time of `problem`; Unfinished where bytes are more than sums and none fits.
+
+    All `ties` are kept.
+    """
     chain = problem.chain if isinstance(problem, UnequalGraph) else problem
     if len(chain.in_flight) > len(chain.layers):
         return Infeasible(f"{len(chain.in_flight)} stages need as many layers")
     lacks, bound_s = [0.0] * len(chain.in_flight), -math.inf
     for attempt in range(_TIGHTENED):
-        stated = _Program(problem, lacks)
+        stated = _Program(problem, lacks, ties)
         status, proven_s = stated.run(time_limit_s)
         if status != "found":
             if attempt == 0 and status == "impossible":
@@ -84,7 +91,7 @@ def solve(
 
 
 def solve_by_program(
-    problem: GraphInstance, *, time_limit_s: float | None = None
+    problem: GraphInstance, *, ties: Sequence[Tie] = (), time_limit_s: float | None = None
 ) -> GraphSolution | Infeasible | Unfinished:
     """Minimise the time of a graph on devices that are all alike."""
     alike = DeviceType(
@@ -106,7 +113,7 @@ def solve_by_program(
     graph = UnequalGraph(
         names=problem.names, edges=problem.edges, chain=chain, output_s=((problem.output_s,),)
     )
-    found = solve(graph, time_limit_s=time_limit_s)
+    found = solve(graph, ties=ties, time_limit_s=time_limit_s)
     if not isinstance(found, UnequalSolution):
         return found
     # Options are told apart by type there, of which there is one.
@@ -130,7 +137,12 @@ class _Choice:
 class _Program:
     """The program of a problem; stages have `lacks` bytes less than they have."""
 
-    def __init__(self, problem: UnequalGraph | UnequalInstance, lacks: Sequence[float]) -> None:
+    def __init__(
+        self,
+        problem: UnequalGraph | UnequalInstance,
+        lacks: Sequence[float],
+        ties: Sequence[Tie],
+    ) -> None:
         if isinstance(problem, UnequalGraph):
             self.chain, self.edges, self.output_s = problem.chain, problem.edges, problem.output_s
         else:
@@ -157,6 +169,7 @@ class _Program:
         self.on = [[self._of(at, s) for s in self.stages] for at in self.layers]
         self._places()
         self._memory(lacks)
+        self._ties(ties)
         self._objective()
 
     def _binary(self, name: str) -> Any:
@@ -189,6 +202,28 @@ class _Program:
         for g, one in enumerate(self.chain.types):
             used = pulp.lpSum(self.of_type[s][g] for s in self.stages)
             program += used == one.stages, f"type{g}_is_used"
+
+    def _ties(self, ties: Sequence[Tie]) -> None:
+        """Every tie by rows over the layers that it speaks of."""
+        for number, tie in enumerate(ties):
+            home = []
+            if isinstance(tie.side, Together):
+                home = [self._binary(f"home_{number}_{s}") for s in self.stages]
+                self.program += pulp.lpSum(home) == 1, f"tie{number}_has_one_stage"
+            if isinstance(tie.side, AtMost):
+                for s in tie.side.stages:
+                    held = pulp.lpSum(one.variable for at in self.layers for one in self.on[at][s])
+                    self.program += held <= tie.side.layers, f"tie{number}_on_stage{s}"
+            for at, s in product(tie.layers, self.stages):
+                own = pulp.lpSum(one.variable for one in self.on[at][s])
+                if isinstance(tie.side, Together):
+                    self.program += own <= home[s], f"tie{number}_{at}_{s}"
+                elif isinstance(tie.side, Placed) and s not in tie.side.stages:
+                    self.program += own == 0, f"tie{number}_{at}_{s}"
+                elif isinstance(tie.side, Chosen):
+                    for one in self.on[at][s]:
+                        if one.figures.name not in tie.side.options:
+                            one.variable.upBound = 0
 
     def _memory(self, lacks: Sequence[float]) -> None:
         """Every stage within the capacity of its type, every host within its own."""

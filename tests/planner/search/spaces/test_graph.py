@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -26,6 +27,7 @@ from planner.search.candidates import Candidates
 from planner.search.finalists import MARGIN
 from planner.search.spaces.graph import GraphSpace
 from planner.simulate import timeline
+from planner.solver.requirements import read_requirements
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.small_graphs import least_objective_s, splits
 
@@ -367,3 +369,27 @@ def test_graphs_close_to_the_best_are_simulated_and_the_fastest_is_the_answer() 
         assert answer.certificate.simulated is not None
         assert len(answer.certificate.simulated.finalists) == len(steps_s)
         assert len(steps_s) > 1
+
+
+@pytest.mark.parametrize("cluster", [TWO, "1xa100-sxm-40gb+1xv100-sxm-32gb"])
+def test_what_is_required_of_layers_is_kept_on_graphs(cluster: str) -> None:
+    model = unet(2)
+    names = [name for name, _ in model.chain]
+    pins = Pins(pipeline=2, schedule="1f1b", micro_batch=2)
+    free = search(Request(model, resolve_cluster(cluster), JOB, pins=pins))
+    words = ["layer down1 on stage 1", "layers up1..up0 recompute full"]
+    asked = dataclasses.replace(pins, require=read_requirements(words, names))
+
+    answer = search(Request(model, resolve_cluster(cluster), JOB, pins=asked))
+
+    held = {
+        one.layer: (s, one) for s, stage in enumerate(answer.plan.stages) for one in stage.layers
+    }
+    assert held["down1"][0] == 1
+    assert {held[name][1].recompute for name in ("up1", "up0")} == {"full"}
+    assert answer.certificate.objective_s >= free.certificate.objective_s * (1 - 1e-9)
+    never = dataclasses.replace(
+        pins, require=read_requirements([*words, "layer down1 on stage 0"], names)
+    )
+    with pytest.raises(NoPlanFits, match="keeps all of this: layers 1-1 on stage 1"):
+        search(Request(model, resolve_cluster(cluster), JOB, pins=never))

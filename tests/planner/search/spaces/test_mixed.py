@@ -29,6 +29,7 @@ from planner.search.best_first import search
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.search import runnable
 from planner.search.spaces.shares import ShareSpace
+from planner.solver.requirements import read_requirements
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.solver.unequal.test_unequal import least_objective_s
 
@@ -400,3 +401,21 @@ def test_a_layout_alone_does_not_say_what_runs_where() -> None:
 
     with pytest.raises(DocumentError, match="plan with --fix, then predict the plan"):
         layout_prediction(Request(case.model, resolve_cluster(case.cluster), case.job), layout)
+
+
+def test_what_is_required_of_stages_is_kept_where_devices_differ() -> None:
+    pins = Pins(pipeline=3, schedule="1f1b", micro_batch=1)
+    case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4, pins)
+    free = case.search()
+    names = [name for name, _ in case.model.chain]
+    sizes = [len(stage.layers) for stage in free.plan.stages]
+    most = max(sizes) - 1
+    asked = replace(
+        pins, require=read_requirements([f"at most {most} layers on each stage"], names)
+    )
+
+    answer = replace(case, pins=asked).search()
+
+    kept = [len(stage.layers) for stage in answer.plan.stages]
+    assert max(kept) <= most < max(sizes)
+    assert answer.certificate.objective_s >= free.certificate.objective_s * (1 - 1e-9)
