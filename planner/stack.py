@@ -11,7 +11,8 @@ where there is no neutral value, that of mixed precision in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -228,6 +229,9 @@ class ExpertRule(Part):
     of modules that index rows."""
     grouped_share: Fraction = 1.0
     """Rate of products of many experts together over that of one product as large."""
+    tile_rows: Count = 0
+    """Rows of a tile of grouped products, to which each expert's tokens are filled up; 0: what is
+    filled up is in `grouped_share`."""
     sends: Sends = "each"
     """A token is sent to each of its experts (all-to-all of the collective library), or once to
     every node and there once to every rank that has some of them (DeepEP, HybridEP)."""
@@ -239,6 +243,9 @@ class ExpertRule(Part):
     overlap: Amount = Field(default=0.0, le=1)
     """Share of the exchanges that hides behind passes of another micro-batch (DualPipe, Megatron's
     combined 1F1B); the rest is what multiprocessors that send do not compute."""
+    shared_overlap: Amount = Field(default=0.0, le=1)
+    """Share of sending tokens to experts, and of bringing their gradients back, that hides behind
+    the products of experts that all tokens share."""
     skew: Rate = 1.0
     """Busiest expert rank over the mean."""
 
@@ -246,9 +253,13 @@ class ExpertRule(Part):
 class ContextRule(Part):
     """Context parallelism."""
 
-    kind: Literal["gather", "ring"] = "gather"
-    """Keys and values of all ranks are gathered before attention, or go round while it works, and
-    twice in backward, with gradients."""
+    kind: Literal["gather", "ring", "heads"] = "gather"
+    """Keys and values of all ranks are gathered before attention; or go round while it works, and
+    twice in backward, with gradients; or ranks exchange parts of the sequence for heads, before
+    attention and behind it (DeepSpeed-Ulysses)."""
+    balanced: Flag = True
+    """Each rank has a chunk from the front of the sequence and one from the back (or all of it, by
+    heads), so that all attend to as many keys; else the last rank attends to almost all of them."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of these collectives that hides behind attention."""
 
@@ -492,13 +503,48 @@ def with_figures(stack: Stack, values: Mapping[str, object]) -> Stack:
     return stack.model_copy(update=parts)
 
 
+def of_one_source(stack: Stack, sources: Collection[str]) -> dict[str, Provenance]:
+    """Return the figures that were fitted to runs of one source, of those named, alone.
+
+    Names stand in a basis's `source`; what is derived from code or measured does not count.
+    """
+    found: dict[str, Provenance] = {}
+    for entry in stack.basis:
+        told = [name for name in sources if re.search(rf"\b{re.escape(name)}\b", entry.source)]
+        if entry.provenance in ("fitted", "unexplained") and len(told) == 1:
+            found |= dict.fromkeys(entry.fields, entry.provenance)
+    return found
+
+
+def without_one_source(stack: Stack, sources: Collection[str], usual: Stack) -> Stack:
+    """Return a stack as it would stand if no figure came from one source alone.
+
+    Fitted ones are those of `usual`, of which nothing else is known; unexplained ones are gone.
+    """
+    known = of_one_source(stack, sources)
+    if not known:
+        return stack
+    neutral = dict(figures(Stack(name="plain", summary="the defaults")))
+    instead = dict(figures(usual))
+    values = {
+        path: (neutral if provenance == "unexplained" else instead)[path]
+        for path, provenance in known.items()
+    }
+    if "accuracy.spread" in values:
+        values["accuracy.seen"] = None
+    return with_figures(stack, values)
+
+
 OPTIONS: Mapping[str, Mapping[str, object]] = {
     "flash": {"kernels.flash_attention": True},
     "eager-attention": {"kernels.flash_attention": False},
     "compiled": {f"kernels.{part}": "fused" for part in ("norm", "gate", "rotary")},
     "fa2": {"kernels.attention": "fa2"},
+    "ulysses": {"context.kind": "heads", "context.overlap": 0.0},
+    "gathered-context": {"context.kind": "gather", "context.overlap": 0.0},
     "deepep": {"experts.sends": "once", "experts.links_rate": 1.25},
     "expert-overlap": {"experts.overlap": 0.8},
+    "shared-expert-overlap": {"experts.shared_overlap": 0.9},
     "cheap-recompute": {"recompute.selective": "cheap"},
 }
 """What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""

@@ -103,6 +103,9 @@ FACTS: dict[str, Callable[[Facts], Value]] = {
     "attention": _attention,
     "experts": _experts,
     "family": _family,
+    "updates": lambda facts: (
+        "matrices" if any(layer.whole_matrices for layer in facts.model.layers) else "elements"
+    ),
     "layers_form": lambda facts: "graph" if facts.model.edges else "chain",
     "loss": lambda facts: "whole" if facts.layout.loss is None else "chunks",
     "compile": attrgetter("layout.compile"),
@@ -120,6 +123,7 @@ WORDS = frozenset(
         "attention",
         "family",
         "layers_form",
+        "updates",
         "loss",
         "compile",
         "backward",

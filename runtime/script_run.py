@@ -152,10 +152,11 @@ def run_script(
                 say(f"{ended}; starting all ranks again ({attempt + 1} of {restarts})")
             except KeyboardInterrupt:
                 done = _steps_done(folder)
-                after = f"after step {done}" if done else "before the first step"
+                if not done:
+                    raise LaunchError("interrupted before the first step") from None
                 raise LaunchError(
-                    f"interrupted {after}; a script that calls engine.resume(folder) goes on from "
-                    "what it has saved there"
+                    f"interrupted after step {done}; started again, a script that calls "
+                    "engine.resume(folder) goes on from its last checkpoint"
                 ) from None
             else:
                 break
@@ -231,7 +232,7 @@ def _attempt(
             raise _Ended(str(error)) from None
         if bad is not None:
             shown = leads and bad.cause.rank == 0
-            log = run.log_file(folder, bad.cause.rank)
+            log = _from_here(run.log_file(folder, bad.cause.rank))
             end = f". Its log is {log}" if shown else f". The end of {log}:{last_lines(log)}"
             raise _Ended(_how(bad, folder), end)
 
@@ -261,6 +262,12 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+def _from_here(path: Path) -> Path:
+    """Return a path as a user would write it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def _steps_done(folder: Path) -> int:
     with contextlib.suppress(OSError):
         newest = run.newest_record(run.metrics_file(folder))
@@ -270,7 +277,10 @@ def _steps_done(folder: Path) -> int:
 
 def _how(bad: BadEnd, folder: Path) -> str:
     ended, failure = bad.cause, bad.failure
-    if failure is not None:
+    if failure is not None and failure.kind == "SystemExit":
+        said = f": {failure.message[:300]}" if failure.message else ""
+        how = f"exited with code {ended.code}{said}"
+    elif failure is not None:
         first = (failure.message.splitlines() or [""])[0]
         how = f"stopped with {failure.kind}: {first[:300]}"
     else:

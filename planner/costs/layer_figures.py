@@ -230,6 +230,8 @@ class LayerFigures:
         more; how far the device is behind tells what else the host may do unseen.
         """
         again, on = table.recomputed(recompute), self._rates.device
+        if setting.compiled:
+            on = compute.compiled(on)
         found = layer_seconds.passes(table, recompute, on)
         host = self._host_passes(table, setting, found, recomputes=recompute == "full")
         rule = self._seen[setting.sequence_parallel]

@@ -58,6 +58,10 @@ class Passes:
     recompute_s: float
     kernels: float
     kernels_again: float
+    attention_s: tuple[float, float] = (0.0, 0.0)
+    """Of the forward and of the backward, what attention between its projections takes."""
+    shared_s: tuple[float, float] = (0.0, 0.0)
+    """The same of experts that all tokens share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +114,21 @@ def passes(table: Table, recompute: Recompute, on: Device) -> Passes:
     """Return the seconds of a layer's kernels."""
     operators, again = table.operators, table.recomputed(recompute)
     end = table.kind in ENDS
+    core = [op for op in operators if op.kind == "attention" or op.in_core]
+    shared = [op for op in operators if op.name.startswith("shared") and op.name != "shared_sum"]
+
+    def both_s(some: Iterable[Operator]) -> tuple[float, float]:
+        there = sum(forward_s(op, on, end=end) for op in some)
+        return there, sum(backward_s(op, on, end=end) for op in some)
+
     return Passes(
         forward_s=sum(forward_s(op, on, end=end) for op in operators),
         backward_s=sum(backward_s(op, on, end=end) for op in operators),
         recompute_s=sum(forward_s(op, on, end=end) for op in again),
         kernels=sum(_kernels(op, on, end=end) for op in operators),
         kernels_again=sum(_kernels(op, on, end=end) for op in again),
+        attention_s=both_s(core),
+        shared_s=both_s(shared),
     )
 
 
@@ -146,13 +159,17 @@ class LinkRule:
 
     tensor: float = 1.0
     """Of tensor-parallel blocks whose residual stream is divided along the sequence."""
-    context: float = 1.0
+    context: float = 0.0
+    """Share of what goes round between context-parallel ranks that can hide behind attention."""
     second_gather: float = 0.0
     """Of gathering a product's input again, for its weights' gradient."""
     gathered: float = 1.0
     """Bytes of what tensor-parallel ranks gather in blocks, over those in 16 bits."""
     experts: float = 0.0
     """Share of exchanges between experts that can hide behind another micro-batch."""
+    shared: float = 0.0
+    """Share of sending tokens to experts, and of bringing their gradients back, that can hide
+    behind the experts that all tokens share."""
 
 
 def link_rule(stack: Stack, *, sequence_parallel: bool, eight_bits: bool = False) -> LinkRule:
@@ -160,17 +177,21 @@ def link_rule(stack: Stack, *, sequence_parallel: bool, eight_bits: bool = False
     narrow = eight_bits and "activations" in stack.eight_bit.gathered
     return LinkRule(
         tensor=1 - (stack.tensor.overlap if sequence_parallel else 0.0),
-        context=1 - stack.context.overlap,
+        context=stack.context.overlap,
         second_gather=stack.tensor.second_gather,
         gathered=0.5 if narrow else 1.0,
         experts=stack.experts.overlap,
+        shared=stack.experts.shared_overlap,
     )
 
 
 def collectives(
     table: Table, again: Iterable[Operator], link_s: LinkSeconds, rule: LinkRule
-) -> Iterator[tuple[GroupAxis, float, float]]:
-    """Yield axis and exposed seconds of each collective, forward and backward with recompute."""
+) -> Iterator[tuple[Operator, float, float]]:
+    """Yield each collective and its seconds, forward and backward, then those of recomputation.
+
+    Seconds are what is seen of tensor parallelism's, and all of the others' (`seen_links`).
+    """
     end = table.kind in ENDS
 
     def one_s(kind: Collective, size: float, operator: Operator) -> float:
@@ -181,9 +202,9 @@ def collectives(
     for operator in table.operators:
         if not operator.communicates:
             continue
-        size, axis = operator.moved_bytes, operator.axis
+        size = operator.moved_bytes
         back = operator.backward_moved_bytes if operator.kind == "all_to_all" else size
-        seen = _seen(axis, rule, end=end)
+        seen = _seen(operator.axis, rule, end=end)
         back_s = one_s(BACKWARD_OF[operator.kind], back, operator)
         there_s = one_s(cast(Collective, operator.kind), size, operator)
         if operator.only == "forward":
@@ -194,27 +215,40 @@ def collectives(
             back_s = back_s + there_s
         elif rule.second_gather and operator.kind == "all_gather" and not end:
             back_s = back_s + rule.second_gather * there_s
-        yield axis, seen * there_s, seen * back_s
+        yield operator, seen * there_s, seen * back_s
     for operator in again:
         if operator.communicates and operator.only != "backward":
             back_s = one_s(cast(Collective, operator.kind), operator.moved_bytes, operator)
-            yield operator.axis, 0.0, _seen(operator.axis, rule, end=end) * back_s
+            yield operator, 0.0, _seen(operator.axis, rule, end=end) * back_s
 
 
 def seen_links(
-    each: Iterable[tuple[GroupAxis, float, float]], found: Passes, rule: LinkRule
+    each: Iterable[tuple[Operator, float, float]], found: Passes, rule: LinkRule
 ) -> tuple[float, float]:
     """Return what is seen of a layer's collectives in its forward and in its backward.
 
-    Exchanges between experts may hide behind the passes of another micro-batch as well: of both
+    What goes round between context-parallel ranks hides behind attention, block by block.  Tokens
+    on their way to experts may hide behind those that all tokens share.
+    Exchanges between experts may hide behind the passes of another micro-batch: of both
     passes together c, behind both passes' w, max((1 - o) c, c - w) is seen.
     """
-    forward_s = backward_s = there_all_s = back_all_s = 0.0
-    for axis, there_s, back_s in each:
+    forward_s = backward_s = there_all_s = back_all_s = there_ring_s = back_ring_s = 0.0
+    for operator, there_s, back_s in each:
+        axis, hides = operator.axis, rule.shared if operator.beside_shared else 0.0
+        if hides:
+            window_s, window_back_s = found.shared_s
+            there_s = shown_s(there_s, window_s, hides)  # noqa: PLW2901 - what is left of it
+            back_s = shown_s(back_s, window_back_s, hides)  # noqa: PLW2901
         if axis == "expert" and rule.experts:
             there_all_s, back_all_s = there_all_s + there_s, back_all_s + back_s
+        elif axis == "context" and rule.context:
+            there_ring_s, back_ring_s = there_ring_s + there_s, back_ring_s + back_s
         else:
             forward_s, backward_s = forward_s + there_s, backward_s + back_s
+    if rule.context:
+        window_s, window_back_s = found.attention_s
+        forward_s = forward_s + shown_s(there_ring_s, window_s, rule.context)
+        backward_s = backward_s + shown_s(back_ring_s, window_back_s, rule.context)
     if rule.experts:
         both_s = there_all_s + back_all_s
         window_s = found.forward_s + found.backward_s + found.recompute_s
@@ -224,8 +258,6 @@ def seen_links(
 
 
 def _seen(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:
-    if axis == "context":
-        return rule.context
     return rule.tensor if axis == "tensor" and not end else 1.0
 
 

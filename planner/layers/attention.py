@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 from planner.layers import written_scores
-from planner.layers.operator_table import FP32, Operator, Setting, smaller
+from planner.layers.operator_table import FP32, Operator, Setting, larger, smaller
 from planner.layers.operators import (
     elementwise,
     gathered,
@@ -218,6 +218,15 @@ def _rotary(
 
 
 def _core(
+    a: Architecture, kind: str, setting: Setting, inputs: tuple[str, str, str], **sizes: float
+) -> list[Operator]:
+    """Attention between its projections, of these bytes of queries, keys, values and results."""
+    if setting.kernels.scores == "written":
+        return _written(a, setting, inputs, **sizes)
+    return _fused(a, kind, setting, inputs, **sizes)
+
+
+def _fused(
     a: Architecture,
     kind: str,
     setting: Setting,
@@ -229,36 +238,29 @@ def _core(
     out: float,
     width: float,
 ) -> list[Operator]:
-    """Fused attention; with context parallelism keys and values are gathered first.
+    """Fused attention; with context parallelism keys and values are brought first.
 
     FLOPs: 2 products of 2 b s (keys per query) a d, and a causal mask skips half of the keys.
     """
     q, k, v = inputs
-    if setting.kernels.scores == "written":
-        return _written(a, setting, inputs, query=query, key=key, value=value, out=out, width=width)
     operators = []
-    saved: tuple[str, ...] = ("core", "log_sum")
+    saved: tuple[str, ...] = ("log_sum",)
     attended, kernels, workspace, scores = _attended(a, setting.seq_len), 1, 0.0, 0.0
-    if setting.divides_sequence and setting.kernels.ring:
+    divided = setting.divides_sequence and setting.kernels.context
+    if divided == "ring":
         operators.append(_ring(setting, (k, v), key + value))
-    elif setting.divides_sequence:
+    elif divided == "heads":
+        # A rank sends all but its part of its heads; of keys that fewer heads have, each needs one.
+        fewer = larger(1.0, setting.tensor * setting.context / a.kv_heads)
+        sent = query + (key + value) * fewer
+        operators.append(_exchanged("qkv_exchange", (q, k, v), {"qkv_heads": sent}, sent))
+        q = k = v = "qkv_heads"
+        key, value = key * fewer, value * fewer
+    elif divided:
         if a.family == "gpt2":
             saved = (*saved, k, v)  # as long as its queries, which lie in one tensor with them
         key, value = key * setting.context, value * setting.context
-        local = (key + value) / setting.context
-        operators.append(
-            Operator(
-                name="kv_gather",
-                kind="all_gather",
-                inputs=(k, v),
-                outputs={"k_all": key, "v_all": value},
-                moved_bytes=key + value,
-                # They travel in one buffer, and rank by rank.
-                copied_bytes=2 * (local + key + value),
-                workspace_bytes=local + key + value,
-                axis="context",
-            )
-        )
+        operators.append(_all_keys(setting, (k, v), key, value))
         k, v = "k_all", "v_all"
         # Two chunks of queries, each over the keys before it and over its own; outputs of the two
         # are merged in fp32, half of the queries at a time.
@@ -294,31 +296,22 @@ def _core(
         if a.heads > a.kv_heads:
             shared = a.heads / a.kv_heads
             key, value = key * shared, value * shared
-            operators.append(
-                Operator(
-                    name="repeat_heads",
-                    kind="memory",
-                    inputs=(k, v),
-                    outputs={"k_heads": key, "v_heads": value},
-                    moved_bytes=2 * (key + value),
-                    backward_moved_bytes=2 * (key + value),
-                    kernels=2,
-                )
-            )
+            operators.append(_repeated((k, v), key, value))
             k, v = "k_heads", "v_heads"
+    if setting.kernels.scores == "fused":
+        attended = _skipping(a, kind, setting)
+    core = "core_heads" if divided == "heads" else "core"
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
-    passes = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
-    if a.family != "gemma2":
-        passes = (passes[0] - CAP_PASSES[0], passes[1] - CAP_PASSES[1])
+    passes = _passes(a, setting)
     moved = query + key + value + out if setting.kernels.core_traffic else 0.0
     operators.append(
         Operator(
             name="core",
             kind="attention",
-            inputs=(q, k, v),
-            outputs={"core": out, "log_sum": log_sum},
+            inputs=tuple(dict.fromkeys((q, k, v))),
+            outputs={core: out, "log_sum": log_sum},
             fp32=("log_sum",),
-            saved=(q, k, v, *saved),
+            saved=tuple(dict.fromkeys((q, k, v, core, *saved))),
             flops=4 * setting.tokens * attended * width,
             moved_bytes=moved + passes[0] * scores,
             backward_moved_bytes=2 * moved + passes[1] * scores,
@@ -326,7 +319,22 @@ def _core(
             workspace_bytes=workspace,
         )
     )
+    if divided == "heads":
+        operators.append(_exchanged("out_exchange", (core,), {"core": out}, out))
     return operators
+
+
+def _repeated(inputs: tuple[str, str], key: float, value: float) -> Operator:
+    """Keys and values of a group, copied to each of its heads."""
+    return Operator(
+        name="repeat_heads",
+        kind="memory",
+        inputs=inputs,
+        outputs={"k_heads": key, "v_heads": value},
+        moved_bytes=2 * (key + value),
+        backward_moved_bytes=2 * (key + value),
+        kernels=2,
+    )
 
 
 def _written(
@@ -348,7 +356,7 @@ def _written(
     """
     q, k, v = inputs
     kernels, operators = setting.kernels, []
-    if setting.divides_sequence:
+    if setting.divides_sequence:  # whatever brings them, keys and values come from all ranks
         operators.append(_ring(setting, (k, v), key + value))
     count = setting.tokens * setting.seq_len * a.heads / setting.tensor
     flops = 2 * count * width / (a.heads / setting.tensor)
@@ -402,6 +410,62 @@ def _ring(setting: Setting, inputs: tuple[str, str], local_bytes: float) -> Oper
         moved_bytes=local_bytes * setting.context,
         axis="context",
         ring=True,
+    )
+
+
+def _all_keys(setting: Setting, inputs: tuple[str, str], key: float, value: float) -> Operator:
+    """Keys and values of all context-parallel ranks, of these sizes, brought to each of them."""
+    local = (key + value) / setting.context
+    return Operator(
+        name="kv_gather",
+        kind="all_gather",
+        inputs=inputs,
+        outputs={"k_all": key, "v_all": value},
+        moved_bytes=key + value,
+        # They travel in one buffer, and rank by rank.
+        copied_bytes=2 * (local + key + value),
+        workspace_bytes=local + key + value,
+        axis="context",
+    )
+
+
+def _skipping(a: Architecture, kind: str, setting: Setting) -> float:
+    """Keys that a query of the busiest rank attends to, by a kernel that skips all others.
+
+    With a window the first queries have fewer; where a divided sequence is not balanced, its last
+    rank attends to almost all of what comes before.
+    """
+    span = window(a, kind, setting.seq_len)
+    attended = span - span**2 / (2.0 * setting.seq_len) if a.causal else float(span)
+    if a.causal and setting.divides_sequence and not setting.kernels.balanced:
+        attended = attended * (2 - 1 / setting.context)
+    return attended
+
+
+def _passes(a: Architecture, setting: Setting) -> tuple[float, float]:
+    """Bytes of each score of attention in blocks that move, forward and backward."""
+    there, back = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
+    capped = a.family == "gemma2"
+    return (there, back) if capped else (there - CAP_PASSES[0], back - CAP_PASSES[1])
+
+
+def _exchanged(
+    name: str, inputs: tuple[str, ...], outputs: dict[str, float], size: float
+) -> Operator:
+    """All-to-all among context-parallel ranks: parts of the sequence for heads, or back.
+
+    Source: Jacobs et al., 2023 (DeepSpeed-Ulysses, arXiv:2309.14509), section 3.2.
+    """
+    return Operator(
+        name=name,
+        kind="all_to_all",
+        inputs=tuple(dict.fromkeys(inputs)),
+        outputs=outputs,
+        moved_bytes=size,
+        backward_moved_bytes=size,
+        # Both sides are brought into the order of heads, or of positions.
+        copied_bytes=4 * size,
+        axis="context",
     )
 
 

@@ -88,13 +88,35 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     if spread:
         skew = kernels.expert_skew
         size = sent * skew
-        operators.append(exchange(setting, "dispatched", "arrived", size, routing, back=False))
+        # Qwen2's shared expert comes before the routed ones.
+        beside = a.family != "qwen2_moe" and experts.shared + experts.shared_ffn_size > 0
+        operators.append(
+            exchange(
+                setting,
+                "dispatched",
+                "arrived",
+                size,
+                routing,
+                back=False,
+                beside_shared=beside,
+            )
+        )
         arrived = "arrived"
     count = tokens * experts.per_token * skew
     width = experts.ffn_size / divided
     local_experts = experts.count / setting.expert
+    # Tiles are half empty at the end of each expert's tokens, on average.
+    rate = kernels.expert_share * count / (count + local_experts * kernels.expert_tile / 2)
     operators += _feed_forward(
-        a, setting, arrived, arrived, "expert", tokens=count, width=width, matrices=local_experts
+        a,
+        setting,
+        arrived,
+        arrived,
+        "expert",
+        tokens=count,
+        width=width,
+        matrices=local_experts,
+        share=rate,
     )
     matrix = local_experts * width * a.hidden_size
     down = matmul(
@@ -104,7 +126,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         flops=2 * count * width * a.hidden_size,
         moved_bytes=(count * (width + a.hidden_size) + matrix) * e,
         weights=matrix,
-        share=kernels.expert_share,
+        share=rate,
     )
     operators += linear(setting, down, size=count * width * e, adapted=False)
     returned = "expert_down"
@@ -245,8 +267,12 @@ def _feed_forward(
     tokens: float,
     width: float,
     matrices: float = 1.0,
+    share: float = 1.0,
 ) -> list[Operator]:
-    """Up projection and activation; so many `matrices` are read where experts share a rank."""
+    """Up projection and activation; so many `matrices` are read where experts share a rank.
+
+    `share` is the rate of the product over that of a single one as large.
+    """
     e, kernels = setting.element_bytes, setting.kernels
     size = tokens * width * e
     weights = matrices * a.hidden_size * width
@@ -257,7 +283,7 @@ def _feed_forward(
         flops=2 * tokens * a.hidden_size * width,
         moved_bytes=(tokens * (a.hidden_size + width) + weights) * e,
         weights=weights,
-        share=kernels.expert_share if name == "expert" else 1.0,
+        share=share,
         sides=(a.hidden_size, width),
     )
     gate, gated, product = f"{name}_gate", f"{name}_gated", f"{name}_product"

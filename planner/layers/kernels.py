@@ -50,14 +50,18 @@ class Kernels:
     """Traffic of a memory-bound operator's backward over its forward's; 0: each its own."""
     core_traffic: bool = True
     """Fused attention's reads and writes count beside its FLOPs."""
-    ring: bool = False
-    """Keys and values of other context-parallel ranks go round while attention works."""
+    context: Literal["gather", "ring", "heads"] = "gather"
+    """How attention over a divided sequence gets its keys (planner.stack.ContextRule)."""
+    balanced: bool = True
+    """Ranks of a divided sequence attend to as many keys each."""
     selective: SelectiveRecompute = "outputs"
     early_stop: bool = True
     expert_moves: float = 0.0
     """Traffic of sorting tokens by experts and back, in sizes of what is sent; 0: the modules'."""
     expert_share: float = 1.0
     """Rate of grouped products over that of one product as large."""
+    expert_tile: float = 0.0
+    """Rows to which the tokens of each expert are filled up in grouped products."""
     expert_skew: float = 1.1
     """Busiest expert rank over the mean."""
     expert_once: bool = False
@@ -120,11 +124,13 @@ def kernels_of(
         divided_loss=stack.loss.divided,
         backward_traffic=rule.backward_traffic,
         core_traffic=rule.core_traffic,
-        ring=stack.context.kind == "ring",
+        context=stack.context.kind,
+        balanced=stack.context.balanced,
         selective=stack.recompute.selective,
         early_stop=stack.recompute.early_stop,
         expert_moves=stack.experts.moves,
         expert_share=stack.experts.grouped_share,
+        expert_tile=float(stack.experts.tile_rows),
         expert_skew=stack.experts.skew,
         expert_once=stack.experts.sends == "once",
         expert_narrow=precision in EIGHT_BITS and stack.experts.narrow_sends,

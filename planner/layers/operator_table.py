@@ -223,6 +223,8 @@ class Operator:
     routing: Routing | None = None
     """Of an exchange in which each token is sent once to every node and rank that has some of its
     experts: `moved_bytes` are those of one copy of each token."""
+    beside_shared: bool = False
+    """Whether a stack can compute the experts that all tokens share during an exchange."""
     only: Pass | None = None
     """The one pass that has a collective, where the other has none."""
     ring: bool = False
@@ -258,6 +260,9 @@ class Table:
     keeps_needed: bool = False
     """Of what selective recompute would keep, only what backward asks for is kept: a compiler
     knows that before the first step."""
+    backward_peak: float | None = None
+    """Peak inside backward of a layer that was traced, its output's gradient included; None: it is
+    read off the operators."""
 
     @cached_property
     def sizes(self) -> dict[str, float]:
@@ -275,6 +280,8 @@ class Table:
     @property
     def returned_bytes(self) -> float:
         """Bytes of what the layer's own operators return: logits, where the loss is outside."""
+        if self.backward_peak is not None:  # what a traced layer keeps is among its outputs
+            return self.output_bytes
         return sum(self._inside[-1].outputs.values())
 
     @property
@@ -364,6 +371,8 @@ class Table:
         Gradients of activations count, the output's included; those of parameters do not.
         Recomputation starts when backward enters the layer's own operators.
         """
+        if self.backward_peak is not None:
+            return self.backward_peak + self.recomputed_bytes(recompute)
         first_save: dict[str, int] = {}
         for index, operator in enumerate(self.operators):
             for name in operator.saved:

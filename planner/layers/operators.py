@@ -332,7 +332,14 @@ def summed(setting: Setting, partial: str, name: str, size: float) -> Operator:
 
 
 def exchange(
-    setting: Setting, source: str, name: str, size: float, routing: Routing, *, back: bool
+    setting: Setting,
+    source: str,
+    name: str,
+    size: float,
+    routing: Routing,
+    *,
+    back: bool,
+    beside_shared: bool = False,
 ) -> Operator:
     """All-to-all between the ranks that hold different experts; each sends its own tokens.
 
@@ -354,6 +361,7 @@ def exchange(
         backward_moved_bytes=moved * (narrow if back else 1.0),
         axis="expert",
         routing=routing if kernels.expert_once else None,
+        beside_shared=beside_shared,
     )
 
 

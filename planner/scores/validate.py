@@ -126,16 +126,24 @@ class Validation:
 
 
 @uncollected()
-def validate(path: Path, *, told: Told | None = None, unknown: Collection[str] = ()) -> Validation:
+def validate(
+    path: Path,
+    *,
+    told: Told | None = None,
+    unknown: Collection[str] = (),
+    apart: bool = False,
+) -> Validation:
     """Predict every row of a table of runs and score the predictions.
 
     `unknown` names stacks that are left out: their runs are those of an unknown framework.
+    `apart`: what a stack has from one of the table's sources alone is left out of it.
     """
     table = read_rows(path)
+    sources = {row.get("source", "") for row in table} - {""} if apart else set()
     rows: list[ScoredRow] = []
     known: dict[tuple[tuple[str, str], ...], Prediction] = {}
     tables = Tables()
-    for index, (measured, setup) in enumerate(each(table, unknown=unknown)):
+    for index, (measured, setup) in enumerate(each(table, unknown=unknown, apart=sources)):
         if told is not None and index % 16 == 0:
             told(index, len(table))
         if isinstance(setup, Skipped):

@@ -23,7 +23,7 @@ from planner.plan import Job, Layout
 from planner.request import Request
 from planner.schedules import PLAIN, looped
 from planner.setup import Setup
-from planner.stack import Stack, with_options
+from planner.stack import Stack, with_options, without_one_source
 from planner.tables import cells
 from planner.tables.cells import Row, degree, flag, number, optional, seen, word
 from planner.tables.figures import architecture_of_row
@@ -107,20 +107,23 @@ def measured_of(row: Row) -> Measured:
     )
 
 
-def setup_of(row: Row, *, unknown: Collection[str] = ()) -> Setup | Skipped:
+def setup_of(
+    row: Row, *, unknown: Collection[str] = (), apart: Collection[str] = ()
+) -> Setup | Skipped:
     """Return what a row ran, or why it cannot be told.
 
     `unknown` names stacks that are left out: what they trained is read as an unknown framework's.
+    `apart` names sources: what stacks have from one of them alone is left out.
     """
     try:
-        return _setup(row, unknown)
+        return _setup(row, unknown, apart)
     except DocumentError as error:
         return Skipped(reason=str(error))
     except (ValueError, OverflowError) as error:  # no number, or figures that contradict each other
         return Skipped(reason=f"a cell is not valid: {str(error).splitlines()[-1].strip()[:100]}")
 
 
-def _setup(row: Row, unknown: Collection[str]) -> Setup:
+def _setup(row: Row, unknown: Collection[str], apart: Collection[str]) -> Setup:
     assumed: list[str] = []
     architecture = architecture_of_row(row, assumed)
     tensor, pipeline, context = degree(row, "tp"), degree(row, "pp"), degree(row, "cp")
@@ -182,7 +185,7 @@ def _setup(row: Row, unknown: Collection[str]) -> Setup:
                 precision=precision,
                 lora=lora,
             ),
-            stack=_with_options(stack.name, fused, bool(flag(row, "compiled"))),
+            stack=_with_options(stack.name, fused, bool(flag(row, "compiled")), frozenset(apart)),
         ),
         layout=Layout(
             tensor=tensor,
@@ -245,12 +248,18 @@ def _own_stack(framework: str) -> Stack | None:
 
 
 @lru_cache(maxsize=256)
-def _with_options(name: str, flash_attention: bool | None, compiled: bool) -> Stack:
-    """Return a stack with what a row says of its kernels; `native` has none to choose."""
+def _with_options(
+    name: str, flash_attention: bool | None, compiled: bool, apart: frozenset[str]
+) -> Stack:
+    """Return a stack with what a row says of its kernels; `native` has none to choose.
+
+    What it has from one source alone, of those `apart`, is left out.
+    """
     if name == "native":
         return stacks()[name]
     options = [] if flash_attention is None else ["flash" if flash_attention else "eager-attention"]
-    return with_options(stacks()[name], [*options, *(["compiled"] if compiled else [])])
+    stack = without_one_source(stacks()[name], apart, stacks()["unknown"])
+    return with_options(stack, [*options, *(["compiled"] if compiled else [])])
 
 
 @lru_cache(maxsize=1024)
@@ -353,8 +362,8 @@ def _batches(row: Row, data: int, assumed: list[str]) -> tuple[int, int, int]:
 
 
 def each(
-    rows: list[Row], *, unknown: Collection[str] = ()
+    rows: list[Row], *, unknown: Collection[str] = (), apart: Collection[str] = ()
 ) -> Iterator[tuple[Measured, Setup | Skipped]]:
     """Yield what was seen and what was run, row by row."""
     for row in rows:
-        yield measured_of(row), setup_of(row, unknown=unknown)
+        yield measured_of(row), setup_of(row, unknown=unknown, apart=apart)

@@ -15,7 +15,17 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.predict import predict
 from planner.request import Request
 from planner.search.best_first import search
-from planner.stack import Stack, base_of, figures, merged, stack_of, with_figures, without_basis
+from planner.stack import (
+    Stack,
+    base_of,
+    figures,
+    merged,
+    of_one_source,
+    stack_of,
+    with_figures,
+    without_basis,
+    without_one_source,
+)
 
 PLAIN = {"format": 1, "name": "plain", "summary": "the defaults"}
 
@@ -202,3 +212,25 @@ def test_figures_without_a_mechanism_stay_with_the_stack_whose_runs_they_are() -
     for owner, path in unexplained:
         others = {dict(figures(stack))[path] for name, stack in stacks().items() if name != owner}
         assert others == {plain[path]}
+
+
+def test_figures_of_one_source_are_left_out_and_others_stay() -> None:
+    found = stacks()["nanotron"]
+    sources = {"nanotron_usp", "hagemann2023"}
+
+    without = without_one_source(found, sources, stacks()["unknown"])
+
+    # Fitted to it, unexplained, derived from its code.
+    assert without.host.tensor_s == stacks()["unknown"].host.tensor_s != found.host.tensor_s
+    assert without.pipeline.stalled_transfer_s == 0.0 != found.pipeline.stalled_transfer_s
+    assert without.loss.peak_bytes == found.loss.peak_bytes
+    assert without.accuracy.seen is None
+    megatron = stacks()["megatron"]
+    assert without_one_source(megatron, {"mlperf", "dgxc"}, stacks()["unknown"]) == megatron
+
+
+def test_nothing_unexplained_reaches_native_or_an_unknown_framework() -> None:
+    for name in ("native", "unknown", "megatron", "fsdp", "torchtitan"):
+        known = of_one_source(stacks()[name], {"nanotron_usp", "hagemann2023", "internevo"})
+        assert not known
+        assert not [one for one in stacks()[name].basis if one.provenance == "unexplained"]

@@ -414,7 +414,10 @@ def test_two_ranks_train_as_a_plain_loop() -> None:
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ({"ids": torch.zeros(4, 7)}, "has 4 samples, and this rank's slice of a step is 2 micro"),
+        (
+            {"ids": torch.zeros(4, 7)},
+            "has 4 samples, and this rank's slice of a step has 8 .micro-batches of 4",
+        ),
         ((torch.zeros(8), torch.zeros(6)), r"\[0\] has 8 samples and \[1\] has 6 samples"),
         ({"a": 1}, "has no tensor with samples"),
         (

@@ -19,7 +19,7 @@ from planner.layers import arithmetic
 from planner.layers.operator_table import ManySettings, Setting
 from planner.model import ModelGraph
 from planner.pins import Pins
-from planner.plan import Job, Layout
+from planner.plan import Compile, Job, Layout
 from planner.profile import Profile
 from planner.request import Request
 from planner.search.best_first import search
@@ -167,3 +167,16 @@ def test_fp8_is_planned_where_devices_have_it_with_what_its_rounding_costs() -> 
     assert passes_s("fp8", "block") != pytest.approx(passes_s("bf16", "block"), rel=0.01)
     assert answer.plan.precision == "fp8"
     assert any("8 bits" in a.what for a in answer.prediction.assumptions)
+
+
+def test_compiled_blocks_have_their_casts_fused_and_gain_by_eight_bits() -> None:
+    model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
+
+    def passes_s(precision: Precision, compiled: Compile) -> float:
+        job = Job(seq_len=8192, global_batch=16, precision=precision)
+        layout = Layout(data_shard=8, zero=3, micro_batch=2, compile=compiled)
+        block = CostTables(Request(model, cluster, job)).of(layout).parts["block"][0].figures
+        return block.forward_s + block.backward_s
+
+    assert passes_s("fp8", "none") > passes_s("bf16", "none")
+    assert 1.2 < passes_s("bf16", "block") / passes_s("fp8", "block") < 1.5

@@ -24,7 +24,7 @@ from planner.expressions import resolve_model
 from planner.layers.architecture import architecture_of, graph_of
 from planner.layers.arithmetic import table
 from planner.layers.kernels import Kernels
-from planner.layers.operator_table import Setting, Table
+from planner.layers.operator_table import GroupAxis, Operator, Setting, Table
 from planner.model import ModelGraph
 from planner.stack import Stack, with_figures
 from tests.planner.costs.test_compute import GPU
@@ -130,12 +130,61 @@ def test_without_sequence_parallelism_ends_sum_in_one_pass_alone() -> None:
 
 
 def test_a_ring_of_keys_and_values_goes_round_once_and_twice() -> None:
-    found = layer("block", context=4, kernels=Kernels(scores="fused", ring=True))
+    found = layer("block", context=4, kernels=Kernels(scores="fused", context="ring"))
 
-    there_s, back_s = both_passes(found, LinkRule(context=0.3))
+    there_s, back_s = both_passes(found, LinkRule())
 
     keys_and_values = 2 * MB / 4  # a quarter as many heads
-    assert (there_s, back_s) == pytest.approx((0.3 * keys_and_values, 0.6 * keys_and_values))
+    assert (there_s, back_s) == pytest.approx((keys_and_values, 2 * keys_and_values))
+
+
+def sent(axis: GroupAxis, **changes: bool) -> Operator:
+    kind = "all_gather" if axis == "context" else "all_to_all"
+    return Operator(name="sent", kind=kind, inputs=(), outputs={}, axis=axis, **changes)
+
+
+def test_tokens_hide_behind_the_experts_that_all_share_and_come_back_seen() -> None:
+    """Of 2 s there and 4 s back a tenth is seen beside long products, else what is left."""
+    links = [(sent("expert", beside_shared=True), 2.0, 4.0), (sent("expert"), 2.0, 4.0)]
+    found = Passes(forward_s=9.0, backward_s=9.0, recompute_s=0.0, kernels=0, kernels_again=0)
+    ample, short = (replace(found, shared_s=window) for window in ((8.0, 8.0), (0.5, 1.0)))
+
+    assert seen_links(links, ample, LinkRule(shared=0.9)) == pytest.approx((2.2, 4.4))
+    assert seen_links(links, short, LinkRule(shared=0.9)) == pytest.approx((3.5, 7.0))
+    assert seen_links(links, ample, LinkRule()) == (4.0, 8.0)
+
+
+@pytest.mark.parametrize(("name", "hides"), [("deepseek-v3", True), ("mixtral-8x7b", False)])
+def test_only_mixtures_with_shared_experts_compute_them_meanwhile(name: str, hides: bool) -> None:
+    model = resolve_model(name)
+    found = table(model, model.layers[-2], setting(expert=8))
+    [arrived] = [op for op in found.operators if op.name == "arrived"]
+
+    assert arrived.beside_shared == hides
+    assert (passes(found, "none", GPU).shared_s[0] > 0) == hides
+
+
+def test_a_ring_hides_behind_attention_alone() -> None:
+    """Of 2 and 4 s three tenths are seen beside long attention, beside a short one what is left."""
+    links = [(sent("context"), 2.0, 4.0), (sent("tensor"), 1.0, 1.0)]
+    found = Passes(forward_s=9.0, backward_s=9.0, recompute_s=0.0, kernels=0, kernels_again=0)
+    hides = LinkRule(context=0.7)
+    ample, short = (replace(found, attention_s=window) for window in ((8.0, 8.0), (0.5, 1.5)))
+
+    assert seen_links(links, ample, hides) == pytest.approx((1 + 0.6, 1 + 1.2))
+    assert seen_links(links, short, hides) == pytest.approx((1 + 1.5, 1 + 2.5))
+    assert seen_links(links, ample, LinkRule()) == (3.0, 5.0)
+
+
+def test_attention_is_all_between_its_projections() -> None:
+    fused = passes(layer("block", kernels=Kernels(scores="fused")), "none", GPU)
+    written = passes(layer("block", kernels=Kernels(scores="written")), "none", GPU)
+    linear = passes(layer("embedding"), "none", GPU)
+
+    assert 0 < fused.attention_s[0] < fused.forward_s
+    assert written.attention_s[0] > fused.attention_s[0]  # no half of the keys is skipped
+    assert fused.attention_s[1] > 2 * fused.attention_s[0]
+    assert linear.attention_s == (0.0, 0.0)
 
 
 def test_recomputing_a_block_whole_sends_all_of_its_forward_again() -> None:
@@ -151,8 +200,8 @@ def test_recomputing_a_block_whole_takes_its_forward_again() -> None:
     assert found.kernels_again == found.kernels
 
 
-def test_the_runtime_shows_all_of_its_collectives() -> None:
-    assert link_rule(native(), sequence_parallel=True) == LinkRule()
+def test_the_runtime_shows_all_of_its_collectives_but_tokens_on_their_way() -> None:
+    assert link_rule(native(), sequence_parallel=True) == LinkRule(shared=0.9)
 
 
 def host(stack: Stack, kind: str, **changes: object) -> tuple[float, float, float]:
@@ -194,7 +243,7 @@ def test_a_layer_waits_for_its_host_behind_all_that_its_device_does() -> None:
 
 def test_exchanges_hide_behind_the_passes_of_another_micro_batch() -> None:
     """Of 6 s a fifth keeps multiprocessors busy; behind 2 s of computation 4 s are left."""
-    links = [("expert", 2.0, 4.0), ("tensor", 1.0, 1.0)]
+    links = [(sent("expert"), 2.0, 4.0), (sent("tensor"), 1.0, 1.0)]
     ample = Passes(forward_s=20.0, backward_s=40.0, recompute_s=0.0, kernels=0, kernels_again=0)
     short = Passes(forward_s=0.5, backward_s=1.5, recompute_s=0.0, kernels=0, kernels_again=0)
     hides = LinkRule(experts=0.8)

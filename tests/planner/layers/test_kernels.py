@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from planner.catalog import models, native, stacks
@@ -337,3 +338,83 @@ def test_tokens_go_to_experts_in_8_bits_and_come_back_in_16() -> None:
     assert arrived.routing is None
     # What comes back weighed is only added, and not kept.
     assert "returned" in each.stored("none") and "returned" not in once.stored("none")
+
+
+def test_ulysses_sends_four_activations_and_their_gradients() -> None:
+    # DeepSpeed-Ulysses, section 3.2: queries, keys and values N h / P each, then what attention
+    # gives, N h / P; with fewer heads of keys than ranks, each rank needs a whole one.
+    mha = of("llama-2-7b", "block", fused(context="heads"), context=4)
+    sizes = {o.name: o.moved_bytes for o in mha.operators if o.kind == "all_to_all"}
+    part = TOKENS / 4 * 4096 * 2
+    assert sizes == {"qkv_exchange": 3 * part, "out_exchange": part}
+    both = {o.backward_moved_bytes for o in mha.operators if o.kind == "all_to_all"}
+    assert both == set(sizes.values())
+
+    gqa = of("llama-3.1-8b", "block", fused(context="heads"), context=4, tensor=4)
+    sizes = {o.name: o.moved_bytes for o in gqa.operators if o.kind == "all_to_all"}
+    keys = 2 * TOKENS / 4 * 1024 / 4 * 2
+    assert sizes["qkv_exchange"] == part / 4 + keys * (4 * 4 / 8)
+
+    # As much attention as a ring does, of a share of the heads over the whole sequence.
+    ring = of("llama-2-7b", "block", fused(context="ring"), context=4)
+    [one, other] = (next(o for o in t.operators if o.name == "core") for t in (mha, ring))
+    assert one.flops == other.flops
+
+
+@pytest.mark.parametrize("context", [2, 4, 8])
+def test_ranks_that_are_not_balanced_wait_for_the_last(context: int) -> None:
+    """Against masks: chunks in order, or one from the front and one from the back."""
+    s = 64
+    pairs = np.tril(np.ones((s, s)))
+    rows = [pairs[rank * s // context : (rank + 1) * s // context].sum() for rank in range(context)]
+    half = s // context // 2
+    both = [
+        pairs[rank * half : (rank + 1) * half].sum()
+        + pairs[s - (rank + 1) * half : s - rank * half].sum()
+        for rank in range(context)
+    ]
+    cores = [
+        next(o for o in t.operators if o.name == "core")
+        for t in (
+            of("llama-2-7b", "block", fused(context="ring", balanced=balanced), context=context)
+            for balanced in (True, False)
+        )
+    ]
+
+    assert max(both) == min(both)
+    # The diagonal counts half in the formula, which is of long sequences.
+    longer = (max(rows) - s / context / 2) / (max(both) - s / context / 2)
+    assert cores[1].flops / cores[0].flops == pytest.approx(longer, rel=0.02)
+
+
+def test_fused_attention_skips_what_is_outside_of_its_window() -> None:
+    # Mistral's 4,096 tokens: each query of the second half attends to half of what it could.
+    found = [
+        next(
+            o
+            for o in of("mistral-7b", "local_block", fused(), seq_len=n).operators
+            if o.name == "core"
+        )
+        for n in (4096, 16384)
+    ]
+    counted = sum(min(i + 1, 4096) for i in range(16384))
+
+    assert found[0].flops == 4 * B * 4096 * 4096 / 2 * 4096
+    assert found[1].flops == pytest.approx(4 * B * counted * 4096, rel=1e-3)
+
+
+def test_the_last_tile_of_each_expert_is_half_empty() -> None:
+    """Against tokens dealt out to experts: rows that tiles have over rows that tokens fill."""
+    rng = np.random.default_rng(5)
+    for experts, tokens in ((8, 65536), (32, 16384), (64, 4096)):
+        rows = rng.multinomial(tokens, np.full(experts, 1 / experts), size=400)
+        filled = tokens / (np.ceil(rows / 128) * 128).sum(axis=1).mean()
+        share = tokens / (tokens + experts * 128 / 2)
+        assert share == pytest.approx(filled, rel=0.02)
+
+    # DeepSeek-V3 among 64 ranks: as many tokens as a rank has, 8 times, on 4 experts.
+    found = of("deepseek-v3", "moe_block", fused(expert_tile=128, expert_skew=1.0), expert=64)
+    rate = 8 * TOKENS / (8 * TOKENS + 4 * 64)
+    shares = {o.name: o.share for o in found.operators if o.kind == "matmul"}
+    assert shares["expert_up"] == shares["expert_down"] == pytest.approx(rate)
+    assert shares["shared_up"] == shares["router"] == 1.0
