@@ -32,20 +32,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from planner.on_use import OnUse
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.highs import power_of_ten, pulp, run
 from planner.solver.instance import Infeasible, Option, Unfinished, fits, priced
 from planner.solver.sides import AtMost, Chosen, Placed, Tie, Together
 from planner.solver.unequal.unequal_graph import UnequalGraph
 from planner.solver.unequal.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
-from planner.tolerances import HIGHS_FEASIBILITY, HIGHS_GAP
-
-if TYPE_CHECKING:
-    import pulp
-else:
-    pulp = OnUse("pulp", "solving an integer program")
+from planner.tolerances import HIGHS_GAP
 
 _TIGHTENED = 8
 """Programs with less room that are tried where bytes are more than sums."""
@@ -67,12 +62,12 @@ def solve(
     lacks, bound_s = [0.0] * len(chain.in_flight), -math.inf
     for attempt in range(_TIGHTENED):
         stated = _Program(problem, lacks, ties)
-        status, proven_s = stated.run(time_limit_s)
-        if status != "found":
-            if attempt == 0 and status == "impossible":
-                return Infeasible("the integer program has no solution")
+        outcome = run(stated.program, stated.unit_s, time_limit_s)
+        if outcome.impossible and attempt == 0:
+            return Infeasible("the integer program has no solution")
+        bound_s = outcome.bound_s if attempt == 0 else bound_s
+        if not outcome.found:
             return Unfinished(bound_s)
-        bound_s = max(bound_s, proven_s) if attempt == 0 else bound_s
         order, layers, cuts, options = stated.read()
         laid = problem.along(layers) if isinstance(problem, UnequalGraph) else chain
         instance = laid.in_order(order, cuts)
@@ -152,12 +147,10 @@ class _Program:
         self.layers = range(len(self.chain.layers))
         self.rooms = [self.chain.all_of(g).stages for g in self.types]
         self.program = pulp.LpProblem("placement", pulp.LpMinimize)
-        self.unit_s = 10.0 ** math.floor(
-            math.log10(
-                sum(one.kinds[k][0].time_s for one in self.chain.types for k in self.chain.layers)
-                or 1.0
-            )
+        longest_s = max(
+            sum(one.kinds[kind][0].time_s for kind in self.chain.layers) for one in self.chain.types
         )
+        self.unit_s = power_of_ten(longest_s)
         self.of_type = [[self._binary(f"is_{s}_{g}") for g in self.types] for s in self.stages]
         self.choices = [
             _Choice(self._binary(f"x_{at}_{s}_{g}_{k}"), at, s, g, k, option)
@@ -327,31 +320,6 @@ class _Program:
                     credit = credits_s[chain.layers[one.layer]] * scale[one.kind_of_device]
                     total.append(one.variable * -credit)
         program.setObjective(pulp.lpSum(total))
-
-    def run(self, time_limit_s: float | None) -> tuple[str, float]:
-        """Return "found", "impossible" or "stopped", and the seconds that are proven."""
-        solver = pulp.HiGHS(
-            msg=False,
-            threads=1,
-            gapRel=HIGHS_GAP,
-            timeLimit=time_limit_s,
-            mip_feasibility_tolerance=HIGHS_FEASIBILITY,
-            primal_feasibility_tolerance=HIGHS_FEASIBILITY,
-        )
-        try:
-            self.program.solve(solver)
-        except IndexError:  # pulp reads the values of a run that ended without any
-            return "stopped", -math.inf
-        if self.program.status == pulp.LpStatusInfeasible:
-            return "impossible", math.inf
-        if self.program.sol_status <= 0:
-            return "stopped", -math.inf
-        info = self.program.solverModel.getInfo()
-        bound = float(info.mip_dual_bound)
-        if self.program.sol_status == pulp.LpSolutionOptimal:
-            objective = float(info.objective_function_value)
-            bound = max(bound, objective - HIGHS_GAP * abs(objective))
-        return "found", bound * self.unit_s
 
     def read(self) -> tuple[list[int], list[int], list[int], list[int]]:
         """Return the type of each stage, the layers in order, cuts, and options in that order."""
