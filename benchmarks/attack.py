@@ -166,7 +166,7 @@ class Attack:
     def _simulated_bound_s(self) -> float:
         """What is proven of simulated time; 0 if nothing is."""
         finals = self.answer.certificate.simulated
-        return finals.lower_bound_s if finals is not None else 0.0
+        return (finals.lower_bound_s or 0.0) if finals is not None else 0.0
 
     def _own_plans(self) -> list[Plan]:
         found = [self.answer.plan, *(one.plan for one in self.answer.top)]

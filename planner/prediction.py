@@ -65,6 +65,8 @@ class Prediction(Document):
     samples_per_s: Finite | None = None
     """Where samples are not told apart into tokens: those of a script's own module."""
     mfu: Finite
+    compile_s: Finite = 0.0
+    """Before the first step; no part of a step."""
     fits: Flag
     stages: tuple[StagePrediction, ...]
     assumptions: tuple[Assumption, ...] = ()
@@ -169,13 +171,13 @@ class Simulated(Part):
     layout: Text
     """The fastest simulated: the plan that was chosen."""
     step_time_s: Finite
-    lower_bound_s: Finite
-    """No plan of the space takes less simulated."""
-    gap: Finite
+    lower_bound_s: Finite | None = None
+    """No plan of the space takes less simulated; None: nothing is proven."""
+    gap: Finite | None = None
     """(step time - lower bound) / step time."""
     bound: Text
-    """The bound in words."""
-    looked_at: dict[Text, Count]
+    """The bound in words, or that none is known."""
+    looked_at: dict[Text, Count] | None = None
     """How many configurations got which bound in simulated time."""
     finalists: tuple[Finalist, ...]
     """The fastest simulated first."""

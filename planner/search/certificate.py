@@ -161,7 +161,7 @@ def of_plan(
     other = "" if certificate.layout == layout.text() else "; the optimum is another plan"
     low_s = gap_s = None
     proven = "no lower bound is proven"
-    if finals is not None:
+    if finals is not None and finals.lower_bound_s is not None:
         low_s = min(finals.lower_bound_s, simulated_s)
         gap_s = 1 - low_s / simulated_s if simulated_s else 0.0
         proven = f"nothing in the space simulates below {low_s:.6g} s (gap {100 * gap_s:.2g} %)"

@@ -2,12 +2,15 @@
 
 The closed form in which a search is proven may be some percent above or below the simulated step
 (docs/schedules.md).  So plans that may simulate faster than its optimum are solved and simulated
-too (planner.search.simulated_proof), and the fastest simulated plan is the answer.
+too, and the fastest simulated plan is the answer.  On chains of devices that are alike those are
+what a proof in simulated time comes across (planner.search.simulated_proof); elsewhere those within
+`MARGIN` of the optimum, and nothing is proven of simulated time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from planner.prediction import Finalist, Simulated
 from planner.search.candidates import Candidates
@@ -17,35 +20,73 @@ from planner.search.space import complexity
 from planner.tolerances import EQUAL
 from planner.units import seconds_text
 
+MARGIN = 0.03
+"""Beyond the optimum of the closed form, relatively."""
+MOST_SOLVED = 8
+"""Partition problems beside the optimum's; of chains, plans that are listed."""
+MOST_ALONE = 3
+"""The same of graphs and of devices that differ, whose problems take longer."""
+
 Solved = tuple[Candidates, Ranked]
-MOST_LISTED = 8
+O = TypeVar("O")  # noqa: E741 - an owner
+
+
+def fastest_first(found: Sequence[tuple[O, Ranked]], best: Ranked) -> list[tuple[O, Ranked]]:
+    """Return plans in the order of their simulated steps, each with its owner.
+
+    Of plans equally fast `best` comes first, then the simplest.
+    """
+    fitting = [one for one in found if one[1] is best or one[1].prediction.fits]
+    least_s = min(one.prediction.step_time_s for _, one in fitting)
+    return sorted(
+        fitting,
+        key=lambda one: (
+            # What is within the tie of the fastest counts as equal to it.
+            max(one[1].prediction.step_time_s, least_s * (1 + EQUAL)),
+            one[1] is not best,
+            complexity(one[1].plan.layout),
+        ),
+    )
 
 
 def finalists(optimum: Solved, proof: Proof) -> list[Solved]:
     """Return the closed form's optimum and what was simulated beside it, the fastest first.
 
-    Of each layout there is the fastest plan; of plans equally fast the optimum comes first, then
-    the simplest.
+    Of each layout there is the fastest plan.
     """
-    best = optimum[1]
-    least_s = proof.best.prediction.step_time_s
-
-    def key(one: Solved) -> tuple[float, bool, tuple[int, ...]]:
-        # What is within the tie of the fastest counts as equal to it.
-        step_s = max(one[1].prediction.step_time_s, least_s * (1 + EQUAL))
-        return step_s, one[1] is not best, complexity(one[1].plan.layout)
-
     kept: dict[tuple[int, str], Solved] = {}
-    for one in sorted((optimum, *proof.found), key=key):
-        if one[1].prediction.fits or one[1] is best:
-            kept.setdefault((id(one[0]), one[1].plan.layout.text()), one)
+    for one in fastest_first([optimum, *proof.found], optimum[1]):
+        kept.setdefault((id(one[0]), one[1].plan.layout.text()), one)
     order = list(kept.values())
-    return [one for at, one in enumerate(order) if at < MOST_LISTED or one[1] is best]
+    if all(one[1] is not optimum[1] for one in order):
+        order.append(optimum)
+    return [one for at, one in enumerate(order) if at < MOST_SOLVED or one[1] is optimum[1]]
 
 
 def simulated(order: Sequence[Solved], closed_form: Ranked, proof: Proof) -> Simulated:
     """Return what the simulator says of the finalists, and what is proven of the whole space."""
-    chosen = order[0][1]
+    step_s = order[0][1].prediction.step_time_s
+    bound_s = min(proof.lower_bound_s, step_s)
+    gap = 1 - bound_s / step_s if step_s else 0.0
+    left = f", least of {proof.lowest}" if proof.lowest is not None else ""
+    said = told([one for _, one in order], closed_form, [_recompute(own) for own, _ in order])
+    return said.model_copy(
+        update={
+            "lower_bound_s": bound_s,
+            "gap": gap,
+            "bound": f"nothing in the space simulates below {seconds_text(bound_s)} "
+            f"(gap {100 * gap:.2g} %{left})",
+            "looked_at": {name: count for name, count in proof.looked_at.items() if count},
+        }
+    )
+
+
+def told(order: Sequence[Ranked], closed_form: Ranked, recompute: Sequence[str] = ()) -> Simulated:
+    """Say which finalist is the fastest; of simulated time nothing is proven yet.
+
+    `recompute` says of each what its blocks do, where all must do the same.
+    """
+    chosen = order[0]
     step_s = chosen.prediction.step_time_s
     named = f"the optimum of the closed form, {closed_form.prediction.layout}"
     if chosen is closed_form:
@@ -60,25 +101,18 @@ def simulated(order: Sequence[Solved], closed_form: Ranked, proof: Proof) -> Sim
             f"{named}, takes {closed_form.prediction.step_time_s:.6g} s simulated; of {len(order)} "
             f"finalists {chosen.prediction.layout} is the fastest with {step_s:.6g} s"
         )
-    bound_s = min(proof.lower_bound_s, step_s)
-    gap = 1 - bound_s / step_s if step_s else 0.0
-    left = f", least of {proof.lowest}" if proof.lowest is not None else ""
     return Simulated(
         statement=verdict,
         layout=chosen.prediction.layout,
         step_time_s=step_s,
-        lower_bound_s=bound_s,
-        gap=gap,
-        bound=f"nothing in the space simulates below {seconds_text(bound_s)} "
-        f"(gap {100 * gap:.2g} %{left})",
-        looked_at={name: count for name, count in proof.looked_at.items() if count},
+        bound="none is known: it is proven for chains of like layers on equal devices",
         finalists=tuple(
             Finalist(
-                layout=one.prediction.layout + _recompute(own),
+                layout=one.prediction.layout + beside,
                 objective_s=one.objective_s,
                 step_time_s=one.prediction.step_time_s,
             )
-            for own, one in order
+            for one, beside in zip(order, recompute or [""] * len(order), strict=True)
         ),
     )
 

@@ -360,8 +360,8 @@ def _bounded_too(
     Each rank of a layout does all its work, one action at a time: m times an average rank's
     seconds at least (planner.search.simulated_bounds).
     """
-    if before is None:
-        return None
+    if before is None or before.lower_bound_s is None:
+        return before
     bounded = SimulatedCandidates.of(candidates)
     layouts = (layout for bundle in runnable(space, {}) for layout in bundle.layouts())
     every = [bounded.communication_s(layout) for layout in layouts]
