@@ -58,8 +58,6 @@ def finalists(optimum: Solved, proof: Proof) -> list[Solved]:
     for one in fastest_first([optimum, *proof.found], optimum[1]):
         kept.setdefault((id(one[0]), one[1].plan.layout.text()), one)
     order = list(kept.values())
-    if all(one[1] is not optimum[1] for one in order):
-        order.append(optimum)
     return [one for at, one in enumerate(order) if at < MOST_SOLVED or one[1] is optimum[1]]
 
 

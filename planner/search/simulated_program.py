@@ -142,8 +142,10 @@ class _Columns:
             following: set[int] = set()
             for first in sorted(starts):
                 furthest = int(np.searchsorted(total_s, total_s[first] + most_s, "right")) - 1
-                furthest = min(furthest, count - (ranks - 1 - rank))
-                for end in range(max(first + 1, earliest[rank + 1]), furthest + 1):
+                behind = self._instance.stages[rank + 1 :]
+                furthest = min(furthest, count - sum(stage.least_layers for stage in behind))
+                least = self._instance.stages[rank].least_layers
+                for end in range(max(first + least, earliest[rank + 1]), furthest + 1):
                     following.add(end)
                     own = self._of(rank, first, layers[first:end])
                     if own is None or len(result) + len(own) > MOST_COLUMNS:
@@ -161,8 +163,6 @@ class _Columns:
         return None if known is None else [replace(column, first=first) for column in known]
 
     def _new(self, rank: int, first: int, kinds: tuple[int, ...]) -> list[Column] | None:
-        if len(kinds) < self._instance.stages[rank].least_layers:
-            return []
         counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
         main = max(counts, key=lambda kind: counts[kind])
         others = [kind for kind in counts if kind != main]
