@@ -362,6 +362,9 @@ class MemoryRule(Part):
     apart."""
     communicator_bytes: Amount = 0.0
     """Buffers of the collective library, of a process with more than one rank."""
+    workspaces: dict[Text, Amount] = Field(default_factory=dict)
+    """Bytes that matrix-product libraries work in, of the caching allocator, by the architecture of
+    a device; `other` of all that are not named."""
     reported: Reported = "allocated"
     """Which peak runs tell that do not name it."""
 
