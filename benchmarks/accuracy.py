@@ -58,6 +58,9 @@ WHY = {
     "own (17 s became 48 s, 9 became 24, 0.53 became 1.02 s beside its twin). On 64 nodes two "
     "layouts of 1.3B are predicted 0.07 % apart (1.042 and 1.043 s); the one chosen waited "
     "(1.15 s), the other did not (0.44 s), the only one of 61: no mechanism tells which does. "
+    "On 32 nodes waits come and go by groups of runs and not by what is sent: of 8.9B those with "
+    "one sample and 1 to 16 replicas run as predicted and those with two or more wait, of 1.3B the "
+    "other way about at the same degrees; a wait is 0.24 to 0.28 s on one node as on 32. "
     "These make the 90th percentile, the regret and the worst rows.",
     "vtrain_multi": "With 8 tensor-parallel ranks all layouts lie within +4 to +13 %, with 4 and "
     "2 from +1 to -34 % in no order of micro-batch or stages (39B on 512 devices: 22, 19 and 23 s "
@@ -108,6 +111,11 @@ TRIED = (
     "does: its median 7.4 to 7.0 %, its regret 41.8 to 40.2 % with sweeps capped at 100 %. Kept.",
     "Bytes of the optimizer's step by the types of states, gradients clipped at every step where a "
     "framework does: 90th percentile 22.2 to 22.1 %, no tie decided otherwise. Kept.",
+    "DeepSpeed of 2021 by its code (lists of tensors, a device that stops before each gather, "
+    "weights gathered again for what is recomputed) for a rate of 0.12 between nodes: "
+    "megatron_sc21's 90th percentile 8.2 to 6.7 %. Kept.",
+    "Casts to 8 bits by each stack's code, what is gathered in 8 bits: mlperf's 90th percentile "
+    "27.5 to 23.5 %, dgxc's median in 8 bits 5.2 to 3.9 %. Kept.",
     "The host's seconds of a micro-batch shared by the interleaved stages of a rank: median of "
     "those runs 9.1 to 4.4 % (mlperf) and 5.1 to 3.9 % (dgxc). Kept.",
 )

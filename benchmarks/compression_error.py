@@ -14,7 +14,7 @@ from torch import Tensor
 from planner.model import ModelGraph
 from runtime import activations
 from runtime.activations import Compressed
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from tests.runtime import cases
 
 LARGEST_FP8 = 448.0  # of float8_e4m3fn
@@ -39,7 +39,7 @@ class CompressedFp8:
 def first_gradient(graph: ModelGraph, how: str) -> Tensor:
     """Return the gradient of the first batch, all parameters in a row."""
     plan = cases.plan(graph, micro_batches=1, activations=how)
-    engine = Engine(plan, graph, device=torch.device("cpu"))
+    engine = TokenEngine(plan, graph, device=torch.device("cpu"))
     tokens = cases.global_tokens(0)
     engine._all_micro_batches(tokens[:, :-1], tokens[:, 1:])
     grads = [p.grad for layer in engine.layers.values() for p in layer.parameters()]

@@ -273,9 +273,9 @@ def steps_s(plan: Plan, model: ModelGraph, *, most: int, hopeless_s: float = 1e9
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    from runtime.engine import Engine  # noqa: PLC0415
+    from runtime.engine import TokenEngine  # noqa: PLC0415
 
-    engine = Engine(plan, model, device=torch.device("cpu"))
+    engine = TokenEngine(plan, model, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(engine.data_rank)
     samples = plan.micro_batch * plan.micro_batches
     tokens = torch.randint(0, 256, (samples, plan.seq_len + 1), generator=generator)

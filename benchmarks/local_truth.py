@@ -42,7 +42,7 @@ from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.space import Pins, layouts
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -289,7 +289,7 @@ def work(folder: Path) -> None:
 
 def run(plan: Plan, model: ModelGraph, *, watch: bool) -> dict[str, Any]:
     """Return one rank's seconds of a few steps, warm-up left out, and its peak of live tensors."""
-    engine = Engine(plan, model, device=torch.device("cpu"))
+    engine = TokenEngine(plan, model, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(engine.data_rank)
     samples = plan.micro_batch * plan.micro_batches
     tokens = torch.randint(0, 256, (samples, plan.seq_len + 1), generator=generator)

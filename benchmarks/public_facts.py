@@ -237,6 +237,26 @@ PAIRS = (
     ("deepseek-v3-megatron-bf16-gb300", "deepseek-v3-megatron-bf16-gb200", "the same, bf16"),
     ("llama-3-8b-b200-1024k", "llama-3-8b-b200-8k", "8 thousand to a million tokens, B200"),
     ("llama-2-7b-h100-256k", "llama-2-7b-h100-8k", "8 to 256 thousand tokens, H100"),
+    (
+        "torchtitan-8b-128-fp8",
+        "torchtitan-8b-128-bf16-compiled",
+        "bf16 to fp8, Llama-3.1-8B, torchtitan, 128 H100",
+    ),
+    (
+        "torchtitan-70b-256-fp8",
+        "torchtitan-70b-256-bf16-compiled",
+        "bf16 to fp8, Llama-3-70B, tensor degree 8, 256 H100",
+    ),
+    (
+        "torchtitan-8b-64-tp8-fp8",
+        "torchtitan-8b-64-tp8-bf16-compiled",
+        "bf16 to fp8, Llama-3.1-8B, tensor degree 8, 64 H100",
+    ),
+    (
+        "torchtitan-8b-h200-32-fp8",
+        "torchtitan-8b-128-fp8",
+        "H100 of 2.4 TB/s and 500 W to H200, Llama-3.1-8B, fp8",
+    ),
 )
 """Trainings that differ in one thing: the later one, the former one, and what it is."""
 
@@ -269,7 +289,7 @@ def own_runtime_text() -> str:
     return (
         f"The project's own runtime would take {number(hours)} device-hours for each 10^12 tokens "
         f"of DeepSeek-V3 on 2,048 H800 in bf16 ({found.plan.layout.text()}): it sends tokens to "
-        "each of their experts and back, of which the way there hides behind the shared expert, and "
+        "each of their experts and back, of which the way there hides behind shared ones, and "
         "rounds nothing to 8 bits.\n"
     )
 

@@ -46,7 +46,7 @@ from profiler.ranks import result_of
 from runtime import reference
 from runtime.adapter import Head
 from runtime.context import WHOLE
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "overhead.md"
 CPU = torch.device("cpu")
@@ -259,7 +259,7 @@ def work(
 
 def pairs(name: str, layout: dict[str, Any]) -> list[list[float]]:
     model = graph_of(ARCHITECTURE, name="overhead")
-    engine = Engine(plan_of(model, layout), model, device=CPU)
+    engine = TokenEngine(plan_of(model, layout), model, device=CPU)
     plain = PLAIN[name](layout["micro_batches"])
     result = []
     for index in range(WARM_UP + PAIRS):

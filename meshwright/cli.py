@@ -458,7 +458,8 @@ def run(
     if steps:
         out.print(f"loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f} in {len(steps)} steps")
     if done.run.restarts:
-        out.print(f"started again {done.run.restarts} times")
+        times = "once" if done.run.restarts == 1 else f"{done.run.restarts} times"
+        out.print(f"started again {times}")
     if done.rows:
         out.print(comparison_table(done.rows))
     out.print(f"metrics and logs in {done.run.output}")

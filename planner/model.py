@@ -205,6 +205,10 @@ class DividedLayer(Part):
     """Of the last sum, if a recomputation stops before it; 0: there is none such."""
     copies_bytes: tuple[Count, ...] = ()
     """Of activations whose gradients are summed in backward."""
+    largest: Count = 0
+    """Elements of its largest parameter."""
+    whole_matrices: tuple[Count, ...] = ()
+    """Of the layer's, those that the axis divides."""
 
 
 class Layer(Part):
@@ -222,6 +226,13 @@ class Layer(Part):
     trace: LayerTrace | None = None
     divided: Annotated[tuple[DividedLayer, ...], Field(min_length=1)] | None = None
     """By degree of a tensor axis that divides it; it is whole on each rank of others."""
+    largest: Count | None = None
+    """Elements of a traced layer's largest parameter; None: not known, as large as the layer."""
+    tied: Positive | None = None
+    """Parameters of other layers that it reads too, of which a stage without those has copies."""
+    whole_matrices: tuple[Positive, ...] | None = None
+    """Sizes of the parameters whose optimizer looks at the whole of each (Muon, Adafactor): where
+    they are divided, one rank gathers each, updates it and hands it out."""
 
     def at(self, tensor: int) -> DividedLayer | None:
         """Return what a rank of so many has, None where the layer is whole on each."""

@@ -499,9 +499,24 @@ class Plan(Document):
         """Return the plan with what one sample of a batch is, in place of a length in tokens."""
         return self.model_copy(update={"batch": batch})
 
+    def __str__(self) -> str:
+        """Return the plan as a script prints it: a line for each stage; `repr` has all fields."""
+        lines = (
+            f"  stage {at}: {count} layers, {span}, recompute {recompute}"
+            for at, count, span, recompute in self._rows()
+        )
+        return "\n".join((self._title, *lines))
+
     def _repr_html_(self) -> str:
         """Return the plan as notebooks show it: its stages as a table."""
-        rows = [
+        return html_table(self._title, ("stage", "layers", "from, to", "recompute"), self._rows())
+
+    @property
+    def _title(self) -> str:
+        return f"{self.model.name} on {self.cluster}: {self.layout.text()}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
             (
                 str(at),
                 str(len(stage.layers)),
@@ -510,8 +525,6 @@ class Plan(Document):
             )
             for at, stage in enumerate(self.stages)
         ]
-        title = f"{self.model.name} on {self.cluster}: {self.layout.text()}"
-        return html_table(title, ("stage", "layers", "from, to", "recompute"), rows)
 
     def rank_of_stage(self, stage: int) -> int:
         """Return the pipeline rank that holds a stage."""

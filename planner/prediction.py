@@ -6,7 +6,16 @@ from typing import ClassVar, Self
 
 from planner.document import Document, Part
 from planner.shown import html_table
-from planner.units import Count, Finite, Flag, Positive, Text, bytes_text, seconds_text
+from planner.units import (
+    Count,
+    Finite,
+    Flag,
+    Positive,
+    Text,
+    bytes_text,
+    count_text,
+    seconds_text,
+)
 
 
 class StagePrediction(Part):
@@ -56,6 +65,8 @@ class Prediction(Document):
     samples_per_s: Finite | None = None
     """Where samples are not told apart into tokens: those of a script's own module."""
     mfu: Finite
+    compile_s: Finite = 0.0
+    """Before the first step; no part of a step."""
     fits: Flag
     stages: tuple[StagePrediction, ...]
     assumptions: tuple[Assumption, ...] = ()
@@ -76,11 +87,24 @@ class Prediction(Document):
             )
             for at, stage in enumerate(self.stages)
         ]
+        head = ("stage", "forward", "backward", "peak memory", "of")
+        return html_table(self._title, head, rows, self.notes)
+
+    def __str__(self) -> str:
+        """Return the prediction as a script prints it; `repr` has all fields."""
+        rate, unit = self.throughput
+        stages = (
+            f"  stage {at}: peak memory {bytes_text(stage.peak_memory_bytes)} of "
+            f"{bytes_text(stage.memory_capacity_bytes)}"
+            for at, stage in enumerate(self.stages)
+        )
+        return "\n".join((f"{self._title}, {count_text(rate)} {unit}", *stages, *self.notes))
+
+    @property
+    def _title(self) -> str:
         span = f"{seconds_text(self.step_time_low_s)} to {seconds_text(self.step_time_high_s)}"
         fits = "" if self.fits else "; does not fit in memory"
-        title = f"{self.layout}: step {seconds_text(self.step_time_s)} ({span}){fits}"
-        head = ("stage", "forward", "backward", "peak memory", "of")
-        return html_table(title, head, rows, self.notes)
+        return f"{self.layout}: step {seconds_text(self.step_time_s)} ({span}){fits}"
 
     @property
     def throughput(self) -> tuple[float, str]:

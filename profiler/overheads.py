@@ -41,7 +41,7 @@ from planner.training import Training
 from profiler.chain import Case, Chain, plan_of
 from profiler.clock import Clock, median, slowest
 from profiler.layers import trial
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.mesh import Place, place_of
 from runtime.optimizer import Optimizer
 from runtime.parallelize import ParallelStage, activation_type, parallel_stage
@@ -360,7 +360,7 @@ def step_s(device: torch.device) -> float:
     model = tiny_model(blocks=2)
     mesh = Mesh(data_replicate=world)
     names = [name for name, _ in model.chain]
-    engine = Engine(plan_of(model, [names], seq_len=SEQ_LEN, mesh=mesh), model, device=device)
+    engine = TokenEngine(plan_of(model, [names], seq_len=SEQ_LEN, mesh=mesh), model, device=device)
     tokens = torch.zeros(1, SEQ_LEN + 1, dtype=torch.int64)
     clock = Clock(device)
     begun: list[float] = []
@@ -395,7 +395,7 @@ def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -
     plan = plan_of(
         model, stages, seq_len=SEQ_LEN, mesh=Mesh(pipeline=world), micro_batches=MICRO_BATCHES
     )
-    engine = Engine(plan, model, device=device)
+    engine = TokenEngine(plan, model, device=device)
     pipeline = engine._pipeline
     assert pipeline is not None
     tokens = torch.zeros(MICRO_BATCHES, SEQ_LEN + 1, dtype=torch.int64, device=device)

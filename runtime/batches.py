@@ -59,9 +59,9 @@ def micro_batches(batch: Any, *, size: int, count: int) -> list[Any]:
     found = samples_in(batch)
     if found != size * count:
         raise BatchError(
-            f"batch: has {found} samples, and this rank's slice of a step is {count} micro-batches "
-            f"of {size}; give engine.slice(batch) of the global batch, and drop the last batch of "
-            "an epoch if it is smaller (drop_last=True)"
+            f"batch: has {found} samples, and this rank's slice of a step has {size * count} "
+            f"(micro-batches of {size}); give engine.slice(batch) of the global batch, and drop "
+            "the last batch of an epoch if it is smaller (drop_last=True)"
         )
     return [part_of(batch, range(at, at + size)) for at in range(0, found, size)]
 

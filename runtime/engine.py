@@ -1,4 +1,4 @@
-"""Engine: executes a Plan on one rank.
+"""TokenEngine: executes a Plan of a language model on one rank, from tokens to the update.
 
 It asks an adapter for its stage's layers, makes them parallel, and repeats: forwards and backwards
 of all micro-batches in the plan's order, gradients summed and clipped, one optimizer step.
@@ -66,7 +66,7 @@ class StepResult:
     """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
 
 
-class Engine:
+class TokenEngine:
     """One rank of a plan: modules, schedule and optimizer.
 
     Built by all ranks of an initialised process group together, or by one process without a group.

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime import experts
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from runtime.mesh import place_of
 from runtime.torch_internals import fake_store, fsdp_parameters, shapes_found_in
@@ -69,7 +69,7 @@ def rehearse(plan: Plan, model: ModelGraph, *, rank: int) -> Rehearsal:
     The process must not be in a process group; for the time of the call it is in a fake one.
     """
     with fake_job(plan, rank=rank):
-        engine = Engine(plan, model, device=CPU)
+        engine = TokenEngine(plan, model, device=CPU)
         samples = plan.micro_batch * plan.micro_batches
         tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
         engine.step(tokens)
@@ -175,7 +175,7 @@ class _NoValues(TorchDispatchMode):
 class _Look:
     """Tells what is alive by kind, when called in the middle of a step."""
 
-    def __init__(self, engine: Engine, found: list[Rehearsal]) -> None:
+    def __init__(self, engine: TokenEngine, found: list[Rehearsal]) -> None:
         self.live: LiveMemory | None = None
         self._engine = engine
         self._found = found
@@ -196,7 +196,7 @@ class _Look:
         )
 
 
-def _everything(engine: Engine) -> Iterator[Tensor]:
+def _everything(engine: TokenEngine) -> Iterator[Tensor]:
     """Yield what lives from step to step."""
     yield from engine.state().values()
     for layer in engine.layers.values():
@@ -204,20 +204,20 @@ def _everything(engine: Engine) -> Iterator[Tensor]:
     yield from _whole_copies(engine)
 
 
-def _fsdp_parameters(engine: Engine) -> Iterator[Any]:
+def _fsdp_parameters(engine: TokenEngine) -> Iterator[Any]:
     """Yield FSDP's own records of the parameters that it divides."""
     for module in (m for part in engine._parts for m in part.chain.modules()):
         if isinstance(module, FSDPModule):
             yield from fsdp_parameters(module)
 
 
-def _whole_copies(engine: Engine) -> Iterator[Tensor]:
+def _whole_copies(engine: TokenEngine) -> Iterator[Tensor]:
     # Only these: a fake parameter that looks into a freed storage would fill it by being touched.
     for parameter in _fsdp_parameters(engine):
         yield from parameter.all_gather_outputs
 
 
-def _gradients(engine: Engine) -> Iterator[Tensor]:
+def _gradients(engine: TokenEngine) -> Iterator[Tensor]:
     owners = [slot.parameter for slot in engine._optimizer.slots]
     for parameter in _fsdp_parameters(engine):
         if parameter.unsharded_accumulated_grad is not None:

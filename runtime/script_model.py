@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from runtime.loss import counted
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recorder import Inputs, Recorder, arguments, has_data, unchanged
 from runtime.recording import Recording, called_name
-from runtime.torch_optimizers import Factory, GroupOf, grouped, state_bytes
+from runtime.torch_optimizers import Factory, GroupOf, gathered_names, grouped, state_bytes
 from runtime.trace import traced_call
 
 MOST_CHECKED = 200_000_000
@@ -65,17 +65,32 @@ def script_model(
     recorder = Recorder.of(module, few, inputs, units=units)
     recording = recorder.first
     figures = [_halved(figures) for figures in _figures(recorder, few, loss)]
-    divided = _divided(module, recorder, few, loss, degrees)
-    kinds = _kinds(module, recording, figures)
+    gathered = (
+        gathered_names(grouped(module.named_parameters(), optimizer, groups))
+        if (optimizer)
+        else frozenset()
+    )
+    divided = _divided(module, recorder, few, loss, degrees, gathered)
+    own = _own_parameters(recording)
+    matrices = [
+        tuple(module.get_parameter(name).numel() for name in names if name in gathered)
+        for names in own
+    ]
+    counts = [_count(module, names) for names in own]
+    kinds = _kinds(module, recording, figures, list(zip(counts, matrices, strict=True)))
     layers = [
-        Layer(name=layer.name, kind=kind, parameters=count, trace=trace, divided=parts)
-        for layer, kind, trace, count, parts in zip(
-            recording.layers,
-            kinds,
-            figures,
-            _parameters(module, recording),
-            divided,
-            strict=True,
+        Layer(
+            name=layer.name,
+            kind=kind,
+            parameters=count,
+            trace=trace,
+            divided=parts,
+            tied=_count(module, (name for name in layer.parameters if name not in names)) or None,
+            largest=max((module.get_parameter(name).numel() for name in names), default=0),
+            whole_matrices=whole or None,
+        )
+        for layer, kind, trace, names, count, parts, whole in zip(
+            recording.layers, kinds, figures, own, counts, divided, matrices, strict=True
         )
     ]
     return ModelGraph(
@@ -248,15 +263,18 @@ def _figures_of(
     return traced_call(call, owned=owned, loss=total if loss is not None else None)
 
 
-def _parameters(module: nn.Module, recording: Recording) -> list[int]:
-    """[layer] Parameters, those that several layers read counted in the first."""
+def _own_parameters(recording: Recording) -> list[list[str]]:
+    """[layer] Names of parameters, those that several layers read in the first."""
     known: set[str] = set()
     result = []
     for layer in recording.layers:
-        own = [name for name in layer.parameters if name not in known]
-        known |= set(own)
-        result.append(sum(module.get_parameter(name).numel() for name in own))
+        result.append([name for name in layer.parameters if name not in known])
+        known |= set(layer.parameters)
     return result
+
+
+def _count(module: nn.Module, names: Iterable[str]) -> int:
+    return sum(module.get_parameter(name).numel() for name in names)
 
 
 # --- over a tensor axis --------------------------------------------------------------------------
@@ -268,6 +286,7 @@ def _divided(
     batch: Any,
     loss: Loss | None,
     degrees: Sequence[int],
+    gathered: frozenset[str],
 ) -> list[tuple[DividedLayer, ...] | None]:
     """[layer] What a rank has of each layer, at each degree that divides it."""
     recording = recorder.first
@@ -285,14 +304,21 @@ def _divided(
                 part = twin.get_submodule(name)
                 take_parts(part, unit.regions, 0, degree)
                 unit.apply(part, across)
-            counts = _parameters(twin, recording)
+            own = _own_parameters(recording)
             made = list(_figures_of_layers(twin, recorder, given, loss, across))
-        for at, ((trace, sums), count) in enumerate(zip(made, counts, strict=True)):
+        for at, ((trace, sums), names) in enumerate(zip(made, own, strict=True)):
+            whole_sizes = [(module.get_parameter(name).numel(), name) for name in names]
             if not units.keys().isdisjoint(recording.layers[at].units):
                 found[at].append(
                     DividedLayer(
                         tensor=degree,
-                        parameters=count,
+                        parameters=_count(twin, names),
+                        largest=max((twin.get_parameter(n).numel() for n in names), default=0),
+                        whole_matrices=tuple(
+                            size
+                            for size, name in whole_sizes
+                            if name in gathered and twin.get_parameter(name).numel() < size
+                        ),
                         trace=_halved(trace),
                         sums_bytes=tuple(size // SAMPLES for size in sums.again),
                         last_sum_bytes=sums.last // SAMPLES,
@@ -371,17 +397,22 @@ def _halved(figures: LayerTrace) -> LayerTrace:
     )
 
 
-def _kinds(module: nn.Module, recording: Recording, figures: Sequence[LayerTrace]) -> list[str]:
+def _kinds(
+    module: nn.Module,
+    recording: Recording,
+    figures: Sequence[LayerTrace],
+    besides: Sequence[object],
+) -> list[str]:
     """Name each layer's kind: the class of its first unit, numbered from the second kind on."""
     names: dict[Any, str] = {}
     used: dict[str, int] = {}
     result = []
-    for layer, trace in zip(recording.layers, figures, strict=True):
+    for layer, trace, beside in zip(recording.layers, figures, besides, strict=True):
         parts = [module.get_submodule(unit) for unit in layer.units]
         shapes = tuple(tuple(module.get_parameter(name).shape) for name in layer.parameters)
         nodes = recording.nodes[layer.first : layer.last]
         calls = tuple(called_name(node.call) for node in nodes if node.unit is None)
-        identity = (*map(type, parts), shapes, calls, trace)
+        identity = (*map(type, parts), shapes, calls, trace, beside)
         if identity not in names:
             called = type(parts[0] if parts else module).__name__
             name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", called).lower()

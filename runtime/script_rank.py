@@ -12,8 +12,12 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runtime.rank import die_with_launcher
+
+if TYPE_CHECKING:
+    from runtime import run
 
 PLAN_VARIABLE = "MESHWRIGHT_PLAN"
 """Names the plan's file for a script's Engine."""
@@ -33,23 +37,44 @@ def main() -> int:
     except SystemExit as ended:
         if ended.code in (None, 0):
             return 0
-        print(ended.code if isinstance(ended.code, str) else "", file=sys.stderr)
-        return ended.code if isinstance(ended.code, int) else 1
+        code = ended.code if isinstance(ended.code, int) else 1
+        said = "" if isinstance(ended.code, int) else str(ended.code)
+        if said:
+            print(said, file=sys.stderr)
+        _tell("SystemExit", said)
+        return code
     except BaseException as error:
-        traceback.print_exc()
-        _say(error)
+        _say(error, script)
         return 1
     return 0
 
 
-def _say(error: BaseException) -> None:
+def _tell(kind: str, message: str) -> run.Failure:
+    """Tell the launcher why this rank stopped."""
     from runtime import run  # noqa: PLC0415 - what imports pydantic comes behind the script
 
-    rank = int(os.environ["RANK"])
-    failure = run.Failure(
-        rank=rank, kind=type(error).__name__, message=str(error), at_unix_s=time.time()
-    )
-    run.write_json(failure, run.failure_file(Path(os.environ[OUTPUT_VARIABLE]), rank))
+    rank, output = int(os.environ["RANK"]), Path(os.environ[OUTPUT_VARIABLE])
+    failure = run.Failure(rank=rank, kind=kind, message=message, at_unix_s=time.time())
+    run.write_json(failure, run.failure_file(output, rank))
+    return failure
+
+
+def _say(error: BaseException, script: str) -> None:
+    """Print where the script failed, and tell the launcher."""
+    from runtime import run  # noqa: PLC0415 - what imports pydantic comes behind the script
+    from runtime.supervise import blames_a_peer  # noqa: PLC0415
+
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != script:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(error.with_traceback(trace or error.__traceback__)))
+    failure = _tell(type(error).__name__, str(error))
+    if failure.rank == 0 and blames_a_peer(failure):
+        # The console has what rank 0 prints, and shall have the cause: the other rank's end.
+        with run.log_file(Path(os.environ[OUTPUT_VARIABLE]), 0).open("a") as log:
+            log.write(text)
+    else:
+        print(text, end="", file=sys.stderr)
 
 
 if __name__ == "__main__":

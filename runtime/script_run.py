@@ -65,7 +65,7 @@ class ScriptRun:
         if measured is None:
             return []
         samples = self.global_batch
-        return [
+        rows = [
             Comparison(quantity="step time", unit="s", predicted=predicted, measured=measured),
             Comparison(
                 quantity="throughput",
@@ -74,6 +74,16 @@ class ScriptRun:
                 measured=samples / measured,
             ),
         ]
+        if peak := self.steps[-1].peak_memory_bytes:  # of rank 0, which has the first stage
+            rows.append(
+                Comparison(
+                    quantity="stage 0 peak memory",
+                    unit="bytes",
+                    predicted=prediction.stages[0].peak_memory_bytes,
+                    measured=peak,
+                )
+            )
+        return rows
 
 
 class _Ended(LaunchError):  # noqa: N818 - it is told to the other nodes, which end too
@@ -152,10 +162,11 @@ def run_script(
                 say(f"{ended}; starting all ranks again ({attempt + 1} of {restarts})")
             except KeyboardInterrupt:
                 done = _steps_done(folder)
-                after = f"after step {done}" if done else "before the first step"
+                if not done:
+                    raise LaunchError("interrupted before the first step") from None
                 raise LaunchError(
-                    f"interrupted {after}; a script that calls engine.resume(folder) goes on from "
-                    "what it has saved there"
+                    f"interrupted after step {done}; started again, a script that calls "
+                    "engine.resume(folder) goes on from its last checkpoint"
                 ) from None
             else:
                 break
@@ -231,7 +242,7 @@ def _attempt(
             raise _Ended(str(error)) from None
         if bad is not None:
             shown = leads and bad.cause.rank == 0
-            log = run.log_file(folder, bad.cause.rank)
+            log = _from_here(run.log_file(folder, bad.cause.rank))
             end = f". Its log is {log}" if shown else f". The end of {log}:{last_lines(log)}"
             raise _Ended(_how(bad, folder), end)
 
@@ -261,6 +272,12 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+def _from_here(path: Path) -> Path:
+    """Return a path as a user would write it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def _steps_done(folder: Path) -> int:
     with contextlib.suppress(OSError):
         newest = run.newest_record(run.metrics_file(folder))
@@ -270,7 +287,10 @@ def _steps_done(folder: Path) -> int:
 
 def _how(bad: BadEnd, folder: Path) -> str:
     ended, failure = bad.cause, bad.failure
-    if failure is not None:
+    if failure is not None and failure.kind == "SystemExit":
+        said = f": {failure.message[:300]}" if failure.message else ""
+        how = f"exited with code {ended.code}{said}"
+    elif failure is not None:
         first = (failure.message.splitlines() or [""])[0]
         how = f"stopped with {failure.kind}: {first[:300]}"
     else:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
+from torch.distributed.pipelining.stage import PipelineStage
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils.checkpoint import _VersionWrapper as VersionWrapper
@@ -112,6 +113,21 @@ def reduce_scatter(output: Tensor, source: Tensor, *, group: dist.ProcessGroup) 
     # 2.13 warns of the older name, which is the only one of 2.11.
     named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     named(output, source, group=group)
+
+
+@contextlib.contextmanager
+def stages_know_shapes() -> Iterator[None]:
+    """Let the ranks of a pipeline agree that all know their shapes, without asking the others."""
+    voted = PipelineStage._warmup_backward_result
+
+    def agreed(stage: PipelineStage, received_result: Tensor | None = None) -> Tensor:
+        return torch.ones_like(voted(stage, received_result=received_result))
+
+    PipelineStage._warmup_backward_result = agreed  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        PipelineStage._warmup_backward_result = voted  # type: ignore[method-assign]
 
 
 def fsdp_parameters(module: FSDPModule, *, below: bool = False) -> Iterator[Any]:

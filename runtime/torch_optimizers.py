@@ -184,6 +184,16 @@ def state_bytes(group: Group, shapes: Iterable[torch.Size]) -> float:
     return total
 
 
+def gathered_names(groups: Iterable[Group]) -> frozenset[str]:
+    """Return the parameters that one rank updates whole where a plan divides them."""
+    return frozenset(
+        name
+        for group in groups
+        if not is_elementwise(group.factory, group.settings)
+        for name in group.names
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
     """One parameter as its optimizer has it."""

@@ -109,7 +109,7 @@ class Steps(Protocol):
 
 def train(orders: Orders, *, rank: int, local_rank: int) -> RankRecord:
     """Carry out a run's orders as one of its ranks; the process group is joined already."""
-    from runtime.engine import Engine  # noqa: PLC0415 - tests of the loop bring their own
+    from runtime.engine import TokenEngine  # noqa: PLC0415 - tests of the loop bring their own
 
     output = Path(orders.output)
     plan = read(Plan, run.plan_file(output))
@@ -118,7 +118,7 @@ def train(orders: Orders, *, rank: int, local_rank: int) -> RankRecord:
     device = torch.device("cuda", local_rank) if orders.device == "cuda" else torch.device("cpu")
     weights = Path(orders.weights) if orders.weights else None
     documents = corpus.kind == "conversations"
-    engine = Engine(plan, model, device=device, weights=weights, documents=documents)
+    engine = TokenEngine(plan, model, device=device, weights=weights, documents=documents)
     loop = Loop(engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank)
     if orders.resume:
         loop.resume(Path(orders.resume))

@@ -38,7 +38,7 @@ from planner.layers.parameters import graph_of
 from planner.model import Architecture, ModelGraph
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import predict
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 
 Row = dict[str, Any]
@@ -166,7 +166,7 @@ def _float8(at: Setting) -> None:
 
 def losses(plan: Plan, model: ModelGraph, device: torch.device, steps: int = 3) -> list[float]:
     """Return the losses of a plan's first steps on the same tokens."""
-    engine = Engine(plan, model, device=device)
+    engine = TokenEngine(plan, model, device=device)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.architecture.vocab_size if model.architecture else 256
     shape = (plan.global_batch, plan.seq_len + 1)
@@ -258,7 +258,7 @@ def plans(at: Setting) -> Rows:
 
 
 def _steps(plan: Plan, model: ModelGraph, at: Setting) -> Row:
-    engine = Engine(plan, model, device=at.device)
+    engine = TokenEngine(plan, model, device=at.device)
     vocabulary = model.architecture.vocab_size if model.architecture else 256
     tokens = torch.randint(vocabulary, (plan.global_batch, plan.seq_len + 1))
     seconds = at.seconds(lambda: engine.step(tokens))
@@ -289,7 +289,7 @@ def edge(at: Setting) -> Rows:
             def fits(size: int) -> bool:
                 try:
                     _alone(
-                        lambda: Engine(plan(size), model, device=at.device).step(
+                        lambda: TokenEngine(plan(size), model, device=at.device).step(
                             torch.zeros(size, 2049, dtype=torch.int64)
                         )
                     )
@@ -431,7 +431,7 @@ def compiled(at: Setting) -> Rows:
             plan = case.plan(model, "local:1", length)
 
             def step(compiles: bool) -> Row:
-                engine = Engine(plan, model, device=at.device)
+                engine = TokenEngine(plan, model, device=at.device)
                 if compiles:
                     for name, layer in engine.layers.items():
                         if name.startswith("block"):
@@ -502,7 +502,7 @@ def launches(at: Setting) -> Rows:
             plan = case.plan(model, "local:1", 128 if at.tiny else 2048)
 
             def traced() -> Row:
-                engine = Engine(plan, model, device=at.device)
+                engine = TokenEngine(plan, model, device=at.device)
                 if compiles:
                     for name, layer in engine.layers.items():
                         if name.startswith("block"):

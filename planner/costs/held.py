@@ -12,7 +12,7 @@ from functools import cached_property
 from planner.costs import memory
 from planner.costs.crossings import sink_kind
 from planner.costs.lora import adapter_parameters
-from planner.costs.memory import Sharing, States
+from planner.costs.memory import FP32, Sharing, States
 from planner.costs.sharding import POWERSGD_RANK
 from planner.layers import arithmetic
 from planner.model import Layer, ModelGraph
@@ -130,6 +130,10 @@ class HeldStates:
             states = memory.in_root(states, largest, sharing)
         if self._stack.sharding.ends == "root" and layer.kind in self.end_kinds:
             states = memory.in_root_unit(states, dense, sharing)
+        whole = sum(matrices_bytes(layer, sharing, layout.tensor))
+        if whole:  # each at its owner, beside the part that it has of it
+            owners = sharing.shard if sharing.sharded else layout.tensor
+            states = replace(states, optimizer_bytes=states.optimizer_bytes + whole / owners)
         optimized = dense / (sharing.shard if sharing.sharded else 1)
         apart: Apart | None = None
         if routed:
@@ -178,9 +182,14 @@ class HeldStates:
         )
 
     def tied_copy(self, layer: Layer) -> float:
-        """Parameters of the output projection where the pipeline's last stage holds a copy."""
+        """Parameters of other stages of which a layer's own holds a copy in a pipeline.
+
+        Of a language model it is the output projection's, on the last stage.
+        """
         a = self._model.architecture
-        if layer.kind != "head" or a is None or not a.tied_embeddings:
+        if a is None:
+            return float(layer.tied or 0)
+        if layer.kind != "head" or not a.tied_embeddings:
             return 0.0
         return float(a.vocab_size * (a.embedding_size or a.hidden_size))
 
@@ -195,6 +204,19 @@ class HeldStates:
             first if kinds.count(first) == 1 else None,
             last if kinds.count(last) == 1 else None,
         )
+
+
+def matrices_bytes(layer: Layer, sharing: Sharing, tensor: int) -> tuple[int, ...]:
+    """Return the bytes of each matrix that one rank updates whole, while ranks divide it.
+
+    ZeRO divides all of them, else the tensor axis some.
+    """
+    if sharing.sharded:
+        found = layer.whole_matrices or ()
+    else:
+        divided = layer.at(tensor)
+        found = divided.whole_matrices if divided else ()
+    return tuple(FP32 * size for size in found)
 
 
 def of_experts(sharing: Sharing, tensor: int, expert: int, expert_tensor: int = 1) -> Sharing:

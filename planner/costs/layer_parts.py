@@ -15,7 +15,7 @@ from planner.cluster import ClusterSpec
 from planner.costs.activations import Treated, treated
 from planner.costs.calibration import Figures
 from planner.costs.collectives import Level, group_steps, levels, same_experts_steps
-from planner.costs.held import Held, HeldStates, weight_versions
+from planner.costs.held import Held, HeldStates, matrices_bytes, weight_versions
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layer_seconds import ENDS
 from planner.costs.memory import Sharing, States
@@ -30,7 +30,7 @@ from planner.costs.sharding import (
 )
 from planner.costs.strategy import StrategyParts
 from planner.layers.operator_table import Setting
-from planner.model import Layer, ModelGraph
+from planner.model import Layer, ModelGraph, is_script
 from planner.plan import Activations, Axis, Layout
 from planner.profile import Recompute
 
@@ -61,6 +61,7 @@ class LayerParts:
         self._activations = activations
         self._recomputes = recomputes
         self._layers = {layer.kind: layer for layer in model.layers}
+        self._scripted = is_script(model.source or "")
         gathered = rates.stack.eight_bit.gathered
         self._narrow = rates.device.eight_bit_flops is not None and "parameters" in gathered
         self._traffic: dict[tuple[object, ...], Traffic] = {}
@@ -122,7 +123,9 @@ class LayerParts:
             held = self._holding.held(layer, layout, sharing)
             narrow = self._narrow and layer.kind not in ENDS
             moving = self._moving(held, sharing, links, narrow=narrow)
-            found = _Moved(held, moving, self._tied_s(layer, layout, links))
+            once_s = self._tied_s(layer, layout, links)
+            once_s += self._matrices_s(layer, layout, sharing, links)
+            found = _Moved(held, moving, once_s)
             self._known_moved[key] = found
         return found
 
@@ -134,6 +137,8 @@ class LayerParts:
         sharing = self._holding.sharing(layout)
         last = layout.pipeline > 1 and layer.kind == self._holding.end_kinds[1]
         last = last and self._rates.stack.pipeline.keeps_results
+        # A script's loss is part of its last stage, which hands on one number.
+        last = last and not self._scripted
         optimizer_s = self._rates.optimizer_s(held.optimized, sharing.types)
         stream_s = 0.0
         match layout.offload:
@@ -286,6 +291,22 @@ class LayerParts:
         ends = (Level(links.neighbours[-1].tier, 2),)
         size = self._holding.sharing(layout).types.gradient * copy / divided
         return self._rates.link_s("all_reduce", size, ends)
+
+    def _matrices_s(self, layer: Layer, layout: Layout, sharing: Sharing, links: Links) -> float:
+        """Seconds of bringing matrices to the ranks that update them whole, and back.
+
+        Of each matrix the gradient and the weight are gathered, and the new weight is broadcast
+        (runtime/torch_optimizers.py).
+        """
+        group = links.shard
+        if not sharing.sharded:
+            steps = group_steps(layout, ("tensor",))
+            group = levels(self._cluster.tiers, steps, devices=layout.devices)
+        return sum(
+            2 * self._rates.link_s("all_gather", size, group)
+            + self._rates.link_s("broadcast", size, group)
+            for size in matrices_bytes(layer, sharing, layout.tensor)
+        )
 
     def links(self, layout: Layout) -> Links:
         """Return the links of a layout that share states and join stages."""

@@ -123,7 +123,9 @@ def largest_matrix(model: ModelGraph, layer: Layer, *, tensor: int = 1) -> float
     """Return the parameters of a layer's largest matrix on a rank."""
     a = model.architecture
     if a is None or layer.trace is not None:
-        return _traced_parameters(layer, tensor)
+        divided = layer.at(tensor)
+        known = divided.largest if divided else layer.largest
+        return _traced_parameters(layer, tensor) if known is None else float(known)
     if layer.kind in ("embedding", "head"):
         return a.vocab_size * embedding_width(a) / tensor
     widest = max(a.ffn_size, a.heads * a.head_dim)
@@ -285,7 +287,12 @@ def traced(layer: Layer, setting: Setting) -> Table:
         ]
         operators, outside = (*sums[:-1], operator, sums[-1]), 1
     return Table(
-        kind=layer.kind, operators=operators, input_bytes=output, output="out", outside=outside
+        kind=layer.kind,
+        operators=operators,
+        input_bytes=output,
+        output="out",
+        outside=outside,
+        backward_peak=operator.workspace_bytes,
     )
 
 

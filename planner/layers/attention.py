@@ -224,6 +224,15 @@ def _rotary(
 
 
 def _core(
+    a: Architecture, kind: str, setting: Setting, inputs: tuple[str, str, str], **sizes: float
+) -> list[Operator]:
+    """Attention between its projections, of these bytes of queries, keys, values and results."""
+    if setting.kernels.scores == "written":
+        return _written(a, setting, inputs, **sizes)
+    return _fused(a, kind, setting, inputs, **sizes)
+
+
+def _fused(
     a: Architecture,
     kind: str,
     setting: Setting,
@@ -235,13 +244,11 @@ def _core(
     out: float,
     width: float,
 ) -> list[Operator]:
-    """Fused attention; with context parallelism keys and values are gathered first.
+    """Fused attention; with context parallelism keys and values are brought first.
 
     FLOPs: 2 products of 2 b s (keys per query) a d, and a causal mask skips half of the keys.
     """
     q, k, v = inputs
-    if setting.kernels.scores == "written":
-        return _written(a, setting, inputs, query=query, key=key, value=value, out=out, width=width)
     operators = []
     saved: tuple[str, ...] = ("log_sum",)
     attended, kernels, workspace, scores = _attended(a, setting.seq_len), 1, 0.0, 0.0
@@ -301,7 +308,7 @@ def _core(
         attended = _skipping(a, kind, setting)
     core = "core_heads" if divided == "heads" else "core"
     log_sum = setting.tokens * a.heads / setting.tensor * FP32
-    passes = _score_passes(a, setting)
+    passes = _passes(a, setting)
     moved = query + key + value + out if setting.kernels.core_traffic else 0.0
     operators.append(
         Operator(
@@ -334,14 +341,6 @@ def _repeated(inputs: tuple[str, str], key: float, value: float) -> Operator:
         backward_moved_bytes=2 * (key + value),
         kernels=2,
     )
-
-
-def _score_passes(a: Architecture, setting: Setting) -> tuple[float, float]:
-    """Return the bytes that a score moves in both passes where it is taken block by block."""
-    forward, backward = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
-    if a.family == "gemma2":
-        return forward, backward
-    return forward - CAP_PASSES[0], backward - CAP_PASSES[1]
 
 
 def _written(
@@ -447,6 +446,13 @@ def _skipping(a: Architecture, kind: str, setting: Setting) -> float:
     if a.causal and setting.divides_sequence and not setting.kernels.balanced:
         attended = attended * (2 - 1 / setting.context)
     return attended
+
+
+def _passes(a: Architecture, setting: Setting) -> tuple[float, float]:
+    """Bytes of each score of attention in blocks that move, forward and backward."""
+    there, back = CAPPED_PASSES_FP32 if setting.element_bytes == FP32 else CAPPED_PASSES
+    capped = a.family == "gemma2"
+    return (there, back) if capped else (there - CAP_PASSES[0], back - CAP_PASSES[1])
 
 
 def _exchanged(

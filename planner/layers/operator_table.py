@@ -30,7 +30,7 @@ OperatorKind = Literal[
     "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 ]
 Pass = Literal["forward", "backward"]
-GroupAxis = Literal["tensor", "context", "expert"]
+GroupAxis = Literal["tensor", "context", "expert", "expert_tensor"]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
@@ -107,6 +107,7 @@ class Setting:
             self.loss is not None,
             self.pipelined,
             self.compiled,
+            self.divides_experts,
         )
 
     @property
@@ -123,6 +124,11 @@ class Setting:
     def spreads_experts(self) -> bool:
         """Whether experts are on several ranks."""
         return self.expert > 1
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether several ranks divide each expert, beside experts on several ranks."""
+        return self.expert > 1 and self.expert_tensor > 1
 
     @property
     def batched(self) -> bool:
@@ -178,6 +184,11 @@ class ManySettings(Setting):
     def spreads_experts(self) -> bool:
         """Whether experts are on several ranks."""
         return self.taken[2]
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether several ranks divide each expert."""
+        return self.taken[-1]
 
     @property
     def batched(self) -> bool:
@@ -260,6 +271,9 @@ class Table:
     keeps_needed: bool = False
     """Of what selective recompute would keep, only what backward asks for is kept: a compiler
     knows that before the first step."""
+    backward_peak: float | None = None
+    """Peak inside backward of a layer that was traced, its output's gradient included; None: it is
+    read off the operators."""
 
     @cached_property
     def sizes(self) -> dict[str, float]:
@@ -277,6 +291,8 @@ class Table:
     @property
     def returned_bytes(self) -> float:
         """Bytes of what the layer's own operators return: logits, where the loss is outside."""
+        if self.backward_peak is not None:  # what a traced layer keeps is among its outputs
+            return self.output_bytes
         return sum(self._inside[-1].outputs.values())
 
     @property
@@ -366,6 +382,8 @@ class Table:
         Gradients of activations count, the output's included; those of parameters do not.
         Recomputation starts when backward enters the layer's own operators.
         """
+        if self.backward_peak is not None:
+            return self.backward_peak + self.recomputed_bytes(recompute)
         first_save: dict[str, int] = {}
         for index, operator in enumerate(self.operators):
             for name in operator.saved:

@@ -224,6 +224,8 @@ def plan_with(
         micro_batches=layout.micro_batches,
         offload=layout.offload,
         gradient_wire=layout.gradient_wire,
+        loss=layout.loss,
+        compile=layout.compile,
         timeout_s=min(max(SHORTEST_TIMEOUT_S, 10.0 * step_s), LONGEST_S),
         training=Training(lora=job.lora),
         stages=stages,

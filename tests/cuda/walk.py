@@ -26,7 +26,7 @@ from planner.profile import CollectiveCurve, LinkPoint
 from profiler import chain, devices, layers, overheads, stages
 from profiler.chain import Case, Chain
 from runtime import experts
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.rehearsal import fake_job
 from tests.cuda.fake_cuda import fake_cuda
 from tests.cuda.streams import WORLD, Watch
@@ -53,7 +53,7 @@ def stepped(rank: int = 0, *, family: str = "reference", steps: int = 2, **layou
         plan = cases.plan(graph, **{"global_batch": 64, **layout})
         plan = plan.model_copy(update={"loss": loss})
         with job(plan, rank=rank):
-            engine = Engine(plan, graph, device=CUDA)
+            engine = TokenEngine(plan, graph, device=CUDA)
             count = len(plan.samples_of(engine.data_rank))
             tokens = torch.zeros(count, plan.seq_len + 1, dtype=torch.int64)
             for _ in range(steps):

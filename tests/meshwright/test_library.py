@@ -223,6 +223,9 @@ def test_notebooks_show_tables_with_text_escaped() -> None:
         text = shown._repr_html_()
         assert "<table>" in text
         assert "<script" not in text
+    assert str(plan).splitlines()[0].endswith(plan.layout.text())
+    assert len(str(plan).splitlines()) == 1 + len(plan.stages)
+    assert f"{told.layout}: step " in str(told)
     assert isinstance(plan, Plan)
     assert isinstance(told, Prediction)
     assert isinstance(proof, Certificate)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from tests.runtime import cases
 
 STEPS = 3
@@ -32,10 +32,10 @@ class Run:
 
 
 def train(
-    plan: Plan, model: ModelGraph, steps: int = STEPS, engines: list[Engine] | None = None
+    plan: Plan, model: ModelGraph, steps: int = STEPS, engines: list[TokenEngine] | None = None
 ) -> Run:
     """Train this rank's part and return the weights it holds, whole; `engines` gets what did it."""
-    engine = Engine(plan, model, device=torch.device("cpu"))
+    engine = TokenEngine(plan, model, device=torch.device("cpu"))
     if engines is not None:
         engines.append(engine)
     losses, norms = [], []

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from runtime import activations, host
 from runtime.activations import GROUP, LEAST_ELEMENTS, Compressed, Packing, Traffic, packing
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -304,7 +304,7 @@ def test_compression_stays_within_its_bounds(family: str, recompute: str) -> Non
 
 
 def first_gradient(graph: Any, **layout: Any) -> torch.Tensor:
-    engine = Engine(cases.plan(graph, **layout), graph, device=CPU)
+    engine = TokenEngine(cases.plan(graph, **layout), graph, device=CPU)
     tokens = cases.global_tokens(0)
     engine._all_micro_batches(tokens[:, :-1], tokens[:, 1:])
     grads = [p.grad for layer in engine.layers.values() for p in layer.parameters()]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from planner.training import Training
 from runtime import adamw
 from runtime.adamw import AdamW
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.host import on_host
 from runtime.live_memory import LiveMemory
 from tests.runtime import cases
@@ -134,7 +134,7 @@ def test_parameters_on_the_host_need_no_process_group() -> None:
 def state_bytes(offload: str) -> tuple[int, int]:
     """Return what an engine holds between steps, and the bytes of its parameters."""
     graph = cases.transformer()
-    engine = Engine(cases.plan(graph, offload=offload), graph, device=CPU)
+    engine = TokenEngine(cases.plan(graph, offload=offload), graph, device=CPU)
     engine.step(cases.global_tokens(0))
     gc.collect()
     state = engine.state()
@@ -155,7 +155,7 @@ def forward_bytes(offload: str) -> tuple[int, int, int]:
     if offload == "parameters":
         dist.destroy_process_group()
     graph = cases.transformer(layers=8)
-    engine = Engine(cases.plan(graph, offload=offload), graph, device=CPU)
+    engine = TokenEngine(cases.plan(graph, offload=offload), graph, device=CPU)
     engine.step(cases.global_tokens(0))
     gc.collect()
     with LiveMemory(existing=engine.state().values()) as live:

@@ -22,7 +22,7 @@ from planner.plan import Job, PlacedLayer, Plan, ScheduleName, Stage
 from planner.request import Request
 from planner.search.best_first import search
 from runtime.branches import Branches
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.factory import graph_of_factory
 from tests.runtime import cases, networks, test_groups
 from tests.runtime.ranks import on_ranks
@@ -131,7 +131,7 @@ def test_a_plan_that_turns_an_edge_round_is_refused() -> None:
 
 
 def test_one_process_computes_what_the_modules_compute() -> None:
-    engine = Engine(cases.plan(graph("unet")), graph("unet"), device=torch.device("cpu"))
+    engine = TokenEngine(cases.plan(graph("unet")), graph("unet"), device=torch.device("cpu"))
     tokens = cases.global_tokens(0)
 
     held = {"tokens": tokens[:, :-1]}

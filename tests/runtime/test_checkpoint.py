@@ -20,7 +20,7 @@ from planner.model import Layer, ModelGraph  # noqa: E402
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
 from runtime.checkpoint import Progress, complete, load, newest, problem, progress  # noqa: E402
 from runtime.data import Corpus  # noqa: E402
-from runtime.engine import Engine  # noqa: E402
+from runtime.engine import TokenEngine  # noqa: E402
 from runtime.saving import Saver  # noqa: E402
 from tests.runtime import cases  # noqa: E402
 from tests.runtime.ranks import on_ranks  # noqa: E402
@@ -234,12 +234,12 @@ def steps_of_an_optimizer_with_empty_parts(folder: str) -> list[float]:
     """Train two steps where a matrix of one row is divided by two ranks, save, load, look."""
     model = cases.transformer(ffn_size=1)
     plan = cases.plan(model, data_shard=2, zero=1)
-    trained = Engine(plan, model, device=torch.device("cpu"))
+    trained = TokenEngine(plan, model, device=torch.device("cpu"))
     for step in range(2):
         own = trained.data_rank * 4
         trained.step(cases.global_tokens(step)[own : own + 4])
     save(Path(folder), trained.state(), done(2), run="r")
-    loaded = Engine(plan, model, device=torch.device("cpu"))
+    loaded = TokenEngine(plan, model, device=torch.device("cpu"))
     load(Path(folder, "step-000002"), loaded.state())
     return [float(value) for key, value in loaded.state().items() if key.endswith(".step")]
 

@@ -18,7 +18,7 @@ from planner.model import ModelGraph
 from planner.plan import ChunkedLoss, LossGradients, Plan
 from planner.predict import predict
 from runtime.chunked_loss import chunked_loss
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from runtime.loss import IGNORED
 from runtime.rehearsal import rehearse
@@ -165,7 +165,7 @@ def test_ranks_with_parts_of_the_vocabulary_find_the_same() -> None:
 
 def trained(plan: Plan, graph: ModelGraph) -> list[tuple[float, float]]:
     """Return loss and gradient norm of some steps, and the loss of evaluation."""
-    engine = Engine(plan, graph, device=torch.device("cpu"))
+    engine = TokenEngine(plan, graph, device=torch.device("cpu"))
     own = plan.samples_of(engine.data_rank)
     found = []
     for step in range(2):

@@ -24,7 +24,7 @@ from runtime import compiled, recompute
 from runtime.activations import _constants, _storage
 from runtime.compiled import Compiler
 from runtime.context import WHOLE
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.initialize import materialize
 from runtime.rehearsal import rehearse
 from runtime.source import adapter_of
@@ -74,7 +74,7 @@ def eager_and_compiled() -> list[tuple[dict[str, float], int, dict[str, str]]]:
         expected = train(plan, graph, 2)
         graphs = compiled_graphs()
         torch._dynamo.reset()
-        engines: list[Engine] = []
+        engines: list[TokenEngine] = []
         own = train(of_blocks(plan), graph, 2, engines=engines)
         compiler = engines[0].compiler
         assert compiler is not None

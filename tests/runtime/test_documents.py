@@ -22,7 +22,7 @@ from planner.errors import LaunchError
 from planner.expressions import resolve_model
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.supported import supported
 from tests.runtime import cases, families
 from tests.runtime.ranks import Crew
@@ -118,7 +118,7 @@ def oracle(family: str) -> tuple[float, float]:
 
 def step(plan: Plan, graph: ModelGraph, folder: Path) -> tuple[float, float, float]:
     """Return loss and norm of this rank's part of a step, and the loss of an evaluation before."""
-    engine = Engine(plan, graph, device=CPU, weights=folder, documents=True)
+    engine = TokenEngine(plan, graph, device=CPU, weights=folder, documents=True)
     own = plan.samples_of(engine.data_rank)
     part = [whole[own.start : own.stop] for whole in batch()]
     before = engine.evaluate(*part)
@@ -141,7 +141,9 @@ def test_documents_of_a_row_do_not_see_each_other(family: str) -> None:
 def test_layers_of_a_micro_batch_save_one_mask() -> None:
     tokens, counts, starts = batch()
     plan = cases.plan(graph_of("llama"), micro_batches=1, clip_norm=0.0)
-    engine = Engine(plan, graph_of("llama"), device=CPU, weights=published("llama"), documents=True)
+    engine = TokenEngine(
+        plan, graph_of("llama"), device=CPU, weights=published("llama"), documents=True
+    )
     saved: list[Tensor] = []
 
     def note(one: Tensor) -> Tensor:
@@ -190,13 +192,13 @@ def test_documents_are_refused_where_attention_is_not_kept_within_them() -> None
     graph = cases.transformer("reference")
 
     with pytest.raises(LaunchError, match="is no model of transformers"):
-        Engine(cases.plan(graph), graph, device=CPU, documents=True)
+        TokenEngine(cases.plan(graph), graph, device=CPU, documents=True)
 
 
 def test_starts_are_given_if_and_only_if_documents_are_declared() -> None:
     tokens, counts, starts = batch()
     whole, apart = (
-        Engine(
+        TokenEngine(
             plan_of("llama", None),
             graph_of("llama"),
             device=CPU,

@@ -11,7 +11,7 @@ from torch import Tensor
 from planner.errors import LaunchError
 from runtime import eight_bits
 from runtime.eight_bits import BACKWARD, FORWARD, EightBits
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
@@ -64,7 +64,7 @@ def test_sizes_that_kernels_do_not_take_stay_as_they_are() -> None:
 
 def losses(precision: str) -> list[float]:
     model = cases.transformer("llama")
-    engine = Engine(cases.plan(model, precision=precision), model, device=torch.device("cpu"))
+    engine = TokenEngine(cases.plan(model, precision=precision), model, device=torch.device("cpu"))
     return [engine.step(cases.global_tokens(0)).loss for _ in range(12)]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.model import ModelGraph
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.factory import graph_of_factory
 from tests.runtime import cases, networks
 from tests.runtime.ranks import on_ranks
@@ -40,7 +40,7 @@ LAYOUTS = {
 def train_and_evaluate(
     layout: dict[str, Any], model: ModelGraph = MODEL
 ) -> tuple[list[float], list[float]]:
-    engine = Engine(cases.plan(model, **layout), model, device=torch.device("cpu"))
+    engine = TokenEngine(cases.plan(model, **layout), model, device=torch.device("cpu"))
     trained, evaluated = [], []
     for step in range(3):
         own = [
@@ -53,7 +53,7 @@ def train_and_evaluate(
 
 
 def test_the_loss_of_the_next_step_is_known_before() -> None:
-    engine = Engine(cases.plan(MODEL), MODEL, device=torch.device("cpu"))
+    engine = TokenEngine(cases.plan(MODEL), MODEL, device=torch.device("cpu"))
     batch = cases.global_tokens(0)
 
     before = engine.evaluate(batch)

@@ -31,7 +31,7 @@ from planner.plan import Plan
 from planner.training import Lora
 from runtime import launch as launching
 from runtime import run
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.export import to_huggingface
 from runtime.supported import supported
 from tests.runtime import cases, families, family_table, library_runs
@@ -115,7 +115,9 @@ def test_a_family_trains_like_the_library(family: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(published(family))
     named = {name for name, _ in (*model.named_parameters(), *_buffers(model))}
     expected = oracle(family)
-    engine = Engine(plan_of(family, None), graph_of(family), device=CPU, weights=published(family))
+    engine = TokenEngine(
+        plan_of(family, None), graph_of(family), device=CPU, weights=published(family)
+    )
 
     found = [engine.step(batch) for batch in batches(cases.GLOBAL_BATCH)[:STEPS]]
 
@@ -144,7 +146,7 @@ def test_planned_adapters_are_those_that_train(family: str) -> None:
     plan = plan_of(family, None)
     plan = plan.model_copy(update={"training": plan.training.model_copy(update={"lora": adapters})})
 
-    state = Engine(plan, graph_of(family), device=CPU, weights=published(family)).state()
+    state = TokenEngine(plan, graph_of(family), device=CPU, weights=published(family)).state()
 
     trained = sum(value.numel() for name, value in state.items() if name.startswith("model."))
     graph = graph_of(family)

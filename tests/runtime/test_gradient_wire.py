@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.gradient_wire import RANK, PowerSGD
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -159,7 +159,7 @@ def test_low_rank_sends_as_few_bytes_as_it_says() -> None:
 def test_every_replica_ends_with_the_same_weights() -> None:
     def work() -> list[torch.Tensor]:
         graph = cases.transformer()
-        engine = Engine(
+        engine = TokenEngine(
             cases.plan(graph, data_replicate=2, gradient_wire="powersgd"), graph, device=CPU
         )
         for step in range(3):

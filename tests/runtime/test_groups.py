@@ -17,7 +17,7 @@ from planner.pins import Pins
 from planner.plan import Mesh, Plan, PlannedGroup, Share
 from planner.request import Request
 from planner.search.best_first import search
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.launch import launch
 from tests.planner.test_cluster import DEVICE
 from tests.runtime import cases
@@ -83,7 +83,7 @@ def test_stages_on_two_kinds_of_devices_train_like_one_process(
 
 
 def held_out_loss(plan: Plan) -> float:
-    engine = Engine(plan, MODEL, device=torch.device("cpu"))
+    engine = TokenEngine(plan, MODEL, device=torch.device("cpu"))
     own = plan.samples_of(engine.data_rank)
     return engine.evaluate(cases.global_tokens(9)[own.start : own.stop])
 

@@ -14,7 +14,7 @@ from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime import published as published_weights
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.huggingface import FAMILIES, configuration, has_config
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -53,7 +53,7 @@ def published(family: str, changes: dict[str, object], folder: Path) -> torch.nn
 def test_experts_compute_like_the_library(family: str) -> None:
     """Published experts are merged when they are read, so the weights go the other way here."""
     graph = cases.transformer(family)
-    engine = Engine(cases.plan(graph), graph, device=CPU)
+    engine = TokenEngine(cases.plan(graph), graph, device=CPU)
     model = library_model(family, {})
     model.load_state_dict(
         {
@@ -79,7 +79,7 @@ def test_a_family_trains_like_the_library(
     expected = cases.library_loss(model, tokens)
     expected.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    engine = Engine(plan, graph, device=CPU, weights=tmp_path)
+    engine = TokenEngine(plan, graph, device=CPU, weights=tmp_path)
 
     result = engine.step(tokens)
 
@@ -98,7 +98,7 @@ def test_first_weights_have_the_library_spread() -> None:
         model = AutoModelForCausalLM.from_config(
             configuration(cases.architecture(family, **figures), None)
         )
-        state = Engine(cases.plan(graph), graph, device=CPU).state()
+        state = TokenEngine(cases.plan(graph), graph, device=CPU).state()
 
         for name, parameter in model.named_parameters():
             ours = state[f"model.{name}"]
@@ -124,7 +124,7 @@ def test_first_weights_have_the_library_spread() -> None:
 def test_each_rank_reads_its_own_weights(family: str, axes: dict[str, int], tmp_path: Path) -> None:
     graph = cases.transformer(family)
     published(family, {}, tmp_path)
-    alone = Engine(cases.plan(graph), graph, device=CPU, weights=tmp_path)
+    alone = TokenEngine(cases.plan(graph), graph, device=CPU, weights=tmp_path)
     expected = alone.step(cases.global_tokens(0)).loss
 
     losses = on_ranks(2, first_loss, cases.plan(graph, **axes), graph, tmp_path)
@@ -171,7 +171,7 @@ def loss_and_bytes(plan: Plan, graph: ModelGraph, folder: Path) -> tuple[float, 
 
     published_weights.Weights.__init__ = counted
     try:
-        engine = Engine(plan, graph, device=CPU, weights=folder)
+        engine = TokenEngine(plan, graph, device=CPU, weights=folder)
     finally:
         published_weights.Weights.__init__ = opening
     own = cases.global_tokens(0).chunk(engine.data_degree)[engine.data_rank]
@@ -207,7 +207,7 @@ def test_ranks_of_zero_read_no_more_than_their_shards(
 
 
 def first_loss(plan: Plan, graph: ModelGraph, folder: Path) -> float:
-    engine = Engine(plan, graph, device=CPU, weights=folder)
+    engine = TokenEngine(plan, graph, device=CPU, weights=folder)
     return engine.step(cases.global_tokens(0)).loss
 
 
@@ -231,14 +231,14 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     graph = cases.transformer("llama", ffn_size=64)
 
     with pytest.raises(LaunchError, match="intermediate_size is 48, and the plan's model has 64"):
-        Engine(cases.plan(graph), graph, device=CPU, weights=tmp_path)
+        TokenEngine(cases.plan(graph), graph, device=CPU, weights=tmp_path)
 
 
 def test_figures_that_the_library_would_not_follow_are_refused() -> None:
     graph = cases.transformer("llama", qk_norm=True)
 
     with pytest.raises(LaunchError, match=r"layer 'block\.0' has \d+ parameters, and \d+ in"):
-        Engine(cases.plan(graph), graph, device=CPU)
+        TokenEngine(cases.plan(graph), graph, device=CPU)
 
 
 def test_each_family_that_is_offered_has_an_adapter() -> None:

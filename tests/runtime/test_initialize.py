@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from planner.errors import LaunchError
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.initialize import Weights
 from tests.runtime import cases
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def first_weights(**changes: object) -> dict[str, torch.Tensor]:
     seed = changes.pop("seed", 0)
     graph = cases.transformer(**changes)
-    state = Engine(cases.plan(graph, seed=seed), graph, device=CPU).state()
+    state = TokenEngine(cases.plan(graph, seed=seed), graph, device=CPU).state()
     return {name: value for name, value in state.items() if name.startswith("model.")}
 
 

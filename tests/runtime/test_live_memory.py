@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runtime.activations import GROUP
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -265,7 +265,7 @@ def bytes_at_each_forward(
 ) -> tuple[list[int], int]:
     """Return a rank's live bytes as each micro-batch begins, and what one leaves behind."""
     model = cases.transformer()
-    engine = Engine(
+    engine = TokenEngine(
         cases.plan(model, pipeline=2, schedule=schedule, micro_batches=micro_batches, **layout),
         model,
         device=torch.device("cpu"),

@@ -18,7 +18,7 @@ from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.training import Lora
 from runtime.checkpoint import Progress, load
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.export import to_huggingface, to_peft
 from runtime.factory import graph_of_factory
 from runtime.saving import Saver
@@ -41,7 +41,7 @@ def plan(model: ModelGraph, lora: Lora = EVERY, **layout: Any) -> Plan:
 
 def test_only_adapters_are_trained_and_kept() -> None:
     model = cases.transformer("llama")
-    engine = Engine(plan(model, ATTENTION), model, device=CPU)
+    engine = TokenEngine(plan(model, ATTENTION), model, device=CPU)
     before = {name: p.detach().clone() for name, p in frozen(engine).items()}
 
     for step in range(3):
@@ -59,7 +59,7 @@ def test_only_adapters_are_trained_and_kept() -> None:
         assert torch.equal(parameter, before[name])
 
 
-def frozen(engine: Engine) -> dict[str, torch.nn.Parameter]:
+def frozen(engine: TokenEngine) -> dict[str, torch.nn.Parameter]:
     named = engine._parts[0].chain.named_parameters()
     return {name: p for name, p in named if not p.requires_grad}
 
@@ -68,8 +68,8 @@ def test_training_begins_where_the_frozen_model_stands() -> None:
     model = cases.transformer("llama")
     batch = cases.global_tokens(0)
 
-    whole = Engine(cases.plan(model), model, device=CPU).evaluate(batch)
-    adapted = Engine(plan(model), model, device=CPU)
+    whole = TokenEngine(cases.plan(model), model, device=CPU).evaluate(batch)
+    adapted = TokenEngine(plan(model), model, device=CPU)
 
     assert adapted.evaluate(batch) == pytest.approx(whole, rel=1e-6)
     for _ in range(5):
@@ -79,7 +79,7 @@ def test_training_begins_where_the_frozen_model_stands() -> None:
 
 def test_sixteen_bit_training_keeps_frozen_weights_in_sixteen_bits() -> None:
     model = cases.transformer("llama")
-    engine = Engine(plan(model, precision="bf16"), model, device=CPU)
+    engine = TokenEngine(plan(model, precision="bf16"), model, device=CPU)
     try:
         engine.step(cases.global_tokens(0))
         types = {p.dtype for p in frozen(engine).values()}
@@ -207,11 +207,11 @@ def test_targets_that_nothing_has_are_refused() -> None:
     with pytest.raises(
         LaunchError, match=r"training\.lora\.targets: no linear layer .* is named W"
     ):
-        Engine(plan(model, Lora(rank=2, targets=("Wqkv",))), model, device=CPU)
+        TokenEngine(plan(model, Lora(rank=2, targets=("Wqkv",))), model, device=CPU)
 
 
 def trained_and_saved(model: ModelGraph, made: Plan, folder: str) -> float:
-    engine = Engine(made, model, device=CPU)
+    engine = TokenEngine(made, model, device=CPU)
     for step in range(3):
         engine.step(cases.global_tokens(step).chunk(engine.data_degree)[engine.data_rank])
     saver = Saver(Path(folder), plan=made, model=model, run="r", config=engine.configuration())
@@ -246,7 +246,7 @@ def test_adapters_are_written_as_peft_has_them(family: str, tmp_path: Path) -> N
 
     settings = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     tensors = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
-    base = Engine(cases.plan(model), model, device=CPU)
+    base = TokenEngine(cases.plan(model), model, device=CPU)
     whole = AutoModelForCausalLM.from_config(base._adapter.config)
     state = {n[6:]: v for n, v in base.state().items() if n.startswith("model.")}
     whole.load_state_dict(state, strict=False)
@@ -268,10 +268,10 @@ def test_adapters_are_written_as_peft_has_them(family: str, tmp_path: Path) -> N
 def test_adapters_go_on_under_another_plan(tmp_path: Path) -> None:
     model = cases.transformer("llama")
     on_ranks(2, trained_and_saved, model, plan(model, data_shard=2, zero=3), str(tmp_path))
-    engine = Engine(plan(model), model, device=CPU)
+    engine = TokenEngine(plan(model), model, device=CPU)
     for step in range(3):
         engine.step(cases.global_tokens(step))
-    again = Engine(plan(model), model, device=CPU)
+    again = TokenEngine(plan(model), model, device=CPU)
 
     load(tmp_path / "step-000003", again.state())
 
@@ -286,7 +286,7 @@ def test_peft_itself_reads_them(tmp_path: Path) -> None:
     model = cases.transformer("llama")
     trained = on_ranks(1, trained_and_saved, model, plan(model), str(tmp_path / "saved"))
     to_peft(tmp_path / "saved", tmp_path / "adapters")
-    base = Engine(cases.plan(model), model, device=CPU)
+    base = TokenEngine(cases.plan(model), model, device=CPU)
     whole = AutoModelForCausalLM.from_config(base._adapter.config)
     whole.load_state_dict({n[6:]: v for n, v in base.state().items() if n.startswith("model.")})
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from planner.errors import BatchError, LaunchError
 from planner.model import ModelGraph
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.loss import Totals, counted
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -38,7 +38,7 @@ def counts(step: int) -> Tensor:
     return torch.rand(cases.GLOBAL_BATCH, cases.SEQ_LEN, generator=generator) < share
 
 
-def gradients(engine: Engine) -> dict[str, Tensor]:
+def gradients(engine: TokenEngine) -> dict[str, Tensor]:
     """Return what the first step's moments say the gradients were."""
     left = 1 - engine.plan.training.beta1
     return {
@@ -49,7 +49,7 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
 
 
 def trained(plan: Any, graph: ModelGraph) -> tuple[list[float], float, dict[str, Tensor]]:
-    engine = Engine(plan, graph, device=CPU)
+    engine = TokenEngine(plan, graph, device=CPU)
     own = plan.samples_of(engine.data_rank)
     part = slice(own.start, own.stop)
     losses = [engine.evaluate(cases.global_tokens(0)[part], counts(0)[part])]
@@ -65,7 +65,7 @@ def everywhere() -> list[Any]:
 
 def plainly(graph: ModelGraph) -> tuple[float, float, dict[str, Tensor]]:
     """Return loss, norm and gradients of one backward of the whole batch, by torch alone."""
-    engine = Engine(cases.plan(graph), graph, device=CPU)
+    engine = TokenEngine(cases.plan(graph), graph, device=CPU)
     layers = engine.layers
     tokens, which = cases.global_tokens(0), counts(0)
     logits = nn.Sequential(*layers.values())(tokens[:, :-1])
@@ -104,7 +104,7 @@ def test_unequal_counts_give_the_mean_over_all_that_counts_under_any_plan() -> N
 
 
 def test_a_step_in_which_nothing_counts_moves_nothing() -> None:
-    engine = Engine(cases.plan(DENSE), DENSE, device=CPU)
+    engine = TokenEngine(cases.plan(DENSE), DENSE, device=CPU)
     before = {name: value.clone() for name, value in engine.state().items()}
 
     result = engine.step(cases.global_tokens(0), torch.zeros(8, cases.SEQ_LEN, dtype=torch.bool))
@@ -116,7 +116,7 @@ def test_a_step_in_which_nothing_counts_moves_nothing() -> None:
 
 
 def test_counts_of_another_shape_are_refused() -> None:
-    engine = Engine(cases.plan(DENSE), DENSE, device=CPU)
+    engine = TokenEngine(cases.plan(DENSE), DENSE, device=CPU)
 
     with pytest.raises(LaunchError, match=r"counts are booleans of shape \(8, 16\)"):
         engine.step(cases.global_tokens(0), torch.ones(8, 17, dtype=torch.bool))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.loss_scale import GROWTH_STEPS, INITIAL, LEAST, LossScale
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -86,7 +86,7 @@ def test_fp16_trains_near_fp32() -> None:
 def overflowing(layout: dict[str, Any]) -> list[tuple[bool, bool, float]]:
     """Return of each step whether it was skipped, whether weights moved, and the scale after it."""
     graph = cases.transformer()
-    engine = Engine(cases.plan(graph, precision="fp16", **layout), graph, device=CPU)
+    engine = TokenEngine(cases.plan(graph, precision="fp16", **layout), graph, device=CPU)
     engine.state()["train.loss_scale"].fill_(2.0**30)
     rows = []
     for step in range(16):
@@ -125,14 +125,14 @@ def test_overflow_skips_the_step_on_all_ranks_until_the_scale_fits(layout: dict[
 
 def saved_and_loaded(folder: Path) -> tuple[float, float]:
     graph = cases.transformer()
-    engine = Engine(cases.plan(graph, precision="fp16", pipeline=2), graph, device=CPU)
+    engine = TokenEngine(cases.plan(graph, precision="fp16", pipeline=2), graph, device=CPU)
     engine.state()["train.loss_scale"].fill_(2.0**30)
     engine.step(cases.global_tokens(0))
     dcp.save(engine.state(), checkpoint_id=folder)
     plan = cases.plan(graph, precision="fp16", data_shard=2, zero=3)
-    other = Engine(plan, graph, device=CPU)
+    other = TokenEngine(plan, graph, device=CPU)
     dcp.load(other.state(), checkpoint_id=folder)
-    plain = Engine(cases.plan(graph, data_replicate=2), graph, device=CPU)
+    plain = TokenEngine(cases.plan(graph, data_replicate=2), graph, device=CPU)
     dcp.load(plain.state(), checkpoint_id=folder)
     loss = plain.step(cases.global_tokens(1).chunk(2)[plain.data_rank]).loss
     return float(other.state()["train.loss_scale"]), loss
@@ -141,7 +141,7 @@ def saved_and_loaded(folder: Path) -> tuple[float, float]:
 @pytest.mark.ranks
 def test_the_scale_is_in_the_checkpoint_and_harms_no_other_precision(tmp_path: Path) -> None:
     graph = cases.transformer()
-    untrained = Engine(cases.plan(graph), graph, device=CPU).step(cases.global_tokens(1)).loss
+    untrained = TokenEngine(cases.plan(graph), graph, device=CPU).step(cases.global_tokens(1)).loss
 
     for scale, loss in on_ranks(2, saved_and_loaded, tmp_path):
         assert scale == 2.0**29

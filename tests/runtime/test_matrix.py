@@ -20,7 +20,7 @@ import torch
 
 from planner.plan import Layout, Mesh, PlacedLayer, Plan
 from runtime import compiled
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from tests.runtime import cases, combinations, equality_table
 from tests.runtime.combinations import EXACT, Row, bound, by_axis, by_mesh, cover, pairs, reason
 from tests.runtime.equality_table import Failure, Records, Result
@@ -55,7 +55,7 @@ def ready() -> None:
     for family in cases.COVERED:
         graph = combinations.graph_of((family, family == "gpt2", 2))
         plan = cases.plan(graph, micro_batches=1)
-        Engine(plan, graph, device=torch.device("cpu")).step(cases.global_tokens(0))
+        TokenEngine(plan, graph, device=torch.device("cpu")).step(cases.global_tokens(0))
 
 
 Alone = tuple[tuple[str, bool, int], str, int]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime import reference
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from tests.runtime import cases
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def test_positions_rotate_as_complex_numbers() -> None:
 def test_it_is_llama() -> None:
     """With the same weights, transformers' Llama has the same loss."""
     graph = cases.transformer()
-    engine = Engine(cases.plan(graph), graph, device=CPU)
+    engine = TokenEngine(cases.plan(graph), graph, device=CPU)
     a = cases.architecture()
     llama = LlamaForCausalLM(
         LlamaConfig(
@@ -83,8 +83,8 @@ def llama_name(name: str) -> str:
 def test_the_engine_trains_like_a_plain_loop(tied: bool) -> None:
     graph = cases.transformer(tied_embeddings=tied)
     plan = cases.plan(graph, micro_batches=4)
-    model = nn.Sequential(*Engine(plan, graph, device=CPU).layers.values())
-    engine = Engine(plan, graph, device=CPU)
+    model = nn.Sequential(*TokenEngine(plan, graph, device=CPU).layers.values())
+    engine = TokenEngine(plan, graph, device=CPU)
 
     expected = [plain_step(model, step, plan) for step in range(4)]
     results = [engine.step(cases.global_tokens(step)) for step in range(4)]

@@ -14,7 +14,7 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.plan import Mesh, Plan
 from planner.predict import predict
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from runtime.rehearsal import Rehearsal, rank_at, rehearse
 from tests.runtime import cases
@@ -33,7 +33,7 @@ def rehearsed(plan: Plan, model: ModelGraph, rank: int) -> Rehearsal:
 
 
 def real_peak_bytes(plan: Plan, model: ModelGraph) -> int:
-    engine = Engine(plan, model, device=torch.device("cpu"))
+    engine = TokenEngine(plan, model, device=torch.device("cpu"))
     tokens = torch.zeros(plan.micro_batch * plan.micro_batches, plan.seq_len + 1, dtype=torch.int64)
     engine.step(tokens)
     peaks = []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import statistics
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from meshwright import cli
 from meshwright.scripts import run_script
 from planner.document import write
 from planner.errors import LaunchError, MeshwrightError
-from runtime import run, script_run
+from runtime import run, script_rank, script_run
 from runtime.nodes import NodeRank
 from runtime.script_engine import Engine
 from runtime.script_run import ScriptRun
+from runtime.supervise import BadEnd, Exit
 from tests.runtime.ports import free_port
 
 SCRIPT = '''
@@ -145,6 +148,12 @@ def test_a_script_runs_on_all_ranks_and_the_console_has_what_rank_0_prints(
     assert (rate_row.unit, rate_row.measured) == ("samples/s", 8 / seconds)
     assert "step time" in said
     assert "samples/s" in said
+    # As on a device that counts its memory.
+    counted = [record.model_copy(update={"peak_memory_bytes": 2**20}) for record in steps]
+    done = ScriptRun(steps=tuple(counted), output=tmp_path, restarts=0, global_batch=8)
+    *_, memory = done.comparison(meshwright.predict(plan))
+    assert (memory.quantity, memory.measured) == ("stage 0 peak memory", 2**20)
+    assert memory.predicted == meshwright.predict(plan).stages[0].peak_memory_bytes
 
 
 @pytest.mark.ranks
@@ -220,3 +229,51 @@ def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="is no file; name the script"):
         run_script(str(tmp_path / "plan.yaml"), str(tmp_path / "none.py"), output=str(tmp_path))
     assert "MESHWRIGHT_PLAN" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "how", "said", "logged"),
+    [
+        ("sys.exit('no data')", 1, "exited with code 1: no data", "no data\n", ""),
+        ("sys.exit(3)", 3, "exited with code 3", "", ""),
+        ("{}['x']", 1, "stopped with KeyError: 'x'", "train.py", ""),
+        (
+            "raise RuntimeError('Connection reset by peer')",
+            1,
+            "stopped with RuntimeError: Connection reset by peer",
+            "",
+            "RuntimeError: Connection reset by peer",
+        ),
+    ],
+)
+def test_a_rank_says_how_its_script_ended_and_a_lost_peer_only_in_its_log(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ends: str,
+    code: int,
+    how: str,
+    said: str,
+    logged: str,
+) -> None:
+    for name in ("logs", "ranks"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "train.py").write_text(f"import sys\n{ends}\n")
+    monkeypatch.setattr(sys, "argv", ["script_rank", str(tmp_path / "train.py")])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(faulthandler, "enable", lambda: None)  # pytest has its own
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(script_rank.OUTPUT_VARIABLE, str(tmp_path))
+
+    assert script_rank.main() == code
+
+    ended = Exit(rank=0, code=code)
+    (failure,) = run.read_failures(tmp_path, 1)
+    bad = BadEnd(seen=(ended,), cause=ended, failure=failure)
+    assert script_run._how(bad, tmp_path) == f"rank 0 {how}"
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "runpy" not in printed
+    assert bool(printed) == bool(said)
+    log = run.log_file(tmp_path, 0)
+    assert logged in (log.read_text() if log.exists() else "")

@@ -55,6 +55,7 @@ from planner.search.ranked import Ranked
 from planner.search.space import (
     Degrees,
     Timetable,
+    compiles,
     every_degrees,
     micro_batches,
     sharings,
@@ -189,6 +190,7 @@ class MixedSpace(GroupSpace):
                 virtual_stages=timetable.virtual_stages,
                 micro_batch=size,
                 micro_batches=count,
+                compile=compiles(self.request, degrees, timetable.schedule),
             )
 
     def instance(self, layout: Layout) -> Any:

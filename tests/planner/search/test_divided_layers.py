@@ -149,3 +149,15 @@ def test_degrees_that_divide_nothing_and_split_backwards_are_refused() -> None:
     split = Layout(tensor=2, pipeline=2, schedule="zb-h1", micro_batch=2, micro_batches=8)
     found = refusal(MODEL, cluster, JOB, split)
     assert found is not None and "makes weight gradients apart" in found
+
+
+def test_matrices_are_not_divided_by_two_axes_where_their_optimizer_looks_at_whole_ones() -> None:
+    block = BLOCK.model_copy(update={"whole_matrices": (800_000_000,)})
+    model = ModelGraph(name="own", source="script:build", layers=(block, HEAD))
+    cluster = resolve_cluster("4xv100-sxm-32gb")
+    both = Layout(tensor=2, data_shard=2, zero=1, micro_batch=2, micro_batches=4)
+    found = refusal(model, cluster, JOB, both)
+    assert found is not None and "their optimizer looks at whole ones" in found
+    assert refusal(MODEL, cluster, JOB, both) is None
+    for one in (replace(both, tensor=1), replace(both, zero=0, data_shard=1, data_replicate=2)):
+        assert refusal(model, cluster, JOB, one) is None
