@@ -414,7 +414,7 @@ class Engine:
         if self._records is not None and self._begun_s is not None:
             seconds = time.perf_counter() - self._begun_s
             if moved:
-                self._records.write(self.plan, self.steps, loss, norm, seconds)
+                self._records.write(self.plan, self.steps, loss, norm, seconds, device=self.device)
         self._begun_s = None
         return StepResult(loss, count, norm, metrics, skipped=not moved)
 

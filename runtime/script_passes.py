@@ -106,16 +106,24 @@ class Passes:
     def _agree(self, batch: Any) -> None:
         """Refuse what ranks that must have equal batches do not have; all ranks raise it.
 
-        Values are compared once, shapes each time: messages between stages have that of the batch.
+        Values are compared once, shapes each time: messages between stages have that of the batch,
+        and a loss over the whole batch gathers it.
         """
-        if self._plan.mesh.pipeline * self._plan.mesh.tensor == 1:
+        gathers = isinstance(self._loss, whole_batch) and self._place.data_degree > 1
+        if self._plan.mesh.pipeline * self._plan.mesh.tensor == 1 and not gathers:
             return
         own = [self._place.data_rank, batches.shape_print(batch)]
         if not self._checked:
             own.append(batches.fingerprint(batch))
         self._checked = True
+        every = all_gather_json(own)
+        if gathers and (other := next((s for s in every if s[1] != every[0][1]), None)):
+            raise BatchError(
+                f"batch: slices {every[0][0]} and {other[0]} have samples of different shapes, and "
+                "whole_batch(loss) gathers all; pad them to one length"
+            )
         first: dict[int, tuple[int, list[int]]] = {}
-        for rank, said in enumerate(all_gather_json(own)):
+        for rank, said in enumerate(every):
             other, wanted = first.setdefault(said[0], (rank, said))
             if said != wanted:
                 what = "samples" if said[1] == wanted[1] else "shapes"

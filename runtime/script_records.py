@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 from planner.plan import Plan
 from runtime import run
 from runtime.script_rank import OUTPUT_VARIABLE
@@ -28,8 +30,18 @@ class ScriptRecords:
         cls._taken = True
         return cls(Path(output))
 
-    def write(self, plan: Plan, step: int, loss: float, norm: float, step_s: float) -> None:
+    def write(
+        self,
+        plan: Plan,
+        step: int,
+        loss: float,
+        norm: float,
+        step_s: float,
+        *,
+        device: torch.device,
+    ) -> None:
         """Add a step; those that it does again, behind a restart, are forgotten first."""
+        on_cuda = device.type == "cuda"
         if not self._begun:
             run.forget_steps_after(step - 1, self._file)
             self._begun = True
@@ -41,6 +53,7 @@ class ScriptRecords:
                 step_s=step_s,
                 samples_per_s=plan.global_batch / step_s,
                 epoch=0,
+                peak_memory_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
             ),
             self._file,
         )

@@ -65,7 +65,7 @@ class ScriptRun:
         if measured is None:
             return []
         samples = self.global_batch
-        return [
+        rows = [
             Comparison(quantity="step time", unit="s", predicted=predicted, measured=measured),
             Comparison(
                 quantity="throughput",
@@ -74,6 +74,16 @@ class ScriptRun:
                 measured=samples / measured,
             ),
         ]
+        if peak := self.steps[-1].peak_memory_bytes:  # of rank 0, which has the first stage
+            rows.append(
+                Comparison(
+                    quantity="stage 0 peak memory",
+                    unit="bytes",
+                    predicted=prediction.stages[0].peak_memory_bytes,
+                    measured=peak,
+                )
+            )
+        return rows
 
 
 class _Ended(LaunchError):  # noqa: N818 - it is told to the other nodes, which end too

@@ -245,7 +245,10 @@ def disagreeing() -> list[str]:
             engine.step(engine.slice(batch))
         said.append(str(error.value))
     engine.step(engine.slice(batch_of(0)))  # nobody waits for a message of before
-    return said
+    engine = new_engine({}, loss=whole_batch(loss))
+    with pytest.raises(BatchError) as error:
+        engine.step(cut_to(5 + rank, engine.slice(batch_of(0))))
+    return [*said, str(error.value)]
 
 
 def plainly(
@@ -398,7 +401,8 @@ def test_two_ranks_train_as_a_plain_loop() -> None:
 
     for runs, varied, routed, said in on_ranks(2, everywhere):
         assert ["different samples" in said[0], "different shapes" in said[1]] == [True, True], said
-        assert all("ranks 0 and 1 feed slice 0" in one for one in said)
+        assert all("ranks 0 and 1 feed slice 0" in one for one in said[:2])
+        assert "slices 0 and 1 have samples of different shapes, and whole_batch" in said[2]
         for name, run in varied.items():
             check(run, lengths, f"lengths: {name}")
         for name, run in routed.items():

@@ -148,6 +148,12 @@ def test_a_script_runs_on_all_ranks_and_the_console_has_what_rank_0_prints(
     assert (rate_row.unit, rate_row.measured) == ("samples/s", 8 / seconds)
     assert "step time" in said
     assert "samples/s" in said
+    # As on a device that counts its memory.
+    counted = [record.model_copy(update={"peak_memory_bytes": 2**20}) for record in steps]
+    done = ScriptRun(steps=tuple(counted), output=tmp_path, restarts=0, global_batch=8)
+    *_, memory = done.comparison(meshwright.predict(plan))
+    assert (memory.quantity, memory.measured) == ("stage 0 peak memory", 2**20)
+    assert memory.predicted == meshwright.predict(plan).stages[0].peak_memory_bytes
 
 
 @pytest.mark.ranks
