@@ -12,6 +12,7 @@ from planner.plan import (
     INSIDE_OUT,
     Activations,
     Axis,
+    Compile,
     GradientWire,
     Layout,
     Offload,
@@ -40,6 +41,7 @@ SHORT_NAMES = {
     "activations": "activations",
     "offload": "offload",
     "gradients": "gradient_wire",
+    "compile": "compile",
     "order": "order",
 }
 LONGEST_NUMBER = 12
@@ -50,6 +52,7 @@ WORDS: dict[str, Collection[str]] = {
     "activations": get_args(Activations),
     "offload": get_args(Offload),
     "gradient_wire": get_args(GradientWire),
+    "compile": get_args(Compile),
 }
 AXES: dict[str, tuple[Axis, ...]] = {
     "tp": ("tensor",),
@@ -80,6 +83,7 @@ class Pins:
     activations: Activations | None = None
     offload: Offload | None = None
     gradient_wire: GradientWire | None = None
+    compile: Compile | None = None
     order: tuple[Axis, ...] | None = None
     """All axes, the innermost first."""
     divided: frozenset[Axis] = frozenset()
@@ -103,6 +107,7 @@ class Pins:
             (self.virtual_stages, layout.virtual_stages),
             (self.offload, layout.offload),
             (self.gradient_wire, layout.gradient_wire),
+            (self.compile, layout.compile),
             (self.order, layout.order),
         )
         several = all(getattr(layout, axis) > 1 for axis in self.divided)
@@ -191,6 +196,7 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         ("activations", space.activations),
         ("offload", space.offload),
         ("gradient_wire", space.wires),
+        ("compile", space.compile),
         ("order", (INSIDE_OUT,) if space.axis_order == "fixed" else None),
     )
     for field, known in words:

@@ -19,6 +19,7 @@ from planner.costs.compute import peak_flops
 from planner.costs.crossings import in_order
 from planner.costs.group_costs import GroupCosts
 from planner.costs.hosts import overfull, unknown
+from planner.costs.layer_seconds import ENDS
 from planner.costs.layout_costs import CostTables, LayoutCosts
 from planner.costs.rank_memory import (
     has_room,
@@ -340,6 +341,7 @@ def placement_prediction(
         if is_script(model.source or "") and step_s
         else None,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
+        compile_s=_compile_s(tables, layout, placements, home),
         fits=all(
             has_room(seat.accelerator.memory_bytes, of_stage, seat.costs)
             for of_stage, seat in zip(memory, seats.stages, strict=True)
@@ -466,6 +468,22 @@ def step_parts(
     # Idle, waiting for other stages or for their transfers.
     parts["pipeline"] = max(0.0, reduced_s + updated_s + costs.step_s - sum(parts.values()))
     return parts
+
+
+def _compile_s(
+    tables: CostTables, layout: Layout, placements: Sequence[Placement], home: Sequence[int]
+) -> float:
+    """Return the seconds before the first step in which the slowest rank compiles its blocks.
+
+    One graph serves all blocks of a kind that recompute alike.
+    """
+    if layout.compile == "none":
+        return 0.0
+    graphs: dict[int, set[tuple[str, Recompute]]] = {}
+    for rank, placement in zip(home, placements, strict=True):
+        alike = {(kind, recompute) for kind, recompute, _ in placement if kind not in ENDS}
+        graphs.setdefault(rank, set()).update(alike)
+    return max(map(len, graphs.values())) * tables.request.stack.host.graph_s
 
 
 def balanced_cuts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:

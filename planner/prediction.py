@@ -65,6 +65,8 @@ class Prediction(Document):
     samples_per_s: Finite | None = None
     """Where samples are not told apart into tokens: those of a script's own module."""
     mfu: Finite
+    compile_s: Finite = 0.0
+    """Before the first step; no part of a step."""
     fits: Flag
     stages: tuple[StagePrediction, ...]
     assumptions: tuple[Assumption, ...] = ()

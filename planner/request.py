@@ -217,6 +217,7 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
         virtual_stages=pins.virtual_stages or schedule_of(schedule).stages_per_rank[0],
         offload=pins.offload or "none",
         gradient_wire=pins.gradient_wire or "full",
+        compile=pins.compile or "none",
         order=pins.order or INSIDE_OUT,
         micro_batch=micro_batch,
         micro_batches=job.global_batch // (data * micro_batch),

@@ -308,6 +308,10 @@ class Host(Part):
     """Least time of a block's pass, however small its work."""
     kernel_s: PerPass = PerPass()
     """For each kernel of a forward, in both passes."""
+    compiled_s: PerPass = PerPass()
+    """What the call of a compiled block adds: guards, and autograd's side of it."""
+    graph_s: Amount = 0.0
+    """Compilation of one kind of block, before its first step."""
     window: Literal["kernels", "layer"] = "layer"
     """Behind what the host's work on a layer hides: behind the kernels of each pass, or behind all
     that the device does for the layer, collectives of its stream too."""

@@ -25,6 +25,7 @@ from planner.plan import (
     INSIDE_OUT,
     Activations,
     Axis,
+    Compile,
     GradientWire,
     Job,
     Layout,
@@ -274,6 +275,8 @@ class Space(Part):
     activations: tuple[Activations, ...] = ("keep", "offload", "compress")
     offload: tuple[Offload, ...] = ("none", "optimizer", "parameters")
     wires: tuple[GradientWire, ...] = ("full", "bf16", "fp16", "powersgd")
+    compile: tuple[Compile, ...] = ("none",)
+    """What a layout may say; others are compiled or not as their stack has it."""
     precisions: tuple[Precision, ...] | None = None
     """None: every precision there is."""
     pads_vocabulary: Flag = False
@@ -349,6 +352,8 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         yield f"{layout.offload} on the host"
     if layout.gradient_wire not in space.wires:
         yield f"gradients that travel as {layout.gradient_wire}"
+    if layout.compile not in space.compile:
+        yield f"compile {layout.compile}"
 
 
 @cache

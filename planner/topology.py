@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-import networkx as nx
-
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 Links = Mapping[tuple[int, int], str]
 """What joins two devices, by their numbers: `NV18` (18 NVLinks), or what of the host lies between
@@ -47,6 +45,8 @@ def joined_by_nvlink(found: Links, devices: Sequence[int]) -> int | None:
     pairs = [(a, b) for a in devices for b in devices if a != b]
     if not devices or not all(pair in found for pair in pairs):
         return None
+    import networkx as nx  # noqa: PLC0415 - loads slowly, and most commands need none of it
+
     graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(devices)
     graph.add_edges_from(pair for pair in pairs if found[pair].startswith("NV"))

@@ -111,7 +111,7 @@ class TensorStyles:
     def of(cls, units: Mapping[str, DividedUnit], ranks: int) -> TensorStyles:
         """Return both, units of one list that are alike as one pattern."""
         reasons = {
-            ".".join(step for step in (name, path) if step): reason
+            (name, path): reason
             for name, unit in units.items()
             for path, reason in unit.whole.items()
         }
@@ -137,7 +137,7 @@ def style_text(divided: Mapping[str, DividedUnit]) -> dict[str, str]:
     """
     return _patterns(
         {
-            ".".join(step for step in (name, path) if step): _style_of(region, path)
+            (name, path): _style_of(region, path)
             for name, unit in divided.items()
             for region in unit.regions
             for path in region.paths
@@ -145,12 +145,13 @@ def style_text(divided: Mapping[str, DividedUnit]) -> dict[str, str]:
     )
 
 
-def _patterns(said: Mapping[str, str]) -> dict[str, str]:
-    """Return what is said of paths, those that differ in one number and say the same as one."""
+def _patterns(said: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """Return what is said of a path in a unit; units of one list that say the same are one."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for path, text in said.items():
-        steps = ["*" if step.isdigit() else step for step in path.split(".")]
-        groups.setdefault((".".join(steps), text), []).append(path)
+    for (unit, path), text in said.items():
+        steps = ["*" if step.isdigit() else step for step in unit.split(".")]
+        pattern, full = (".".join(filter(None, (of, path))) for of in (".".join(steps), unit))
+        groups.setdefault((pattern, text), []).append(full)
     patterns = [pattern for pattern, _ in groups]
     result: dict[str, str] = {}
     for (pattern, text), paths in groups.items():
@@ -206,12 +207,14 @@ class _Arguments:
                 return self._values[at]
             case Value(at):
                 made = self._recording.values[at]
-                return with_data(torch.empty(made.shape, dtype=made.dtype, device="meta"))
+                given = with_data(torch.empty(made.shape, dtype=made.dtype, device="meta"))
+                return given.requires_grad_(made.requires_grad)
             case Leaf(at):
                 return self._leaves[at]
             case Held(name):
                 path, _, attribute = name.rpartition(".")
-                return with_data(getattr(self._module.get_submodule(path), attribute).detach())
+                held = getattr(self._module.get_submodule(path), attribute)
+                return with_data(held.detach()).requires_grad_(held.requires_grad)
             case Device():
                 return torch.device("cpu")
             case _:

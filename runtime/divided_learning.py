@@ -43,6 +43,8 @@ class Log:
     """By call: shapes of the tensors of a function of several."""
     columns: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
     """Outputs of columns, by id."""
+    slices: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Sizes of a column's output's slices so far."""
     sections: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of a column's output that is split, the sizes."""
 
@@ -74,6 +76,8 @@ class Logging(Sizes):
         given = next(
             (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None
         )
+        if id(given) in self._log.columns and isinstance(made, Tensor) and given is not None:
+            self._sliced(given, made)
         if id(given) in self._log.columns and isinstance(made, tuple | list) and given is not None:
             for dim in range(given.ndim):
                 sizes = tuple(one.shape[dim] for one in made)
@@ -85,6 +89,16 @@ class Logging(Sizes):
         """Run a function that draws."""
         self._log.drawn.setdefault(site, []).append(shapes_of((args, kwargs))[0])
         return func(*args, **kwargs)
+
+    def _sliced(self, given: Tensor, made: Tensor) -> None:
+        """Note what slices of a column's features, one behind the other, add up to."""
+        if made.ndim != given.ndim or made.shape[:-1] != given.shape[:-1]:
+            return
+        path = self._log.columns[id(given)][1]
+        sizes = (*self._log.slices.get(path, ()), made.shape[-1])
+        self._log.slices[path] = sizes
+        if len(sizes) > 1 and sum(sizes) == given.shape[-1]:
+            self._log.sections[path] = sizes
 
 
 class Learning(Following):

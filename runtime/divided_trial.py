@@ -517,6 +517,9 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
     torch.manual_seed(0)
     try:
         made = tree_leaves(unit(*args, **kwargs))
+        outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
+        if training:
+            _backward(outputs)
     except Refused:
         raise
     except (
@@ -529,15 +532,6 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
     ) as error:
         line = (str(error).splitlines() or [""])[0]
         raise Refused(f"on a part: {type(error).__name__}: {line}") from error
-    outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
-    if training:
-        generator = torch.Generator().manual_seed(1)
-        needing = [one for one in outputs if one.requires_grad]
-        grads = [torch.randn(one.shape, generator=generator) for one in needing]
-        if needing:
-            torch.autograd.backward(
-                needing, [g.to(o.dtype) for g, o in zip(grads, needing, strict=True)]
-            )
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return _Run(
         outputs=[one.detach() for one in outputs],
@@ -545,6 +539,15 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
         inputs=[x.grad for x in taken],
         across=across,
     )
+
+
+def _backward(outputs: Sequence[Tensor]) -> None:
+    """Go backward from random gradients, the same in every run."""
+    generator = torch.Generator().manual_seed(1)
+    needing = [one for one in outputs if one.requires_grad]
+    grads = [torch.randn(one.shape, generator=generator).to(one.dtype) for one in needing]
+    if needing:
+        torch.autograd.backward(needing, grads)
 
 
 def _close(one: Tensor, other: Tensor, noise: float = 1e-6) -> bool:

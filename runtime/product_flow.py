@@ -19,11 +19,11 @@ class Refused(Exception):  # noqa: N818 - told to the user as a reason, not rais
 
 
 def own_leaf(leaf: Any) -> Any:
-    """Return a copy of a tensor that gets a gradient of its own, anything else as it is."""
+    """Return a copy of a tensor with a gradient of its own, if any; else what it is."""
     if not isinstance(leaf, Tensor):
         return leaf
     made = leaf.detach().clone()
-    return made.requires_grad_(made.is_floating_point())
+    return made.requires_grad_(leaf.requires_grad)
 
 
 @dataclass(slots=True)

@@ -54,7 +54,7 @@ from planner.prediction import Assumption
 from planner.profile import LayerMeasurement, Profile, Recompute
 
 Floats = NDArray[np.float64]
-Groups = tuple[Levels, Levels, Levels]
+Groups = tuple[Levels, Levels, Levels, Levels]
 """Of tensor, context and expert parallelism."""
 KindFigures = dict[str, tuple[Figures, ...]]
 """By Layer.kind, in the order none, selective, full."""
@@ -157,10 +157,19 @@ class LayerFigures:
 
     def _groups_of(self, layout: Layout) -> Groups:
         """Experts take neighbouring ranks of tensor, context and data_shard, innermost first."""
-        experts = ((layout.expert, layout.expert_tensor),) if layout.expert > 1 else ()
-        steps = (group_steps(layout, ("tensor",)), group_steps(layout, ("context",)), experts)
-        tensor, context, expert = (self._levels(each, layout.devices) for each in steps)
-        return tensor, context, expert
+        spread = layout.expert > 1
+        experts = ((layout.expert, layout.expert_tensor),) if spread else ()
+        parts = ((layout.expert_tensor, 1),) if spread and layout.expert_tensor > 1 else ()
+        tensor, context, expert, part = (
+            self._levels(each, layout.devices)
+            for each in (
+                group_steps(layout, ("tensor",)),
+                group_steps(layout, ("context",)),
+                experts,
+                parts,
+            )
+        )
+        return tensor, context, expert, part
 
     def _levels(self, steps: tuple[tuple[int, int], ...], devices: int) -> Levels:
         key = (steps, devices)

@@ -283,6 +283,8 @@ def host_passes(
         found.kernels_again * each.forward,
     )
     if table.kind not in ENDS:
+        if setting.compiled:
+            there, back = there + host.compiled_s.forward, back + host.compiled_s.backward
         more = host.experts_s if routes(table.kind) else 0.0
         if setting.divides_tensors:
             more = more + host.tensor_s + (setting.tensor - 1) * host.rank_s

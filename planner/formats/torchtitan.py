@@ -82,6 +82,8 @@ def text(wanted: Wanted) -> str:
         lines.append(f"pipeline_parallel_microbatch_size = {plan.micro_batch}")
         lines.append(f"module_fqns_per_model_part = {json.dumps(_titan_parts(wanted))}")
         lines += schedule.settings.get("torchtitan", ())
+    if plan.compile == "block":
+        lines += ["", "[compile]", "enable = true", 'components = ["model"]']
     lines += ["", "[activation_checkpoint]", f'mode = "{recompute_of(wanted)}"']
     if recompute_of(wanted) == "selective":
         lines.append('selective_ac_option = "op"')

@@ -81,26 +81,10 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
             kernels=4,
         ),
     ]
-    routing = Routing(
-        experts.count, experts.per_token, experts.groups or 1, experts.groups_per_token or 1
-    )
     arrived, skew = "dispatched", 1.0
     if spread:
         skew = kernels.expert_skew
-        size = sent * skew
-        # Qwen2's shared expert comes before the routed ones.
-        beside = a.family != "qwen2_moe" and experts.shared + experts.shared_ffn_size > 0
-        operators.append(
-            exchange(
-                setting,
-                "dispatched",
-                "arrived",
-                size,
-                routing,
-                back=False,
-                beside_shared=beside,
-            )
-        )
+        operators += _sent_to_experts(a, setting, sent * skew, back=False)
         arrived = "arrived"
     count = tokens * experts.per_token * skew
     width = experts.ffn_size / divided
@@ -131,8 +115,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     operators += linear(setting, down, size=count * width * e, adapted=False)
     returned = "expert_down"
     if spread:
-        size = sent * skew
-        operators.append(exchange(setting, "expert_down", "returned", size, routing, back=True))
+        operators += _sent_to_experts(a, setting, sent * skew, back=True)
         returned = "returned"
     routed = "mlp_out_partial" if partial else "mlp_out"
     shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
@@ -158,6 +141,36 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         whole_sum = summed(setting, "mlp_out_partial", "mlp_out", full)
         operators.append(replace(whole_sum, copied_bytes=0.0, workspace_bytes=0.0))
     return operators
+
+
+def _sent_to_experts(
+    a: Architecture, setting: Setting, size: float, *, back: bool
+) -> list[Operator]:
+    """Tokens on their way to experts, or back, and between the ranks that divide each expert.
+
+    Those gather the tokens that each of them was sent, and scatter the sums that they have of them.
+    Source: Megatron-LM, MoEAlltoAllTokenDispatcher.
+    """
+    experts = a.experts
+    assert experts is not None
+    routing = Routing(
+        experts.count, experts.per_token, experts.groups or 1, experts.groups_per_token or 1
+    )
+    # Qwen2's shared expert comes before the routed ones.
+    beside = a.family != "qwen2_moe" and experts.shared + experts.shared_ffn_size > 0
+    names = ("expert_down", "returned") if back else ("dispatched", "arrived")
+    moved = exchange(setting, *names, size, routing, back=back, beside_shared=beside and not back)
+    if not setting.divides_experts:
+        return [moved]
+    part = Operator(
+        name="expert_scatter" if back else "expert_gather",
+        kind="reduce_scatter" if back else "all_gather",
+        inputs=(names[0] if back else names[1],),
+        outputs={},
+        moved_bytes=size,
+        axis="expert_tensor",
+    )
+    return [part, moved] if back else [moved, part]
 
 
 def _router(

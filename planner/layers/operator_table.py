@@ -30,7 +30,7 @@ OperatorKind = Literal[
     "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 ]
 Pass = Literal["forward", "backward"]
-GroupAxis = Literal["tensor", "context", "expert"]
+GroupAxis = Literal["tensor", "context", "expert", "expert_tensor"]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
@@ -107,6 +107,7 @@ class Setting:
             self.loss is not None,
             self.pipelined,
             self.compiled,
+            self.divides_experts,
         )
 
     @property
@@ -123,6 +124,11 @@ class Setting:
     def spreads_experts(self) -> bool:
         """Whether experts are on several ranks."""
         return self.expert > 1
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether several ranks divide each expert, beside experts on several ranks."""
+        return self.expert > 1 and self.expert_tensor > 1
 
     @property
     def batched(self) -> bool:
@@ -178,6 +184,11 @@ class ManySettings(Setting):
     def spreads_experts(self) -> bool:
         """Whether experts are on several ranks."""
         return self.taken[2]
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether several ranks divide each expert."""
+        return self.taken[-1]
 
     @property
     def batched(self) -> bool:

@@ -19,6 +19,8 @@ from planner.units import bytes_text, seconds_text
 
 MOST_SIZES = 16
 """Stages that are told one by one in a line."""
+AMORTISED_STEPS = 1000
+"""Over which the seconds of compilation are shown."""
 NOTED = (CAVEAT_SOURCE, FULL_TIME.source)
 """Sources of assumptions that no answer leaves out: it cannot be launched, or its time is a bound.
 """
@@ -103,7 +105,7 @@ def prediction_lines(prediction: Prediction) -> list[RenderableType]:
         f"step {seconds_text(prediction.step_time_s)} "
         f"({seconds_text(prediction.step_time_low_s)} to "
         f"{seconds_text(prediction.step_time_high_s)}), "
-        f"{prediction.throughput_text}{mfu}",
+        f"{prediction.throughput_text}{mfu}{_compile_text(prediction)}",
         "time:   " + _shares(prediction.step_parts, seconds_text),
     ]
     fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)
@@ -115,6 +117,17 @@ def prediction_lines(prediction: Prediction) -> list[RenderableType]:
     if prediction.notes:
         lines.append(Text(f"note:   {'; '.join(prediction.notes)}"))
     return lines + list(_assumed(prediction, noted=True))
+
+
+def _compile_text(prediction: Prediction) -> str:
+    """Return what compilation takes once, and what that is of a run."""
+    if not prediction.compile_s or not prediction.step_time_s:
+        return ""
+    share = prediction.compile_s / (AMORTISED_STEPS * prediction.step_time_s)
+    return (
+        f", {seconds_text(prediction.compile_s)} to compile first "
+        f"({100 * share:.2g} % of {AMORTISED_STEPS:,} steps)"
+    )
 
 
 def assumption_lines(prediction: Prediction) -> list[RenderableType]:

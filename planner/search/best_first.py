@@ -58,7 +58,7 @@ from planner.search.certificate import (
 from planner.search.finalists import MARGIN, Near, finalists, simulated
 from planner.search.layer_options import recomputes_of
 from planner.search.layout_queue import Found, may_beat, ranking, wins
-from planner.search.misses import closest_miss, nothing_keeps, nothing_runs
+from planner.search.misses import all_refused, closest_miss, nothing_keeps, nothing_runs
 from planner.search.ranked import proven, ranked
 from planner.search.ranks import run_of
 from planner.search.space import Family, complexity, kind
@@ -75,6 +75,7 @@ _AHEAD = 96
 _OPENED = 12
 """Parts of families whose layouts are bounded at once."""
 
+SOLVERS = ("exact", "ilp")
 _Solved = Found[Solution]
 Outcome = Solution | Infeasible | Fathomed | Unfinished
 Solve = Callable[[Instance, float], Outcome]
@@ -102,10 +103,8 @@ def search(
     started = time.process_time()
     model, cluster, pins = request.model, request.cluster, request.pins
     _check_asked(request)
-    if pins.require and (cluster.mixed or model.edges):
-        raise DocumentError(
-            "require", "speaks of layers in a chain and of stages on devices that are alike"
-        )
+    if solver not in SOLVERS:
+        raise DocumentError("solver", f"is '{solver}'; the solvers are {' and '.join(SOLVERS)}")
     if cluster.mixed:
         return search_mixed(request, solver=solver, top=top, progress=progress)
     first, *others_of = recomputes_of(model, request.space, pins.recompute)
@@ -130,7 +129,7 @@ def search(
     if below_s < math.inf and (not bests or bests[0].objective_s >= below_s):
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
     if not bests and pins.require:
-        raise NoPlanFits(nothing_keeps(candidates))
+        raise NoPlanFits(nothing_keeps(request, all_refused(candidates)))
     if not bests:
         raise NoPlanFits(closest_miss(hunts[-1].candidates))
 
@@ -511,7 +510,4 @@ def _solver(name: str, frontiers: FrontierStore) -> Solve:
 
         return ilp.solve(instance)
 
-    solvers: dict[str, Solve] = {"exact": exactly, "ilp": by_program}
-    if name not in solvers:
-        raise DocumentError("solver", f"is '{name}'; the solvers are {' and '.join(solvers)}")
-    return solvers[name]
+    return by_program if name == "ilp" else exactly

@@ -605,6 +605,7 @@ def _plainest(job: Job, degrees: Degrees, pins: Pins) -> Layout:
         data_replicate=degrees.data,
         micro_batch=size,
         micro_batches=count,
+        compile=pins.compile or "none",
     )
 
 

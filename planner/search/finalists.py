@@ -12,8 +12,9 @@ What is proven in the simulator's terms is less: no split of a 1F1B configuratio
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from planner.plan import Layout
 from planner.prediction import Finalist, Simulated
@@ -30,6 +31,8 @@ MARGIN = 0.03
 """Beyond the optimum of the closed form, relatively."""
 MOST_SOLVED = 8
 """Partition problems beside the optimum's."""
+MOST_ALONE = 3
+"""The same of graphs and of devices that differ, whose problems take longer."""
 MOST_BOUNDED = 256
 """Layers of a chain whose simulated step is bounded: of 1,000 the bound takes a minute."""
 
@@ -58,6 +61,17 @@ def finalists(owner: Candidates, best: Ranked, near: Iterable[Near], solve: Solv
         solution = solve(candidates.instance(layout), limit_s - step_s)
         if isinstance(solution, Solution):
             found.append((candidates, ranked(candidates, layout, solution)))
+    return fastest_first(found, best)
+
+
+O = TypeVar("O")  # noqa: E741 - an owner
+
+
+def fastest_first(found: Sequence[tuple[O, Ranked]], best: Ranked) -> list[tuple[O, Ranked]]:
+    """Return plans in the order of their simulated steps, each with its owner.
+
+    Of plans equally fast `best` comes first, then the simplest.
+    """
     fitting = [one for one in found if one[1] is best or one[1].prediction.fits]
     least_s = min(one.prediction.step_time_s for _, one in fitting)
     return sorted(
@@ -95,6 +109,21 @@ def simulated(order: list[Solved], closed_form: Ranked) -> Simulated:
     """Return what the simulator says of the finalists, and what is proven of the first."""
     candidates, chosen = order[0]
     bound_s = simulated_bound_s(candidates, chosen.plan.layout)
+    recompute = [_recompute(own) for own, _ in order]
+    return told([one for _, one in order], closed_form, bound_s, recompute)
+
+
+def told(
+    order: Sequence[Ranked],
+    closed_form: Ranked,
+    bound_s: float | None = None,
+    recompute: Sequence[str] = (),
+) -> Simulated:
+    """Say which finalist is the fastest; no split of its layout takes less than `bound_s`.
+
+    `recompute` says of each what its blocks do, where all must do the same.
+    """
+    chosen = order[0]
     step_s = chosen.prediction.step_time_s
     named = f"the optimum of the closed form, {closed_form.prediction.layout}"
     if chosen is closed_form:
@@ -113,16 +142,17 @@ def simulated(order: list[Solved], closed_form: Ranked) -> Simulated:
             f"no split of {chosen.prediction.layout} is faster (Phi of 1F1B, memory as in the "
             "closed form)"
             if bound_s is not None
-            else f"none is known for {chosen.plan.schedule} on {len(candidates.model.chain)} layers"
+            else f"none is known for {chosen.plan.schedule} on "
+            f"{sum(len(stage.layers) for stage in chosen.plan.stages)} layers"
         ),
         margin=MARGIN,
         finalists=tuple(
             Finalist(
-                layout=one.prediction.layout + _recompute(own),
+                layout=one.prediction.layout + beside,
                 objective_s=one.objective_s,
                 step_time_s=one.prediction.step_time_s,
             )
-            for own, one in order
+            for one, beside in zip(order, recompute or [""] * len(order), strict=True)
         ),
     )
 

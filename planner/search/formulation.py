@@ -35,6 +35,7 @@ from planner.search.rank_problem import RankProblem
 from planner.search.ranks import largest_stage, run_of
 from planner.solver.instance import Instance, Solution
 from planner.solver.requirements import Requirement
+from planner.solver.sides import AtMost, Tie
 from planner.training import Training
 from planner.units import LONGEST_S
 
@@ -46,6 +47,7 @@ __all__ = [
     "layout_pace",
     "plan_of",
     "plan_with",
+    "ties_of",
     "unkept",
 ]
 
@@ -93,6 +95,27 @@ def unkept(
         if asked.side(layers=layers, stages=layout.pipeline) is None:
             return asked
     return None
+
+
+def ties_of(
+    model: ModelGraph,
+    layout: Layout,
+    require: tuple[Requirement, ...],
+    ordered: ModelGraph | None = None,
+) -> tuple[Tie, ...]:
+    """Return what is required of a layout's stages, for layers numbered as in `ordered`.
+
+    Without it as in the model's own chain.
+    """
+    place = {name: at for at, (name, _) in enumerate((ordered or model).chain)}
+    numbers = [place[name] for name, _ in model.chain]
+    found = []
+    for asked in require:
+        side = asked.side(layers=len(numbers), stages=layout.pipeline)
+        if side is not None:
+            own = () if isinstance(side, AtMost) else numbers[side.first : side.last + 1]
+            found.append(Tie(side, tuple(own)))
+    return tuple(found)
 
 
 def _free_instance(
@@ -224,6 +247,8 @@ def plan_with(
         micro_batches=layout.micro_batches,
         offload=layout.offload,
         gradient_wire=layout.gradient_wire,
+        loss=layout.loss,
+        compile=layout.compile,
         timeout_s=min(max(SHORTEST_TIMEOUT_S, 10.0 * step_s), LONGEST_S),
         training=Training(lora=job.lora),
         stages=stages,

@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from planner.plan import Layout
@@ -72,6 +73,8 @@ class Searched(Generic[T]):
     solved: int
     misses: tuple[tuple[Layout, str], ...]
     """Layouts that were seen not to fit, and why."""
+    near: Callable[[float, int], list[Found[T]]]
+    """Return the splits that take no more than so long, of which so many may still be solved."""
 
 
 def best_first(
@@ -97,8 +100,14 @@ def best_first(
         queue.advance(heapq.heappop(queue.entries))
         if progress is not None:
             progress(max(0, count - len(queue.entries)), count)
+    left = list(queue.entries)
     queue.leave_the_rest()
-    return Searched(best=queue.ranking(), solved=queue.solved, misses=tuple(queue.misses))
+    return Searched(
+        best=queue.ranking(),
+        solved=queue.solved,
+        misses=tuple(queue.misses),
+        near=partial(queue.near, left),
+    )
 
 
 class _Entry(NamedTuple):
@@ -145,6 +154,7 @@ class _Queue(Generic[T]):
         self._top = top
         self._below_s = below_s
         self._best: dict[tuple[int, ...], Found[T]] = {}
+        self._found: list[Found[T]] = []
 
     def settled(self) -> bool:
         """Whether no layout that waits can be among the best."""
@@ -159,24 +169,52 @@ class _Queue(Generic[T]):
         if rival is not None and not may_beat(entry.bound_s, entry.complexity, rival):
             outcome = self._bounds[max(entry.known, 0)][0]
             self._account.lost(outcome, layout, bound_s=entry.bound_s, count=entry.size)
-        elif isinstance(entry.item, Bundle) and entry.item.better_s is not None:
-            bound_s = max(entry.bound_s, entry.item.better_s())
-            if math.isinf(bound_s):
-                self._miss(layout, "", count=entry.size)
-            else:
-                known = replace(entry.item, bound_s=bound_s, better_s=None)
-                heapq.heappush(self.entries, entry._replace(bound_s=bound_s, item=known))
-        elif isinstance(entry.item, Bundle):
-            for one in entry.item.layouts():
-                heapq.heappush(self.entries, _Entry(entry.bound_s, complexity(one), 0, one))
-        elif entry.known + 1 < len(self._bounds):
-            bound_s = max(entry.bound_s, self._bounds[entry.known + 1][1](layout))
-            if math.isinf(bound_s):
-                self._miss(layout, "")
-            else:
-                heapq.heappush(self.entries, entry._replace(bound_s=bound_s, known=entry.known + 1))
-        else:
+        elif (deeper := self._deeper(entry)) is None:
             self._try(entry, rival)
+        else:
+            for one in deeper:
+                if math.isinf(one.bound_s):
+                    self._miss(layout, "", count=one.size)
+                else:
+                    heapq.heappush(self.entries, one)
+
+    def _deeper(self, entry: _Entry) -> list[_Entry] | None:
+        """Return what takes the place of an entry; None if all of its bounds are known.
+
+        A bound of inf says that it does not fit.
+        """
+        item = entry.item
+        if isinstance(item, Bundle) and item.better_s is not None:
+            bound_s = max(entry.bound_s, item.better_s())
+            known = replace(item, bound_s=bound_s, better_s=None)
+            return [entry._replace(bound_s=bound_s, item=known)]
+        if isinstance(item, Bundle):
+            return [_Entry(entry.bound_s, complexity(one), 0, one) for one in item.layouts()]
+        if entry.known + 1 < len(self._bounds):
+            bound_s = max(entry.bound_s, self._bounds[entry.known + 1][1](item))
+            return [entry._replace(bound_s=bound_s, known=entry.known + 1)]
+        return None
+
+    def near(self, left: list[_Entry], limit_s: float, most: int) -> list[Found[T]]:
+        """Return splits within the limit: those found, and of up to `most` layouts that are left.
+
+        The account has nothing of it.
+        """
+        found = [one for one in self._found if one.objective_s <= limit_s]
+        left = list(left)
+        heapq.heapify(left)
+        while left and left[0].bound_s <= limit_s and most > 0:
+            entry = heapq.heappop(left)
+            deeper = self._deeper(entry)
+            if deeper is not None:
+                for one in deeper:
+                    heapq.heappush(left, one)
+                continue
+            most -= 1
+            answer = self._solve(entry.layout, limit_s)
+            if isinstance(answer, Found) and answer.objective_s <= limit_s:
+                found.append(answer)
+        return found
 
     def _try(self, entry: _Entry, rival: Found[T] | None) -> None:
         """Solve the problem of a layout whose bounds do not decide."""
@@ -192,6 +230,7 @@ class _Queue(Generic[T]):
                 # What its layout may still hide bounds the whole search.
                 proven_s = max(answer.lower_bound_s, entry.bound_s)
                 self._account.unfinished_s.append(proven_s)
+            self._found.append(answer)
             self._enter(answer)
 
     def _enter(self, new: Found[T]) -> None:

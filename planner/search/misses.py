@@ -51,12 +51,16 @@ def nothing_runs(request: Request, refused: dict[str, int]) -> str:
     )
 
 
-def nothing_keeps(candidates: Candidates) -> str:
+def nothing_keeps(request: Request, refused: dict[str, int]) -> str:
     """Say that no plan keeps what is required, and what was not tried."""
-    asked = "; ".join(map(str, candidates.pins.require))
-    refused = {**candidates.refused, **_refused(candidates)}
+    asked = "; ".join(map(str, request.pins.require))
     left_out = f". Not tried: {_listed(refused)}" if refused else ""
     return f"no plan that fits the devices keeps all of this: {asked}{left_out}"
+
+
+def all_refused(candidates: Candidates) -> dict[str, int]:
+    """Count the refusals of all layouts, by reason."""
+    return {**candidates.refused, **_refused(candidates)}
 
 
 def _listed(refused: dict[str, int]) -> str:
@@ -71,7 +75,7 @@ def closest_miss(candidates: Candidates) -> str:
     device = cluster.groups[0].accelerator
     lean = _leanest(candidates)
     if not lean:
-        return nothing_runs(candidates.request, {**candidates.refused, **_refused(candidates)})
+        return nothing_runs(candidates.request, all_refused(candidates))
     needs, layout = min(
         ((_least_bytes(candidates, layout), layout) for layout in lean),
         key=lambda miss: miss[0],

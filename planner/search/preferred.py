@@ -29,6 +29,7 @@ from planner.search.answer import Alternative, Answer
 from planner.search.best_first import search
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
+from planner.search.space import kind
 from planner.units import seconds_text
 
 Prefer = Literal["simplest", "fastest"]
@@ -90,7 +91,8 @@ def with_preference(request: Request, answer: Answer, prefer: Prefer = "simplest
         near = (one for one in every if one.prediction.step_time_s <= limit_s)
         chosen = min(near, key=lambda one: (len(features(one.plan)), one.prediction.step_time_s))
     rows = {"chosen": chosen, "fastest": fastest, **usual}
-    others = (one for one in answer.top if one.plan.layout != chosen.plan.layout)
+    mesh = kind(chosen.plan.layout)
+    others = (one for one in answer.top if kind(one.plan.layout) != mesh)
     return replace(
         answer,
         plan=chosen.plan,

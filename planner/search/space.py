@@ -21,14 +21,14 @@ from typing import NamedTuple, get_args
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
 from planner.pins import Pins
-from planner.plan import INSIDE_OUT, Axis, GradientWire, Job, Layout, Offload
+from planner.plan import INSIDE_OUT, Axis, Compile, GradientWire, Job, Layout, Offload
 from planner.request import Request
 from planner.schedule import obstacle, too_long
 from planner.schedules import PLAIN, SCHEDULES, Schedule
 from planner.search import axis_orders
 from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
 from planner.search.savings import Saving
-from planner.stack_space import EVERYTHING, Space
+from planner.stack_space import EVERYTHING, Facts, Space, conflicts
 
 LARGEST_MICRO_BATCH = 64
 LARGEST_CONTEXT = 64
@@ -78,12 +78,20 @@ class Family:
     place: axis_orders.Spans = ()
     """How far tensor and context groups reach within each tier."""
     sequence_parallel: bool = True
+    compile: Compile = "none"
 
     @property
     def divided(self) -> tuple[object, ...]:
         """What the computation inside layers depends on."""
         degrees = self.degrees
-        return degrees.tensor, degrees.context, degrees.expert, self.micro_batch, self.place
+        return (
+            degrees.tensor,
+            degrees.context,
+            degrees.expert,
+            self.micro_batch,
+            self.place,
+            self.compile,
+        )
 
     @property
     def size(self) -> int:
@@ -121,6 +129,7 @@ class Family:
             offload=saving.offload,
             gradient_wire=saving.wire,
             sequence_parallel=self.sequence_parallel,
+            compile=self.compile,
         )
 
     def layouts(self) -> Iterator[Layout]:
@@ -304,18 +313,43 @@ def families(
             inner = spans[:2]  # of tensor and context
             by_place.setdefault(inner, []).append(ShardingChoice(zero, shard, replicate, order))
     for size, count in micro_batches(job, degrees, pins):
-        every = timetables(model, degrees.pipeline, count, pins, space=space)
-        for place, found in by_place.items() if every else ():
-            yield Family(
-                degrees=degrees,
-                micro_batch=size,
-                micro_batches=count,
-                sharings=tuple(found),
-                timetables=every,
-                savings=saved,
-                place=place,
-                sequence_parallel=divided,
-            )
+        every: dict[Compile, list[Timetable]] = {}
+        for one in timetables(model, degrees.pipeline, count, pins, space=space):
+            every.setdefault(compiles(request, degrees, one.schedule), []).append(one)
+        for choice, alike in every.items():
+            for place, found in by_place.items():
+                yield Family(
+                    degrees=degrees,
+                    micro_batch=size,
+                    micro_batches=count,
+                    sharings=tuple(found),
+                    timetables=tuple(alike),
+                    savings=saved,
+                    place=place,
+                    sequence_parallel=divided,
+                    compile=choice,
+                )
+
+
+def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
+    """Return what of a layout is compiled.
+
+    Where the user has not said: blocks on GPUs, if nothing hinders, since each of their operators
+    takes fewer kernels and keeps no more bytes.  On CPUs products rule and nothing is gained.
+    """
+    pinned = request.pins.compile
+    if pinned is not None:
+        return pinned
+    group = request.cluster.groups
+    gpus = all(one.accelerator.kind in ("cuda", "rocm") for one in group)
+    if not gpus or "block" not in request.space.compile or request.model.architecture is None:
+        return "none"
+    layout = Layout(
+        pipeline=degrees.pipeline, expert=degrees.expert, schedule=schedule, compile="block"
+    )
+    found = conflicts(request.space, Facts(request.model, request.cluster, request.job, layout))
+    hindered = any(conflict.place == "compile" for conflict in found)
+    return "none" if hindered else "block"
 
 
 def _orders(

@@ -57,10 +57,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from planner.errors import MeshwrightError
-from planner.on_use import OnUse
+from planner.solver.highs import Outcome, power_of_ten, pulp, run
 from planner.solver.instance import (
     Fathomed,
     Infeasible,
@@ -76,14 +76,6 @@ from planner.solver.memory_reach import why_infeasible
 from planner.solver.sides import AtMost, Chosen, Placed, Together
 from planner.solver.sizes import NO_ROW, best_row
 from planner.tolerances import EQUAL, HIGHS_FEASIBILITY, HIGHS_GAP, HIGHS_MARGIN
-
-if TYPE_CHECKING:
-    import highspy
-    import pulp
-else:
-    highspy = OnUse("highspy", "solving an integer program")
-    pulp = OnUse("pulp", "solving an integer program")
-
 
 _TIGHTENED = 16
 """Programs with less room that are tried where bytes are more than sums."""
@@ -108,16 +100,6 @@ class Formulation:
         for a, on_stage in enumerate(self.count):
             for n, option in zip(on_stage[stage], self.options(a), strict=True):
                 yield n, option, a
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run of the solver ended: with a solution, with a proof, and with which bound."""
-
-    found: bool
-    proven: bool
-    bound_s: float
-    impossible: bool = False
 
 
 @overload
@@ -214,7 +196,7 @@ def _solve(
     # that leaves a little free; the bound is that of the whole capacity.
     for margin in (0.0, HIGHS_FEASIBILITY, HIGHS_MARGIN):
         formulation = formulate(instance, margin=margin, at_least_s=at_least_s, cutoff_s=cutoff_s)
-        outcome = _run(formulation, time_limit_s, gap)
+        outcome = run(formulation.program, formulation.unit_s, time_limit_s, gap)
         if outcome.impossible and margin == 0.0:
             if cutoff_s < math.inf:
                 return Fathomed(cutoff_s)
@@ -263,7 +245,7 @@ def formulate(
         ]
         for a, (kind, length) in enumerate(runs)
     ]
-    stated = Formulation(instance, program, runs, count, _power_of_ten(chain_s) * 1e-3)
+    stated = Formulation(instance, program, runs, count, power_of_ten(chain_s) * 1e-3)
     total = _state_objective(stated, done=_state_places(stated))
     _state_memory(stated, margin)
     _state_hosts(stated, margin)
@@ -289,10 +271,6 @@ def _runs(instance: Instance) -> list[tuple[int, int]]:
     parts = accumulate(int(layer in begins) for layer in range(len(instance.layers)))
     keys = zip(instance.layers, parts, strict=True)
     return [(kind, len(list(same))) for (kind, _), same in groupby(keys)]
-
-
-def _power_of_ten(value: float) -> float:
-    return 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
 
 
 def _state_places(stated: Formulation) -> list[list[Any]]:
@@ -333,7 +311,7 @@ def _state_memory(stated: Formulation, margin: float) -> None:
     for s, stage in enumerate(stated.instance.stages):
         room = stage.free_bytes - margin * stage.capacity_bytes
         # Each row in units of its own capacity, without what could never fit: small tolerances.
-        unit = _power_of_ten(stage.capacity_bytes) * 1e-1
+        unit = power_of_ten(stage.capacity_bytes) * 1e-1
         levels = {
             u: program.add_variable(f"level_{s}_{i}", cat=pulp.LpBinary)
             for i, u in enumerate(every_level)
@@ -357,7 +335,7 @@ def _state_hosts(stated: Formulation, margin: float) -> None:
     """Every host within its memory; hosts that hold the same devices are alike."""
     program = stated.program
     for number, host in enumerate(dict.fromkeys(stated.instance.hosts)):
-        unit = _power_of_ten(host.capacity_bytes) * 1e-1
+        unit = power_of_ten(host.capacity_bytes) * 1e-1
         used = [
             n * (ranks * stage.on_host_bytes(o) / unit)
             for s, (stage, ranks) in enumerate(zip(stated.instance.stages, host.ranks, strict=True))
@@ -445,36 +423,6 @@ def _cut_terms(stated: Formulation, done: list[list[Any]], stage: int) -> list[A
                 here = done[a][boundary] - done[a + 1][boundary]
                 terms.append((cut_s[a + 1] / stated.unit_s) * here)
     return terms
-
-
-def _run(stated: Formulation, time_limit_s: float | None, gap: float) -> Outcome:
-    """Run HiGHS and see how it ended."""
-    feasible = highspy.SolutionStatus.kSolutionStatusFeasible
-    solver = pulp.HiGHS(
-        msg=False,
-        threads=1,
-        gapRel=gap,
-        gapAbs=0.0,
-        timeLimit=time_limit_s,
-        mip_feasibility_tolerance=HIGHS_FEASIBILITY,
-        primal_feasibility_tolerance=HIGHS_FEASIBILITY,
-    )
-    program = stated.program
-    try:
-        program.solve(solver)
-        status = program.sol_status
-    except IndexError:  # pulp reads the values of a run that ended without any
-        status = pulp.LpSolutionNoSolutionFound
-    info = program.solverModel.getInfo()
-    found = status > 0 and info.primal_solution_status == feasible
-    proven = found and status == pulp.LpSolutionOptimal
-    bound = float(info.mip_dual_bound)
-    if proven:
-        # An exhausted tree leaves the last bound of its root in `mip_dual_bound`.
-        objective = info.objective_function_value
-        bound = max(bound, objective - gap * abs(objective))
-    impossible = not found and program.status == pulp.LpStatusInfeasible
-    return Outcome(found, proven, bound * stated.unit_s, impossible)
 
 
 def read(stated: Formulation, outcome: Outcome, gap: float) -> Solution | Unfinished:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import assert_never
 
 from planner.units import bytes_text
 
@@ -101,6 +102,44 @@ class Chosen:
 
 
 Side = Together | Placed | AtMost | Chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A side of layers that need not be numbered in a row, as those of a graph."""
+
+    side: Side
+    layers: tuple[int, ...] = ()
+    """None where it speaks of stages alone."""
+
+    def __str__(self) -> str:
+        """Say what it asks for."""
+        return str(self.side)
+
+    def kept(self, stage_of: Sequence[int], names: Sequence[str]) -> bool:
+        """Whether a split does, with the stage of each layer and the name of its option."""
+        match self.side:
+            case Together():
+                return len({stage_of[at] for at in self.layers}) == 1
+            case Placed(stages=stages):
+                return all(stage_of[at] in stages for at in self.layers)
+            case AtMost(layers=most, stages=stages):
+                return all(list(stage_of).count(stage) <= most for stage in stages)
+            case Chosen(options=options):
+                return all(names[at] in options for at in self.layers)
+            case _:
+                assert_never(self.side)
+
+
+def all_kept(
+    ties: Sequence[Tie], layers: Sequence[int], cuts: Sequence[int], names: Sequence[str]
+) -> bool:
+    """Whether a split keeps all; `layers` and the `names` of their options are in its order."""
+    stage_of, name_of = [0] * len(layers), [""] * len(layers)
+    for stage, (first, end) in enumerate(pairwise(cuts)):
+        for at in range(first, end):
+            stage_of[layers[at]], name_of[layers[at]] = stage, names[at]
+    return all(tie.kept(stage_of, name_of) for tie in ties)
 
 
 def _numbers(stages: tuple[int, ...]) -> str:

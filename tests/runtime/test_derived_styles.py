@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import meshwright
 from runtime.derived_styles import DerivedStyles, style_text
 from runtime.recorder import Recorder
 from runtime.script_engine import Engine
@@ -77,20 +78,21 @@ def trained(kind: str, layout: dict[str, Any], folder: Path | None = None) -> Ru
     return losses, engine.state_dict(), seen
 
 
+KINDS = ("fused", "reshaped", "grouped", "torch", "t5", "convolutions")
 V = {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
-    "tensor": (2, {"tensor": 2, "micro_batches": 2}, tuple(MODULES)),
+    "tensor": (2, {"tensor": 2, "micro_batches": 2}, KINDS),
     "tensor x zero 3, recompute": (
         4,
         {"tensor": 2, "zero": 3, "micro_batches": 2, "recompute": "full"},
-        ("fused", "torch", "t5"),
+        ("fused", "torch"),
     ),
     "tensor x two stages": (4, {"tensor": 2, "pipeline": 2, "micro_batches": 4}, ("bert",)),
-    "a V x zero 3": (4, {**V, "zero": 3, "micro_batches": 2}, ("tied", "t5")),
+    "a V x zero 3": (4, {**V, "zero": 3, "micro_batches": 2}, ("tied",)),
     "a V x zero 1, recompute": (
         4,
         {**V, "zero": 1, "micro_batches": 2, "recompute": "full"},
-        ("tied",),
+        ("t5",),
     ),
 }
 
@@ -127,3 +129,42 @@ def test_divided_modules_train_as_one_process(ranks: int) -> None:
                     torch.testing.assert_close(
                         state[key], value, rtol=1e-5, atol=2e-5, msg=f"{name}: {key}"
                     )
+
+
+def shaped_like(name: str) -> tuple[Any, dict[str, Tensor]]:
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "vocab_size": 100,
+    }
+    ids = torch.randint(1, 100, (4, 9))
+    kinds: dict[str, Any] = {
+        "llama": lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes, num_key_value_heads=2, use_cache=False)
+        ),
+        "phi3": lambda: transformers.Phi3ForCausalLM(
+            transformers.Phi3Config(**sizes, num_key_value_heads=2, pad_token_id=0, use_cache=False)
+        ),
+        "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**sizes)),
+    }
+    return kinds[name], {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("llama", {"self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"}),
+        ("phi3", {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj"}),
+        ("bert", {"attention.self.query", "attention.output.dense", "output.dense"}),
+    ],
+)
+def test_blocks_of_transformers_are_divided(name: str, wanted: set[str]) -> None:
+    build, batch = shaped_like(name)
+    divided = meshwright.tensor_styles(build, batch=batch).divided
+    for path in wanted:
+        assert any(pattern.endswith(f".*.{path}") for pattern in divided), (path, divided)

@@ -68,7 +68,6 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
         ["dp=2", "zero=3"],
         ["pp=2"],
         ["tensor=2"],
-        ["tensor=2", "recompute=full"],
     ],
     ids=" ".join,
 )
@@ -81,7 +80,7 @@ def test_a_rank_holds_what_is_predicted(fix: list[str]) -> None:
         loss=loss,
         optimizer=adamw,
         fix=[f"{axis}=1" for axis in ("tensor", "pp", "dp") if not fix[0].startswith(axis)]
-        + ["micro_batch=2", *(["recompute=none"] if "recompute=full" not in fix else []), *fix],
+        + ["micro_batch=2", "recompute=none", *fix],
     )
     told = meshwright.predict(plan)
     for stage in range(plan.mesh.pipeline):

@@ -15,14 +15,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from planner.costs.crossings import MOST_IDEALS, in_order
 from planner.costs.hosts import hosts
 from planner.costs.layout_costs import counted_by_rank
 from planner.costs.seats import branching
-from planner.errors import DocumentError
 from planner.plan import Layout, Plan, PlannedModel
 from planner.predict import placement_prediction, placements_of
 from planner.request import Request
@@ -35,18 +33,22 @@ from planner.search.certificate import (
     NO_FASTER,
     OUT_OF_MEMORY,
     UNFINISHED,
+    UNKEPT,
 )
-from planner.search.formulation import instance_of, plan_of
+from planner.search.formulation import instance_of, plan_of, ties_of
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
+from planner.search.misses import nothing_keeps
 from planner.search.ranked import Ranked
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.misses import closest_miss
 from planner.search.spaces.rounds import RoundSpace, unlike
-from planner.search.spaces.search import LayoutSpace, Progress, Refusals, search_spaces
+from planner.search.spaces.search import LayoutSpace, Misses, Progress, Refusals, search_spaces
 from planner.solver import sided
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
 from planner.solver.graphs.lattice import solve_graph
-from planner.solver.instance import Fathomed, Infeasible, Solution, broken
+from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished, broken
+from planner.solver.sides import all_kept
+from planner.solver.unequal.program import solve_by_program
 
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
@@ -60,29 +62,42 @@ def search_graph(
     progress: Progress | None = None,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; `candidates` are of a model with edges."""
-    if solver != "exact":
-        raise DocumentError("solver", f"is '{solver}'; graphs of layers need 'exact'")
 
     def build(request: Request) -> list[LayoutSpace[Any]]:
         return spaces_of(Candidates(request, candidates.rules))
 
+    def why_nothing(refused: Refusals, misses: Misses) -> str:
+        if candidates.pins.require:
+            return nothing_keeps(candidates.request, refused)
+        return closest_miss(candidates.request, build, refused, misses)
+
     return search_spaces(
-        spaces_of(candidates),
+        spaces_of(candidates, by_program=solver == "ilp"),
+        solver=solver,
         refused=candidates.refused,
-        why_nothing=partial(closest_miss, candidates.request, build),
+        why_nothing=why_nothing,
         top=top,
         progress=progress,
     )
 
 
-def spaces_of(candidates: Candidates) -> list[LayoutSpace[Any]]:
+def spaces_of(candidates: Candidates, *, by_program: bool = False) -> list[LayoutSpace[Any]]:
     """Return one stage a rank, and two where the graph has one order."""
-    spaces: list[LayoutSpace[Any]] = [GraphSpace(candidates)] if candidates.families else []
+    spaces: list[LayoutSpace[Any]] = (
+        [GraphSpace(candidates, by_program=by_program)] if candidates.families else []
+    )
+    if by_program or candidates.pins.require:
+        return spaces
     return [*spaces, RoundSpace(candidates)] if unlike(candidates.model) else spaces
 
 
 class GraphSpace(AlikeSpace):
     """The partition problems of a graph's layouts."""
+
+    def __init__(self, candidates: Candidates, *, by_program: bool = False) -> None:
+        """The integer program decides where it is asked to, or else the exact solver."""
+        super().__init__(candidates)
+        self._by_program = by_program
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -140,25 +155,44 @@ class GraphSpace(AlikeSpace):
     def solve(self, layout: Layout, cutoff_s: float) -> Found[GraphSolution] | Lost:
         """Return the best split of a layout; see `_within_hosts` for activations on the host."""
         problem, step_s = self.instance(layout), self._tables.of(layout).step_s
-        answer = solve_graph(
-            problem,
-            cutoff_s=cutoff_s - step_s,
-            frontiers=self._frontiers,
-            most_ideals=MOST_IDEALS,
-            most_pairs=MOST_PAIRS,
+        answer = (
+            solve_by_program(problem, time_limit_s=TIES_LIMIT_S)
+            if self._by_program
+            else solve_graph(
+                problem,
+                cutoff_s=cutoff_s - step_s,
+                frontiers=self._frontiers,
+                most_ideals=MOST_IDEALS,
+                most_pairs=MOST_PAIRS,
+            )
         )
+        if isinstance(answer, GraphSolution):
+            answer = self._kept(layout, problem, answer)
+            if isinstance(answer, Infeasible):
+                return Lost(UNKEPT)
         if isinstance(answer, Infeasible):
             return Lost(OUT_OF_MEMORY, reason=answer.reason)
         if isinstance(answer, Fathomed):
             bound_s = max(self._candidates.communication_s(layout), answer.lower_bound_s + step_s)
             return Lost(NO_FASTER if bound_s >= cutoff_s else UNFINISHED, bound_s=bound_s)
-        if isinstance(answer, Undecided):
-            bound_s = self._candidates.communication_s(layout)
-            return Lost(UNFINISHED, bound_s=bound_s, reason=answer.reason)
+        if isinstance(answer, Undecided | Unfinished):
+            return Lost(UNFINISHED, bound_s=self._candidates.communication_s(layout))
         kept = self._within_hosts(layout, problem, answer)
         if kept is None:
             return Lost(UNFINISHED, bound_s=answer.lower_bound_s + step_s)
         return Found(kept.objective_s + step_s, kept.lower_bound_s + step_s, layout, kept)
+
+    def _kept(
+        self, layout: Layout, problem: GraphInstance, found: GraphSolution
+    ) -> GraphSolution | Infeasible | Unfinished:
+        """Return the split if it keeps what is required, else that of the integer program."""
+        asked = self._candidates.pins.require
+        ties = ties_of(self._candidates.model, layout, asked, self._model)
+        each = zip(found.order, found.split.options, strict=True)
+        names = [problem.kinds[problem.layers[at]][option].name for at, option in each]
+        if all_kept(ties, found.order, found.split.cuts, names):
+            return found
+        return solve_by_program(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
 
     def _within_hosts(
         self, layout: Layout, problem: GraphInstance, found: GraphSolution

@@ -31,13 +31,12 @@ from planner.costs.layout_costs import LayoutCosts, counted_by_rank, refusal
 from planner.costs.rank_memory import in_flight_at_most, room_bytes
 from planner.costs.seats import Seats
 from planner.costs.strategy import least_resident
-from planner.errors import DocumentError
 from planner.fullest import fullest
 from planner.plan import Layout, Plan
 from planner.predict import placement_prediction, placements_of
 from planner.request import Request
 from planner.schedules import schedule_of
-from planner.search.answer import Answer
+from planner.search.answer import TIES_LIMIT_S, Answer
 from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
@@ -47,14 +46,17 @@ from planner.search.certificate import (
     NO_FASTER,
     OUT_OF_MEMORY,
     UNFINISHED,
+    UNKEPT,
 )
 from planner.search.dominance import dominates, twins
-from planner.search.formulation import instance_of, layout_pace
+from planner.search.formulation import instance_of, layout_pace, ties_of, unkept
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
+from planner.search.misses import nothing_keeps
 from planner.search.ranked import Ranked
 from planner.search.space import (
     Degrees,
     Timetable,
+    compiles,
     every_degrees,
     micro_batches,
     sharings,
@@ -63,10 +65,12 @@ from planner.search.space import (
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace, leanest
 from planner.search.spaces.misses import closest_miss
-from planner.search.spaces.search import LayoutSpace, Progress, Refusals, search_spaces
+from planner.search.spaces.search import LayoutSpace, Misses, Progress, Refusals, search_spaces
 from planner.search.spaces.shares import ShareSpace
 from planner.solver.graphs.graph_instance import Undecided
-from planner.solver.instance import Fathomed, Infeasible, Instance
+from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
+from planner.solver.sides import Tie, all_kept
+from planner.solver.unequal import program
 from planner.solver.unequal.unequal import least_s, solve_unequal
 from planner.solver.unequal.unequal_graph import (
     UnequalGraph,
@@ -83,12 +87,11 @@ def search_mixed(
     request: Request, *, solver: str, top: int = 1, progress: Progress | None = None
 ) -> Answer:
     """Return the fastest plan that fits, with its proof."""
-    if solver != "exact":
-        raise DocumentError("solver", f"is '{solver}'; devices that differ need 'exact'")
     return search_spaces(
-        _spaces(request),
+        _spaces(request, solver),
+        solver=solver,
         refused={},
-        why_nothing=partial(closest_miss, request, lambda asked: list(_spaces(asked))),
+        why_nothing=partial(_why_nothing, request),
         top=top,
         progress=progress,
     )
@@ -98,6 +101,8 @@ class MixedSpace(GroupSpace):
     """The layouts of some groups that use each of them whole, as ranks of a pipeline."""
 
     _known_s: dict[tuple[int, ...], tuple[Floats, Floats]] | None = None
+    by_program = False
+    """Whether the integer program decides."""
 
     def problem(self, layout: Layout, chains: dict[str, Instance]) -> Any:
         """Return the partition problem of a layout from those of the groups."""
@@ -109,8 +114,10 @@ class MixedSpace(GroupSpace):
 
     def best_split(
         self, problem: Any, cutoff_s: float
-    ) -> UnequalSolution | Infeasible | Fathomed | Undecided:
+    ) -> UnequalSolution | Infeasible | Fathomed | Undecided | Unfinished:
         """Return the best order of groups, cuts and options of a layout."""
+        if self.by_program:
+            return program.solve(problem, time_limit_s=TIES_LIMIT_S)
         return solve_unequal(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
 
     def least_crossing_s(self, layout: Layout) -> float:
@@ -133,6 +140,11 @@ class MixedSpace(GroupSpace):
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
+        asked = self.pins.require
+        if asked and layout.virtual_stages > 1:
+            return "what is required of layers and stages needs one stage on each rank"
+        if asked and unkept(self.model, layout, asked) is not None:
+            return "it lacks stages that are asked for"
         return refusal(self.model, self.cluster, self.job, layout)
 
     def bundles(self, refused: Refusals) -> Iterator[Bundle]:
@@ -189,6 +201,7 @@ class MixedSpace(GroupSpace):
                 virtual_stages=timetable.virtual_stages,
                 micro_batch=size,
                 micro_batches=count,
+                compile=compiles(self.request, degrees, timetable.schedule),
             )
 
     def instance(self, layout: Layout) -> Any:
@@ -355,16 +368,34 @@ class MixedSpace(GroupSpace):
         if self._dominated(layout):
             return Lost(DOMINATED)
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
-        answer = self.best_split(self.instance(layout), cutoff_s - step_s)
+        problem = self.instance(layout)
+        answer = self.best_split(problem, cutoff_s - step_s)
+        ties = ties_of(self.model, layout, self.pins.require, self.ordered)
+        if ties and isinstance(answer, UnequalSolution) and not self._keeps(answer, ties, problem):
+            answer = program.solve(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
+            if isinstance(answer, Infeasible):
+                return Lost(UNKEPT)
         if isinstance(answer, Infeasible):
             return Lost(OUT_OF_MEMORY, reason=answer.reason)
         if isinstance(answer, Fathomed):
             return Lost(NO_FASTER, bound_s=answer.lower_bound_s + step_s)
-        if isinstance(answer, Undecided):
-            return Lost(UNFINISHED, bound_s=self.bound_s(layout), reason=answer.reason)
+        if isinstance(answer, Undecided | Unfinished):
+            return Lost(UNFINISHED, bound_s=self.bound_s(layout))
         return Found(
             answer.split.objective_s + step_s, answer.split.lower_bound_s + step_s, layout, answer
         )
+
+    @staticmethod
+    def _keeps(found: UnequalSolution, ties: Sequence[Tie], problem: Any) -> bool:
+        """Whether a split keeps what is required."""
+        chain = problem.chain if isinstance(problem, UnequalGraph) else problem
+        cuts, names = found.split.cuts, []
+        for number, (first, end) in zip(found.order, itertools.pairwise(cuts), strict=True):
+            for layer, option in zip(
+                found.layers[first:end], found.split.options[first:end], strict=True
+            ):
+                names.append(chain.types[number].kinds[chain.layers[layer]][option].name)
+        return all_kept(ties, found.layers, cuts, names)
 
     def _dominated(self, layout: Layout) -> bool:
         """Whether another layout of the space can do all that this one can, on every group."""
@@ -407,8 +438,10 @@ class MixedGraphSpace(MixedSpace):
 
     def best_split(
         self, problem: UnequalGraph, cutoff_s: float
-    ) -> UnequalSolution | Infeasible | Fathomed | Undecided:
+    ) -> UnequalSolution | Infeasible | Fathomed | Undecided | Unfinished:
         """Return the best order of branches and groups, cuts and options of a layout."""
+        if self.by_program:
+            return program.solve(problem, time_limit_s=TIES_LIMIT_S)
         return solve_unequal_graph(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
 
     def least_crossing_s(self, layout: Layout) -> float:
@@ -426,6 +459,12 @@ class MixedGraphSpace(MixedSpace):
         groups = [stage.group or "" for stage in plan.stages]
         held = [[item.layer for item in stage.layers] for stage in plan.stages]
         return self.costs.seats(plan.layout, groups, held)
+
+
+def _why_nothing(request: Request, refused: Refusals, misses: Misses) -> str:
+    if request.pins.require:
+        return nothing_keeps(request, refused)
+    return closest_miss(request, lambda asked: list(_spaces(asked)), refused, misses)
 
 
 def _alive(layout: Layout) -> Floats:
@@ -450,7 +489,7 @@ def _divided(layout: Layout) -> tuple[int, ...]:
     return layout.tensor, layout.context, layout.expert, layout.micro_batch
 
 
-def _spaces(request: Request) -> Iterator[LayoutSpace[Any]]:
+def _spaces(request: Request, solver: str = "exact") -> Iterator[LayoutSpace[Any]]:
     """Yield the layouts of every set of groups, the largest first.
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.
@@ -459,7 +498,9 @@ def _spaces(request: Request) -> Iterator[LayoutSpace[Any]]:
     for count in range(len(cluster.groups), 0, -1):
         for groups in itertools.combinations(cluster.groups, count):
             part = request.on(groups)
-            if part.cluster.mixed:
+            # A requirement speaks of the stages of a pipeline.
+            if part.cluster.mixed and not request.pins.require:
                 yield ShareSpace(part, cluster)
-            along = MixedGraphSpace if request.model.edges else MixedSpace
-            yield along(part, cluster)
+            along = (MixedGraphSpace if request.model.edges else MixedSpace)(part, cluster)
+            along.by_program = solver == "ilp"
+            yield along

@@ -19,8 +19,18 @@ from planner.errors import NoPlanFits
 from planner.plan import Layout
 from planner.search.answer import Answer
 from planner.search.certificate import CHOSEN, REFUSED, SLOWER, Account
-from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first, ranking
+from planner.search.finalists import MARGIN, MOST_ALONE, MOST_SOLVED, fastest_first, told
+from planner.search.layout_queue import (
+    Bound,
+    Bundle,
+    Found,
+    Lost,
+    Searched,
+    best_first,
+    ranking,
+)
 from planner.search.ranked import Ranked, proven
+from planner.search.space import kind
 
 Progress = Callable[[int, int], None]
 Refusals = dict[str, int]
@@ -88,6 +98,7 @@ def runnable(space: LayoutSpace[Any], refused: Refusals) -> Iterator[Bundle]:
 def search_spaces(
     spaces: Iterable[LayoutSpace[Any]],
     *,
+    solver: str = "exact",
     refused: Refusals,
     why_nothing: Callable[[Refusals, Misses], str],
     top: int = 1,
@@ -100,6 +111,7 @@ def search_spaces(
     started = time.process_time()
     account, refused = Account(), dict(refused)
     found: list[tuple[LayoutSpace[Any], Found[Any]]] = []
+    near: list[tuple[LayoutSpace[Any], Searched[Any]]] = []
     misses: Misses = []
     solved = 0
     for space in spaces:
@@ -114,6 +126,7 @@ def search_spaces(
             progress=progress,
         )
         found += [(space, one) for one in outcome.best]
+        near.append((space, outcome))
         misses += outcome.misses
         solved += outcome.solved
     account.counts[REFUSED] += sum(refused.values())
@@ -123,19 +136,49 @@ def search_spaces(
     account.counts[CHOSEN] += 1
     for _, loser in found[1:]:
         account.lost(SLOWER, loser.layout, objective_s=loser.objective_s)
-    ranked = tuple(space.ranked(one) for space, one in found[:top])
-    winner = found[0][1]
+    (home, winner), every = found[0], [space.ranked(one) for space, one in found[:top]]
+    closed_form = every[0]
+    order = [
+        one for _, one in fastest_first(_finalists(near, winner, home, closed_form), closed_form)
+    ]
+    chosen = order[0]
+    others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
     certificate = account.certificate(
         objective_s=winner.objective_s,
         lower_bound_s=winner.lower_bound_s,
         optimal=winner.split.optimal,
-        solver="exact",
-    ).model_copy(update={"layout": ranked[0].plan.layout.text()})
+        solver=solver,
+    ).model_copy(
+        update={
+            "layout": closed_form.plan.layout.text(),
+            "simulated": told(order, closed_form),
+        }
+    )
     return Answer(
-        plan=ranked[0].plan,
-        prediction=ranked[0].prediction,
-        certificate=proven(certificate, ranked[0]),
+        plan=chosen.plan,
+        prediction=chosen.prediction,
+        certificate=proven(certificate, chosen),
         search_s=time.process_time() - started,
-        top=ranked,
+        top=(chosen, *others)[:top],
+        finalists=tuple(order),
+        closed_form=closed_form,
         solved=solved,
     )
+
+
+def _finalists(
+    near: Sequence[tuple[LayoutSpace[Any], Searched[Any]]],
+    winner: Found[Any],
+    home: LayoutSpace[Any],
+    best: Ranked,
+) -> list[tuple[LayoutSpace[Any], Ranked]]:
+    """Return the plans near the best one in the closed form, each with its space."""
+    limit_s = winner.objective_s * (1 + MARGIN)
+    every = [
+        (one, number, space)
+        for number, (space, outcome) in enumerate(near)
+        for one in outcome.near(limit_s, MOST_ALONE)
+        if one.layout != winner.layout or space is not home
+    ]
+    every.sort(key=lambda one: (one[0].rank, one[1]))
+    return [(home, best), *((space, space.ranked(one)) for one, _, space in every[:MOST_SOLVED])]

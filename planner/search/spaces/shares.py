@@ -100,6 +100,7 @@ class ShareSpace(GroupSpace):
                         zero=zero,
                         micro_batch=size,
                         micro_batches=-(-count // data),
+                        compile=self.pins.compile or "none",
                     )
 
     def bound_s(self, layout: Layout) -> float:

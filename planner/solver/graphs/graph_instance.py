@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 
-Method = Literal["chain", "lattice", "orders"]
+Method = Literal["chain", "lattice", "orders", "program"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class GraphSolution:
     """A split of a graph: the split of the chain of its layers in `order`.
 
     `method` says how it was found: "chain" if the graph has one order only, "lattice" if among all
-    orders, "orders" if as the best of a few.
+    orders, "orders" if as the best of a few, "program" if by the integer program.
     """
 
     names: tuple[str, ...]

@@ -418,3 +418,23 @@ def test_the_last_tile_of_each_expert_is_half_empty() -> None:
     shares = {o.name: o.share for o in found.operators if o.kind == "matmul"}
     assert shares["expert_up"] == shares["expert_down"] == pytest.approx(rate)
     assert shares["shared_up"] == shares["router"] == 1.0
+
+
+def test_ranks_that_divide_experts_gather_tokens_and_scatter_sums() -> None:
+    # Mixtral, 4 ranks of experts x 2 that divide each: a rank has half of its tokens, sends them
+    # twice each, and has those of both behind the gather.
+    found = of("mixtral-8x7b", "moe_block", fused(expert_skew=1.0), tensor=2, expert=4)
+    both = of(
+        "mixtral-8x7b", "moe_block", fused(expert_skew=1.0), tensor=2, expert=4, expert_tensor=2
+    )
+    sizes = {o.name: (o.kind, o.axis, o.moved_bytes) for o in both.operators}
+    own = 2 * TOKENS / 2 * 4096 * 2
+
+    assert sizes["arrived"][2] == own == sizes["returned"][2]
+    assert sizes["expert_gather"] == ("all_gather", "expert_tensor", 2 * own)
+    assert sizes["expert_scatter"] == ("reduce_scatter", "expert_tensor", 2 * own)
+    plain = {o.name: o.moved_bytes for o in found.operators}
+    assert plain["arrived"] == own and "expert_gather" not in plain
+    names = [o.name for o in both.operators]
+    assert names.index("arrived") < names.index("expert_gather") < names.index("expert_up")
+    assert names.index("expert_down") < names.index("expert_scatter") < names.index("returned")

@@ -19,7 +19,13 @@ from planner.search.best_first import search
 from planner.search.finalists import MARGIN
 
 CASES = {
-    "pipelines": ("llama-3.2-3b", "8xa100-sxm-40gb", 4096, 32, Pins(pipeline=4, micro_batch=1)),
+    "pipelines": (
+        "llama-3.2-3b",
+        "8xa100-sxm-40gb",
+        4096,
+        32,
+        Pins(pipeline=4, micro_batch=1, compile="none"),
+    ),
     "tied": ("gpt2", "4xv100-sxm-32gb", 1024, 32, Pins(pipeline=4)),
     "open": ("llama-3.2-3b", "4xa100-sxm-40gb", 4096, 32, Pins()),
     "1f1b": ("llama-3.2-3b", "8xa100-sxm-40gb", 4096, 32, Pins(pipeline=4, schedule="1f1b")),
@@ -50,7 +56,7 @@ def test_the_plan_is_the_fastest_of_those_simulated_and_fits(name: str) -> None:
     assert again.step_time_s == pytest.approx(finals.step_time_s)
     assert finals.layout == found.plan.layout.text() == finals.finalists[0].layout
     seconds = [final.step_time_s for final in finals.finalists]
-    assert seconds == sorted(seconds)
+    assert seconds == pytest.approx(sorted(seconds), rel=1e-12)
     assert len({final.layout for final in finals.finalists}) == len(seconds)
 
 

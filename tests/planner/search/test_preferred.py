@@ -12,7 +12,7 @@ from planner.catalog import stacks
 from planner.errors import NoneFaster, NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.pins import Pins
-from planner.plan import Job
+from planner.plan import Compile, Job
 from planner.predict import predict
 from planner.request import Request
 from planner.search.answer import Answer
@@ -159,11 +159,17 @@ def test_what_a_stack_cannot_divide_is_said_where_its_usual_plan_would_stand() -
     )
 
 
-@pytest.mark.parametrize(("stack", "worth"), [("native", False), ("torchtitan+compiled", True)])
-def test_eight_bits_that_gain_nothing_are_named_beside_sixteen(stack: str, worth: bool) -> None:
+@pytest.mark.parametrize(
+    ("stack", "compiles", "worth"),
+    [("native", "none", False), ("native", "block", True), ("torchtitan+compiled", "none", True)],
+)
+def test_eight_bits_that_gain_nothing_are_named_beside_sixteen(
+    stack: str, compiles: Compile, worth: bool
+) -> None:
     # Rounding by operators that start one by one costs more than products in 8 bits gain.
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
     pins = Pins(tensor=1, pipeline=1, context=1, data_shard=8, zero=3, micro_batch=1)
+    pins = replace(pins, compile=compiles)
     request, wide = (
         Request(
             model,

@@ -143,7 +143,7 @@ def least_s(
 ) -> float:
     """Return the closed form of the best plan of all that fit."""
     tables, best_s = CostTables(request), math.inf
-    for layout in layouts(Request(MODEL, CLUSTER, JOB, request.pins)):
+    for layout in layouts(Request(MODEL, CLUSTER, JOB, replace(request.pins, compile="none"))):
         if layout.order != INSIDE_OUT or not runs(layout):
             continue
         if limit(MODEL, request.cluster, JOB, layout) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -23,8 +24,10 @@ from planner.schedule import orders
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
+from planner.search.finalists import MARGIN
 from planner.search.spaces.graph import GraphSpace
 from planner.simulate import timeline
+from planner.solver.requirements import read_requirements
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.small_graphs import least_objective_s, splits
 
@@ -329,16 +332,64 @@ def test_only_a_last_layer_of_its_own_kind_is_told_apart() -> None:
     assert sink_kind(twins) is None
 
 
-def test_what_does_not_fit_and_what_is_not_offered_is_told() -> None:
+def test_what_does_not_fit_and_an_unknown_solver_are_told() -> None:
     huge = graph(
         [layer("a", scale=2000), layer("b"), layer("c")], [("a", "b"), ("b", "c"), ("a", "c")]
     )
 
     with pytest.raises(NoPlanFits, match=r"no plan of graph fits .* layer 'a' alone fits on no"):
         searched(huge, "3xv100-sxm-16gb", Pins(pipeline=3))
-    with pytest.raises(DocumentError, match="graphs of layers need 'exact'"):
-        search(Request(unet(), resolve_cluster(TWO), JOB), solver="ilp")
-    with pytest.raises(DocumentError, match="devices that differ need 'exact'"):
-        search(
-            Request(unet(), resolve_cluster("1xa100-sxm-40gb+1xv100-sxm-16gb"), JOB), solver="ilp"
-        )
+    with pytest.raises(DocumentError, match="the solvers are exact and ilp"):
+        search(Request(unet(), resolve_cluster(TWO), JOB), solver="simplex")
+
+
+@pytest.mark.parametrize("cluster", [TWO, "1xa100-sxm-40gb+1xv100-sxm-32gb"])
+@pytest.mark.parametrize("seed", [0, 4])
+def test_the_integer_program_finds_the_same_optimum(seed: int, cluster: str) -> None:
+    pins = Pins(pipeline=2, schedule="1f1b", micro_batch=2)
+    request = Request(random_model(seed), resolve_cluster(cluster), JOB, pins=pins)
+
+    exact, program = search(request), search(request, solver="ilp")
+
+    assert program.certificate.solver == "ilp"
+    assert program.certificate.objective_s == pytest.approx(exact.certificate.objective_s, rel=1e-6)
+    assert program.certificate.lower_bound_s <= exact.certificate.objective_s * (1 + 1e-6)
+
+
+def test_graphs_close_to_the_best_are_simulated_and_the_fastest_is_the_answer() -> None:
+    for seed in range(4):
+        answer = searched(random_model(seed), TWO)
+
+        assert answer.closed_form in answer.finalists
+        steps_s = [one.prediction.step_time_s for one in answer.finalists]
+        assert answer.prediction.step_time_s <= min(steps_s) * (1 + 1e-9)
+        limit_s = answer.certificate.objective_s * (1 + MARGIN)
+        assert all(one.objective_s <= limit_s * (1 + 1e-12) for one in answer.finalists)
+        assert len({one.plan.layout for one in answer.finalists}) == len(steps_s)
+        assert answer.certificate.simulated is not None
+        assert len(answer.certificate.simulated.finalists) == len(steps_s)
+        assert len(steps_s) > 1
+
+
+@pytest.mark.parametrize("cluster", [TWO, "1xa100-sxm-40gb+1xv100-sxm-32gb"])
+def test_what_is_required_of_layers_is_kept_on_graphs(cluster: str) -> None:
+    model = unet(2)
+    names = [name for name, _ in model.chain]
+    pins = Pins(pipeline=2, schedule="1f1b", micro_batch=2)
+    free = search(Request(model, resolve_cluster(cluster), JOB, pins=pins))
+    words = ["layer down1 on stage 1", "layers up1..up0 recompute full"]
+    asked = dataclasses.replace(pins, require=read_requirements(words, names))
+
+    answer = search(Request(model, resolve_cluster(cluster), JOB, pins=asked))
+
+    held = {
+        one.layer: (s, one) for s, stage in enumerate(answer.plan.stages) for one in stage.layers
+    }
+    assert held["down1"][0] == 1
+    assert {held[name][1].recompute for name in ("up1", "up0")} == {"full"}
+    assert answer.certificate.objective_s >= free.certificate.objective_s * (1 - 1e-9)
+    never = dataclasses.replace(
+        pins, require=read_requirements([*words, "layer down1 on stage 0"], names)
+    )
+    with pytest.raises(NoPlanFits, match="keeps all of this: layers 1-1 on stage 1"):
+        search(Request(model, resolve_cluster(cluster), JOB, pins=never))

@@ -1,0 +1,264 @@
+"""Compiled blocks against eager ones on this machine: kernels, bytes, compilation, steps.
+
+    PYTHONPATH=$PWD python benchmarks/compiled_blocks.py [-o benchmarks/results]
+
+Kernels are counted, not timed: of an eager block each operator that computes something, of a
+compiled one each call in the code that inductor wrote.  Bytes are those that autograd keeps of a
+micro-batch, against the planner's table.  The host's seconds are of a block of negligible size.
+The step is one of a model of 100M parameters, eager and compiled steps in turn: products rule a
+CPU, so their ratio says only that nothing is lost.  Writes compiled_blocks.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.document import write_text
+from planner.layers.arithmetic import table
+from planner.layers.operator_table import Setting
+from planner.layers.parameters import graph_of
+from planner.model import Architecture, ModelGraph
+from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.profile import Recompute
+from runtime import recompute
+from runtime.activations import _constants, _storage
+from runtime.compiled import Compiler
+from runtime.context import WHOLE
+from runtime.engine import Engine
+from runtime.initialize import materialize
+from runtime.source import adapter_of
+
+CPU = torch.device("cpu")
+SAMPLES, POSITIONS = 2, 128
+VIEWS = re.compile(
+    r"view|reshape|transpose|permute|expand|squeeze|slice|select|split|chunk|detach|alias|\bt\b"
+    r"|as_strided|empty|narrow|unflatten|unbind|lift|sym_|is_same_size|_local_scalar"
+)
+CALLED = re.compile(
+    r"^\s+(?:extern_kernels\.\w+|cpp_fused_\w+|\w+ = torch\.ops\.aten\._scaled\w*)\b.*\("
+)
+
+
+def architecture(**figures: Any) -> Architecture:
+    """Return a Llama-like model of `transformers`."""
+    return Architecture(
+        **{
+            "family": "llama",
+            "hidden_size": 256,
+            "layers": 2,
+            "heads": 8,
+            "kv_heads": 4,
+            "head_dim": 32,
+            "ffn_size": 704,
+            "vocab_size": 512,
+            "gated_mlp": True,
+            "norm": "rms",
+            "positions": "rotary",
+            "max_positions": 1024,
+            **figures,
+        }
+    )
+
+
+def block(model: ModelGraph, choice: Recompute, dtype: torch.dtype) -> nn.Module:
+    """Return the model's first block with its values."""
+    adapter = adapter_of(
+        model,
+        source=model.name,
+        seq_len=POSITIONS,
+        dtype=dtype,
+        device=CPU,
+        seed=0,
+        weights=None,
+        context=WHOLE,
+    )
+    layer = adapter.layer("block.0")
+    materialize("block.0", layer, adapter, seed=0, device=CPU, weights=None, done={}, keeps={})
+    return recompute.wrapped(layer.to(dtype), choice)
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not VIEWS.search(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def kernels(model: ModelGraph) -> dict[str, list[int]]:
+    """Return the kernels of a block's forward and backward, eager and compiled."""
+    x = torch.randn(SAMPLES, POSITIONS, 256, requires_grad=True)
+    layer = block(model, "none", torch.float32)
+    with _Operators() as forward:
+        made = layer(x)
+    grad = torch.randn_like(made)
+    with _Operators() as backward:
+        made.backward(grad)
+    Compiler(CPU).compile("block.0", layer)
+
+    def step() -> None:
+        layer(x).backward(grad)
+
+    _, codes = run_and_get_code(step)
+    called = [sum(bool(CALLED.match(line)) for line in code.splitlines()) for code in codes]
+    return {"eager": [forward.count, backward.count], "compiled": called}
+
+
+def kept(model: ModelGraph) -> list[dict[str, Any]]:
+    """Return what compiled blocks keep of a micro-batch, measured and by the planner's table."""
+    rows = []
+    for dtype, precision in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        for choice in ("none", "selective", "full"):
+            layer = block(model, choice, dtype)
+            own = {_storage(t) for t in (*_constants(layer), *layer.parameters())}
+            Compiler(CPU).compile("block.0", layer)
+            found: dict[int, torch.UntypedStorage] = {}
+
+            def keep(
+                tensor: Tensor,
+                own: set[int] = own,
+                found: dict[int, torch.UntypedStorage] = found,
+            ) -> Tensor:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in own:
+                    found[storage._cdata] = storage
+                return tensor
+
+            x = torch.randn(SAMPLES, POSITIONS, 256, dtype=dtype, requires_grad=True)
+            with saved_tensors_hooks(keep, lambda tensor: tensor):
+                layer(x)
+            setting = Setting(
+                micro_batch=SAMPLES, seq_len=POSITIONS, precision=precision, compiled=True
+            )
+            planned = table(model, dict(model.chain)["block.0"], setting).stored_bytes(choice)
+            rows.append(
+                {
+                    "precision": precision,
+                    "recompute": choice,
+                    "measured": sum(storage.nbytes() for storage in found.values()),
+                    "planned": planned,
+                }
+            )
+    return rows
+
+
+def host_s() -> dict[str, list[float]]:
+    """Return the seconds of both passes of a block of negligible size, eager and compiled."""
+    model = graph_of(
+        architecture(hidden_size=16, heads=2, kv_heads=1, head_dim=8, ffn_size=32), name="tiny"
+    )
+    x = torch.randn(1, POSITIONS, 16, requires_grad=True)
+    found = {}
+    for compiles in (False, True):
+        layer = block(model, "none", torch.float32)
+        if compiles:
+            Compiler(CPU).compile("block.0", layer)
+        passes = [_timed(layer, x) for _ in range(300)][100:]
+        found["compiled" if compiles else "eager"] = [
+            statistics.median(seconds) for seconds in zip(*passes, strict=True)
+        ]
+    return found
+
+
+def _timed(layer: nn.Module, x: Tensor) -> tuple[float, float]:
+    begin = time.perf_counter()
+    made = layer(x).sum()
+    between = time.perf_counter()
+    made.backward()
+    return between - begin, time.perf_counter() - between
+
+
+def steps(rounds: int) -> dict[str, Any]:
+    """Return seconds of steps of a model of 100M parameters, taken in turn, and of compilation."""
+    model = graph_of(
+        architecture(
+            hidden_size=768,
+            layers=12,
+            heads=12,
+            kv_heads=12,
+            head_dim=64,
+            ffn_size=2048,
+            vocab_size=8192,
+        ),
+        name="100m",
+    )
+    layers = tuple(PlacedLayer(layer=name) for name, _ in model.chain)
+    plan = Plan(
+        model=PlannedModel(name=model.name, source=model.name, digest=model.digest),
+        cluster="local",
+        seq_len=POSITIONS,
+        global_batch=1,
+        precision="fp32",
+        mesh=Mesh(),
+        zero=0,
+        schedule="1f1b",
+        micro_batch=1,
+        micro_batches=1,
+        stages=(Stage(layers=layers),),
+    )
+    tokens = torch.randint(8192, (1, POSITIONS + 1))
+    engines = {
+        choice: Engine(plan.model_copy(update={"compile": choice}), model, device=CPU)
+        for choice in ("none", "block")
+    }
+    taken: dict[str, list[float]] = {choice: [] for choice in engines}
+    losses: dict[str, list[float]] = {choice: [] for choice in engines}
+    for _ in range(rounds + 1):
+        for choice, engine in engines.items():
+            begin = time.perf_counter()
+            losses[choice].append(engine.step(tokens).loss)
+            taken[choice].append(time.perf_counter() - begin)
+    compiler = engines["block"].compiler
+    assert compiler is not None
+    assert not compiler.fallbacks
+    ratios = [b / a for a, b in zip(taken["none"][1:], taken["block"][1:], strict=True)]
+    return {
+        "parameters": sum(layer.parameters * layer.repeat for layer in model.layers),
+        "step_s": {choice: statistics.median(each[1:]) for choice, each in taken.items()},
+        "ratio": statistics.median(ratios),
+        "first_step_s": taken["block"][0],
+        "compile_s": compiler.seconds,
+        "losses": losses,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--rounds", type=int, default=8)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model = graph_of(architecture(), name="block")
+    parts: dict[str, Callable[[], Any]] = {
+        "kernels": lambda: kernels(model),
+        "kept": lambda: kept(model),
+        "host_s": host_s,
+        "steps": lambda: steps(args.rounds),
+    }
+    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "torch": torch.__version__}
+    for name, part in parts.items():
+        found[name] = part()
+        print(name, json.dumps(found[name]), flush=True)
+    write_text(json.dumps(found, indent=1) + "\n", args.out / "compiled_blocks.json")
+
+
+if __name__ == "__main__":
+    main()

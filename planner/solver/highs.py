@@ -1,0 +1,66 @@
+"""HiGHS, run on a linear program of PuLP: what it found, what it proved.
+
+PuLP calls a run that met its time limit "Optimal": here `sol_status` and the dual bound count.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from planner.on_use import OnUse
+from planner.tolerances import HIGHS_FEASIBILITY, HIGHS_GAP
+
+if TYPE_CHECKING:
+    import highspy
+    import pulp
+else:
+    highspy = OnUse("highspy", "solving an integer program")
+    pulp = OnUse("pulp", "solving an integer program")
+
+__all__ = ["Outcome", "power_of_ten", "pulp", "run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run of the solver ended: with a solution, with a proof, and with which bound."""
+
+    found: bool
+    proven: bool
+    bound_s: float
+    impossible: bool = False
+
+
+def run(program: Any, unit_s: float, time_limit_s: float | None, gap: float = HIGHS_GAP) -> Outcome:
+    """Run HiGHS on a program whose objective is in `unit_s`, and see how it ended."""
+    feasible = highspy.SolutionStatus.kSolutionStatusFeasible
+    solver = pulp.HiGHS(
+        msg=False,
+        threads=1,
+        gapRel=gap,
+        gapAbs=0.0,
+        timeLimit=time_limit_s,
+        mip_feasibility_tolerance=HIGHS_FEASIBILITY,
+        primal_feasibility_tolerance=HIGHS_FEASIBILITY,
+    )
+    try:
+        program.solve(solver)
+        status = program.sol_status
+    except IndexError:  # pulp reads the values of a run that ended without any
+        status = pulp.LpSolutionNoSolutionFound
+    info = program.solverModel.getInfo()
+    found = status > 0 and info.primal_solution_status == feasible
+    proven = found and status == pulp.LpSolutionOptimal
+    bound = float(info.mip_dual_bound)
+    if proven:
+        # An exhausted tree leaves the last bound of its root in `mip_dual_bound`.
+        objective = info.objective_function_value
+        bound = max(bound, objective - gap * abs(objective))
+    impossible = not found and program.status == pulp.LpStatusInfeasible
+    return Outcome(found, proven, bound * unit_s, impossible)
+
+
+def power_of_ten(value: float) -> float:
+    """Return the power of ten at or below a value; 1 for nothing."""
+    return 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0

@@ -1,0 +1,134 @@
+"""The integer program of every kind of problem, against the exact solvers and enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.instance import Infeasible
+from planner.solver.sides import AtMost, Chosen, Placed, Tie, Together
+from planner.solver.unequal import program
+from planner.solver.unequal.unequal import solve_unequal
+from planner.solver.unequal.unequal_graph import UnequalGraph, solve_unequal_graph
+from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
+from tests.planner import small_graphs
+from tests.planner.solver.unequal.test_unequal import least_objective_s, random_unequal
+from tests.planner.solver.unequal.test_unequal_graph import random_graph
+
+
+def one_optimum(problem: UnequalGraph | UnequalInstance) -> bool:
+    """Solve both ways, compare, and say whether anything fits."""
+    exactly = solve_unequal_graph if isinstance(problem, UnequalGraph) else solve_unequal
+    exact, found = exactly(problem), program.solve(problem)  # type: ignore[arg-type]
+    if isinstance(exact, Infeasible):
+        assert isinstance(found, Infeasible)
+        return False
+    assert isinstance(exact, UnequalSolution)
+    assert isinstance(found, UnequalSolution)
+    best_s, hair_s = exact.split.objective_s, 1e-6 * abs(exact.split.objective_s) + 1e-6
+    assert found.split.objective_s == pytest.approx(best_s, rel=1e-6, abs=1e-6)
+    assert found.split.lower_bound_s <= best_s + hair_s
+    return True
+
+
+@pytest.mark.parametrize("types", [1, 2, 3])
+def test_chains_have_one_optimum(types: int) -> None:
+    some = (random_unequal(seed) for seed in range(300))
+    problems = [one for one in some if len(one.types) == types][: 10 - 2 * types]
+
+    assert sum(map(one_optimum, problems)) > 1
+
+
+@pytest.mark.parametrize("types", [1, 2, 3])
+def test_graphs_have_one_optimum(types: int) -> None:
+    some = (random_graph(seed) for seed in range(300))
+    problems = [one for one in some if len(one.chain.types) == types][: 10 - 2 * types]
+
+    assert sum(map(one_optimum, problems)) > 1
+
+
+def test_the_program_finds_what_enumeration_finds() -> None:
+    for seed in range(6):
+        problem = random_unequal(seed)
+        best_s = least_objective_s(problem)
+
+        found = program.solve(problem)
+
+        if math.isinf(best_s):
+            assert isinstance(found, Infeasible)
+        else:
+            assert isinstance(found, UnequalSolution)
+            assert found.split.objective_s == pytest.approx(best_s, rel=1e-6, abs=1e-6)
+
+
+def test_hosts_are_kept_to() -> None:
+    problem = random_unequal(1)
+    fed = replace(
+        problem,
+        types=tuple(
+            replace(
+                one,
+                host_bytes=2.0,
+                kinds=tuple(
+                    tuple(replace(o, host_bytes=o.stored_bytes / 2) for o in table)
+                    for table in one.kinds
+                ),
+            )
+            for one in problem.types
+        ),
+    )
+    free = program.solve(problem)
+    kept = program.solve(fed)
+
+    assert isinstance(free, UnequalSolution)
+    assert isinstance(kept, Infeasible) or kept.split.objective_s >= free.split.objective_s  # type: ignore[union-attr]
+
+
+def random_tie(rng: random.Random, problem: GraphInstance) -> Tie:
+    """Return any requirement of some layers, not always in a row."""
+    count, stages = len(problem.layers), len(problem.stages)
+    some = tuple(sorted(rng.sample(range(count), rng.randint(1, min(2, count)))))
+    first, last = some[0], some[-1]
+    names = sorted({option.name for table in problem.kinds for option in table})
+    return rng.choice(
+        [
+            Tie(Together(first=first, last=last), some),
+            Tie(Placed(first=first, last=last, stages=(rng.randrange(stages),)), some),
+            Tie(AtMost(layers=rng.randint(1, count), stages=(rng.randrange(stages),))),
+            Tie(Chosen(first=first, last=last, options=(names[0],)), some),
+        ]
+    )
+
+
+def test_no_split_that_keeps_what_is_required_is_faster() -> None:
+    compared = costs = 0
+    for seed in range(60):
+        rng, problem = random.Random(seed), small_graphs.random_graph(seed)
+        tables = [problem.kinds[kind] for kind in problem.layers]
+        if len(tables) > 5 or math.prod(map(len, tables)) > 81:
+            continue
+        tie, best_s, free_s = random_tie(rng, problem), math.inf, math.inf
+        for stage_of in small_graphs.splits(problem):
+            for options in itertools.product(*(range(len(table)) for table in tables)):
+                seconds = small_graphs.objective_s(problem, stage_of, options)
+                free_s = min(free_s, seconds)
+                names = [table[o].name for table, o in zip(tables, options, strict=True)]
+                if tie.kept(stage_of, names):
+                    best_s = min(best_s, seconds)
+
+        found = program.solve_by_program(problem, ties=[tie])
+
+        if math.isinf(best_s):
+            assert isinstance(found, Infeasible), seed
+            continue
+        assert isinstance(found, GraphSolution), seed
+        assert found.objective_s == pytest.approx(best_s, rel=1e-6, abs=1e-6), seed
+        compared += 1
+        costs += best_s > free_s * (1 + 1e-6)
+    assert compared > 10
+    assert costs > 2
