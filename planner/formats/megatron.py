@@ -49,6 +49,7 @@ def text(wanted: Wanted) -> str:
         f"--global-batch-size {plan.global_batch}",
         f"--seq-length {plan.seq_len}",
         *_megatron_recompute(wanted),
+        *_megatron_options(wanted),
     ]
     if plan.precision == "fp8":
         lines += ["--bf16", "--fp8-format hybrid"]
@@ -109,6 +110,24 @@ def _megatron_recompute(wanted: Wanted) -> Iterator[str]:
         yield "--recompute-num-layers 1"
     elif recompute_of(wanted) == "selective":
         yield "--recompute-granularity selective"
+
+
+_OPTIONS = {
+    "deepep": ("--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend deepep"),
+    "expert-overlap": ("--overlap-moe-expert-parallel-comm",),
+    "shared-expert-overlap": ("--moe-shared-expert-overlap",),
+    "ulysses": ("--cp-comm-type a2a",),
+    "gathered-context": ("--cp-comm-type all_gather",),
+}
+"""Flags of what a plan's backend says of kernels and exchanges, where the plan has those."""
+
+
+def _megatron_options(wanted: Wanted) -> Iterator[str]:
+    mesh = wanted.plan.mesh
+    for option in wanted.plan.backend.split("+")[1:]:
+        of_context = option in ("ulysses", "gathered-context")
+        if (mesh.context if of_context else mesh.expert) > 1:
+            yield from _OPTIONS.get(option, ())
 
 
 def _megatron_training(wanted: Wanted) -> Iterator[str]:

@@ -52,6 +52,29 @@ def test_megatron_is_told_degrees_batches_and_recomputation() -> None:
     assert (first, last) == ((None, None) if blocks == [8, 8] else tuple(map(str, blocks)))
 
 
+def test_megatron_is_told_how_tokens_go_to_experts_and_sequences_are_divided() -> None:
+    model, machine = resolve_model("mixtral-8x7b"), resolve_cluster("2x8xh100-sxm-80gb")
+    request = Request.of(
+        model,
+        machine,
+        seq_len=4096,
+        global_batch=64,
+        pins=read_pins(["ep=8,cp=2,pp=1,tp=1,schedule=1f1b"]),
+        stack="megatron+deepep+expert-overlap+ulysses",
+    )
+
+    plan = search(request).plan
+    told = flags(configuration(plan, model, "megatron", machine))
+
+    assert plan.backend == "megatron+deepep+expert-overlap+ulysses"
+    assert told["--moe-token-dispatcher-type"] == "flex"
+    assert told["--moe-flex-dispatcher-backend"] == "deepep"
+    assert "--overlap-moe-expert-parallel-comm" in told
+    assert told["--cp-comm-type"] == "a2a"
+    plain = flags(configuration(plan.model_copy(update={"backend": "megatron"}), model, "megatron"))
+    assert not {flag for flag in plain if flag.startswith(("--moe", "--cp-comm"))}
+
+
 def test_torchtitan_is_told_every_module_of_every_stage_once() -> None:
     plan = planned("pp=4", "dp=2", "zero=2", "schedule=1f1b", "recompute=none")
 
