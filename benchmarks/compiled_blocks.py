@@ -38,7 +38,7 @@ from runtime import recompute
 from runtime.activations import _constants, _storage
 from runtime.compiled import Compiler
 from runtime.context import WHOLE
-from runtime.engine import Engine
+from runtime.engine import TokenEngine
 from runtime.initialize import materialize
 from runtime.source import adapter_of
 
@@ -173,7 +173,8 @@ def host_s() -> dict[str, list[float]]:
             Compiler(CPU).compile("block.0", layer)
         passes = [_timed(layer, x) for _ in range(300)][100:]
         found["compiled" if compiles else "eager"] = [
-            statistics.median(seconds) for seconds in zip(*passes, strict=True)
+            min(seconds)
+            for seconds in zip(*passes, strict=True)  # others use the cores too
         ]
     return found
 
@@ -216,7 +217,7 @@ def steps(rounds: int) -> dict[str, Any]:
     )
     tokens = torch.randint(8192, (1, POSITIONS + 1))
     engines = {
-        choice: Engine(plan.model_copy(update={"compile": choice}), model, device=CPU)
+        choice: TokenEngine(plan.model_copy(update={"compile": choice}), model, device=CPU)
         for choice in ("none", "block")
     }
     taken: dict[str, list[float]] = {choice: [] for choice in engines}

@@ -54,6 +54,9 @@ class Types(Part):
     """Both moments of AdamW."""
     wire: Count = 4
     """A gradient while it is reduced between ranks."""
+    scales: Amount = 4 / 64
+    """Of a frozen weight in 4 bits, the scale of its block: bitsandbytes has one of 4 bytes for 64,
+    or, itself rounded, one of a byte and a 256th of 4 more."""
     full_with_zero: Flag = False
     """Under ZeRO states are those of full precision (fp32 sums, masters, moments), whatever a
     single device trains in."""
@@ -366,6 +369,9 @@ class MemoryRule(Part):
     apart."""
     communicator_bytes: Amount = 0.0
     """Buffers of the collective library, of a process with more than one rank."""
+    workspaces: dict[Text, Amount] = Field(default_factory=dict)
+    """Bytes that matrix-product libraries work in, of the caching allocator, by the architecture of
+    a device; `other` of all that are not named."""
     reported: Reported = "allocated"
     """Which peak runs tell that do not name it."""
 

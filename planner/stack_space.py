@@ -318,13 +318,41 @@ def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
 
 def conflicts(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterator[Conflict]:
     """Yield the conflicts that a layout has; see `obstacles`."""
-    for conflict in space.conflicts:
+    for conflict in _possible(space, facts):
         if of_degrees and _of_layouts((), (*conflict.when, *conflict.needs)):
             continue
         if all(condition_of(text).holds(facts) for text in conflict.when) and not (
             conflict.needs and all(condition_of(text).holds(facts) for text in conflict.needs)
         ):
             yield conflict
+
+
+_POSSIBLE: dict[tuple[int, int, int], tuple[Space, ModelGraph, Job, tuple[Conflict, ...]]] = {}
+"""By the ids of a space, a model and a job, which are kept so that ids stay theirs."""
+_MOST_KNOWN = 64
+_OF_MODEL_AND_JOB = frozenset(
+    {*_OF_JOBS, *_OF_MODELS, "adapters", "attention", "experts", "family", "layers_form"}
+)
+"""Facts that all layouts of a request share."""
+
+
+def _possible(space: Space, facts: Facts) -> tuple[Conflict, ...]:
+    """Return the conflicts that some layout of a model and a job may have."""
+    model, job = facts.model, facts.job
+    key = id(space), id(model), id(job)
+    known = _POSSIBLE.get(key)
+    if known is None:
+        if len(_POSSIBLE) >= _MOST_KNOWN:
+            _POSSIBLE.clear()
+        found = tuple(one for one in space.conflicts if _may_hold(one, facts))
+        known = _POSSIBLE[key] = space, model, job, found
+    return known[-1]
+
+
+def _may_hold(conflict: Conflict, facts: Facts) -> bool:
+    """Whether what a conflict says of model and job is so."""
+    each = (condition_of(text) for text in conflict.when)
+    return all(one.holds(facts) for one in each if _OF_MODEL_AND_JOB.issuperset(one.product.names))
 
 
 def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from planner.document import Document, Part
 from planner.plan import Plan
 from planner.prediction import Prediction
@@ -61,6 +63,10 @@ class RunReport(Document):
     """Interquartile range over median."""
     tokens_per_s: Amount | None = None
     mfu: Amount | None = None
+    compile_s: Amount = 0.0
+    """Of the rank that compiled longest."""
+    not_compiled: dict[Text, Text] = Field(default_factory=dict)
+    """Why layers ran eager that the plan compiles, by name."""
     stages: tuple[StageMeasurement, ...]
     wall_s: Amount
     """From the launch to the end of the last rank."""
@@ -162,6 +168,8 @@ def summarise(
         step_time_spread=spread(timed_s),
         tokens_per_s=plan.global_batch * plan.seq_len / median if median else None,
         mfu=orders.peak_step_s / median if median and orders.peak_step_s else None,
+        compile_s=max(rank.compile_s for rank in ranks),
+        not_compiled={name: why for rank in ranks for name, why in rank.not_compiled.items()},
         stages=tuple(_stage(plan.rank_of_stage(index), ranks) for index in range(len(plan.stages))),
         wall_s=wall_s,
         output=orders.output,

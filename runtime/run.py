@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from planner.document import Document, Part, read_text, write_text
 from planner.errors import DocumentError
 from planner.units import Amount, Count, Flag, Positive, Rate, Text
@@ -107,6 +109,10 @@ class RankRecord(Document):
     """The most that the device's allocator had taken."""
     device_memory_bytes: Count | None = None
     """In use on the device at the end, by everybody."""
+    compile_s: Amount = 0.0
+    """Of forwards that compiled a layer; those steps are among the warm-up."""
+    not_compiled: dict[Text, Text] = Field(default_factory=dict)
+    """Why layers ran eager that the plan compiles, by name."""
     stopped: Literal["steps", "max_seconds"] = "steps"
     checkpoint: Text | None = None
     """The last one that this run completed."""

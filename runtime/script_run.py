@@ -142,6 +142,8 @@ def run_script(
     Raises LaunchError where the script is not there, or the ranks failed for good.
     """
     plan = read(Plan, plan_path)
+    if node_rank.nodes == 1:
+        _check_script(script)  # before anything is written
     own = ranks_of_node(plan, node_rank.node, nodes or [plan.mesh.devices])
     for warning in check_devices(plan, "cuda" if cuda_devices() else "cpu", own):
         say(f"warning: {warning}")
@@ -206,8 +208,7 @@ def _attempt(
     """Run the ranks of all nodes once to their end.  Raises _Ended where one ended badly."""
     folder, leads = started.folder, 0 in started.ranks
     with Rendezvous(node_rank, warn=lambda text: say(f"warning: {text}")) as rendezvous:
-        if not _is_file(started.script):
-            raise LaunchError(f"{started.script}: is no file; name the script that trains")
+        _check_script(started.script)  # other nodes are told what this one lacks
         _agree(started, rendezvous)
         for name in ("logs", "ranks"):
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -265,11 +266,13 @@ def _agree(started: _Started, rendezvous: Rendezvous) -> None:
                 )
 
 
-def _is_file(path: Path) -> bool:
+def _check_script(script: Path) -> None:
     try:
-        return path.is_file()
+        found = script.is_file()
     except (OSError, ValueError):  # a name that no file can have
-        return False
+        found = False
+    if not found:
+        raise LaunchError(f"{script}: is no file; name the script that trains")
 
 
 def _from_here(path: Path) -> Path:

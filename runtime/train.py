@@ -29,6 +29,7 @@ from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime import checkpoint, companions, near_cores, run
 from runtime.checkpoint import Progress
+from runtime.compiled import Compiler
 from runtime.data import Corpus, Samples
 from runtime.learning_rate import learning_rate
 from runtime.live_memory import LiveMemory
@@ -237,7 +238,8 @@ class Loop:
             Metrics(Path(self.orders.output), self._loggers(first)) if self.rank == 0 else None
         )
         step_s: list[float] = []
-        peak = _Peak(self.orders.device)
+        compiler: Compiler | None = getattr(self.engine, "compiler", None)
+        peak = _Peak(self.orders.device, compiled=compiler is not None)
         stopped: Literal["steps", "max_seconds"] = "steps"
         loss = 0.0
         while self.steps_done < self.orders.steps:
@@ -274,6 +276,8 @@ class Loop:
             first_step=first,
             step_s=tuple(step_s),
             untimed_steps=(watched,) if peak.slows else (),
+            compile_s=compiler.seconds if compiler else 0.0,
+            not_compiled=compiler.fallbacks if compiler else {},
             peak_memory_bytes=peak.so_far_bytes(),
             memory_source=peak.source,
             reserved_memory_bytes=peak.reserved_bytes(),
@@ -425,14 +429,20 @@ class _Peak:
     in the watched step, which is slower for it.
     """
 
-    def __init__(self, device: run.Device) -> None:
-        self.slows = device == "cpu"
+    def __init__(self, device: run.Device, *, compiled: bool = False) -> None:
+        """Code that is `compiled` for a CPU allocates where nobody counts."""
+        self.slows = device == "cpu" and not compiled
         self.source = "live tensors of one step" if self.slows else "CUDA allocator"
+        self._blind = device == "cpu" and compiled
+        if self._blind:
+            self.source = "not counted where blocks are compiled for a CPU"
         self._bytes: int | None = None
         self._counting = False
 
     def of(self, step: Callable[[], Result], *, held: Iterable[Tensor]) -> Result:
         """Take the step and watch it; `held` are weights and optimizer state."""
+        if self._blind:
+            return step()
         if not self.slows:
             torch.cuda.reset_peak_memory_stats()
             self._counting = True
@@ -448,11 +458,11 @@ class _Peak:
 
     def reserved_bytes(self) -> int | None:
         """Return the most that the allocator took from the device, with what lies unused in it."""
-        return None if self.slows else torch.cuda.max_memory_reserved()
+        return None if self.slows or self._blind else torch.cuda.max_memory_reserved()
 
     def device_bytes(self) -> int | None:
         """Return what the device has in use now: by contexts, libraries and other programs too."""
-        if self.slows:
+        if self.slows or self._blind:
             return None
         free, total = torch.cuda.mem_get_info()
         return total - free

@@ -431,11 +431,8 @@ def compiled(at: Setting) -> Rows:
             plan = case.plan(model, "local:1", length)
 
             def step(compiles: bool) -> Row:
-                engine = TokenEngine(plan, model, device=at.device)
-                if compiles:
-                    for name, layer in engine.layers.items():
-                        if name.startswith("block"):
-                            layer.compile(fullgraph=True, dynamic=False)
+                how = {"compile": "block" if compiles else "none"}
+                engine = TokenEngine(plan.model_copy(update=how), model, device=at.device)
                 tokens = torch.zeros(plan.global_batch, plan.seq_len + 1, dtype=torch.int64)
                 begin = time.perf_counter()
                 engine.step(tokens)
@@ -502,11 +499,8 @@ def launches(at: Setting) -> Rows:
             plan = case.plan(model, "local:1", 128 if at.tiny else 2048)
 
             def traced() -> Row:
-                engine = TokenEngine(plan, model, device=at.device)
-                if compiles:
-                    for name, layer in engine.layers.items():
-                        if name.startswith("block"):
-                            layer.compile(fullgraph=True, dynamic=False)
+                how = {"compile": "block" if compiles else "none"}
+                engine = TokenEngine(plan.model_copy(update=how), model, device=at.device)
                 tokens = torch.zeros(plan.global_batch, plan.seq_len + 1, dtype=torch.int64)
                 engine.step(tokens)
                 kinds = [ProfilerActivity.CPU]

@@ -91,6 +91,8 @@ class LayoutCosts:
     """Part of fixed_bytes: all but the pipeline's buffers."""
     recorded_bytes: float
     """Freed buffers of collectives, held back until these end on the device."""
+    workspace_bytes: float
+    """Of matrix-product libraries, in the caching allocator."""
     assumptions: tuple[Assumption, ...]
 
 
@@ -153,6 +155,9 @@ class CostTables:
             self.slack = self._rates.slack or rule.reserved
             self.tight = self.slack * rule.tight / rule.reserved
         self._step_s = self._rates.step_s
+        spaces = self._rates.stack.memory.workspaces
+        architecture = cluster.groups[0].accelerator.architecture or ""
+        self._workspace_bytes = spaces.get(architecture, spaces.get("other", 0.0))
 
     def of(self, layout: Layout) -> LayoutCosts:
         """Return the costs of a layout.
@@ -188,6 +193,7 @@ class CostTables:
             output_bytes=shared.output_bytes,
             context_bytes=shared.context_bytes,
             recorded_bytes=shared.recorded_bytes,
+            workspace_bytes=self._workspace_bytes,
             assumptions=shared.assumptions,
         )
 

@@ -62,9 +62,8 @@ from planner.cluster import EIGHT_BITS
 from planner.plan import GradientWire, Offload
 from planner.stack import OptimizerRule, Stack, Types, Unit
 
-FOUR_BITS = 0.5 + 0.5 * 4 / 64
-"""Bytes of a parameter in 4 bits: for each 64 a scale of 2 bytes.  Source: Dettmers et al., 2023
-(QLoRA), without its double quantisation."""
+FOUR_BITS = 0.5
+"""Bytes of a parameter in 4 bits, without its scale."""
 FP32 = 4
 """Bytes of an element in full precision."""
 BUCKETS = 3
@@ -82,6 +81,8 @@ class StateTypes:
     working: float
     frozen: float
     """Of a parameter that is not trained."""
+    scales: float
+    """Beside it, of scales of blocks that it was rounded by, which are no parameters."""
     master: float
     """Beside the working one; 0 where that is trained."""
     gradient: float
@@ -148,6 +149,7 @@ def _state_types(
     return StateTypes(
         working=working,
         frozen=1.0 if narrow else frozen,
+        scales=types.scales if quantised and not narrow else 0.0,
         master=master,
         gradient=gradient,
         fresh=float(types.fresh_gradients) if gradient != working else 0.0,
@@ -462,7 +464,8 @@ def frozen_states(parameters: float, sharing: Sharing) -> States:
         ZeRO-0 to 2            e N/d + e N
         ZeRO-3                 e N/d, and while a unit works what trained parameters need too
 
-    With parameters on the host the shard is there, and comes as it is.
+    With parameters on the host the shard is there, and comes as it is.  Scales of 4-bit weights are
+    attributes of modules: no rank shares them, and none has them on the host.
 
     >>> from planner.catalog import native
     >>> eight = Sharing(types=state_types(native(), "bf16"), zero=3, shard=8, data=8,
@@ -478,7 +481,7 @@ def frozen_states(parameters: float, sharing: Sharing) -> States:
         held = e * n / d + (0.0 if gathered else e * n)
     on_host = e * n / d if sharing.offload == "parameters" else 0.0
     return States(
-        parameters_bytes=held - on_host,
+        parameters_bytes=held - on_host + sharing.types.scales * n,
         gathered_bytes=gathered if sharing.pipelined else 0.0,
         gradients_bytes=0.0,
         optimizer_bytes=0.0,

@@ -79,6 +79,10 @@ class RankCosts(Protocol):
     def recorded_bytes(self) -> float:
         """Freed, and held back by the allocator until a collective ends."""
 
+    @property
+    def workspace_bytes(self) -> float:
+        """Of libraries, in the allocator."""
+
 
 def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
     """Return how many bytes tensors may take of so much device memory.
@@ -91,9 +95,10 @@ def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
     return (memory_bytes - costs.context_bytes) / costs.tight
 
 
-NOT_TENSORS = ("context", "slack", "recorded buffers")
+NOT_TENSORS = ("context", "slack", "recorded buffers", "workspaces")
 """Of the parts of a rank's memory, what the process and its allocator take.  An allocator that runs
-short waits for the collectives of what it holds back, so that `recorded buffers` cost no room."""
+short waits for the collectives of what it holds back, so that `recorded buffers` cost no room;
+`workspaces` are too small to (one in a thousand of a device)."""
 
 
 def has_room(memory_bytes: float, parts: Mapping[str, float], costs: RankCosts) -> bool:
@@ -129,8 +134,8 @@ def rank_memory_parts(
         "context": costs.context_bytes,
         "slack": (costs.slack - 1.0) * sum(dynamic.values()),
     }
-    if costs.recorded_bytes:
-        parts["recorded buffers"] = costs.recorded_bytes
+    beside = {"recorded buffers": costs.recorded_bytes, "workspaces": costs.workspace_bytes}
+    parts |= {name: size for name, size in beside.items() if size}
     return parts
 
 

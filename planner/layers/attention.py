@@ -38,7 +38,12 @@ IN_BLOCKS = ("gemma2", "gpt_oss")
 
 
 def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list[Operator]:
-    """Projections, rotary positions, fused attention, output projection."""
+    """Projections, rotary positions, fused attention, output projection.
+
+    Where there are fewer heads of keys than tensor-parallel ranks, a rank attends to one of them
+    whole, as others do; the projection's weights are divided all the same.  Source: Megatron Core,
+    transformer/attention.py (num_query_groups < world_size).
+    """
     if a.latent is not None:
         return _latent_attention(a, a.latent, setting, source)
     kernels = setting.kernels
@@ -47,9 +52,10 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     e, t, tokens = setting.element_bytes, setting.tensor, setting.tokens
     full = tokens * a.hidden_size * e
     query_width = a.heads * a.head_dim / t
-    key_width = a.kv_heads * a.head_dim / t
+    kv_heads = larger(1.0, a.kv_heads / t)
+    key_width = kv_heads * a.head_dim
     query, key = tokens * query_width * e, tokens * key_width * e
-    width = query_width + 2 * key_width
+    width = query_width + 2 * a.kv_heads * a.head_dim / t
     operators, whole = gathered(setting, source, "attention_gather", full)
     apart = a.family not in ONE_PROJECTION and not kernels.fused_projections
     outputs = {"q_linear": query, "k_linear": key, "v": key} if apart else {"qkv": query + 2 * key}
@@ -60,7 +66,7 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
         q, k, v, key = "q_apart", "k_apart", "v_apart", query
     if a.qk_norm:
         wide = a.family in WIDE_QK_NORM
-        for head, heads in (("q", a.heads / t), ("k", a.kv_heads / t)):
+        for head, heads in (("q", a.heads / t), ("k", kv_heads)):
             operators.append(
                 norm(
                     a,
@@ -251,7 +257,7 @@ def _fused(
         operators.append(_ring(setting, (k, v), key + value))
     elif divided == "heads":
         # A rank sends all but its part of its heads; of keys that fewer heads have, each needs one.
-        fewer = larger(1.0, setting.tensor * setting.context / a.kv_heads)
+        fewer = larger(1.0, setting.context / larger(1.0, a.kv_heads / setting.tensor))
         sent = query + (key + value) * fewer
         operators.append(_exchanged("qkv_exchange", (q, k, v), {"qkv_heads": sent}, sent))
         q = k = v = "qkv_heads"

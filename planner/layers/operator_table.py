@@ -383,7 +383,7 @@ class Table:
         Recomputation starts when backward enters the layer's own operators.
         """
         if self.backward_peak is not None:
-            return self.backward_peak + self.recomputed_bytes(recompute)
+            return self.backward_peak + larger(0.0, self.recomputed_bytes(recompute))
         first_save: dict[str, int] = {}
         for index, operator in enumerate(self.operators):
             for name in operator.saved:

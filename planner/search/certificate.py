@@ -12,6 +12,7 @@ from planner.plan import Layout
 from planner.prediction import Certificate, Loser, PlanProof
 from planner.schedules import SCHEDULES
 from planner.stack import Stack
+from planner.tolerances import EQUAL
 
 RUNNERS_UP = 5
 
@@ -157,7 +158,8 @@ def of_plan(
 ) -> Certificate:
     """Return the certificate with what it proves of the plan that is the answer."""
     bound_s, finals = certificate.lower_bound_s, certificate.simulated
-    gap = max(0.0, 1 - bound_s / closed_form_s)
+    tied = bound_s >= closed_form_s * (1 - EQUAL)
+    gap = 0.0 if tied else 1 - bound_s / closed_form_s
     other = "" if certificate.layout == layout.text() else "; the optimum is another plan"
     low_s = gap_s = None
     proven = "no lower bound is proven"

@@ -312,10 +312,13 @@ def families(
         for spans, order in _orders(tiers, degrees, shard, replicate, pins).items():
             inner = spans[:2]  # of tensor and context
             by_place.setdefault(inner, []).append(ShardingChoice(zero, shard, replicate, order))
+    compiled: dict[str, Compile] = {}
     for size, count in micro_batches(job, degrees, pins):
         every: dict[Compile, list[Timetable]] = {}
         for one in timetables(model, degrees.pipeline, count, pins, space=space):
-            every.setdefault(compiles(request, degrees, one.schedule), []).append(one)
+            if one.schedule not in compiled:
+                compiled[one.schedule] = compiles(request, degrees, one.schedule)
+            every.setdefault(compiled[one.schedule], []).append(one)
         for choice, alike in every.items():
             for place, found in by_place.items():
                 yield Family(

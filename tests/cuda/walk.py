@@ -197,6 +197,7 @@ PATHS: dict[str, Path] = {
     "powersgd": stepped(data_replicate=2, gradient_wire="powersgd"),
     "tensor": stepped(tensor=2, steps=1),
     "loss in chunks": stepped(tensor=2, steps=1, loss=ChunkedLoss(rows=100)),
+    "loss in chunks, last stage": stepped(1, pipeline=2, loss=ChunkedLoss(rows=100)),
     "context": stepped(context=2, precision="bf16", zero=1),
     "experts": stepped(family="mixtral", data_shard=2, expert=2, zero=1, precision="bf16"),
     "first stage": stepped(pipeline=2, precision="bf16"),

@@ -24,11 +24,12 @@ from runtime import compiled, recompute
 from runtime.activations import _constants, _storage
 from runtime.compiled import Compiler
 from runtime.context import WHOLE
-from runtime.engine import TokenEngine
+from runtime.engine import StepResult, TokenEngine
 from runtime.initialize import materialize
 from runtime.rehearsal import rehearse
 from runtime.source import adapter_of
 from runtime.torch_internals import compiled_graphs
+from runtime.train import _Peak
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import errors, train
@@ -224,3 +225,13 @@ def test_without_a_compiler_layers_stay_eager_and_say_why(monkeypatch: pytest.Mo
 
     assert compiler.fallbacks == {"block.0": "no compiler for cpu"}
     assert "forward" not in vars(layer)
+
+
+def test_a_run_of_compiled_blocks_on_a_cpu_says_that_nobody_counted_its_memory() -> None:
+    peak = _Peak("cpu", compiled=True)
+
+    made = peak.of(lambda: StepResult(1.0, 2.0), held=())
+
+    assert made.loss == 1.0
+    assert (peak.so_far_bytes(), peak.reserved_bytes(), peak.slows) == (None, None, False)
+    assert "not counted" in peak.source

@@ -46,10 +46,12 @@ INNERS: dict[str, dict[str, Any]] = {
 LENGTHS = (LENGTH, 4, 5, 4)
 """Of the batches of a run in which they vary."""
 VARYING: dict[str, dict[str, Any]] = {
-    "replicated": {},
     "two stages": {"pipeline": 2},
-    "zero bubble, recompute": {"pipeline": 2, "schedule": "zb-h1", "recompute": "full"},
     "a V": {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"},
+}
+MORE_VARYING: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "zero bubble, recompute": {"pipeline": 2, "schedule": "zb-h1", "recompute": "full"},
 }
 INNER = ", losses inside the module"
 BF16: dict[str, Any] = {"precision": "bf16", "micro_batch": 2}
@@ -126,10 +128,13 @@ class Routed(own_modules.GPT):
 
 
 ROUTED: dict[str, dict[str, Any]] = {
-    "replicated, two micro-batches": LAYOUTS["replicated, two micro-batches"],
     "zero 3, recompute": LAYOUTS["zero 3, recompute"],
     "two stages, gpipe, recompute": LAYOUTS["two stages, gpipe, recompute"],
+}
+MORE_ROUTED: dict[str, dict[str, Any]] = {
+    "replicated, two micro-batches": LAYOUTS["replicated, two micro-batches"],
     "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
+    "tensor": {"tensor": 2},
 }
 
 
@@ -413,6 +418,23 @@ def test_two_ranks_train_as_a_plain_loop() -> None:
                 assert all(a < b / 10 for a, b in zip(far, lost, strict=True)), (name, far, lost)
                 continue
             check(run, with_inner if name.endswith(INNER) else expected, name)
+
+
+def more() -> tuple[dict[str, Run], dict[str, Run]]:
+    varied = {name: varying(plan) for name, plan in MORE_VARYING.items()}
+    return varied, {name: trained(plan, Routed) for name, plan in MORE_ROUTED.items()}
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_lengths_and_balancing_under_more_layouts() -> None:
+    lengths, balanced = plainly(lengths=LENGTHS), plainly(Routed)
+
+    for varied, routed in on_ranks(2, more):
+        for name, run in varied.items():
+            check(run, lengths, f"lengths: {name}")
+        for name, run in routed.items():
+            check(run, balanced, f"routed: {name}")
 
 
 @pytest.mark.parametrize(

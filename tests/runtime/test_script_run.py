@@ -227,7 +227,10 @@ def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
     write(layer.plan, tmp_path / "plan.yaml")
 
     with pytest.raises(LaunchError, match="is no file; name the script"):
-        run_script(str(tmp_path / "plan.yaml"), str(tmp_path / "none.py"), output=str(tmp_path))
+        run_script(
+            str(tmp_path / "plan.yaml"), str(tmp_path / "none.py"), output=str(tmp_path / "out")
+        )
+    assert not (tmp_path / "out").exists()
     assert "MESHWRIGHT_PLAN" not in os.environ
 
 

@@ -44,6 +44,19 @@ def test_buffers_of_collectives_wait_where_nothing_holds_the_host_back(
     assert waiting(tensor=4, pipeline=2) == waiting(data_replicate=8) == 0.0
 
 
+def test_libraries_work_in_more_memory_on_hopper_than_before(llama: ModelGraph) -> None:
+    layout = Layout(data_replicate=8, micro_batches=8)
+
+    def work(devices: str, stack: str) -> float:
+        request = Request(llama, resolve_cluster(devices), JOB, stack=stacks()[stack])
+        return CostTables(request).of(layout).workspace_bytes / 2**20
+
+    # cuBLAS through torch and Transformer Engine: 32 + 32 MiB, and 8.1 + 4 MiB before.
+    assert work("8xh100-sxm-80gb", "megatron") == pytest.approx(64, rel=0.01)
+    assert work("8xa100-sxm-80gb", "megatron") == pytest.approx(12.1, rel=0.01)
+    assert work("8xh100-sxm-80gb", "native") == 0.0
+
+
 def block(costs: LayoutCosts, recompute: str = "none") -> StrategyCost:
     return next(cost for cost in costs.kinds["block"] if cost.recompute == recompute)
 

@@ -9,12 +9,12 @@ from planner.costs import memory
 from planner.costs.collectives import Level
 from planner.costs.layout_costs import CostTables
 from planner.costs.lora import adapter_parameters
-from planner.costs.memory import Sharing
+from planner.costs.memory import Sharing, frozen_states, state_types
 from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.arithmetic import local_parameters
 from planner.native import refusal
 from planner.pins import Pins
-from planner.plan import Job, Layout
+from planner.plan import Job, Layout, Offload
 from planner.predict import layout_prediction
 from planner.request import Request
 from planner.training import Lora
@@ -113,7 +113,30 @@ def test_ends_of_a_model_in_4_bits_stay_in_16() -> None:
     frozen = block.parameters - block.adapters
     # Weights in 16 bits, their gradients in 16 and moments in 32, over two ranks.
     adapters = (2 + 2 + 4) * block.adapters / 2
-    assert block.states.resident_bytes == pytest.approx(0.53125 * frozen / 2 + adapters)
+    assert block.states.resident_bytes == pytest.approx((0.5 / 2 + 0.01587) * frozen + adapters)
     # The root unit is gathered for the whole step, beside its shard.
     assert head.states.resident_bytes == pytest.approx(2 * head.parameters * (1 + 1 / 2))
     assert head.states.forward_transient_bytes == 0
+
+
+def test_scales_of_four_bits_are_whole_on_every_rank() -> None:
+    """QLoRA with bitsandbytes: 4 bytes for 64 weights, attributes that sharding does not know."""
+    types = state_types(stacks()["transformers"], "bf16", quantised=True)
+
+    def held(shard: int, offload: Offload = "none") -> float:
+        sharing = Sharing(
+            types=types,
+            zero=3,
+            shard=shard,
+            data=shard,
+            pipelined=False,
+            accumulated=False,
+            offload=offload,
+        )
+        return frozen_states(64e6, sharing).resident_bytes
+
+    assert held(1) == pytest.approx(32e6 + 4e6)
+    assert held(8) == pytest.approx(32e6 / 8 + 4e6)
+    assert held(8, "parameters") == pytest.approx(4e6)
+    # Rounded themselves, as fsdp_qlora has them: a byte for 64, and 4 for 256 of these.
+    assert stacks()["fsdp_qlora"].types.scales == pytest.approx(1 / 64 + 4 / 256 / 64, rel=1e-3)

@@ -94,6 +94,7 @@ class Process:
     slack: float = 1.25
     tight: float = 1.5
     recorded_bytes: float = 0.0
+    workspace_bytes: float = 0.0
 
 
 def test_what_waits_for_a_collective_is_reserved_and_takes_no_room() -> None:

@@ -420,6 +420,21 @@ def test_the_last_tile_of_each_expert_is_half_empty() -> None:
     assert shares["shared_up"] == shares["router"] == 1.0
 
 
+def test_a_rank_attends_to_a_whole_head_of_keys_however_few_there_are() -> None:
+    """Llama-3.1-8B has 8 heads of keys of 128 features, and 32 of queries."""
+    kernels = fused(keeps_gathered=False)
+    eight, sixteen = (of("llama-3.1-8b", "block", kernels, tensor=t) for t in (8, 16))
+    head = B * S * 128 * 2.0
+
+    # Queries, keys and values of the one projection: 4 + 2 heads of 8 ranks, 2 + 2 of 16.
+    assert eight.sizes["qkv"] == 6 * head
+    assert sixteen.sizes["qkv"] == 4 * head
+    products = [
+        sum(op.flops for op in layer.operators if op.kind == "matmul") for layer in (eight, sixteen)
+    ]
+    assert products[0] == pytest.approx(2 * products[1])
+
+
 def test_ranks_that_divide_experts_gather_tokens_and_scatter_sums() -> None:
     # Mixtral, 4 ranks of experts x 2 that divide each: a rank has half of its tokens, sends them
     # twice each, and has those of both behind the gather.

@@ -161,3 +161,15 @@ def test_matrices_are_not_divided_by_two_axes_where_their_optimizer_looks_at_who
     assert refusal(MODEL, cluster, JOB, both) is None
     for one in (replace(both, tensor=1), replace(both, zero=0, data_shard=1, data_replicate=2)):
         assert refusal(model, cluster, JOB, one) is None
+
+
+def test_working_memory_of_a_traced_layer_is_what_was_traced() -> None:
+    setting = Setting(micro_batch=2, seq_len=1, precision="fp32")
+    table = traced(BLOCK, setting)
+    assert table.backward_transient_bytes("none") == 2 * WHOLE.transient_bytes
+    assert table.backward_transient_bytes("selective") == 2 * WHOLE.transient_bytes
+    # All that was stored is there again, but for what stays.
+    assert table.backward_transient_bytes("full") == 2 * (
+        WHOLE.transient_bytes + WHOLE.stored_bytes
+    )
+    assert table.returned_bytes == 2 * WHOLE.output_bytes

@@ -418,4 +418,6 @@ def test_what_is_required_of_stages_is_kept_where_devices_differ() -> None:
 
     kept = [len(stage.layers) for stage in answer.plan.stages]
     assert max(kept) <= most < max(sizes)
+    assert answer.certificate.plan is not None
+    assert "(gap 0 %" in answer.certificate.plan.closed_form
     assert answer.certificate.objective_s >= free.certificate.objective_s * (1 - 1e-9)

@@ -1,0 +1,129 @@
+"""Random partition problems of every kind, against all of their splits and the integer program.
+
+    python benchmarks/random_problems.py [--first SEED] [--each COUNT]
+
+Chains and graphs of layers, on stages that are alike in kind and on device types that differ.  The
+generators and enumerations are those of the tests, from other seeds; every problem is solved
+exactly, by enumeration, and one in eight by the integer program too.  It stops at a mismatch, with
+the kind and the seed, and prints how many problems of each kind fit and how long it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from planner.solver import ilp, inner
+from planner.solver.graphs.lattice import solve_graph
+from planner.solver.unequal import program
+from planner.solver.unequal.unequal import solve_unequal
+from planner.solver.unequal.unequal_graph import solve_unequal_graph
+from tests.planner import small_graphs, small_instances
+from tests.planner.solver.unequal import test_unequal as unequal
+from tests.planner.solver.unequal import test_unequal_graph as unequal_graph
+
+FIRST = 100_000
+"""Seeds that no test has."""
+PROGRAMS = 8
+"""One problem of so many is solved by the integer program too."""
+SAME = 1e-6
+
+
+class Kind(NamedTuple):
+    """One kind of problem, made from a seed, and three ways to its optimum."""
+
+    name: str
+    share: int
+    """Problems of this kind, of ten."""
+    made: Callable[[int], Any]
+    exactly: Callable[[Any], Any]
+    least_s: Callable[[Any], float]
+    programmed: Callable[[Any], Any]
+    small: Callable[[Any], bool] = lambda _: True
+
+
+KINDS = (
+    Kind(
+        "chain",
+        6,
+        small_instances.random_instance,
+        inner.solve,
+        small_instances.least_objective_s,
+        ilp.solve,
+    ),
+    Kind(
+        "graph",
+        2,
+        small_graphs.random_graph,
+        solve_graph,
+        small_graphs.least_objective_s,
+        program.solve_by_program,
+    ),
+    Kind(
+        "chain on device types",
+        1,
+        unequal.random_unequal,
+        solve_unequal,
+        unequal.least_objective_s,
+        program.solve,
+    ),
+    Kind(
+        "graph on device types",
+        1,
+        unequal_graph.random_graph,
+        solve_unequal_graph,
+        unequal_graph.least_objective_s,
+        program.solve,
+        unequal_graph.small,
+    ),
+)
+
+
+def objective_s(answer: Any) -> float:
+    """Return what a solver found; inf if nothing fits."""
+    split = getattr(answer, "split", answer)
+    return float(getattr(split, "objective_s", math.inf))
+
+
+def mismatches(kind: Kind, seeds: Iterator[int], count: int) -> tuple[int, list[str]]:
+    """Solve so many problems; how many of them fit, and where two ways differ."""
+    fitting, found, tried = 0, [], 0
+    while tried < count:
+        seed = next(seeds)
+        problem = kind.made(seed)
+        if not kind.small(problem):
+            continue
+        tried += 1
+        least_s = kind.least_s(problem)
+        fitting += least_s < math.inf
+        ways = {"exactly": kind.exactly(problem)}
+        if tried % PROGRAMS == 0:
+            ways["as a program"] = kind.programmed(problem)
+        for way, answer in ways.items():
+            seconds = objective_s(answer)
+            if not math.isclose(seconds, least_s, rel_tol=SAME, abs_tol=SAME):
+                found.append(f"{kind.name}, seed {seed}: {seconds} {way}, {least_s} of all splits")
+    return fitting, found
+
+
+def main() -> None:
+    """Compare, and stop at the first kind that has a mismatch."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=FIRST, help="the first seed")
+    parser.add_argument("--each", type=int, default=500, help="a tenth of all problems")
+    args = parser.parse_args()
+    for kind in KINDS:
+        started, count = time.process_time(), kind.share * args.each
+        seeds = iter(range(args.first, args.first + 1000 * count))
+        fitting, found = mismatches(kind, seeds, count)
+        spent_s = time.process_time() - started
+        print(f"{kind.name}: {count} problems, {fitting} fit, {spent_s:.0f} CPU s", flush=True)
+        if found:
+            raise SystemExit("\n".join(found))
+
+
+if __name__ == "__main__":
+    main()
