@@ -133,6 +133,7 @@ class Drafts:
             "micro_batches": layout.micro_batches,
             "offload": layout.offload,
             "gradient_wire": layout.gradient_wire,
+            "compile": layout.compile,
             "stages": stages,
             **({"training": {"lora": lora.model_dump(mode="json")}} if lora else {}),
             **({"groups": groups} if draft.groups else {}),
@@ -154,6 +155,7 @@ class Drafts:
             micro_batches=document["micro_batches"],
             offload=document["offload"],
             gradient_wire=document["gradient_wire"],
+            compile=document.get("compile", "none"),
         )
         of_rank = dict(zip(homes(layout), document["stages"], strict=True))
         grouped = document.get("groups") is not None

@@ -51,9 +51,9 @@ class Effort:
     """Configuration groups and parts that are bounded."""
     layouts: int = 80
     """Layouts whose memory is looked at."""
-    solved: int = 4
+    solved: int = 10
     """Layouts whose partition problems are solved."""
-    programs: int = 1
+    programs: int = 5
     """Layouts whose programs are."""
     ways: int = 1_500
     """In which the layers of a rank may recompute, where a program is tried."""
