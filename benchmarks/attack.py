@@ -1,6 +1,7 @@
 """An attack on answers: plans that the search did not make, held against its proof and its plan.
 
-    python -m benchmarks.attack [REQUEST ...] [--plans N] [--seed S] [--json] [--markdown]
+    python -m benchmarks.attack [REQUEST ...] [--plans N] [--seed S] [--usual] [--json]
+                                [--markdown]
 
 Every request is planned.  Then random plans and neighbours of good ones (cuts, recomputation,
 schedules, micro-batches, degrees, ZeRO levels, orders of axes, experts, offload) are written as
@@ -8,10 +9,13 @@ documents, read as documents and predicted.  A plan is a hit if it fits and
 
     closed form   it lies in the space that the certificate speaks of, and its objective there is
                   below the proven bound
-    simulation    its simulated step is more than TOLERANCE below that of the answer
+    simulation    it lies in that space, laid out as the space has it, and its simulated step is
+                  below the proven bound of that; or it is anywhere and more than TOLERANCE faster
+                  than the answer
 
-The second is a measure of quality, not of truth: the certificate proves nothing of simulated time
-but for 1F1B.  Exit code 1 says that there was a hit.
+The last is a measure of quality, not of truth, of plans that the space does not have.  Answers are
+those of `plan --prove simulated`, so that bounds are as high as they get; with --usual those of
+`plan`.  Exit code 1 says that there was a hit.
 
 What the certificate's space is, as it says itself (`certificate.model`, planner/search/space.py):
 
@@ -41,6 +45,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 
 from benchmarks.attack_plans import (
     LARGEST_CONTEXT,
@@ -60,6 +65,7 @@ from planner.costs.rank_memory import has_room
 from planner.costs.seats import Seats, alike
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
+from planner.layers.operator_table import RECOMPUTES
 from planner.pins import Pins, read_allowances
 from planner.pipeline_model import pace
 from planner.plan import INSIDE_OUT, Layout, Plan
@@ -74,6 +80,8 @@ from planner.prediction import Prediction
 from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
+from planner.search.ranks import shares_of
+from planner.search.simulated_proof import EFFORTS, Prove
 
 MOST_ACTIONS = 20_000
 """Forwards and backwards of all ranks in one simulated step."""
@@ -118,14 +126,14 @@ class Judged:
 class Attack:
     """One request: its answer, and plans against it."""
 
-    def __init__(self, request: Target, *, seed: int = 0) -> None:
+    def __init__(self, request: Target, *, seed: int = 0, prove: Prove = "usual") -> None:
         self.request = request
         self.model = resolve_model(request.model)
         self.cluster = resolve_cluster(request.cluster)
         self.job = request.job
         allowed = read_allowances([request.allow]) if request.allow else frozenset()
         asked = Request(self.model, self.cluster, self.job, Pins(allowed=allowed))
-        self.answer: Answer = search(replace(asked, called=request.cluster))
+        self.answer: Answer = search(replace(asked, called=request.cluster), effort=EFFORTS[prove])
         self.rng = random.Random(f"{request.name} {seed}")
         self.drafts = Drafts(
             self.model, self.cluster, self.job, allowed=frozenset(allowed), rng=self.rng
@@ -141,6 +149,7 @@ class Attack:
             simulated_s=self.answer.prediction.step_time_s,
             objective_s=certificate.objective_s,
             lower_bound_s=certificate.lower_bound_s,
+            simulated_bound_s=self._simulated_bound_s,
             own_objective_s=None,
         )
         self.starts = [
@@ -152,6 +161,12 @@ class Attack:
         if optimum.shares is None:
             judged = self.judged(self.drafts.of(optimum.model_dump(mode="json")))
             self.outcome.own_objective_s = judged.objective_s if judged else None
+
+    @property
+    def _simulated_bound_s(self) -> float:
+        """What is proven of simulated time; 0 if nothing is."""
+        finals = self.answer.certificate.simulated
+        return (finals.lower_bound_s or 0.0) if finals is not None else 0.0
 
     def _own_plans(self) -> list[Plan]:
         found = [self.answer.plan, *(one.plan for one in self.answer.top)]
@@ -255,6 +270,32 @@ class Attack:
                 return False
         return True
 
+    def _laid_out(self, draft: Draft) -> bool:
+        """Whether ranks of several stages lay their layers out as the space does.
+
+        The closed form knows no more than what a rank has; the simulator knows its stages.
+        """
+        layout, run, home = draft.layout, self.drafts.run, homes(draft.layout)
+        if layout.virtual_stages == 1:
+            return True
+        shares = shares_of(
+            self.model.chain_kinds, layout.schedule, layout.pipeline, layout.virtual_stages
+        )
+        if run is None or shares is None:
+            return False
+        like = list(like_layers(draft.sizes, run))
+        ends = [0, *accumulate(draft.sizes)]
+        for rank in range(layout.pipeline):
+            own = [s for s, r in enumerate(home) if r == rank]
+            if shares.sizes(rank, sum(like[s] for s in own)) != [like[s] for s in own]:
+                return False
+            places = [at for s in own for at in range(ends[s], ends[s + 1])]
+            inner = [at for at in places if run.before <= at < run.before + run.alike]
+            recomputed = [RECOMPUTES.index(draft.choices[at][0]) for at in inner]
+            if recomputed != sorted(recomputed, reverse=True):
+                return False
+        return True
+
     # Hunting.
 
     def run(self, plans: int, told: Callable[[int, int], None] | None = None) -> Outcome:
@@ -330,6 +371,9 @@ class Attack:
             if judged.objective_s < answer.certificate.lower_bound_s * (1 - EQUAL):
                 self._confirm(judged)
                 _enlist(outcome.closed_form_hits, judged, judged.objective_s)
+            if step_s < self._simulated_bound_s * (1 - EQUAL) and self._laid_out(judged.draft):
+                self._confirm(judged)
+                _enlist(outcome.bound_hits, judged, step_s)
         if step_s < answer.prediction.step_time_s * (1 - TOLERANCE):
             self._confirm(judged)
             _enlist(outcome.simulation_hits, judged, step_s)
@@ -490,6 +534,7 @@ def main() -> int:
     parser.add_argument("requests", nargs="*", metavar="REQUEST", help=", ".join(REQUESTS))
     parser.add_argument("--plans", type=int, default=2000, help="of each request")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--usual", action="store_true", help="proofs as far as plan follows them")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
@@ -498,7 +543,8 @@ def main() -> int:
             parser.error(f"no request '{name}'; there are {', '.join(REQUESTS)}")
     outcomes = []
     for name in arguments.requests or REQUESTS:
-        attack = Attack(REQUESTS[name], seed=arguments.seed)
+        prove: Prove = "usual" if arguments.usual else "simulated"
+        attack = Attack(REQUESTS[name], seed=arguments.seed, prove=prove)
         outcomes.append(attack.run(arguments.plans, _bar(name)))
         if not arguments.json and not arguments.markdown:
             print("\n".join(lines(outcomes[-1])), flush=True)

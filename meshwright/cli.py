@@ -80,6 +80,13 @@ class Solver(StrEnum):
     ILP = "ilp"
 
 
+class Proven(StrEnum):
+    """How far the proof in simulated time is followed."""
+
+    USUAL = "usual"
+    SIMULATED = "simulated"
+
+
 class Preferred(StrEnum):
     """Which of the plans near the fastest is taken."""
 
@@ -160,6 +167,10 @@ def plan(
     prefer: Annotated[
         Preferred, typer.Option("--prefer", help="Of plans within 1.5 % of the fastest")
     ] = Preferred.SIMPLEST,
+    prove: Annotated[
+        Proven,
+        typer.Option("--prove", help="simulated: close the gap in simulated time, up to 2 minutes"),
+    ] = Proven.USUAL,
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Write the plan here")
     ] = None,
@@ -183,6 +194,7 @@ def plan(
             top=top,
             backend=backend,
             prefer=prefer.value,
+            prove=prove.value,
             output=output,
             progress=progress,
         )

@@ -47,6 +47,7 @@ from planner.search.preferred import (
     not_worth_eight_bits,
     with_preference,
 )
+from planner.search.simulated_proof import EFFORTS, Prove, Told
 from planner.solver.instance import Fathomed, Infeasible, Solution
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
@@ -77,12 +78,15 @@ def plan(
     top: int = 1,
     backend: str = "native",
     prefer: Prefer = "simplest",
+    prove: Prove = "usual",
     output: str | None = None,
     progress: Progress | None = None,
 ) -> Answer:
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
 
     Of plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
+    `prove="simulated"` takes up to two minutes to close the gap in simulated time, and may find a
+    faster plan on the way; usually it is told how far the search got.
 
     `lora` are settings of adapters that alone are trained (`rank=16`).  `allow` names what the
     search may do beside: `offload` to the host, and what changes the arithmetic of training,
@@ -111,7 +115,7 @@ def plan(
         stack=backend,
         called=cluster,
     )
-    answer = answer_to(request, prefer, solver=solver, top=top, progress=progress)
+    answer = answer_to(request, prefer, solver=solver, top=top, prove=prove, progress=progress)
     if output is not None:
         document.write(answer.plan, output)
     return answer
@@ -123,10 +127,14 @@ def answer_to(
     *,
     solver: str = "exact",
     top: int = 1,
+    prove: Prove = "usual",
     progress: Progress | None = None,
 ) -> Answer:
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
-    found = search(request, solver=solver, top=top, progress=progress)
+    told = None if progress is None or prove == "usual" else _closing(progress)
+    found = search(
+        request, solver=solver, top=top, progress=progress, effort=EFFORTS[prove], told=told
+    )
     answer = with_preference(request, found, prefer)
     said = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
     said = said.noted(
@@ -134,6 +142,12 @@ def answer_to(
         *not_worth_eight_bits(request, answer.plan, said),
     )
     return replace(answer, prediction=said)
+
+
+def _closing(progress: Progress) -> Told:
+    """Return what shows a gap that closes as progress, in hundredths of a percent."""
+    whole = 10_000
+    return lambda gap: progress(round(whole * (1 - gap)), whole)
 
 
 def compare(

@@ -165,17 +165,20 @@ class Finalist(Part):
 
 
 class Simulated(Part):
-    """What the simulator says of the plans that are nearly the fastest in the closed form."""
+    """What the simulator says of the plans that may be the fastest there, and what is proven."""
 
     statement: Text
     layout: Text
     """The fastest simulated: the plan that was chosen."""
     step_time_s: Finite
     lower_bound_s: Finite | None = None
+    """No plan of the space takes less simulated; None: nothing is proven."""
+    gap: Finite | None = None
+    """(step time - lower bound) / step time."""
     bound: Text
-    """Of what `lower_bound_s` is a bound, or that none is known."""
-    margin: Finite
-    """How far above the optimum of the closed form, relatively, a finalist's bound may be."""
+    """The bound in words, or that none is known."""
+    looked_at: dict[Text, Count] | None = None
+    """How many configurations got which bound in simulated time."""
     finalists: tuple[Finalist, ...]
     """The fastest simulated first."""
 
@@ -195,8 +198,9 @@ class PlanProof(Part):
     """(closed form - bound) / closed form, of this plan."""
     simulated_s: Finite
     simulated_bound_s: Finite | None = None
-    """No split of this layout takes less simulated; None: nothing is proven.  Of other layouts
-    nothing is proven in simulated time."""
+    """No plan of the space takes less simulated; None: nothing is proven."""
+    simulated_gap: Finite | None = None
+    """(simulated - bound) / simulated, of this plan."""
     closed_form: Text
     """The first three figures in words."""
     simulated: Text

@@ -218,7 +218,7 @@ def _later(order: Iterable[Action], period: int) -> Iterator[Action]:
     return (Action(stage, kind, m + period) for stage, kind, m in order)
 
 
-def _needs(action: Action, stages: int, split: set[tuple[int, int]]) -> Action | None:
+def source_of(action: Action, stages: int, split: set[tuple[int, int]]) -> Action | None:
     """Return what an action takes from another stage; `split` are backwards with an I."""
     stage, kind, m = action
     if kind == "F":
@@ -228,7 +228,8 @@ def _needs(action: Action, stages: int, split: set[tuple[int, int]]) -> Action |
     return Action(stage + 1, "I" if (stage + 1, m) in split else "B", m)
 
 
-def _split(lists: Sequence[Order]) -> set[tuple[int, int]]:
+def split_of(lists: Sequence[Order]) -> set[tuple[int, int]]:
+    """Return (stage, micro-batch) of the backwards that have an I."""
     return {(stage, m) for order in lists for stage, kind, m in order if kind == "I"}
 
 
@@ -252,13 +253,13 @@ def _places(
         places.append(max(0, len(one) - tail) + size)
     if any(place > head for place, head in zip(places, heads, strict=True)):
         return None
-    split, stages = _split(twice), len(home)
+    split, stages = split_of(twice), len(home)
     at = {action: n for order in twice for n, action in enumerate(order)}
     looked = [0] * len(twice)
     while (rank := next((r for r, n in enumerate(looked) if n < places[r]), None)) is not None:
         upto = places[rank]
         for action in twice[rank][looked[rank] : upto]:
-            source = _needs(action, stages, split)
+            source = source_of(action, stages, split)
             if source is not None:
                 there = home[source.stage]
                 places[there] = max(places[there], at[source] + 1)
@@ -266,7 +267,7 @@ def _places(
     return None if any(x > head for x, head in zip(places, heads, strict=True)) else places
 
 
-def _in_order(
+def in_order(
     part: Sequence[Sequence[Action]], split: set[tuple[int, int]], home: Sequence[int]
 ) -> list[tuple[int, Action]]:
     """Return (rank, action) of the lists of a part, each behind what it waits for in the part."""
@@ -278,7 +279,7 @@ def _in_order(
         order = part[rank]
         while position[rank] < len(order):
             action = order[position[rank]]
-            source = _needs(action, len(home), split)
+            source = source_of(action, len(home), split)
             if source in inside and source not in done:
                 break
             done.add(action)
@@ -300,7 +301,7 @@ def _compiled(
     """Return a cut with its nodes in the order of their arcs."""
     stages, ranks = len(home), len(once)
     # Which backwards are split may depend on how many micro-batches are left.
-    splits = _split(twice), _split(twice), _split(once)
+    splits = split_of(twice), split_of(twice), split_of(once)
     sizes = [len(b) - len(a) for a, b in zip(once, twice, strict=True)]
     parts = (
         [order[:x] for order, x in zip(once, places, strict=True)],
@@ -308,7 +309,7 @@ def _compiled(
         [order[x:] for order, x in zip(once, places, strict=True)],
     )
     begin, layer, end = (
-        _in_order(part, split, home) for part, split in zip(parts, splits, strict=True)
+        in_order(part, split, home) for part, split in zip(parts, splits, strict=True)
     )
     first = {action: at for at, (_, action) in enumerate(begin)}
     middle: dict[tuple[int, Kind, int], tuple[int, int]] = {}
@@ -332,7 +333,7 @@ def _compiled(
         before = [(own, own_lag) for own in own_of]
         found = []
         for at, (rank, action) in enumerate(part):
-            source = _needs(action, stages, split)
+            source = source_of(action, stages, split)
             place, lag, boundary = -1, 0, -1
             if source is not None:
                 if home[source.stage] != rank:

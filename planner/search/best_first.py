@@ -21,12 +21,9 @@ choice; what one found is what the next has to beat, and one account counts all 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from operator import itemgetter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from planner.collector import uncollected
@@ -55,12 +52,13 @@ from planner.search.certificate import (
     Account,
     space_text,
 )
-from planner.search.finalists import MARGIN, Near, finalists, simulated
+from planner.search.finalists import finalists, simulated
 from planner.search.layer_options import recomputes_of
 from planner.search.layout_queue import Found, may_beat, ranking, wins
 from planner.search.misses import all_refused, closest_miss, nothing_keeps, nothing_runs
 from planner.search.ranked import proven, ranked
 from planner.search.ranks import run_of
+from planner.search.simulated_proof import USUAL, Effort, Told, prove
 from planner.search.space import Family, complexity, kind
 from planner.search.spaces.graph import search_graph
 from planner.search.spaces.mixed import search_mixed
@@ -91,6 +89,8 @@ def search(
     rules: Rules | None = None,
     below_s: float = math.inf,
     known: Sequence[Candidates] = (),
+    effort: Effort = USUAL,
+    told: Told | None = None,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
 
@@ -99,6 +99,7 @@ def search(
     other pins: what was worked out there is not worked out again.
     `top` plans are found if there are so many of different kinds (see planner.search.space.kind).
     `rules` say which layouts are refused, by default those of the request's stack.
+    `effort` is what the proof in simulated time may take; `told` hears the gap that is left.
     """
     started = time.process_time()
     model, cluster, pins = request.model, request.cluster, request.pins
@@ -137,8 +138,15 @@ def search(
     winner, closed_form = bests[0], every[0]
     candidates = hunt.owner(winner)
     hunt = next(one for one in hunts if one.candidates is candidates)
-    near = ((hunt.owner(best), best.layout) for best in hunts[-1].ranking_all())
-    order = finalists(candidates, closed_form, itertools.chain(near, _left(hunts)), hunt.solve)
+    proof = prove(
+        [one.candidates for one in hunts],
+        (candidates, closed_form),
+        hunt.solve,
+        closed_form_s=hunt.account.proven_s(winner.objective_s, winner.lower_bound_s),
+        effort=effort,
+        told=told,
+    )
+    order = finalists((candidates, closed_form), proof)
     chosen = order[0][1]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
     top_plans = (chosen, *others)[:top]
@@ -150,7 +158,7 @@ def search(
     ).model_copy(
         update={
             "layout": winner.layout.text(),
-            "simulated": simulated(order, closed_form),
+            "simulated": simulated(order, closed_form, proof),
         }
     )
     answer = Answer(
@@ -236,8 +244,6 @@ class _Hunt:
         self._undivided: list[_Coming] = []
         self._unopened: list[_Coming] = []
         """Of the queue, families that may be bounded within memory next, and parts to be opened."""
-        self._left: list[_Entry] = []
-        """What was in the queue when the search ended, with memory and sharing in its bounds."""
 
     def onward(self, candidates: Candidates) -> _Hunt:
         """Return the search over other candidates, which have to beat what was found."""
@@ -267,8 +273,6 @@ class _Hunt:
             self._advance(entry)
             if self._progress:
                 self._progress(len(self._candidates.looked_at), len(self._candidates.families))
-        self._left = [entry for entry in self._queue if entry.known >= SHARED]
-        heapq.heapify(self._left)
         for _ in range(RUNNERS_UP):
             if (entry := self._next()) is not None:
                 self._outbounded(entry)
@@ -276,23 +280,6 @@ class _Hunt:
             self._outbounded(entry, listed=False)
         families = self._candidates.families
         self.account.counts[BOUNDS[COMPUTATION]] += sum(families[i].size for _, i in self._waiting)
-
-    def left(self) -> Iterator[tuple[float, Layout]]:
-        """Yield layouts that were left with their bounds, the lowest bound first.
-
-        Those are within the margin of finalists, nothing dominates them, and the sharing of their
-        family was looked at.
-        """
-        bests = self.ranking_all()
-        onward = copy(self)
-        onward.account = Account()
-        onward._queue, onward._waiting = self._left, []
-        limit_s = bests[0].objective_s * (1 + MARGIN)
-        while (entry := onward._next()) is not None and entry.bound_s <= limit_s:
-            if isinstance(entry.item, Layout) and entry.known == MEMORY:
-                yield entry.bound_s, entry.item
-            else:
-                onward._deepen(entry)
 
     def _next(self) -> _Entry | None:
         """Take the entry with the lowest bound, the simplest of equals."""
@@ -399,8 +386,7 @@ class _Hunt:
     def _try(self, layout: Layout, bound_s: float, rival: _Solved | None) -> None:
         """Solve a configuration; it has to beat its rival."""
         step_s = self._candidates.costs(layout).step_s
-        # What is within the margin of an answer below `below_s` may be one of its finalists.
-        cutoff_s = self._below_s * (1 + MARGIN) - step_s
+        cutoff_s = self._below_s - step_s
         if rival is not None:
             simpler = complexity(layout) < complexity(rival.layout)
             hair = EQUAL if simpler else -EQUAL
@@ -472,16 +458,6 @@ class _Hunt:
         for best in order[1:]:
             self.account.lost(SLOWER, best.layout, objective_s=best.objective_s)
         return order[: self._top]
-
-
-def _left(hunts: Sequence[_Hunt]) -> Iterator[Near]:
-    """Yield the layouts that several searches left, the lowest bound first."""
-
-    def of(hunt: _Hunt) -> Iterator[tuple[float, Candidates, Layout]]:
-        return ((bound_s, hunt.candidates, layout) for bound_s, layout in hunt.left())
-
-    for _, candidates, layout in heapq.merge(*map(of, hunts), key=itemgetter(0)):
-        yield candidates, layout
 
 
 def _first_of(coming: list[_Coming], most: int) -> list[Family]:

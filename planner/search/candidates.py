@@ -335,14 +335,13 @@ class Candidates:
         if key not in self._known_paces:
             rows = []
             for name, virtual in found:
-                steady, fill = layout_pace(
-                    self.model,
+                steady, fill = self._pace(
                     Layout(
                         pipeline=pipeline,
                         micro_batches=count,
                         schedule=name,
                         virtual_stages=virtual,
-                    ),
+                    )
                 )
                 schedule = schedule_of(name)
                 splits = schedule.splits_backward
@@ -352,7 +351,7 @@ class Candidates:
                     (
                         steady,
                         fill,
-                        fill if splits else 0.0,
+                        self._credited(fill) if splits else 0.0,
                         share * max(0, pipeline * actions - 2),
                         share * max(0, actions - (2 if schedule.placement == "v" else 1)),
                     )
@@ -425,7 +424,8 @@ class Candidates:
             if kind != commonest
         ]
         # Both are arrays [sharing].
-        rows.append((layers, cast(float, moved.passes_s), cast(float, moved.once_s)))
+        passes_s, once_s = self._with_once(part, moved.passes_s, moved.once_s)
+        rows.append((layers, cast(float, passes_s), cast(float, once_s)))
         ((steady, fill, credited, actions, least),) = self._paces(
             part.degrees.pipeline, part.micro_batches, part.timetables
         ).tolist()
@@ -485,8 +485,11 @@ class Candidates:
             for own in groups.values():
                 members.append((least_s, own))
                 units.append(Unit(part, part.sharings[own[0]]))
-                once_s.append(many * moved.once_s[own].min())
-                seen_s.append(moved.seen_s[own].min(axis=0))
+                seen, once = self._with_once(
+                    part, moved.seen_s[own].min(axis=0), moved.once_s[own].min()
+                )
+                once_s.append(many * once)
+                seen_s.append(seen)
             result.append((part, least_s))
         rooms_s = self._within_memory_s(units, np.array(once_s), np.array(seen_s))
         for (least_s, own), (room_s,) in zip(members, rooms_s, strict=True):
@@ -494,6 +497,20 @@ class Candidates:
         return [
             list(zip(part.layouts(), least_s.tolist(), strict=True)) for part, least_s in result
         ]
+
+    def _pace(self, layout: Layout) -> tuple[float, float]:
+        """Return `steady` and `fill` of a layout; what else measures steps has others."""
+        return layout_pace(self.model, layout)
+
+    def _credited(self, fill: float) -> float:
+        """Return what a second of credit counts under a schedule that splits backwards."""
+        return fill
+
+    def _with_once(
+        self, part: Family, passes_s: bounds.Floats, once_s: bounds.Floats
+    ) -> tuple[bounds.Floats, bounds.Floats]:
+        """Return a layer's seconds of each micro-batch and those once per step, as they count."""
+        return passes_s, once_s
 
     def communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding and the pipeline add, memory ignored."""

@@ -100,11 +100,15 @@ class Account:
                 )
             )
 
+    def proven_s(self, objective_s: float, lower_bound_s: float) -> float:
+        """Return what no configuration takes less than; the bound is of the chosen layout alone."""
+        return min(objective_s, lower_bound_s, *self.unfinished_s)
+
     def certificate(
         self, *, objective_s: float, lower_bound_s: float, optimal: bool, solver: str
     ) -> Certificate:
         """Return the proof; `lower_bound_s` and `optimal` speak of the chosen layout alone."""
-        proven_s = min(objective_s, lower_bound_s, *self.unfinished_s)
+        proven_s = self.proven_s(objective_s, lower_bound_s)
         optimal = optimal and not self.unfinished_s
         gap = 0.0 if optimal else 1 - proven_s / objective_s
         total = sum(self.counts.values())
@@ -157,13 +161,12 @@ def of_plan(
     tied = bound_s >= closed_form_s * (1 - EQUAL)
     gap = 0.0 if tied else 1 - bound_s / closed_form_s
     other = "" if certificate.layout == layout.text() else "; the optimum is another plan"
-    low_s = None
-    if finals is not None and finals.layout == layout.text():
-        low_s = finals.lower_bound_s
+    low_s = gap_s = None
     proven = "no lower bound is proven"
-    if low_s is not None:
-        proven = f"no split of its layout takes less than {low_s:.6g} s"
-        proven += ", of other layouts nothing is proven"
+    if finals is not None and finals.lower_bound_s is not None:
+        low_s = min(finals.lower_bound_s, simulated_s)
+        gap_s = 1 - low_s / simulated_s if simulated_s else 0.0
+        proven = f"nothing in the space simulates below {low_s:.6g} s (gap {100 * gap_s:.2g} %)"
     proof = PlanProof(
         layout=layout.text(),
         closed_form_s=closed_form_s,
@@ -171,6 +174,7 @@ def of_plan(
         closed_form_gap=gap,
         simulated_s=simulated_s,
         simulated_bound_s=low_s,
+        simulated_gap=gap_s,
         closed_form=f"Closed form: the plan takes {closed_form_s:.6g} s a step, "
         f"none of {certificate.configurations:,} configurations less than {bound_s:.6g} s "
         f"(gap {100 * gap:.2g} %{other}).",

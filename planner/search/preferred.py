@@ -29,6 +29,7 @@ from planner.search.answer import Alternative, Answer
 from planner.search.best_first import search
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
+from planner.search.simulated_proof import BRIEF
 from planner.search.space import kind
 from planner.units import seconds_text
 
@@ -205,7 +206,9 @@ def _best(
         return None
     asked: Pins = replace(request.pins, **pins)
     try:
-        found = search(replace(request, pins=asked), below_s=below_s, known=answer.candidates)
+        found = search(
+            replace(request, pins=asked), below_s=below_s, known=answer.candidates, effort=BRIEF
+        )
     except (NoPlanFits, DocumentError):
         return None
     return Ranked(

@@ -33,6 +33,8 @@ from planner.search.ranks import Shares, shares_of
 from planner.solver.instance import Instance, Option, Solution, Stage, UsedBytes
 
 Pair = tuple[StrategyCost, StrategyParts]
+Placed = tuple[int, int]
+"""Position in the chain, choice."""
 
 
 class RankProblem:
@@ -139,9 +141,7 @@ class RankProblem:
         if self._shares is None:
             layers = [self._held_of(at)[option] for at, option in enumerate(options, first)]
             return dynamic_parts(self.costs, self.layout, {rank: layers}, rank=rank)
-        entries = range(first, first + len(options))
-        chosen = [self._choices_of(at)[option] for at, option in zip(entries, options, strict=True)]
-        placed = self._shares.of_rank(rank, entries, chosen, self._order)
+        placed = self.contents(rank, first, options)
         held = [self._stage_bytes(stage, tuple(placed[stage])) for stage in sorted(placed)]
         boundary_bytes = self.costs.boundary_bytes
         return parts_of_several(self.layout, held, rank, boundary_bytes=boundary_bytes)
@@ -172,6 +172,21 @@ class RankProblem:
         assert self._shares is not None, "with one stage a rank the cuts say it"
         chosen = [self._choices_of(at)[option] for at, option in enumerate(solution.options)]
         return self._shares.placed(solution.cuts, chosen, self._order)
+
+    def contents(self, rank: int, first: int, options: Sequence[int]) -> dict[int, list[Placed]]:
+        """Return (position, choice) of the layers of a rank's stages, by its entries from `first`.
+
+        Options of like entries are those of as many of them, whichever has which.
+        """
+        if self._shares is None:
+            return {rank: list(enumerate(options, first))}
+        entries = range(first, first + len(options))
+        chosen = [self._choices_of(at)[option] for at, option in zip(entries, options, strict=True)]
+        return self._shares.of_rank(rank, entries, chosen, self._order)
+
+    def part(self, position: int, choice: int) -> StrategyParts:
+        """Return what a layer of the chain takes and holds under one of its choices."""
+        return self._of(self._chain[position])[choice][1]
 
     def _choices_of(self, entry: int) -> list[tuple[int, ...]]:
         """[option] The choice of each layer that an entry stands for."""

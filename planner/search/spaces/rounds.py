@@ -19,6 +19,7 @@ from planner.model import ModelGraph
 from planner.pins import Pins
 from planner.plan import Layout, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import placement_prediction, placements_of
+from planner.prediction import Simulated
 from planner.rounds.problem import RoundsProblem, RoundsSolution, Spans, moments
 from planner.rounds.solve import least_s, solve_rounds
 from planner.schedule import obstacle, rank_of_stage, splits_backward
@@ -43,11 +44,13 @@ from planner.search.misses import nothing_runs
 from planner.search.rank_problem import Crossing
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
+from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.space import Timetable, every_degrees, families
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.search import Misses, Progress, Refusals, runnable, search_spaces
 from planner.solver.instance import Fathomed, Infeasible
 from planner.tolerances import ROUNDING
+from planner.units import seconds_text
 
 MOST_LAYERS = 64
 """Longer chains are not offered two stages a rank: their splits take minutes to try."""
@@ -327,8 +330,11 @@ def with_rounds(answer: Answer, candidates: Candidates, progress: Progress | Non
         solver=before.solver,
     )
     solved = answer.solved + outcome.solved
+    proof = proof.model_copy(
+        update={"simulated": _bounded_too(before.simulated, space, candidates)}
+    )
     if best is None:
-        kept = {"layout": before.layout, "simulated": before.simulated}
+        kept = {"layout": before.layout}
         proof = proven(proof.model_copy(update=kept), answer.top[0])
         return replace(answer, certificate=proof, solved=solved)
     other = space.ranked(best)
@@ -343,4 +349,31 @@ def with_rounds(answer: Answer, candidates: Candidates, progress: Progress | Non
         top=(other, *answer.top)[: max(1, len(answer.top))],
         closed_form=other,
         solved=solved,
+    )
+
+
+def _bounded_too(
+    before: Simulated | None, space: RoundSpace, candidates: Candidates
+) -> Simulated | None:
+    """Return what is proven of simulated time with these partitions in the space too.
+
+    Each rank of a layout does all its work, one action at a time: m times an average rank's
+    seconds at least (planner.search.simulated_bounds).
+    """
+    if before is None or before.lower_bound_s is None:
+        return before
+    bounded = SimulatedCandidates.of(candidates)
+    layouts = (layout for bundle in runnable(space, {}) for layout in bundle.layouts())
+    every = [bounded.communication_s(layout) for layout in layouts]
+    low_s = min([before.lower_bound_s, *every])
+    if low_s >= before.lower_bound_s:
+        return before
+    gap = 1 - low_s / before.step_time_s
+    return before.model_copy(
+        update={
+            "lower_bound_s": low_s,
+            "gap": gap,
+            "bound": f"nothing in the space simulates below {seconds_text(low_s)} "
+            f"(gap {100 * gap:.2g} %, least of ranks with two stages of unlike layers)",
+        }
     )

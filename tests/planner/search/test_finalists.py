@@ -16,7 +16,6 @@ from planner.prediction import Simulated
 from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
-from planner.search.finalists import MARGIN
 
 CASES = {
     "pipelines": (
@@ -61,15 +60,15 @@ def test_the_plan_is_the_fastest_of_those_simulated_and_fits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_finalists_are_within_the_margin_of_the_proven_optimum(name: str) -> None:
+def test_finalists_have_the_proven_optimum_of_the_closed_form_among_them(name: str) -> None:
     certificate, finals = answer(name).certificate, simulated(name)
 
     objectives = {final.layout: final.objective_s for final in finals.finalists}
 
     assert certificate.gap == 0
     assert certificate.layout is not None
-    assert objectives[certificate.layout] == certificate.objective_s == min(objectives.values())
-    assert max(objectives.values()) <= certificate.objective_s * (1 + MARGIN) * (1 + 1e-12)
+    assert min(objectives.values()) >= certificate.lower_bound_s * (1 - 1e-12)
+    assert certificate.layout in objectives
 
 
 def test_pipelines_have_finalists_of_several_schedules() -> None:
@@ -79,15 +78,16 @@ def test_pipelines_have_finalists_of_several_schedules() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_bound_in_the_simulator_is_told_only_where_it_holds(name: str) -> None:
+def test_the_bound_in_the_simulator_is_told_in_words_and_figures(name: str) -> None:
     found, finals = answer(name), simulated(name)
+    proof = found.certificate.plan
+    assert proof is not None
 
-    if found.plan.schedule == "1f1b":
-        assert finals.lower_bound_s is not None
-        assert 0.8 * finals.step_time_s < finals.lower_bound_s <= finals.step_time_s * (1 + 1e-9)
-    else:
-        assert finals.lower_bound_s is None
-        assert "none is known" in finals.bound
+    assert 0.7 * finals.step_time_s < finals.lower_bound_s <= finals.step_time_s
+    assert finals.gap == pytest.approx(1 - finals.lower_bound_s / finals.step_time_s)
+    assert proof.simulated_gap == pytest.approx(finals.gap)
+    assert f"nothing in the space simulates below {finals.lower_bound_s:.6g} s" in proof.simulated
+    assert proof.simulated in found.certificate.statement
 
 
 def test_a_single_stage_is_bounded_by_what_it_takes() -> None:
@@ -104,8 +104,8 @@ def test_a_single_stage_is_bounded_by_what_it_takes() -> None:
     assert finals.lower_bound_s == pytest.approx(finals.step_time_s, rel=1e-9)
 
 
-def test_finalists_recompute_differently_where_all_blocks_do_the_same() -> None:
-    """Every choice of recompute has plans within the margin: its own search finds them too."""
+def test_every_choice_of_recompute_counts_where_all_blocks_do_the_same() -> None:
+    """No choice alone has a faster plan, and the bound holds for each."""
     node = resolve_cluster("8xa100-sxm-40gb")
     [group] = node.groups
     small = group.accelerator.model_copy(update={"memory_bytes": 13 * 10**9})
@@ -119,10 +119,9 @@ def test_finalists_recompute_differently_where_all_blocks_do_the_same() -> None:
 
     found = search(asked)
 
-    assert found.certificate.simulated is not None
-    listed = {one.layout: one for one in found.certificate.simulated.finalists}
-    assert {text.rpartition("=")[2] for text in listed} == {"selective", "full"}
+    finals = found.certificate.simulated
+    assert finals is not None
     for recompute in ("selective", "full"):
-        alone = search(replace(asked, pins=Pins(recompute=recompute)))
-        closest = listed[f"{alone.certificate.layout} recompute={recompute}"]
-        assert closest.objective_s == pytest.approx(alone.certificate.objective_s, rel=1e-12)
+        alone = search(replace(asked, pins=Pins(recompute=recompute))).prediction.step_time_s
+        assert finals.lower_bound_s <= alone * (1 + 1e-9)
+        assert finals.step_time_s <= alone * 1.01

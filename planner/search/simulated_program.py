@@ -1,0 +1,450 @@
+"""The least simulated step of one layout: a program whose rows are paths.
+
+A *column* is what one rank may hold: consecutive entries of the chain (planner.search.rank_problem)
+with one option each, within its memory, no other choice of which is as fast layer by layer.  With
+z one or zero for each, and t_z the seconds of its stages,
+
+    min θ + ω
+    Σ z of a rank = 1                         ranks follow each other: entries are used once
+    θ >= Σ_s K_s t_s + hops c + σ_end         for paths K of the step's actions
+    ω >= the optimizer of every rank
+
+Every path is a bound at all stage times (`planner.critical_path`), so every optimum of the program
+is one of all plans of the layout.  Its solution is a plan, which is simulated: is it as fast as the
+program says, it is the layout's optimum; else its longest paths become rows.  First the relaxation
+is solved that way, where columns may be mixed, then the program with whole ones.
+
+Columns that alone take as long as the plan to beat are left out, and what is found is the least of
+that plan's step and the program's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.critical_path import KINDS, Graph, Path, graph_of
+from planner.plan import Layout
+from planner.schedule import rank_of_stage
+from planner.search.candidates import Candidates
+from planner.search.rank_problem import RankProblem
+from planner.solver.instance import Instance, Solution, priced
+from planner.tolerances import ROUNDING
+
+MOST_ACTIONS = 30_000
+"""Of a step whose paths are looked at."""
+MOST_COLUMNS = 6_000
+MOST_ROUNDS = 60
+CLOSE = 1e-6
+"""Relative gap at which a program counts as solved; HiGHS keeps to rows within 1e-7."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """What a rank may hold, and its seconds."""
+
+    rank: int
+    first: int
+    options: tuple[int, ...]
+    seconds: Floats
+    """[kind, stage] Of one micro-batch; 0 of the stages of other ranks."""
+    sync_s: float
+    update_s: float
+
+    @property
+    def end(self) -> int:
+        """The first entry of the next rank."""
+        return self.first + len(self.options)
+
+
+def optimum(
+    candidates: Candidates,
+    layout: Layout,
+    limit_s: float,
+    tried: Callable[[Solution], float],
+    *,
+    ways: int,
+    until: float = math.inf,
+) -> float | None:
+    """Return seconds that no plan of a layout simulates below, or `limit_s` if that is less.
+
+    `tried` simulates a solution and returns its step.  None where the program is too large (on a
+    rank, more than `ways` to choose options), or the layout has what it does not know; it stops
+    when the process has used `until` CPU seconds.
+    """
+    if 2 * layout.micro_batches * layout.stages > MOST_ACTIONS or layout.pipeline == 1:
+        return None
+    instance = candidates.instance(layout)
+    if instance.sides or instance.hosts or instance.sizes or instance.used_bytes is None:
+        return None
+    columns = _Columns(candidates, layout, instance, limit_s, ways).every()
+    if columns is None:
+        return None
+    program = _Program(candidates, layout, instance, columns)
+    if not program.feasible:
+        return limit_s
+    return program.solve(limit_s, tried, until)
+
+
+class _Columns:
+    """The columns of a layout that are not as slow as the limit by themselves."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        layout: Layout,
+        instance: Instance,
+        limit_s: float,
+        ways: int,
+    ) -> None:
+        self._layout = layout
+        self._instance = instance
+        self._ways = ways
+        self._costs = candidates.costs(layout)
+        self._problem = RankProblem(candidates.model, layout, self._costs, candidates.recompute)
+        self._home = rank_of_stage(
+            layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+        )
+        self._room_s = limit_s - self._costs.step_s
+        self._fastest_s = [
+            min(option.time_s for option in instance.kinds[kind]) for kind in instance.layers
+        ]
+        self._layer_s: dict[tuple[int, int], tuple[float, ...]] = {}
+        self._known: dict[tuple[object, ...], list[Column] | None] = {}
+
+    def every(self) -> list[Column] | None:
+        """Return all columns; None where there are too many.
+
+        A rank's entries take at most as long as the limit leaves, at their fastest; so do those of
+        the ranks behind it, which have to hold the rest.
+        """
+        layers, ranks = self._instance.layers, self._layout.pipeline
+        count = len(layers)
+        total_s = np.concatenate([[0.0], np.cumsum(self._fastest_s)])
+        most_s = self._room_s / self._layout.micro_batches * (1 + ROUNDING)
+        earliest = [count]
+        for _ in range(ranks):
+            least_s = total_s[earliest[-1]] - most_s
+            earliest.append(int(np.searchsorted(total_s, least_s, "left")))
+        earliest.reverse()
+        result: list[Column] = []
+        starts = {0} if earliest[0] == 0 else set[int]()
+        for rank in range(ranks):
+            following: set[int] = set()
+            for first in sorted(starts):
+                furthest = int(np.searchsorted(total_s, total_s[first] + most_s, "right")) - 1
+                behind = self._instance.stages[rank + 1 :]
+                furthest = min(furthest, count - sum(stage.least_layers for stage in behind))
+                least = self._instance.stages[rank].least_layers
+                for end in range(max(first + least, earliest[rank + 1]), furthest + 1):
+                    following.add(end)
+                    own = self._of(rank, first, layers[first:end])
+                    if own is None or len(result) + len(own) > MOST_COLUMNS:
+                        return None
+                    result += own
+            starts = following
+        return result
+
+    def _of(self, rank: int, first: int, kinds: tuple[int, ...]) -> list[Column] | None:
+        """Return the columns of a rank with these entries; None where there are too many."""
+        key = rank, kinds
+        if key not in self._known:
+            self._known[key] = self._new(rank, first, kinds)
+        known = self._known[key]
+        return None if known is None else [replace(column, first=first) for column in known]
+
+    def _new(self, rank: int, first: int, kinds: tuple[int, ...]) -> list[Column] | None:
+        counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+        main = max(counts, key=lambda kind: counts[kind])
+        others = [kind for kind in counts if kind != main]
+        tables = self._instance.kinds
+        ways = [math.comb(counts[kind] + len(tables[kind]) - 1, counts[kind]) for kind in others]
+        rows = math.comb(counts[main] + len(tables[main]) - 1, counts[main])
+        if math.prod(ways) * rows > self._ways:
+            return None
+        each = (
+            itertools.combinations_with_replacement(range(len(tables[kind])), counts[kind])
+            for kind in others
+        )
+        found = []
+        for beside in itertools.product(*each):
+            given = dict(zip(others, beside, strict=True))
+            for options in self._minimal(rank, first, kinds, (main, counts[main]), given):
+                found.append(self._column(rank, first, options))
+        return found
+
+    def _minimal(
+        self,
+        rank: int,
+        first: int,
+        kinds: tuple[int, ...],
+        most: tuple[int, int],
+        given: dict[int, tuple[int, ...]],
+    ) -> Iterator[tuple[int, ...]]:
+        """Yield the options of entries that fit, where no layer's can be a faster one.
+
+        `most` is the kind that most of them have and how many; the others' options are `given`.
+        Of several stages those with layers that store less come first: their seconds compare layer
+        by layer if what stores less takes longer.
+        """
+        (main, number), tables = most, self._instance.kinds
+        table = tables[main]
+        order = sorted(range(len(table)), key=lambda at: table[at].time_s)
+        stored = [table[at].stored_bytes for at in order]
+        compares = self._layout.virtual_stages == 1 or stored == sorted(stored, reverse=True)
+        besides_s = sum(tables[kind][at].time_s for kind, own in given.items() for at in own)
+        found: list[tuple[int, ...]] = []
+        for slower in _falling(number, len(order) - 1):
+            # How many layers have at least the n-th slower option.
+            if compares and any(
+                all(a <= b for a, b in zip(one, slower, strict=True)) for one in found
+            ):
+                continue
+            numbers = [a - b for a, b in zip((number, *slower), (*slower, 0), strict=True)]
+            passes_s = besides_s + sum(
+                n * table[at].time_s for n, at in zip(numbers, order, strict=True)
+            )
+            if self._layout.micro_batches * passes_s > self._room_s * (1 + ROUNDING):
+                continue
+            picked = tuple(at for at, n in zip(order, numbers, strict=True) for _ in range(n))
+            options = _along(kinds, {**given, main: picked})
+            if self._fits(rank, first, options):
+                found.append(slower)
+                yield options
+
+    def _fits(self, rank: int, first: int, options: tuple[int, ...]) -> bool:
+        instance = self._instance
+        assert instance.used_bytes is not None
+        held = range(first, first + len(options))
+        used = instance.used_bytes.of(rank, range(first), held, options)
+        capacity = instance.stages[rank].capacity_bytes
+        return used <= capacity + ROUNDING * abs(capacity)
+
+    def _column(self, rank: int, first: int, options: tuple[int, ...]) -> Column:
+        layout, costs = self._layout, self._costs
+        stages, splits = layout.stages, layout.executed.splits_backward
+        seconds = np.zeros((len(KINDS), stages))
+        sync_s = update_s = 0.0
+        for stage, layers in self._problem.contents(rank, first, options).items():
+            figures = np.sum([self._layer(at, choice) for at, choice in layers], axis=0)
+            forward_s, backward_s, weight_s, synced_s, updated_s = figures
+            action_s, waiting_s = costs.action_s, costs.waits * costs.transfer_s
+            ahead = stage < stages - 1 and self._home[stage + 1] != rank
+            back = stage > 0 and self._home[stage - 1] != rank
+            seconds[0, stage] = forward_s + action_s + ahead * waiting_s
+            seconds[1, stage] = backward_s + (1 + splits) * action_s + back * waiting_s
+            if splits:
+                seconds[3, stage] = weight_s + action_s
+                seconds[2, stage] = seconds[1, stage] - seconds[3, stage]
+            sync_s, update_s = sync_s + synced_s, update_s + updated_s
+        return Column(rank, first, options, seconds, sync_s, update_s)
+
+    def _layer(self, position: int, choice: int) -> tuple[float, ...]:
+        """Return forward, backward, weights, and the least of any choice once per step."""
+        key = position, choice
+        if key not in self._layer_s:
+            part = self._problem.part(position, choice)
+            kind = self._problem.model.chain_kinds[position]
+            every = self._costs.parts[kind]
+            self._layer_s[key] = (
+                part.forward_s,
+                part.backward_s,
+                part.figures.weight_s,
+                min(one.sync_s for one in every),
+                min(one.optimizer_s + one.stream_s for one in every),
+            )
+        return self._layer_s[key]
+
+
+def _along(kinds: tuple[int, ...], picked: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the option of each entry; of like ones those that recompute more come first."""
+    left = {kind: sorted(own, reverse=True) for kind, own in picked.items()}
+    return tuple(left[kind].pop(0) for kind in kinds)
+
+
+def _falling(most: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield falling rows of `count` numbers up to `most`, the smallest first."""
+    if not count:
+        yield ()
+        return
+    for first in range(most + 1):
+        for rest in _falling(first, count - 1):
+            yield (first, *rest)
+
+
+class _Program:
+    """The program in HiGHS: columns, then ω and θ."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        layout: Layout,
+        instance: Instance,
+        columns: Sequence[Column],
+    ) -> None:
+        import highspy  # noqa: PLC0415 - loaded where it is used
+
+        self._instance, self._layout, self._columns = instance, layout, columns
+        costs = candidates.costs(layout)
+        self._step_s = costs.step_s
+        self._transfer_s = [(1 - costs.waits) * costs.transfer_s] * (layout.stages - 1)
+        self._graph: Graph = graph_of(
+            layout.executed.name,
+            stages=layout.stages,
+            micro_batches=layout.micro_batches,
+            virtual_stages=layout.virtual_stages,
+        )
+        self.feasible = all(
+            any(column.rank == rank for column in columns) for rank in range(layout.pipeline)
+        )
+        self._rank = np.array([column.rank for column in columns], dtype=int)
+        self._seconds = np.array([column.seconds for column in columns])
+        """[column, kind, stage]"""
+        self._sync_s = np.array([column.sync_s for column in columns])
+        self._update_s = np.array([column.update_s for column in columns])
+        if not self.feasible:
+            return
+        self._unit_s = layout.micro_batches * float(self._seconds[:, :2].sum(axis=(1, 2)).max())
+        self._highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("threads", 1)
+        self._highs.setOptionValue("mip_rel_gap", CLOSE / 4)
+        infinite = highspy.kHighsInf
+        self._infinite = infinite
+        number = len(columns)
+        self._highs.addVars(
+            number + 2, np.zeros(number + 2), np.array([1.0] * number + [infinite] * 2)
+        )
+        for at in (number, number + 1):
+            self._highs.changeColCost(at, 1.0)
+        self._integer, self._continuous = (
+            highspy.HighsVarType.kInteger,
+            highspy.HighsVarType.kContinuous,
+        )
+        self._optimal = highspy.HighsModelStatus.kOptimal
+        self._infeasible = highspy.HighsModelStatus.kInfeasible
+        self._links()
+        for rank in range(layout.pipeline):
+            own = np.flatnonzero(self._rank == rank)
+            self._row(0.0, infinite, [*own, number], [*(-self._update_s[own] / self._unit_s), 1.0])
+            self._add(self._alone(rank))
+
+    def _links(self) -> None:
+        """Each rank has one column, and begins where the one before it ends."""
+        ranks = self._layout.pipeline
+        firsts = [column.first for column in self._columns]
+        ends = [column.end for column in self._columns]
+        self._row(1.0, 1.0, *_ones(np.flatnonzero(self._rank == 0)))
+        for rank in range(1, ranks):
+            before = np.flatnonzero(self._rank == rank - 1).tolist()
+            own = np.flatnonzero(self._rank == rank).tolist()
+            for place in {*(ends[at] for at in before), *(firsts[at] for at in own)}:
+                ending = [at for at in before if ends[at] == place]
+                starting = [at for at in own if firsts[at] == place]
+                signs = [1.0] * len(ending) + [-1.0] * len(starting)
+                self._row(0.0, 0.0, [*ending, *starting], signs)
+
+    def _row(self, lower: float, upper: float, at: Sequence[int], values: Sequence[float]) -> None:
+        places = np.array(at, dtype=np.int32)
+        self._highs.addRow(lower, upper, len(places), places, np.array(values, dtype=float))
+
+    def _alone(self, rank: int) -> Path:
+        """Return the path of all that a rank does."""
+        layout = self._layout
+        visits = np.zeros((len(KINDS), layout.stages))
+        at = self._graph.ends[rank]
+        while at >= 0:
+            cost, at, _, _ = self._graph.nodes[at]
+            visits[cost // layout.stages, cost % layout.stages] += 1
+        return Path(rank, visits, np.zeros(layout.stages - 1))
+
+    def _add(self, path: Path) -> None:
+        """θ is at least the path, at all stage times."""
+        worth = np.einsum("cks,ks->c", self._seconds, path.visits)
+        worth += np.where(self._rank == path.rank, self._sync_s, 0.0)
+        waiting_s = float(path.hops @ np.array(self._transfer_s)) if len(path.hops) else 0.0
+        at = np.flatnonzero(worth)
+        number = len(self._columns)
+        self._row(
+            waiting_s / self._unit_s,
+            self._infinite,
+            [*at, number + 1],
+            [*(-worth[at] / self._unit_s), 1.0],
+        )
+
+    def solve(self, limit_s: float, tried: Callable[[Solution], float], until: float) -> float:
+        """Return the least step, or `limit_s` if that is less."""
+        low_s = 0.0
+        for whole in (False, True):
+            kind = self._integer if whole else self._continuous
+            for at in range(len(self._columns)):
+                self._highs.changeColIntegrality(at, kind)
+            for _ in range(MOST_ROUNDS):
+                left_s = until - time.process_time()
+                if left_s <= 0:
+                    return low_s
+                if whole:
+                    self._highs.setOptionValue(
+                        "time_limit", float(self._highs.getRunTime() + left_s)
+                    )
+                self._highs.run()
+                status = self._highs.getModelStatus()
+                if status == self._infeasible:
+                    return limit_s
+                if status != self._optimal:
+                    if whole:
+                        info = self._highs.getInfo()
+                        low_s = max(low_s, self._proven_s(info.mip_dual_bound))
+                    return low_s
+                # An exhausted tree leaves the last bound of its root in `mip_dual_bound`.
+                value = self._highs.getInfo().objective_function_value
+                low_s = max(low_s, self._proven_s(value))
+                if low_s >= limit_s:
+                    return limit_s
+                values = np.array(self._highs.getSolution().col_value)
+                if whole:
+                    values[:-2] = values[:-2].round()
+                    limit_s = min(limit_s, tried(self._solution(values)))
+                if not self._cut_off(values):
+                    break
+        return low_s
+
+    def _proven_s(self, value: float) -> float:
+        return value * self._unit_s * (1 - CLOSE) + self._step_s
+
+    def _cut_off(self, values: Floats) -> bool:
+        """Add the longest paths at the stage times of a solution; whether θ is below any."""
+        chosen = values[:-2]
+        seconds = np.einsum("c,cks->ks", chosen, self._seconds)
+        synced = [
+            float((chosen * self._sync_s)[self._rank == rank].sum())
+            for rank in range(self._layout.pipeline)
+        ]
+        ends_s = self._graph.longest(seconds.ravel().tolist(), self._transfer_s)
+        theta_s = values[-1] * self._unit_s
+        found = False
+        for rank, end in enumerate(self._graph.ends):
+            if ends_s[end] + synced[rank] > theta_s * (1 + CLOSE / 2):
+                self._add(self._graph.path(rank, ends_s, self._transfer_s))
+                found = True
+        return found
+
+    def _solution(self, values: Floats) -> Solution:
+        chosen = [self._columns[at] for at in np.flatnonzero(values[:-2] > 0.5).tolist()]
+        chosen.sort(key=lambda column: column.rank)
+        cuts = (0, *(column.end for column in chosen))
+        options = [option for column in chosen for option in column.options]
+        return priced(self._instance, cuts, options)
+
+
+def _ones(at: NDArray[np.intp]) -> tuple[list[int], list[float]]:
+    return at.tolist(), [1.0] * len(at)

@@ -1,0 +1,374 @@
+"""What is proven of simulated time over the whole space, and the plans that the proof comes across.
+
+Every configuration has a lower bound of its simulated step (`planner.search.simulated_bounds`).
+Those below the fastest plan that is known get dearer bounds, the lowest first: configuration groups
+by their computation, parts of one ZeRO level and schedule within memory, layouts with what sharding
+takes and what each rank holds, then the exact optimum of the bound.  Where the plan of such an
+optimum, or that of the closed form, simulates faster than the answer, it takes the answer's place.
+Last comes the program of a layout (`planner.search.simulated_program`).
+
+Nothing in the space simulates below the least bound that is left.  How far that is followed is
+counted in `Effort`, so that an answer does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from planner.plan import Layout
+from planner.search.candidates import Candidates
+from planner.search.ranked import Ranked, ranked
+from planner.search.simulated_bounds import SimulatedCandidates
+from planner.search.simulated_program import optimum
+from planner.search.space import Family, canonical, complexity, timetables
+from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, priced
+from planner.tolerances import EQUAL, ROUNDING
+
+Solve = Callable[[Instance, float], object]
+Told = Callable[[float], None]
+"""Told the certified gap as it falls."""
+
+FAMILY, PART, SHARED, LAYOUT, WITHIN_MEMORY, SOLVED, SETTLED = range(7)
+"""What is known of an entry: computation; within memory; with sharing; as a layout; all of its
+memory; the exact optimum of the bound; of the simulated step."""
+BATCH = {FAMILY: 96, PART: 24, SHARED: 12}
+"""Entries that are looked at together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How far a proof is followed."""
+
+    schedules: int = 8
+    """Other schedules of the closed form's optimum that are solved and simulated."""
+    families: int = 600
+    """Configuration groups and parts that are bounded."""
+    layouts: int = 80
+    """Layouts whose memory is looked at."""
+    solved: int = 4
+    """Layouts whose partition problems are solved."""
+    programs: int = 1
+    """Layouts whose programs are."""
+    ways: int = 1_500
+    """In which the layers of a rank may recompute, where a program is tried."""
+    seconds: float = math.inf
+    """CPU seconds, where the user has set a time."""
+
+
+NEAR = 0.03
+"""Beyond the closed form of the best plan, relatively: where its other schedules are solved."""
+USUAL = Effort()
+BRIEF = Effort(schedules=6, families=96, layouts=20, solved=2, programs=0)
+"""For plans beside the answer, of which nothing is proven."""
+_ALL = 1 << 30
+FULL = Effort(families=_ALL, layouts=_ALL, solved=_ALL, programs=_ALL, ways=20_000, seconds=100.0)
+Prove = Literal["usual", "simulated"]
+EFFORTS: dict[Prove, Effort] = {"usual": USUAL, "simulated": FULL}
+"""What a user may ask for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What is proven of the simulated step, and the fastest plan that is known."""
+
+    best: Ranked
+    owner: Candidates
+    lower_bound_s: float
+    """Nothing in the space simulates below."""
+    found: tuple[tuple[Candidates, Ranked], ...] = ()
+    """Plans that were simulated on the way."""
+    looked_at: dict[str, int] = field(default_factory=dict)
+    """How many entries got which bound."""
+    lowest: str | None = None
+    """The layout that has the least bound, None where nothing is left."""
+
+
+def prove(
+    every: Sequence[Candidates],
+    start: tuple[Candidates, Ranked],
+    solve: Solve,
+    *,
+    closed_form_s: float = 0.0,
+    effort: Effort = USUAL,
+    told: Told | None = None,
+) -> Proof:
+    """Return what is proven of all candidates, beginning with the plan `start`.
+
+    None of them takes less than `closed_form_s` in the closed form, which without a pipeline is the
+    simulated step.
+    """
+    search = _Search(every, start, solve, closed_form_s, effort)
+    search.run(told)
+    return search.proof()
+
+
+_Entry = tuple[float, tuple[int, ...], int, int, Family | Layout]
+"""Bound, complexity, a number that tells equals apart, place of the candidates, item."""
+
+
+class _Search:
+    """The entries that are left, by what is known of them."""
+
+    def __init__(
+        self,
+        every: Sequence[Candidates],
+        start: tuple[Candidates, Ranked],
+        solve: Solve,
+        closed_form_s: float,
+        effort: Effort,
+    ) -> None:
+        self._every = every
+        self._bounded = [SimulatedCandidates.of(one) for one in every]
+        self._solve = solve
+        self._unpiped_s = closed_form_s * (1 - ROUNDING)
+        self._effort = effort
+        self._owner, self._best = start
+        self._found: list[tuple[Candidates, Ranked]] = []
+        self._polished: dict[tuple[int, Layout], float] = {}
+        """What programs have found before their turn."""
+        self._numbers = itertools.count()
+        self._left: list[list[_Entry]] = [[] for _ in range(SETTLED + 1)]
+        self._spent = dict.fromkeys(range(SETTLED + 1), 0)
+        self._started = time.process_time()
+        for place, one in enumerate(self._bounded):
+            for bound_s, family in zip(one.computation_s().tolist(), one.families, strict=True):
+                if bound_s < self._limit_s:
+                    self._push(FAMILY, bound_s, place, family)
+
+    @property
+    def _limit_s(self) -> float:
+        """What is at least this does not beat the best."""
+        return self._best.prediction.step_time_s * (1 - EQUAL)
+
+    def _push(self, level: int, bound_s: float, place: int, item: Family | Layout) -> None:
+        first = item.first if isinstance(item, Family) else item
+        if first.pipeline == 1:
+            bound_s = max(bound_s, self._unpiped_s)
+        if bound_s >= self._limit_s:
+            return
+        simple = complexity(first)
+        heapq.heappush(self._left[level], (bound_s, simple, next(self._numbers), place, item))
+
+    def run(self, told: Told | None) -> None:
+        """Look near the best, then bound what is left, the lowest first, while effort is left."""
+        self._reschedule()
+        self._polish()
+        while (level := self._lowest()) is not None:
+            self._advance(level)
+            if told is not None:
+                told(self._gap())
+
+    def _reschedule(self) -> None:
+        """Simulate the best plan's layout under its other schedules, where they may be faster."""
+        owner, best = self._owner, self._best.plan.layout
+        place = next(at for at, one in enumerate(self._every) if one is owner)
+        count = 0
+        for name, virtual in timetables(
+            owner.model,
+            best.pipeline,
+            best.micro_batches,
+            owner.pins,
+            space=owner.request.space,
+        ):
+            layout = replace(best, schedule=name, virtual_stages=virtual)
+            if not owner.pins.order:
+                layout = canonical(owner.cluster, layout)
+            if layout == best or count >= self._effort.schedules or owner.refusal(layout):
+                continue
+            limit_s = self._best.objective_s * (1 + NEAR)
+            if owner.communication_s(layout) > limit_s or owner.memory_s(layout) > limit_s:
+                continue
+            if self._bounded[place].memory_s(layout) < self._limit_s:
+                count += 1
+                step_s = owner.costs(layout).step_s
+                solution = self._solve(owner.instance(layout), limit_s - step_s)
+                if isinstance(solution, Solution):
+                    self._try(owner, layout, solution)
+
+    def _polish(self) -> None:
+        """Let the program of the best plan's layout choose its stages and recomputation."""
+        layout = self._best.plan.layout
+        if layout.pipeline > 1 and self._effort.programs:
+            self._spent[SOLVED] += 1
+            place = next(at for at, one in enumerate(self._every) if one is self._owner)
+            self._polished[place, layout] = self._settled_s(place, layout)
+
+    def _lowest(self) -> int | None:
+        """Return the level of the lowest entry that may get another bound; None if none may."""
+        tops = [
+            (heap[0][:2], level)
+            for level, heap in enumerate(self._left)
+            if heap and self._may(level)
+        ]
+        if not tops or min(tops)[0][0] >= self._limit_s:
+            return None
+        return min(tops)[1]
+
+    def _may(self, level: int) -> bool:
+        effort, spent = self._effort, self._spent
+        if time.process_time() - self._started > effort.seconds:
+            return False
+        if level < LAYOUT:
+            return sum(spent[one] for one in range(LAYOUT)) < effort.families
+        most = {LAYOUT: effort.layouts, WITHIN_MEMORY: effort.solved, SOLVED: effort.programs}
+        return spent[level] < most.get(level, 0)
+
+    def _advance(self, level: int) -> None:
+        """Give the lowest entries of a level their next bound."""
+        if level >= LAYOUT:
+            bound_s, _, _, place, item = heapq.heappop(self._left[level])
+            self._spent[level] += 1
+            assert isinstance(item, Layout)
+            better_s = self._layout_s(level, place, item)
+            self._push(level + 1, max(bound_s, better_s), place, item)
+            return
+        together: dict[int, list[tuple[float, Family]]] = {}
+        heap = self._left[level]
+        for _ in range(BATCH[level]):
+            if not heap:
+                break
+            bound_s, _, _, place, item = heapq.heappop(heap)
+            if bound_s < self._limit_s and isinstance(item, Family):
+                together.setdefault(place, []).append((bound_s, item))
+                self._spent[level] += 1
+        for place, some in together.items():
+            if level == FAMILY:
+                self._divide(place, some)
+            elif level == PART:
+                for bound_s, part in some:
+                    better_s = float(self._bounded[place].shared_s(part).min())
+                    self._push(SHARED, max(bound_s, better_s), place, part)
+            else:
+                self._open(place, some)
+
+    def _layout_s(self, level: int, place: int, layout: Layout) -> float:
+        """Return the next bound of a layout."""
+        if level == WITHIN_MEMORY:
+            return self._solved_s(place, layout)
+        if level == SOLVED:
+            known_s = self._polished.pop((place, layout), None)
+            return self._settled_s(place, layout) if known_s is None else known_s
+        bounded = self._bounded[place]
+        least_s = bounded.communication_s(layout)
+        return least_s if least_s >= self._limit_s else bounded.memory_s(layout)
+
+    def _divide(self, place: int, some: Sequence[tuple[float, Family]]) -> None:
+        """Put the parts of families in their place: savings first, then levels and timetables."""
+        bounded = self._bounded[place]
+        single = []
+        for bound_s, family in some:
+            if len(family.savings) == 1:
+                single.append((bound_s, family))
+                continue
+            saved_s = bounded.savings_s(family)
+            for part_s, part in zip(saved_s, family.by_saving(), strict=True):
+                self._push(FAMILY, max(bound_s, part_s), place, part)
+        if not single:
+            return
+        rooms = bounded.rooms_s([family for _, family in single])
+        for (bound_s, family), levels in zip(single, rooms, strict=True):
+            for sharings, rooms_s in levels:
+                level = replace(family, sharings=sharings)
+                for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
+                    if room_s < self._limit_s:
+                        part = replace(level, timetables=(timetable,))
+                        self._push(PART, max(bound_s, room_s), place, part)
+
+    def _open(self, place: int, some: Sequence[tuple[float, Family]]) -> None:
+        """Put the layouts of parts in their place."""
+        bounded = self._bounded[place]
+        opened = bounded.shared_rooms_s([part for _, part in some])
+        for (bound_s, _), layouts in zip(some, opened, strict=True):
+            for layout, better_s in layouts:
+                least_s = max(bound_s, better_s)
+                if least_s >= self._limit_s or bounded.refusal(layout) is not None:
+                    continue
+                if not bounded.repeats(layout):
+                    self._push(LAYOUT, least_s, place, layout)
+
+    def _solved_s(self, place: int, layout: Layout) -> float:
+        """Return the least of a layout by its bounds, solved exactly; plans may be found by it."""
+        candidates, bounded = self._every[place], self._bounded[place]
+        step_s = candidates.costs(layout).step_s
+        most_s = -math.inf
+        for instance in bounded.instances(layout):
+            # Sums of bytes are no more than what ranks hold, and quicker.
+            relaxed = replace(instance, used_bytes=None)
+            solution = self._solve(relaxed, self._limit_s - step_s)
+            if isinstance(solution, Infeasible):
+                return math.inf
+            if isinstance(solution, Solution):
+                most_s = max(most_s, solution.lower_bound_s + step_s)
+                self._try(candidates, layout, solution)
+            elif isinstance(solution, Fathomed):
+                most_s = max(most_s, solution.lower_bound_s + step_s)
+        near_s = self._best.objective_s * (1 + NEAR)
+        if most_s < self._limit_s and candidates.memory_s(layout) <= near_s:
+            solution = self._solve(candidates.instance(layout), near_s - step_s)
+            if isinstance(solution, Solution):
+                self._try(candidates, layout, solution)
+        return most_s
+
+    def _try(self, candidates: Candidates, layout: Layout, solution: Solution) -> float:
+        """Simulate the plan of a solution, return its step; it may be the best that is known."""
+        own = priced(candidates.instance(layout), solution.cuts, solution.options)
+        plan = ranked(candidates, layout, own)
+        if not plan.prediction.fits:
+            return math.inf
+        self._found.append((candidates, plan))
+        if plan.prediction.step_time_s < self._limit_s:
+            self._owner, self._best = candidates, plan
+        return plan.prediction.step_time_s
+
+    def _settled_s(self, place: int, layout: Layout) -> float:
+        """Return the least of a layout by its program; 0 if that cannot be told."""
+        candidates = self._every[place]
+        found_s = optimum(
+            candidates,
+            layout,
+            self._limit_s,
+            lambda solution: self._try(candidates, layout, solution),
+            ways=self._effort.ways,
+            until=self._started + self._effort.seconds,
+        )
+        return 0.0 if found_s is None else found_s
+
+    def _gap(self) -> float:
+        return max(0.0, 1 - self._bound_s() / self._best.prediction.step_time_s)
+
+    def _bound_s(self) -> float:
+        tops = [heap[0][0] for heap in self._left if heap]
+        return min([self._best.prediction.step_time_s, *tops])
+
+    def proof(self) -> Proof:
+        """Return what is proven by now."""
+        lowest = min((heap[0] for heap in self._left if heap), default=None)
+        if lowest is not None and lowest[0] >= self._limit_s:
+            lowest = None
+        item = lowest[-1] if lowest is not None else None
+        first = item.first if isinstance(item, Family) else item
+        return Proof(
+            best=self._best,
+            owner=self._owner,
+            lower_bound_s=self._bound_s(),
+            found=tuple(self._found),
+            looked_at={name: self._spent[level] for level, name in enumerate(NAMES)},
+            lowest=first.text() if first is not None else None,
+        )
+
+
+NAMES = (
+    "configuration groups within memory",
+    "parts with sharing",
+    "parts within memory and with sharing",
+    "layouts within memory",
+    "layouts solved",
+    "layouts by their programs",
+    "",
+)

@@ -1,0 +1,202 @@
+"""What is proven of simulated time, against every plan of small spaces."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import Pins
+from planner.plan import Job, Layout
+from planner.request import Request
+from planner.search.answer import Answer
+from planner.search.best_first import search
+from planner.search.candidates import Candidates
+from planner.search.ranked import ranked
+from planner.search.simulated_bounds import SimulatedCandidates
+from planner.search.simulated_proof import FULL, USUAL
+from planner.solver.inner import solve
+from planner.solver.instance import Solution, priced
+
+JOB = Job(seq_len=1024, global_batch=32)
+
+
+def request(pins: Pins, *, memory_bytes: float | None = None, job: Job = JOB) -> Request:
+    """GPT-2's 12 blocks on four V100; in a V, which takes no tied embedding, Llama 2 on A100."""
+    if pins.schedule in ("zbv", "dualpipe-v"):
+        cluster = resolve_cluster("4xa100-sxm-80gb")
+        return Request(resolve_model("llama-2-7b"), cluster, job, pins=pins)
+    cluster = resolve_cluster("4xv100-sxm-32gb")
+    if memory_bytes is not None:
+        [group] = cluster.groups
+        small = group.accelerator.model_copy(update={"memory_bytes": int(memory_bytes)})
+        group = group.model_copy(update={"accelerator": small})
+        cluster = cluster.model_copy(update={"groups": (group,)})
+    return Request(resolve_model("gpt2"), cluster, job, pins=pins)
+
+
+def every_solution(candidates: Candidates, layout: Layout) -> Iterator[Solution]:
+    """Every split of a layout, with as many layers of a rank recomputed as one likes."""
+    instance = candidates.instance(layout)
+    ranks, count = layout.pipeline, len(instance.layers)
+    for inner in itertools.combinations(range(1, count), ranks - 1):
+        cuts = (0, *inner, count)
+        each = []
+        for first, end in itertools.pairwise(cuts):
+            kinds = instance.layers[first:end]
+            ways = set()
+            for chosen in itertools.product(*(range(len(instance.kinds[kind])) for kind in kinds)):
+                # Of like layers those that recompute more come first.
+                picked: dict[int, list[int]] = {}
+                for kind, option in zip(kinds, chosen, strict=True):
+                    picked.setdefault(kind, []).append(option)
+                left = {kind: sorted(own) for kind, own in picked.items()}
+                ways.add(tuple(left[kind].pop() for kind in kinds))
+            each.append(sorted(ways))
+        for ways_of in itertools.product(*each):
+            yield priced(instance, cuts, [option for own in ways_of for option in own])
+
+
+def least_s(candidates: Candidates, layout: Layout) -> float:
+    """The least simulated step of any plan of a layout, one by one."""
+    best_s = math.inf
+    stages = candidates.instance(layout).stages
+    for solution in every_solution(candidates, layout):
+        sizes = zip(solution.sizes(), stages, strict=True)
+        if all(size >= stage.least_layers for size, stage in sizes):
+            plan = ranked(candidates, layout, solution)
+            if plan.prediction.fits:
+                best_s = min(best_s, plan.prediction.step_time_s)
+    return best_s
+
+
+SPLITS = [
+    ("1f1b", 1, 8),
+    ("1f1b", 1, 2),
+    ("gpipe", 1, 4),
+    ("zb-h1", 1, 8),
+    ("interleaved", 2, 8),
+    ("interleaved-zb", 2, 4),
+    ("zbv", 2, 8),
+    ("dualpipe-v", 2, 8),
+]
+
+
+@pytest.mark.parametrize(("schedule", "virtual", "count"), SPLITS)
+def test_nothing_simulates_below_the_bound_and_the_answer_is_the_least(
+    schedule: str, virtual: int, count: int
+) -> None:
+    ranks = 2 if virtual > 1 or count == 2 else 4
+    pins = Pins(
+        tensor=1,
+        context=1,
+        pipeline=ranks,
+        schedule=schedule,
+        virtual_stages=virtual,
+        zero=1 if ranks < 4 else 0,
+        micro_batch=32 * ranks // 4 // count,
+        recompute="none",
+    )
+    asked = request(pins)
+
+    found = search(asked, effort=FULL)
+
+    [candidates] = found.candidates
+    truth_s = min(least_s(candidates, layout) for layout in candidates.layouts())
+    finals = found.certificate.simulated
+    assert finals is not None
+    assert finals.lower_bound_s <= truth_s * (1 + 1e-9)
+    assert finals.step_time_s == pytest.approx(truth_s, rel=1e-6)
+    assert finals.gap < 1e-5
+
+
+def some_solution(candidates: Candidates, layout: Layout, rng: random.Random) -> Solution:
+    """A split near the even one, with some layers of each rank recomputed."""
+    instance = candidates.instance(layout)
+    ranks, count = layout.pipeline, len(instance.layers)
+    cuts = [count * rank // ranks + rng.randint(-1, 3) for rank in range(1, ranks)]
+    options: list[int] = []
+    for first, end in itertools.pairwise([0, *cuts, count]):
+        own = [rng.randrange(len(instance.options_of(at))) for at in range(first, end)]
+        kept = rng.random()
+        own = [0 if rng.random() < kept else option for option in own]
+        # Of like layers those that recompute more come first.
+        for _, same in itertools.groupby(range(first, end), key=lambda at: instance.layers[at]):
+            options += sorted((own[at - first] for at in same), reverse=True)
+    return priced(instance, (0, *cuts, count), options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "count", "memory_bytes"),
+    [(*SPLITS[0], 3.4e9), (*SPLITS[4], 3.5e9)],
+)
+@pytest.mark.parametrize("tries", [150, pytest.param(3000, marks=pytest.mark.matrix)])
+def test_no_recomputation_is_faster_than_the_one_chosen(
+    schedule: str, virtual: int, count: int, memory_bytes: float, tries: int
+) -> None:
+    """So little memory that layers recompute: none of many choices that fit beats the bound."""
+    pins = Pins(
+        tensor=1,
+        context=1,
+        pipeline=2,
+        schedule=schedule,
+        virtual_stages=virtual,
+        zero=1,
+        micro_batch=16 // count,
+    )
+    found = search(request(pins, memory_bytes=memory_bytes), effort=FULL)
+    [candidates] = found.candidates
+    rng = random.Random(schedule)
+
+    layout = found.plan.layout
+    plans = [
+        ranked(candidates, layout, some_solution(candidates, layout, rng)) for _ in range(tries)
+    ]
+
+    finals = found.certificate.simulated
+    assert finals is not None and finals.gap < 1e-5
+    assert {layer.recompute for stage in found.plan.stages for layer in stage.layers} > {"none"}
+    fitting = [one.prediction.step_time_s for one in plans if one.prediction.fits]
+    assert fitting
+    assert finals.lower_bound_s <= min(fitting) * (1 + 1e-9)
+
+
+@cache
+def open_answer(prove: bool) -> Answer:
+    return search(request(Pins()), effort=FULL if prove else USUAL)
+
+
+@pytest.mark.parametrize("prove", [False, True])
+def test_no_layout_is_solved_below_the_bound(prove: bool) -> None:
+    """The closed form's optimum of every layout, simulated."""
+    found = open_answer(prove)
+    finals = found.certificate.simulated
+    assert finals is not None
+    [candidates] = found.candidates
+    layouts = [layout for layout in candidates.layouts() if layout.pipeline > 1][::12]
+
+    bounded = SimulatedCandidates.of(candidates)
+    for layout in layouts:
+        if math.isinf(candidates.memory_s(layout)):
+            continue
+
+        solution = solve(candidates.instance(layout))
+        if isinstance(solution, Solution):
+            step_s = ranked(candidates, layout, solution).prediction.step_time_s
+            assert finals.lower_bound_s <= step_s * (1 + 1e-9)
+            assert bounded.communication_s(layout) <= step_s * (1 + 1e-9)
+            assert bounded.memory_s(layout) <= step_s * (1 + 1e-9)
+
+
+def test_more_effort_gives_no_lower_bound_and_no_slower_plan() -> None:
+    usual, full = (open_answer(prove).certificate.simulated for prove in (False, True))
+    assert usual is not None and full is not None
+
+    assert usual.lower_bound_s <= full.lower_bound_s * (1 + 1e-9)
+    assert full.step_time_s <= usual.step_time_s * (1 + 1e-9)
+    assert full.gap < 1e-5
