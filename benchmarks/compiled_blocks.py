@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.utils import run_and_get_code
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,6 +40,7 @@ from runtime.context import WHOLE
 from runtime.engine import TokenEngine
 from runtime.initialize import materialize
 from runtime.source import adapter_of
+from runtime.torch_internals import compiled_code
 
 CPU = torch.device("cpu")
 SAMPLES, POSITIONS = 2, 128
@@ -117,7 +117,7 @@ def kernels(model: ModelGraph) -> dict[str, list[int]]:
     def step() -> None:
         layer(x).backward(grad)
 
-    _, codes = run_and_get_code(step)
+    codes = compiled_code(step)
     called = [sum(bool(CALLED.match(line)) for line in code.splitlines()) for code in codes]
     return {"eager": [forward.count, backward.count], "compiled": called}
 

@@ -42,6 +42,7 @@ __all__ = [
     "VersionWrapper",
     "checkpoint_wrapper",
     "compile_failures",
+    "compiled_code",
     "compiled_graphs",
     "compiler_lack",
     "expect_graphs",
@@ -62,6 +63,13 @@ def compile_failures() -> type[Exception]:
     import torch._dynamo.exc  # noqa: PLC0415
 
     return torch._dynamo.exc.TorchDynamoException
+
+
+def compiled_code(run: Callable[[], None]) -> list[str]:
+    """Return the code of every graph that `run` compiles, in order."""
+    from torch._inductor.utils import run_and_get_code  # noqa: PLC0415
+
+    return list(run_and_get_code(run)[1])
 
 
 def compiled_graphs() -> int:

@@ -123,7 +123,7 @@ def test_a_file_may_bring_its_own_loss(tmp_path: Path) -> None:
 
 
 def test_tensor_parallelism_is_refused() -> None:
-    assert "user's own modules cannot be divided" in str(
+    assert "divides no layer of this module of your own" in str(
         supported(cases.plan(graph(), tensor=2), graph())
     )
 
