@@ -201,7 +201,8 @@ class _Journey:
     """An exchange of rows that is under way, and back again in backward."""
 
     def __init__(self, route: _Route, group: dist.ProcessGroup) -> None:
-        self.route, self.group = route, group
+        # Not the route itself, whose tensors would wait for backward.
+        self.arriving, self.leaving, self.group = route.arriving, route.leaving, group
         self.returning: Tensor | None = None
 
 
@@ -211,7 +212,7 @@ class _Departure(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
-        return _begun(x, journey.route.arriving, journey.route.leaving, journey.group)
+        return _begun(x, journey.arriving, journey.leaving, journey.group)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
@@ -233,9 +234,7 @@ class _Arrival(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         journey = ctx.journey
-        journey.returning = _begun(
-            grad, journey.route.leaving, journey.route.arriving, journey.group
-        )
+        journey.returning = _begun(grad, journey.leaving, journey.arriving, journey.group)
         return grad, None
 
 
