@@ -81,7 +81,7 @@ def graph_of(schedule: str, *, stages: int, micro_batches: int, virtual_stages: 
     >>> graph = graph_of("1f1b", stages=2, micro_batches=3)
     >>> ends_s = graph.longest([1.0, 1.0, 2.0, 2.0, 0, 0, 0, 0], [0.5])
     >>> ends_s[graph.ends[0]], graph.path(0, ends_s, [0.5]).visits[:2].tolist()
-    (13.0, [[1.0, 3.0], [1.0, 3.0]])
+    (14.0, [[2.0, 2.0], [2.0, 2.0]])
     """
     shape = {"stages": stages, "virtual_stages": virtual_stages}
     home = rank_of_stage(schedule, **shape)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,8 @@ from planner.search.certificate import OUT_OF_MEMORY, RUNNERS_UP, SLOWER, Accoun
 from planner.search.space import complexity, kind
 from planner.tolerances import EQUAL
 
+ALIKE = 2
+"""Finalists of one schedule with so many stages a rank."""
 T = TypeVar("T")
 
 
@@ -198,9 +201,12 @@ class _Queue(Generic[T]):
     def near(self, left: list[_Entry], limit_s: float, most: int) -> list[Found[T]]:
         """Return splits within the limit: those found, and of up to `most` layouts that are left.
 
-        The account has nothing of it.
+        Of a schedule with so many stages a rank there are `ALIKE`, those with the least bounds:
+        where the closed form is too low for some layouts of it, it is so for the others.  The
+        account has nothing of it.
         """
         found = [one for one in self._found if one.objective_s <= limit_s]
+        known = Counter(_timetable(one.layout) for one in found)
         left = list(left)
         heapq.heapify(left)
         while left and left[0].bound_s <= limit_s and most > 0:
@@ -210,6 +216,9 @@ class _Queue(Generic[T]):
                 for one in deeper:
                     heapq.heappush(left, one)
                 continue
+            if known[_timetable(entry.layout)] >= ALIKE:
+                continue
+            known[_timetable(entry.layout)] += 1
             most -= 1
             answer = self._solve(entry.layout, limit_s)
             if isinstance(answer, Found) and answer.objective_s <= limit_s:
@@ -269,6 +278,10 @@ class _Queue(Generic[T]):
         """Return the last of the `top` best, if there are so many."""
         ranking = sorted(self._best.values(), key=lambda found: found.rank)
         return ranking[self._top - 1] if len(ranking) >= self._top else None
+
+
+def _timetable(layout: Layout) -> tuple[str, int, bool]:
+    return layout.schedule, layout.virtual_stages, layout.pipeline > 1
 
 
 def ranking(best: Sequence[Found[T]]) -> list[int]:

@@ -140,7 +140,7 @@ def test_the_owner_keeps_whole_matrices() -> None:
             batch=batch_of(0),
             loss=loss,
             optimizer=optimizer,
-            fix=["dp=4", "zero=1"],
+            fix=["dp=4", "zero=1", "shard=4"],
         )
         told[optimizer] = meshwright.predict(plan).stages[0].memory_parts["optimizer"]
     count = sum(p.numel() for p in Model().parameters())

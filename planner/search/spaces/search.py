@@ -172,8 +172,11 @@ def _finalists(
     home: LayoutSpace[Any],
     best: Ranked,
 ) -> list[tuple[LayoutSpace[Any], Ranked]]:
-    """Return the plans near the best one in the closed form, each with its space."""
-    limit_s = winner.objective_s * (1 + MARGIN)
+    """Return the plans near the best one in the closed form, each with its space.
+
+    Where that one simulates slower, whatever the closed form has faster than that is near.
+    """
+    limit_s = max(winner.objective_s * (1 + MARGIN), best.prediction.step_time_s)
     every = [
         (one, number, space)
         for number, (space, outcome) in enumerate(near)
