@@ -114,7 +114,7 @@ def expected(kind: str, micro_batch: int) -> Run:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_divided_modules_train_as_one_process(ranks: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for results in on_ranks(ranks, every, ranks, folder):

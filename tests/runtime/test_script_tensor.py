@@ -137,7 +137,7 @@ def every_layout(ranks: int, folder: str) -> dict[str, Run]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_divided_modules_train_as_in_one_process(ranks: int) -> None:
     losses, norms, weights = plainly()
     with tempfile.TemporaryDirectory() as folder:
