@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.runtime import own_modules
-from tests.runtime.own_modules import WORDS
+from tests.runtime.own_modules import WORDS, Language
 
 WIDTH, HEADS = 16, 4
 
@@ -103,20 +103,9 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class Model(nn.Module):
-    """Words, blocks, a head."""
-
+class Model(Language):
     def __init__(self, block: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH, padding_idx=3)
-        self.blocks = nn.ModuleList(block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(block, words=WORDS, width=WIDTH, padding=3)
 
 
 class Residual(nn.Module):

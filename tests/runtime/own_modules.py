@@ -256,20 +256,35 @@ class Experts(nn.Module):
         return x + result.view_as(x)
 
 
-class Mixture(nn.Module):
-    """Blocks of experts, whose sizes depend on values inside the unit."""
+class Language(nn.Module):
+    """Words, blocks, a head."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        block: Callable[[], nn.Module],
+        *,
+        blocks: int = 2,
+        words: int = WORDS,
+        width: int = WIDTH,
+        padding: int | None = None,
+    ) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Experts() for _ in range(2))
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.words = nn.Embedding(words, width, padding_idx=padding)
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+        self.head = nn.Linear(width, words)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Mixture(Language):
+    """Blocks of experts, whose sizes depend on values inside the unit."""
+
+    def __init__(self) -> None:
+        super().__init__(Experts)
 
 
 class Dicts(nn.Module):

@@ -12,6 +12,7 @@ from torch.nn import functional
 import meshwright
 from runtime.rehearsal import rank_at
 from runtime.script_rehearsal import script_peak_bytes
+from tests.runtime.own_modules import Language
 
 WIDTH, WORDS, LENGTH, SAMPLES = 64, 256, 32, 8
 WITHIN = 0.04
@@ -19,18 +20,9 @@ WITHIN = 0.04
 WITHIN_ZERO_3 = 0.09
 
 
-class Model(nn.Module):
+class Model(Language):
     def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Wide() for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(Wide, blocks=4, words=WORDS, width=WIDTH)
 
 
 class Wide(nn.Module):
