@@ -138,7 +138,7 @@ def test_one_rank_peaks_where_predicted(recompute: str) -> None:
         ("bf16", "full", Mesh(data_shard=2), 3, "1f1b"),
         ("fp32", "none", Mesh(tensor=2), 0, "1f1b"),
         ("fp32", "none", Mesh(pipeline=2), 0, "1f1b"),
-        ("fp32", "none", Mesh(pipeline=2), 0, "gpipe"),
+        pytest.param("fp32", "none", Mesh(pipeline=2), 0, "gpipe", marks=pytest.mark.matrix),
         ("bf16", "none", Mesh(pipeline=2, data_shard=2), 3, "1f1b"),
     ],
 )
@@ -160,7 +160,7 @@ def test_every_stage_peaks_where_predicted(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     ("schedule", "virtual_stages"),
     [("zb-h1", 1), ("interleaved", 2), ("interleaved-zb", 2), ("zbv", 2), ("dualpipe-v", 2)],

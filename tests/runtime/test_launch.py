@@ -254,6 +254,7 @@ def test_launching_needs_no_torch() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 @pytest.mark.timeout(280)
 def test_another_plan_goes_on_from_a_checkpoint_of_two_data_ranks(room: Room) -> None:
     pytest.importorskip("torch")

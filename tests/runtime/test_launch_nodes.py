@@ -114,6 +114,7 @@ def test_what_one_node_lacks_ends_the_others_too(room: Room) -> None:
     assert "none: does not exist" in str(ends[0])
 
 
+@pytest.mark.matrix
 def test_a_rank_killed_on_another_node_is_named_on_both(room: Room) -> None:
     def kill_rank_1() -> None:
         deadline = time.monotonic() + 240
