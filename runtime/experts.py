@@ -57,13 +57,14 @@ def mixed(
         returned = _outputs(module, chosen, rows)
     else:
         route = _Route.of(rows, group, sent=len(chosen))
-        journey = _Journey(route, group)
+        journey = _Journey(route.arriving, route.leaving, group)
         coming = _Departure.apply(chosen, journey)
         meanwhile()
         arrived = _Arrival.apply(coming, journey)[route.by_expert]
         made = _outputs(module, arrived, route.rows)
         made = made[_inverse(route.by_expert)]
-        returned = _Exchange.apply(made, route.leaving, route.arriving, group)
+        back = _Journey(route.leaving, route.arriving, group)
+        returned = _Arrival.apply(_Departure.apply(made, back), back)
     weighted = returned * weights.flatten()[order].unsqueeze(-1)
     return weighted[_inverse(order)].unflatten(0, (-1, each)).sum(1).to(hidden.dtype)
 
@@ -200,9 +201,8 @@ def _by_rank(rows: Tensor, sent: int) -> list[list[int]]:
 class _Journey:
     """An exchange of rows that is under way, and back again in backward."""
 
-    def __init__(self, route: _Route, group: dist.ProcessGroup) -> None:
-        # Not the route itself, whose tensors would wait for backward.
-        self.arriving, self.leaving, self.group = route.arriving, route.leaving, group
+    def __init__(self, arriving: list[int], leaving: list[int], group: dist.ProcessGroup) -> None:
+        self.arriving, self.leaving, self.group = arriving, leaving, group
         self.returning: Tensor | None = None
 
 
@@ -236,28 +236,6 @@ class _Arrival(torch.autograd.Function):
         journey = ctx.journey
         journey.returning = _begun(grad, journey.leaving, journey.arriving, journey.group)
         return grad, None
-
-
-class _Exchange(torch.autograd.Function):
-    """Send rows to every rank; backward sends their gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, arriving: list[int], leaving: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sizes, ctx.group = (leaving, arriving), group
-        return _exchanged(x, arriving, leaving, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        arriving, leaving = ctx.sizes
-        return _exchanged(grad, arriving, leaving, ctx.group), None, None, None
-
-
-def _exchanged(
-    x: Tensor, arriving: list[int], leaving: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    return _ended(_begun(x, arriving, leaving, group))
 
 
 def _begun(x: Tensor, arriving: list[int], leaving: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -4,7 +4,7 @@ The closed form in which a search is proven may be some percent above or below t
 (docs/schedules.md).  So plans that may simulate faster than its optimum are solved and simulated
 too, and the fastest simulated plan is the answer.  On chains of devices that are alike those are
 what a proof in simulated time comes across (planner.search.simulated_proof); elsewhere those within
-`MARGIN` of the optimum, and nothing is proven of simulated time.
+`MARGIN` of the optimum or below what it simulates, and nothing is proven of simulated time.
 """
 
 from __future__ import annotations
