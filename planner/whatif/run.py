@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from planner.catalog import Rent
 from planner.errors import DocumentError
@@ -16,13 +16,19 @@ from planner.units import seconds_text
 from planner.whatif.break_even import BreakEven, break_evens
 from planner.whatif.candidates import Candidate, candidates_of
 from planner.whatif.changes import WORDS, changed
-from planner.whatif.evaluate import Outcome, Planned, evaluate, planned, same_plan
+from planner.whatif.evaluate import Outcome, evaluate
+from planner.whatif.planning import NATIVE, Planned, planned, same_plan
 from planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, ranked
+from planner.whatif.sizing import size_of, unsolved, with_sizes
+from planner.whatif.span import Span, exact
 from planner.whatif.study import ChangeName, Study
 
 Progress = Callable[[int, int], None]
+A, B = TypeVar("A"), TypeVar("B")
 FEW = 3
 """So many evaluations are not worth starting processes for."""
+NATIVE_TOO = 12
+"""Of each model, so many of the first candidates are planned for our own runtime too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +89,15 @@ class Result:
 
     @property
     def best(self) -> Outcome | None:
-        """The first of the first model, if it fits and meets the goal."""
-        for ranks in self.ranks.values():
-            if ranks and not ranks[0].outcome.misses:
-                return ranks[0].outcome
-        return None
+        """The first of the first model that has one which is sold, fits and meets the goal."""
+        return next((best for best in map(self.best_of, self.ranks) if best is not None), None)
+
+    def best_of(self, model: str) -> Outcome | None:
+        """The first of a model, if it is sold, fits and meets the goal."""
+        ranks = self.ranks[model]
+        if not ranks or ranks[0].outcome.misses or ranks[0].outcome.hypothetical:
+            return None
+        return ranks[0].outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +105,8 @@ class _Task:
     study: Study
     model: str
     candidate: Candidate
+    backend: str | None = None
+    """Instead of the study's own."""
 
 
 def run(
@@ -108,6 +120,10 @@ def run(
 
     `offers` are dated rents instead of the catalogue's.
     """
+    sizes = [(study, place, model, offers) for place, model in unsolved(study)]
+    if sizes:
+        found = _side_by_side(_size, sizes, processes)
+        study = with_sizes(study, [(sizes[at][1], size) for at, size in found])
     candidates = {candidate.name: candidate for candidate in candidates_of(study, offers)}
     tasks = [
         _Task(study, model, candidate)
@@ -120,22 +136,58 @@ def run(
     try:
         for index, outcome in _evaluated(tasks, processes, told):
             done[index] = outcome
+        done |= dict(_natives(tasks, done, processes))
     except KeyboardInterrupt:
         interrupted = True
     outcomes = tuple(done[index] for index in sorted(done))
-    ranks = {
-        model: ranked(study, [outcome for outcome in outcomes if outcome.model == model])
-        for model in study.models
-    }
     result = Result(
         study=study,
         outcomes=outcomes,
-        ranks=ranks,
+        ranks=_ranks(study, outcomes),
         interrupted=interrupted,
         candidates=candidates,
-        break_even=tuple(break_evens(list(candidates.values()), study.assumptions)),
+        break_even=tuple(break_evens(list(candidates.values()))),
     )
     return result if interrupted else _followed(result, processes, told)
+
+
+def _size(asked: tuple[Study, int, str, Sequence[Rent] | None]) -> int:
+    return size_of(*asked)
+
+
+def _ranks(study: Study, outcomes: Sequence[Outcome]) -> dict[str, list[Rank]]:
+    return {
+        model: ranked(study, [outcome for outcome in outcomes if outcome.model == model])
+        for model in study.models
+    }
+
+
+def _natives(
+    tasks: Sequence[_Task], done: Mapping[int, Outcome], processes: int | None
+) -> Iterator[tuple[int, Outcome]]:
+    """Yield the first outcomes of each model with what our own runtime would take there."""
+    places = {(done[at].model, done[at].candidate): at for at in done}
+    wanted: dict[tuple[str, ...], list[int]] = {}
+    for model, ranks in _ranks(tasks[0].study, list(done.values())).items():
+        for rank in ranks[:NATIVE_TOO]:
+            at = places[model, rank.outcome.candidate]
+            task = tasks[at]
+            if rank.outcome.stack == NATIVE:
+                yield at, _with_native(done[at], done[at].step_s)
+            elif task.candidate.tuning not in ("lora", "qlora"):
+                key = same_plan(task.study, model, task.candidate)
+                wanted.setdefault(key, []).append(at)
+    groups = list(wanted.values())
+    own = [replace(tasks[group[0]], backend=NATIVE) for group in groups]
+    for group, found in _planned(own, processes):
+        if found.prediction is not None:
+            step = exact(found.prediction.step_time_s)
+            for at in groups[group]:
+                yield at, _with_native(done[at], step)
+
+
+def _with_native(outcome: Outcome, step: Span | None) -> Outcome:
+    return outcome if step is None else replace(outcome, native_step_s=step.value)
 
 
 def _changes_asked(study: Study) -> int:
@@ -274,14 +326,21 @@ def _evaluated(
 
 
 def _planned(tasks: Sequence[_Task], processes: int | None) -> Iterator[tuple[int, Planned]]:
+    return _side_by_side(_plan, tasks, processes)
+
+
+def _side_by_side(
+    what: Callable[[A], B], tasks: Sequence[A], processes: int | None
+) -> Iterator[tuple[int, B]]:
+    """Yield results with the index of their task, as they come, from processes if they are many."""
     count = processes or os.cpu_count() or 1
     if len(tasks) <= FEW or count == 1:
         for index, task in enumerate(tasks):
-            yield index, _plan(task)
+            yield index, what(task)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(count, len(tasks)), mp_context=context) as pool:
-        waiting = {pool.submit(_plan, task): index for index, task in enumerate(tasks)}
+        waiting = {pool.submit(what, task): index for index, task in enumerate(tasks)}
         try:
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
@@ -291,7 +350,7 @@ def _planned(tasks: Sequence[_Task], processes: int | None) -> Iterator[tuple[in
 
 
 def _plan(task: _Task) -> Planned:
-    return planned(task.study, task.model, task.candidate)
+    return planned(task.study, task.model, task.candidate, task.backend)
 
 
 def result_json(result: Result) -> dict[str, Any]:
@@ -323,6 +382,7 @@ def result_json(result: Result) -> dict[str, Any]:
                 "name": curve.name,
                 "utilisation": list(curve.utilisation),
                 "usd_per_device_hour": list(curve.usd_per_device_hour),
+                "cash_usd": list(curve.cash_usd),
                 "against": {
                     against.name: {
                         "share": against.share,
