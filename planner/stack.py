@@ -556,6 +556,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "expert-overlap": {"experts.overlap": 0.8},
     "shared-expert-overlap": {"experts.shared_overlap": 0.9},
     "cheap-recompute": {"recompute.selective": "cheap"},
+    "narrow-gradients": {"types.gradient": 2, "types.wire": 2},
 }
 """What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""
 
