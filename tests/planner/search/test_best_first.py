@@ -259,7 +259,14 @@ def with_more(cluster: ClusterSpec, what: str) -> ClusterSpec:
 
 
 @pytest.mark.parametrize("what", ["memory", "memory bandwidth", "flops", "links"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model} {case.cluster}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.matrix) if case is DENSE_AND_EXPERTS else case
+        for case in CASES
+    ],
+    ids=lambda case: f"{case.model} {case.cluster}",
+)
 def test_a_better_machine_is_never_slower(case: Case, what: str) -> None:
     before = usual_answer(case)
 
