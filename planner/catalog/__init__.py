@@ -57,6 +57,7 @@ class AcceleratorEntry(Part):
     peak_flops: dict[Precision, Rate]
     memory_bytes_per_s: Rate
     tdp_w: Amount | None = None
+    multiprocessors: Positive | None = None
     curve: DeviceCurve
     kernels: KernelRates = KernelRates()
     architecture: Name | None = None
@@ -85,6 +86,7 @@ class AcceleratorEntry(Part):
             kernels=self.kernels,
             architecture=self.architecture,
             tdp_w=self.tdp_w,
+            multiprocessors=self.multiprocessors,
             sources=self.sources,
         )
 
