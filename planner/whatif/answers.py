@@ -71,7 +71,8 @@ def _changed_candidates(result: Result) -> Iterator[str]:
             if _time_ratio(pair[0], pair[1]) < 1 - HURTS:
                 felt.append(pair[0])
         if said:
-            yield f"{before.name} with {words}, which is not sold: {', '.join(said)}."
+            sold = ", which is not sold" if after.hypothetical else ""
+            yield f"{before.name} with {words}{sold}: {', '.join(said)}."
         if len(result.study.models) > 1 and said:
             yield _felt(before.name, words, felt)
 

@@ -37,6 +37,8 @@ from planner.whatif.study import (
 )
 
 MONTHS_PER_YEAR = 12.0
+SOLD: frozenset[ChangeName] = frozenset({"host_memory", "devices"})
+"""Changes that a buyer can order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,8 @@ class Candidate:
     assumed: Assumptions = field(default_factory=Assumptions)
     """The study's, with the offer's own in their place."""
     power_limit: float = 1.0
+    narrower: ClusterSpec | None = None
+    """Of a wider scale-up domain: the cluster without it, as which it can be used too."""
     fix: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     changes: tuple[tuple[ChangeName, float], ...] = ()
@@ -111,7 +115,7 @@ class Candidate:
     @property
     def hypothetical(self) -> bool:
         """Whether no such product is sold."""
-        return bool(self.changes)
+        return any(change not in SOLD for change, _ in self.changes)
 
 
 def candidates_of(study: Study, offers: Sequence[Rent] | None = None) -> list[Candidate]:
@@ -239,10 +243,12 @@ def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> 
         size = {"host_memory_bytes": offer.host_memory_bytes}
         groups = tuple(group.model_copy(update=size) for group in cluster.groups)
         cluster = cluster.model_copy(update={"groups": groups})
+    narrower = None
     for change, factor in offer.change.items():
         other = changed(cluster, change, factor)
         if other is None:
             raise DocumentError("change", f"{text} has no {change} to change by {factor:g}")
+        narrower = cluster if change == "domain" and factor > 1 else narrower
         cluster = other
     return Candidate(
         name=_name(offer, text),
@@ -252,6 +258,7 @@ def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> 
         tuning=offer.tuning or study.work.tuning,
         assumed=study.assumptions.but(offer.assumptions),
         power_limit=offer.power_limit,
+        narrower=narrower if list(offer.change)[-1:] == ["domain"] else None,
         fix=offer.fix,
         allow=offer.allow,
         changes=tuple(offer.change.items()),

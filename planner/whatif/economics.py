@@ -301,10 +301,10 @@ def residual_share(age: float, *, retained_a_year: float, by_age: Sequence[float
     0.4
     """
     if not by_age:
-        return retained_a_year**age
+        return float(retained_a_year**age)
     points = [1.0, *by_age]
     year = min(int(age), len(points) - 2)
     before, after = points[year], points[year + 1]
     if before == 0 or after == 0:
         return max(0.0, before + (after - before) * (age - year))
-    return min(1.0, before * (after / before) ** (age - year))
+    return min(1.0, before * float((after / before) ** (age - year)))

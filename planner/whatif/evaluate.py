@@ -105,8 +105,8 @@ class Outcome:
 
     @property
     def headroom_bytes(self) -> float:
-        """Memory left on the fullest device."""
-        return self.capacity_bytes - self.peak_bytes
+        """Memory left on the fullest device; none where its allocator must compact."""
+        return max(0.0, self.capacity_bytes - self.peak_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, the plan as its document."""
@@ -185,6 +185,8 @@ def binding_of(prediction: Prediction) -> str:
     said = []
     if share > FULL:
         text = f"memory: {100 * share:.0f} % of {bytes_text(fullest.memory_capacity_bytes)}"
+        if share > 1:
+            text = f"memory: all of {bytes_text(fullest.memory_capacity_bytes)}, compacted"
         if again > 0.02 * step_s:
             text += f", recomputation takes {100 * again / step_s:.0f} %"
         said.append(text)

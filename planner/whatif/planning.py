@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -52,28 +52,50 @@ class Planned:
     parameters: int = 0
     """Of the model."""
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; slower than any where nothing fits."""
+        return ANY_S if self.prediction is None else self.prediction.step_time_s
+
 
 def planned(
-    study: Study, model_name: str, candidate: Candidate, backend: str | None = None
+    study: Study,
+    model_name: str,
+    candidate: Candidate,
+    backend: str | None = None,
+    likely: str | None = None,
 ) -> Planned:
     """Return the best plan of one model on one candidate; this is what takes long.
 
-    `backend` instead of the study's own.
+    `backend` instead of the study's own.  A `likely` stack, which wins on fewer devices and on
+    more, is the only one that is searched if it fits.
     """
     model = resolve_model(model_name)
+    ways = list(_ways(study, candidate, backend or study.work.backend))
+    own = [way for way in ways if way[0] == likely]
+    best = _fastest(study, model, candidate, own) or _fastest(study, model, candidate, ways)
+    if candidate.narrower is not None:
+        plain = replace(candidate, cluster=candidate.narrower, narrower=None)
+        below_s = ANY_S if best is None else best.step_s
+        best = _fastest(study, model, plain, ways, below_s) or best
+    return best or Planned(reason=_reason(study, model, candidate, ways))
+
+
+def _fastest(
+    study: Study,
+    model: ModelGraph,
+    candidate: Candidate,
+    ways: Sequence[tuple[str, Precision | None]],
+    below_s: float = ANY_S,
+) -> Planned | None:
+    """Return the fastest plan of any stack that takes less than `below_s`."""
     best: Planned | None = None
-    reasons: list[tuple[str, str]] = []
-    for stack, precision in _ways(study, candidate, backend or study.work.backend):
-        below_s = ANY_S
-        if best is not None and best.prediction is not None:
-            below_s = best.prediction.step_time_s
+    for stack, precision in ways:
+        below_s = below_s if best is None else best.step_s
         try:
             request = asked(study, model, candidate, stack, precision)
             answer = _best(request, candidate, below_s)
-        except NoneFaster:
-            continue
-        except (NoPlanFits, DocumentError) as error:
-            reasons.append((stack, str(error)))
+        except (NoPlanFits, DocumentError):
             continue
         if answer.prediction.step_time_s < below_s:
             best = Planned(
@@ -84,33 +106,37 @@ def planned(
                 stack=answer.plan.backend,
                 parameters=model.parameters,
             )
-    return best or Planned(reason=_reason(study, model, candidate, backend, reasons))
+    return best
 
 
 def _reason(
     study: Study,
     model: ModelGraph,
     candidate: Candidate,
-    backend: str | None,
-    known: list[tuple[str, str]],
+    ways: Sequence[tuple[str, Precision | None]],
 ) -> str:
-    """Say why nothing fits: of the first stack that could have trained the model there."""
-    refused = dict(known)
-    for stack, precision in _ways(study, candidate, backend or study.work.backend):
-        if stack in refused:
-            continue
+    """Say why nothing fits: of the last stack, whose space is the smallest, that names a miss."""
+    refused = ""
+    for stack, precision in reversed(ways):
         try:
-            search(asked(study, model, candidate, stack, precision))
-        except (NoPlanFits, DocumentError) as error:
-            return str(error)
-    return next(iter(refused.values()), "nothing trains it there")
+            request = asked(study, model, candidate, stack, precision)
+            if candidate.tuning in ("lora", "qlora"):
+                tuned(request, quantised=candidate.tuning == "qlora")
+            else:
+                search(request)
+        except NoPlanFits as error:
+            return str(error) if len(ways) == 1 else f"{stack}: {error}"
+        except DocumentError as error:
+            refused = str(error)
+    return refused or "nothing trains it there"
 
 
 def same_plan(study: Study, model_name: str, candidate: Candidate) -> tuple[str, ...]:
     """Return what a plan depends on; terms, prices and names are not among it."""
     cluster = candidate.limited.model_copy(update={"price": None})
     work = study.work.model_dump_json()
-    terms = (candidate.tuning, *candidate.fix, *candidate.allow)
+    narrower = candidate.narrower.model_dump_json() if candidate.narrower else ""
+    terms = (candidate.tuning, narrower, *candidate.fix, *candidate.allow)
     return (model_name, cluster.model_dump_json(), work, *terms)
 
 
@@ -176,7 +202,7 @@ def public_stacks(kind: AcceleratorKind) -> tuple[str, ...]:
 
 def _best(request: Request, candidate: Candidate, below_s: float) -> Answer:
     if candidate.tuning in ("lora", "qlora"):
-        return tuned(request, quantised=candidate.tuning == "qlora")
+        return tuned(request, quantised=candidate.tuning == "qlora", below_s=below_s)
     found: Answer | None = None
     with contextlib.suppress(NoneFaster):
         found = search(request, below_s=below_s, effort=BRIEF)

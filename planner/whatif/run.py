@@ -27,6 +27,8 @@ Progress = Callable[[int, int], None]
 A, B = TypeVar("A"), TypeVar("B")
 FEW = 3
 """So many evaluations are not worth starting processes for."""
+SIZES_FIRST = 3
+"""Of many sizes of a cluster, so many are planned under every stack."""
 NATIVE_TOO = 12
 """Of each model, so many of the first candidates are planned for our own runtime too."""
 
@@ -107,6 +109,8 @@ class _Task:
     candidate: Candidate
     backend: str | None = None
     """Instead of the study's own."""
+    likely: str | None = None
+    """The stack that is faster than others on fewer devices and on more."""
 
 
 def run(
@@ -265,7 +269,10 @@ def _changes(
         if cluster is None:
             continue
         other = replace(
-            candidate, name=f"{candidate.name}, {WORDS[change]} x {factor:g}", cluster=cluster
+            candidate,
+            name=f"{candidate.name}, {WORDS[change]} x {factor:g}",
+            cluster=cluster,
+            narrower=candidate.cluster if change == "domain" and factor > 1 else None,
         )
         possible.append((change, factor))
         tasks.append(
@@ -318,11 +325,59 @@ def _evaluated(
         key = same_plan(task.study, task.model, task.candidate)
         alike.setdefault(key, []).append(index)
     groups = list(alike.values())
-    for group, found in _planned([tasks[group[0]] for group in groups], processes):
+    for group, found in _planned_by_size([tasks[group[0]] for group in groups], processes):
         for index in groups[group]:
             task = tasks[index]
             yield index, evaluate(task.study, task.model, task.candidate, found)
         told.more(len(groups[group]))
+
+
+def _planned_by_size(
+    tasks: Sequence[_Task], processes: int | None
+) -> Iterator[tuple[int, Planned]]:
+    """Yield plans; where sizes alone differ, the least, a middle and the most are planned first.
+
+    Between two sizes on which the same stack is fastest, only that one is searched.
+    """
+    rows = [row for row in _rows_of_sizes(tasks) if len(row) > SIZES_FIRST + 1]
+    ends = {at for row in rows for at in (row[0], row[len(row) // 2], row[-1])}
+    later = {at for row in rows for at in row} - ends
+    first = [at for at in range(len(tasks)) if at not in later]
+    known: dict[int, Planned] = {}
+    for place, found in _planned([tasks[at] for at in first], processes):
+        known[first[place]] = found
+        yield first[place], found
+    rest, order = [], sorted(later)
+    for row in rows:
+        for at in row:
+            if at in later:
+                below = max((k for k in row[: row.index(at)] if k in ends), key=row.index)
+                above = min((k for k in row[row.index(at) :] if k in ends), key=row.index)
+                rest.append((at, _between(known[below], known[above])))
+    rest.sort()
+    own = [replace(tasks[at], likely=stack) for at, stack in rest]
+    for place, found in _planned(own, processes):
+        yield order[place], found
+
+
+def _between(fewer: Planned, more: Planned) -> str | None:
+    """Return the stack that wins on fewer and on more devices, or on more where none fits fewer."""
+    return more.stack if fewer.stack in ("", more.stack) and more.stack else None
+
+
+def _rows_of_sizes(tasks: Sequence[_Task]) -> list[list[int]]:
+    """Return indexes of tasks that differ in the number of nodes alone, the fewest first."""
+    rows: dict[tuple[object, ...], list[int]] = {}
+    for index, task in enumerate(tasks):
+        candidate = task.candidate
+        if task.backend is not None or len(candidate.cluster.groups) > 1:
+            continue
+        group = candidate.limited.groups[0]
+        accelerator, per_node = group.accelerator.model_dump_json(), group.devices_per_node
+        terms = (candidate.tuning, candidate.fix, candidate.allow, candidate.changes)
+        work = task.study.work.model_dump_json()
+        rows.setdefault((task.model, accelerator, per_node, terms, work), []).append(index)
+    return [sorted(row, key=lambda at: tasks[at].candidate.devices) for row in rows.values()]
 
 
 def _planned(tasks: Sequence[_Task], processes: int | None) -> Iterator[tuple[int, Planned]]:
@@ -350,7 +405,7 @@ def _side_by_side(
 
 
 def _plan(task: _Task) -> Planned:
-    return planned(task.study, task.model, task.candidate, task.backend)
+    return planned(task.study, task.model, task.candidate, task.backend, task.likely)
 
 
 def result_json(result: Result) -> dict[str, Any]:

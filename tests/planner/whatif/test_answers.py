@@ -134,9 +134,9 @@ def test_terms_alone_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> N
     plans: list[str] = []
     plan = running.planned
 
-    def counted(asked: Study, model: str, candidate: Any, backend: str | None) -> Any:
+    def counted(asked: Study, model: str, candidate: Any, *terms: str | None) -> Any:
         plans.append(candidate.name)
-        return plan(asked, model, candidate, backend)
+        return plan(asked, model, candidate, *terms)
 
     monkeypatch.setattr(running, "planned", counted)
     dear = {**PRICE, "usd_per_device_hour": 4.0}

@@ -49,7 +49,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("speed")
 @pytest.mark.parametrize("days", [2.0, 5.0, 11.0, 30.0])
 def test_the_fewest_that_keep_a_deadline_are_those_of_a_list(days: float) -> None:
-    # Sure to 0.8: ln(limit / hours) / ln 1.5 x 1.2815516 >= 0.8416212, so hours <= limit / 1.305096.
+    # Sure to 0.8: ln(limit / hours) / ln 1.5 x 1.2815516 >= 0.8416212: hours <= limit / 1.305096.
     found = size_of(asked("need", {"tokens": 1e9, "deadline_days": days}), 0, "gpt2")
 
     assert found == next(n for n in range(1, 10_000) if 1000 / n**0.95 <= days * 24 / 1.305096)
