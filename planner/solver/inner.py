@@ -20,7 +20,6 @@ import numpy as np
 from planner.solver.assembly import assembled
 from planner.solver.descent import Way, meets
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs.step_bounds import StepBounds
 from planner.solver.instance import (
     Fathomed,
     Infeasible,
@@ -33,6 +32,7 @@ from planner.solver.prefixes import Prefixes
 from planner.solver.settled import best_split, loose_s
 from planner.solver.sizes import NO_ROW, best_row
 from planner.solver.stage_table import StageTable
+from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known
 from planner.tolerances import SETTLED
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.cuts import Chain
-from planner.solver.graphs.step_bounds import StepBounds
+from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known, Table, content_codes
 from planner.tolerances import ROUNDING
 
@@ -92,7 +92,9 @@ class StageTable(Table):
         found = np.empty((len(knapsacks.time_scale), len(runs)))
         for family, own in enumerate(knapsacks.families):
             found[own.stages] = self._bounds.layers_s(family, first, end)
-        return found * knapsacks.time_scale[:, None] + knapsacks.exposed_s[:, None]
+        found *= knapsacks.time_scale[:, None]
+        found += knapsacks.exposed_s[:, None]
+        return found
 
     def entries(self, way: tuple[int, ...]) -> list[int]:
         """[stage] Entries of a split."""
@@ -144,7 +146,8 @@ class StageTable(Table):
     def _over(self, per_kind: Floats, scale: Floats) -> Floats:
         until = self._bounds.total(per_kind)
         own = (until[self._end] - until[self._first]).reshape(-1)
-        return np.multiply.outer(scale, own).reshape(-1)
+        every: Floats = np.multiply.outer(scale, own).reshape(-1)
+        return every
 
     def _rounded(self, values: Floats) -> Floats:
         rounded: Floats = np.round(values / self._quantum) * self._quantum

@@ -5,7 +5,7 @@ the layers (with a layer, all that it reads) adds to another.  Of a chain the do
 prefixes, and `planner.solver.stage_table` has every stage with every run; of a graph
 `planner.solver.graphs.step_table` has the steps that a search has left.
 
-A table starts from bounds (`planner.solver.graphs.step_bounds`); `Table.settle` replaces the bound
+A table starts from bounds (`planner.solver.step_bounds`); `Table.settle` replaces the bound
 of an entry by its exact value when a search wants to use it, and those of all entries of its stage
 with as many layers of the same kinds: they share a knapsack.  Where a stage's bytes are no sums
 over its layers, the value by sums is a bound too, and the options are checked

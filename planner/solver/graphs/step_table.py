@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.assembly import content_of
-from planner.solver.graphs.step_bounds import StepBounds
 from planner.solver.paths import Paths
+from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known, Table, content_codes
 
 Floats = NDArray[np.float64]

@@ -222,8 +222,8 @@ class Search:
     def _assembled(self, steps: UnequalSteps, path: Way) -> UnequalSolution:
         """Choose the options of every stage and evaluate the split from raw numbers."""
         problem = self._problem
-        order, cuts, options = [], [0], []
-        layers: list[int] = []
+        order, cuts, layers = [], [0], list[int]()
+        options: list[int] = []
         for step in path.way:
             number = int(steps.type_of[step])
             held = steps.tables[number].layers(int(steps.entry[step]))

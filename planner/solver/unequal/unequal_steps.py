@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.descent import Costs
-from planner.solver.graphs.step_bounds import StepBounds
 from planner.solver.graphs.step_table import StepTable
 from planner.solver.knapsack import Knapsacks
 from planner.solver.paths import Paths
 from planner.solver.prefixes import Downsets
+from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known, least_costs
 from planner.solver.unequal.reach import Counts, Runs, Spans, changed
 from planner.solver.unequal.unequal_instance import UnequalInstance

@@ -306,7 +306,9 @@ def test_ranks_find_the_devices_of_their_stage() -> None:
 def test_what_does_not_fit_is_told() -> None:
     case = Case("1xa100-sxm-40gb+1xv100-sxm-16gb", 32)
 
-    with pytest.raises(NoPlanFits, match=r"fits 1 x a100-sxm-40gb .* and 1 x v100-sxm-16gb .* at seq"):
+    with pytest.raises(
+        NoPlanFits, match=r"fits 1 x a100-sxm-40gb .* and 1 x v100-sxm-16gb .* at seq"
+    ):
         case.search()
 
 
