@@ -18,17 +18,18 @@ from typing import Any
 from planner.errors import DocumentError
 from planner.whatif.candidates import candidates_of
 from planner.whatif.evaluate import evaluate
+from planner.whatif.planning import Planned, planned, same_plan
 from planner.whatif.study import Study
 
 MARGIN = 1e-4
 CASES = (
     ("gpt2-xl", "{n}x4xl4", (1, 2, 3), 1024, (48, 64, 96)),
     ("llama-3.2-1b", "{n}x8xa10g", (1, 2), 2048, (64, 128)),
-    ("llama-3.1-8b", "{n}x8xh100-sxm-80gb", (1, 2, 4), 4096, (128, 256)),
-    ("llama-3.1-8b", "{n}x8xmi300x", (1, 2), 4096, (128,)),
-    ("mixtral-8x7b", "{n}x8xh100-sxm-80gb", (4, 8), 4096, (256,)),
+    ("llama-3.1-8b", "{n}x8xh100-sxm-80gb", (1, 2), 4096, (128,)),
+    ("llama-3.2-3b", "{n}x8xmi300x", (1, 2), 4096, (128,)),
 )
 HARDWARE = ("memory", "memory_bandwidth", "compute", "node_links", "network", "domain")
+PLANS: dict[tuple[str, ...], Planned] = {}
 KINDS = (*HARDWARE, "devices", "price", "utilisation", "interest")
 
 
@@ -47,7 +48,10 @@ def cost(
         }
     )
     [candidate] = candidates_of(asked)
-    outcome = evaluate(asked, model, candidate)
+    key = same_plan(asked, model, candidate)
+    if key not in PLANS:
+        PLANS[key] = planned(asked, model, candidate)
+    outcome = evaluate(asked, model, candidate, PLANS[key])
     return float("inf") if outcome.usd is None else outcome.usd.value
 
 

@@ -129,7 +129,7 @@ def study_of(
     as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where {n} stands in a cluster, `solve`
     finds it.
     """
-    offers = [
+    offers: list[dict[str, Any]] = [
         *({"cluster": cluster, "solve": _solve(cluster, solve)} for cluster in clusters),
         *({"name": f"own {one}", "cluster": one, "owned": True} for one in owned),
         *map(_reserved, reserved),
@@ -158,7 +158,7 @@ def study_of(
         "years": years,
     }
     said = {
-        "name": f"{model} on {', '.join(str(offer['cluster']) for offer in offers)}"[:200],
+        "name": f"{model} on {', '.join(offer['cluster'] for offer in offers)}"[:200],
         "models": [model],
         "work": _given(work),
         "goal": _given(goal),

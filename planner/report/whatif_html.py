@@ -160,14 +160,9 @@ def _bars(outcomes: Sequence[Outcome], field: str, scale: float = 1.0) -> list[s
 def step_parts(outcomes: Sequence[Outcome]) -> tuple[list[tuple[str, dict[str, float]]], str]:
     """Return what each step is made of, in the unit that people use for steps so long."""
     longest = max((sum(o.step_parts.values()) for o in outcomes), default=0.0)
-    scale, unit = next(
-        (
-            pair
-            for at_least, *pair in ((2 * MINUTE_S, 1 / 60, "minutes"), (1.0, 1.0, "s"))
-            if longest >= at_least
-        ),
-        (1e3, "ms"),
-    )
+    scale, unit = 1e3, "ms"
+    if longest >= 1.0:
+        scale, unit = (1 / 60, "minutes") if longest >= 2 * MINUTE_S else (1.0, "s")
     several = len({outcome.model for outcome in outcomes}) > 1
     rows = [
         (
@@ -176,7 +171,7 @@ def step_parts(outcomes: Sequence[Outcome]) -> tuple[list[tuple[str, dict[str, f
         )
         for o in outcomes
     ]
-    return rows, str(unit)
+    return rows, unit
 
 
 def _memory(outcomes: Sequence[Outcome]) -> list[tuple[str, dict[str, float]]]:

@@ -358,7 +358,8 @@ def _against_text(name: str, against: Against, utilisation: float) -> str:
     if share is None:
         text = f"{name} is never cheaper than {against.name}"
         if against.low is not None:
-            text += f", at the low ends of its costs above {100 * against.low:.0f} % of hours used"
+            above = f"above {100 * against.low:.0f} % of hours used" if against.low else "always"
+            text += f", at the low ends of its costs {above}"
         return f"{text}."
     if share == 0:
         return f"{name} is cheaper than {against.name} at any share of hours used."

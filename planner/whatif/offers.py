@@ -93,12 +93,17 @@ def quotes_of(
 
 
 def price_of(offer: Rent, commitment: Commitment) -> float | None:
-    """Return an offer's price on some terms."""
+    """Return an offer's price on some terms.
+
+    Of spot prices the lowest seen is known, which is none that can be had for weeks: the geometric
+    mean of it and the on-demand price is taken.
+    """
     match commitment:
         case "on_demand":
             return offer.on_demand_usd_per_device_hour
         case "spot":
-            return offer.spot_usd_per_device_hour
+            lowest, most = offer.spot_usd_per_device_hour, offer.on_demand_usd_per_device_hour
+            return lowest if lowest is None or most is None else math.sqrt(lowest * most)
         case "reserved":
             return offer.reserved_usd_per_device_hour
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from planner.cluster import EIGHT_BITS, AcceleratorKind, Precision
+from planner.cluster import AcceleratorKind, DeviceGroup, Precision
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
 from planner.expressions import resolve_model
 from planner.model import ModelGraph
@@ -29,6 +29,8 @@ from planner.whatif.fine_tuning import tuned
 from planner.whatif.study import PUBLIC, Study
 
 NATIVE = "native"
+EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")
+"""What is tried where the precision is left to the search."""
 ANY_S = 1e30
 """Slower than any plan.  A search below it ends without the diagnosis of why nothing fits."""
 FEW_NODES = 16
@@ -170,15 +172,17 @@ def _ways(
         stacks = (NATIVE,)  # the fine-tuners are searched in its place
     elif backend == PUBLIC:
         stacks = public_stacks(groups[0].accelerator.kind) if len(groups) == 1 else (NATIVE,)
-    asked_for = study.work.precision
+    precision = study.work.precision
     for stack in stacks:
-        if asked_for != "auto":
-            yield stack, asked_for
-            continue
-        yield stack, None
-        for precision in EIGHT_BITS:
-            if all(precision in group.accelerator.peak_flops for group in groups):
-                yield stack, precision
+        if precision == "auto":
+            yield stack, None
+            yield from ((stack, bits) for bits in EIGHT_BITS if _has(groups, bits))
+        else:
+            yield stack, precision
+
+
+def _has(groups: Sequence[DeviceGroup], precision: str) -> bool:
+    return all(precision in group.accelerator.peak_flops for group in groups)
 
 
 def public_stacks(kind: AcceleratorKind) -> tuple[str, ...]:

@@ -24,7 +24,8 @@ from planner.whatif.span import Span, exact
 from planner.whatif.study import ChangeName, Study
 
 Progress = Callable[[int, int], None]
-A, B = TypeVar("A"), TypeVar("B")
+A = TypeVar("A")
+B = TypeVar("B")
 FEW = 3
 """So many evaluations are not worth starting processes for."""
 SIZES_FIRST = 3

@@ -196,7 +196,8 @@ def _study() -> Any:
         "assumptions": {"owning": {"retained_a_year": span, "spares": span, "income_tax": 0.2},
                         "failures": {"restart_s": 600.0, "other": span}, "interest": 0.08,
                         "rent_change_a_year": -0.1, "years": 3.0, "goodput": span,
-                        "currencies": {"EUR": {"usd": 1.1, "date": "2026-01", "source": "b"}}, "utilisation": 0.8, "lead_days": span, "country": "USA"},
+                        "currencies": {"EUR": {"usd": 1.1, "date": "2026-01", "source": "b"}},
+                        "utilisation": 0.8, "lead_days": span, "country": "USA"},
         "marginal": {"changes": {"memory": [2.0], "devices": [1.5], "domain": [2.0]}},
         "curves": [{"change": "network", "factors": [0.5, 2.0]}],
     }  # fmt: skip

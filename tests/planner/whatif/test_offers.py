@@ -95,3 +95,10 @@ def test_new_accelerators_have_rents_with_a_range_and_a_date(cluster: str) -> No
     assert found.usd_per_device_hour is not None
     assert found.usd_per_device_hour.low < 0.8 * found.usd_per_device_hour.value
     assert "2026-10" in found.how
+
+
+def test_the_lowest_spot_price_seen_is_not_what_weeks_of_it_cost() -> None:
+    # Between 1.00 seen once and 4.00 on demand: 2.00.
+    spot = offer(fabric="x", on_demand_usd_per_device_hour=4.0, spot_usd_per_device_hour=1.0)
+    found = rent("2x8xh100-sxm-80gb", spot, commitment="spot")
+    assert found.usd_per_device_hour.value == pytest.approx(2.0)
