@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from planner import schedule
+from planner.cluster import EIGHT_BITS
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.layers.parameters import routes
@@ -196,6 +197,8 @@ class TokenEngine:
         """
         inputs, targets = self._inputs_and_targets(tokens, counts, starts)
         self._totals.clear()
+        for part in self._parts:
+            part.narrow.rescale()
         with self._loss_context():
             if self._pipeline is None:
                 self._all_micro_batches(inputs, targets)
@@ -221,6 +224,8 @@ class TokenEngine:
         """Return the mean loss of a batch like a step's, on every rank, and learn nothing."""
         inputs, targets = self._inputs_and_targets(tokens, counts, starts)
         self._totals.clear()
+        for part in self._parts:
+            part.narrow.rescale()
         with self._loss_context():
             if self._pipeline is None:
                 count = self.plan.micro_batches_of(self.data_rank)
@@ -431,7 +436,7 @@ class TokenEngine:
 
 
 def _set_precision(plan: Plan, device: torch.device) -> None:
-    if plan.precision == "fp8":
-        eight_bits.require(device)
+    if plan.precision in EIGHT_BITS:
+        eight_bits.require(device, plan.precision)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")

@@ -22,7 +22,7 @@ import numpy as np
 from planner.cluster import Collective, Precision
 from planner.layers.kernels import MODULES, Kernels
 from planner.layers.routing import Routing
-from planner.plan import ChunkedLoss
+from planner.plan import ChunkedLoss, Scales
 from planner.profile import Recompute
 from planner.stack import SelectiveRecompute
 
@@ -78,6 +78,10 @@ class Setting:
     """The layer is of a pipeline over several nodes, whose hosts wait for each other."""
     compiled: bool = False
     """Blocks are compiled, each as one graph."""
+    scales: Scales = "tensorwise"
+    """Of operands of products in 8 bits."""
+    narrow_weights: bool = False
+    """Weights of Linears come in 8 bits."""
     kernels: Kernels = field(default=MODULES, compare=False)
 
     @property
@@ -108,6 +112,8 @@ class Setting:
             self.pipelined,
             self.compiled,
             self.divides_experts,
+            self.scales == "rowwise",
+            self.narrow_weights,
         )
 
     @property
@@ -166,6 +172,8 @@ class ManySettings(Setting):
             sequence_parallel=some.sequence_parallel,
             pipelined=some.pipelined,
             compiled=some.compiled,
+            scales=some.scales,
+            narrow_weights=some.narrow_weights,
             kernels=some.kernels,
             taken=some.branches,
         )

@@ -253,6 +253,8 @@ def test_every_field_of_a_plan_is_a_field_of_the_rows() -> None:
     no_choice |= {"training", "timeout_s", "groups", "shares", "batch"}
     # What other frameworks alone execute; planner/native.py refuses it by name.
     no_choice |= {"expert_tensor", "sequence_parallel"}
+    # What precision fp8 alone has: tests/runtime/test_eight_bits.py.
+    no_choice |= {"scales", "weight_wire"}
 
     assert (layout | mesh | placed | of_plan) - no_choice <= rows
 
