@@ -279,6 +279,7 @@ class CostTables:
         return sum(self._rates.link_s("send_recv", size, neighbours) for size in sizes_bytes)
 
     def _setting(self, layout: Layout) -> Setting:
+        a = self.model.architecture
         return Setting(
             micro_batch=layout.micro_batch,
             seq_len=self.job.seq_len,
@@ -293,6 +294,7 @@ class CostTables:
             scales=layout.scales,
             narrow_weights=layout.weight_wire == "fp8",
             pipelined=self._stalls and layout.pipeline > 1,
+            gathers_heads=a is not None and a.latent is None and a.kv_heads < layout.tensor,
             kernels=self._kernels,
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from planner.catalog import native
+from planner.costs.memory import Sharing, state_types, states
 from planner.expressions import resolve_cluster, resolve_model
 from planner.pins import Pins
 from planner.plan import Job, Plan
@@ -37,15 +39,32 @@ def test_what_is_gathered_in_each_pass_comes_in_8_bits_where_products_are() -> N
         assert {layout.weight_wire for layout in layouts(asked(**pins))} == {"full"}
 
 
-def test_they_take_half_of_the_links_and_of_the_gathered_copy() -> None:
+def test_they_take_half_of_the_gathered_copy_and_fewer_seconds() -> None:
     plan = search(asked()).plan
-    narrow, wide = changed(plan), changed(plan, weight_wire="full")
 
-    block = max(layer.parameters for layer in MODEL.layers if layer.repeat > 1)
-    less = wide.stages[0].memory_parts["transient"] - narrow.stages[0].memory_parts["transient"]
-    # FSDP2 holds a layer's copy, the next one's and the collective's buffer, one byte less of each.
-    assert less == pytest.approx(2 * block, rel=0.6)
-    assert narrow.step_time_s < wide.step_time_s
+    assert changed(plan).step_time_s < changed(plan, weight_wire="full").step_time_s
+
+    types = state_types(native(), "fp8")
+    narrow, wide = (
+        states(
+            1e9,
+            Sharing(
+                types=types,
+                zero=3,
+                shard=8,
+                data=8,
+                pipelined=False,
+                accumulated=False,
+                narrow=said,
+            ),
+        )
+        for said in (True, False)
+    )
+    # A layer's copy, the next one's and the collective's buffer, of 1 and of 2 bytes.
+    assert (narrow.forward_transient_bytes, wide.forward_transient_bytes) == (3e9, 6e9)
+    # Gradients are as wide as ever.
+    assert wide.backward_transient_bytes - narrow.backward_transient_bytes == 2e9
+    assert narrow.resident_bytes == wide.resident_bytes
 
 
 def test_scales_by_row_cost_what_torchtitan_measured() -> None:
