@@ -87,8 +87,14 @@ class Job:
     precision: Precision = "bf16"
     lora: Lora | None = None
     """Adapters that alone are trained; None trains the whole model."""
+    document_len: int | None = None
+    """Tokens of the document that a token is in, on average over tokens: the sum of documents'
+    squared lengths over the sum of their lengths.  Attention stays within documents; None: a sample
+    is one."""
 
     def __post_init__(self) -> None:
+        if self.document_len is not None:
+            check_size("document-len", self.document_len, self.seq_len)
         check_size("seq-len", self.seq_len, MOST_TOKENS)
         check_size("global-batch", self.global_batch, MOST_SAMPLES)
 
@@ -329,6 +335,9 @@ class Plan(Document):
     """The stack that trains it (planner/catalog/stacks); `planner.catalog.stack` finds it."""
     seq_len: SampleTokens = 1
     """Tokens of a sample; left out where `batch` says what a sample is."""
+    document_len: SampleTokens | None = None
+    """Where samples hold several documents, how long the one of a token is, on average over tokens;
+    written only there."""
     batch: dict[Line, BatchLeaf] | None = None
     """One sample of a batch of the user's own, by the leaves' places in its pytree."""
     global_batch: Samples
@@ -368,9 +377,9 @@ class Plan(Document):
         fields: dict[str, Any] = written(self)
         if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
-        for name in ("scales", "weight_wire", "compile"):
+        for name in ("document_len", "scales", "weight_wire", "compile"):
             if fields.get(name) == type(self).model_fields[name].default:
-                del fields[name]
+                fields.pop(name, None)
         return fields
 
     @model_validator(mode="after")
@@ -597,6 +606,7 @@ class Plan(Document):
             global_batch=self.global_batch,
             precision=self.precision,
             lora=self.training.lora,
+            document_len=self.document_len,
         )
 
     def check_model(self, model: ModelGraph) -> None:

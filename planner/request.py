@@ -61,6 +61,7 @@ class Request:
         cluster: ClusterSpec,
         *,
         seq_len: int | None = None,
+        document_len: int | None = None,
         global_batch: int | None = None,
         precision: Precision | None = None,
         lora: Sequence[str] = (),
@@ -93,6 +94,7 @@ class Request:
             global_batch=global_batch,
             precision=cluster.precision_for(precision),
             lora=Training().changed([f"lora.{setting}" for setting in lora]).lora,
+            document_len=document_len,
         )
         own = stack_called(stack)
         measured = profile if own.name == "native" else None

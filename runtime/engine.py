@@ -27,12 +27,13 @@ from planner.layers.parameters import routes
 from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.schedules import schedule_of
-from runtime import eight_bits, lora
+from runtime import document_attention, eight_bits, lora
 from runtime.branches import TOKENS
 from runtime.chunked_loss import Targets
 from runtime.compiled import Compiler
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
+from runtime.huggingface import HuggingFace
 from runtime.loss import IGNORED, Counted, Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
@@ -103,6 +104,7 @@ class TokenEngine:
             seed=plan.training.seed,
             weights=weights,
             context=self._place.context,
+            documents=documents,
         )
         self._documents = documents
         if documents and (reason := documents_refused(plan, model)):
@@ -292,6 +294,9 @@ class TokenEngine:
                 "given if and only if the engine was made for documents"
             )
         if starts is not None:
+            if isinstance(self._adapter, HuggingFace):  # before it leaves for the device
+                most = document_attention.most_documents(starts, self.plan.micro_batch)
+                self._adapter.most_documents = most
             starts = starts.to(self.device, non_blocking=True)
         if self.plan.mesh.context > 1:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]

@@ -283,6 +283,7 @@ class CostTables:
         return Setting(
             micro_batch=layout.micro_batch,
             seq_len=self.job.seq_len,
+            document_len=self.job.document_len,
             precision=self.job.precision,
             tensor=layout.tensor,
             context=layout.context,

@@ -81,6 +81,8 @@ class Setting:
     and each rank takes its own."""
     compiled: bool = False
     """Blocks are compiled, each as one graph."""
+    document_len: int | None = None
+    """Of the document that a token is in, on average; None: samples are not divided."""
     scales: Scales = "tensorwise"
     """Of operands of products in 8 bits."""
     narrow_weights: bool = False
@@ -96,6 +98,11 @@ class Setting:
     def tokens(self) -> float:
         """Tokens of a micro-batch inside the tensor-parallel regions of a rank."""
         return self.micro_batch * self.seq_len / self.context
+
+    @property
+    def attended_len(self) -> int:
+        """Tokens of a sequence that attention takes as one, on average over tokens."""
+        return self.seq_len if self.document_len is None else self.document_len
 
     @property
     def stream_tokens(self) -> float:
@@ -177,6 +184,7 @@ class ManySettings(Setting):
             pipelined=some.pipelined,
             gathers_heads=some.gathers_heads,
             compiled=some.compiled,
+            document_len=some.document_len,
             scales=some.scales,
             narrow_weights=some.narrow_weights,
             kernels=some.kernels,

@@ -227,6 +227,7 @@ def plan_with(
         cluster=request.cluster_name,
         backend=request.stack.name,
         seq_len=job.seq_len,
+        document_len=job.document_len,
         global_batch=job.global_batch,
         precision=job.precision,
         mesh=Mesh(
