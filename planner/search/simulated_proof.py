@@ -25,7 +25,7 @@ from planner.plan import Layout
 from planner.search.candidates import Candidates
 from planner.search.ranked import Ranked, ranked
 from planner.search.simulated_bounds import SimulatedCandidates
-from planner.search.simulated_program import optimum
+from planner.search.simulated_program import Choices, choices_of
 from planner.search.space import Family, canonical, complexity, timetables
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, priced
 from planner.tolerances import EQUAL, ROUNDING
@@ -34,9 +34,10 @@ Solve = Callable[[Instance, float], object]
 Told = Callable[[float], None]
 """Told the certified gap as it falls."""
 
-FAMILY, PART, SHARED, LAYOUT, WITHIN_MEMORY, SOLVED, SETTLED = range(7)
+FAMILY, PART, SHARED, LAYOUT, WITHIN_MEMORY, CUT, SOLVED, SETTLED = range(8)
 """What is known of an entry: computation; within memory; with sharing; as a layout; all of its
-memory; the exact optimum of the bound; of the simulated step."""
+memory; the least of all cuts by paths that stay with a rank; the exact optimum of the bound; of the
+simulated step."""
 BATCH = {FAMILY: 96, PART: 24, SHARED: 12}
 """Entries that are looked at together."""
 
@@ -51,6 +52,8 @@ class Effort:
     """Configuration groups and parts that are bounded."""
     layouts: int = 80
     """Layouts whose memory is looked at."""
+    cut: int = 80
+    """Layouts whose cuts are gone through."""
     solved: int = 10
     """Layouts whose partition problems are solved."""
     programs: int = 5
@@ -61,13 +64,17 @@ class Effort:
     """CPU seconds, where the user has set a time."""
 
 
+MOST_S = 3.0
+"""CPU seconds of one program."""
 NEAR = 0.03
 """Beyond the closed form of the best plan, relatively: where its other schedules are solved."""
 USUAL = Effort()
-BRIEF = Effort(schedules=6, families=96, layouts=20, solved=2, programs=0)
+BRIEF = Effort(schedules=6, families=96, layouts=20, cut=4, solved=2, programs=0)
 """For plans beside the answer, of which nothing is proven."""
 _ALL = 1 << 30
-FULL = Effort(families=_ALL, layouts=_ALL, solved=_ALL, programs=_ALL, ways=20_000, seconds=100.0)
+FULL = Effort(
+    families=_ALL, layouts=_ALL, cut=_ALL, solved=_ALL, programs=_ALL, ways=20_000, seconds=100.0
+)
 Prove = Literal["usual", "simulated"]
 EFFORTS: dict[Prove, Effort] = {"usual": USUAL, "simulated": FULL}
 """What a user may ask for."""
@@ -132,6 +139,8 @@ class _Search:
         self._found: list[tuple[Candidates, Ranked]] = []
         self._polished: dict[tuple[int, Layout], float] = {}
         """What programs have found before their turn."""
+        self._known_choices: dict[tuple[int, Layout], Choices | None] = {}
+        """Of layouts whose cuts were gone through, and whose programs may come."""
         self._numbers = itertools.count()
         self._left: list[list[_Entry]] = [[] for _ in range(SETTLED + 1)]
         self._spent = dict.fromkeys(range(SETTLED + 1), 0)
@@ -216,7 +225,12 @@ class _Search:
             return False
         if level < LAYOUT:
             return sum(spent[one] for one in range(LAYOUT)) < effort.families
-        most = {LAYOUT: effort.layouts, WITHIN_MEMORY: effort.solved, SOLVED: effort.programs}
+        most = {
+            LAYOUT: effort.layouts,
+            WITHIN_MEMORY: effort.cut,
+            CUT: effort.solved,
+            SOLVED: effort.programs,
+        }
         return spent[level] < most.get(level, 0)
 
     def _advance(self, level: int) -> None:
@@ -250,6 +264,8 @@ class _Search:
     def _layout_s(self, level: int, place: int, layout: Layout) -> float:
         """Return the next bound of a layout."""
         if level == WITHIN_MEMORY:
+            return self._cut_s(place, layout)
+        if level == CUT:
             return self._solved_s(place, layout)
         if level == SOLVED:
             known_s = self._polished.pop((place, layout), None)
@@ -297,17 +313,17 @@ class _Search:
         candidates, bounded = self._every[place], self._bounded[place]
         step_s = candidates.costs(layout).step_s
         most_s = -math.inf
-        for instance in bounded.instances(layout):
+        for instance, waited_s in bounded.instances(layout):
             # Sums of bytes are no more than what ranks hold, and quicker.
             relaxed = replace(instance, used_bytes=None)
-            solution = self._solve(relaxed, self._limit_s - step_s)
+            solution = self._solve(relaxed, self._limit_s - step_s - waited_s)
             if isinstance(solution, Infeasible):
                 return math.inf
             if isinstance(solution, Solution):
-                most_s = max(most_s, solution.lower_bound_s + step_s)
+                most_s = max(most_s, solution.lower_bound_s + step_s + waited_s)
                 self._try(candidates, layout, solution)
             elif isinstance(solution, Fathomed):
-                most_s = max(most_s, solution.lower_bound_s + step_s)
+                most_s = max(most_s, solution.lower_bound_s + step_s + waited_s)
         near_s = self._best.objective_s * (1 + NEAR)
         if most_s < self._limit_s and candidates.memory_s(layout) <= near_s:
             solution = self._solve(candidates.instance(layout), near_s - step_s)
@@ -326,16 +342,34 @@ class _Search:
             self._owner, self._best = candidates, plan
         return plan.prediction.step_time_s
 
+    def _choices(self, place: int, layout: Layout) -> Choices | None:
+        """Return what the ranks of a layout may hold, if that can be told."""
+        key = place, layout
+        if key not in self._known_choices:
+            self._known_choices[key] = choices_of(
+                self._every[place], layout, self._limit_s, ways=self._effort.ways
+            )
+        return self._known_choices[key]
+
+    def _cut_s(self, place: int, layout: Layout) -> float:
+        """Return the least of a layout's cuts by paths; 0 if that cannot be told."""
+        choices = self._choices(place, layout)
+        found_s = 0.0 if choices is None else choices.cut_s(self._limit_s)
+        if found_s >= self._limit_s:
+            del self._known_choices[place, layout]
+        return found_s
+
     def _settled_s(self, place: int, layout: Layout) -> float:
         """Return the least of a layout by its program; 0 if that cannot be told."""
+        choices = self._choices(place, layout)
+        del self._known_choices[place, layout]
+        if choices is None:
+            return 0.0
         candidates = self._every[place]
-        found_s = optimum(
-            candidates,
-            layout,
+        found_s = choices.optimum(
             self._limit_s,
             lambda solution: self._try(candidates, layout, solution),
-            ways=self._effort.ways,
-            until=self._started + self._effort.seconds,
+            until=min(self._started + self._effort.seconds, time.process_time() + MOST_S),
         )
         return 0.0 if found_s is None else found_s
 
@@ -368,6 +402,7 @@ NAMES = (
     "parts with sharing",
     "parts within memory and with sharing",
     "layouts within memory",
+    "layouts by their cuts",
     "layouts solved",
     "layouts by their programs",
     "",
