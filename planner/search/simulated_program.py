@@ -40,8 +40,6 @@ from planner.search.simulated_cuts import Placed, least_s
 from planner.solver.instance import Instance, Solution, priced
 from planner.tolerances import ROUNDING
 
-MOST_ACTIONS = 30_000
-"""Of a step whose paths are looked at."""
 MOST_COLUMNS = 6_000
 MOST_ROUNDS = 60
 CLOSE = 1e-6
@@ -85,14 +83,21 @@ class Choices:
         return min(limit_s, low_s + self._step_s)
 
     def optimum(
-        self, limit_s: float, tried: Callable[[Solution], float], *, until: float = math.inf
+        self,
+        limit_s: float,
+        tried: Callable[[Solution], float],
+        *,
+        actions: int,
+        nodes: int,
+        until: float = math.inf,
     ) -> float | None:
         """Return seconds that no plan simulates below, or `limit_s` if that is less.
 
-        `tried` simulates a solution and returns its step.  None where the step has too many
-        actions; it stops when the process has used `until` CPU seconds.
+        `tried` simulates a solution and returns its step.  None where the step has more
+        `actions`; it stops at so many `nodes` of a tree, or when the process has used `until` CPU
+        seconds.
         """
-        if 2 * self._layout.micro_batches * self._layout.stages > MOST_ACTIONS:
+        if 2 * self._layout.micro_batches * self._layout.stages > actions:
             return None
         low_s = self.cut_s(limit_s)
         if low_s >= limit_s:
@@ -100,7 +105,7 @@ class Choices:
         program = _Program(
             self._candidates, self._layout, self._instance, self._columns, self._placed
         )
-        return max(low_s, program.solve(limit_s, tried, until))
+        return max(low_s, program.solve(limit_s, tried, nodes, until))
 
 
 def choices_of(
@@ -413,8 +418,11 @@ class _Program:
             [*(-worth[at] / self._unit_s), 1.0],
         )
 
-    def solve(self, limit_s: float, tried: Callable[[Solution], float], until: float) -> float:
+    def solve(
+        self, limit_s: float, tried: Callable[[Solution], float], nodes: int, until: float
+    ) -> float:
         """Return the least step, or `limit_s` if that is less."""
+        self._highs.setOptionValue("mip_max_nodes", nodes)
         low_s = 0.0
         for whole in (False, True):
             kind = self._integer if whole else self._continuous

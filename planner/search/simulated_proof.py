@@ -48,24 +48,26 @@ class Effort:
 
     schedules: int = 8
     """Other schedules of the closed form's optimum that are solved and simulated."""
-    families: int = 600
+    families: int = 2_000
     """Configuration groups and parts that are bounded."""
-    layouts: int = 80
+    layouts: int = 150
     """Layouts whose memory is looked at."""
-    cut: int = 80
+    cut: int = 8
     """Layouts whose cuts are gone through."""
-    solved: int = 10
+    solved: int = 12
     """Layouts whose partition problems are solved."""
-    programs: int = 5
+    programs: int = 2
     """Layouts whose programs are."""
     ways: int = 1_500
     """In which the layers of a rank may recompute, where a program is tried."""
+    actions: int = 4_000
+    """Of a step whose program is tried."""
+    nodes: int = 50
+    """Of the tree of one program."""
     seconds: float = math.inf
     """CPU seconds, where the user has set a time."""
 
 
-MOST_S = 3.0
-"""CPU seconds of one program."""
 NEAR = 0.03
 """Beyond the closed form of the best plan, relatively: where its other schedules are solved."""
 USUAL = Effort()
@@ -73,7 +75,15 @@ BRIEF = Effort(schedules=6, families=96, layouts=20, cut=4, solved=2, programs=0
 """For plans beside the answer, of which nothing is proven."""
 _ALL = 1 << 30
 FULL = Effort(
-    families=_ALL, layouts=_ALL, cut=_ALL, solved=_ALL, programs=_ALL, ways=20_000, seconds=100.0
+    families=_ALL,
+    layouts=_ALL,
+    cut=_ALL,
+    solved=_ALL,
+    programs=_ALL,
+    ways=20_000,
+    actions=30_000,
+    nodes=1_000,
+    seconds=100.0,
 )
 Prove = Literal["usual", "simulated"]
 EFFORTS: dict[Prove, Effort] = {"usual": USUAL, "simulated": FULL}
@@ -227,7 +237,7 @@ class _Search:
             return sum(spent[one] for one in range(LAYOUT)) < effort.families
         most = {
             LAYOUT: effort.layouts,
-            WITHIN_MEMORY: effort.cut,
+            WITHIN_MEMORY: max(effort.cut, effort.solved),
             CUT: effort.solved,
             SOLVED: effort.programs,
         }
@@ -264,7 +274,7 @@ class _Search:
     def _layout_s(self, level: int, place: int, layout: Layout) -> float:
         """Return the next bound of a layout."""
         if level == WITHIN_MEMORY:
-            return self._cut_s(place, layout)
+            return self._cut_s(place, layout) if self._spent[level] <= self._effort.cut else 0.0
         if level == CUT:
             return self._solved_s(place, layout)
         if level == SOLVED:
@@ -369,7 +379,9 @@ class _Search:
         found_s = choices.optimum(
             self._limit_s,
             lambda solution: self._try(candidates, layout, solution),
-            until=min(self._started + self._effort.seconds, time.process_time() + MOST_S),
+            actions=self._effort.actions,
+            nodes=self._effort.nodes,
+            until=self._started + self._effort.seconds,
         )
         return 0.0 if found_s is None else found_s
 
@@ -379,6 +391,10 @@ class _Search:
     def _bound_s(self) -> float:
         tops = [heap[0][0] for heap in self._left if heap]
         return min([self._best.prediction.step_time_s, *tops])
+
+    def _looked_at(self, level: int) -> int:
+        spent = self._spent[level]
+        return min(spent, self._effort.cut) if level == WITHIN_MEMORY else spent
 
     def proof(self) -> Proof:
         """Return what is proven by now."""
@@ -392,7 +408,7 @@ class _Search:
             owner=self._owner,
             lower_bound_s=self._bound_s(),
             found=tuple(self._found),
-            looked_at={name: self._spent[level] for level, name in enumerate(NAMES)},
+            looked_at={name: self._looked_at(level) for level, name in enumerate(NAMES)},
             lowest=first.text() if first is not None else None,
         )
 
