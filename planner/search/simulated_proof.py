@@ -60,12 +60,14 @@ class Effort:
     """Layouts whose programs are."""
     ways: int = 1_500
     """In which the layers of a rank may recompute, where a program is tried."""
-    actions: int = 4_000
+    actions: int = 2_500
     """Of a step whose program is tried."""
     nodes: int = 50
     """Of the tree of one program."""
     seconds: float = math.inf
     """CPU seconds, where the user has set a time."""
+    program_s: float = math.inf
+    """Of them, for one program."""
 
 
 NEAR = 0.03
@@ -84,6 +86,7 @@ FULL = Effort(
     actions=30_000,
     nodes=1_000,
     seconds=100.0,
+    program_s=5.0,
 )
 Prove = Literal["usual", "simulated"]
 EFFORTS: dict[Prove, Effort] = {"usual": USUAL, "simulated": FULL}
@@ -381,7 +384,10 @@ class _Search:
             lambda solution: self._try(candidates, layout, solution),
             actions=self._effort.actions,
             nodes=self._effort.nodes,
-            until=self._started + self._effort.seconds,
+            until=min(
+                self._started + self._effort.seconds,
+                time.process_time() + self._effort.program_s,
+            ),
         )
         return 0.0 if found_s is None else found_s
 
