@@ -75,8 +75,8 @@ def drained(
     None if ranks do not begin and end with their first stage.  The end of the lists is the same
     from 5 P micro-batches on but for whole rounds (`planner.steady_state`).
 
-    >>> drained("zb-h1", 3, 1, 8)[0].tolist(), drained("interleaved", 6, 2, 6)[1].all()
-    ([3.0, 2.0, 1.0], True)
+    >>> drained("zb-h1", 3, 1, 8)[0].tolist(), drained("interleaved", 6, 2, 6)[0].tolist()
+    ([1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     """
     ranks = stages // virtual_stages
     behind, whole = np.zeros(stages), np.ones(stages, dtype=bool)

@@ -48,11 +48,11 @@ class Effort:
 
     schedules: int = 8
     """Other schedules of the closed form's optimum that are solved and simulated."""
-    families: int = 2_000
+    families: int = 1_500
     """Configuration groups and parts that are bounded."""
     layouts: int = 150
     """Layouts whose memory is looked at."""
-    cut: int = 8
+    cut: int = 4
     """Layouts whose cuts are gone through."""
     solved: int = 12
     """Layouts whose partition problems are solved."""
@@ -250,8 +250,10 @@ class _Search:
         """Give the lowest entries of a level their next bound."""
         if level >= LAYOUT:
             bound_s, _, _, place, item = heapq.heappop(self._left[level])
-            self._spent[level] += 1
             assert isinstance(item, Layout)
+            if level == LAYOUT and self._left_out(place, item):
+                return
+            self._spent[level] += 1
             better_s = self._layout_s(level, place, item)
             self._push(level + 1, max(bound_s, better_s), place, item)
             return
@@ -315,11 +317,7 @@ class _Search:
         opened = bounded.shared_rooms_s([part for _, part in some])
         for (bound_s, _), layouts in zip(some, opened, strict=True):
             for layout, better_s in layouts:
-                least_s = max(bound_s, better_s)
-                if least_s >= self._limit_s or bounded.refusal(layout) is not None:
-                    continue
-                if not bounded.repeats(layout):
-                    self._push(LAYOUT, least_s, place, layout)
+                self._push(LAYOUT, max(bound_s, better_s), place, layout)
 
     def _solved_s(self, place: int, layout: Layout) -> float:
         """Return the least of a layout by its bounds, solved exactly; plans may be found by it."""
@@ -394,7 +392,19 @@ class _Search:
     def _gap(self) -> float:
         return max(0.0, 1 - self._bound_s() / self._best.prediction.step_time_s)
 
+    def _left_out(self, place: int, layout: Layout) -> bool:
+        """Whether a layout is none of the space; most never have to be asked."""
+        bounded = self._bounded[place]
+        return bounded.refusal(layout) is not None or bounded.repeats(layout)
+
     def _bound_s(self) -> float:
+        heap = self._left[LAYOUT]
+        while heap:
+            _, _, _, place, item = heap[0]
+            assert isinstance(item, Layout)
+            if not self._left_out(place, item):
+                break
+            heapq.heappop(heap)
         tops = [heap[0][0] for heap in self._left if heap]
         return min([self._best.prediction.step_time_s, *tops])
 
@@ -404,6 +414,7 @@ class _Search:
 
     def proof(self) -> Proof:
         """Return what is proven by now."""
+        lower_bound_s = self._bound_s()
         lowest = min((heap[0] for heap in self._left if heap), default=None)
         if lowest is not None and lowest[0] >= self._limit_s:
             lowest = None
@@ -412,7 +423,7 @@ class _Search:
         return Proof(
             best=self._best,
             owner=self._owner,
-            lower_bound_s=self._bound_s(),
+            lower_bound_s=lower_bound_s,
             found=tuple(self._found),
             looked_at={name: self._looked_at(level) for level, name in enumerate(NAMES)},
             lowest=first.text() if first is not None else None,

@@ -147,7 +147,7 @@ def test_cuts_are_gone_through_as_one_by_one() -> None:
 
         every_s = []
         for one in itertools.product(*(np.flatnonzero(rank == r) for r in range(ranks))):
-            at = list(one)
+            at = [int(column) for column in one]
             follow = [0, *end[at].tolist()] == [*first[at].tolist(), entries]
             if follow:
                 alone = Placed(*(getattr(placed, name)[at] for name in placed.__slots__))
