@@ -40,6 +40,7 @@ from planner.solver.graphs.bands import Bands
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Method, Undecided
 from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.graphs.orders import Order, orders
+from planner.solver.graphs.sent import Sent
 from planner.solver.graphs.step_bounds import StepBounds
 from planner.solver.graphs.step_table import Known, StageBytes, StepTable
 from planner.solver.graphs.sweep import Aim, Sweep
@@ -76,9 +77,13 @@ def solve_graph(
     layers, stages = len(problem.layers), len(problem.stages)
     if stages > layers:
         return Infeasible(f"{stages} stages need as many layers; the graph has {layers}")
+    count = len(problem.blocks())
+    if stages > count:
+        return Infeasible(f"{stages} stages are more than the {count} groups and single layers")
     store = frontiers if frontiers is not None else FrontierStore()
-    every = ideals(problem.readers(), most=most_ideals)
-    if every is not None and len(every) == layers + 1:
+    every = ideals(problem.readers(), most=most_ideals, colocated=problem.colocated)
+    plain = problem.relayed and not problem.colocated
+    if plain and every is not None and len(every) == layers + 1:
         return _only_order(problem, cutoff_s, store)
     least_s = _any_order_s(problem, store) if every is None else 0.0
     large = every is None or len(every) > _LARGE
@@ -108,11 +113,15 @@ class Lattice:
         self._problem = problem
         self._every = every
         self._knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), store)
-        self._cut_s = every.crossing(problem.readers(), np.array(problem.output_s))
+        readers = problem.readers()
+        self._sent = None if problem.relayed else Sent(readers, problem.output_s)
+        self._cut_s = np.zeros(len(every))
+        if problem.relayed:
+            self._cut_s = every.crossing(readers, np.array(problem.output_s))
         self._fluid = Fluid(
             self._knapsacks,
             least_cut_s=float(self._cut_s[1:-1].min(initial=math.inf)),
-            most_cut_s=float(self._cut_s.max()),
+            most_cut_s=float(self._cut_s.max()) if problem.relayed else sum(problem.output_s),
         )
         self._bands = Bands(every, self._knapsacks, self._fluid, self._cut_s)
         self._known: Known = {}
@@ -172,7 +181,7 @@ class Lattice:
             member[band] = True
         members = np.flatnonzero(member)
         places = [np.searchsorted(members, band) for band in bands]
-        bounds = StepBounds(self._knapsacks, self._every, members, self._cut_s)
+        bounds = StepBounds(self._knapsacks, self._every, members, self._cut_s, self._sent)
         aim = Aim(ceiling_s=ceiling_s, cutoff_s=target_s, sync_s=fluid.sync_s)
         hops = Sweep(bounds, places, aim).hops(most_pairs)
         if hops is None:
@@ -192,7 +201,7 @@ class Lattice:
         options = [option for step in path.way for option in table.options(step)]
         order = tuple(layer for held in stages for layer in held)
         cuts = tuple(accumulate((len(held) for held in stages), initial=0))
-        return _named(problem, order, assembled(problem.chain_along(order), cuts, options))
+        return _named(problem, order, assembled(problem.laid(order, cuts), cuts, options))
 
 
 def _named(

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.graphs.ideals import Ideals
+from planner.solver.graphs.sent import Sent
 from planner.solver.knapsack import Knapsacks, Relaxed, StageClass
 from planner.tolerances import SLACK
 
@@ -47,16 +48,23 @@ class _Range:
 class StepBounds:
     """Bounds for the steps between some ideals; `members` are those, `cut_s` [ideal] their cuts.
 
-    Steps are named by positions in `members`.
+    Steps are named by positions in `members`.  `sent` are outputs that are not relayed: what they
+    cost is of steps, and cuts cost nothing.
     """
 
     def __init__(
-        self, knapsacks: Knapsacks, every: Ideals, members: Indices, cut_s: Floats
+        self,
+        knapsacks: Knapsacks,
+        every: Ideals,
+        members: Indices,
+        cut_s: Floats,
+        sent: Sent | None = None,
     ) -> None:
         self.knapsacks = knapsacks
         self.every = every
         self.members = members
         self.cut_s = cut_s[members]
+        self._sent = None if sent is None else sent.between(every, members)
 
     def total(self, per_kind: Floats) -> Floats:
         """[member] Sum of `per_kind` [kind] over the layers of each ideal."""
@@ -64,8 +72,10 @@ class StepBounds:
         return found
 
     def fixed_s(self, stage: int, smaller: Indices, larger: Indices) -> Floats:
-        """[step] Seconds of a stage besides its layers: exposed, and the cuts at both ends."""
+        """[step] Seconds of a stage besides its layers: exposed, and what it sends and receives."""
         exposed_s = float(self.knapsacks.exposed_s[stage])
+        if self._sent is not None:
+            return exposed_s + self._sent(smaller, larger)
         fixed_s: Floats = exposed_s + self.cut_s[smaller] + self.cut_s[larger]
         return fixed_s
 

@@ -30,6 +30,7 @@ from functools import cached_property
 import numpy as np
 
 from planner.solver.frontier import FrontierStore
+from planner.solver.graphs.contraction import Block
 from planner.solver.graphs.graph_instance import GraphInstance, Undecided, cuts_along
 from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.graphs.orders import orders
@@ -53,20 +54,26 @@ class UnequalGraph:
     `chain` has the layers in that order, without costs of cuts; an edge (a, b), a < b, says that
     layer b reads the output of layer a.  `output_s[g][h][l]` are the seconds that each of two
     neighbouring stages, the first of type g and the second of type h, spends on sending the output
-    of layer l across.
+    of layer l across.  Layers of a group of `colocated` are on one stage.
     """
 
     names: tuple[str, ...]
     edges: tuple[tuple[int, int], ...]
     chain: UnequalInstance
     output_s: tuple[tuple[tuple[float, ...], ...], ...]
+    colocated: tuple[tuple[int, ...], ...] = ()
+    relayed: bool = True
+    """False on devices of one type alone: elsewhere what a stage pays for an output that is not
+    relayed depends on the types of stages that are no neighbours of its own."""
 
     def __post_init__(self) -> None:
         if self.chain.cut_s:
             raise ValueError("cut_s: what cuts cost follows from the outputs that cross them")
+        if not self.relayed and len(self.chain.types) > 1:
+            raise ValueError("relayed: outputs are relayed where stages are of several types")
         for row in self.output_s:
             for output_s in row:
-                self._alike(output_s)  # checks the rest
+                self.as_alike(output_s)  # checks the rest
 
     def along(self, order: Sequence[int]) -> UnequalInstance:
         """Return the chain of the layers in a topological `order`; its cuts cost what they do here.
@@ -88,22 +95,27 @@ class UnequalGraph:
 
     def orders(self) -> list[tuple[int, ...]]:
         """Topological orders worth trying."""
-        return list(orders(self._alike(self.output_s[0][-1])).values())
+        return list(orders(self.as_alike(self.output_s[0][-1])).values())
+
+    def blocks(self) -> list[Block]:
+        """Return groups and layers of none, in an order in which they can run."""
+        return self.as_alike().blocks()
 
     def readers(self) -> list[list[int]]:
         """[layer] Layers that read its output, rising."""
-        return self._alike(self.output_s[0][0]).readers()
+        return self.as_alike().readers()
 
-    def _alike(self, output_s: tuple[float, ...]) -> GraphInstance:
-        """Return the graph on devices that are all alike."""
+    def as_alike(self, output_s: tuple[float, ...] | None = None) -> GraphInstance:
+        """Return the graph on devices that are all alike, of the first type's seconds."""
         return GraphInstance(
             names=self.names,
             layers=self.chain.layers,
             edges=self.edges,
             kinds=self.chain.types[0].kinds,
-            output_s=output_s,
+            output_s=output_s or self.output_s[0][0],
             stages=(Stage(capacity_bytes=0.0),),
             steady=self.chain.steady,
+            colocated=self.colocated,
         )
 
 
@@ -121,6 +133,9 @@ def solve_unequal_graph(
     layers, stages = len(problem.names), len(problem.chain.in_flight)
     if stages > layers:
         return Infeasible(f"{stages} stages need as many layers; the graph has {layers}")
+    count = len(problem.blocks())
+    if stages > count:
+        return Infeasible(f"{stages} stages are more than the {count} groups and single layers")
     store = frontiers if frontiers is not None else FrontierStore()
     lattice = _lattice(problem, most_steps)
     if lattice is not None:
@@ -151,7 +166,7 @@ def least_graph_s(
     most_steps: int = MOST_STEPS,
 ) -> float:
     """Return seconds below which no split within memory stays; inf if none is known to fit."""
-    if len(problem.chain.in_flight) > len(problem.names):
+    if len(problem.chain.in_flight) > len(problem.blocks()):
         return math.inf
     store = frontiers if frontiers is not None else FrontierStore()
     lattice = _lattice(problem, most_steps)
@@ -190,7 +205,7 @@ class _Lattice:
 def _lattice(problem: UnequalGraph, most_steps: int) -> _Lattice | None:
     """Return the downsets of a graph with few of them."""
     most = most_steps // (len(problem.chain.in_flight) * len(problem.chain.types))
-    every = ideals(problem.readers(), most=max(most, 2))
+    every = ideals(problem.readers(), most=max(most, 2), colocated=problem.colocated)
     pairs = None if every is None else nested(every, most)
     return None if every is None or pairs is None else _Lattice(problem, every, pairs)
 
