@@ -151,7 +151,7 @@ class _Program:
         if isinstance(problem, UnequalGraph):
             self.chain, self.edges, self.output_s = problem.chain, problem.edges, problem.output_s
             self.relayed = problem.relayed
-            ties = [*ties, *(Tie(Together(min(g), max(g)), g) for g in problem.colocated)]
+            ties = [*ties, *(Tie(Together(first=min(g), last=max(g)), g) for g in problem.colocated)]
         else:
             self.chain, self.output_s = problem, ()
             self.edges = tuple(pairwise(range(len(problem.layers))))

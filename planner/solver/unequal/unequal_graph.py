@@ -9,8 +9,8 @@ Stages hold a growing sequence of downsets (`planner.solver.graphs.graph_instanc
 of some type (`planner.solver.unequal.unequal_instance`), and what a cut costs depends on both: on
 the outputs that cross it, and on the types that meet there.  Branches, types and cuts are chosen
 together: exactly, along paths of (downset, stages used of each type), while the graph has few
-downsets; else along each of several orders of the branches (`planner.solver.graphs.orders`), under
-the bound of all orders
+downsets; else through those of several orders of the branches (`planner.solver.graphs.nearby`),
+under the bound of all orders
 
     T >= steady · τ + Σ_l min_g (fill · t_gl - credit_gl) + fill · least exposed + least sync
 
@@ -33,12 +33,12 @@ from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.contraction import Block
 from planner.solver.graphs.graph_instance import GraphInstance, Undecided, cuts_along
 from planner.solver.graphs.ideals import Ideals, ideals
-from planner.solver.graphs.orders import orders
+from planner.solver.graphs.nearby import along_orders, of_bits
 from planner.solver.instance import Fathomed, Infeasible, Stage
 from planner.solver.knapsack import Knapsacks
 from planner.solver.unequal.ideal_reach import IdealReach, nested
 from planner.solver.unequal.reach import Reaches, Runs
-from planner.solver.unequal.unequal import Search, solve_unequal
+from planner.solver.unequal.unequal import Search
 from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
 from planner.solver.unequal.unequal_steps import CutSeconds
 from planner.tolerances import ROUNDING
@@ -93,10 +93,6 @@ class UnequalGraph:
             ),
         )
 
-    def orders(self) -> list[tuple[int, ...]]:
-        """Topological orders worth trying."""
-        return list(orders(self.as_alike(self.output_s[0][-1])).values())
-
     def blocks(self) -> list[Block]:
         """Return groups and layers of none, in an order in which they can run."""
         return self.as_alike().blocks()
@@ -143,13 +139,10 @@ def solve_unequal_graph(
     bound_s = _any_order_s(problem, store)
     if bound_s >= cutoff_s:
         return Fathomed(bound_s)
-    best: UnequalSolution | None = None
-    known_s = cutoff_s
-    for order in problem.orders():
-        found = solve_unequal(problem.along(order), cutoff_s=known_s, frontiers=store)
-        if isinstance(found, UnequalSolution):
-            known_s = found.split.objective_s
-            best = replace(found, layers=order)
+    some = of_bits(along_orders(problem.as_alike(problem.output_s[0][-1])), layers)
+    pairs = nested(some, MOST_STEPS)
+    found = pairs and Search(problem.chain, store, cutoff_s, _Lattice(problem, some, pairs)).solved()
+    best = found if isinstance(found, UnequalSolution) else None
     if best is None:
         return Undecided(
             f"none of the orders tried is below {cutoff_s:g} s, and the {layers} layers can be "
