@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,7 +94,7 @@ class CutBounds:
         self._prices = fluid.prices[self._row]
         self._total = float(self._prices.sum())
         ends = np.linspace(0.0, self._total, 2 * stages + 1)
-        ranges = [self._range(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        ranges = [self._range(a, b) for a, b in pairwise(ends)]
         programs -= len(ranges)
         while True:
             least_s, way = self._bound(ranges, below_s)
@@ -141,7 +142,7 @@ class CutBounds:
         # Either the slowest stage is above a ceiling, or the cuts cost what they cost under it.
         ceilings_s = np.linspace(least_s, highest_s, _CEILINGS + 1)
         found_s = below_s
-        for above_s, under_s in zip(ceilings_s[:-1], ceilings_s[1:], strict=True):
+        for above_s, under_s in pairwise(ceilings_s):
             cuts_s = self._least_cuts_s(places, float(under_s))
             value_s = self._steady * above_s + fluid.fill_s + fluid.sync_s
             found_s = min(found_s, float(value_s + 2 * self._fill * cuts_s))
@@ -221,9 +222,7 @@ class CutBounds:
         every = np.arange(count)
         program.addRow(1.0, count - 1.0, count, every, np.ones(count))
         shares = self._prices / self._total
-        program.addRow(
-            low / self._total - SLACK, high / self._total + SLACK, count, every, shares
-        )
+        program.addRow(low / self._total - SLACK, high / self._total + SLACK, count, every, shares)
         program.run()
         status, info = program.getModelStatus(), program.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:

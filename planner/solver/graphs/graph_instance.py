@@ -159,6 +159,15 @@ def cuts_along(
     return tuple(cuts)
 
 
+def too_few(stages: int, blocks: int, layers: int) -> str | None:
+    """Say that so many groups and single layers do not make as many stages; None if they do."""
+    if stages <= blocks:
+        return None
+    if blocks == layers:
+        return f"{stages} stages need as many layers; the graph has {layers}"
+    return f"{stages} stages need as many groups and single layers; the graph has {blocks}"
+
+
 def straight_s(
     readers: Sequence[Sequence[int]],
     output_s: Sequence[float],

@@ -40,7 +40,13 @@ from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.bands import Bands
 from planner.solver.graphs.cut_bounds import CutBounds
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Method, Undecided
+from planner.solver.graphs.graph_instance import (
+    GraphInstance,
+    GraphSolution,
+    Method,
+    Undecided,
+    too_few,
+)
 from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.graphs.nearby import Around, along_orders, cuts_of, of_bits
 from planner.solver.graphs.orders import Order
@@ -84,11 +90,9 @@ def solve_graph(
     once.  Then the bound takes up to `most_programs` integer programs of one cut each.
     """
     layers, stages = len(problem.layers), len(problem.stages)
-    if stages > layers:
-        return Infeasible(f"{stages} stages need as many layers; the graph has {layers}")
-    count = len(problem.blocks())
-    if stages > count:
-        return Infeasible(f"{stages} stages are more than the {count} groups and single layers")
+    few = too_few(stages, len(problem.blocks()), layers)
+    if few:
+        return Infeasible(few)
     store = frontiers if frontiers is not None else FrontierStore()
     every = ideals(problem.readers(), most=most_ideals, colocated=problem.colocated)
     plain = problem.relayed and not problem.colocated
@@ -109,9 +113,9 @@ def solve_graph(
         known_s = cutoff_s if best is None else best.objective_s
         if problem.relayed and most_programs and bound_s < known_s:
             bound_s = max(bound_s, _cut_bound_s(problem, known_s, best, store, most_programs))
+    if best is None and cutoff_s < math.inf:
+        return Fathomed(bound_s)
     if best is None:
-        if cutoff_s < math.inf:
-            return Fathomed(bound_s)
         return Undecided(
             f"none of the orders tried fits in memory, and the {layers} layers can be split in too "
             f"many ways to try them all"

@@ -151,7 +151,10 @@ class _Program:
         if isinstance(problem, UnequalGraph):
             self.chain, self.edges, self.output_s = problem.chain, problem.edges, problem.output_s
             self.relayed = problem.relayed
-            ties = [*ties, *(Tie(Together(first=min(g), last=max(g)), g) for g in problem.colocated)]
+            ties = [
+                *ties,
+                *(Tie(Together(first=min(g), last=max(g)), g) for g in problem.colocated),
+            ]
         else:
             self.chain, self.output_s = problem, ()
             self.edges = tuple(pairwise(range(len(problem.layers))))
@@ -291,7 +294,7 @@ class _Program:
         for at, reader in sorted(set(self.edges)):
             if at not in ends:
                 ends[at] = self.program.add_variable(f"end_{at}_{stage}", 0, 1)
-            own, its = (pulp.lpSum(c.variable for c in self.on[l][stage]) for l in (at, reader))
+            own, its = (pulp.lpSum(c.variable for c in self.on[x][stage]) for x in (at, reader))
             name = f"output{at}_for_{reader}_on_stage{stage}"
             self.program += ends[at] >= own - self._until(reader, stage), f"{name}_is_sent"
             self.program += ends[at] >= its - own, f"{name}_is_received"

@@ -31,7 +31,12 @@ import numpy as np
 
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.contraction import Block
-from planner.solver.graphs.graph_instance import GraphInstance, Undecided, cuts_along
+from planner.solver.graphs.graph_instance import (
+    GraphInstance,
+    Undecided,
+    cuts_along,
+    too_few,
+)
 from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.graphs.nearby import along_orders, of_bits
 from planner.solver.instance import Fathomed, Infeasible, Stage
@@ -127,11 +132,9 @@ def solve_unequal_graph(
     Exact unless there are more than `most_steps` pairs of downsets, positions and types.
     """
     layers, stages = len(problem.names), len(problem.chain.in_flight)
-    if stages > layers:
-        return Infeasible(f"{stages} stages need as many layers; the graph has {layers}")
-    count = len(problem.blocks())
-    if stages > count:
-        return Infeasible(f"{stages} stages are more than the {count} groups and single layers")
+    few = too_few(stages, len(problem.blocks()), layers)
+    if few:
+        return Infeasible(few)
     store = frontiers if frontiers is not None else FrontierStore()
     lattice = _lattice(problem, most_steps)
     if lattice is not None:
@@ -141,7 +144,9 @@ def solve_unequal_graph(
         return Fathomed(bound_s)
     some = of_bits(along_orders(problem.as_alike(problem.output_s[0][-1])), layers)
     pairs = nested(some, MOST_STEPS)
-    found = pairs and Search(problem.chain, store, cutoff_s, _Lattice(problem, some, pairs)).solved()
+    found = (
+        pairs and Search(problem.chain, store, cutoff_s, _Lattice(problem, some, pairs)).solved()
+    )
     best = found if isinstance(found, UnequalSolution) else None
     if best is None:
         return Undecided(
