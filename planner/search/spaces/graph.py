@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from planner.costs.crossings import MOST_IDEALS, in_order
+from planner.costs.crossings import MOST_IDEALS, colocated, in_order
 from planner.costs.hosts import hosts
 from planner.costs.layout_costs import counted_by_rank
 from planner.costs.seats import branching
@@ -118,6 +118,7 @@ class GraphSpace(AlikeSpace):
             fill=chain.fill,
             credits_s=chain.credits_s,
             used_bytes=chain.used_bytes,
+            colocated=colocated(model),
         )
 
     def solve(self, layout: Layout, cutoff_s: float) -> Found[GraphSolution] | Lost:

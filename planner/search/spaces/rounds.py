@@ -52,7 +52,12 @@ MOST_UNASKED = 20
 
 
 def unlike(model: ModelGraph) -> bool:
-    """Whether a model's layers have one order, and no long run of like ones in it."""
+    """Whether a model's layers have one order, and no long run of like ones in it.
+
+    Two stages a rank are of layers that nothing ties to one stage.
+    """
+    if model.colocated:
+        return False
     if not model.edges:
         return run_of(model) is None
     names = [name for name, _ in in_order(model).chain]

@@ -18,8 +18,10 @@ path wants to use them (`planner.solver.settled`).  All costs being bounds, a pa
 exact is the optimum; if there is no path, the target is a bound for all splits, and the next one
 higher.
 
-Where a target leaves too much of the lattice, the last one is the proven bound of the best of
-several orders (`planner.solver.graphs.orders`), each solved exactly as a chain.
+Where a target leaves too much of the lattice, the last one is a proven bound.  The split is then
+the best one through some ideals (`planner.solver.graphs.nearby`): those of several orders, and
+those around the cuts of the split so far.  What cuts cost at least wherever they are bounds it
+(`planner.solver.graphs.cut_bounds`).
 """
 
 from __future__ import annotations
@@ -36,9 +38,18 @@ from planner.solver.descent import Way
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.bands import Bands
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Method, Undecided
+from planner.solver.graphs.cut_bounds import CutBounds
+from planner.solver.graphs.graph_instance import (
+    GraphInstance,
+    GraphSolution,
+    Method,
+    Undecided,
+    too_few,
+)
 from planner.solver.graphs.ideals import Ideals, ideals
-from planner.solver.graphs.orders import Order, orders
+from planner.solver.graphs.nearby import Around, along_orders, cuts_of, of_bits
+from planner.solver.graphs.orders import Order
+from planner.solver.graphs.sent import Sent
 from planner.solver.graphs.step_table import StepTable
 from planner.solver.graphs.sweep import Aim, Sweep
 from planner.solver.inner import solve
@@ -51,6 +62,10 @@ from planner.units import bytes_text
 
 networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 
+# Moves of all cuts of a split, at most; ideals around each; what is gained to go on, as a share.
+_MOVES, _NEAR, _WORTHWHILE = 12, 400, 1e-4
+# Pairs of them that are compared at once.
+_PAIRS = 10_000_000
 # Ideals of a graph from which on a first split from several orders is worth its time.
 _LARGE = 3000
 # By what share of the fluid bound targets rise, at first and as a share of the rise so far.
@@ -66,33 +81,41 @@ def solve_graph(
     frontiers: FrontierStore | None = None,
     most_ideals: int = 400_000,
     most_pairs: int = 100_000_000,
+    most_programs: int = 60,
 ) -> GraphSolution | Infeasible | Fathomed | Undecided:
     """Minimise the time of `problem` over all contiguous splits of its graph.
 
     Only objectives below `cutoff_s` are of interest.  Exact unless the graph has more than
     `most_ideals` downsets, or more than `most_pairs` pairs of them would have to be compared at
-    once.
+    once.  Then the bound takes up to `most_programs` integer programs of one cut each.
     """
     layers, stages = len(problem.layers), len(problem.stages)
-    if stages > layers:
-        return Infeasible(f"{stages} stages need as many layers; the graph has {layers}")
+    few = too_few(stages, len(problem.blocks()), layers)
+    if few:
+        return Infeasible(few)
     store = frontiers if frontiers is not None else FrontierStore()
-    every = ideals(problem.readers(), most=most_ideals)
-    if every is not None and len(every) == layers + 1:
+    every = ideals(problem.readers(), most=most_ideals, colocated=problem.colocated)
+    plain = problem.relayed and not problem.colocated
+    if plain and every is not None and len(every) == layers + 1:
         return _only_order(problem, cutoff_s, store)
-    least_s = _any_order_s(problem, store) if every is None else 0.0
-    large = every is None or len(every) > _LARGE
-    rival = _best_order(problem, cutoff_s, store) if large and least_s < cutoff_s else None
-    best, bound_s = rival, least_s
-    if every is not None:
+    best: GraphSolution | None = None
+    if every is None:
+        fluid = _any_order(problem, store)
+        bound_s = fluid.beyond_s(fluid.largest_s, problem.steady)
+    else:
+        rival = _along_orders(problem, cutoff_s, store) if len(every) > _LARGE else None
         best, bound_s = Lattice(problem, every, store).search(rival, most_pairs, cutoff_s)
     if bound_s == math.inf:
         return Infeasible(_why_infeasible(problem))
-    if best is None and bound_s < cutoff_s and not large:
-        best = _best_order(problem, cutoff_s, store)
+    known_s = cutoff_s if best is None else best.objective_s
+    if bound_s < known_s:
+        best = _improved(problem, best or _along_orders(problem, cutoff_s, store), store)
+        known_s = cutoff_s if best is None else best.objective_s
+        if problem.relayed and most_programs and bound_s < known_s:
+            bound_s = max(bound_s, _cut_bound_s(problem, known_s, best, store, most_programs))
+    if best is None and cutoff_s < math.inf:
+        return Fathomed(bound_s)
     if best is None:
-        if cutoff_s < math.inf:
-            return Fathomed(bound_s)
         return Undecided(
             f"none of the orders tried fits in memory, and the {layers} layers can be split in too "
             f"many ways to try them all"
@@ -108,11 +131,15 @@ class Lattice:
         self._problem = problem
         self._every = every
         self._knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), store)
-        self._cut_s = every.crossing(problem.readers(), np.array(problem.output_s))
+        readers = problem.readers()
+        self._sent = None if problem.relayed else Sent(readers, problem.output_s)
+        self._cut_s = np.zeros(len(every))
+        if problem.relayed:
+            self._cut_s = every.crossing(readers, np.array(problem.output_s))
         self._fluid = Fluid(
             self._knapsacks,
             least_cut_s=float(self._cut_s[1:-1].min(initial=math.inf)),
-            most_cut_s=float(self._cut_s.max()),
+            most_cut_s=float(self._cut_s.max()) if problem.relayed else sum(problem.output_s),
         )
         self._bands = Bands(every, self._knapsacks, self._fluid, self._cut_s)
         self._known: Known = {}
@@ -171,7 +198,8 @@ class Lattice:
             member[band] = True
         members = np.flatnonzero(member)
         places = [np.searchsorted(members, band) for band in bands]
-        bounds = StepBounds(self._knapsacks, self._every, members, self._cut_s)
+        sent = None if self._sent is None else self._sent.between(self._every, members)
+        bounds = StepBounds(self._knapsacks, self._every, members, self._cut_s, sent)
         aim = Aim(ceiling_s=ceiling_s, cutoff_s=target_s, sync_s=fluid.sync_s)
         hops = Sweep(bounds, self._every, places, aim).hops(most_pairs)
         if hops is None:
@@ -187,7 +215,7 @@ class Lattice:
         """Choose the options of every stage and evaluate the split as that of a chain."""
         problem = self._problem
         order, cuts, options = table.laid(path.way)
-        return _named(problem, order, assembled(problem.chain_along(order), cuts, options))
+        return _named(problem, order, assembled(problem.laid(order, cuts), cuts, options))
 
 
 def _named(
@@ -209,33 +237,63 @@ def _only_order(
     return Infeasible(_why_infeasible(problem))
 
 
-def _best_order(
+def _along_orders(
     problem: GraphInstance, cutoff_s: float, store: FrontierStore
 ) -> GraphSolution | None:
-    """Best of several orders below the cutoff, each solved exactly as a chain."""
-    best: GraphSolution | None = None
-    for order in orders(problem).values():
-        cutoff_s = cutoff_s if best is None else best.objective_s
-        answer = solve(problem.chain_along(order), cutoff_s=cutoff_s, frontiers=store)
-        if isinstance(answer, Solution):
-            best = _named(problem, order, answer, "orders")
+    """Best split below the cutoff through what a few orders have first."""
+    some = of_bits(along_orders(problem), len(problem.layers))
+    found, _ = Lattice(problem, some, store).search(None, _PAIRS, cutoff_s)
+    return None if found is None else replace(found, method="orders")
+
+
+def _improved(
+    problem: GraphInstance, best: GraphSolution | None, store: FrontierStore
+) -> GraphSolution | None:
+    """Move all cuts of a split at once, as long as that makes it faster and not too often."""
+    if best is None:
+        return None
+    around, orders = Around(problem), along_orders(problem)
+    for _ in range(_MOVES):
+        own = cuts_of(best)
+        some = of_bits({*orders, *around.cuts(own[1:-1], _NEAR)}, len(problem.layers))
+        found, _ = Lattice(problem, some, store).search(best, _PAIRS)
+        if found is None or found.objective_s >= best.objective_s * (1 - _WORTHWHILE):
+            break
+        best = replace(found, method="orders")
     return best
 
 
-def _any_order_s(problem: GraphInstance, store: FrontierStore) -> float:
-    """Fluid bound where the cuts are not known; inf if nothing can fit.
+def _cut_bound_s(
+    problem: GraphInstance,
+    below_s: float,
+    best: GraphSolution | None,
+    store: FrontierStore,
+    programs: int,
+) -> float:
+    """Bound all splits by what cuts cost at least wherever they are."""
+    cuts_s = [0.0]
+    if best is not None:
+        along = problem.chain_along(best.order).cut_s
+        cuts_s = [along[cut] for cut in best.split.cuts[1:-1]] or cuts_s
+    knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), store)
+    fluid = Fluid(knapsacks, least_cut_s=0.0, most_cut_s=sum(problem.output_s))
+    bounds = CutBounds(problem, fluid, knapsacks.exposed_s)
+    return bounds.least_s(below_s, sum(cuts_s) / len(cuts_s), programs)
+
+
+def _any_order(problem: GraphInstance, store: FrontierStore) -> Fluid:
+    """Fluid of the layers where the cuts are not known.
 
     In a connected graph some output crosses every cut.
     """
     graph = networkx.Graph(problem.edges)
     connected = len(graph) == len(problem.layers) and networkx.is_connected(graph)
     sent_s = [problem.output_s[before] for before, _ in problem.edges]
-    fluid = Fluid(
+    return Fluid(
         Knapsacks(problem.chain_along(range(len(problem.layers))), store),
-        least_cut_s=min(sent_s) if connected else 0.0,
+        least_cut_s=min(sent_s) if connected and problem.relayed else 0.0,
         most_cut_s=sum(problem.output_s),
     )
-    return fluid.beyond_s(fluid.largest_s, problem.steady)
 
 
 def _why_infeasible(problem: GraphInstance) -> str:

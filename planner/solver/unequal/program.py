@@ -23,6 +23,11 @@ Over layers l, stages s, types g and options k:
     Σ x (w + q a + d e) + θ_s <= Σ_g M_gs is[s,g],   θ_s >= u_k x[l,s,g,k]
     t_s = Σ x σ_g (f + b) + Σ_g c_gs is[s,g] + cut_{s-1} + cut_s
 
+and where outputs are not relayed, instead of the cuts of t_s, Σ_l o[l] end[l,s] with
+
+    end[l,s] >= on[l,s] - until[r,s]                 output{l}_for_{r}_on_stage{s}_is_sent
+    end[l,s] >= on[r,s] - on[l,s]                    output{l}_for_{r}_on_stage{s}_is_received
+
 The letters are those of planner.solver.ilp.
 """
 
@@ -34,9 +39,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
 
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, straight_s
 from planner.solver.highs import power_of_ten, pulp, run
-from planner.solver.instance import Infeasible, Option, Unfinished, fits, priced
+from planner.solver.instance import Infeasible, Instance, Option, Unfinished, fits, priced
 from planner.solver.sides import AtMost, Chosen, Placed, Tie, Together
 from planner.solver.unequal.unequal_graph import UnequalGraph
 from planner.solver.unequal.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
@@ -69,8 +74,7 @@ def solve(
         if not outcome.found:
             return Unfinished(bound_s)
         order, layers, cuts, options = stated.read()
-        laid = problem.along(layers) if isinstance(problem, UnequalGraph) else chain
-        instance = laid.in_order(order, cuts)
+        instance = stated.laid(layers, order, cuts)
         split = priced(instance, cuts, options)
         if fits(instance, split):
             split = replace(split, lower_bound_s=min(bound_s, split.objective_s))
@@ -106,7 +110,12 @@ def solve_by_program(
         fill=problem.fill,
     )
     graph = UnequalGraph(
-        names=problem.names, edges=problem.edges, chain=chain, output_s=((problem.output_s,),)
+        names=problem.names,
+        edges=problem.edges,
+        chain=chain,
+        output_s=((problem.output_s,),),
+        colocated=problem.colocated,
+        relayed=problem.relayed,
     )
     found = solve(graph, ties=ties, time_limit_s=time_limit_s)
     if not isinstance(found, UnequalSolution):
@@ -138,8 +147,14 @@ class _Program:
         lacks: Sequence[float],
         ties: Sequence[Tie],
     ) -> None:
+        self.problem, self.relayed = problem, True
         if isinstance(problem, UnequalGraph):
             self.chain, self.edges, self.output_s = problem.chain, problem.edges, problem.output_s
+            self.relayed = problem.relayed
+            ties = [
+                *ties,
+                *(Tie(Together(first=min(g), last=max(g)), g) for g in problem.colocated),
+            ]
         else:
             self.chain, self.output_s = problem, ()
             self.edges = tuple(pairwise(range(len(problem.layers))))
@@ -272,6 +287,19 @@ class _Program:
                 self.program += cut >= least, f"cut_behind_stage{s}_of_types{g}_{h}"
         return cuts
 
+    def _straight_s(self, stage: int) -> Any:
+        """Seconds of a stage for outputs that go straight from where they are made to readers."""
+        (output_s,) = self.output_s[0]
+        ends: dict[int, Any] = {}
+        for at, reader in sorted(set(self.edges)):
+            if at not in ends:
+                ends[at] = self.program.add_variable(f"end_{at}_{stage}", 0, 1)
+            own, its = (pulp.lpSum(c.variable for c in self.on[x][stage]) for x in (at, reader))
+            name = f"output{at}_for_{reader}_on_stage{stage}"
+            self.program += ends[at] >= own - self._until(reader, stage), f"{name}_is_sent"
+            self.program += ends[at] >= its - own, f"{name}_is_received"
+        return pulp.lpSum(end * (output_s[at] / self.unit_s) for at, end in ends.items())
+
     def _sent(self, stage: int) -> dict[int, Any]:
         """[layer that others read] Whether its output crosses the boundary behind a stage."""
         sent: dict[int, Any] = {}
@@ -285,7 +313,7 @@ class _Program:
 
     def _objective(self) -> None:
         program, chain = self.program, self.chain
-        cuts = self._cuts()
+        cuts = self._cuts() if self.relayed else []
         slowest, slowest_forward, longest = (
             program.add_variable(name, 0) for name in ("slowest", "slowest_forward", "longest_sync")
         )
@@ -299,6 +327,8 @@ class _Program:
                 self.of_type[s][g] * (self.rooms[g][s].exposed_s / self.unit_s) for g in self.types
             )
             beside += pulp.lpSum(cuts[max(0, s - 1) : s + 1] if s else cuts[:1])
+            if not self.relayed:
+                beside += self._straight_s(s)
             seconds = beside + pulp.lpSum(
                 one.variable * (scale[one.kind_of_device] * one.figures.time_s) for one in here
             )
@@ -320,6 +350,22 @@ class _Program:
                     credit = credits_s[chain.layers[one.layer]] * scale[one.kind_of_device]
                     total.append(one.variable * -credit)
         program.setObjective(pulp.lpSum(total))
+
+    def laid(self, layers: Sequence[int], order: Sequence[int], cuts: Sequence[int]) -> Instance:
+        """Return the chain of what was read."""
+        if not isinstance(self.problem, UnequalGraph):
+            return self.chain.in_order(order, cuts)
+        instance = self.problem.along(layers).in_order(order, cuts)
+        if self.relayed:
+            return instance
+        sends_s = straight_s(
+            self.problem.readers(), self.output_s[0][0], [layers[a:b] for a, b in pairwise(cuts)]
+        )
+        stages = tuple(
+            replace(stage, exposed_s=stage.exposed_s + seconds)
+            for stage, seconds in zip(instance.stages, sends_s, strict=True)
+        )
+        return replace(instance, stages=stages, cut_s=())
 
     def read(self) -> tuple[list[int], list[int], list[int], list[int]]:
         """Return the type of each stage, the layers in order, cuts, and options in that order."""
