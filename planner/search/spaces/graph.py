@@ -42,13 +42,15 @@ from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.rounds import RoundSpace, unlike
 from planner.solver import sided
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
-from planner.solver.graphs.lattice import solve_graph
+from planner.solver.graphs.lattice import Effort, solve_graph
 from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished, broken
 from planner.solver.sides import all_kept
 from planner.solver.unequal.program import solve_by_program
 
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
+PROGRAMS, MOVES = 160, 40
+"""Of graphs with more downsets: bounds of cuts, and moves of them, that all layouts share."""
 
 
 def spaces_of(candidates: Candidates, *, by_program: bool = False) -> Iterator[Space[Any]]:
@@ -65,6 +67,7 @@ class GraphSpace(AlikeSpace):
         """The integer program decides where it is asked to, or else the exact solver."""
         super().__init__(candidates)
         self._by_program = by_program
+        self._effort = Effort(programs=PROGRAMS, moves=MOVES)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -133,6 +136,7 @@ class GraphSpace(AlikeSpace):
                 frontiers=self._frontiers,
                 most_ideals=MOST_IDEALS,
                 most_pairs=MOST_PAIRS,
+                effort=self._effort,
             )
         )
         if isinstance(answer, GraphSolution):

@@ -27,14 +27,14 @@ those around the cuts of the split so far.  What cuts cost at least wherever the
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from planner.on_use import OnUse
 from planner.solver.assembly import assembled
-from planner.solver.descent import Way
+from planner.solver.descent import Way, cheapest, priced
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.bands import Bands
@@ -64,14 +64,27 @@ networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains ne
 
 # Moves of all cuts of a split, at most; ideals around each; what is gained to go on, as a share.
 _MOVES, _NEAR, _WORTHWHILE = 12, 400, 1e-4
-# Pairs of them that are compared at once.
-_PAIRS = 10_000_000
+# Pairs of them that are compared at once, and ways through them that are looked at exactly.
+_PAIRS, _SETTLED = 10_000_000, 8
 # Ideals of a graph from which on a first split from several orders is worth its time.
 _LARGE = 3000
 # By what share of the fluid bound targets rise, at first and as a share of the rise so far.
 _RISE_SMALL, _RISE_LARGE, _RISE_ON = 0.08, 0.01, 0.3
 # Targets this close together are not worth a search of their own.
 _LEAST_RISE = 0.004
+
+
+@dataclass(slots=True)
+class Effort:
+    """What is left for graphs that have too many downsets; solving takes of it.
+
+    `programs` are integer programs of one cut each, `most_programs` of them for one problem;
+    `moves` are of all cuts of a split at once.
+    """
+
+    programs: int = 100
+    most_programs: int = 60
+    moves: int = 100
 
 
 def solve_graph(
@@ -81,13 +94,13 @@ def solve_graph(
     frontiers: FrontierStore | None = None,
     most_ideals: int = 400_000,
     most_pairs: int = 100_000_000,
-    most_programs: int = 60,
+    effort: Effort | None = None,
 ) -> GraphSolution | Infeasible | Fathomed | Undecided:
     """Minimise the time of `problem` over all contiguous splits of its graph.
 
     Only objectives below `cutoff_s` are of interest.  Exact unless the graph has more than
     `most_ideals` downsets, or more than `most_pairs` pairs of them would have to be compared at
-    once.  Then the bound takes up to `most_programs` integer programs of one cut each.
+    once.  Then it takes of an `effort` that several problems may share.
     """
     layers, stages = len(problem.layers), len(problem.stages)
     few = too_few(stages, len(problem.blocks()), layers)
@@ -107,12 +120,10 @@ def solve_graph(
         best, bound_s = Lattice(problem, every, store).search(rival, most_pairs, cutoff_s)
     if bound_s == math.inf:
         return Infeasible(_why_infeasible(problem))
-    known_s = cutoff_s if best is None else best.objective_s
-    if bound_s < known_s:
-        best = _improved(problem, best or _along_orders(problem, cutoff_s, store), store)
-        known_s = cutoff_s if best is None else best.objective_s
-        if problem.relayed and most_programs and bound_s < known_s:
-            bound_s = max(bound_s, _cut_bound_s(problem, known_s, best, store, most_programs))
+    if bound_s < (cutoff_s if best is None else best.objective_s):
+        best, bound_s = _closer(
+            problem, best, bound_s, cutoff_s, store, Effort() if effort is None else effort
+        )
     if best is None and cutoff_s < math.inf:
         return Fathomed(bound_s)
     if best is None:
@@ -127,7 +138,16 @@ def solve_graph(
 class Lattice:
     """All splits of a graph whose ideals are known."""
 
-    def __init__(self, problem: GraphInstance, every: Ideals, store: FrontierStore) -> None:
+    def __init__(
+        self,
+        problem: GraphInstance,
+        every: Ideals,
+        store: FrontierStore,
+        *,
+        settled: int | None = None,
+    ) -> None:
+        """With `settled` so many ways are looked at exactly, and the best of those is taken."""
+        self._settled = settled
         self._problem = problem
         self._every = every
         self._knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), store)
@@ -152,12 +172,10 @@ class Lattice:
         The bound is inf if nothing fits.
         """
         fluid = self._fluid
-        if fluid.largest_s == math.inf:
-            return None, math.inf
         steady, stages = self._problem.steady, len(self._problem.stages)
         most_s = cutoff_s if rival is None else rival.objective_s
         least_s = proven_s = fluid.beyond_s(fluid.largest_s, steady)
-        if least_s >= most_s:
+        if least_s >= most_s or fluid.largest_s == math.inf:
             return rival, least_s
         size_s = steady * fluid.largest_s + abs(fluid.fill_s) + fluid.sync_s
         rise_s = size_s * (_RISE_LARGE if len(self._every) > _LARGE else _RISE_SMALL)
@@ -173,6 +191,13 @@ class Lattice:
                 if rise_s < _LEAST_RISE * size_s:
                     return rival, proven_s
                 continue
+            if self._settled is not None:
+                found = self._good(table, target_s)
+                if found is not None or target_s == most_s or self._settled <= 0:
+                    return found or rival, least_s
+                proven_s = target_s
+                rise_s = max(rise_s, _RISE_ON * (proven_s - least_s))
+                continue
             found = best_split(table, partial(self._assembled, table), cutoff_s=target_s)
             known_s = target_s if found is None else found.objective_s
             least_open_s = loose_s(table, cutoff_s=known_s)
@@ -185,6 +210,22 @@ class Lattice:
             proven_s = target_s
             if rises:
                 rise_s = max(rise_s, _RISE_ON * (proven_s - least_s))
+
+    def _good(self, table: StepTable, below_s: float) -> GraphSolution | None:
+        """Return the best of the cheapest ways below a limit, few of which are looked at."""
+        best: GraphSolution | None = None
+        assert self._settled is not None
+        while self._settled > 0:
+            found = cheapest(table.ways, table.costs(), cutoff_s=below_s)
+            if found is None:
+                break
+            self._settled -= 1
+            table.settle(found.way)
+            actual = priced(table.ways, table.costs(), found.way)
+            if actual.value_s < below_s:
+                best = self._assembled(table, actual)
+                below_s = best.objective_s * (1 - _WORTHWHILE)
+        return best
 
     def _table(self, target_s: float, most_pairs: int) -> StepTable | None:
         """Steps of all splits below the target; None if too many pairs must be compared for it."""
@@ -242,21 +283,48 @@ def _along_orders(
 ) -> GraphSolution | None:
     """Best split below the cutoff through what a few orders have first."""
     some = of_bits(along_orders(problem), len(problem.layers))
-    found, _ = Lattice(problem, some, store).search(None, _PAIRS, cutoff_s)
+    found, _ = Lattice(problem, some, store, settled=_SETTLED).search(None, _PAIRS, cutoff_s)
     return None if found is None else replace(found, method="orders")
 
 
+def _closer(
+    problem: GraphInstance,
+    best: GraphSolution | None,
+    bound_s: float,
+    cutoff_s: float,
+    store: FrontierStore,
+    effort: Effort,
+) -> tuple[GraphSolution | None, float]:
+    """Return a better split below the cutoff, and a higher bound, within an effort."""
+    best = best or _along_orders(problem, cutoff_s, store)
+    known_s = cutoff_s if best is None else best.objective_s
+    if problem.relayed and effort.programs > 0:
+        # A first bound may spare the moves.
+        few = min(effort.programs, 2 * len(problem.stages))
+        bound_s = max(bound_s, _cut_bound_s(problem, known_s, best, store, few))
+        effort.programs -= few
+    if best is None or bound_s >= known_s:
+        return best, bound_s
+    best = _improved(problem, best, store, effort)
+    more = min(effort.programs, effort.most_programs)
+    if problem.relayed and more > 0 and bound_s < best.objective_s:
+        bound_s = max(bound_s, _cut_bound_s(problem, best.objective_s, best, store, more))
+        effort.programs -= more
+    return best, bound_s
+
+
 def _improved(
-    problem: GraphInstance, best: GraphSolution | None, store: FrontierStore
-) -> GraphSolution | None:
+    problem: GraphInstance, best: GraphSolution, store: FrontierStore, effort: Effort
+) -> GraphSolution:
     """Move all cuts of a split at once, as long as that makes it faster and not too often."""
-    if best is None:
-        return None
     around, orders = Around(problem), along_orders(problem)
     for _ in range(_MOVES):
+        if effort.moves <= 0:
+            break
+        effort.moves -= 1
         own = cuts_of(best)
         some = of_bits({*orders, *around.cuts(own[1:-1], _NEAR)}, len(problem.layers))
-        found, _ = Lattice(problem, some, store).search(best, _PAIRS)
+        found, _ = Lattice(problem, some, store, settled=_SETTLED).search(best, _PAIRS)
         if found is None or found.objective_s >= best.objective_s * (1 - _WORTHWHILE):
             break
         best = replace(found, method="orders")

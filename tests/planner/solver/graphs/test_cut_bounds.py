@@ -14,7 +14,7 @@ from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.cut_bounds import CutBounds
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.lattice import solve_graph
+from planner.solver.graphs.lattice import Effort, solve_graph
 from planner.solver.graphs.nearby import Around, along_orders, of_bits
 from planner.solver.instance import Fathomed, Infeasible, Option, Stage
 from planner.solver.knapsack import Knapsacks
@@ -74,7 +74,7 @@ def test_a_graph_with_too_many_downsets_is_bounded_and_split(start: int, relayed
         problem = replace(with_groups(random_graph(seed), seed), relayed=relayed)
         best_s = least_objective_s(problem)
 
-        answer = solve_graph(problem, most_ideals=1, most_programs=6)
+        answer = solve_graph(problem, most_ideals=1, effort=Effort(12, 6))
 
         if best_s == math.inf:
             assert isinstance(answer, Infeasible | Undecided)
@@ -84,7 +84,7 @@ def test_a_graph_with_too_many_downsets_is_bounded_and_split(start: int, relayed
         assert isinstance(answer, GraphSolution)
         assert answer.lower_bound_s <= best_s * (1 + 1e-9) + 1e-9
         assert answer.objective_s >= best_s * (1 - 1e-9) - 1e-9
-        cut = solve_graph(problem, most_ideals=1, most_programs=6, cutoff_s=best_s * 0.9)
+        cut = solve_graph(problem, most_ideals=1, effort=Effort(12, 6), cutoff_s=best_s * 0.9)
         if isinstance(cut, Fathomed):
             assert cut.lower_bound_s <= best_s * (1 + 1e-9) + 1e-9
         # Small graphs are near throughout.
@@ -115,7 +115,7 @@ def wide(count: int, seed: int) -> GraphInstance:
 def test_a_wide_graph_gets_a_split_and_a_gap() -> None:
     problem = wide(80, 1)
 
-    answer = solve_graph(problem, most_ideals=1000, most_programs=20)
+    answer = solve_graph(problem, most_ideals=1000, effort=Effort(28, 20))
 
     assert ideals(problem.readers(), most=1000) is None
     assert isinstance(answer, GraphSolution)
