@@ -44,7 +44,7 @@ from planner.solver import sided
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
 from planner.solver.graphs.lattice import Effort, solve_graph
 from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished, broken
-from planner.solver.sides import all_kept
+from planner.solver.sides import unkept
 from planner.solver.unequal.program import solve_by_program
 
 MOST_PAIRS = 10_000_000
@@ -163,7 +163,7 @@ class GraphSpace(AlikeSpace):
         ties = ties_of(self.candidates.model, layout, asked, self._model)
         each = zip(found.order, found.split.options, strict=True)
         names = [problem.kinds[problem.layers[at]][option].name for at, option in each]
-        if all_kept(ties, found.order, found.split.cuts, names):
+        if unkept(ties, found.order, found.split.cuts, names) is None:
             return found
         return solve_by_program(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
 

@@ -65,9 +65,10 @@ from planner.search.space import (
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace, leanest
 from planner.search.spaces.shares import ShareSpace
+from planner.solver import sides
 from planner.solver.graphs.graph_instance import Undecided
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
-from planner.solver.sides import Tie, all_kept
+from planner.solver.sides import Tie
 from planner.solver.unequal import program
 from planner.solver.unequal.unequal import least_s, solve_unequal
 from planner.solver.unequal.unequal_graph import (
@@ -374,7 +375,7 @@ class MixedSpace(GroupSpace):
                 found.layers[first:end], found.split.options[first:end], strict=True
             ):
                 names.append(chain.types[number].kinds[chain.layers[layer]][option].name)
-        return all_kept(ties, found.layers, cuts, names)
+        return sides.unkept(ties, found.layers, cuts, names) is None
 
     def _dominated(self, layout: Layout) -> bool:
         """Whether another layout of the space can do all that this one can, on every group."""
