@@ -56,6 +56,24 @@ STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ),
     (r"mpt|mosaic|llm-foundry", "llm-foundry-fsdp", {}),
     # Its recipes for mixtures of experts: github.com/NVIDIA-NeMo/Megatron-Bridge, perf_recipes.
+    # On B200 they have the collective library's exchange, whose sizes the host reads; on GB200 and
+    # GB300 kernels of their own, which are not overlapped (github.com/NVIDIA-NeMo/Megatron-Bridge
+    # v0.2.0, scripts/performance/configs/{deepseek,qwen3}/workload_base_configs.py).
+    (
+        r"qwen3\S*-b200.*megatron bridge.* 25\.11",
+        "megatron",
+        {"options": "expert-overlap cheap-recompute host-counts"},
+    ),
+    (
+        r"deepseek\S*-b200.*megatron bridge.* 25\.11",
+        "megatron",
+        {"options": "cheap-recompute host-counts"},
+    ),
+    (
+        r"(deepseek|qwen3).*megatron bridge.* 25\.11",
+        "megatron",
+        {"options": "deepep cheap-recompute"},
+    ),
     (
         r"(deepseek|qwen3|mixtral|moe).*(megatron|nemo)",
         "megatron",

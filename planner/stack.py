@@ -256,6 +256,11 @@ class ExpertRule(Part):
     the products of experts that all tokens share."""
     skew: Rate = 1.0
     """Busiest expert rank over the mean."""
+    counts: Literal["device", "host"] = "device"
+    """Where tokens of each expert are counted.  A host that reads the counts waits for all that the
+    device has to do before it starts what takes them (Megatron Core, token_dispatcher.py,
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize), so that in a forward neither works
+    beside the other.  A backward knows them."""
 
 
 class ContextRule(Part):
@@ -561,6 +566,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "expert-overlap": {"experts.overlap": 0.8},
     "shared-expert-overlap": {"experts.shared_overlap": 0.9},
     "cheap-recompute": {"recompute.selective": "cheap"},
+    "host-counts": {"experts.counts": "host"},
     "narrow-gradients": {"types.gradient": 2, "types.wire": 2},
 }
 """What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""
