@@ -189,6 +189,8 @@ class Loss(Part):
     """One operator with `peak_bytes`, or log-softmax and choice in fp32 as torch has them."""
     peak_bytes: Rate = 10.0
     """Bytes per logit at the loss's peak."""
+    divided_bytes: Amount = 0.0
+    """The same of a rank's own logits where tensor-parallel ranks divide the loss; 0: as many."""
     divided: Flag = True
     """With tensor parallelism the loss works on its shard of the vocabulary; else on all of it."""
 
@@ -567,6 +569,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "shared-expert-overlap": {"experts.shared_overlap": 0.9},
     "cheap-recompute": {"recompute.selective": "cheap"},
     "host-counts": {"experts.counts": "host"},
+    "compiled-loss": {"loss.peak_bytes": 4.0, "loss.divided_bytes": 0.0},
     "narrow-gradients": {"types.gradient": 2, "types.wire": 2},
 }
 """What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""
