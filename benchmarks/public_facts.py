@@ -146,8 +146,8 @@ MISSED = 0.35
 TRAININGS = Path(__file__).with_name("public_trainings.csv")
 
 RING = (
-    "attention takes as long again from 64 to 128 thousand tokens as its products ask for, from two "
-    "ranks to four; the ring of torch at the end of 2024 divides causal work evenly in its code, "
+    "attention takes twice of what its products ask for on four and eight ranks, not on one and "
+    "two; the ring of torch at the end of 2024 divides causal work evenly in its code, "
     "and as if it did not would be 1.75 times on four and 1.88 on eight"
 )
 MECHANISMS = {
