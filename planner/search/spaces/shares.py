@@ -100,6 +100,7 @@ class ShareSpace(GroupSpace):
                         zero=zero,
                         micro_batch=size,
                         micro_batches=-(-count // data),
+                        scales=self.pins.scales or "tensorwise",
                         compile=self.pins.compile or "none",
                     )
 
