@@ -389,6 +389,9 @@ class MemoryRule(Part):
     """Reserved over allocated bytes of the caching allocator."""
     tight: Rate = 1.02
     """Reserved over allocated bytes where memory is short and the allocator compacts."""
+    retry_s: Amount = 0.0
+    """Seconds of each micro-batch in which the allocator, without room, gives back all that it
+    caches and asks the driver again: what runs beyond that room take longer."""
     context_bytes: Amount = 1.0e9
     """CUDA context and library buffers of a process, communicators left out where they are given
     apart."""
