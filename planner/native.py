@@ -102,7 +102,7 @@ def limit(
     cluster: ClusterSpec,
     job: Job,
     layout: Layout,
-    space: Space,
+    space: Space = EVERYTHING,
 ) -> str | None:
     """Return why no backend could run a layout as the planner describes it, or None.
 
