@@ -140,7 +140,8 @@ def traffic(
             # The whole parameters of a replica in fp32 are those that its optimizer holds.
             copied = sharing.sharded or types.working != types.stored
             unpack_s = rates.gather_copy_s(working) if copied else 0.0
-            if narrow and sharing.narrow and sharing.gathers_again:
+            apart = rates.stack.eight_bit.cast_kernels > 0
+            if narrow and apart and sharing.gathers_again:
                 cast = NARROWING_TRAFFIC_BYTES * (parameters - wide) / sharing.shard
                 unpack_s += rates.memory_s(cast)
             fresh = types.working * trained
