@@ -85,9 +85,9 @@ def _time_ratio(before: Outcome, after: Outcome) -> float:
 
 def _felt(name: str, words: str, felt: Sequence[Outcome]) -> str:
     if not felt:
-        return f"Without {words}, {name} loses less than {100 * HURTS:.0f} % with every model."
+        return f"For want of {words}, {name} loses less than {100 * HURTS:.0f} % with every model."
     least = min(felt, key=lambda outcome: outcome.parameters)
-    return f"Without {words}, {name} loses more than {100 * HURTS:.0f} % from {least.model} on."
+    return f"For want of {words}, {name} loses more than {100 * HURTS:.0f} % from {least.model} on."
 
 
 def _pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
