@@ -300,7 +300,7 @@ class LayerFigures:
             routing: Routing | None = None,
         ) -> float:
             group = by_axis[axis]
-            if axis == "expert":
+            if operation == "all_to_all" and axis == "expert":
                 return self._rates.exchange_s(size_bytes, group, routing)
             seconds = self._rates.link_s(operation, size_bytes, group)
             return either(size_bytes > 0, seconds + self._waits_s(operation, group, axis), 0.0)
@@ -330,7 +330,7 @@ class LayerFigures:
             sizes = np.broadcast_to(np.asarray(size_bytes, dtype=float), (len(places),))
             result = np.empty(len(places))
             for group, indices in members[axis].values():
-                if axis == "expert":
+                if operation == "all_to_all" and axis == "expert":
                     result[indices] = self._rates.exchange_s(sizes[indices], group, routing)
                     continue
                 seconds = self._rates.link_s(operation, sizes[indices], group)

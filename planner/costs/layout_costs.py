@@ -300,6 +300,7 @@ class CostTables:
             loss=layout.loss,
             compiled=layout.compile == "block",
             scales=layout.scales,
+            dispatch=layout.dispatch,
             narrow_weights=layout.weight_wire == "fp8",
             pipelined=self._stalls and layout.pipeline > 1,
             gathers_heads=a is not None and a.latent is None and a.kv_heads < layout.tensor,
