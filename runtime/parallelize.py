@@ -38,7 +38,7 @@ from runtime.gradient_wire import narrow
 from runtime.initialize import first_buffer, materialize
 from runtime.mesh import DataRanks, Place, wants_mesh
 from runtime.published import Region, Weights
-from runtime.torch_internals import replicate
+from runtime.torch_internals import act_around, replicate
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -150,6 +150,8 @@ def parallel_stage(
             layer.register_forward_hook(lora.wants_gradient)
         if wraps:
             layer.register_forward_hook(no_view)
+            if compiles is not None:
+                _act_around(layer)
         if wraps and item.layer not in shared:
             over_data(layer, plan, place.data, device, root=False)
     if wraps:
@@ -179,6 +181,13 @@ def _treated(
     if packing is not None:
         packing.around(layer)
     return layer
+
+
+def _act_around(layer: nn.Module) -> None:
+    """Let FSDP act around a layer for its experts too, since its hooks end a graph."""
+    for module in experts.modules_of(layer).values():
+        if isinstance(module, FSDPModule):
+            act_around(layer, module)
 
 
 def repeats(model: ModelGraph, name: str) -> bool:

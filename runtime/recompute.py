@@ -41,6 +41,7 @@ KEPT_OPERATORS = (
     "aten._scaled_dot_product_fused_attention_overrideable",
     "meshwright.context_attention",
     "meshwright.capped_attention",
+    "meshwright.grouped_product",
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_to_all_single",
 )

@@ -5,6 +5,10 @@ its own weight's for later: the store keeps the input and the gradient of the ou
 splitting the autograd graph, this runs each backward once, so it is exact and costs nothing more
 under recompute, sharding and tensor parallelism.  Gradients of all other parameters (norms, biases,
 embeddings) are made with the input's; they are small or cannot wait.
+
+A compiled block is one graph, which knows neither stores nor the parameters of the layer that it
+runs for.  In its backward the operator `meshwright::put_off` stands for the store, and names a
+Linear by its place among those of its layer; `acting_for` says which layer that is.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+
+from runtime.torch_internals import is_traced
 
 
 class Products(Protocol):
@@ -83,6 +89,8 @@ class DeferredLinear(nn.Linear):
 
     store: WeightGradients | None
     products: Products
+    place: int
+    """Among the Linears of its layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b."""
@@ -90,19 +98,61 @@ class DeferredLinear(nn.Linear):
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product with these parameters, the module's own or its local parts."""
-        # The parameter itself, which waits in the store; a compiled graph takes no tensor twice.
-        own = self._parameters["weight"] if self.store is not None else None
+        if self.store is None or torch.compiler.is_compiling():
+            place = None if self.store is None else self.place
+            return _Linear.apply(x, weight, bias, place, None, self.products)
+        # The parameter itself waits in the store; a compiled graph would take no tensor twice.
+        own = self._parameters["weight"]
         return _Linear.apply(x, weight, bias, own, self.store, self.products)
+
+    def put_off(self, x: Tensor, grad: Tensor) -> None:
+        """Keep what the weight's gradient is made of, or make it at once if nothing waits."""
+        assert self.store is not None
+        weight = self._parameters["weight"]
+        assert weight is not None
+        if self.store.deferring:
+            self.store.add(weight, x, grad, self.products)
+        else:
+            with torch.no_grad():
+                _accumulate(weight, self.products.of_weight(x, grad))
 
 
 def defer(layer: nn.Module, store: WeightGradients | None, products: Products = PLAIN) -> None:
     """Let the weight gradients of a layer's Linears wait in a store; make their `products`."""
-    for module in layer.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = DeferredLinear
-            deferred = cast(DeferredLinear, module)
-            deferred.store = store
-            deferred.products = products
+    linears = [module for module in layer.modules() if type(module) is nn.Linear]
+    for place, module in enumerate(linears):
+        module.__class__ = DeferredLinear
+        deferred = cast(DeferredLinear, module)
+        deferred.store = store
+        deferred.products = products
+        deferred.place = place
+
+
+def deferring(layer: nn.Module) -> list[DeferredLinear]:
+    """Return the Linears of a layer whose weight gradients may wait, by their place."""
+    found = (module for module in layer.modules() if isinstance(module, DeferredLinear))
+    return sorted((one for one in found if one.store is not None), key=lambda one: one.place)
+
+
+_acting: list[DeferredLinear] = []
+"""The Linears of the layer whose compiled backward runs."""
+
+
+def act_for(linears: list[DeferredLinear]) -> None:
+    """Let the compiled backward that runs next put off the weight gradients of these Linears."""
+    _acting[:] = linears
+
+
+@torch.library.custom_op("meshwright::put_off", mutates_args=())
+def _put_off(x: Tensor, grad: Tensor, place: int) -> None:
+    """Keep what a weight's gradient is made of: the effect of a graph, which has no output."""
+    _acting[place].put_off(x, grad)
+
+
+@_put_off.register_fake
+def _(x: Tensor, grad: Tensor, place: int) -> None:
+    if not is_traced():  # it runs, on tensors without data
+        _acting[place].put_off(x, grad)
 
 
 def linear(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
@@ -119,7 +169,7 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        parameter: nn.Parameter | None,
+        parameter: nn.Parameter | int | None,
         store: WeightGradients | None,
         products: Products,
     ) -> Tensor:
@@ -132,7 +182,9 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         own = None
-        if wants_weight and ctx.store is not None and ctx.store.deferring:
+        if wants_weight and isinstance(ctx.parameter, int):
+            torch.ops.meshwright.put_off(x, grad, ctx.parameter)
+        elif wants_weight and ctx.store is not None and ctx.store.deferring:
             ctx.store.add(ctx.parameter, x, grad, ctx.products)
         elif wants_weight:
             own = ctx.products.of_weight(x, grad)

@@ -244,6 +244,8 @@ class LayerFigures:
         found = layer_seconds.passes(table, recompute, on)
         host = self._host_passes(table, setting, found, recomputes=recompute == "full")
         rule = self._seen[setting.sequence_parallel]
+        if setting.compiled:  # a graph waits for what an exchange brings as soon as it has begun it
+            rule = replace(rule, shared=0.0)
         forward_tensor_s, backward_tensor_s = layer_seconds.seen_links(
             layer_seconds.collectives(table, again, link_s, rule), found, rule
         )
