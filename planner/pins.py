@@ -16,6 +16,7 @@ from planner.plan import (
     GradientWire,
     Layout,
     Offload,
+    Prefetch,
 )
 from planner.profile import Recompute
 from planner.schedules import SCHEDULES, schedule_of
@@ -41,6 +42,8 @@ SHORT_NAMES = {
     "activations": "activations",
     "offload": "offload",
     "gradients": "gradient_wire",
+    "prefetch": "prefetch",
+    "reshard": "reshard",
     "compile": "compile",
     "order": "order",
 }
@@ -83,6 +86,9 @@ class Pins:
     activations: Activations | None = None
     offload: Offload | None = None
     gradient_wire: GradientWire | None = None
+    prefetch: Prefetch | None = None
+    reshard: int | None = None
+    """Ranks over which ZeRO-3 divides parameters from forward to backward."""
     compile: Compile | None = None
     order: tuple[Axis, ...] | None = None
     """All axes, the innermost first."""
@@ -107,6 +113,8 @@ class Pins:
             (self.virtual_stages, layout.virtual_stages),
             (self.offload, layout.offload),
             (self.gradient_wire, layout.gradient_wire),
+            (self.prefetch, layout.prefetch),
+            (self.reshard, layout.reshard),
             (self.compile, layout.compile),
             (self.order, layout.order),
         )
@@ -196,6 +204,7 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         ("activations", space.activations),
         ("offload", space.offload),
         ("gradient_wire", space.wires),
+        ("prefetch", space.prefetch),
         ("compile", space.compile),
         ("order", (INSIDE_OUT,) if space.axis_order == "fixed" else None),
     )
@@ -244,10 +253,10 @@ def _pin_value(field: str, value: str, item: str) -> int | str | tuple[Axis, ...
         if value not in words:
             raise DocumentError("fix", f"'{item}': {field} is one of {', '.join(words)}")
         return value
-    least, most = (0, 3) if field == "zero" else (1, MOST_SAMPLES)
+    least, most = (0, 3) if field in ("zero", "prefetch") else (1, MOST_SAMPLES)
     number = whole_number(value)
     if number is None or not least <= number <= most:
-        bounds = "0, 1, 2 or 3" if field == "zero" else f"a whole number from 1 to {most:,}"
+        bounds = "0, 1, 2 or 3" if most == 3 else f"a whole number from 1 to {most:,}"
         raise DocumentError("fix", f"'{item:.60}': {field} is {bounds}")
     return number
 

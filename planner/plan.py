@@ -6,6 +6,7 @@ with its stages.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -61,6 +62,9 @@ Offload = Literal["none", "optimizer", "parameters"]
 GradientWire = Literal["full", "bf16", "fp16", "powersgd"]
 """How gradients travel between data-parallel ranks: as they are, in 16 bits, or by low rank."""
 LossGradients = Literal["precomputed", "recomputed"]
+Prefetch = Literal[0, 1, 2, 3]
+"""Units of ZeRO-3 whose parameters are asked for ahead of the one that runs; 0: as the host comes
+by them in forward, and one ahead in backward."""
 Compile = Literal["none", "block"]
 """What is compiled: nothing, or each layer that repeats, as one graph."""
 Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
@@ -120,6 +124,10 @@ class Layout:
     """Pipeline stages on each rank."""
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
+    prefetch: Prefetch = 0
+    reshard: int | None = None
+    """Ranks over which ZeRO-3 keeps a layer's parameters divided between its forward and its
+    backward; None: all that divide its states."""
     loss: ChunkedLoss | None = None
     """How the loss of the output projection is computed; None: from all logits."""
     compile: Compile = "none"
@@ -176,15 +184,23 @@ class Layout:
             parts.append(f"stages={self.virtual_stages}/rank")
         if self.order != INSIDE_OUT:
             parts.append(f"order={self._order_text()}")
-        if self.offload != "none":
-            parts.append(f"offload={self.offload}")
-        if self.gradient_wire != "full":
-            parts.append(f"gradients={self.gradient_wire}")
-        if self.loss is not None:
-            parts.append(f"loss={self.loss.gradients}/{self.loss.rows}")
-        if self.compile != "none":
-            parts.append(f"compile={self.compile}")
+        parts += self._choices()
         return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
+
+    def _choices(self) -> Iterator[str]:
+        """Yield what is chosen beside degrees and schedule, where it is not the plainest."""
+        if self.offload != "none":
+            yield f"offload={self.offload}"
+        if self.gradient_wire != "full":
+            yield f"gradients={self.gradient_wire}"
+        if self.prefetch:
+            yield f"prefetch={self.prefetch}"
+        if self.reshard is not None:
+            yield f"reshard={self.reshard}"
+        if self.loss is not None:
+            yield f"loss={self.loss.gradients}/{self.loss.rows}"
+        if self.compile != "none":
+            yield f"compile={self.compile}"
 
     def _order_text(self) -> str:
         """Return the axes that divide anything, innermost first."""
@@ -335,6 +351,10 @@ class Plan(Document):
     """
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
+    prefetch: Prefetch = 0
+    """Written only where a depth is asked for."""
+    reshard: Devices | None = None
+    """Written only where it is not all ranks that divide states."""
     loss: ChunkedLoss | None = None
     compile: Compile = "none"
     """Written only where something is compiled."""
@@ -353,8 +373,9 @@ class Plan(Document):
         fields: dict[str, Any] = written(self)
         if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
-        if self.compile == "none":
-            del fields["compile"]
+        for name in ("compile", "prefetch", "reshard"):
+            if fields.get(name) == type(self).model_fields[name].default:
+                fields.pop(name, None)
         return fields
 
     @model_validator(mode="after")
@@ -489,6 +510,8 @@ class Plan(Document):
             virtual_stages=self.virtual_stages,
             offload=self.offload,
             gradient_wire=self.gradient_wire,
+            prefetch=self.prefetch,
+            reshard=self.reshard,
             loss=self.loss,
             compile=self.compile,
             expert_tensor=mesh.expert_tensor,

@@ -97,6 +97,9 @@ class Sharding(Part):
     accumulation: Accumulation = "into_sum"
     """How a micro-batch's gradients are added to those before: see
     `planner.costs.sharding.accumulated_bytes`."""
+    implicit_gathers: Flag = False
+    """A forward's gather starts when the host comes by its unit, unless a layout asks for a depth
+    of prefetching; else it is always started ahead."""
     unit_s: Amount = 0.0
     """Seconds of the host for each sharded unit and pass (FSDP2's Python hooks)."""
     bridged: Flag = True

@@ -30,6 +30,7 @@ from planner.plan import (
     Job,
     Layout,
     Offload,
+    Prefetch,
     ScheduleName,
 )
 from planner.profile import Recompute
@@ -275,6 +276,10 @@ class Space(Part):
     activations: tuple[Activations, ...] = ("keep", "offload", "compress")
     offload: tuple[Offload, ...] = ("none", "optimizer", "parameters")
     wires: tuple[GradientWire, ...] = ("full", "bf16", "fp16", "powersgd")
+    prefetch: tuple[Prefetch, ...] = (0,)
+    """Depths that a layout may ask for; 0 is what its stack does by itself."""
+    reshard: Flag = False
+    """ZeRO-3 may keep parameters divided over fewer ranks from forward to backward."""
     compile: tuple[Compile, ...] = ("none",)
     """What a layout may say; others are compiled or not as their stack has it."""
     precisions: tuple[Precision, ...] | None = None
@@ -376,10 +381,18 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         yield f"{layout.virtual_stages} stages on a rank"
     if space.axis_order == "fixed" and layout.order != INSIDE_OUT:
         yield "another order of axes"
+    yield from _choices_outside(space, layout)
+
+
+def _choices_outside(space: Space, layout: Layout) -> Iterator[str]:
     if layout.offload not in space.offload:
         yield f"{layout.offload} on the host"
     if layout.gradient_wire not in space.wires:
         yield f"gradients that travel as {layout.gradient_wire}"
+    if layout.prefetch not in space.prefetch:
+        yield f"prefetch {layout.prefetch}"
+    if layout.reshard is not None and not space.reshard:
+        yield f"parameters divided over {layout.reshard} ranks from forward to backward"
     if layout.compile not in space.compile:
         yield f"compile {layout.compile}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -156,6 +156,7 @@ def parallel_stage(
             over_data(layer, plan, place.data, device, root=False)
     if wraps:
         over_data(chain, plan, place.data, device, root=True)
+    _prefetch([chain.get_submodule(item.layer) for item in placed], plan.prefetch)
     return ParallelStage(
         chain=chain,
         summed=frozenset(summed),
@@ -353,8 +354,7 @@ def over_data(
         module,
         mesh=ranks.division if plan.gradient_wire == "full" else ranks.sharding,
         mp_policy=policy,
-        # The root's own parameters are needed again at once; None lets FSDP keep them.
-        reshard_after_forward=(None if root else True) if gathers_anew(plan, ranks) else False,
+        reshard_after_forward=_reshards(plan, ranks, root=root),
         shard_placement_fn=_divided_dims(module, ranks.sharding.size()).get,
         offload_policy=offload,
         ignored_params=others,
@@ -367,6 +367,29 @@ def over_data(
             host.settle(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
             if device.type == "cpu":
                 parameter.register_post_accumulate_grad_hook(_moved_home)
+
+
+def _reshards(plan: Plan, ranks: DataRanks, *, root: bool) -> bool | int | None:
+    """Tell what becomes of parameters behind a forward: FSDP's `reshard_after_forward`."""
+    if not gathers_anew(plan, ranks):
+        return False
+    if root:  # its own parameters are needed again at once; None lets FSDP keep them
+        return None
+    match plan.reshard:
+        case None:
+            return True
+        case 1:
+            return False
+        case _:
+            return plan.reshard
+
+
+def _prefetch(layers: Sequence[nn.Module], depth: int) -> None:
+    """Let each unit of FSDP ask for so many units ahead; 0 leaves that to FSDP."""
+    units = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    for at, unit in enumerate(units if depth else ()):
+        unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + depth])
+        unit.set_modules_to_backward_prefetch(units[max(0, at - depth) : at][::-1])
 
 
 def _moved_home(parameter: torch.Tensor) -> None:

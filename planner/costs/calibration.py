@@ -56,6 +56,8 @@ class Figures:
     """Of stored_bytes, what floating tensors take."""
     elements_per_stored_byte: float = 0.0
     """Elements of those tensors, for each byte of stored_bytes."""
+    forward_waits_s: float = 0.0
+    """Of forward_s, what the device waits for its host."""
     waits_s: float = 0.0
     """Of both passes, what the device waits for its host and can copy in."""
     kept_bytes: float = 0.0

@@ -80,6 +80,8 @@ class HeldStates:
             accumulated=layout.micro_batches > 1,
             offload=layout.offload,
             wire=layout.gradient_wire,
+            prefetch=layout.prefetch,
+            reshard=layout.reshard,
             versions=weight_versions(layout),
         )
 

@@ -96,6 +96,8 @@ def for_all(wanted: Wanted) -> Iterator[str]:
         yield "its devices differ"
     if plan.gradient_wire != "full":
         yield f"gradients travel as {plan.gradient_wire}"
+    if plan.reshard is not None:
+        yield f"parameters stay divided over {plan.reshard} ranks from forward to backward"
     if plan.loss is not None:
         yield "the loss is computed in chunks"
     if treated - {"keep"}:

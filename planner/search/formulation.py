@@ -247,6 +247,8 @@ def plan_with(
         micro_batches=layout.micro_batches,
         offload=layout.offload,
         gradient_wire=layout.gradient_wire,
+        prefetch=layout.prefetch,
+        reshard=layout.reshard,
         loss=layout.loss,
         compile=layout.compile,
         timeout_s=min(max(SHORTEST_TIMEOUT_S, 10.0 * step_s), LONGEST_S),

@@ -13,7 +13,8 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, get_args
@@ -21,7 +22,7 @@ from typing import NamedTuple, get_args
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
 from planner.pins import Pins
-from planner.plan import INSIDE_OUT, Axis, Compile, GradientWire, Job, Layout, Offload
+from planner.plan import INSIDE_OUT, Axis, Compile, GradientWire, Job, Layout, Offload, Prefetch
 from planner.request import Request
 from planner.schedule import obstacle, too_long
 from planner.schedules import PLAIN, SCHEDULES, Schedule
@@ -60,6 +61,8 @@ class ShardingChoice:
     shard: int
     replicate: int
     order: tuple[Axis, ...]
+    prefetch: Prefetch = 0
+    reshard: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,8 @@ class Family:
             micro_batch=self.micro_batch,
             micro_batches=self.micro_batches,
             order=sharing.order,
+            prefetch=sharing.prefetch,
+            reshard=sharing.reshard,
             offload=saving.offload,
             gradient_wire=saving.wire,
             sequence_parallel=self.sequence_parallel,
@@ -311,7 +316,10 @@ def families(
         replicate = degrees.data // shard
         for spans, order in _orders(tiers, degrees, shard, replicate, pins).items():
             inner = spans[:2]  # of tensor and context
-            by_place.setdefault(inner, []).append(ShardingChoice(zero, shard, replicate, order))
+            by_place.setdefault(inner, []).extend(
+                ShardingChoice(zero, shard, replicate, order, prefetch, reshard)
+                for prefetch, reshard in gathers(request, degrees, zero, shard, saved)
+            )
     compiled: dict[str, Compile] = {}
     for size, count in micro_batches(job, degrees, pins):
         every: dict[Compile, list[Timetable]] = {}
@@ -332,6 +340,34 @@ def families(
                     sequence_parallel=divided,
                     compile=choice,
                 )
+
+
+def gathers(
+    request: Request, degrees: Degrees, zero: int, shard: int, saved: Sequence[Saving]
+) -> Iterator[tuple[Prefetch, int | None]]:
+    """Yield depths of prefetching and ranks that keep parameters between passes, plainest first.
+
+    On GPUs ZeRO-3 may ask for one unit ahead; where its ranks are of several nodes, those of one
+    may keep parameters divided among themselves.  Other depths, and whole parameters, are there for
+    who pins them: the first take memory and hide no more of units that are alike, the second take
+    what ZeRO-2 takes, and longer.
+    """
+    pins, space, group = request.pins, request.space, request.cluster.groups[0]
+    moved = any(one.offload == "parameters" for one in saved)
+    asks = zero == 3 and degrees.pipeline == degrees.expert == 1 and not moved
+    depths: list[Prefetch] = [0]
+    within: list[int | None] = [None]
+    if asks and group.accelerator.kind in ("cuda", "rocm"):
+        depths += [1] if 1 in space.prefetch else []
+        node = group.devices_per_node // degrees.tensor
+        if space.reshard and degrees.context == 1 and 1 < node < shard and shard % node == 0:
+            within.append(node)
+    if pins.prefetch is not None:
+        depths = [pins.prefetch] if asks or not pins.prefetch else []
+    if pins.reshard is not None:
+        fits = asks and degrees.context == 1 and pins.reshard < shard
+        within = [pins.reshard] if fits and shard % pins.reshard == 0 else []
+    yield from itertools.product(depths, within)
 
 
 def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
@@ -423,6 +459,8 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         layout.virtual_stages,
         _PLACES[layout.offload],
         _PLACES[layout.gradient_wire],
+        layout.prefetch,
+        layout.reshard or 0,
         *_axes(layout.order),
         -layout.micro_batch,
     )
