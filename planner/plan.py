@@ -93,13 +93,27 @@ class Job:
         check_size("global-batch", self.global_batch, MOST_SAMPLES)
 
 
+CHUNK_ROWS = 1024
+"""Where nobody says: sums of a weight's gradient run over chunks in the weight's type, so that few
+large ones are best, and rows of 128 thousand outputs take a gigabyte."""
+
+
 class ChunkedLoss(Part):
     """Cross-entropy of the output projection, a few rows of logits at a time."""
 
-    rows: Positive
+    rows: Positive = CHUNK_ROWS
     """Positions whose logits exist at once."""
     gradients: LossGradients = "precomputed"
     """Made in forward, where they wait for backward; or in backward, from logits made anew."""
+
+
+def loss_text(loss: ChunkedLoss | None) -> str:
+    """Return how a loss is computed as people write it.
+
+    >>> loss_text(ChunkedLoss(rows=512)), loss_text(None)
+    ('precomputed/512', 'plain')
+    """
+    return "plain" if loss is None else f"{loss.gradients}/{loss.rows}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +212,7 @@ class Layout:
         if self.reshard is not None:
             yield f"reshard={self.reshard}"
         if self.loss is not None:
-            yield f"loss={self.loss.gradients}/{self.loss.rows}"
+            yield f"loss={loss_text(self.loss)}"
         if self.compile != "none":
             yield f"compile={self.compile}"
 

@@ -219,6 +219,7 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
         gradient_wire=pins.gradient_wire or "full",
         prefetch=pins.prefetch or 0,
         reshard=pins.reshard,
+        loss=pins.chunks,
         compile=pins.compile or "none",
         order=pins.order or INSIDE_OUT,
         micro_batch=micro_batch,

@@ -280,6 +280,8 @@ class Space(Part):
     """Depths that a layout may ask for; 0 is what its stack does by itself."""
     reshard: Flag = False
     """ZeRO-3 may keep parameters divided over fewer ranks from forward to backward."""
+    chunked_loss: Flag = False
+    """A layout may say that its loss is computed in chunks."""
     compile: tuple[Compile, ...] = ("none",)
     """What a layout may say; others are compiled or not as their stack has it."""
     precisions: tuple[Precision, ...] | None = None
@@ -393,6 +395,8 @@ def _choices_outside(space: Space, layout: Layout) -> Iterator[str]:
         yield f"prefetch {layout.prefetch}"
     if layout.reshard is not None and not space.reshard:
         yield f"parameters divided over {layout.reshard} ranks from forward to backward"
+    if layout.loss is not None and not space.chunked_loss:
+        yield "a loss in chunks"
     if layout.compile not in space.compile:
         yield f"compile {layout.compile}"
 

@@ -105,6 +105,7 @@ class Setting:
             self.batched,
             self.sequence_parallel,
             self.loss is not None,
+            self.loss is not None and self.loss.gradients == "recomputed",
             self.pipelined,
             self.compiled,
             self.divides_experts,
@@ -166,6 +167,7 @@ class ManySettings(Setting):
             sequence_parallel=some.sequence_parallel,
             pipelined=some.pipelined,
             compiled=some.compiled,
+            loss=some.loss,
             kernels=some.kernels,
             taken=some.branches,
         )

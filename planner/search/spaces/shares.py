@@ -100,6 +100,7 @@ class ShareSpace(GroupSpace):
                         zero=zero,
                         micro_batch=size,
                         micro_batches=-(-count // data),
+                        loss=self.pins.chunks,
                         compile=self.pins.compile or "none",
                     )
 
