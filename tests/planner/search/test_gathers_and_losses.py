@@ -60,7 +60,7 @@ def test_a_loss_in_chunks_makes_no_plan_slower() -> None:
 
         assert own.plan.loss == PRECOMPUTED
         assert plain.plan.loss is None
-        assert own.prediction.step_time_s <= plain.prediction.iteration_s
+        assert own.prediction.step_time_s <= plain.prediction.step_time_s
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,4 @@ def test_a_pinned_depth_and_groups_are_planned_and_predicted() -> None:
     assert (found.plan.prefetch, found.plan.reshard) == (2, 8)
     assert "prefetch=2 reshard=8" in found.plan.layout.text()
     again = predict(found.plan, asked.model, asked.cluster)
-    assert again.step_time_s == pytest.approx(found.prediction.iteration_s)
+    assert again.step_time_s == pytest.approx(found.prediction.step_time_s)
