@@ -126,14 +126,23 @@ class Judged:
 class Attack:
     """One request: its answer, and plans against it."""
 
-    def __init__(self, request: Target, *, seed: int = 0, prove: Prove = "usual") -> None:
+    def __init__(
+        self,
+        request: Target,
+        *,
+        seed: int = 0,
+        prove: Prove = "usual",
+        answer: Answer | None = None,
+    ) -> None:
+        """Attack `answer`, or what the search answers."""
         self.request = request
         self.model = resolve_model(request.model)
         self.cluster = resolve_cluster(request.cluster)
         self.job = request.job
         allowed = read_allowances([request.allow]) if request.allow else frozenset()
         asked = Request(self.model, self.cluster, self.job, Pins(allowed=allowed))
-        self.answer: Answer = search(replace(asked, called=request.cluster), effort=EFFORTS[prove])
+        asked = replace(asked, called=request.cluster)
+        self.answer = answer or search(asked, effort=EFFORTS[prove])
         self.rng = random.Random(f"{request.name} {seed}")
         self.drafts = Drafts(
             self.model, self.cluster, self.job, allowed=frozenset(allowed), rng=self.rng

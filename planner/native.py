@@ -24,7 +24,7 @@ from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Recompute
 from planner.schedules import SCHEDULES, schedule_of
-from planner.stack_space import EVERYTHING, Facts, conflicts
+from planner.stack_space import EVERYTHING, Facts, Space, conflicts
 
 FAMILIES = (
     "reference",
@@ -99,16 +99,15 @@ def limit(
     cluster: ClusterSpec,
     job: Job,
     layout: Layout,
-    *,
-    pads_vocabulary: bool = False,
+    space: Space,
 ) -> str | None:
     """Return why no backend could run a layout as the planner describes it, or None.
 
-    One that `pads_vocabulary` divides any.
+    A `space` says whether its framework pads vocabularies and shares heads of keys.
     """
     found = next(_cluster_obstacles(cluster, job, layout), None)
     found = found or next(_unplanned(model, job), None)
-    found = found or next(_limits(model, job, layout, pads_vocabulary=pads_vocabulary), None)
+    found = found or next(_limits(model, job, layout, space), None)
     return str(found) if found else None
 
 
@@ -200,7 +199,7 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     yield from _unit_obstacles(model, layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
-    yield from _limits(model, job, layout)
+    yield from _limits(model, job, layout, native().space or EVERYTHING)
     if a is not None and a.experts is not None:
         yield from _grouped_obstacles(a.experts.ffn_size, job, layout)
     if layout.stages > 1:
@@ -296,9 +295,7 @@ def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iter
         )
 
 
-def _limits(
-    model: ModelGraph, job: Job, layout: Layout, *, pads_vocabulary: bool = False
-) -> Iterator[Obstacle]:
+def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterator[Obstacle]:
     """Yield what no backend can do as the planner describes it."""
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
@@ -330,7 +327,7 @@ def _limits(
     if layout.expert > 1:
         yield from _expert_limits(model.architecture, layout.expert)
     if layout.tensor > 1:
-        yield from _tensor_limits(model, job, layout, pads_vocabulary)
+        yield from _tensor_limits(model, job, layout, space)
 
 
 def _foreign_choices(job: Job, layout: Layout) -> Iterator[Obstacle]:
@@ -395,9 +392,7 @@ def _expert_limits(a: Architecture | None, degree: int) -> Iterator[Obstacle]:
         yield Obstacle("mesh.expert", f"{degree} does not divide {count} experts")
 
 
-def _tensor_limits(
-    model: ModelGraph, job: Job, layout: Layout, pads_vocabulary: bool
-) -> Iterator[Obstacle]:
+def _tensor_limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterator[Obstacle]:
     a = model.architecture
     place = "mesh.tensor"
     if a is None:
@@ -414,9 +409,9 @@ def _tensor_limits(
     figures = {
         "seq_len": job.seq_len // layout.context,
         "heads": a.heads,
-        "kv_heads": a.kv_heads,
+        "kv_heads": layout.tensor if _shares_heads(a, layout, space) else a.kv_heads,
         "ffn_size": a.ffn_size,
-        "vocab_size": layout.tensor if pads_vocabulary else a.vocab_size,
+        "vocab_size": layout.tensor if space.pads_vocabulary else a.vocab_size,
     }
     if a.experts is not None and layout.expert == 1:
         figures["experts.ffn_size"] = a.experts.ffn_size
@@ -424,6 +419,11 @@ def _tensor_limits(
     for name, figure in figures.items():
         if figure % layout.tensor:
             yield Obstacle(place, f"{layout.tensor} does not divide {name} {figure}")
+
+
+def _shares_heads(a: Architecture, layout: Layout, space: Space) -> bool:
+    """Whether several tensor ranks have each head of keys whole."""
+    return space.shares_heads and a.latent is None and layout.tensor % a.kv_heads == 0
 
 
 def _device_obstacles(cluster: ClusterSpec) -> Iterator[Obstacle]:

@@ -288,6 +288,8 @@ class Space(Part):
     """None: every precision there is."""
     pads_vocabulary: Flag = False
     """A vocabulary that tensor ranks do not divide has rows added until they do."""
+    shares_heads: Flag = False
+    """Tensor ranks may be a multiple of the heads of keys: each has one of these whole."""
     divisible: tuple[Divisible, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
 

@@ -55,6 +55,7 @@ class AcceleratorEntry(Part):
     peak_flops: dict[Precision, Rate]
     memory_bytes_per_s: Rate
     tdp_w: Amount | None = None
+    multiprocessors: Positive | None = None
     curve: DeviceCurve
     kernels: KernelRates = KernelRates()
     architecture: Name | None = None
@@ -83,6 +84,7 @@ class AcceleratorEntry(Part):
             kernels=self.kernels,
             architecture=self.architecture,
             tdp_w=self.tdp_w,
+            multiprocessors=self.multiprocessors,
             sources=self.sources,
         )
 

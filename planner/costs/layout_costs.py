@@ -279,6 +279,7 @@ class CostTables:
         return sum(self._rates.link_s("send_recv", size, neighbours) for size in sizes_bytes)
 
     def _setting(self, layout: Layout) -> Setting:
+        a = self.model.architecture
         return Setting(
             micro_batch=layout.micro_batch,
             seq_len=self.job.seq_len,
@@ -291,6 +292,7 @@ class CostTables:
             loss=layout.loss,
             compiled=layout.compile == "block",
             pipelined=self._stalls and layout.pipeline > 1,
+            gathers_heads=a is not None and a.latent is None and a.kv_heads < layout.tensor,
             kernels=self._kernels,
         )
 

@@ -17,9 +17,14 @@ and reduced over the ranks that hold the same ones.  Parameters on the host: eve
 brings their shard, 4 N/d bytes, over the host link, every reduction takes 4 N/d bytes of gradients
 back, and where the host adds them up it moves 12 N/d bytes in its own memory.
 
-Exposure.  A collective hides behind its own layer's computation: of its c seconds beside w of
-compute, max((1 - o) c, c - w) are seen, o being the share that can hide.  Gradients of FSDP's units
-in a pipeline are reduced after the last backward, seen in full.
+Exposure.  A collective runs beside its own layer's computation, of w seconds, which is slower
+meanwhile, as its kernel has k of the n multiprocessors.  Of the w seconds c (1 - k/n) are done when
+it ends after c, so that both take the longer of c and w + c k/n, and
+
+    max(c k/n, c - w)
+
+is seen.  Of the share that does not run beside anything all is.  Gradients of FSDP's units in a
+pipeline are reduced after the last backward, seen in full.
 """
 
 from __future__ import annotations

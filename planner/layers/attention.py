@@ -41,8 +41,9 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     """Projections, rotary positions, fused attention, output projection.
 
     Where there are fewer heads of keys than tensor-parallel ranks, a rank attends to one of them
-    whole, as others do; the projection's weights are divided all the same.  Source: Megatron Core,
-    transformer/attention.py (num_query_groups < world_size).
+    whole, as others do; the projection's weights are divided all the same, and its outputs are
+    gathered from all ranks (`_own_heads`).  Source: Megatron Core, transformer/attention.py
+    (num_query_groups < world_size).
     """
     if a.latent is not None:
         return _latent_attention(a, a.latent, setting, source)
@@ -59,8 +60,13 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     operators, whole = gathered(setting, source, "attention_gather", full)
     apart = a.family not in ONE_PROJECTION and not kernels.fused_projections
     outputs = {"q_linear": query, "k_linear": key, "v": key} if apart else {"qkv": query + 2 * key}
-    operators += projections(a, setting, source, whole, outputs, width=width)
     q, k, v = ("q_linear", "k_linear", "v") if apart else ("qkv", "qkv", "qkv")
+    if setting.gathers_heads:
+        outputs = {"qkv": tokens * width * e}
+        q = k = v = "qkv_own"
+    operators += projections(a, setting, source, whole, outputs, width=width)
+    if setting.gathers_heads:
+        operators += _own_heads(setting, t * tokens * width * e, query + 2 * key)
     if a.family == "falcon" and 1 < a.kv_heads < a.heads and kernels.scores == "module":
         operators.append(_spread(query, key))
         q, k, v, key = "q_apart", "k_apart", "v_apart", query
@@ -163,6 +169,35 @@ def _latent_attention(
         width=query_width if setting.kernels.pads_values else (query_width + value_width) / 2,
     )
     return [*operators, *row_wise(a, setting, "core", "attention_out", width=value_width)]
+
+
+def _own_heads(setting: Setting, gathered: float, own: float) -> list[Operator]:
+    """Queries, keys and values of all ranks, `gathered` bytes, and a rank's `own` cut from them.
+
+    They are gathered along features, so that what each rank sent is copied into its columns, and
+    nothing hides it.  Source: Megatron Core, tensor_parallel/mappings.py (_gather_along_last_dim).
+    """
+    return [
+        Operator(
+            name="heads_gather",
+            kind="all_gather",
+            inputs=("qkv",),
+            outputs={"qkv_gathered": gathered},
+            moved_bytes=gathered,
+            copied_bytes=2 * gathered,
+            workspace_bytes=gathered,
+            wide=True,
+            waits=True,
+        ),
+        Operator(
+            name="own_heads",
+            kind="memory",
+            inputs=("qkv_gathered",),
+            outputs={"qkv_own": own},
+            moved_bytes=2 * own,
+            backward_moved_bytes=setting.kernels.back(2 * own, gathered + own),
+        ),
+    ]
 
 
 def _spread(query: float, key: float) -> Operator:

@@ -76,6 +76,9 @@ class Setting:
     """How the head's loss is computed; None: from all logits."""
     pipelined: bool = False
     """The layer is of a pipeline over several nodes, whose hosts wait for each other."""
+    gathers_heads: bool = False
+    """There are fewer heads of keys than tensor ranks: outputs of their projection are gathered,
+    and each rank takes its own."""
     compiled: bool = False
     """Blocks are compiled, each as one graph."""
     kernels: Kernels = field(default=MODULES, compare=False)
@@ -108,6 +111,7 @@ class Setting:
             self.loss is not None and self.loss.gradients == "recomputed",
             self.pipelined,
             self.compiled,
+            self.gathers_heads,
             self.divides_experts,
         )
 
@@ -166,6 +170,7 @@ class ManySettings(Setting):
             expert_tensor=column("expert_tensor"),
             sequence_parallel=some.sequence_parallel,
             pipelined=some.pipelined,
+            gathers_heads=some.gathers_heads,
             compiled=some.compiled,
             loss=some.loss,
             kernels=some.kernels,
@@ -246,6 +251,8 @@ class Operator:
     """Whether a product's dimensions are multiples of what 8-bit kernels take."""
     wide: bool = False
     """Whether what a gather brings is needed in 16 bits, however its products are."""
+    waits: bool = False
+    """Whether nothing hides a collective, and no pass has it a second time."""
     in_core: bool = False
     """Of written-out attention between its projections: scores, softmax, dropout, values."""
 

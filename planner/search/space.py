@@ -159,17 +159,12 @@ class Family:
                 for saving in self.savings:
                     yield self.layout(sharing, timetable, saving)
 
-    def widest(self) -> Iterator[ShardingChoice]:
-        """Yield the sharings that divide states among the most ranks, for each ZeRO level."""
-        for level in {sharing.zero: None for sharing in self.sharings}:
-            yield next(sharing for sharing in self.sharings if sharing.zero == level)
-
     def corners(self) -> Iterator[Layout]:
-        """Yield the layouts that divide states among the most ranks, for each ZeRO level."""
-        for widest in self.widest():
-            for timetable in self.timetables:
-                for saving in self.savings:
-                    yield self.layout(widest, timetable, saving)
+        """Yield layouts of the simplest timetable, states divided the most at each ZeRO level."""
+        for level in {sharing.zero: None for sharing in self.sharings}:
+            widest = next(sharing for sharing in self.sharings if sharing.zero == level)
+            for saving in self.savings:
+                yield self.layout(widest, self.timetables[0], saving)
 
     @property
     def first(self) -> Layout:

@@ -59,13 +59,14 @@ def test_no_plan_of_an_attack_simulates_below_what_is_proven(name: str) -> None:
 
 
 def test_an_attack_sees_a_simulated_bound_that_is_too_high() -> None:
-    attack = Attack(REQUESTS["gpt2-xl-4090"])
-    certificate = attack.answer.certificate
+    answer = attack_on("gpt2-xl-4090").answer
+    certificate = answer.certificate
     finals = certificate.simulated
     assert finals is not None
     too_high = finals.model_copy(update={"lower_bound_s": 1.01 * finals.step_time_s})
     changed = certificate.model_copy(update={"simulated": too_high})
-    attack.answer = replace(attack.answer, certificate=changed)
+    wrong = replace(answer, certificate=changed)
+    attack = Attack(REQUESTS["gpt2-xl-4090"], answer=wrong)
 
     outcome = attack.run(PLANS)
 
@@ -73,10 +74,11 @@ def test_an_attack_sees_a_simulated_bound_that_is_too_high() -> None:
 
 
 def test_an_attack_sees_a_bound_that_is_too_high() -> None:
-    attack = Attack(REQUESTS["gpt2-xl-4090"])
-    true = attack.answer.certificate
+    answer = attack_on("gpt2-xl-4090").answer
+    true = answer.certificate
     too_high = true.model_copy(update={"lower_bound_s": 1.005 * true.objective_s})
-    attack.answer = replace(attack.answer, certificate=too_high)
+    wrong = replace(answer, certificate=too_high)
+    attack = Attack(REQUESTS["gpt2-xl-4090"], answer=wrong)
 
     outcome = attack.run(PLANS)
 
@@ -84,10 +86,11 @@ def test_an_attack_sees_a_bound_that_is_too_high() -> None:
 
 
 def test_an_attack_sees_an_answer_that_is_too_slow() -> None:
-    attack = Attack(REQUESTS["gpt2-xl-4090"])
-    true = attack.answer.prediction
+    answer = attack_on("gpt2-xl-4090").answer
+    true = answer.prediction
     slow = true.model_copy(update={"step_time_s": 1.05 * true.step_time_s})
-    attack.answer = replace(attack.answer, prediction=slow)
+    wrong = replace(answer, prediction=slow)
+    attack = Attack(REQUESTS["gpt2-xl-4090"], answer=wrong)
 
     outcome = attack.run(PLANS)
 

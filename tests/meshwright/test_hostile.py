@@ -36,8 +36,8 @@ def found(count: int, *, first: int = 0) -> dict[str, str]:
     return result["findings"]
 
 
-def test_75_hostile_inputs_end_in_a_message() -> None:
-    assert found(75) == {}
+def test_50_hostile_inputs_end_in_a_message() -> None:
+    assert found(50) == {}
 
 
 @pytest.mark.matrix

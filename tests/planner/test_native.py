@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from planner.catalog import stacks
 from planner.cluster import ClusterSpec
+from planner.executable import rules_of
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.native import caveat, limit, obstacle, refusal
 from planner.plan import Job, Layout
+from planner.stack_space import EVERYTHING
 from planner.training import Lora
 
 JOB = Job(seq_len=4096, global_batch=64)
@@ -82,6 +85,27 @@ def test_models_that_cannot_be_divided_say_so(node: ClusterSpec, name: str, reas
     assert reason in (refusal(resolve_model(name), node, JOB, layout) or "")
 
 
+@pytest.mark.parametrize(
+    ("stack", "tensor", "refused"),
+    [
+        ("megatron", 8, False),  # two ranks have each of the four heads of keys
+        ("nanotron", 8, True),
+        ("torchtitan", 8, True),
+        ("native", 8, True),
+    ],
+)
+def test_heads_of_keys_are_shared_by_ranks_where_a_framework_gathers_them(
+    stack: str, tensor: int, refused: bool
+) -> None:
+    model, cluster = resolve_model("smollm3-3b"), resolve_cluster("8xh100-sxm-80gb")
+    layout = Layout(tensor=tensor, data_shard=8 // tensor, micro_batches=64)
+
+    found = rules_of(stacks()[stack])(model, cluster, JOB, layout)
+
+    assert (found is not None) == refused, found
+    assert not refused or "heads" in str(found)
+
+
 def test_an_obstacle_has_its_place_in_a_plan(llama: ModelGraph) -> None:
     found = obstacle(llama, JOB, Layout(tensor=3))
 
@@ -137,10 +161,10 @@ def test_a_family_without_an_adapter_is_planned_within_what_its_figures_divide(
 def test_what_divides_nothing_is_beyond_every_backend(
     llama: ModelGraph, node: ClusterSpec, layout: Layout, reason: str
 ) -> None:
-    assert reason in str(limit(llama, node, JOB, layout))
+    assert reason in str(limit(llama, node, JOB, layout, EVERYTHING))
 
 
 def test_a_backend_refuses_what_only_it_cannot_do(llama: ModelGraph, node: ClusterSpec) -> None:
     odd = Job(seq_len=4098, global_batch=64)
-    assert limit(llama, node, odd, Layout(context=2)) is None
+    assert limit(llama, node, odd, Layout(context=2), EVERYTHING) is None
     assert "2 x 2 chunks" in str(refusal(llama, node, odd, Layout(context=2)))

@@ -136,6 +136,7 @@ def test_a_launch_trains_like_the_library(
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_what_is_exported_is_what_the_library_has_trained(tmp_path: Path) -> None:
     """Ranks are processes of their own here, from `launch` to `export`."""
     one = row("llama", "fp32", tensor=2)

@@ -64,7 +64,10 @@ def save_and_load(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("graph", "layouts"), [(TIED, LAYOUTS), (MIXED, LAYOUTS[:3])])
+@pytest.mark.parametrize(
+    ("graph", "layouts"),
+    [(TIED, LAYOUTS), pytest.param(MIXED, LAYOUTS[:3], marks=pytest.mark.matrix)],
+)
 def test_any_plan_goes_on_where_another_stopped(
     graph: ModelGraph, layouts: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def check_as_if_nothing_had_happened(room: Room) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_a_kill_costs_nothing(room: Room) -> None:
     pytest.importorskip("torch")
 

@@ -13,6 +13,7 @@ Layouts wait in `planner.search.layout_queue` by their computation and their lea
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,8 +24,7 @@ from planner.costs.layout_costs import counted_by_rank
 from planner.costs.seats import branching
 from planner.plan import Layout, Plan, PlannedModel
 from planner.predict import placement_prediction, placements_of
-from planner.request import Request
-from planner.search.answer import TIES_LIMIT_S, Answer
+from planner.search.answer import TIES_LIMIT_S
 from planner.search.candidates import Candidates
 from planner.search.certificate import (
     BOUNDS,
@@ -36,13 +36,10 @@ from planner.search.certificate import (
     UNKEPT,
 )
 from planner.search.formulation import instance_of, plan_of, ties_of
-from planner.search.layout_queue import Bound, Bundle, Found, Lost
-from planner.search.misses import nothing_keeps
+from planner.search.layout_queue import Bound, Bundle, Found, Lost, Space
 from planner.search.ranked import Ranked
 from planner.search.spaces.alike import AlikeSpace
-from planner.search.spaces.misses import closest_miss
 from planner.search.spaces.rounds import RoundSpace, unlike
-from planner.search.spaces.search import LayoutSpace, Misses, Progress, Refusals, search_spaces
 from planner.solver import sided
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
 from planner.solver.graphs.lattice import solve_graph
@@ -54,41 +51,11 @@ MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
 
 
-def search_graph(
-    candidates: Candidates,
-    *,
-    solver: str,
-    top: int = 1,
-    progress: Progress | None = None,
-) -> Answer:
-    """Return the fastest plan that fits, with its proof; `candidates` are of a model with edges."""
-
-    def build(request: Request) -> list[LayoutSpace[Any]]:
-        return spaces_of(Candidates(request, candidates.rules))
-
-    def why_nothing(refused: Refusals, misses: Misses) -> str:
-        if candidates.pins.require:
-            return nothing_keeps(candidates.request, refused)
-        return closest_miss(candidates.request, build, refused, misses)
-
-    return search_spaces(
-        spaces_of(candidates, by_program=solver == "ilp"),
-        solver=solver,
-        refused=candidates.refused,
-        why_nothing=why_nothing,
-        top=top,
-        progress=progress,
-    )
-
-
-def spaces_of(candidates: Candidates, *, by_program: bool = False) -> list[LayoutSpace[Any]]:
-    """Return one stage a rank, and two where the graph has one order."""
-    spaces: list[LayoutSpace[Any]] = (
-        [GraphSpace(candidates, by_program=by_program)] if candidates.families else []
-    )
-    if by_program or candidates.pins.require:
-        return spaces
-    return [*spaces, RoundSpace(candidates)] if unlike(candidates.model) else spaces
+def spaces_of(candidates: Candidates, *, by_program: bool = False) -> Iterator[Space[Any]]:
+    """Yield one stage a rank, and two where the graph has one order."""
+    yield GraphSpace(candidates, by_program=by_program)
+    if not (by_program or candidates.pins.require) and unlike(candidates.model):
+        yield RoundSpace(candidates)
 
 
 class GraphSpace(AlikeSpace):
@@ -104,26 +71,27 @@ class GraphSpace(AlikeSpace):
         """Lower bounds on a layout's seconds, and what falls to each."""
         return [
             (BOUNDS[COMPUTATION], lambda _: 0.0),
-            (BOUNDS[COMMUNICATION], self._candidates.communication_s),
+            (BOUNDS[COMMUNICATION], self.candidates.communication_s),
         ]
 
-    def bundles(self, _: Refusals) -> Iterator[Bundle]:
+    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Bundle]]:
         """Yield every layout that keeps what the user fixed, by family and schedule."""
-        self._candidates.computation_s()
-        for family in self._candidates.families:
-            least_s = self._candidates.timetables_s(family)
+        refused.update(self.candidates.refused)
+        self.candidates.computation_s()
+        for family in self.candidates.families:
+            least_s = self.candidates.timetables_s(family)
             for part, bound_s in zip(family.by_timetable(), least_s, strict=True):
-                yield Bundle(part.first, bound_s, part.size, part.layouts)
+                yield bound_s, Bundle(part.first, part.size, part.layouts)
 
     def instance(self, layout: Layout) -> GraphInstance:
         """Return the partition problem of a layout."""
         costs, model = self._tables.of(layout), self._model
         chain = instance_of(
             model,
-            self._candidates.cluster,
+            self.candidates.cluster,
             layout,
             costs,
-            self._candidates.pins.recompute,
+            self.candidates.pins.recompute,
         )
         number = {name: at for at, (name, _) in enumerate(model.chain)}
         sent_s = {
@@ -173,10 +141,10 @@ class GraphSpace(AlikeSpace):
         if isinstance(answer, Infeasible):
             return Lost(OUT_OF_MEMORY, reason=answer.reason)
         if isinstance(answer, Fathomed):
-            bound_s = max(self._candidates.communication_s(layout), answer.lower_bound_s + step_s)
+            bound_s = max(self.candidates.communication_s(layout), answer.lower_bound_s + step_s)
             return Lost(NO_FASTER if bound_s >= cutoff_s else UNFINISHED, bound_s=bound_s)
         if isinstance(answer, Undecided | Unfinished):
-            return Lost(UNFINISHED, bound_s=self._candidates.communication_s(layout))
+            return Lost(UNFINISHED, bound_s=self.candidates.communication_s(layout))
         kept = self._within_hosts(layout, problem, answer)
         if kept is None:
             return Lost(UNFINISHED, bound_s=answer.lower_bound_s + step_s)
@@ -186,8 +154,8 @@ class GraphSpace(AlikeSpace):
         self, layout: Layout, problem: GraphInstance, found: GraphSolution
     ) -> GraphSolution | Infeasible | Unfinished:
         """Return the split if it keeps what is required, else that of the integer program."""
-        asked = self._candidates.pins.require
-        ties = ties_of(self._candidates.model, layout, asked, self._model)
+        asked = self.candidates.pins.require
+        ties = ties_of(self.candidates.model, layout, asked, self._model)
         each = zip(found.order, found.split.options, strict=True)
         names = [problem.kinds[problem.layers[at]][option].name for at, option in each]
         if all_kept(ties, found.order, found.split.cuts, names):
@@ -204,7 +172,7 @@ class GraphSpace(AlikeSpace):
         if not any(option.host_bytes for table in problem.kinds for option in table):
             return found
         chain = replace(
-            problem.chain_along(found.order), hosts=hosts(self._candidates.cluster, layout)
+            problem.chain_along(found.order), hosts=hosts(self.candidates.cluster, layout)
         )
         if broken(chain, found.split) is None:
             return found
@@ -216,11 +184,11 @@ class GraphSpace(AlikeSpace):
 
     def ranked(self, found: Found[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
-        original = self._candidates.model
+        original = self.candidates.model
         names = [found.split.names[layer] for layer in found.split.order]
         ordered = in_order(self._model, names)
         plan = plan_of(
-            replace(self._candidates.request, model=ordered),
+            replace(self.candidates.request, model=ordered),
             found.layout,
             self._tables.of(found.layout),
             found.split.split,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -36,7 +37,7 @@ from planner.plan import Layout, Plan
 from planner.predict import placement_prediction, placements_of
 from planner.request import Request
 from planner.schedules import schedule_of
-from planner.search.answer import TIES_LIMIT_S, Answer
+from planner.search.answer import TIES_LIMIT_S
 from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
@@ -50,8 +51,7 @@ from planner.search.certificate import (
 )
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import instance_of, layout_pace, ties_of, unkept
-from planner.search.layout_queue import Bound, Bundle, Found, Lost
-from planner.search.misses import nothing_keeps
+from planner.search.layout_queue import Bound, Bundle, Found, Lost, Space
 from planner.search.ranked import Ranked
 from planner.search.space import (
     Degrees,
@@ -65,8 +65,6 @@ from planner.search.space import (
 )
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace, leanest
-from planner.search.spaces.misses import closest_miss
-from planner.search.spaces.search import LayoutSpace, Misses, Progress, Refusals, search_spaces
 from planner.search.spaces.shares import ShareSpace
 from planner.solver.graphs.graph_instance import Undecided
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
@@ -82,20 +80,6 @@ from planner.solver.unequal.unequal_instance import UnequalSolution
 from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
-
-
-def search_mixed(
-    request: Request, *, solver: str, top: int = 1, progress: Progress | None = None
-) -> Answer:
-    """Return the fastest plan that fits, with its proof."""
-    return search_spaces(
-        _spaces(request, solver),
-        solver=solver,
-        refused={},
-        why_nothing=partial(_why_nothing, request),
-        top=top,
-        progress=progress,
-    )
 
 
 class MixedSpace(GroupSpace):
@@ -148,7 +132,7 @@ class MixedSpace(GroupSpace):
             return "it lacks stages that are asked for"
         return refusal(self.model, self.cluster, self.job, layout)
 
-    def bundles(self, refused: Refusals) -> Iterator[Bundle]:
+    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Bundle]]:
         """Yield every layout that keeps what the user fixed, those alike but for sharing in one."""
         for degrees in every_degrees(self.request):
             shared = sharings(degrees, self.pins)
@@ -158,7 +142,7 @@ class MixedSpace(GroupSpace):
                     len(timetables(self.model, degrees.pipeline, number, self.pins))
                     for _, number in micro_batches(self.job, degrees, self.pins)
                 )
-                refused[why] = refused.get(why, 0) + count
+                refused[why] += count
                 continue
             for size, count in micro_batches(self.job, degrees, self.pins):
                 for timetable in timetables(self.model, degrees.pipeline, count, self.pins):
@@ -166,13 +150,8 @@ class MixedSpace(GroupSpace):
                         continue
                     every = partial(self._layouts, degrees, shared, size, count, timetable)
                     first = next(every())
-                    yield Bundle(
-                        first,
-                        self.computation_s(first),
-                        len(shared),
-                        every,
-                        partial(self.room_s, every),
-                    )
+                    bundle = Bundle(first, len(shared), every, partial(self.room_s, every))
+                    yield self.computation_s(first), bundle
 
     def _refusal_of(self, degrees: Degrees) -> str | None:
         """Return why nothing runs with these degrees, whatever is shared."""
@@ -463,12 +442,6 @@ class MixedGraphSpace(MixedSpace):
         return self.costs.seats(plan.layout, groups, held)
 
 
-def _why_nothing(request: Request, refused: Refusals, misses: Misses) -> str:
-    if request.pins.require:
-        return nothing_keeps(request, refused)
-    return closest_miss(request, lambda asked: list(_spaces(asked)), refused, misses)
-
-
 def _alive(layout: Layout) -> Floats:
     """[rank] Micro-batches in flight at the moment that counts, of the stage that has least."""
     ranks = layout.pipeline
@@ -491,7 +464,7 @@ def _divided(layout: Layout) -> tuple[int, ...]:
     return layout.tensor, layout.context, layout.expert, layout.micro_batch
 
 
-def _spaces(request: Request, solver: str = "exact") -> Iterator[LayoutSpace[Any]]:
+def spaces_of(request: Request, *, by_program: bool = False) -> Iterator[Space[Any]]:
     """Yield the layouts of every set of groups, the largest first.
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.
@@ -504,5 +477,5 @@ def _spaces(request: Request, solver: str = "exact") -> Iterator[LayoutSpace[Any
             if part.cluster.mixed and not request.pins.require:
                 yield ShareSpace(part, cluster)
             along = (MixedGraphSpace if request.model.edges else MixedSpace)(part, cluster)
-            along.by_program = solver == "ilp"
+            along.by_program = by_program
             yield along

@@ -16,6 +16,7 @@ below.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -33,7 +34,6 @@ from planner.search.rank_problem import RankProblem
 from planner.search.ranked import Ranked
 from planner.search.space import LARGEST_MICRO_BATCH, divisors
 from planner.search.spaces.groups import GroupSpace
-from planner.search.spaces.search import Refusals
 from planner.solver.inner import solve
 from planner.solver.instance import Infeasible, Instance, Solution, fits, priced
 from planner.solver.sides import Host
@@ -76,10 +76,10 @@ class ShareSpace(GroupSpace):
         """Return why no plan is made of a layout, or None if one can be."""
         return refusal(self.model, self._alike, self.job, layout)
 
-    def bundles(self, _: Refusals) -> Iterator[Bundle]:
+    def bundles(self, _: Counter[str]) -> Iterator[tuple[float, Bundle]]:
         """Yield every layout that keeps what the user fixed, each by itself."""
         for layout in filter(self.pins.allow, self._every_layout()):
-            yield Bundle(layout, 0.0, 1, partial(iter, (layout,)))
+            yield 0.0, Bundle(layout, 1, partial(iter, (layout,)))
 
     def _every_layout(self) -> Iterator[Layout]:
         """`micro_batches` is the mean share, rounded up."""

@@ -13,7 +13,7 @@ allows no stage above
 
 which leaves narrow bands of ideals (`planner.solver.graphs.bands`), and only those steps between
 them that some split below the target can take (`planner.solver.graphs.sweep`).  Steps start with
-bounds on their seconds (`planner.solver.graphs.step_bounds`) that become exact when the cheapest
+bounds on their seconds (`planner.solver.step_bounds`) that become exact when the cheapest
 path wants to use them (`planner.solver.settled`).  All costs being bounds, a path whose steps are
 exact is the optimum; if there is no path, the target is a bound for all splits, and the next one
 higher.
@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
 import numpy as np
 
@@ -40,13 +39,14 @@ from planner.solver.graphs.bands import Bands
 from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Method, Undecided
 from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.graphs.orders import Order, orders
-from planner.solver.graphs.step_bounds import StepBounds
-from planner.solver.graphs.step_table import Known, StageBytes, StepTable
+from planner.solver.graphs.step_table import StepTable
 from planner.solver.graphs.sweep import Aim, Sweep
 from planner.solver.inner import solve
 from planner.solver.instance import Fathomed, Infeasible, Solution, leanest_bytes
 from planner.solver.knapsack import Knapsacks
 from planner.solver.settled import best_split, loose_s
+from planner.solver.step_bounds import StepBounds
+from planner.solver.table import Known
 from planner.units import bytes_text
 
 networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
@@ -116,7 +116,6 @@ class Lattice:
         )
         self._bands = Bands(every, self._knapsacks, self._fluid, self._cut_s)
         self._known: Known = {}
-        self._counted = None if problem.used_bytes is None else StageBytes(problem.used_bytes)
 
     def search(
         self, rival: GraphSolution | None, most_pairs: int, cutoff_s: float = math.inf
@@ -174,7 +173,7 @@ class Lattice:
         places = [np.searchsorted(members, band) for band in bands]
         bounds = StepBounds(self._knapsacks, self._every, members, self._cut_s)
         aim = Aim(ceiling_s=ceiling_s, cutoff_s=target_s, sync_s=fluid.sync_s)
-        hops = Sweep(bounds, places, aim).hops(most_pairs)
+        hops = Sweep(bounds, self._every, places, aim).hops(most_pairs)
         if hops is None:
             return None
         return StepTable(
@@ -182,16 +181,12 @@ class Lattice:
             [(hop.smaller, hop.larger) for hop in hops],
             self._known,
             np.concatenate([hop.stage_s for hop in hops]),
-            counted=self._counted,
         )
 
     def _assembled(self, table: StepTable, path: Way) -> GraphSolution:
         """Choose the options of every stage and evaluate the split as that of a chain."""
         problem = self._problem
-        stages = [table.layers(step) for step in path.way]
-        options = [option for step in path.way for option in table.options(step)]
-        order = tuple(layer for held in stages for layer in held)
-        cuts = tuple(accumulate((len(held) for held in stages), initial=0))
+        order, cuts, options = table.laid(path.way)
         return _named(problem, order, assembled(problem.chain_along(order), cuts, options))
 
 
