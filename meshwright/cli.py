@@ -132,6 +132,13 @@ def plan(
     model: ModelArgument,
     cluster: ClusterOption,
     seq_len: SeqLen = None,
+    document_len: Annotated[
+        int | None,
+        typer.Option(
+            "--document-len",
+            help="Samples hold several documents: length of a token's, mean over tokens",
+        ),
+    ] = None,
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
     lora: Annotated[
@@ -183,6 +190,7 @@ def plan(
             model,
             cluster,
             seq_len=seq_len,
+            document_len=document_len,
             global_batch=global_batch,
             precision=precision.value if precision else None,
             lora=lora or (),

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from planner import schedule
 from planner.catalog import native
-from planner.cluster import ClusterSpec
+from planner.cluster import EIGHT_BITS, ClusterSpec
 from planner.model import Architecture, ModelGraph, is_script
 from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
@@ -56,6 +56,9 @@ CAVEAT_SOURCE = "planner/native.py"
 """Where an assumption comes from that says that a plan cannot be launched."""
 GROUPED_BYTES = 16
 """Rows of matrices in torch's grouped product are multiples of this (torch._grouped_mm)."""
+
+BLOCKS_MULTIPLIED = ("blackwell", "blackwell-rtx")
+"""Architectures whose products take a scale for each block of 32 (mxfp8)."""
 
 Rules = Callable[[ModelGraph, ClusterSpec, Job, Layout], str | None]
 """Return why no plan is made of a layout, or None if one can be: `refusal` or `limit`."""
@@ -99,7 +102,7 @@ def limit(
     cluster: ClusterSpec,
     job: Job,
     layout: Layout,
-    space: Space,
+    space: Space = EVERYTHING,
 ) -> str | None:
     """Return why no backend could run a layout as the planner describes it, or None.
 
@@ -157,17 +160,24 @@ def _cluster_obstacles(cluster: ClusterSpec, job: Job, layout: Layout) -> Iterat
         )
     if cluster.mixed:
         yield from _group_obstacles(cluster, layout)
-    if job.precision == "fp8":
-        yield from _narrow_obstacles(cluster)
+    if job.precision in EIGHT_BITS:
+        yield from _narrow_obstacles(cluster, job)
 
 
-def _narrow_obstacles(cluster: ClusterSpec) -> Iterator[Obstacle]:
-    """Yield the devices that have no products in 8 bits."""
+def _narrow_obstacles(cluster: ClusterSpec, job: Job) -> Iterator[Obstacle]:
+    """Yield the devices that have no products in 8 bits, or none of blocks with own scales."""
     for group in cluster.groups:
-        if "fp8" not in group.accelerator.peak_flops:
+        device = group.accelerator
+        if "fp8" not in device.peak_flops:
             yield Obstacle(
                 "precision",
-                f"is fp8, and {group.accelerator.name} has no products in 8 bits; use bf16",
+                f"is {job.precision}, and {device.name} has no products in 8 bits; use bf16",
+            )
+        elif job.precision == "mxfp8" and device.architecture not in BLOCKS_MULTIPLIED:
+            yield Obstacle(
+                "precision",
+                f"is mxfp8, and {device.name} has no products of blocks with scales of their own; "
+                "use fp8 or bf16",
             )
 
 
@@ -240,6 +250,8 @@ def _unit_obstacles(model: ModelGraph, layout: Layout) -> Iterator[Obstacle]:
 
 
 def _reshard_obstacles(layout: Layout, ranks: int) -> Iterator[Obstacle]:
+    if layout.weight_wire != "full":
+        yield Obstacle("reshard", f"is {ranks}, and weights travel as {layout.weight_wire}")
     if layout.context > 1:
         yield Obstacle("reshard", f"is {ranks}, and ranks that share a sequence divide states too")
     if layout.data_shard % ranks or ranks >= layout.data_shard:
@@ -252,7 +264,8 @@ def _reshard_obstacles(layout: Layout, ranks: int) -> Iterator[Obstacle]:
 def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what torch's product over all experts at once does not take: rows of odd length."""
     width = ffn_size // (layout.tensor if layout.expert == 1 else 1)
-    multiple = GROUPED_BYTES // (2 if job.precision in ("bf16", "fp16", "fp8") else 4)
+    halves = job.precision in ("bf16", "fp16", *EIGHT_BITS)
+    multiple = GROUPED_BYTES // (2 if halves else 4)
     if width % multiple:
         yield Obstacle(
             "mesh.tensor",
@@ -332,11 +345,9 @@ def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterat
 
 def _foreign_choices(job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what other frameworks train with and nothing here is priced or run by."""
-    if job.precision in ("mxfp8", "nvfp4"):
+    if job.precision == "nvfp4":
         yield Obstacle(
-            "precision",
-            f"is {job.precision}, and products of blocks of 4 or 8 bits with scales of their own "
-            "are not made here; use fp8 or bf16",
+            "precision", "is nvfp4, and products in 4 bits are not made here; use mxfp8 or fp8"
         )
     if job.lora is not None and job.lora.quantised:
         yield Obstacle(

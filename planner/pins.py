@@ -20,6 +20,8 @@ from planner.plan import (
     LossGradients,
     Offload,
     Prefetch,
+    Scales,
+    WeightWire,
     loss_text,
 )
 from planner.profile import Recompute
@@ -49,6 +51,8 @@ SHORT_NAMES = {
     "prefetch": "prefetch",
     "reshard": "reshard",
     "loss": "loss",
+    "scales": "scales",
+    "weights": "weight_wire",
     "compile": "compile",
     "order": "order",
 }
@@ -60,6 +64,8 @@ WORDS: dict[str, Collection[str]] = {
     "activations": get_args(Activations),
     "offload": get_args(Offload),
     "gradient_wire": get_args(GradientWire),
+    "scales": get_args(Scales),
+    "weight_wire": get_args(WeightWire),
     "compile": get_args(Compile),
 }
 AXES: dict[str, tuple[Axis, ...]] = {
@@ -96,6 +102,8 @@ class Pins:
     """Ranks over which ZeRO-3 divides parameters from forward to backward."""
     loss: ChunkedLoss | Literal["plain"] | None = None
     """In chunks, or of all logits."""
+    scales: Scales | None = None
+    weight_wire: WeightWire | None = None
     compile: Compile | None = None
     order: tuple[Axis, ...] | None = None
     """All axes, the innermost first."""
@@ -128,6 +136,8 @@ class Pins:
             (self.prefetch, layout.prefetch),
             (self.reshard, layout.reshard),
             (self.loss, layout.loss or "plain"),
+            (self.scales, layout.scales),
+            (self.weight_wire, layout.weight_wire),
             (self.compile, layout.compile),
             (self.order, layout.order),
         )
@@ -218,6 +228,8 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         ("offload", space.offload),
         ("gradient_wire", space.wires),
         ("prefetch", space.prefetch),
+        ("scales", space.scales),
+        ("weight_wire", space.weight_wires),
         ("compile", space.compile),
         ("order", (INSIDE_OUT,) if space.axis_order == "fixed" else None),
     )

@@ -6,7 +6,6 @@ with its stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -61,6 +60,10 @@ Offload = Literal["none", "optimizer", "parameters"]
 """What lives on the host: nothing, optimizer state and step, or parameters and gradients too."""
 GradientWire = Literal["full", "bf16", "fp16", "powersgd"]
 """How gradients travel between data-parallel ranks: as they are, in 16 bits, or by low rank."""
+Scales = Literal["tensorwise", "rowwise"]
+"""Of operands of products in fp8: one for all of an operand, or one for each of its rows."""
+WeightWire = Literal["full", "fp8"]
+"""How weights of Linears travel to the ranks that divide them: in 16 bits, or in 8."""
 LossGradients = Literal["precomputed", "recomputed"]
 Prefetch = Literal[0, 1, 2, 3]
 """Units of ZeRO-3 whose parameters are asked for ahead of the one that runs; 0: as the host comes
@@ -87,8 +90,14 @@ class Job:
     precision: Precision = "bf16"
     lora: Lora | None = None
     """Adapters that alone are trained; None trains the whole model."""
+    document_len: int | None = None
+    """Tokens of the document that a token is in, on average over tokens: the sum of documents'
+    squared lengths over the sum of their lengths.  Attention stays within documents; None: a sample
+    is one."""
 
     def __post_init__(self) -> None:
+        if self.document_len is not None:
+            check_size("document-len", self.document_len, self.seq_len)
         check_size("seq-len", self.seq_len, MOST_TOKENS)
         check_size("global-batch", self.global_batch, MOST_SAMPLES)
 
@@ -142,6 +151,8 @@ class Layout:
     reshard: int | None = None
     """Ranks over which ZeRO-3 keeps a layer's parameters divided between its forward and its
     backward; None: all that divide its states."""
+    scales: Scales = "tensorwise"
+    weight_wire: WeightWire = "full"
     loss: ChunkedLoss | None = None
     """How the loss of the output projection is computed; None: from all logits."""
     compile: Compile = "none"
@@ -198,23 +209,21 @@ class Layout:
             parts.append(f"stages={self.virtual_stages}/rank")
         if self.order != INSIDE_OUT:
             parts.append(f"order={self._order_text()}")
-        parts += self._choices()
+        parts += [
+            f"{name}={value}"
+            for name, value, usual in (
+                ("offload", self.offload, "none"),
+                ("gradients", self.gradient_wire, "full"),
+                ("scales", self.scales, "tensorwise"),
+                ("weights", self.weight_wire, "full"),
+                ("prefetch", self.prefetch, 0),
+                ("reshard", self.reshard, None),
+                ("loss", loss_text(self.loss), loss_text(None)),
+                ("compile", self.compile, "none"),
+            )
+            if value != usual
+        ]
         return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
-
-    def _choices(self) -> Iterator[str]:
-        """Yield what is chosen beside degrees and schedule, where it is not the plainest."""
-        if self.offload != "none":
-            yield f"offload={self.offload}"
-        if self.gradient_wire != "full":
-            yield f"gradients={self.gradient_wire}"
-        if self.prefetch:
-            yield f"prefetch={self.prefetch}"
-        if self.reshard is not None:
-            yield f"reshard={self.reshard}"
-        if self.loss is not None:
-            yield f"loss={loss_text(self.loss)}"
-        if self.compile != "none":
-            yield f"compile={self.compile}"
 
     def _order_text(self) -> str:
         """Return the axes that divide anything, innermost first."""
@@ -348,6 +357,9 @@ class Plan(Document):
     """The stack that trains it (planner/catalog/stacks); `planner.catalog.stack` finds it."""
     seq_len: SampleTokens = 1
     """Tokens of a sample; left out where `batch` says what a sample is."""
+    document_len: SampleTokens | None = None
+    """Where samples hold several documents, how long the one of a token is, on average over tokens;
+    written only there."""
     batch: dict[Line, BatchLeaf] | None = None
     """One sample of a batch of the user's own, by the leaves' places in its pytree."""
     global_batch: Samples
@@ -369,6 +381,10 @@ class Plan(Document):
     """Written only where a depth is asked for."""
     reshard: Devices | None = None
     """Written only where it is not all ranks that divide states."""
+    scales: Scales = "tensorwise"
+    """With precision fp8; written only where they are not tensorwise."""
+    weight_wire: WeightWire = "full"
+    """With precision fp8 and ZeRO-3; written only where it is not full."""
     loss: ChunkedLoss | None = None
     compile: Compile = "none"
     """Written only where something is compiled."""
@@ -387,7 +403,8 @@ class Plan(Document):
         fields: dict[str, Any] = written(self)
         if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
-        for name in ("compile", "prefetch", "reshard"):
+        new = ("document_len", "scales", "weight_wire", "prefetch", "reshard", "compile")
+        for name in new:
             if fields.get(name) == type(self).model_fields[name].default:
                 fields.pop(name, None)
         return fields
@@ -526,6 +543,8 @@ class Plan(Document):
             gradient_wire=self.gradient_wire,
             prefetch=self.prefetch,
             reshard=self.reshard,
+            scales=self.scales,
+            weight_wire=self.weight_wire,
             loss=self.loss,
             compile=self.compile,
             expert_tensor=mesh.expert_tensor,
@@ -616,6 +635,7 @@ class Plan(Document):
             global_batch=self.global_batch,
             precision=self.precision,
             lora=self.training.lora,
+            document_len=self.document_len,
         )
 
     def check_model(self, model: ModelGraph) -> None:

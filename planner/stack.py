@@ -176,6 +176,16 @@ class EightBit(Part):
     """The same of the gradient of a product's output."""
     weight_bytes: Amount = 0.0
     """The same of a weight, in each forward and in each backward; 0 where a step casts it once."""
+    rowwise_bytes: Amount = 6.0
+    """Of an operand with a scale for each row: two reads and two writes in 8 bits, one pair for
+    each of its products; half of it for a weight in either pass."""
+    rowwise_rate: Fraction = 1.0
+    """Rate of products with such scales over that with one for each operand."""
+    block_bytes: Amount | None = None
+    """The same of an operand with a scale for each block; None: as with one scale."""
+    arrived_bytes: Amount = 1.0
+    """Of a weight that was gathered in 8 bits, in either pass: one of both reads and writes it in
+    another order."""
     gathered: tuple[Literal["activations", "parameters"], ...] = ()
     """What is gathered in 8 bits: activations and their gradients along the sequence between
     tensor-parallel ranks, the blocks' parameters under ZeRO-3."""

@@ -31,7 +31,9 @@ from planner.plan import (
     Layout,
     Offload,
     Prefetch,
+    Scales,
     ScheduleName,
+    WeightWire,
 )
 from planner.profile import Recompute
 from planner.units import Flag, Positive, Text
@@ -62,6 +64,8 @@ _OF_LAYOUTS = (
     "micro_batches",
     "offload",
     "gradient_wire",
+    "scales",
+    "weight_wire",
 )
 """What layouts of the same degrees do not share."""
 _OF_DEGREES = ("tensor", "context", "expert", "pipeline", "data")
@@ -120,6 +124,8 @@ WORDS = frozenset(
         "schedule",
         "offload",
         "gradient_wire",
+        "scales",
+        "weight_wire",
         "precision",
         "adapters",
         "attention",
@@ -282,6 +288,9 @@ class Space(Part):
     """ZeRO-3 may keep parameters divided over fewer ranks from forward to backward."""
     chunked_loss: Flag = False
     """A layout may say that its loss is computed in chunks."""
+    scales: tuple[Scales, ...] = ("tensorwise",)
+    weight_wires: tuple[WeightWire, ...] = ("full",)
+    """What a layout may say; others gather weights as their stack has it."""
     compile: tuple[Compile, ...] = ("none",)
     """What a layout may say; others are compiled or not as their stack has it."""
     precisions: tuple[Precision, ...] | None = None
@@ -385,22 +394,18 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         yield f"{layout.virtual_stages} stages on a rank"
     if space.axis_order == "fixed" and layout.order != INSIDE_OUT:
         yield "another order of axes"
-    yield from _choices_outside(space, layout)
-
-
-def _choices_outside(space: Space, layout: Layout) -> Iterator[str]:
-    if layout.offload not in space.offload:
-        yield f"{layout.offload} on the host"
-    if layout.gradient_wire not in space.wires:
-        yield f"gradients that travel as {layout.gradient_wire}"
-    if layout.prefetch not in space.prefetch:
-        yield f"prefetch {layout.prefetch}"
-    if layout.reshard is not None and not space.reshard:
-        yield f"parameters divided over {layout.reshard} ranks from forward to backward"
-    if layout.loss is not None and not space.chunked_loss:
-        yield "a loss in chunks"
-    if layout.compile not in space.compile:
-        yield f"compile {layout.compile}"
+    chunked, kept = layout.loss is not None, layout.reshard is not None
+    chosen: tuple[tuple[object, tuple[object, ...], str], ...] = (
+        (layout.offload, space.offload, f"{layout.offload} on the host"),
+        (layout.gradient_wire, space.wires, f"gradients that travel as {layout.gradient_wire}"),
+        (layout.scales, space.scales, f"{layout.scales} scales"),
+        (layout.weight_wire, space.weight_wires, f"weights that travel as {layout.weight_wire}"),
+        (layout.prefetch, space.prefetch, f"prefetch {layout.prefetch}"),
+        (kept, (False, space.reshard), f"parameters kept among {layout.reshard} ranks"),
+        (chunked, (False, space.chunked_loss), "a loss in chunks"),
+        (layout.compile, space.compile, f"compile {layout.compile}"),
+    )
+    yield from (what for value, known, what in chosen if value not in known)
 
 
 @cache

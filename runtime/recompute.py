@@ -40,6 +40,7 @@ KEPT_OPERATORS = (
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_fused_attention_overrideable",
     "meshwright.context_attention",
+    "meshwright.document_attention",
     "meshwright.capped_attention",
     "meshwright.grouped_product",
     "_c10d_functional.reduce_scatter_tensor",

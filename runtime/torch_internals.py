@@ -47,6 +47,7 @@ __all__ = [
     "compiled_graphs",
     "compiler_lack",
     "expect_graphs",
+    "extend_gather",
     "fake_store",
     "fsdp_parameters",
     "has_ordered_effect",
@@ -180,6 +181,16 @@ def act_around(outer: nn.Module, inner: FSDPModule) -> None:
         state._pre_forward, prepend=True, with_kwargs=True
     )
     state._post_forward_hook_handle = outer.register_forward_hook(state._post_forward)
+
+
+def extend_gather(record: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Let FSDP gather a parameter as `before` brings its shard, and take it as `after` makes it.
+
+    FSDP looks for both on the shard itself.
+    """
+    shard = record._sharded_local_tensor
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
+    record._init_extensions()
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ def backward_s(operator: Operator, on: Device, *, end: bool) -> float:
 
 def _kernels(operator: Operator, on: Device, *, end: bool) -> float:
     narrow = compute.is_narrow(operator, on, end=end)
-    return operator.kernels + (2 * on.cast_kernels if narrow else 0)
+    return operator.kernels + ((2 - on.narrow_weights) * on.cast_kernels if narrow else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

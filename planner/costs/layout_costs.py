@@ -283,6 +283,7 @@ class CostTables:
         return Setting(
             micro_batch=layout.micro_batch,
             seq_len=self.job.seq_len,
+            document_len=self.job.document_len,
             precision=self.job.precision,
             tensor=layout.tensor,
             context=layout.context,
@@ -291,6 +292,8 @@ class CostTables:
             sequence_parallel=layout.sequence_parallel,
             loss=layout.loss,
             compiled=layout.compile == "block",
+            scales=layout.scales,
+            narrow_weights=layout.weight_wire == "fp8",
             pipelined=self._stalls and layout.pipeline > 1,
             gathers_heads=a is not None and a.latent is None and a.kv_heads < layout.tensor,
             kernels=self._kernels,

@@ -34,7 +34,7 @@ from typing import NamedTuple, assert_never
 
 from planner.costs import compute
 from planner.costs.collectives import Levels, ranks_of
-from planner.costs.memory import FP32, Sharing, StateTypes
+from planner.costs.memory import FP32, NARROW, Sharing, StateTypes
 from planner.costs.rates import Hidden, Rates
 from planner.layers.operator_table import either, larger
 from planner.stack import Accumulation
@@ -44,8 +44,9 @@ POWERSGD_RANK = 4
 FACTORING_TRAFFIC_BYTES = 36
 """For each gradient: error added (12), two products with the factors (8), their product written
 (4), error kept (12)."""
-EIGHT_BITS = 1.0
-"""Bytes of a parameter that is gathered in 8 bits."""
+NARROWING_TRAFFIC_BYTES = 33
+"""For each element of a shard that operators of their own bring to 8 bits before it is gathered: to
+16 bits (4 + 2), to fp32 (2 + 4), scaled (4 + 4), clamped (4 + 4), to 8 bits (4 + 1)."""
 ADDING_TRAFFIC_BYTES = 12
 """For each gradient that the host adds to another: two read, one written."""
 
@@ -112,12 +113,13 @@ def traffic(
     sides: float = 0.0,
     frozen: float = 0.0,
     narrow: bool = False,
+    wide: float = 0.0,
 ) -> Traffic:
     """Return the sharding seconds of a unit with this many parameters on the rank.
 
     `sides` are rows and columns of all its matrices, added up; so many of its parameters are
     `frozen`, and have no gradients.  What is gathered anew for each pass may be `narrow`: cast to
-    8 bits where it is a shard (torchao, enable_fsdp_float8_all_gather).
+    8 bits where it is a shard (torchao, enable_fsdp_float8_all_gather), but for `wide` of it.
     """
     types, rule = sharing.types, rates.stack.sharding
     trained = parameters - frozen
@@ -130,7 +132,7 @@ def traffic(
     if types.unit == "layer" or sharing.zero == 3:  # else whole copies stay as they are
         working += types.frozen * frozen
     if narrow and sharing.gathers_again:
-        working = min(working, EIGHT_BITS * parameters)
+        working = min(working, NARROW * (parameters - wide) + types.working * wide)
     gather_s, reduce_s, factoring_s = _collectives_s(
         trained, working, sharing, links, rates, sides=sides
     )
@@ -142,6 +144,9 @@ def traffic(
             # The whole parameters of a replica in fp32 are those that its optimizer holds.
             copied = sharing.sharded or types.working != types.stored
             unpack_s = rates.gather_copy_s(working) if copied else 0.0
+            if narrow and sharing.narrow and sharing.gathers_again:
+                cast = NARROWING_TRAFFIC_BYTES * (parameters - wide) / sharing.shard
+                unpack_s += rates.memory_s(cast)
             fresh = types.working * trained
             pack_s += rates.reduce_copy_s(fresh, sharing.wire_bytes * trained)
         case _:
@@ -157,15 +162,13 @@ def traffic(
         if each:
             host_reduce_s += rates.host_memory_s(ADDING_TRAFFIC_BYTES * trained / d)
     if again and not sharing.pipelined_units:
-        back_s, back_unpack_s = gather_s, unpack_s
-        if sharing.between is not None:
-            back_s = rates.link_s("all_gather", working, links.inner)
-            back_unpack_s = unpack_s if sharing.between > 1 else 0.0
+        inner_s = rates.link_s("all_gather", working, links.inner)
+        back_s = gather_s if sharing.between is None else inner_s
         return Traffic(
             forward_gather_s=gather_s,
             forward_copies_s=unpack_s,
             backward_s=back_s + reduce_s,
-            backward_copies_s=back_unpack_s + pack_s + added_s,
+            backward_copies_s=unpack_s * (sharing.between != 1) + pack_s + added_s,
             implicit=float(rule.implicit_gathers and not sharing.prefetch),
             host_gather_s=host_gather_s,
             host_reduce_s=host_reduce_s,

@@ -98,6 +98,10 @@ def for_all(wanted: Wanted) -> Iterator[str]:
         yield f"gradients travel as {plan.gradient_wire}"
     if plan.reshard is not None:
         yield f"parameters stay divided over {plan.reshard} ranks from forward to backward"
+    if plan.scales != "tensorwise":
+        yield f"scales of 8-bit operands are {plan.scales}"
+    if plan.weight_wire != "full":
+        yield f"weights travel as {plan.weight_wire}"
     if plan.loss is not None:
         yield "the loss is computed in chunks"
     if treated - {"keep"}:

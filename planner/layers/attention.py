@@ -286,7 +286,7 @@ def _fused(
     q, k, v = inputs
     operators = []
     saved: tuple[str, ...] = ("log_sum",)
-    attended, kernels, workspace, scores = _attended(a, setting.seq_len), 1, 0.0, 0.0
+    attended, kernels, workspace, scores = _attended(a, setting.attended_len), 1, 0.0, 0.0
     divided = setting.divides_sequence and setting.kernels.context
     if divided == "ring":
         operators.append(_ring(setting, (k, v), key + value))
@@ -316,13 +316,12 @@ def _fused(
         attended += rows * (1 - span / (2.0 * setting.seq_len))
         kernels, workspace = _capped(a, setting, span)
         scores = setting.tokens * a.heads / setting.tensor * attended
-    elif window(a, kind, setting.seq_len) < setting.seq_len and (
-        setting.kernels.scores == "module"
-    ):
+    elif setting.kernels.scores == "module" and _masked(a, kind, setting):
         kernels, workspace = 1, 0.0
         # With an explicit mask the fused kernel neither groups heads nor skips keys.
         attended = float(setting.seq_len)
         mask = setting.seq_len**2 / setting.context * setting.element_bytes
+        mask = mask * (1 if setting.document_len is None else setting.micro_batch)
         operators.append(
             Operator(
                 name="mask",
@@ -476,8 +475,8 @@ def _skipping(a: Architecture, kind: str, setting: Setting) -> float:
     With a window the first queries have fewer; where a divided sequence is not balanced, its last
     rank attends to almost all of what comes before.
     """
-    span = window(a, kind, setting.seq_len)
-    attended = span - span**2 / (2.0 * setting.seq_len) if a.causal else float(span)
+    span = window(a, kind, setting.attended_len)
+    attended = span - span**2 / (2.0 * setting.attended_len) if a.causal else float(span)
     if a.causal and setting.divides_sequence and not setting.kernels.balanced:
         attended = attended * (2 - 1 / setting.context)
     return attended
@@ -544,6 +543,16 @@ def _rows(setting: Setting) -> float:
 def window(a: Architecture, kind: str, seq_len: int) -> int:
     """Tokens that a query may attend to."""
     return min(seq_len, a.sliding_window) if slides(kind) else seq_len
+
+
+def _masked(a: Architecture, kind: str, setting: Setting) -> bool:
+    """Whether keys are hidden by a mask: those outside a window, and other documents' where no
+    kernel is told where they end (runtime/document_attention.py).
+    """
+    if window(a, kind, setting.seq_len) < setting.seq_len:
+        return True
+    apart = setting.divides_sequence or a.latent is not None
+    return setting.document_len is not None and apart
 
 
 def _attended(a: Architecture, seq_len: int) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 from planner.cluster import Collective, Precision
 from planner.layers.kernels import MODULES, Kernels
 from planner.layers.routing import Routing
-from planner.plan import ChunkedLoss
+from planner.plan import ChunkedLoss, Scales
 from planner.profile import Recompute
 from planner.stack import SelectiveRecompute
 
@@ -81,6 +81,12 @@ class Setting:
     and each rank takes its own."""
     compiled: bool = False
     """Blocks are compiled, each as one graph."""
+    document_len: int | None = None
+    """Of the document that a token is in, on average; None: samples are not divided."""
+    scales: Scales = "tensorwise"
+    """Of operands of products in 8 bits."""
+    narrow_weights: bool = False
+    """Weights of Linears come in 8 bits."""
     kernels: Kernels = field(default=MODULES, compare=False)
 
     @property
@@ -92,6 +98,11 @@ class Setting:
     def tokens(self) -> float:
         """Tokens of a micro-batch inside the tensor-parallel regions of a rank."""
         return self.micro_batch * self.seq_len / self.context
+
+    @property
+    def attended_len(self) -> int:
+        """Tokens of a sequence that attention takes as one, on average over tokens."""
+        return self.seq_len if self.document_len is None else self.document_len
 
     @property
     def stream_tokens(self) -> float:
@@ -113,6 +124,8 @@ class Setting:
             self.compiled,
             self.gathers_heads,
             self.divides_experts,
+            self.scales == "rowwise",
+            self.narrow_weights,
         )
 
     @property
@@ -173,6 +186,9 @@ class ManySettings(Setting):
             gathers_heads=some.gathers_heads,
             compiled=some.compiled,
             loss=some.loss,
+            document_len=some.document_len,
+            scales=some.scales,
+            narrow_weights=some.narrow_weights,
             kernels=some.kernels,
             taken=some.branches,
         )

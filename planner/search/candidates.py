@@ -623,6 +623,7 @@ def _plainest(job: Job, degrees: Degrees, pins: Pins) -> Layout:
         micro_batch=size,
         micro_batches=count,
         loss=pins.chunks,
+        scales=pins.scales or "tensorwise",
         compile=pins.compile or "none",
     )
 

@@ -227,6 +227,7 @@ def plan_with(
         cluster=request.cluster_name,
         backend=request.stack.name,
         seq_len=job.seq_len,
+        document_len=job.document_len,
         global_batch=job.global_batch,
         precision=job.precision,
         mesh=Mesh(
@@ -249,6 +250,8 @@ def plan_with(
         gradient_wire=layout.gradient_wire,
         prefetch=layout.prefetch,
         reshard=layout.reshard,
+        scales=layout.scales,
+        weight_wire=layout.weight_wire,
         loss=layout.loss,
         compile=layout.compile,
         timeout_s=min(max(SHORTEST_TIMEOUT_S, 10.0 * step_s), LONGEST_S),

@@ -34,6 +34,8 @@ from planner.plan import (
     Layout,
     Offload,
     Prefetch,
+    Scales,
+    WeightWire,
 )
 from planner.request import Request
 from planner.schedule import obstacle, too_long
@@ -95,6 +97,9 @@ class Family:
     sequence_parallel: bool = True
     loss: ChunkedLoss | None = None
     compile: Compile = "none"
+    scales: Scales = "tensorwise"
+    weight_wire: WeightWire = "full"
+    """Of layouts that gather weights in each pass."""
 
     @property
     def divided(self) -> tuple[object, ...]:
@@ -108,6 +113,8 @@ class Family:
             self.place,
             self.loss,
             self.compile,
+            self.scales,
+            self.weight_wire,
         )
 
     @property
@@ -130,6 +137,7 @@ class Family:
     ) -> Layout:
         """Return one layout; without `saving`, of the first."""
         saving = saving or self.savings[0]
+        here = saving.offload != "parameters"
         return Layout(
             tensor=self.degrees.tensor,
             context=self.degrees.context,
@@ -147,6 +155,8 @@ class Family:
             reshard=sharing.reshard,
             offload=saving.offload,
             gradient_wire=saving.wire,
+            scales=self.scales,
+            weight_wire=self.weight_wire if sharing.zero == 3 and here else "full",
             sequence_parallel=self.sequence_parallel,
             loss=self.loss,
             compile=self.compile,
@@ -350,6 +360,8 @@ def families(
                     sequence_parallel=divided,
                     loss=loss,
                     compile=blocks,
+                    scales=pins.scales or "tensorwise",
+                    weight_wire=weight_wire(request),
                 )
 
 
@@ -371,7 +383,14 @@ def gathers(
     if asks and group.accelerator.kind in ("cuda", "rocm"):
         depths += [1] if 1 in space.prefetch else []
         node = group.devices_per_node // degrees.tensor
-        if space.reshard and degrees.context == 1 and 1 < node < shard and shard % node == 0:
+        wide = weight_wire(request) == "full"
+        if (
+            space.reshard
+            and wide
+            and degrees.context == 1
+            and 1 < node < shard
+            and shard % node == 0
+        ):
             within.append(node)
     if pins.prefetch is not None:
         depths = [pins.prefetch] if asks or not pins.prefetch else []
@@ -464,6 +483,19 @@ def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
     found = conflicts(request.space, Facts(request.model, request.cluster, request.job, layout))
     hindered = any(conflict.place == "compile" for conflict in found)
     return "none" if hindered else "block"
+
+
+def weight_wire(request: Request) -> WeightWire:
+    """Return how weights travel that ranks gather in each pass.
+
+    Where the user has not said: in 8 bits, if products round them so anyway, since that halves what
+    is sent and held and changes no value.
+    """
+    pins, job = request.pins, request.job
+    if pins.weight_wire is not None:
+        return pins.weight_wire
+    narrow = job.precision == "fp8" and pins.scales in (None, "tensorwise")
+    return "fp8" if narrow and "fp8" in request.space.weight_wires else "full"
 
 
 def _orders(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import stacks
-from planner.cluster import ClusterSpec
+from planner.cluster import ClusterSpec, Precision
 from planner.executable import rules_of
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
@@ -54,7 +54,6 @@ def test_what_the_runtime_can_run_is_not_refused(llama: ModelGraph, node: Cluste
 @pytest.mark.parametrize(
     ("job", "reason"),
     [
-        (replace(JOB, precision="mxfp8"), "precision: is mxfp8"),
         (replace(JOB, precision="nvfp4"), "precision: is nvfp4"),
         (replace(JOB, lora=Lora(rank=16, quantised=True)), "training.lora.quantised: is true"),
     ],
@@ -76,6 +75,41 @@ def test_eight_bits_are_refused_where_devices_lack_them(
     assert "a100-sxm-80gb has no products in 8 bits; use bf16" in (
         refusal(llama, older, job, Layout()) or ""
     )
+
+
+def test_blocks_with_scales_of_their_own_are_multiplied_on_blackwell_alone(
+    llama: ModelGraph, node: ClusterSpec
+) -> None:
+    job = replace(JOB, precision="mxfp8")
+
+    assert refusal(llama, resolve_cluster("8xb200"), job, Layout()) is None
+    assert "no products of blocks with scales of their own; use fp8 or bf16" in (
+        refusal(llama, node, job, Layout()) or ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("precision", "layout", "reason"),
+    [
+        ("bf16", Layout(scales="rowwise"), "scales: is rowwise, and products in bf16 have no"),
+        ("bf16", Layout(data_shard=8, zero=3, weight_wire="fp8"), "products in bf16 want their"),
+        ("fp8", Layout(data_shard=8, zero=2, weight_wire="fp8"), "with ZeRO-2 the optimizer"),
+        (
+            "fp8",
+            Layout(data_shard=8, zero=3, weight_wire="fp8", scales="rowwise"),
+            "forward and backward scale other rows of a weight",
+        ),
+        (
+            "fp8",
+            Layout(data_shard=8, zero=3, weight_wire="fp8", offload="parameters"),
+            "parameters on the host come from there in their own type",
+        ),
+    ],
+)
+def test_choices_of_eight_bits_that_cannot_be_kept_are_refused(
+    llama: ModelGraph, node: ClusterSpec, precision: Precision, layout: Layout, reason: str
+) -> None:
+    assert reason in (refusal(llama, node, replace(JOB, precision=precision), layout) or "")
 
 
 @pytest.mark.parametrize(("name", "reason"), [("gpt2", "gpt2"), ("vit-l-16", "patches")])
