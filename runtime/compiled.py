@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,10 @@ BACKEND = "inductor"
 """torch's compiler behind the graphs; tests trace, differentiate and partition only."""
 MOST_GRAPHS = 64
 """Of one forward's code: kinds of layers x recompute choices x training and evaluation."""
-LASTING = {"allow_buffer_reuse": False, "inplace_buffers": False}
+LASTING: dict[str, str | int | bool | Callable[..., Any]] = {
+    "allow_buffer_reuse": False,
+    "inplace_buffers": False,
+}
 """Of inductor, for graphs whose weight gradients wait: what they are made of outlasts the graph."""
 _LONGEST_REASON = 200
 

@@ -281,7 +281,8 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _ended(_begun(grad, *ctx.sizes, ctx.name)), None, None, None
+        arriving, leaving = ctx.sizes
+        return _ended(_begun(grad, arriving, leaving, ctx.name)), None, None, None
 
 
 def _begun(x: Tensor, arriving: list[int], leaving: list[int], name: str) -> Tensor:

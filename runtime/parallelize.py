@@ -410,7 +410,7 @@ def _reshards(plan: Plan, ranks: DataRanks, *, root: bool) -> bool | int | None:
 
 def _prefetch(layers: Sequence[nn.Module], depth: int) -> None:
     """Let each unit of FSDP ask for so many units ahead; 0 leaves that to FSDP."""
-    units = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    units: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
     for at, unit in enumerate(units if depth else ()):
         unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + depth])
         unit.set_modules_to_backward_prefetch(units[max(0, at - depth) : at][::-1])

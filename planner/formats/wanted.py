@@ -82,8 +82,11 @@ def rate_text(wanted: Wanted) -> str:
     return ", ".join(parts)
 
 
-def decay_text(wanted: Wanted) -> Iterator[str]:
-    """Yield which parameters the plan's weight decay leaves out."""
+def script_text(wanted: Wanted) -> Iterator[str]:
+    """Yield which parameters weight decay leaves out, and how few logits memory was counted for."""
+    loss = wanted.plan.loss
+    if loss is not None:
+        yield f"loss: computed from {loss.rows} rows of logits at a time, or it takes more memory"
     if wanted.plan.training.weight_decay:
         yield "parameter groups: no weight decay on norms and biases"
 
@@ -102,8 +105,6 @@ def for_all(wanted: Wanted) -> Iterator[str]:
         yield f"scales of 8-bit operands are {plan.scales}"
     if plan.weight_wire != "full":
         yield f"weights travel as {plan.weight_wire}"
-    if plan.loss is not None:
-        yield "the loss is computed in chunks"
     if treated - {"keep"}:
         yield f"activations are kept by {', '.join(sorted(treated - {'keep'}))}"
     if schedule_of(plan.schedule).stale:
