@@ -137,7 +137,7 @@ def outcome(row: Mapping[str, str]) -> Outcome:
             case "tokens_per_s_per_device":
                 return batch * seq_len / step_s / devices
             case "tflops_per_device":
-                flops = model_flops(model, seq_len, batch, causal=_causal(row))
+                flops = model_flops(model, seq_len, batch, causal=causal(row))
                 return flops / step_s / devices / 1e12
             case other:
                 raise ValueError(f"measure '{other}' is not known")
@@ -178,7 +178,7 @@ def layout_text(row: Mapping[str, str]) -> str:
     return row["layout"] or (pointed[1] if pointed else "")
 
 
-def _causal(row: Mapping[str, str]) -> bool:
+def causal(row: Mapping[str, str]) -> bool:
     return CAUSAL.search(row["source"]) is not None
 
 

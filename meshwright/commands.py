@@ -546,6 +546,9 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
                 "instance": rent.instance,
                 "on demand $/h": rent.on_demand_usd_per_device_hour,
                 "spot from $/h": rent.spot_usd_per_device_hour,
+                "reserved $/h": rent.reserved_usd_per_device_hour,
+                "months": rent.term_months,
+                "network between nodes": rent.fabric,
                 "date": rent.date,
             }
             for rent in shelves.rents()

@@ -677,3 +677,11 @@ class Plan(Document):
                     "stages",
                     f"layer '{edge.target}' stands before '{edge.source}', whose output it reads",
                 )
+        stage_of = {one.layer: s for s, stage in enumerate(self.stages) for one in stage.layers}
+        for group, layers in (model.colocated or {}).items():
+            homes = sorted({stage_of[name] for name in layers})
+            if len(homes) > 1:
+                raise DocumentError(
+                    "stages",
+                    f"colocated.{group}: its layers are on stages {homes}; they stay on one",
+                )

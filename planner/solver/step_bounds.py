@@ -12,6 +12,7 @@ and the least of the bounds over the ranges holds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +25,9 @@ from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
+
+Sends = Callable[[Indices, Indices], Floats]
+"""Seconds that steps between these members pay."""
 
 _TRANSIENT_BINS = 4
 _FEW = 8
@@ -47,16 +51,23 @@ class _Range:
 class StepBounds:
     """Bounds for the steps between some ideals; `members` are those, `cut_s` [ideal] their cuts.
 
-    Steps are named by positions in `members`.
+    Steps are named by positions in `members`.  `sent` are outputs that are not relayed: what they
+    cost is of steps, and cuts cost nothing.
     """
 
     def __init__(
-        self, knapsacks: Knapsacks, every: Downsets, members: Indices, cut_s: Floats
+        self,
+        knapsacks: Knapsacks,
+        every: Downsets,
+        members: Indices,
+        cut_s: Floats,
+        sent: Sends | None = None,
     ) -> None:
         self.knapsacks = knapsacks
         self.every = every
         self.members = members
         self.cut_s = cut_s[members]
+        self._sent = sent
 
     def total(self, per_kind: Floats) -> Floats:
         """[member] Sum of `per_kind` [kind] over the layers of each ideal."""
@@ -64,8 +75,10 @@ class StepBounds:
         return found
 
     def fixed_s(self, stage: int, smaller: Indices, larger: Indices) -> Floats:
-        """[step] Seconds of a stage besides its layers: exposed, and the cuts at both ends."""
+        """[step] Seconds of a stage besides its layers: exposed, and what it sends and receives."""
         exposed_s = float(self.knapsacks.exposed_s[stage])
+        if self._sent is not None:
+            return exposed_s + self._sent(smaller, larger)
         fixed_s: Floats = exposed_s + self.cut_s[smaller] + self.cut_s[larger]
         return fixed_s
 

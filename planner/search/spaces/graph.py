@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from planner.costs.crossings import MOST_IDEALS, in_order
+from planner.costs.crossings import MOST_IDEALS, colocated, in_order
 from planner.costs.hosts import hosts
 from planner.costs.layout_costs import counted_by_rank
 from planner.costs.seats import branching
@@ -30,25 +30,24 @@ from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
     COMPUTATION,
-    NO_FASTER,
-    OUT_OF_MEMORY,
-    UNFINISHED,
     UNKEPT,
 )
 from planner.search.formulation import instance_of, plan_of, ties_of
-from planner.search.layout_queue import Bound, Bundle, Found, Lost, Space
+from planner.search.layout_queue import Bound, Bundle, Found, Lost, Space, judged
 from planner.search.ranked import Ranked
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.rounds import RoundSpace, unlike
 from planner.solver import sided
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
-from planner.solver.graphs.lattice import solve_graph
-from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished, broken
-from planner.solver.sides import all_kept
+from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graphs.lattice import Effort, solve_graph
+from planner.solver.instance import Infeasible, Solution, Unfinished, broken
+from planner.solver.sides import unkept
 from planner.solver.unequal.program import solve_by_program
 
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
+PROGRAMS, MOVES = 160, 40
+"""Of graphs with more downsets: bounds of cuts, and moves of them, that all layouts share."""
 
 
 def spaces_of(candidates: Candidates, *, by_program: bool = False) -> Iterator[Space[Any]]:
@@ -65,6 +64,7 @@ class GraphSpace(AlikeSpace):
         """The integer program decides where it is asked to, or else the exact solver."""
         super().__init__(candidates)
         self._by_program = by_program
+        self._effort = Effort(programs=PROGRAMS, moves=MOVES)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -118,6 +118,7 @@ class GraphSpace(AlikeSpace):
             fill=chain.fill,
             credits_s=chain.credits_s,
             used_bytes=chain.used_bytes,
+            colocated=colocated(model),
         )
 
     def solve(self, layout: Layout, cutoff_s: float) -> Found[GraphSolution] | Lost:
@@ -132,23 +133,18 @@ class GraphSpace(AlikeSpace):
                 frontiers=self._frontiers,
                 most_ideals=MOST_IDEALS,
                 most_pairs=MOST_PAIRS,
+                effort=self._effort,
             )
         )
         if isinstance(answer, GraphSolution):
             answer = self._kept(layout, problem, answer)
             if isinstance(answer, Infeasible):
                 return Lost(UNKEPT)
-        if isinstance(answer, Infeasible):
-            return Lost(OUT_OF_MEMORY, reason=answer.reason)
-        if isinstance(answer, Fathomed):
-            bound_s = max(self.candidates.communication_s(layout), answer.lower_bound_s + step_s)
-            return Lost(NO_FASTER if bound_s >= cutoff_s else UNFINISHED, bound_s=bound_s)
-        if isinstance(answer, Undecided | Unfinished):
-            return Lost(UNFINISHED, bound_s=self.candidates.communication_s(layout))
-        kept = self._within_hosts(layout, problem, answer)
-        if kept is None:
-            return Lost(UNFINISHED, bound_s=answer.lower_bound_s + step_s)
-        return Found(kept.objective_s + step_s, kept.lower_bound_s + step_s, layout, kept)
+        if isinstance(answer, GraphSolution):
+            kept = self._within_hosts(layout, problem, answer)
+            answer = kept or Unfinished(answer.lower_bound_s)
+        known_s = self.candidates.communication_s(layout)
+        return judged(answer, layout, cutoff_s, step_s, known_s)
 
     def _kept(
         self, layout: Layout, problem: GraphInstance, found: GraphSolution
@@ -158,7 +154,7 @@ class GraphSpace(AlikeSpace):
         ties = ties_of(self.candidates.model, layout, asked, self._model)
         each = zip(found.order, found.split.options, strict=True)
         names = [problem.kinds[problem.layers[at]][option].name for at, option in each]
-        if all_kept(ties, found.order, found.split.cuts, names):
+        if unkept(ties, found.order, found.split.cuts, names) is None:
             return found
         return solve_by_program(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
 
