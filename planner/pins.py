@@ -15,6 +15,7 @@ from planner.plan import (
     Axis,
     ChunkedLoss,
     Compile,
+    Dispatch,
     GradientWire,
     Layout,
     LossGradients,
@@ -53,6 +54,7 @@ SHORT_NAMES = {
     "loss": "loss",
     "scales": "scales",
     "weights": "weight_wire",
+    "dispatch": "dispatch",
     "compile": "compile",
     "order": "order",
 }
@@ -66,6 +68,7 @@ WORDS: dict[str, Collection[str]] = {
     "gradient_wire": get_args(GradientWire),
     "scales": get_args(Scales),
     "weight_wire": get_args(WeightWire),
+    "dispatch": get_args(Dispatch),
     "compile": get_args(Compile),
 }
 AXES: dict[str, tuple[Axis, ...]] = {
@@ -104,6 +107,7 @@ class Pins:
     """In chunks, or of all logits."""
     scales: Scales | None = None
     weight_wire: WeightWire | None = None
+    dispatch: Dispatch | None = None
     compile: Compile | None = None
     order: tuple[Axis, ...] | None = None
     """All axes, the innermost first."""
@@ -138,6 +142,7 @@ class Pins:
             (self.loss, layout.loss or "plain"),
             (self.scales, layout.scales),
             (self.weight_wire, layout.weight_wire),
+            (self.dispatch, layout.dispatch),
             (self.compile, layout.compile),
             (self.order, layout.order),
         )
@@ -230,6 +235,7 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         ("prefetch", space.prefetch),
         ("scales", space.scales),
         ("weight_wire", space.weight_wires),
+        ("dispatch", space.dispatches),
         ("compile", space.compile),
         ("order", (INSIDE_OUT,) if space.axis_order == "fixed" else None),
     )

@@ -224,6 +224,7 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
         loss=pins.chunks,
         scales=pins.scales or "tensorwise",
         weight_wire=pins.weight_wire or "full",
+        dispatch=pins.dispatch or "alltoall",
         compile=pins.compile or "none",
         order=pins.order or INSIDE_OUT,
         micro_batch=micro_batch,

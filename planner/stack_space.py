@@ -26,6 +26,7 @@ from planner.plan import (
     Activations,
     Axis,
     Compile,
+    Dispatch,
     GradientWire,
     Job,
     Layout,
@@ -66,6 +67,7 @@ _OF_LAYOUTS = (
     "gradient_wire",
     "scales",
     "weight_wire",
+    "dispatch",
 )
 """What layouts of the same degrees do not share."""
 _OF_DEGREES = ("tensor", "context", "expert", "pipeline", "data")
@@ -126,6 +128,7 @@ WORDS = frozenset(
         "gradient_wire",
         "scales",
         "weight_wire",
+        "dispatch",
         "precision",
         "adapters",
         "attention",
@@ -290,7 +293,8 @@ class Space(Part):
     """A layout may say that its loss is computed in chunks."""
     scales: tuple[Scales, ...] = ("tensorwise",)
     weight_wires: tuple[WeightWire, ...] = ("full",)
-    """What a layout may say; others gather weights as their stack has it."""
+    dispatches: tuple[Dispatch, ...] = ("alltoall",)
+    """What a layout may say; others gather weights, and dispatch tokens, as their stack has it."""
     compile: tuple[Compile, ...] = ("none",)
     """What a layout may say; others are compiled or not as their stack has it."""
     precisions: tuple[Precision, ...] | None = None
@@ -403,6 +407,7 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         (layout.prefetch, space.prefetch, f"prefetch {layout.prefetch}"),
         (kept, (False, space.reshard), f"parameters kept among {layout.reshard} ranks"),
         (chunked, (False, space.chunked_loss), "a loss in chunks"),
+        (layout.dispatch, space.dispatches, f"tokens dispatched by {layout.dispatch}"),
         (layout.compile, space.compile, f"compile {layout.compile}"),
     )
     yield from (what for value, known, what in chosen if value not in known)

@@ -105,6 +105,8 @@ def for_all(wanted: Wanted) -> Iterator[str]:
         yield f"scales of 8-bit operands are {plan.scales}"
     if plan.weight_wire != "full":
         yield f"weights travel as {plan.weight_wire}"
+    if plan.dispatch != "alltoall":
+        yield f"tokens come to experts by {plan.dispatch}"
     if treated - {"keep"}:
         yield f"activations are kept by {', '.join(sorted(treated - {'keep'}))}"
     if schedule_of(plan.schedule).stale:

@@ -29,6 +29,7 @@ from planner.plan import (
     Axis,
     ChunkedLoss,
     Compile,
+    Dispatch,
     GradientWire,
     Job,
     Layout,
@@ -100,6 +101,7 @@ class Family:
     scales: Scales = "tensorwise"
     weight_wire: WeightWire = "full"
     """Of layouts that gather weights in each pass."""
+    dispatch: Dispatch = "alltoall"
 
     @property
     def divided(self) -> tuple[object, ...]:
@@ -115,6 +117,7 @@ class Family:
             self.compile,
             self.scales,
             self.weight_wire,
+            self.dispatch,
         )
 
     @property
@@ -156,6 +159,7 @@ class Family:
             offload=saving.offload,
             gradient_wire=saving.wire,
             scales=self.scales,
+            dispatch=self.dispatch,
             weight_wire=self.weight_wire if sharing.zero == 3 and here else "full",
             sequence_parallel=self.sequence_parallel,
             loss=self.loss,
@@ -362,6 +366,7 @@ def families(
                     compile=blocks,
                     scales=pins.scales or "tensorwise",
                     weight_wire=weight_wire(request),
+                    dispatch=(pins.dispatch if degrees.expert > 1 else None) or "alltoall",
                 )
 
 

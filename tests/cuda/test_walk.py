@@ -76,7 +76,12 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
     steps = {name: row["syncs"] for name, row in walked.items() if not name.startswith("profile: ")}
     more = {name: syncs for name, syncs in steps.items() if syncs != REPORT}
 
-    assert set(more) == {"offloaded parameters", "experts", "compiled, experts"}
+    assert set(more) == {
+        "offloaded parameters",
+        "experts",
+        "gathered experts",
+        "compiled, experts",
+    }
     # What is compiled for CUDA asks inside of its graph.
     assert more["compiled, experts"] == more["experts"]
     # FSDP itself brings gradients that are added up on the host there; the norm is summed there.
@@ -93,6 +98,8 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
         "item at runtime/engine.py:_expert_load": 1,
         "list at runtime/experts.py:of": 4,
     }
+    # Gathered tokens find their experts on the device.
+    assert more["gathered experts"] == REPORT | {"item at runtime/engine.py:_expert_load": 1}
 
 
 @pytest.mark.parametrize(

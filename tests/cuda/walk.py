@@ -234,6 +234,15 @@ PATHS: dict[str, Path] = {
         compile="block", family="qwen2_moe", data_shard=2, expert=2, zero=3, precision="bf16"
     ),
     "compiled, zero bubble": stepped(1, compile="block", pipeline=2, schedule="zb-h1"),
+    "gathered experts": stepped(
+        family="mixtral",
+        data_shard=2,
+        expert=2,
+        zero=1,
+        precision="bf16",
+        dispatch="allgather",
+    ),
+    "8-bit weights": stepped(data_shard=2, zero=3, precision="fp8", weight_wire="fp8"),
     "first stage": stepped(pipeline=2, precision="bf16"),
     "last stage": stepped(1, pipeline=2),
     "zero bubble": stepped(1, pipeline=2, schedule="zbv", virtual_stages=2),
