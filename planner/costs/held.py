@@ -87,6 +87,8 @@ class HeldStates:
             accumulated=layout.micro_batches > 1,
             offload=layout.offload,
             wire=layout.gradient_wire,
+            prefetch=layout.prefetch,
+            reshard=layout.reshard,
             versions=weight_versions(layout),
             narrow=layout.weight_wire == "fp8" or self._gathers_narrow,
         )

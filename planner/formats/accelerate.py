@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from planner.formats.wanted import (
     Wanted,
-    decay_text,
     degrees_above,
     of_fsdp,
     of_one_kind,
     rate_text,
     recompute_of,
+    script_text,
 )
 
 
@@ -74,4 +74,4 @@ def outside(wanted: Wanted) -> Iterator[str]:
         yield f"accelerator.clip_grad_norm_(model.parameters(), {t.clip_norm:g})"
     if wanted.changes_rate:
         yield rate_text(wanted)
-    yield from decay_text(wanted)
+    yield from script_text(wanted)

@@ -82,8 +82,11 @@ def rate_text(wanted: Wanted) -> str:
     return ", ".join(parts)
 
 
-def decay_text(wanted: Wanted) -> Iterator[str]:
-    """Yield which parameters the plan's weight decay leaves out."""
+def script_text(wanted: Wanted) -> Iterator[str]:
+    """Yield which parameters weight decay leaves out, and how few logits memory was counted for."""
+    loss = wanted.plan.loss
+    if loss is not None:
+        yield f"loss: computed from {loss.rows} rows of logits at a time, or it takes more memory"
     if wanted.plan.training.weight_decay:
         yield "parameter groups: no weight decay on norms and biases"
 
@@ -96,14 +99,14 @@ def for_all(wanted: Wanted) -> Iterator[str]:
         yield "its devices differ"
     if plan.gradient_wire != "full":
         yield f"gradients travel as {plan.gradient_wire}"
+    if plan.reshard is not None:
+        yield f"parameters stay divided over {plan.reshard} ranks from forward to backward"
     if plan.scales != "tensorwise":
         yield f"scales of 8-bit operands are {plan.scales}"
     if plan.weight_wire != "full":
         yield f"weights travel as {plan.weight_wire}"
     if plan.dispatch != "alltoall":
         yield f"tokens come to experts by {plan.dispatch}"
-    if plan.loss is not None:
-        yield "the loss is computed in chunks"
     if treated - {"keep"}:
         yield f"activations are kept by {', '.join(sorted(treated - {'keep'}))}"
     if schedule_of(plan.schedule).stale:
