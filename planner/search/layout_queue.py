@@ -27,14 +27,18 @@ from planner.search.answer import Progress
 from planner.search.certificate import (
     CHOSEN,
     DOMINATED,
+    NO_FASTER,
     OUT_OF_MEMORY,
     REFUSED,
     RUNNERS_UP,
     SLOWER,
+    UNFINISHED,
     Account,
 )
 from planner.search.ranked import Ranked
 from planner.search.space import complexity, kind
+from planner.solver.graphs.graph_instance import Undecided
+from planner.solver.instance import Fathomed, Infeasible, Unfinished
 from planner.tolerances import EQUAL
 
 ALIKE = 2
@@ -492,6 +496,26 @@ class Queue:
 
 def _timetable(layout: Layout) -> tuple[str, int, bool]:
     return layout.schedule, layout.virtual_stages, layout.pipeline > 1
+
+
+def judged(
+    answer: Any, layout: Layout, cutoff_s: float, step_s: float, known_s: float = 0.0
+) -> Found[Any] | Lost:
+    """Return what a solver's answer to a layout's problem below a cutoff says of the layout.
+
+    `step_s` of its seconds are not in the problem; `known_s` is a bound that is known before.
+    """
+    if isinstance(answer, Infeasible):
+        return Lost(OUT_OF_MEMORY, reason=answer.reason)
+    if isinstance(answer, Undecided):
+        return Lost(UNFINISHED, bound_s=known_s)
+    if isinstance(answer, Fathomed | Unfinished):
+        beaten = answer.lower_bound_s >= cutoff_s - step_s or known_s >= cutoff_s
+        beaten = beaten and isinstance(answer, Fathomed)
+        bound_s = max(known_s, answer.lower_bound_s + step_s)
+        return Lost(NO_FASTER if beaten else UNFINISHED, bound_s=bound_s)
+    split = getattr(answer, "split", answer)
+    return Found(split.objective_s + step_s, split.lower_bound_s + step_s, layout, answer)
 
 
 def fastest(found: Sequence[Found[Any]]) -> Found[Any]:

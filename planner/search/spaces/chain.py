@@ -20,14 +20,12 @@ from planner.search.certificate import (
     COMPUTATION,
     DOMINATED,
     MEMORY,
-    NO_FASTER,
     OUT_OF_MEMORY,
     ROOM,
     SHARED,
-    UNFINISHED,
     UNKEPT,
 )
-from planner.search.layout_queue import Ahead, Bound, Found, Lost, Opened
+from planner.search.layout_queue import Ahead, Bound, Found, Lost, Opened, judged
 from planner.search.ranked import Ranked, ranked
 from planner.search.space import Family
 from planner.solver import sided
@@ -127,11 +125,7 @@ class ChainSpace:
         found = self.solver(self.candidates.instance(layout), cutoff_s - step_s)
         if isinstance(found, Infeasible):
             return Lost(UNKEPT if self.candidates.pins.require else OUT_OF_MEMORY)
-        bound_s = found.lower_bound_s + step_s
-        if isinstance(found, Solution):
-            return Found(found.objective_s + step_s, bound_s, layout, found)
-        beaten = isinstance(found, Fathomed) and found.lower_bound_s >= cutoff_s - step_s
-        return Lost(NO_FASTER if beaten else UNFINISHED, bound_s=bound_s)
+        return judged(found, layout, cutoff_s, step_s)
 
     def fits(self, layout: Layout) -> bool:
         """Whether a layout fits its devices, and what it puts on hosts fits them."""

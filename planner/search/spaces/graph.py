@@ -30,21 +30,18 @@ from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
     COMPUTATION,
-    NO_FASTER,
-    OUT_OF_MEMORY,
-    UNFINISHED,
     UNKEPT,
 )
 from planner.search.formulation import instance_of, plan_of, ties_of
-from planner.search.layout_queue import Bound, Bundle, Found, Lost, Space
+from planner.search.layout_queue import Bound, Bundle, Found, Lost, Space, judged
 from planner.search.ranked import Ranked
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.rounds import RoundSpace, unlike
 from planner.solver import sided
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
+from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.lattice import Effort, solve_graph
-from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished, broken
-from planner.solver.sides import all_kept
+from planner.solver.instance import Infeasible, Solution, Unfinished, broken
+from planner.solver.sides import unkept
 from planner.solver.unequal.program import solve_by_program
 
 MOST_PAIRS = 10_000_000
@@ -143,17 +140,11 @@ class GraphSpace(AlikeSpace):
             answer = self._kept(layout, problem, answer)
             if isinstance(answer, Infeasible):
                 return Lost(UNKEPT)
-        if isinstance(answer, Infeasible):
-            return Lost(OUT_OF_MEMORY, reason=answer.reason)
-        if isinstance(answer, Fathomed):
-            bound_s = max(self.candidates.communication_s(layout), answer.lower_bound_s + step_s)
-            return Lost(NO_FASTER if bound_s >= cutoff_s else UNFINISHED, bound_s=bound_s)
-        if isinstance(answer, Undecided | Unfinished):
-            return Lost(UNFINISHED, bound_s=self.candidates.communication_s(layout))
-        kept = self._within_hosts(layout, problem, answer)
-        if kept is None:
-            return Lost(UNFINISHED, bound_s=answer.lower_bound_s + step_s)
-        return Found(kept.objective_s + step_s, kept.lower_bound_s + step_s, layout, kept)
+        if isinstance(answer, GraphSolution):
+            kept = self._within_hosts(layout, problem, answer)
+            answer = kept or Unfinished(answer.lower_bound_s)
+        known_s = self.candidates.communication_s(layout)
+        return judged(answer, layout, cutoff_s, step_s, known_s)
 
     def _kept(
         self, layout: Layout, problem: GraphInstance, found: GraphSolution
@@ -163,7 +154,7 @@ class GraphSpace(AlikeSpace):
         ties = ties_of(self.candidates.model, layout, asked, self._model)
         each = zip(found.order, found.split.options, strict=True)
         names = [problem.kinds[problem.layers[at]][option].name for at, option in each]
-        if all_kept(ties, found.order, found.split.cuts, names):
+        if unkept(ties, found.order, found.split.cuts, names) is None:
             return found
         return solve_by_program(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
 

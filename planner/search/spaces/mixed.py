@@ -44,14 +44,11 @@ from planner.search.certificate import (
     COMPUTATION,
     DOMINATED,
     MEMORY,
-    NO_FASTER,
-    OUT_OF_MEMORY,
-    UNFINISHED,
     UNKEPT,
 )
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import instance_of, layout_pace, ties_of, unkept
-from planner.search.layout_queue import Bound, Bundle, Found, Lost, Space
+from planner.search.layout_queue import Bound, Bundle, Found, Lost, Space, judged
 from planner.search.ranked import Ranked
 from planner.search.space import (
     Degrees,
@@ -65,11 +62,11 @@ from planner.search.space import (
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace, leanest
 from planner.search.spaces.shares import ShareSpace
+from planner.solver import sides
 from planner.solver.graphs.graph_instance import Undecided
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
-from planner.solver.sides import Tie, all_kept
+from planner.solver.sides import Tie
 from planner.solver.unequal import program
-from planner.solver.unequal.unequal import least_s, solve_unequal
 from planner.solver.unequal.unequal_graph import (
     UnequalGraph,
     least_graph_s,
@@ -94,15 +91,15 @@ class MixedSpace(GroupSpace):
 
     def least_split_s(self, problem: Any) -> float:
         """Least seconds of a split within memory; inf if none fits."""
-        return least_s(problem, frontiers=self.frontiers)
+        return least_graph_s(problem, frontiers=self.frontiers)
 
     def best_split(
         self, problem: Any, cutoff_s: float
     ) -> UnequalSolution | Infeasible | Fathomed | Undecided | Unfinished:
-        """Return the best order of groups, cuts and options of a layout."""
+        """Return the best order of groups, of branches, cuts and options of a layout."""
         if self.by_program:
             return program.solve(problem, time_limit_s=TIES_LIMIT_S)
-        return solve_unequal(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
+        return solve_unequal_graph(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
 
     def least_crossing_s(self, layout: Layout) -> float:
         """Least seconds of what crosses a boundary."""
@@ -354,15 +351,10 @@ class MixedSpace(GroupSpace):
             answer = program.solve(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
             if isinstance(answer, Infeasible):
                 return Lost(UNKEPT)
-        if isinstance(answer, Infeasible):
-            return Lost(OUT_OF_MEMORY, reason=answer.reason)
-        if isinstance(answer, Fathomed):
-            return Lost(NO_FASTER, bound_s=answer.lower_bound_s + step_s)
+        known_s = 0.0
         if isinstance(answer, Undecided | Unfinished):
-            return Lost(UNFINISHED, bound_s=self.bound_s(layout))
-        return Found(
-            answer.split.objective_s + step_s, answer.split.lower_bound_s + step_s, layout, answer
-        )
+            known_s = self.bound_s(layout)
+        return judged(answer, layout, cutoff_s, step_s, known_s)
 
     @staticmethod
     def _keeps(found: UnequalSolution, ties: Sequence[Tie], problem: Any) -> bool:
@@ -374,7 +366,7 @@ class MixedSpace(GroupSpace):
                 found.layers[first:end], found.split.options[first:end], strict=True
             ):
                 names.append(chain.types[number].kinds[chain.layers[layer]][option].name)
-        return all_kept(ties, found.layers, cuts, names)
+        return sides.unkept(ties, found.layers, cuts, names) is None
 
     def _dominated(self, layout: Layout) -> bool:
         """Whether another layout of the space can do all that this one can, on every group."""
@@ -410,18 +402,6 @@ class MixedGraphSpace(MixedSpace):
     def problem(self, layout: Layout, chains: dict[str, Instance]) -> UnequalGraph:
         """Return the partition problem of a layout from those of the groups."""
         return graph_problem(self.costs, layout, self.ordered, chains)
-
-    def least_split_s(self, problem: UnequalGraph) -> float:
-        """Least seconds of a split within memory; inf if none fits."""
-        return least_graph_s(problem, frontiers=self.frontiers)
-
-    def best_split(
-        self, problem: UnequalGraph, cutoff_s: float
-    ) -> UnequalSolution | Infeasible | Fathomed | Undecided | Unfinished:
-        """Return the best order of branches and groups, cuts and options of a layout."""
-        if self.by_program:
-            return program.solve(problem, time_limit_s=TIES_LIMIT_S)
-        return solve_unequal_graph(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
 
     def least_crossing_s(self, layout: Layout) -> float:
         """Least seconds of what crosses a boundary."""

@@ -29,19 +29,17 @@ from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
     COMPUTATION,
-    NO_FASTER,
-    OUT_OF_MEMORY,
 )
 from planner.search.formulation import plan_with
 from planner.search.layer_options import allowed, option_of
-from planner.search.layout_queue import Bound, Bundle, Found, Lost, runnable
+from planner.search.layout_queue import Bound, Bundle, Found, Lost, judged, runnable
 from planner.search.rank_problem import Crossing
 from planner.search.ranked import Ranked
 from planner.search.ranks import run_of
 from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.space import Timetable, every_degrees, families
 from planner.search.spaces.alike import AlikeSpace
-from planner.solver.instance import Fathomed, Infeasible
+from planner.solver.graphs.graph_instance import cuts_along
 from planner.tolerances import ROUNDING
 from planner.units import seconds_text
 
@@ -213,13 +211,8 @@ class RoundSpace(AlikeSpace):
         size_bytes = self._tables.output_bytes(layout)
         each_s = {kind: self._tables.crossing_s(layout, [size_bytes[kind]]) for kind in set(chain)}
         place = {name: at for at, (name, _) in enumerate(self._model.chain)}
-        last = dict.fromkeys(place, 0)
-        for source, target in self._model.graph.edges:
-            last[source] = max(last[source], place[target])
-        return tuple(
-            sum(each_s[chain[at]] for name, at in place.items() if at < cut <= last[name])
-            for cut in range(len(chain) + 1)
-        )
+        edges = [(place[source], place[target]) for source, target in self._model.graph.edges]
+        return cuts_along(edges, [each_s[kind] for kind in chain], range(len(chain)))
 
     def bound_s(self, layout: Layout) -> float:
         """Least seconds of a step, memory ignored."""
@@ -231,11 +224,7 @@ class RoundSpace(AlikeSpace):
         answer = solve_rounds(
             self.problem(layout), cutoff_s=cutoff_s - step_s, frontiers=self._frontiers
         )
-        if isinstance(answer, Infeasible):
-            return Lost(OUT_OF_MEMORY, reason=answer.reason)
-        if isinstance(answer, Fathomed):
-            return Lost(NO_FASTER, bound_s=answer.lower_bound_s + step_s)
-        return Found(answer.objective_s + step_s, answer.lower_bound_s + step_s, layout, answer)
+        return judged(answer, layout, cutoff_s, step_s)
 
     def ranked(self, found: Found[RoundsSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""

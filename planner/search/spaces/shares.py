@@ -23,11 +23,12 @@ from functools import cached_property, partial
 
 from planner.cluster import ClusterSpec
 from planner.costs.hosts import host_room_bytes
+from planner.costs.rank_memory import room_bytes
 from planner.native import refusal
 from planner.plan import Layout, PlacedLayer, Plan, Share, Stage
 from planner.predict import placements_of, predict
 from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
-from planner.search.formulation import capacity_bytes, layout_pace, plan_with
+from planner.search.formulation import layout_pace, plan_with
 from planner.search.layer_options import allowed
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
 from planner.search.rank_problem import RankProblem
@@ -190,9 +191,7 @@ class ShareSpace(GroupSpace):
         costs = self.costs.costs(layout)
         steady, fill = layout_pace(self.model, layout)
         room = min(
-            capacity_bytes(
-                self.cluster.part((group,)), costs[group.name], group.accelerator.memory_bytes
-            )
+            room_bytes(group.accelerator.memory_bytes, costs[group.name])
             for group in self.cluster.groups
         )
         on_host = [host_room_bytes(group) for group in self.cluster.groups]

@@ -43,7 +43,7 @@ from planner.solver.instance import Fathomed, Infeasible, Stage
 from planner.solver.knapsack import Knapsacks
 from planner.solver.unequal.ideal_reach import IdealReach, nested
 from planner.solver.unequal.reach import Reaches, Runs
-from planner.solver.unequal.unequal import Search
+from planner.solver.unequal.unequal import Search, least_s, solve_unequal
 from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
 from planner.solver.unequal.unequal_steps import CutSeconds
 from planner.tolerances import ROUNDING
@@ -121,7 +121,7 @@ class UnequalGraph:
 
 
 def solve_unequal_graph(
-    problem: UnequalGraph,
+    problem: UnequalGraph | UnequalInstance,
     *,
     cutoff_s: float = math.inf,
     frontiers: FrontierStore | None = None,
@@ -129,8 +129,11 @@ def solve_unequal_graph(
 ) -> UnequalSolution | Infeasible | Fathomed | Undecided:
     """Minimise the time of `problem` over all orders of branches and types, cuts and options.
 
-    Exact unless there are more than `most_steps` pairs of downsets, positions and types.
+    A chain has one order.  Exact unless there are more than `most_steps` pairs of downsets,
+    positions and types.
     """
+    if isinstance(problem, UnequalInstance):
+        return solve_unequal(problem, cutoff_s=cutoff_s, frontiers=frontiers)
     layers, stages = len(problem.names), len(problem.chain.in_flight)
     few = too_few(stages, len(problem.blocks()), layers)
     if few:
@@ -158,12 +161,14 @@ def solve_unequal_graph(
 
 
 def least_graph_s(
-    problem: UnequalGraph,
+    problem: UnequalGraph | UnequalInstance,
     *,
     frontiers: FrontierStore | None = None,
     most_steps: int = MOST_STEPS,
 ) -> float:
     """Return seconds below which no split within memory stays; inf if none is known to fit."""
+    if isinstance(problem, UnequalInstance):
+        return least_s(problem, frontiers=frontiers)
     if len(problem.chain.in_flight) > len(problem.blocks()):
         return math.inf
     store = frontiers if frontiers is not None else FrontierStore()
