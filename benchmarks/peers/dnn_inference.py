@@ -130,8 +130,6 @@ def best_split(case: dict[str, Any]) -> tuple[float, float, Devices, Devices]:
             instance(case, count, cpu_at),
             cutoff_s=best[0],
             frontiers=store,
-            most_ideals=20_000,
-            most_pairs=40_000_000,
         )
         if isinstance(answer, GraphSolution):
             held = [[int(name) for name in names] for names in answer.stages]

@@ -41,7 +41,7 @@ ADAPTERS: dict[str, tuple[Adapter, tuple[str, ...]]] = {
             f"{name}_inference.json"
             for name in (
                 *("Layer_bert24", "Layer_gnmt", "Layer_resnet50"),
-                *("Operator_bert_l-3", "Operator_bert_l-6", "Operator_bert_l-12"),
+                *("Operator_bert_l-3", "Operator_bert_l-6"),
                 "Operator_resnet50",
             )
         ),
