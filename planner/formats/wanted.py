@@ -100,6 +100,8 @@ def for_all(wanted: Wanted) -> Iterator[str]:
         yield f"scales of 8-bit operands are {plan.scales}"
     if plan.weight_wire != "full":
         yield f"weights travel as {plan.weight_wire}"
+    if plan.dispatch != "alltoall":
+        yield f"tokens come to experts by {plan.dispatch}"
     if plan.loss is not None:
         yield "the loss is computed in chunks"
     if treated - {"keep"}:
