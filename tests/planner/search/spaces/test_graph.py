@@ -133,6 +133,8 @@ def test_no_treatment_of_activations_beats_the_plan(seed: int) -> None:
         schedule=schedule,
         micro_batch=random.Random(seed).choice([4, 6]),
         data=1,
+        offload="none",
+        gradient_wire="full",
         allowed=frozenset({"offload", "compress"}),
     )
     every = candidates(model, TWO, pins)
