@@ -209,6 +209,9 @@ def trainings_text(
             said = ", ".join(f"{name} {share / each.step_s:.0%}" for name, share in parts)
             why = MECHANISMS.get(each.name, "no mechanism is known")
             lines.append(f"- {each.name} ({each.error:+.0%}; {said}): {why}.")
+    beyond = [f"{each.name} ({bytes_text(each.peak_bytes)})" for each in found if not each.fits]
+    if beyond:
+        lines += ["", f"Ran, and is predicted not to fit: {', '.join(beyond)}."]
     return "\n".join(lines) + "\n"
 
 

@@ -81,8 +81,9 @@ STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
         {"options": "deepep expert-overlap cheap-recompute"},
     ),
     (r"nemo.* 24\.", "megatron", {"options": "fa2"}),
-    # NeMo, scripts/performance/helpers.py: grad_reduce_in_fp32 = False in recipes for speed.
-    (r"nemo.*dgxc", "megatron", {"options": "narrow-gradients"}),
+    # NVIDIA/dgxc-benchmarking v25.04.02, llama3.1/pretrain_llama31.py: nothing is recomputed, and
+    # gradients are summed in fp32 but in fp8.
+    (r"nemo.*dgxc", "megatron", {"recompute": "none"}),
     (r"megatron|nemo", "megatron", {}),
     (r"deepseek", "hai-llm", {}),
     # arXiv:2407.21783, section 3.3.2: 8 thousand tokens without activation checkpointing.
@@ -128,6 +129,7 @@ class Outcome:
     peak_bytes: float
     """Reserved by the allocator of the fullest rank."""
     published_peak_bytes: float | None
+    fits: bool
 
     @property
     def error(self) -> float:
@@ -178,6 +180,7 @@ def outcome(row: Mapping[str, str]) -> Outcome:
         parts=found.step_parts,
         samples=batch / devices,
         peak_bytes=found.memory_bytes("reserved", "max"),
+        fits=found.fits,
         published_peak_bytes=float(row["memory_gib"]) * 2**30 if row.get("memory_gib") else None,
     )
 
