@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from planner.formats.wanted import (
     Wanted,
+    compile_text,
     decay_text,
     degrees_above,
     of_fsdp,
@@ -75,3 +76,4 @@ def outside(wanted: Wanted) -> Iterator[str]:
     if wanted.changes_rate:
         yield rate_text(wanted)
     yield from decay_text(wanted)
+    yield from compile_text(wanted)

@@ -88,6 +88,12 @@ def decay_text(wanted: Wanted) -> Iterator[str]:
         yield "parameter groups: no weight decay on norms and biases"
 
 
+def compile_text(wanted: Wanted) -> Iterator[str]:
+    """Yield that blocks are compiled, which the training script does."""
+    if wanted.plan.compile == "block":
+        yield "each block is compiled: block.compile()"
+
+
 def for_all(wanted: Wanted) -> Iterator[str]:
     """Yield what no framework here has words for."""
     plan = wanted.plan
