@@ -31,7 +31,7 @@ from planner.formats.readers import (
 )
 from planner.formats.readers.told import Told
 from planner.formats.torchtitan import REGISTERED
-from planner.model import ModelGraph
+from planner.model import Architecture, ModelGraph
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.request import Request
 from planner.schedule import obstacle
@@ -83,8 +83,8 @@ def imported(
     if of not in READERS:
         raise DocumentError("from", f"is '{of:.40}'; {nearest(of, list(READERS))}")
     told = READERS[of](text)
-    graph = model if model is not None else _model(told)
     assumed = list(told.assumed)
+    graph = model if model is not None else _model(told, assumed)
     _check_figures(told, graph)
     request = Request.of(
         graph,
@@ -144,7 +144,7 @@ def imported(
     return Imported(plan=plan, assumed=tuple(assumed), unknown=tuple(dict.fromkeys(told.unknown)))
 
 
-def _model(told: Told) -> ModelGraph:
+def _model(told: Told, assumed: list[str]) -> ModelGraph:
     """Return the model of the catalogue that a configuration means, by its name or its figures."""
     name = str(told.model.get("registered", ""))
     by_function = [known for known, (_, function) in REGISTERED.items() if function == name]
@@ -156,10 +156,16 @@ def _model(told: Told) -> ModelGraph:
             return resolve_model(plain.removesuffix(ending))
     figures = {key: told.model[key] for key in _FIGURES if key in told.model}
     if {"layers", "hidden_size"} <= set(figures):
-        for known in models():
-            graph = resolve_model(known)
-            if graph.architecture is not None and not _differences(figures, graph):
-                return graph
+        alike = [
+            graph
+            for graph in map(resolve_model, models())
+            if graph.architecture is not None and not _differences(figures, graph)
+        ]
+        if alike:
+            others = ", ".join(graph.name for graph in alike[1:])
+            also = f"; so have {others}" if others else ""
+            assumed.append(f"the model is {alike[0].name}, which has its figures{also} (--model)")
+            return alike[0]
     said = ", ".join(f"{key} {value}" for key, value in figures.items())
     raise DocumentError(
         "model",
@@ -168,7 +174,22 @@ def _model(told: Told) -> ModelGraph:
     )
 
 
-_FIGURES = ("layers", "hidden_size", "heads", "kv_heads", "ffn_size")
+_FIGURES = ("layers", "hidden_size", "heads", "kv_heads", "ffn_size", "vocab_size", "experts")
+
+
+def _figure(a: Architecture, name: str) -> int:
+    if name == "experts":
+        return a.experts.count if a.experts else 0
+    found: int = getattr(a, name)
+    return found
+
+
+def _other(a: Architecture, name: str, value: int) -> bool:
+    """Whether a figure is another model's; vocabularies are padded, experts have their own MLP."""
+    have = _figure(a, name)
+    if name == "vocab_size":
+        return not have <= value <= 1.02 * have + 1024
+    return have != value and not (name == "ffn_size" and a.experts is not None)
 
 
 def _differences(figures: dict[str, Any], graph: ModelGraph) -> list[str]:
@@ -176,9 +197,9 @@ def _differences(figures: dict[str, Any], graph: ModelGraph) -> list[str]:
     if a is None:
         return []
     return [
-        f"{name} {value}, and {graph.name} has {getattr(a, name)}"
+        f"{name} {value}, and {graph.name} has {_figure(a, name)}"
         for name, value in figures.items()
-        if getattr(a, name) != value and not (name == "ffn_size" and a.experts is not None)
+        if _other(a, name, value)
     ]
 
 
@@ -192,11 +213,14 @@ def _check_figures(told: Told, graph: ModelGraph) -> None:
 def _data(told: Told, cluster: ClusterSpec, assumed: list[str]) -> tuple[int, int, int]:
     """Return data-parallel groups, ranks of each that shard, and the ZeRO stage."""
     devices = told.devices or cluster.devices
+    others = told.tensor * told.pipeline * told.context
+    if devices % others and not cluster.devices % others:
+        assumed.append(f"all {cluster.devices} devices of the cluster: {devices} ranks are started")
+        devices = cluster.devices
     if devices > cluster.devices:
         raise DocumentError(
             "cluster", f"has {cluster.devices} devices, and the configuration starts {devices}"
         )
-    others = told.tensor * told.pipeline * told.context
     if devices % others:
         raise DocumentError(
             "mesh",

@@ -37,6 +37,7 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
     """Yield what of a plan it does not support."""
     plan = wanted.plan
     yield from whole_experts(wanted)
+    yield from sharded_by_context(wanted)
     yield from other_schedule(wanted, "torchtitan")
     yield from of_fsdp(wanted)
     float8 = plan.precision == "fp8" and own_operators(wanted)
@@ -46,6 +47,12 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
         yield "fp8 of a model that it does not configure: its converters are part of the model"
     yield from other_selective(wanted)
     yield from mixed_recompute(wanted)
+
+
+def sharded_by_context(wanted: Wanted) -> Iterator[str]:
+    """Yield states that context ranks would divide, where the plan divides none."""
+    if wanted.plan.zero == 0 and wanted.plan.mesh.context > 1:
+        yield "ZeRO-0 with context parallelism: its context ranks shard"
 
 
 def own_operators(wanted: Wanted) -> bool:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 
-from planner.formats.torchtitan import other_selective, own_operators, parts_of
+from planner.formats.torchtitan import other_selective, own_operators, parts_of, sharded_by_context
 from planner.formats.wanted import (
     Wanted,
     mixed_recompute,
@@ -22,6 +22,7 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
     """Yield what of a plan it has no words for."""
     plan = wanted.plan
     yield from whole_experts(wanted)
+    yield from sharded_by_context(wanted)
     if plan.mesh.tensor > 1 and not plan.mesh.sequence_parallel:
         yield "tensor parallelism that does not divide the sequence"
     yield from other_schedule(wanted, "torchtitan")

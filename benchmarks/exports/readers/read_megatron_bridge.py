@@ -10,6 +10,8 @@ import stand_ins
 stand_ins.cuda()
 stand_ins.packages(
     "triton",
+    "megatron.energon",
+    "webdataset",
     "transformer_engine",
     "transformer_engine_torch",
     "mamba_ssm",

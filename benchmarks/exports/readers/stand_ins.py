@@ -61,7 +61,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] in self.names:
+        if any(name == known or name.startswith(f"{known}.") for known in self.names):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 

@@ -121,8 +121,8 @@ def _of_fsdp(known: Settings, told: Told) -> None:
     told.data_replicate = axes.number(f"{prefix}dp_replicate_size")
     shard = axes.number(f"{prefix}dp_shard_size")
     told.data_shard = shard if shard is not None else told.data_shard
-    told.tensor = axes.number(f"{prefix}tp_size") or 1
-    told.context = axes.number(f"{prefix}cp_size") or 1
+    told.tensor = axes.degree(f"{prefix}tp_size")
+    told.context = axes.degree(f"{prefix}cp_size")
     told.sequence_parallel = told.tensor == 1
     told.unknown += under("fsdp_config", fsdp)
     told.unknown += under("parallelism_config", axes)
@@ -131,8 +131,8 @@ def _of_fsdp(known: Settings, told: Told) -> None:
 def _of_megatron(nested: Settings, told: Told) -> None:
     told.framework = "megatron"
     prefix = "megatron_lm_"
-    told.tensor = nested.number(f"{prefix}tp_degree") or 1
-    told.pipeline = nested.number(f"{prefix}pp_degree") or 1
+    told.tensor = nested.degree(f"{prefix}tp_degree")
+    told.pipeline = nested.degree(f"{prefix}pp_degree")
     told.micro_batches = nested.number(f"{prefix}num_micro_batches")
     told.sequence_parallel = bool(nested.flag(f"{prefix}sequence_parallelism")) or told.tensor == 1
     told.zero = int(bool(nested.flag(f"{prefix}use_distributed_optimizer")))

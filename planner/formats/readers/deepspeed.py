@@ -27,6 +27,14 @@ def of_settings(data: dict[str, Any]) -> Told:
     told.global_batch = known.number("train_batch_size")
     told.micro_batch = known.number("train_micro_batch_size_per_gpu")
     told.micro_batches = known.number("gradient_accumulation_steps")
+    alone = told.global_batch is None or told.micro_batch is None
+    if (
+        alone
+        and "gradient_accumulation_steps" not in data
+        and any(_batches(data))
+        and "auto" not in _batches(data)
+    ):
+        told.micro_batches = 1
     told.trains(clip_norm=known.amount("gradient_clipping"))
     zero = known.part("zero_optimization")
     told.zero = zero.number("stage") or 0
@@ -60,13 +68,18 @@ def of_settings(data: dict[str, Any]) -> Told:
         told.assumed.append("activation_checkpointing: every block is recomputed")
         told.unknown += under("activation_checkpointing", again)
     pipeline = known.part("tensor_parallel")
-    told.tensor = pipeline.number("autotp_size", "tp_size") or 1
+    told.tensor = pipeline.degree("autotp_size", "tp_size")
     told.unknown = [
         *known.left,
         *under("zero_optimization", zero),
         *told.unknown,
     ]
     return told
+
+
+def _batches(data: dict[str, Any]) -> list[Any]:
+    """Return what is said of batches; `auto` is left to the trainer."""
+    return [data.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
 
 
 def _optimizer(optimizer: Settings, told: Told) -> None:

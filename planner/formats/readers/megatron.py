@@ -23,8 +23,11 @@ def read(text: str) -> Told:
 
 def of_flags(flags: dict[str, str | bool | list[str]], text: str = "") -> Told:
     """Return what flags say."""
-    known = Settings(flags)
     told = Told(framework="megatron")
+    told.assumed += [
+        f"--{name} is left out: its value is not in the script" for name in _open(flags)
+    ]
+    known = Settings({name: value for name, value in flags.items() if name not in _open(flags)})
     _degrees(known, told)
     _batches(known, told)
     _recompute(known, told)
@@ -36,11 +39,20 @@ def of_flags(flags: dict[str, str | bool | list[str]], text: str = "") -> Told:
     return told
 
 
+def _open(flags: dict[str, str | bool | list[str]]) -> list[str]:
+    """Return flags whose value is only known where the script runs, and that can be left out."""
+    return [
+        name
+        for name, value in flags.items()
+        if "$" in str(value) and not name.endswith(("-size", "-length", "-layers"))
+    ]
+
+
 def _degrees(known: Settings, told: Told) -> None:
-    told.tensor = known.number("tensor-model-parallel-size") or 1
-    told.pipeline = known.number("pipeline-model-parallel-size") or 1
-    told.context = known.number("context-parallel-size") or 1
-    told.expert = known.number("expert-model-parallel-size") or 1
+    told.tensor = known.degree("tensor-model-parallel-size")
+    told.pipeline = known.degree("pipeline-model-parallel-size")
+    told.context = known.degree("context-parallel-size")
+    told.expert = known.degree("expert-model-parallel-size")
     told.sequence_parallel = bool(known.flag("sequence-parallel")) or told.tensor == 1
     each = known.number("expert-tensor-parallel-size")
     if told.expert > 1:
@@ -218,6 +230,8 @@ def _figures(known: Settings, told: Told) -> None:
     }
     if not known.flag("group-query-attention"):
         figures["kv_heads"] = None
+    if figures["hidden_size"]:
+        figures["experts"] = figures["experts"] or 0
     told.model |= {name: value for name, value in figures.items() if value is not None}
 
 

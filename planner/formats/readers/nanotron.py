@@ -19,9 +19,9 @@ def read(text: str) -> Told:
     axes, tokens, model = (known.part(name) for name in ("parallelism", "tokens", "model"))
     optimizer = known.part("optimizer")
     data_ranks = axes.number("dp")
-    told.tensor, told.pipeline = axes.number("tp") or 1, axes.number("pp") or 1
-    told.context = axes.number("context_parallel_size") or 1
-    told.expert = axes.number("expert_parallel_size") or 1
+    told.tensor, told.pipeline = axes.degree("tp"), axes.degree("pp")
+    told.context = axes.degree("context_parallel_size")
+    told.expert = axes.degree("expert_parallel_size")
     told.sequence_parallel = (
         str(axes.take("tp_mode") or "ALL_REDUCE").upper() == "REDUCE_SCATTER" or told.tensor == 1
     )

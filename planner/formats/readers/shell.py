@@ -67,15 +67,12 @@ def words(text: str) -> list[str]:
     for statement in statements(text):
         match = _ASSIGNED.match(statement)
         if match and not _runs(match[3]):
-            value = match[3].strip()
+            value = _put_in(match[3].strip(), known)
             if value.startswith("("):
                 value = value[1:].rpartition(")")[0]
-                plain = " ".join(
-                    shlex.quote(word) if "$" not in word else word for word in _split(value)
-                )
+                plain = " ".join(map(shlex.quote, _split(value)))
             else:
                 plain = " ".join(_split(value)) if value[:1] in "'\"" else value.partition(" #")[0]
-            plain = _put_in(plain, known)
             known[match[1]] = f"{known.get(match[1], '')} {plain}".strip() if match[2] else plain
             continue
         found += _split(_put_in(statement, known))

@@ -32,6 +32,13 @@ class Settings:
         """Return a whole number; DocumentError if it is none."""
         return _number(self.take(key, *others), key, whole=True)  # type: ignore[return-value]
 
+    def degree(self, key: str, *others: str) -> int:
+        """Return a whole number from 1, which is 1 where nothing is said."""
+        found = self.number(key, *others)
+        if found is not None and found < 1:
+            raise DocumentError(key, f"is {found}; it is a whole number from 1")
+        return found or 1
+
     def amount(self, key: str, *others: str) -> float | None:
         """Return a number; DocumentError if it is none."""
         return _number(self.take(key, *others), key, whole=False)

@@ -165,13 +165,13 @@ def of_sections(sections: dict[str, Any]) -> Told:
 
 
 def _degrees(axes: Settings, told: Told) -> None:
-    told.data_replicate = axes.number("data_parallel_replicate_degree") or 1
+    told.data_replicate = axes.degree("data_parallel_replicate_degree")
     shard = axes.number("data_parallel_shard_degree")
     told.data_shard = -1 if shard is None else shard
-    told.tensor = axes.number("tensor_parallel_degree") or 1
-    told.context = axes.number("context_parallel_degree") or 1
-    told.pipeline = axes.number("pipeline_parallel_degree") or 1
-    told.expert = axes.number("expert_parallel_degree") or 1
+    told.tensor = axes.degree("tensor_parallel_degree")
+    told.context = axes.degree("context_parallel_degree")
+    told.pipeline = axes.degree("pipeline_parallel_degree")
+    told.expert = axes.degree("expert_parallel_degree")
     divided = axes.flag("enable_sequence_parallel")
     told.sequence_parallel = divided is not False or told.tensor == 1
     each = axes.number("expert_tensor_parallel_degree")
@@ -265,7 +265,7 @@ def _rates(optimizer: Settings, rates: Settings, told: Told) -> None:
 
 def _model(model: Settings, told: Told) -> None:
     converters = model.take("converters") or []
-    if "quantize.linear.float8" in converters:
+    if {"quantize.linear.float8", "float8"} & set(converters):
         told.precision = "fp8"
     registered = model.take("registered")
     name, flavor = model.take("name", "module"), model.take("flavor")
